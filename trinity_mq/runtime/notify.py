@@ -25,8 +25,11 @@ class Notifier:
         waiter = asyncio.get_running_loop().create_future()
         self._waiters[waiter] = None
         try:
-            async with asyncio.timeout(timeout):
+            if timeout is None:
                 await waiter
+            else:
+                async with asyncio.timeout(timeout):
+                    await waiter
         except TimeoutError:
             return False
         finally:

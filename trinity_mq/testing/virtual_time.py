@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import selectors
-from collections.abc import Callable, Coroutine
+import weakref
+from collections import deque
+from collections.abc import Callable, Collection, Coroutine
 from concurrent.futures import Executor, Future, wait
 from typing import Any, TypeVar
 from unittest import mock
 
 T = TypeVar("T")
 _wrap_future = asyncio.wrap_future
+
+OWNER: contextvars.ContextVar[str | None] = contextvars.ContextVar("owner", default=None)
+"""Name of the simulated process whose code runs. Its tasks and timers inherit it, so that it can be frozen."""
 
 
 class StandsStill(Exception):
@@ -34,12 +40,57 @@ class _JumpingSelector(selectors.SelectSelector):
         return ready
 
 
+class _Ready(deque[asyncio.Handle]):
+    """Callbacks that are due; those of frozen processes wait apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen: dict[str | None, list[asyncio.Handle]] = {}
+
+    def append(self, handle: asyncio.Handle) -> None:
+        waiting = self.frozen.get(self._owner(handle)) if self.frozen else None
+        if waiting is None:
+            super().append(handle)
+        else:
+            waiting.append(handle)
+
+    @staticmethod
+    def _owner(handle: asyncio.Handle) -> str | None:
+        context: contextvars.Context = handle._context  # type: ignore[attr-defined]  # noqa: SLF001  # no other way
+        return context.get(OWNER)
+
+
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
     """A loop in virtual time. Executor jobs run at once, on the loop's own thread: a thread would need real time."""
 
     def __init__(self) -> None:
         self._jumping = _JumpingSelector()
         super().__init__(self._jumping)
+        self._ready = _Ready()
+        self._owners: weakref.WeakKeyDictionary[asyncio.Task[Any], str | None] = weakref.WeakKeyDictionary()
+
+    def create_task(self, coro: Coroutine[Any, Any, T], **how: Any) -> asyncio.Task[T]:  # type: ignore[override]  # the arguments are passed on
+        """Start a task, and remember whose it is."""
+        task: asyncio.Task[T] = super().create_task(coro, **how)
+        context = how.get("context")
+        self._owners[task] = OWNER.get() if context is None else context.get(OWNER)
+        return task
+
+    def tasks_of(self, owners: Collection[str]) -> set[asyncio.Task[Any]]:
+        """Return the tasks of these owners that are not done."""
+        return {task for task in asyncio.all_tasks(self) if self._owners.get(task) in owners}
+
+    def freeze(self, owner: str) -> None:
+        """Stop what runs in contexts of this :data:`OWNER`, as SIGSTOP does; time goes on for it all the same."""
+        self._ready.frozen.setdefault(owner, [])
+
+    def thaw(self, owner: str) -> None:
+        """Let it go on, with all that has become due meanwhile."""
+        self._ready.extend(self._ready.frozen.pop(owner, []))
+
+    def is_frozen(self, owner: str) -> bool:
+        """Return whether it is stopped."""
+        return owner in self._ready.frozen
 
     def time(self) -> float:
         """Return the virtual time, in seconds since the loop began."""

@@ -283,13 +283,13 @@ class ExplorerLoop:
 
     async def _compare_state(self) -> None:
         """End after an outage in which another explorer went on with the run, even if that one is gone again and has
-        left the lock to this one.
+        left the lock to this one. There may have been one since the state was read.
         """
         bus = self.agent.bus
         while True:
-            await self.agent.woken.until(lambda: not bus.usable)
             await bus.wait_usable()
             await self._file.check()
+            await self.agent.woken.until(lambda: not bus.usable)
 
     async def _clock(self) -> None:
         """Let the batches' time pass while they can make progress; end a run that makes none."""

@@ -6,6 +6,7 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 from trinity_mq.bus.base import (
     CLOSED,
@@ -299,6 +300,7 @@ def check_owner(queue: MemoryQueue, client: MemoryBus) -> None:
         raise BusRefused(f"queue {queue.declared.name} is exclusive to another connection")
 
 
+@lru_cache(maxsize=4096)
 def topic_matches(pattern: str, key: str) -> bool:
     """Return whether a routing key fits an AMQP binding pattern: ``*`` is one word, ``#`` any number of words.
 

@@ -117,6 +117,11 @@ class StreamQueue(MemoryQueue):
         return len(self._messages)
 
     @property
+    def messages(self) -> list[Stored]:
+        """Messages kept, in order."""
+        return list(self._messages)
+
+    @property
     def end(self) -> int:
         """The offset of the next message published."""
         return self._first + len(self._messages)

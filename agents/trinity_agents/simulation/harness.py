@@ -88,18 +88,19 @@ class Simulation:
     learners: list[FakeLearner] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.config: Config = load_config(
-            {
-                "name": "sim",
-                "model": {"tiny": {}},
-                "algorithm": {"repeat_times": 2},
-                "buffer": {"batch_size": 2, "total_steps": self.batches},
-                "explorer": {"eval_interval": 2},
-                "monitor": {"tensorboard": False},
-            },
-            self.overrides,
-        )
+        self.config: Config = load_config(self.settings(), self.overrides)
         self.topology = Topology("sim")
+
+    def settings(self) -> dict[str, Any]:
+        """Return the configuration that :attr:`overrides` change."""
+        return {
+            "name": "sim",
+            "model": {"tiny": {}},
+            "algorithm": {"repeat_times": 2},
+            "buffer": {"batch_size": 2, "total_steps": self.batches},
+            "explorer": {"eval_interval": 2},
+            "monitor": {"tensorboard": False},
+        }
 
     def bus(self) -> MemoryBus:
         """Return a connection of its own, not connected."""
@@ -237,7 +238,7 @@ class Simulation:
     def messages(self) -> list[Message]:
         """Return every control message that was published, in order; results of one message one by one."""
         found: list[Message] = []
-        for stored in self._queue(self.topology.prefix + RECORDED):
+        for stored in self.waiting_in(RECORDED):
             if stored.content_type != EXPERIENCES and stored.headers.get("kind") not in NOT_MESSAGES:
                 message = decode_any(stored.body, stored.content_type)
                 found += message.results if isinstance(message, TaskResults) else [message]
@@ -245,7 +246,11 @@ class Simulation:
 
     def dead_letters(self) -> list[Mapping[str, object]]:
         """Return the headers of all dead letters."""
-        return [stored.headers for stored in self._queue(self.topology.dead.name)]
+        return [stored.headers for stored in self.waiting_in("dead")]
+
+    def waiting_in(self, name: str) -> list[Stored]:
+        """Return the messages that wait in a queue of the run, named without the run's prefix."""
+        return self._queue(self.topology.prefix + name)
 
     def stream(self) -> StreamQueue:
         """Return the ready stream."""

@@ -1,0 +1,91 @@
+"""Plays seeded schedules of faults: ``python -m trinity_agents.simulation --seeds 0:1000``."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from trinity_agents.simulation.explore import Played, explore_in_processes, play, shrink
+from trinity_agents.simulation.schedule import draw
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Play the seeds of the command line; returns 1 where an invariant does not hold."""
+    parser = argparse.ArgumentParser(
+        prog="python -m trinity_agents.simulation",
+        description="Play whole runs under faults drawn from seeds, in virtual time, and check what must hold.",
+    )
+    chosen = parser.add_mutually_exclusive_group(required=True)
+    chosen.add_argument("--seed", type=int, help="play one seed, and show its schedule and its last events")
+    chosen.add_argument("--seeds", type=_range, metavar="FIRST:END", help="play the seeds from FIRST to END - 1")
+    parser.add_argument("--faults", type=_places, help="with --seed: only these of its faults, such as 0,3, or none")
+    parser.add_argument("--no-shrink", action="store_true", help="do not look for fewer faults that fail as well")
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes (all cores)")
+    parser.add_argument("--table", type=Path, help="write the states reached into this file, as Markdown")
+    options = parser.parse_args(arguments)
+    if options.seed is not None:
+        return _play_one(options)
+    if options.faults is not None:
+        parser.error("--faults belongs to --seed: the faults of each seed are its own")
+    return _play_many(options)
+
+
+def _play_one(options: argparse.Namespace) -> int:
+    schedule = draw(options.seed)
+    try:
+        one = play(schedule if options.faults is None else schedule.only(options.faults))
+    except ValueError as error:
+        _say(f"{error}; see them with --seed {options.seed} alone")
+        return 2
+    if one.violations and not options.no_shrink:
+        one = shrink(one)
+    _say(one.report())
+    return int(bool(one.violations))
+
+
+def _play_many(options: argparse.Namespace) -> int:
+    began = time.monotonic()
+
+    def done(count: int, failed: list[Played]) -> None:
+        for one in failed:
+            _say((one if options.no_shrink else shrink(one)).report())
+        if sys.stderr.isatty():
+            sys.stderr.write(f"\r{count} of {len(options.seeds)} seeds")
+            sys.stderr.flush()
+
+    coverage, failed = explore_in_processes(options.seeds, options.workers, done)
+    table = coverage.table()
+    if options.table is not None:
+        options.table.write_text(table + "\n", encoding="utf-8")
+    seconds = time.monotonic() - began
+    _say(f"{table}\n\n{len(options.seeds)} seeds in {seconds:.0f} s, {1000 * seconds / len(options.seeds):.0f} ms each")
+    _say(f"failed: {', '.join(str(one.schedule.seed) for one in failed) if failed else 'none'}")
+    return int(bool(failed))
+
+
+def _range(text: str) -> range:
+    first, _, end = text.partition(":")
+    if not (first.isdecimal() and end.isdecimal() and int(first) < int(end)):
+        raise argparse.ArgumentTypeError(f"{text!r} is no range of seeds; write one as 0:1000")
+    return range(int(first), int(end))
+
+
+def _places(text: str) -> list[int]:
+    if text == "none":
+        return []
+    if not all(place.isdecimal() for place in text.split(",")):
+        raise argparse.ArgumentTypeError(f"{text!r} are no places of faults; write them as 0,3, or none")
+    return [int(place) for place in text.split(",")]
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

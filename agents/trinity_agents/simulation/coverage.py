@@ -1,0 +1,254 @@
+"""Which states of the protocol's machines simulated runs reach, and by which transitions."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, get_args
+from unittest import mock
+
+from trinity_agents.runner.circuit import Circuit
+from trinity_mq.messages import BatchClosed, BatchReady, Message, Progress, SyncEvent, TaskResult, TaskSlice, TaskSlices
+from trinity_mq.messages.batches import BatchState
+from trinity_mq.runtime.agent import Agent
+from trinity_mq.sync.gate.coordinator import Coordinator
+from trinity_mq.sync.gate.member import Member
+from trinity_mq.sync.gate.member import Stage as MemberStage
+from trinity_mq.sync.gate.records import Member as CoordinatedMember
+from trinity_mq.sync.gate.records import Phase
+from trinity_mq.telemetry.durations import WorkUnderWay
+
+Transition = tuple[str, str, str]
+"""Machine, state before (empty: it began), state after."""
+
+ENDS = ("gone", "finished", "killed", "frozen", "thawed", "failed")
+"""How the life of an agent ends, or is interrupted, whatever its role."""
+STATES: Mapping[str, tuple[str, ...]] = {
+    "gate: coordinator": tuple(phase.value for phase in Phase),
+    "gate: member": tuple(stage.value for stage in MemberStage),
+    "gate: trust in an engine": ("trusted", "quarantined"),
+    "gate: catch-up fetch": ("fetching", "fetched", "broken off"),
+    "ticket": (
+        *("opened", "opened again", "closed", "closed, cut off", "closed again"),
+        *("ready", "empty", "failed", "gone", "decided again"),
+        *("consumed: trained", "consumed: empty", "consumed: failed", "consumed: gone", "consumed: dropped"),
+        *("consumed: skipped", "consumed again"),
+    ),
+    "slice": (
+        *("published", "published again", "finished", "partial", "failed", "cancelled", "poisoned", "late"),
+        "done again",
+    ),
+    "lane of a runner": ("closed", "open", "half-open"),
+    "explorer": ("starting", "idle", "holding", "working", "draining", *ENDS),
+    "runner": ("starting", "idle", "holding", "working", "draining", *ENDS),
+    "operator": ("starting", "idle", "working", *ENDS),
+    "trainer": ("starting", "idle", "holding", "working", *ENDS),
+    "engine": ("starting", "holding", "working", *ENDS),
+    "work of trainer and operator": ("none", "batch", "step", "sync", "save", "final"),
+}
+"""By machine, its states; an agent's are those of its heartbeats and the ends of its lives."""
+
+
+@dataclass
+class Coverage:
+    """Transitions by machine, and in how many seeds each was seen."""
+
+    seeds: int = 0
+    seen: Counter[Transition] = field(default_factory=Counter)
+    """Seeds in which a transition was seen."""
+
+    def add(self, transitions: Iterable[Transition]) -> None:
+        """Count the transitions of one seed."""
+        self.seeds += 1
+        self.seen.update(set(transitions))
+
+    def merge(self, other: Coverage) -> None:
+        """Add what other seeds reached."""
+        self.seeds += other.seeds
+        self.seen += other.seen
+
+    def reached(self, machine: str) -> set[str]:
+        """Return the states of a machine that were reached."""
+        return {after for name, _, after in self.seen if name == machine}
+
+    def missing(self) -> list[str]:
+        """Return the states that no seed reached, as ``machine: state``."""
+        return [
+            f"{machine}: {state}"
+            for machine, states in STATES.items()
+            for state in states
+            if state not in self.reached(machine)
+        ]
+
+    def rows(self) -> Iterator[tuple[str, str, str]]:
+        """Return, for each state, how many seeds came to it and from where."""
+        for machine, states in STATES.items():
+            for state in (*states, *sorted(self.reached(machine) - set(states))):
+                before = Counter({b or "begins": n for (m, b, a), n in self.seen.items() if (m, a) == (machine, state)})
+                origins = ", ".join(f"{one} {count}" for one, count in before.most_common())
+                yield machine, state, origins or "never"
+
+    def table(self) -> str:
+        """Return all rows as a table in Markdown, with the states never reached named below."""
+        lines = ["| machine | state | reached from, in so many seeds |", "|---|---|---|"]
+        lines += [f"| {machine} | {state} | {origins} |" for machine, state, origins in self.rows()]
+        missing = self.missing()
+        lines += ["", f"{self.seeds} seeds. Never reached: {'; '.join(missing) if missing else 'none'}."]
+        return "\n".join(lines)
+
+
+class Observer:
+    """Notes the transitions of one run."""
+
+    def __init__(self) -> None:
+        self.transitions: set[Transition] = set()
+
+    def note(self, machine: str, before: str, after: str) -> None:
+        """Note a transition; one to the same state is none."""
+        if before != after:
+            self.transitions.add((machine, before, after))
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Note the state changes of all machines that are made during the ``with`` block."""
+        with ExitStack() as stack:
+            for watched, name, noted in (
+                (Coordinator, "phase", lambda _: ("gate: coordinator", lambda phase: phase.value)),
+                (Member, "stage", lambda _: ("gate: member", lambda stage: stage.value)),
+                (CoordinatedMember, "quarantined", lambda _: ("gate: trust in an engine", _trust)),
+                (Agent, "state", lambda agent: (agent.role, str)),
+                (WorkUnderWay, "_kind", lambda _: ("work of trainer and operator", lambda kind: kind or "none")),
+            ):
+                stack.enter_context(mock.patch.object(watched, name, _Watched(watched, name, noted, self), create=True))
+            for name in ("_until", "_probe"):
+                stack.enter_context(mock.patch.object(Circuit, name, _WatchedCircuit(name, self), create=True))
+            yield
+
+    def read(self, messages: Iterable[Message]) -> None:
+        """Note what the messages of a run, in their order, say of tickets, slices and fetches."""
+        reader = _Reader(self.note)
+        for message in messages:
+            reader.read(message)
+
+
+class _Reader:
+    """Follows tickets, slices and catch-up fetches through the messages of a run.
+
+    Args:
+        note: Is told of each transition: the machine, the state before and the one after.
+    """
+
+    def __init__(self, note: Callable[[str, str, str], None]) -> None:
+        self._note = note
+        self._states: dict[tuple[str, object], str] = {}
+        """By machine and key."""
+        self._fetches: dict[str, int] = {}
+        """By member: the attempt under way."""
+
+    def read(self, message: Message) -> None:
+        if isinstance(message, TaskSlice | TaskSlices):
+            for one in [message] if isinstance(message, TaskSlice) else message.slices:
+                self._published(one)
+        elif isinstance(message, TaskResult):
+            key = (message.ticket, message.task_id, message.run_base)
+            is_again = self._state("slice", key) not in {"", "published", "published again"}
+            self._go("slice", key, "done again" if is_again else message.outcome)
+        elif isinstance(message, BatchClosed):
+            is_again = self._state("ticket", message.ticket).startswith("closed")
+            cut_off = ", cut off" if message.outcomes.get("cancelled") else ""
+            self._go("ticket", message.ticket, "closed again" if is_again else f"closed{cut_off}")
+        elif isinstance(message, BatchReady):
+            is_again = self._state("ticket", message.ticket) in {*get_args(BatchState), "decided again"}
+            self._go("ticket", message.ticket, "decided again" if is_again else message.state)
+        elif isinstance(message, Progress):
+            is_again = self._state("ticket", message.ticket).startswith("consumed")
+            self._go("ticket", message.ticket, "consumed again" if is_again else f"consumed: {message.outcome}")
+        elif isinstance(message, SyncEvent) and not message.epoch:
+            self._fetch(message)
+
+    def _published(self, one: TaskSlice) -> None:
+        key = (one.ticket, one.task_id, one.run_base)
+        is_again = bool(self._state("slice", key))
+        if is_again or not self._state("ticket", one.ticket):
+            self._go("ticket", one.ticket, "opened again" if is_again else "opened")
+        self._go("slice", key, "published again" if is_again else "published")
+
+    def _fetch(self, event: SyncEvent) -> None:
+        """Follow one member's fetch of the committed version; such events have epoch 0."""
+        after = {"prepare": "fetching", "commit": "fetched", "abort": "broken off"}.get(event.verb)
+        for member in event.members if after is not None else ():
+            if event.verb == "prepare":
+                self._fetches[member] = event.attempt
+            if self._fetches.get(member) == event.attempt:
+                self._go("gate: catch-up fetch", member, str(after))
+
+    def _state(self, machine: str, key: object) -> str:
+        return self._states.get((machine, key), "")
+
+    def _go(self, machine: str, key: object, state: str) -> None:
+        self._note(machine, self._state(machine, key), state)
+        self._states[machine, key] = state
+
+
+def _trust(quarantined: bool) -> str:
+    return "quarantined" if quarantined else "trusted"
+
+
+class _Watched:
+    """In place of an attribute: keeps its value, and notes each change.
+
+    Args:
+        owner: The class.
+        name: The attribute's.
+        noted: Returns, for an object, the name of its machine and how to name a value.
+        observer: Is told.
+    """
+
+    def __init__(
+        self, owner: type, name: str, noted: Callable[[Any], tuple[str, Callable[[Any], str]]], observer: Observer
+    ) -> None:
+        self._slot, self._name, self._noted, self._observer = vars(owner).get(name), name, noted, observer
+
+    def __get__(self, instance: Any, owner: type) -> Any:
+        if instance is None:
+            return self
+        if self._slot is not None:
+            return self._slot.__get__(instance, owner)
+        try:
+            return vars(instance)[self._name]
+        except KeyError:
+            raise AttributeError(self._name) from None
+
+    def __set__(self, instance: Any, value: Any) -> None:
+        machine, named = self._noted(instance)
+        before = getattr(instance, self._name, None)
+        if self._slot is not None:
+            self._slot.__set__(instance, value)
+        else:
+            vars(instance)[self._name] = value
+        if before is not value:
+            self._observer.note(machine, "" if before is None else named(before), named(value))
+
+
+class _WatchedCircuit:
+    """In place of an attribute of a circuit: keeps its value, and notes changes of the circuit's state."""
+
+    def __init__(self, name: str, observer: Observer) -> None:
+        self._name, self._observer = name, observer
+
+    def __get__(self, circuit: Any, owner: type) -> Any:
+        return self if circuit is None else vars(circuit).get(self._name)
+
+    def __set__(self, circuit: Any, value: Any) -> None:
+        before = _state_of(circuit) if self._name in vars(circuit) else ""
+        vars(circuit)[self._name] = value
+        self._observer.note("lane of a runner", before, _state_of(circuit))
+
+
+def _state_of(circuit: Any) -> str:
+    kept = vars(circuit)
+    if kept.get("_until") is None:
+        return "closed"
+    return "open" if kept.get("_probe") is None else "half-open"

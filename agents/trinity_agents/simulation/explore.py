@@ -1,0 +1,121 @@
+"""Explores schedules: plays seeds, checks the invariants, shrinks the schedule of one that fails."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+
+from trinity_agents.simulation.coverage import Coverage, Transition
+from trinity_agents.simulation.invariants import NO_ERROR, NO_FAILURE, NO_HANG, Evidence, violations
+from trinity_agents.simulation.schedule import Schedule, draw
+from trinity_agents.simulation.scheduled_run import AgentFailed, Hang, ScheduledRun, played
+from trinity_mq.testing.virtual_time import StandsStill
+
+SHOWN = 8
+"""Contradictions that a report lists."""
+CHUNK = 20
+"""Seeds that a worker plays before it reports."""
+
+
+@dataclass
+class Played:
+    """How a schedule went."""
+
+    schedule: Schedule
+    violations: list[tuple[str, str]]
+    """Pairs of the invariant that does not hold and what contradicts it."""
+    trail: list[str]
+    """The last events, a line each."""
+    transitions: set[Transition]
+    seconds: float
+    """Virtual seconds."""
+
+    @property
+    def invariant(self) -> str | None:
+        """The first invariant that does not hold; None: all hold."""
+        return self.violations[0][0] if self.violations else None
+
+    def report(self) -> str:
+        """Return it for a person: the schedule, what is violated, the last events, and the command to repeat it."""
+        lines = [f"seed {self.schedule.seed}", *(f"  {line}" for line in self.schedule.lines())]
+        lines.append("the last events:")
+        lines += [f"  {line}" for line in self.trail]
+        lines.append("violated:" if self.violations else f"every invariant holds ({self.seconds:.0f} virtual seconds)")
+        lines += [f"  {name}: {text}" for name, text in self.violations[:SHOWN]]
+        if len(self.violations) > SHOWN:
+            lines.append(f"  and {len(self.violations) - SHOWN} more")
+        return "\n".join([*lines, f"again: {self.schedule.command}"])
+
+
+def play(schedule: Schedule | int, kind: type[ScheduledRun] = ScheduledRun) -> Played:
+    """Play a schedule, or that of a seed, and check the invariants."""
+    schedule = draw(schedule) if isinstance(schedule, int) else schedule
+    try:
+        return played(schedule, _judge, kind)
+    except StandsStill as error:
+        return Played(schedule, [(NO_HANG, str(error))], [], set(), 0.0)
+
+
+def _judge(run: ScheduledRun, error: BaseException | None) -> Played:
+    evidence = Evidence(run)
+    if isinstance(error, Hang):
+        found = [(NO_HANG, f"not over after {run.seconds:.0f} virtual seconds: {error}")]
+    elif isinstance(error, AgentFailed):
+        found = [(NO_FAILURE, str(error))]
+    elif error is not None:
+        found = [(NO_ERROR, f"{type(error).__name__}: {error!r}")]
+    else:
+        found = violations(evidence)
+    run.observer.read(evidence.messages)
+    trail = [f"{time:9.3f} {who:<12} {text}" for time, who, text in run.faults.trail]
+    return Played(run.schedule, found, trail, run.observer.transitions, run.seconds)
+
+
+def shrink(failed: Played, kind: type[ScheduledRun] = ScheduledRun) -> Played:
+    """Return the failure of the schedule with as few faults as violate the same invariant: each is left out in turn."""
+    left = failed
+    for place in failed.schedule.places:
+        fewer = left.schedule.only([one for one in left.schedule.places if one != place])
+        again = play(fewer, kind)
+        if again.invariant == failed.invariant:
+            left = again
+    return left
+
+
+def explore(seeds: Iterable[int], kind: type[ScheduledRun] = ScheduledRun) -> tuple[Coverage, list[Played]]:
+    """Play seeds one after the other; returns the states that they reached and those that failed."""
+    coverage, failed = Coverage(), []
+    for seed in seeds:
+        one = play(seed, kind)
+        coverage.add(one.transitions)
+        if one.violations:
+            failed.append(one)
+    return coverage, failed
+
+
+def explore_in_processes(
+    seeds: Sequence[int], workers: int, done: Callable[[int, list[Played]], None]
+) -> tuple[Coverage, list[Played]]:
+    """Play seeds in so many processes.
+
+    Args:
+        seeds: The seeds.
+        workers: Processes.
+        done: Called after each chunk with the number of seeds played so far and those of the chunk that failed.
+    """
+    coverage, failed, count = Coverage(), [], 0
+    chunks = [list(chunk) for chunk in _chunks(seeds)]
+    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
+        for chunk, (reached, wrong) in zip(chunks, pool.map(partial(explore), chunks), strict=True):
+            coverage.merge(reached)
+            failed += wrong
+            count += len(chunk)
+            done(count, wrong)
+    return coverage, failed
+
+
+def _chunks(seeds: Sequence[int]) -> Iterator[Sequence[int]]:
+    return (seeds[start : start + CHUNK] for start in range(0, len(seeds), CHUNK))

@@ -1,0 +1,281 @@
+"""The connection of one agent's life on which a schedule's faults happen: at points that the agent passes, it may die,
+stand still, be late, or publish twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import random
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Coroutine
+from typing import Any, Never
+
+from trinity_agents.simulation.schedule import Delay, Freeze, Jitter, Kill, LostConfirm, Repeats, Role, Schedule
+from trinity_mq.bus import Consumer, Delivery, Envelope, Queue, Topology
+from trinity_mq.bus.memory.bus import MemoryBroker, MemoryBus
+from trinity_mq.config.bus import BrokerConfig
+from trinity_mq.testing.virtual_time import OWNER, VirtualTimeLoop
+
+QUIET = {"beat", "metrics"}
+"""Kinds that pass no point: nearly all traffic is heartbeats, and nearly all faults would happen at one."""
+UNTOLD = {"weights.join"}
+"""Routing keys of what is left out of the trail: it is repeated for ever."""
+NOTICED = 20.0
+"""Seconds after which the broker takes a client that stands still for gone: twice ``broker.heartbeat``."""
+RECONNECT = 0.05
+"""Seconds that a client takes to connect again."""
+REPEAT_SECONDS = (0.0, 0.1, 0.3)
+"""Seconds after which a publisher repeats what was not confirmed."""
+MOST_LATE = 1.0
+"""Seconds by which jitter delays a delivery at most."""
+TRAIL = 60
+"""Events that a report of a violation ends with."""
+
+PointFault = Kill | Freeze | LostConfirm | Delay
+
+
+class Faults:
+    """The faults of a schedule that happen on connections, how far each role has come, and what has happened."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.dice = random.Random(f"{schedule.seed}/run")
+        """Draws what depends on what the agents do."""
+        self.trail: deque[tuple[float, str, str]] = deque(maxlen=TRAIL)
+        """The last events: time, agent, text."""
+        self.passed: Counter[str] = Counter()
+        """Points passed, by role."""
+        self._due: defaultdict[str, dict[int, list[PointFault]]] = defaultdict(dict)
+        jitter = [fault for fault in schedule.faults if isinstance(fault, Jitter)]
+        self._late, self._mean = max(((one.share, one.mean) for one in jitter), default=(0.0, 1.0))
+        self._repeated = max((fault.share for fault in schedule.faults if isinstance(fault, Repeats)), default=0.0)
+        for fault in schedule.faults:
+            if isinstance(fault, PointFault):
+                self._due[fault.role].setdefault(fault.point, []).append(fault)
+
+    def note(self, who: str, text: str) -> None:
+        """Add an event to the trail."""
+        self.trail.append((asyncio.get_running_loop().time(), who, text))
+
+    def next_point(self, role: str) -> list[PointFault]:
+        """Count a point of a role and return what happens there."""
+        place = self.passed[role]
+        self.passed[role] = place + 1
+        return self._due[role].pop(place, [])
+
+    def lateness(self) -> float:
+        """Return by how many seconds the next thing is late, mostly none."""
+        return self.dice.expovariate(1 / self._mean) if self._late and self.dice.random() < self._late else 0.0
+
+    def is_repeated(self) -> bool:
+        """Say whether the next publish loses its confirm."""
+        return bool(self._repeated) and self.dice.random() < self._repeated
+
+
+class FaultyBus(MemoryBus):
+    """The connection of one life of an agent.
+
+    Args:
+        broker: See :class:`MemoryBus`, as for ``topology`` and ``config``.
+        faults: What happens.
+        role: The agent's.
+        who: The agent's id and which life of it this is.
+        on_end: Called with ``killed`` or ``frozen``, or ``thawed``, when that happens.
+    """
+
+    def __init__(
+        self,
+        broker: MemoryBroker,
+        topology: Topology,
+        config: BrokerConfig,
+        faults: Faults,
+        role: Role,
+        who: str,
+        on_end: Callable[[str], None],
+    ) -> None:
+        super().__init__(broker, topology, config=config)
+        self.faults, self.role, self.who = faults, role, who
+        self.life: asyncio.Task[None] | None = None
+        """The agent's task, known once it runs."""
+        self.dead = False
+        self.killed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.died_at: str | None = None
+        self._on_end = on_end
+        self._unconfirmed: list[float] = []
+        """Seconds after which each of the next publishes is repeated."""
+
+    @property
+    def lives(self) -> bool:
+        """Whether the agent runs."""
+        return self.life is not None and not self.life.done() and not self.dead
+
+    def begin(self, agent: Callable[[], Any]) -> asyncio.Task[None]:
+        """Run an agent in a context of its own, so that it can be frozen."""
+        context = contextvars.copy_context()
+        context.run(OWNER.set, self.who)
+        self.life = asyncio.get_running_loop().create_task(agent(), name=self.who, context=context)
+        return self.life
+
+    def kill(self) -> None:
+        """End the agent as SIGKILL does: it comes to nothing any more, no ``finally`` either."""
+        if self.lives:
+            self._on_end("killed")
+            self.dead = True
+            self.disconnect("killed")
+            _loop().freeze(self.who)
+            self.killed.set_result(None)
+
+    def freeze(self, seconds: float) -> None:
+        """Have the agent stand still; the broker notices it after a while."""
+        loop = _loop()
+        if not self.lives or loop.is_frozen(self.who):
+            return
+        self._on_end("frozen")
+        loop.freeze(self.who)
+        outside = contextvars.Context()
+        if seconds > NOTICED:
+            loop.call_later(NOTICED, self._lose, context=outside)
+        loop.call_later(seconds, self._thaw, loop, context=outside)
+
+    def _lose(self) -> None:
+        if self.lives:
+            self._broker.drop(self, delay=None)
+
+    def _thaw(self, loop: VirtualTimeLoop) -> None:
+        if not self.dead:
+            loop.thaw(self.who)
+        if self.lives:
+            self._on_end("thawed")
+            self.reconnect_in(RECONNECT)  # not before it has noticed what happened
+
+    async def point(self, name: str) -> None:
+        """Pass a point at which something may happen, and after the agent's death none."""
+        if self.dead:
+            await forever()
+        for fault in self.faults.next_point(self.role):
+            if self.lives:
+                self.faults.note(self.who, f"{fault} happens: {name}")
+                await self._suffer(fault, name)
+        if self.dead:
+            await forever()
+
+    async def _suffer(self, fault: PointFault, name: str) -> None:
+        if isinstance(fault, Kill):
+            self.died_at = name
+            self.kill()
+        elif isinstance(fault, Freeze):
+            self.freeze(fault.seconds)
+            await asyncio.sleep(0)
+        elif isinstance(fault, LostConfirm):
+            self._unconfirmed.append(fault.seconds)
+        else:
+            await asyncio.sleep(fault.seconds)
+
+    async def publish(
+        self, exchange: str, routing_key: str, envelope: Envelope, *, timeout: float | None = None
+    ) -> bool:
+        """Publish, perhaps late, perhaps twice."""
+        if envelope.kind in QUIET:
+            return await super().publish(exchange, routing_key, envelope, timeout=timeout)
+        await self.point(f"before publishing {envelope.kind}")
+        await self._dawdle()
+        routed = await super().publish(exchange, routing_key, envelope, timeout=timeout)
+        if routing_key not in UNTOLD:
+            self.faults.note(self.who, f"published {envelope.kind} {routing_key} {envelope.message_id or ''}")
+        await self.point(f"published {envelope.kind}")
+        again = self._unconfirmed.pop() if self._unconfirmed else None
+        if again is None and self.faults.is_repeated():
+            again = self.faults.dice.choice(REPEAT_SECONDS)
+        if again is not None:
+            await asyncio.sleep(again)
+            routed = await super().publish(exchange, routing_key, envelope, timeout=timeout)
+        await self._dawdle()
+        await self.point(f"{envelope.kind} confirmed")
+        return routed
+
+    async def declare(self, *queues: Queue) -> None:
+        """Declare, perhaps late."""
+        await self._step("declare", queues[0] if len(queues) == 1 else None)
+        await super().declare(*queues)
+
+    async def unbind(self, queue: Queue) -> None:
+        """Unbind, perhaps late."""
+        await self._step("unbind", queue)
+        await super().unbind(queue)
+        await self.point("unbound")
+
+    async def delete(self, name: str) -> None:
+        """Delete a queue."""
+        await self.point("delete")
+        await super().delete(name)
+        await self.point("deleted")
+
+    async def consume(self, queue: Queue, *, prefetch: int = 0, offset: int | None = None) -> Consumer:
+        """Consume; what all agents share is delivered late at times."""
+        await self._step("consume", queue)
+        consumer = await super().consume(queue, prefetch=prefetch, offset=offset)
+        return LateConsumer(self, consumer) if queue.kind != "exclusive" else consumer
+
+    async def _step(self, name: str, queue: Queue | None) -> None:
+        await self.point(name if queue is None else f"{name} {queue.name}")
+        await self._dawdle()
+
+    async def _dawdle(self) -> None:
+        if seconds := self.faults.lateness():
+            await asyncio.sleep(seconds)
+
+
+class LateConsumer(Consumer):
+    """A consumer whose deliveries take their time, each a point on arrival and two at its acknowledgement."""
+
+    def __init__(self, bus: FaultyBus, consumer: Consumer) -> None:
+        self._bus, self._consumer = bus, consumer
+
+    async def __anext__(self) -> Delivery:
+        # before it is taken: who gives up waiting must not have taken it
+        if seconds := self._bus.faults.lateness():
+            await asyncio.sleep(min(MOST_LATE, seconds))
+        delivery = await self._consumer.__anext__()
+        await self._bus.point(f"received {delivery.kind}")
+        return self._watched(delivery)
+
+    def get_nowait(self) -> Delivery | None:
+        """Return the next delivery that has arrived, None if there is none."""
+        found = self._consumer.get_nowait()
+        return None if found is None else self._watched(found)
+
+    async def stop(self) -> None:
+        """Stop deliveries."""
+        await self._consumer.stop()
+
+    async def close(self) -> None:
+        """Give back what is unanswered."""
+        await self._consumer.close()
+
+    def _watched(self, delivery: Delivery) -> Delivery:
+        if delivery.offset is None:
+            delivery.ack = _acknowledging(self._bus, delivery)  # type: ignore[method-assign]  # passes points
+        return delivery
+
+
+def _acknowledging(bus: FaultyBus, delivery: Delivery) -> Callable[[], Coroutine[Any, Any, None]]:
+    ack = delivery.ack
+
+    async def acked() -> None:
+        await bus.point(f"before acknowledging {delivery.kind}")
+        await ack()
+        await bus.point(f"{delivery.kind} acknowledged")
+
+    return acked
+
+
+def _loop() -> VirtualTimeLoop:
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, VirtualTimeLoop)
+    return loop
+
+
+async def forever() -> Never:
+    """Wait: the agent that does is dead."""
+    await asyncio.Event().wait()
+    raise AssertionError("nobody sets it")

@@ -1,0 +1,388 @@
+"""Schedules of faults: what one integer seed draws for one run, its configuration and all that goes wrong. Pure."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
+
+Role = Literal["explorer", "runner", "operator", "trainer", "engine"]
+Style = Literal["fixed", "trainer_driven", "explorer_driven", "fully_async"]
+
+POINTS: dict[Role, int] = {"explorer": 130, "runner": 90, "operator": 70, "trainer": 110, "engine": 40}
+"""About as many points as the agents of a role pass in a run; a fault drawn beyond them does not happen."""
+LENGTH = 12.0
+"""Seconds of a run within which faults that come by time begin."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Configuration of a run, and what its workflows do."""
+
+    style: Style
+    interval: int
+    offset: int
+    """``synchronizer.sync_offset`` under style fixed, else ``synchronizer.pipeline_depth``."""
+    max_staleness: int | None
+    stale: Literal["drop", "requeue"]
+    pause_mode: Literal["wait", "keep", "abort"]
+    batches: int
+    tasks: int
+    """Tasks of a batch."""
+    repeat: int
+    """Runs of a task."""
+    slice_runs: int
+    """Most runs of a slice."""
+    operators: int
+    engines: int
+    """Engines of the policy: the first two are the explorer's, a third has a host of its own."""
+    evaluates: bool
+    cut_off: Literal["never", "whole tasks", "partial tasks"]
+    """Over-rollout: whether a batch is closed without its slowest tasks, and what of those counts."""
+    save_interval: int
+    concurrency: int
+    """Slices in flight in a runner."""
+    step_seconds: float
+    token_seconds: float
+    """Seconds for one of the two tokens that a run samples."""
+    delivery_limit: int
+    operator_deadline: float
+    batch_timeout: float
+    standby: bool
+    """A second explorer waits for the lock of the first."""
+    failing: float
+    """Share of runs whose workflow fails, on every attempt."""
+    empty: float
+    """Share of slices none of whose runs ends with an experience."""
+    crashing: float
+    """Share of tries in a process of their own that kill it."""
+
+    def sections(self) -> dict[str, dict[str, Any]]:
+        """Return the configuration by section."""
+        explorer: dict[str, Any] = {
+            "max_repeat_times_per_runner": self.slice_runs,
+            "operator_deadline": self.operator_deadline,
+            "batch_timeout": self.batch_timeout,
+            "max_timeout": 60.0,
+            "eval_timeout": 400.0,
+            "max_consecutive_empty": 1000,
+            "eval_interval": 2,
+            "eval_on_startup": self.evaluates,
+        }
+        if self.batch_timeout < SHORT:
+            explorer |= {"max_timeout": 1.0, "max_retry_times": 0}
+        if self.cut_off != "never":
+            partial = self.cut_off == "partial tasks"
+            explorer["over_rollout"] = {"ratio": 0.5, "wait_after_min": 0.5, "return_partial_tasks": partial}
+        synchronizer = {
+            "sync_style": self.style,
+            "sync_interval": self.interval,
+            "sync_offset" if self.style == "fixed" else "pipeline_depth": self.offset,
+            "max_staleness": self.max_staleness,
+            "stale": self.stale,
+            "pause_mode": self.pause_mode,
+            "sync_timeout": 5.0,
+        }
+        return {
+            "algorithm": {"repeat_times": self.repeat},
+            "buffer": {"batch_size": self.tasks, "total_steps": self.batches},
+            "explorer": explorer,
+            "broker": {"delivery_limit": self.delivery_limit},
+            "synchronizer": synchronizer,
+            "trainer": {"save_interval": self.save_interval},
+            "runner": {"concurrency": self.concurrency},
+        }
+
+
+SHORT = 10.0
+"""Seconds below which a batch may be over before its slices are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """An agent of a role ends at a point, as by SIGKILL, and another is started in its place."""
+
+    role: Role
+    point: int
+
+
+@dataclass(frozen=True, slots=True)
+class Freeze:
+    """An agent of a role stands still at a point for so many seconds, as between SIGSTOP and SIGCONT."""
+
+    role: Role
+    point: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """An agent of a role is asked to end, and another is started in its place."""
+
+    role: Role
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """The connection of an agent of a role is lost, and is back after so many seconds."""
+
+    role: Role
+    at: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class BrokerRestart:
+    """All connections are lost at once, and are back one after another within the second after these."""
+
+    at: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Alarm:
+    """The broker blocks publishers for so many seconds."""
+
+    at: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class LostConfirm:
+    """A publish takes effect, and its confirm is lost: the publisher repeats it after so many seconds."""
+
+    role: Role
+    point: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Delay:
+    """What an agent of a role does at a point, or what is delivered to it there, takes so many seconds longer."""
+
+    role: Role
+    point: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Jitter:
+    """A share of all publishes, declarations and deliveries is late, by ``mean`` seconds on average, so that messages
+    of different queues overtake each other.
+    """
+
+    share: float
+    mean: float
+
+
+@dataclass(frozen=True, slots=True)
+class Repeats:
+    """A share of all publishes loses its confirm and is repeated."""
+
+    share: float
+
+
+@dataclass(frozen=True, slots=True)
+class EngineDeath:
+    """An engine's process dies and is back, without weights, after so many seconds."""
+
+    engine: int
+    at: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class KeptWeights:
+    """An engine that is given new weights for the ``n``-th time goes on with its old ones, and answers as they do."""
+
+    engine: int
+    n: int
+
+
+@dataclass(frozen=True, slots=True)
+class BrokenTransfer:
+    """The ``n``-th broadcast of weights breaks after the engines have taken some in."""
+
+    n: int
+
+
+@dataclass(frozen=True, slots=True)
+class Outage:
+    """The sandbox of all workflows is away for so many seconds."""
+
+    at: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class DeadlyBatch:
+    """A batch on which no trainer survives a step."""
+
+    batch: int
+
+
+Fault = (
+    Kill
+    | Freeze
+    | Drain
+    | Cut
+    | BrokerRestart
+    | Alarm
+    | LostConfirm
+    | Delay
+    | Jitter
+    | Repeats
+    | EngineDeath
+    | KeptWeights
+    | BrokenTransfer
+    | Outage
+    | DeadlyBatch
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """A run's configuration and faults."""
+
+    seed: int
+    settings: Settings
+    faults: tuple[Fault, ...]
+    kept: tuple[int, ...] | None = None
+    """Places, among the faults that the seed draws, of those here; None: these are all."""
+
+    def only(self, places: Collection[int]) -> Schedule:
+        """Return the schedule with those of the seed's faults that are at ``places``.
+
+        Raises:
+            ValueError: The seed draws fewer.
+        """
+        drawn = draw(self.seed)
+        if wrong := sorted(place for place in places if not 0 <= place < len(drawn.faults)):
+            raise ValueError(
+                f"seed {self.seed} draws faults 0 to {len(drawn.faults) - 1}; there is no fault {wrong[0]}"
+            )
+        kept = tuple(sorted(set(places)))
+        return replace(self, faults=tuple(drawn.faults[place] for place in kept), kept=kept)
+
+    @property
+    def places(self) -> tuple[int, ...]:
+        """Places of the faults among those that the seed draws."""
+        return tuple(range(len(self.faults))) if self.kept is None else self.kept
+
+    @property
+    def command(self) -> str:
+        """The command that plays it again."""
+        chosen = "" if self.kept is None else f" --faults {','.join(map(str, self.kept)) or 'none'}"
+        return f"python -m trinity_agents.simulation --seed {self.seed}{chosen}"
+
+    def of(self, *kinds: type[Fault]) -> list[Fault]:
+        """Return the faults of these kinds."""
+        return [fault for fault in self.faults if isinstance(fault, kinds)]
+
+    def lines(self) -> list[str]:
+        """Return it for a person: the settings, and each fault with its place."""
+        shown = ", ".join(f"{one.name}={getattr(self.settings, one.name)!r}" for one in fields(self.settings))
+        return [shown, *(f"{place:>3}  {fault}" for place, fault in zip(self.places, self.faults, strict=True))]
+
+
+def draw(seed: int) -> Schedule:
+    """Return the schedule of a seed; the same one for ever, as long as this function is not changed."""
+    dice = random.Random(seed)
+    settings = _settings(dice)
+    return Schedule(seed, settings, tuple(_faults(dice, settings)))
+
+
+def _settings(dice: random.Random) -> Settings:
+    style: Style = dice.choice(["fixed", "fixed", "trainer_driven", "explorer_driven", "fully_async"])
+    interval = dice.choice([1, 1, 1, 2])
+    repeat = dice.choice([2, 2, 4])
+    short = dice.random() < 0.15
+    return Settings(
+        style=style,
+        interval=interval,
+        offset=dice.choice([0, 1, 1, 2, 4]),
+        max_staleness=None if style == "fixed" else dice.choice([None, None, interval - 1, interval, 8]),
+        stale=dice.choice(["drop", "requeue"]),
+        pause_mode=dice.choice(["wait", "keep", "abort"]),
+        batches=dice.choice([2, 3, 4, 5]),
+        tasks=dice.choice([1, 2, 2]),
+        repeat=repeat,
+        slice_runs=dice.choice([1, 2, 2, 4]) if repeat > 2 else 2,
+        operators=dice.choice([1, 2]),
+        engines=dice.choice([1, 1, 2, 3]),
+        evaluates=dice.random() < 0.5,
+        cut_off=dice.choice(["never", "never", "never", "whole tasks", "partial tasks"]),
+        save_interval=dice.choice([1, 1, 2, 10]),
+        concurrency=dice.choice([1, 2, 8]),
+        step_seconds=dice.choice([0.05, 0.5, 2.0]),
+        token_seconds=dice.choice([0.01, 0.1, 0.5]),
+        delivery_limit=dice.choice([4, 4, 1000]),
+        operator_deadline=dice.choice([60.0, 60.0, 5.0]),
+        batch_timeout=3.0 if short else 400.0,
+        standby=dice.random() < 0.15,
+        failing=dice.choice([0.0, 0.0, 0.0, 0.1, 0.4]),
+        empty=dice.choice([0.0, 0.0, 0.0, 0.1, 0.6]),
+        crashing=dice.choice([0.0, 0.1, 0.5]),
+    )
+
+
+def _faults(dice: random.Random, settings: Settings) -> list[Fault]:
+    """Draw the faults: none in one run of ten, so that rules which hold only then are tried as well."""
+    if dice.random() < 0.1:
+        return []
+    roles: list[Role] = ["explorer", "runner", "operator", "trainer"]
+    weights = [3, 4, 3, 2]
+    if settings.engines > 2:
+        roles, weights = [*roles, "engine"], [*weights, 2]
+
+    def role() -> Role:
+        return dice.choices(roles, weights)[0]
+
+    def point(one: Role) -> int:
+        return dice.randrange(POINTS[one])
+
+    def at() -> float:
+        return round(dice.uniform(0.0, LENGTH), 2)
+
+    faults: list[Fault] = []
+    if dice.random() < 0.5:
+        faults.append(Jitter(dice.choice([0.05, 0.2, 0.5]), dice.choice([0.01, 0.1, 0.6])))
+    if dice.random() < 0.4:
+        faults.append(Repeats(dice.choice([0.05, 0.3])))
+    faults += [Kill(one, point(one)) for one in (role() for _ in range(dice.choice([0, 0, 1, 1, 2, 3, 5])))]
+    faults += [
+        Freeze(one, point(one), dice.choice([0.5, 4.0, 15.0, 45.0]))
+        for one in (role() for _ in range(dice.choice([0, 0, 0, 1, 2])))
+    ]
+    faults += [LostConfirm(one, point(one), dice.choice([0.0, 0.1, 3.0])) for one in (role() for _ in range(3))]
+    faults += [
+        Delay(one, point(one), dice.choice([0.2, 2.0, 8.0])) for one in (role() for _ in range(dice.randrange(4)))
+    ]
+    faults += [Drain(role(), at()) for _ in range(dice.choice([0, 0, 0, 1, 2]))]
+    faults += [Cut(role(), at(), dice.choice([0.3, 3.0, 15.0, 70.0])) for _ in range(dice.choice([0, 0, 1, 2]))]
+    faults += [BrokerRestart(at(), dice.choice([0.5, 2.0, 12.0])) for _ in range(dice.choice([0, 0, 0, 1]))]
+    faults += [Alarm(at(), dice.choice([0.5, 5.0, 40.0])) for _ in range(dice.choice([0, 0, 0, 1]))]
+    return [*faults, *_rare(dice, settings)]
+
+
+def _rare(dice: random.Random, settings: Settings) -> list[Fault]:
+    """Draw what goes wrong with engines, transfers, sandboxes and batches."""
+
+    def at() -> float:
+        return round(dice.uniform(0.0, LENGTH), 2)
+
+    faults: list[Fault] = []
+    engine = dice.randrange(settings.engines)
+    if dice.random() < 0.2:
+        faults.append(EngineDeath(engine, at(), dice.choice([0.5, 5.0, 20.0])))
+    if dice.random() < 0.15:
+        faults.append(KeptWeights(dice.randrange(settings.engines), dice.randrange(1, 5)))
+    if dice.random() < 0.15:
+        faults.append(BrokenTransfer(dice.randrange(1, 5)))
+    if dice.random() < 0.1:
+        faults.append(Outage(at(), dice.choice([1.0, 10.0, 40.0])))
+    if dice.random() < 0.05:
+        faults.append(DeadlyBatch(dice.randrange(1, settings.batches + 1)))
+    return faults

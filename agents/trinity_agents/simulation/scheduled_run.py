@@ -1,0 +1,398 @@
+"""One whole run under a schedule: every agent is real, and started again when it dies."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import tempfile
+import uuid
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+from unittest import mock
+
+from structlog.testing import capture_logs
+
+from trinity_agents.explorer.agent import Explorer
+from trinity_agents.explorer.engine_hosting import EngineHosting
+from trinity_agents.operator.agent import Operator
+from trinity_agents.runner.agent import Runner
+from trinity_agents.simulation.coverage import Observer
+from trinity_agents.simulation.faulty_bus import Faults, FaultyBus
+from trinity_agents.simulation.harness import NumberedTasks, Simulation
+from trinity_agents.simulation.schedule import (
+    Alarm,
+    BrokenTransfer,
+    BrokerRestart,
+    Cut,
+    DeadlyBatch,
+    Drain,
+    EngineDeath,
+    Freeze,
+    KeptWeights,
+    Outage,
+    Role,
+    Schedule,
+)
+from trinity_agents.simulation.stand_ins import SimulatedChannel, SimulatedEngine, SimulatedLearner, Workflows
+from trinity_agents.trainer.agent import Trainer
+from trinity_mq.bus import BusUnavailable
+from trinity_mq.experience import ExperienceBatch
+from trinity_mq.messages import BatchReady, decode_any
+from trinity_mq.runtime.agent import Agent
+from trinity_mq.runtime.deliveries import EXPERIENCES, CrashNotes
+from trinity_mq.runtime.errors import RestartMe, first_leaf
+from trinity_mq.testing.virtual_time import VirtualTimeLoop, run_virtually
+
+IN_MEMORY = Path("/dev/shm")
+"""A file system on which saving costs nothing, where there is one."""
+LIMIT = 1200.0
+"""Virtual seconds after which a run counts as hung: longer than any timeout that ends a wait."""
+RESTART_SECONDS = (0.05, 0.5, 3.0)
+"""Seconds after which an agent that died is started again."""
+END_PATIENCE = 30.0
+"""Seconds in which agents end by themselves once the explorer has ended; then they are drained."""
+COSTLY = Cut | BrokerRestart | Alarm | Drain | EngineDeath | KeptWeights | BrokenTransfer | Outage | Freeze
+"""Faults that may cost a batch its age or an engine its weights."""
+T = TypeVar("T")
+
+
+class Hang(Exception):
+    """The run was not over in time; the message says who waits for whom."""
+
+
+class AgentFailed(Exception):
+    """An agent ended with an error that is no way to ask for a restart."""
+
+
+@dataclass
+class ScheduledRun(Simulation):
+    """A run under a schedule. Tests break rules on purpose in subclasses."""
+
+    schedule: Schedule = field(kw_only=True)
+    observer: Observer = field(default_factory=Observer)
+    lives: list[FaultyBus] = field(default_factory=list)
+    living: dict[str, Agent] = field(default_factory=dict)
+    """Agents that run, by id."""
+    drained: set[str] = field(default_factory=set)
+    """Agents that were asked to end, and are to be started again."""
+    ends: list[str] = field(default_factory=list)
+    """How lives ended that were neither killed nor over."""
+    left_running: list[str] = field(default_factory=list)
+    """Tasks that were left when all agents had ended."""
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+    """The run is over, and what is left is drained, as its supervisor would."""
+    seconds: float = 0.0
+    """Virtual seconds that it took."""
+
+    def __post_init__(self) -> None:
+        settings, seed = self.schedule.settings, self.schedule.seed
+        self.faults = Faults(self.schedule)
+        self.batches, self.operators, self.step_seconds = settings.batches, settings.operators, settings.step_seconds
+        if not settings.evaluates:
+            self.eval_sets = {}
+        self.channel = SimulatedChannel([one.n for one in self.schedule.faults if isinstance(one, BrokenTransfer)])
+        kept = defaultdict(list)
+        for fault in self.schedule.faults:
+            if isinstance(fault, KeptWeights):
+                kept[fault.engine].append(fault.n)
+        names = [f"engine-{number}" for number in range(settings.engines)]
+        self.engines = {name: SimulatedEngine(name, settings, kept[n]) for n, name in enumerate(names)}
+        self.deadly = [one.batch for one in self.schedule.faults if isinstance(one, DeadlyBatch)]
+        self.outages = [(one.at, one.at + one.seconds) for one in self.schedule.faults if isinstance(one, Outage)]
+        self.workflows = Workflows(seed, settings, self.engines, self._is_away, self.faults.dice)
+        self.pool = Workflows(seed, settings, self.engines, self._is_away, self.faults.dice, is_pool=True)
+        super().__post_init__()
+
+    def settings(self) -> dict[str, Any]:
+        """Return the schedule's configuration."""
+        return super().settings() | self.schedule.settings.sections()
+
+    def _is_away(self) -> bool:
+        now = asyncio.get_running_loop().time()
+        return any(begin <= now < end for begin, end in self.outages)
+
+    def life(self, role: Role, name: str) -> FaultyBus:
+        """Return the connection of a new life of an agent."""
+
+        def on_end(how: str) -> None:
+            agent = self.living[name]
+            self.observer.note(role, "frozen" if how == "thawed" else agent.state, how)
+
+        number = sum(bus.who.partition("'")[0] == name for bus in self.lives)
+        who = name + "'" * number
+        bus = FaultyBus(self.broker, self.topology, self.config.broker, self.faults, role, who, on_end)
+        self.lives.append(bus)
+        return bus
+
+    # -- who takes part
+
+    def new_runner(self, name: str) -> Agent:
+        """Return a runner."""
+        bus = self.life("runner", name)
+        stand_ins: dict[str, Any] = {"workflows": self.workflows, "isolated": self.pool}
+        notes = CrashNotes(self.folder / f"{name}.at-work.json")
+        return Runner(self.config, bus=bus, topology=self.topology, agent_id=name, crash_notes=notes, **stand_ins)
+
+    def new_operator(self, name: str) -> Agent:
+        """Return an operator."""
+        bus = self.life("operator", name)
+        notes = CrashNotes(self.folder / f"{name}.at-work.json")
+        return Operator(self.config, bus=bus, topology=self.topology, agent_id=name, crash_notes=notes)
+
+    def new_explorer(self, name: str) -> Agent:
+        """Return an explorer on the run's folder, with the engines that its predecessor left."""
+        return Explorer(
+            self.config,
+            bus=self.life("explorer", name),
+            topology=self.topology,
+            agent_id=name,
+            engines=list(self.engines.values())[:2],
+            folder=self.folder,
+            taskset=NumberedTasks(self.schedule.settings.repeat),
+            eval_sets=self.eval_sets,
+            metrics=self,  # type: ignore[arg-type]
+        )
+
+    def new_trainer(self, name: str) -> Agent:
+        """Return a trainer on the run's folder."""
+        bus = self.life("trainer", name)
+        trainer = Trainer(
+            self.config,
+            bus=bus,
+            topology=self.topology,
+            agent_id=name,
+            learner=SimulatedLearner(self.step_seconds, bus.point, self.deadly, bus.kill),
+            channel=self.channel,
+            folder=self.folder,
+            metrics=self,  # type: ignore[arg-type]
+        )
+        self.trainers.append(trainer)
+        return trainer
+
+    def new_host(self, name: str) -> Agent:
+        """Return a host of the engines that are not the explorer's."""
+        bus = self.life("engine", name)
+        engines = list(self.engines.values())[2:]
+        return EngineHosting(self.config, bus=bus, topology=self.topology, agent_id=name, engines=engines)
+
+    async def keep(self, name: str, make: Callable[[str], Agent]) -> None:
+        """Run an agent, again after each death, until it ends by itself."""
+        while True:
+            agent = make(name)
+            agent.run_folder = self.folder
+            bus = self.lives[-1]
+            self.living[name] = agent
+            life = bus.begin(agent.run)
+            over = asyncio.create_task(self._drained(agent))
+            await asyncio.wait([life, bus.killed], return_when=asyncio.FIRST_COMPLETED)
+            del self.living[name]
+            over.cancel()
+            if bus.dead:
+                await bus.close()
+            elif (error := life.exception()) is None:
+                self.faults.note(bus.who, "ended")
+                if name not in self.drained:
+                    return
+                self.drained.remove(name)
+            else:
+                cause = first_leaf(error)
+                self.observer.note(bus.role, agent.state, "failed")
+                self.faults.note(bus.who, f"ended with {type(cause).__name__}: {cause}")
+                self.ends.append(f"{bus.who}: {type(cause).__name__}: {cause}")
+                if not isinstance(cause, RestartMe | BusUnavailable):
+                    raise AgentFailed(f"{bus.who} ended with {type(cause).__name__}: {cause}") from error
+            if self.over.is_set():
+                return
+            await asyncio.sleep(self.faults.dice.choice(RESTART_SECONDS))
+
+    async def _drained(self, agent: Agent) -> None:
+        """Drain an agent that is left when the run is over."""
+        await self.over.wait()
+        agent.drain()
+
+    # -- what goes wrong at its time
+
+    async def _at_their_time(self) -> None:
+        """Have the faults that come by time happen."""
+        async with asyncio.TaskGroup() as group:
+            for fault in self.schedule.faults:
+                if isinstance(fault, Drain | Cut | BrokerRestart | Alarm | EngineDeath):
+                    group.create_task(self._happens(fault))
+
+    async def _happens(self, fault: Drain | Cut | BrokerRestart | Alarm | EngineDeath) -> None:
+        await asyncio.sleep(fault.at)
+        self.faults.note("", f"{fault} happens")
+        living = [bus for bus in self.lives if bus.lives]
+        if isinstance(fault, BrokerRestart):
+            for bus in living:
+                self.broker.drop(bus, delay=fault.seconds + self.faults.dice.random())
+        elif isinstance(fault, Alarm):
+            self.broker.block()
+            await asyncio.sleep(fault.seconds)
+            self.broker.unblock()
+        elif isinstance(fault, EngineDeath):
+            engine = list(self.engines.values())[fault.engine]
+            engine.die()
+            await asyncio.sleep(fault.seconds)
+            engine.come_back()
+        elif found := [bus for bus in living if bus.role == fault.role]:
+            bus = self.faults.dice.choice(found)
+            if isinstance(fault, Cut):
+                self.broker.drop(bus, delay=fault.seconds)
+            else:
+                name = bus.who.rstrip("'")
+                self.drained.add(name)
+                self.living[name].drain()
+
+    async def suffer(self) -> None:
+        """Run to the end.
+
+        Raises:
+            AgentFailed: An agent ended with an error.
+            Hang: It was not over in :data:`LIMIT` virtual seconds.
+        """
+        await self.record_messages()
+        deadline = asyncio.create_task(self._deadline())
+        run = asyncio.create_task(self._run())
+        await asyncio.wait([deadline, run], return_when=asyncio.FIRST_COMPLETED)
+        self.seconds = asyncio.get_running_loop().time()
+        waiting = [] if run.done() else self.waiting()
+        for task in (deadline, run):
+            task.cancel()
+        await asyncio.wait([deadline, run])
+        if waiting:
+            raise Hang("; ".join(waiting))
+        await run
+        for engine in self.engines.values():
+            await engine.end()
+        left = asyncio.all_tasks() - self._of_the_dead() - {asyncio.current_task()}
+        self.left_running = sorted(f"{task.get_name()}: {task.get_coro()}" for task in left)
+
+    def _of_the_dead(self) -> set[asyncio.Task[Any]]:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualTimeLoop)
+        return loop.tasks_of({bus.who for bus in self.lives if bus.dead})
+
+    async def bury(self) -> None:
+        """End the tasks of killed agents, once nobody looks at the run: what they do now counts for nothing."""
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualTimeLoop)
+        for bus in self.lives:
+            loop.thaw(bus.who)
+        while tasks := self._of_the_dead():
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _deadline(self) -> None:
+        await asyncio.sleep(LIMIT)
+
+    async def _run(self) -> None:
+        settings = self.schedule.settings
+        async with asyncio.TaskGroup() as group:
+            explorers = [group.create_task(self.keep("explorer-0", self.new_explorer))]
+            if settings.standby:
+                explorers.append(group.create_task(self.keep("explorer-1", self.new_explorer)))
+            others = [group.create_task(self.keep(f"runner-{n}", self.new_runner)) for n in range(2)]
+            others += [group.create_task(self.keep(f"operator-{n}", self.new_operator)) for n in range(self.operators)]
+            others.append(group.create_task(self.keep("trainer-0", self.new_trainer)))
+            if settings.engines > 2:
+                others.append(group.create_task(self.keep("host-0", self.new_host)))
+            beside = group.create_task(self._at_their_time())
+            await asyncio.wait(explorers)
+            await asyncio.wait(others, timeout=END_PATIENCE)
+            self.over.set()
+            beside.cancel()
+            if self.broker.blocked:
+                self.broker.unblock()
+
+    def waiting(self) -> list[str]:
+        """Return who waits for what, and what lies in the queues."""
+        agents = [
+            f"{name} is {agent.state} and waits for {agent.waits_for or 'nothing that it says'}"
+            for name, agent in sorted(self.living.items())
+        ]
+        depths = {name.removeprefix(self.topology.prefix): queue.depth for name, queue in self.broker.queues.items()}
+        shared = (f"{depth} in {name}" for name, depth in sorted(depths.items()) if depth and name in WORK)
+        return [*agents, *shared]
+
+    # -- what came of it
+
+    @property
+    def is_calm(self) -> bool:
+        """Whether nothing went wrong but what costs no agent its memory or its connection."""
+        return (
+            not self.ends
+            and len(self.lives) == len({bus.who.rstrip("'") for bus in self.lives})
+            and not any(isinstance(fault, COSTLY) for fault in self.schedule.faults)
+        )
+
+    def processed(self) -> dict[int, tuple[BatchReady, ExperienceBatch]]:
+        """Return what decides each batch, from the stream alone: the first complete set of its ticket."""
+        sets: defaultdict[tuple[str, str], dict[int, bytes]] = defaultdict(dict)
+        decided: dict[int, tuple[BatchReady, ExperienceBatch]] = {}
+        for stored in self.stream().messages:
+            headers = stored.headers
+            if stored.content_type == EXPERIENCES:
+                sets[str(headers["ticket"]), str(headers["op"])].setdefault(int(str(headers["n"])), stored.body)
+                continue
+            message = decode_any(stored.body, stored.content_type)
+            if isinstance(message, BatchReady) and isinstance(message.batch, int) and message.batch not in decided:
+                chunks = sets[message.ticket, message.op]
+                bodies = [ExperienceBatch.decode(chunks[n]) for n in range(message.chunks)]
+                decided[message.batch] = (message, ExperienceBatch.concat(bodies))
+        return decided
+
+
+WORK = ("tasks.train", "tasks.eval", "closed", "submitted", "dead")
+"""Queues that agents share."""
+
+
+@contextmanager
+def drawn(seed: int) -> Iterator[None]:
+    """Draw also the library's jitter and its ids by the seed, so that a seed is a schedule."""
+    dice = random.Random(seed)
+    state = random.getstate()
+    random.seed(seed)
+
+    def uuid4() -> uuid.UUID:
+        return uuid.UUID(int=dice.getrandbits(128), version=4)
+
+    with mock.patch.object(uuid, "uuid4", uuid4):
+        try:
+            yield
+        finally:
+            random.setstate(state)
+
+
+def played(schedule: Schedule, judge: Callable[[ScheduledRun, BaseException | None], T], kind: type[ScheduledRun]) -> T:
+    """Play a schedule to its end.
+
+    Args:
+        schedule: What happens.
+        judge: Is given the run, its folder still there, and what ended it, None where it is over; its answer is
+            returned.
+        kind: Of the run.
+    """
+    memory = str(IN_MEMORY) if os.access(IN_MEMORY, os.W_OK) else None
+    with tempfile.TemporaryDirectory(prefix="simulation-", dir=memory) as folder, drawn(schedule.seed), capture_logs():
+        run = kind(Path(folder), schedule=schedule)
+
+        async def to_the_end() -> T:
+            error: BaseException | None = None
+            try:
+                await run.suffer()
+            except Exception as ended:
+                error = first_leaf(ended)
+            try:
+                return judge(run, error)
+            finally:
+                await run.bury()
+
+        with run.observer.watching():
+            return run_virtually(to_the_end())

@@ -1,0 +1,348 @@
+"""What a scheduled run has in place of engines, workflows, a learner and a transfer of weights. Each token shows the
+weights that an engine really held when it was sampled, apart from the version that the engine stamped on it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import random
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trinity_agents.runner.process_pool import ChildDied
+from trinity_agents.simulation.schedule import Settings
+from trinity_mq.experience import EID, Experience
+from trinity_mq.messages import TaskSlice, Version
+from trinity_mq.models import InferenceModel
+from trinity_mq.models.engines.host.admin_client import ReceiveFailed
+from trinity_mq.models.errors import EngineLost, VersionMismatch
+from trinity_mq.rollout.run_results import RunResults
+from trinity_mq.rollout.status import Failure, SliceOutcome
+from trinity_mq.runtime.notify import Notifier
+from trinity_mq.sync.channels.base import ChannelError
+from trinity_mq.testing.fakes import FakeChannel, FakeEngine, FakeLearner
+
+TOKENS = 2
+"""Tokens that a run samples."""
+RETRY = 0.2
+"""Seconds after which a run whose engine was lost asks again."""
+READY_TIMEOUT = 5.0
+"""Seconds for which a request waits for an engine that serves nothing at present."""
+UNTRAINED: Version = (0, 0)
+"""Weights of an engine that was never given any."""
+PROMPT = (3, 4)
+FIRST_TOKEN = 10
+STEPS = 1000
+"""More than the steps of a run: a token is a generation and a step."""
+
+
+def token_of(version: Version) -> int:
+    """Return the token that weights of this version sample."""
+    return FIRST_TOKEN + version[0] * STEPS + version[1]
+
+
+def weights_of(token: int) -> Version:
+    """Return the version of the weights that sampled a token."""
+    generation, step = divmod(token - FIRST_TOKEN, STEPS)
+    return generation, step
+
+
+class SimulatedEngine(FakeEngine):
+    """An engine that pauses as a real one does, by ``synchronizer.pause_mode``, and may die or keep its old weights.
+
+    Args:
+        engine_id: Its id.
+        settings: Of the run.
+        keeps: Counts, from 1, of the weights it is given and does not use.
+    """
+
+    def __init__(self, engine_id: str, settings: Settings, keeps: Collection[int]) -> None:
+        super().__init__(engine_id)
+        self.snapshot = replace(self.snapshot, url=f"http://127.0.0.1:9/{engine_id}")
+        self.held: Version | None = None
+        """Weights in its memory."""
+        self._mode, self._token_seconds, self._keeps = settings.pause_mode, settings.token_seconds, keeps
+        self._life = self._received = self._aborts = self._requests = self._sampling = 0
+        self._changed = Notifier()
+        self._working: set[asyncio.Task[Any]] = set()
+        """Requests under way."""
+
+    async def generate(self, pinned: Version | None) -> list[tuple[Version, Version]]:
+        """Return, for each token, the weights that sampled it and the version stamped on it.
+
+        Raises:
+            EngineLost: It died, serves nothing, or the request was aborted.
+            VersionMismatch: It holds other weights than those that the request is pinned to.
+        """
+        # in the engine's process: it goes on where the runner that asks is killed or stands still
+        work = asyncio.get_running_loop().create_task(self._generate(pinned), context=contextvars.Context())
+        self._working.add(work)
+        work.add_done_callback(self._working.discard)
+        try:
+            return await asyncio.shield(work)
+        finally:
+            work.cancel()
+
+    async def end(self) -> None:
+        """End what it still does for runners that were killed."""
+        for work in self._working:
+            work.cancel()
+        await asyncio.gather(*self._working, return_exceptions=True)
+
+    async def _generate(self, pinned: Version | None) -> list[tuple[Version, Version]]:
+        life, aborts = self._life, self._aborts
+        await self._serves(life)
+        if pinned is not None and self.snapshot.version != pinned:
+            raise VersionMismatch("other weights", pinned, self.snapshot.version)
+        self._requests += 1
+        try:
+            sampled = []
+            for _ in range(TOKENS):
+                if self._mode == "keep":
+                    await self._serves(life)
+                self._sampling += 1
+                try:
+                    await asyncio.sleep(self._token_seconds)
+                finally:
+                    self._sampling -= 1
+                    self._changed.notify()
+                stamp, held = self.snapshot.version, self.held
+                if life != self._life or aborts != self._aborts or stamp is None or held is None:
+                    raise EngineLost(f"{self.snapshot.id} gave the request up")
+                sampled.append((held, stamp))
+            return sampled
+        finally:
+            self._requests -= 1
+            self._changed.notify()
+
+    async def _serves(self, life: int) -> None:
+        """Return once it serves; raises EngineLost if it does not soon, or dies."""
+        try:
+            async with asyncio.timeout(READY_TIMEOUT):
+                await self._changed.until(
+                    lambda: life != self._life or (not self.paused and self.snapshot.version is not None)
+                )
+        except TimeoutError:
+            raise EngineLost(f"{self.snapshot.id} serves nothing") from None
+        if life != self._life or not self.snapshot.alive:
+            raise EngineLost(f"{self.snapshot.id} is dead")
+
+    async def pause(self, timeout: float) -> None:
+        """Stand still: requests end before (``wait``), are given up (``abort``), or stop between tokens (``keep``)."""
+        self.paused = True
+        if self._mode == "abort":
+            self._aborts += 1
+        async with asyncio.timeout(timeout):
+            await self._changed.until(lambda: not (self._requests if self._mode == "wait" else self._sampling))
+
+    async def receive(self, spec: dict[str, Any], timeout: float) -> dict[str, Any]:
+        """Take the weights in, unless it keeps its own this time, or the transfer breaks."""
+        life = self._life
+        self._received += 1
+        answer = await super().receive(spec, timeout)
+        if life != self._life:
+            raise ReceiveFailed(f"{self.snapshot.id} died", 500, None, touched=True)
+        if spec.get("broken"):
+            self.held = UNTRAINED
+            raise ReceiveFailed("the transfer broke", 500, None, touched=True)
+        if self._received in self._keeps:
+            self.held = self.held or UNTRAINED
+            return {"logprobs": [-1.0] * len(answer["logprobs"])}
+        generation, step = spec["version"]
+        self.held = generation, step
+        return answer
+
+    async def commit(self, version: Version, progress: int) -> None:
+        """Serve the version."""
+        await super().commit(version, progress)
+        self._changed.notify()
+
+    async def resume(self) -> None:
+        """Serve the previous version again."""
+        await super().resume()
+        self._changed.notify()
+
+    def die(self) -> None:
+        """End the process."""
+        self._life += 1
+        self.held, self.paused = None, False
+        self.snapshot = replace(self.snapshot, alive=False, state="loading", version=None)
+        self._changed.notify()
+        self.on_change()
+
+    def come_back(self) -> None:
+        """Be there again, without weights."""
+        self.snapshot = replace(self.snapshot, alive=True, state="empty")
+        self.on_change()
+
+
+class SimulatedChannel(FakeChannel):
+    """A broadcast that breaks now and then.
+
+    Args:
+        breaks: Counts, from 1, of the offers whose broadcasts break.
+    """
+
+    def __init__(self, breaks: Collection[int]) -> None:
+        super().__init__()
+        self._breaks, self._offers = breaks, 0
+
+    async def offer(self, version: Version, tensors: Any, manifest: Any) -> dict[str, Any]:
+        """Return a description without an address."""
+        self._offers += 1
+        return {"method": "fake", "broken": self._offers in self._breaks}
+
+    async def broadcast(self, tensors: Any, manifest: Any, epoch: int, attempt: int, world: int) -> None:
+        """Sleep for the duration of a broadcast."""
+        broken = self._offers in self._breaks
+        await super().broadcast(tensors, manifest, epoch, attempt, world)
+        if broken:
+            raise ChannelError("the broadcast broke")
+
+
+class SimulatedLearner(FakeLearner):
+    """Counts its steps, passes points within a step and within a save, and dies of some batches.
+
+    Args:
+        step_seconds: Seconds of a step.
+        point: Passes a point at which the process may die.
+        deadly: Batches on which it does not survive a step.
+        die: Ends the process.
+    """
+
+    def __init__(
+        self,
+        step_seconds: float,
+        point: Callable[[str], Awaitable[None]],
+        deadly: Collection[int],
+        die: Callable[[], None],
+    ) -> None:
+        super().__init__(step_seconds)
+        self._point, self._deadly, self._die = point, deadly, die
+
+    async def step(self, experiences: Sequence[Experience], step_number: int) -> dict[str, float]:
+        """Sleep for the duration of a step."""
+        metrics = await super().step(experiences, step_number)
+        if self._deadly and any(one.eid.batch in self._deadly for one in experiences):
+            self._die()
+        await self._point("in a step")
+        return metrics
+
+    async def save(self, folder: Path) -> None:
+        """Write a file, so that there is a checkpoint."""
+        await self._point("in a save")
+        await super().save(folder)
+
+
+class Workflows:
+    """In place of WorkflowRunner and ProcessPool: samples each run from an engine, fails where the schedule says so.
+
+    Args:
+        seed: Of the schedule: the same runs fail on each attempt.
+        settings: Of the run.
+        engines: By id.
+        is_away: Whether the sandbox is away.
+        dice: Draws durations and crashes.
+        is_pool: These have a process of their own each.
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        settings: Settings,
+        engines: dict[str, SimulatedEngine],
+        is_away: Callable[[], bool],
+        dice: random.Random,
+        is_pool: bool = False,
+    ) -> None:
+        self._seed, self._settings, self._engines = seed, settings, engines
+        self._is_away, self._dice, self._is_pool = is_away, dice, is_pool
+
+    def fails(self, batch: object, task: int, run: int) -> bool:
+        """Say whether this run's workflow fails; the same answer on each attempt."""
+        return random.Random(f"{self._seed}/{batch}/{task}/{run}").random() < self._settings.failing
+
+    async def run_slice(
+        self, task_slice: TaskSlice, models: Callable[[], InferenceModel], results: RunResults | None = None
+    ) -> SliceOutcome:
+        """Do the runs of a slice one after the other, within its time."""
+        results = RunResults() if results is None else results
+        loop = asyncio.get_running_loop()
+        started = loop.time()
+        try:
+            async with asyncio.timeout(task_slice.slice_timeout):
+                await asyncio.sleep(self._dice.choice([0.0, 0.0, 0.1, 1.0]))
+                if self._is_pool and self._dice.random() < self._settings.crashing:
+                    raise ChildDied("its process was killed by lot")
+                for run in range(task_slice.run_base, task_slice.run_base + task_slice.repeat_times):
+                    await self._run(task_slice, run, models, results)
+        except TimeoutError:
+            results.failure = Failure(f"not done within the {task_slice.slice_timeout:g} s of the slice", "timeout")
+        return results.outcome(loop.time() - started)
+
+    async def run(
+        self,
+        task_slice: TaskSlice,
+        config: object,
+        models: Callable[[], InferenceModel],
+        results: RunResults | None = None,
+    ) -> SliceOutcome:
+        """Do a slice as a ProcessPool does."""
+        return await self.run_slice(task_slice, models, results)
+
+    def blocks(self, task_slice: TaskSlice) -> bool:
+        """Say that no workflow is synchronous."""
+        return False
+
+    async def close(self) -> None:
+        """Nothing to close."""
+
+    async def _run(
+        self, task_slice: TaskSlice, run: int, models: Callable[[], InferenceModel], results: RunResults
+    ) -> None:
+        if self._is_away():
+            results.add_failure(Failure("the sandbox is away", "sandbox"))
+            return
+        is_training = task_slice.lane == "train"
+        if is_training and self.fails(task_slice.batch, task_slice.task_id, run):
+            results.add_failure(Failure("the workflow failed by lot", "workflow"))
+            return
+        while True:
+            try:
+                sampled = await self._engines[models().id].generate(task_slice.pinned)
+            except EngineLost:
+                await asyncio.sleep(RETRY)
+            except VersionMismatch as error:
+                results.add_failure(Failure(str(error), "engine", retryable=False))
+                return
+            else:
+                break
+        results.keep(run, [experience_of(task_slice, run, sampled)], {"reward": float(run % 2), "accuracy": 1.0})
+
+
+def experience_of(task_slice: TaskSlice, run: int, sampled: Sequence[tuple[Version, Version]]) -> Experience:
+    """Return the experience of a run, its reward differing between runs.
+
+    Args:
+        task_slice: Its slice.
+        run: The run.
+        sampled: For each token, the weights that sampled it and the version stamped on it.
+    """
+    versions: list[tuple[int, int, int]] = []
+    for place, (_, stamp) in enumerate(sampled):
+        if not versions or versions[-1][1:] != stamp:
+            versions.append((place, *stamp))
+    return Experience(
+        eid=EID(batch=task_slice.batch, task=task_slice.task_id, run=run),
+        tokens=torch.tensor([*PROMPT, *(token_of(held) for held, _ in sampled)], dtype=torch.int32),
+        prompt_length=len(PROMPT),
+        logprobs=torch.zeros(len(sampled)),
+        reward=float(run % 2),
+        versions=versions,
+        temperature=1.0,
+    )

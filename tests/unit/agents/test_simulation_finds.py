@@ -1,0 +1,172 @@
+"""The explored schedules find faults: each rule that is broken here on purpose makes some seed fail, by the invariant
+that speaks of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from trinity_agents.explorer.state import ExplorerState, StateFile
+from trinity_agents.operator.agent import Operator
+from trinity_agents.operator.batch_reader import BatchReader
+from trinity_agents.runner.result_publisher import ResultPublisher
+from trinity_agents.simulation.__main__ import main
+from trinity_agents.simulation.explore import Played, play, shrink
+from trinity_agents.trainer.decisions import Decider
+from trinity_mq.runtime.deliveries import acknowledge
+from trinity_mq.sync.gate.canary import Canary
+
+SEEDS = range(80)
+"""Among so many one fails."""
+
+
+def first_failure(seeds: range = SEEDS) -> Played:
+    for seed in seeds:
+        played = play(seed)
+        if played.violations:
+            return played
+    raise AssertionError(f"none of {seeds} fails")
+
+
+def an_operator_that_does_not_deduplicate(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts, read = BatchReader._parts, BatchReader.read
+
+    async def read_all(self: BatchReader, manifest: Any) -> Any:
+        found: list[Any] = []
+
+        async def noted(delivery: Any) -> Any:
+            rows = await parts(self, delivery)
+            found.extend((row, delivery) for row in rows)
+            return rows
+
+        self._parts = noted  # type: ignore[method-assign]
+        whole = await read(self, manifest)
+        listed = {one.attempt for one in manifest.accepted}
+        more = [(row, delivery) for row, delivery in found if row.key[0] in listed]
+        kind = type(next(iter(whole.values()))) if whole else None
+        return {number: kind(delivery, row) for number, (row, delivery) in enumerate(more)} if kind else whole
+
+    monkeypatch.setattr(BatchReader, "read", read_all)
+
+
+def an_explorer_that_does_not_save_before_it_publishes(monkeypatch: pytest.MonkeyPatch) -> None:
+    save = StateFile.save
+
+    async def later(self: StateFile, state: ExplorerState) -> None:
+        if all(ticket.published for ticket in state.tickets.values()):
+            await save(self, state)
+
+    monkeypatch.setattr(StateFile, "save", later)
+
+
+def a_trainer_that_resumes_behind_what_it_has_not_consumed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Decider, "resume_offset", lambda self: self.next_offset)
+
+
+def a_trainer_that_forgets_what_it_has_consumed(monkeypatch: pytest.MonkeyPatch) -> None:
+    begin = Decider.__init__
+
+    def forgetful(self: Decider, consumed: Any = (), *rest: Any, **more: Any) -> None:
+        begin(self, (), *rest, **more)
+
+    monkeypatch.setattr(Decider, "__init__", forgetful)
+
+
+def a_runner_that_acknowledges_before_its_result_is_confirmed(monkeypatch: pytest.MonkeyPatch) -> None:
+    report = ResultPublisher.report
+
+    async def acknowledged(self: ResultPublisher, in_flight: Any, result: Any) -> None:
+        await acknowledge(in_flight.delivery)
+        await report(self, in_flight, result)
+
+    monkeypatch.setattr(ResultPublisher, "report", acknowledged)
+
+
+def a_gate_that_does_not_ask_the_canary(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Canary, "problem", lambda self, *about: None)
+
+
+def an_operator_that_leaves_a_task_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    serve = Operator.serve
+    kept = []
+
+    async def careless(self: Operator) -> None:
+        kept.append(asyncio.create_task(asyncio.sleep(10_000.0)))
+        await serve(self)
+
+    monkeypatch.setattr(Operator, "serve", careless)
+
+
+def an_operator_that_never_acknowledges(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def forgotten(self: Operator, *about: Any) -> None:
+        return
+
+    monkeypatch.setattr(Operator, "_decided", forgotten)
+
+
+@pytest.mark.parametrize(
+    ("breaks", "invariants"),
+    [
+        (an_operator_that_does_not_deduplicate, {"processed as listed"}),
+        (an_explorer_that_does_not_save_before_it_publishes, {"one manifest a batch", "tasks are given out once"}),
+        (a_trainer_that_resumes_behind_what_it_has_not_consumed, {"trained on once", "the run ends in time"}),
+        (a_trainer_that_forgets_what_it_has_consumed, {"trained on once"}),
+        (a_runner_that_acknowledges_before_its_result_is_confirmed, {"one outcome a slice", "the run ends in time"}),
+        (a_gate_that_does_not_ask_the_canary, {"tokens of the weights they name"}),
+        (an_operator_that_leaves_a_task_behind, {"no task is left"}),
+        (an_operator_that_never_acknowledges, {"the run ends in time", "queues are empty"}),
+    ],
+)
+def test_a_broken_rule_is_found(
+    monkeypatch: pytest.MonkeyPatch, breaks: Callable[[pytest.MonkeyPatch], None], invariants: set[str]
+) -> None:
+    breaks(monkeypatch)
+    failure = first_failure()
+    assert failure.invariant in invariants, failure.report()
+
+
+def test_a_failing_schedule_is_shrunk_and_repeated_by_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a_gate_that_does_not_ask_the_canary(monkeypatch)
+    failure = first_failure()
+    least = shrink(failure)
+    assert [type(fault).__name__ for fault in least.schedule.faults] == ["KeptWeights"]
+    assert main(least.schedule.command.split()[3:]) == 1
+    shown = capsys.readouterr().out
+    assert "tokens of the weights they name: batch" in shown
+    assert "KeptWeights(" in shown
+    assert f"again: {least.schedule.command}" in shown
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--seed", "3", "--faults", "99"], "seed 3 draws faults 0 to"),
+        (["--seeds", "5:5"], "is no range of seeds; write one as 0:1000"),
+        (["--seeds", "0:9", "--faults", "1"], "--faults belongs to --seed"),
+        (["--seed", "3", "--faults", "x"], "are no places of faults"),
+    ],
+)
+def test_a_wrong_command_line_is_explained(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        code: Any = main(words)
+    except SystemExit as end:
+        code = end.code
+    assert code == 2
+    said = capsys.readouterr()
+    assert says in said.out + said.err
+
+
+def test_seeds_are_explored_by_processes_and_the_states_tabled(
+    tmp_path: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--seeds", "0:6", "--workers", "2", "--table", str(tmp_path / "states.md")]) == 0
+    table = (tmp_path / "states.md").read_text(encoding="utf-8")
+    assert "| gate: coordinator | applying | entering " in table
+    assert "6 seeds. Never reached: " in table
+    assert "failed: none" in capsys.readouterr().out
