@@ -73,6 +73,7 @@ class Injector:
         self._budget = budget
         self._clock = asyncio.get_running_loop().time
         self._lasting: dict[str, tuple[Victim, str]] = {}
+        self._relieving: list[asyncio.Task[None]] = []
         self._ends: dict[str, deque[float]] = {}
         self.done: list[Done] = []
         self.stuck: Done | None = None
@@ -93,6 +94,8 @@ class Injector:
                         break
                     await self._do(done, group, over)
                 await self._recovered(over)
+                for task in self._relieving:
+                    task.cancel()
         finally:
             await self._relieve_all()
 
@@ -163,7 +166,7 @@ class Injector:
             self._ends.setdefault(victim.name, deque()).append(self._clock())
         if self._lasts(fault):
             self._lasting[victim.identity] = victim, fault.kind
-            group.create_task(self._relieve_later(done, victim))
+            self._relieving.append(group.create_task(self._relieve_later(done, victim)))
         else:
             done.ended = done.at
 

@@ -38,12 +38,8 @@ class Expected:
 
     tasks: int | None = None
     """Tasks of each batch."""
-    runs: int | None = None
-    """Runs of each task."""
     keeps_all: bool = True
     """No operator of the user's adds or drops experiences."""
-    over: bool = True
-    """The run has come to its end, so that nothing is under way."""
 
 
 def judged(name: str, violations: Iterable[str], holds: Callable[[], str]) -> Verdict:
@@ -116,16 +112,18 @@ def _of_ticket(one: ProcessedSet, slices: Mapping[tuple[int, int], TaskResult], 
         tasks = {task for task, _ in slices}
         if len(tasks) != expected.tasks and not one.ready.metrics.get("rollout/slices/cancelled"):
             yield f"{batch}: {len(tasks)} tasks have an outcome, wanted {expected.tasks}"
-    if expected.runs is not None:
-        for (task, base), result in slices.items():
-            if result.outcome == "finished" and len(set(result.runs)) != result.repeat_times:
-                yield f"{batch}, task {task} from run {base}: finished with {len(set(result.runs))} runs"
+    for (task, base), result in slices.items():
+        if result.outcome == "finished" and len(set(result.runs)) != result.repeat_times:
+            yield (
+                f"{batch}, task {task} from run {base}: finished with {len(set(result.runs))} runs, wanted "
+                f"{result.repeat_times}"
+            )
 
 
 # -- each experience is trained on at most once
 
 
-def trained_once(record: Record, expected: Expected) -> Verdict:
+def trained_once(record: Record) -> Verdict:
     """Each experience is trained on at most once in a lineage, and no batch of it is missing or there twice."""
     name = "each experience trained on once"
     line = lineage(record.progress)

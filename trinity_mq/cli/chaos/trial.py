@@ -187,7 +187,7 @@ async def judge(
     bus.run_id = witness.run_id or (saved_run_id(run_dir) if run_dir is not None else None)
     whole = _checkpoints(run_dir)
     versions = [(one.state.generation, one.state.step) for one in whole]
-    expected = Expected(tasks=_tasks(config), keeps_all=not config.operator.operators, over=outcome.over)
+    expected = Expected(tasks=_tasks(config), keeps_all=not config.operator.operators)
     add(_recovered(outcome, injector, code))
     try:
         record = await read_record(bus, topology, store, versions)
@@ -197,7 +197,7 @@ async def judge(
         return
     add(invariants.decodes(record))
     add(invariants.one_outcome(record, expected))
-    add(invariants.trained_once(record, expected))
+    add(invariants.trained_once(record))
     add(invariants.versions_rise(record, witness.commits, witness.committed, witness.served))
     add(invariants.versions_existed(record))
     if whole:
