@@ -100,7 +100,7 @@ async def play(
 
     async with asyncio.TaskGroup() as group:
         watching = group.create_task(watch(bus, topology, witness), name="watch")
-        await _steps(witness, plan.after + 1, over, START_SECONDS, "a run that makes train steps")
+        await _first_steps(witness, plan.after, over)
         tell(f"the run has made {plan.after} train steps; {len(plan.schedule.faults)} faults follow")
         await injector.run(plan.schedule.faults, over=over)
         if injector.stuck is None:
@@ -111,16 +111,21 @@ async def play(
     return outcome, witness, injector
 
 
-async def _steps(witness: Witness, count: int, over: Callable[[], bool], seconds: float, what: str) -> None:
-    first = len(witness.steps)
-    try:
-        async with asyncio.timeout(seconds):
-            await witness.changed.until(lambda: over() or len(witness.steps) >= first + count)
-    except TimeoutError:
+async def _first_steps(witness: Witness, count: int, over: Callable[[], bool]) -> None:
+    """Return once the run has made so many train steps.
+
+    Raises:
+        CommandError: It has ended before, or takes too long.
+    """
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(START_SECONDS):
+            await witness.changed.until(lambda: over() or len(witness.steps) >= count)
+    if len(witness.steps) < count:
+        how = "the run has ended" if over() else f"{START_SECONDS:g} s have passed"
         raise CommandError(
-            f"{len(witness.steps) - first} train steps in {seconds:g} s, wanted {count} of {what}: see "
-            "`trinity-mq why`, and the run's output"
-        ) from None
+            f"{how} after {len(witness.steps)} train steps, wanted {count} before the first fault (--after): see "
+            "logs/chaos-run.out in the run's folder, or `trinity-mq why`"
+        )
 
 
 async def _go_on(witness: Witness, plan: Plan, over: Callable[[], bool]) -> None:

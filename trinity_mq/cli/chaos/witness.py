@@ -64,7 +64,7 @@ class Witness:
     progress: int = 0
     """Batches that the trainer has consumed, the most that it ever said."""
     steps: list[tuple[float, int]] = field(default_factory=list)
-    """When the progress rose, and to what."""
+    """When the trainer consumed a batch, also once more after a restart, and the progress then."""
     commits: list[VersionSeen] = field(default_factory=list)
     committed: list[VersionSeen] = field(default_factory=list)
     """The committed version in trainers' heartbeats, where it changed."""
@@ -83,6 +83,8 @@ class Witness:
     on_points: Callable[[list[str]], None] = lambda _names: None
     _seq: dict[tuple[str, str], int] = field(default_factory=dict)
     _last: dict[str, Version] = field(default_factory=dict)
+    _position: tuple[int, int] = (0, 0)
+    """The trainer's generation and progress."""
 
     def receive(self, message: object, at: float) -> None:
         """Take in a decoded message."""
@@ -90,7 +92,7 @@ class Witness:
             case Heartbeat():
                 self._beat(message, at)
             case Progress():
-                self._step(message.progress, at)
+                self._step(message.generation, message.progress, at, is_step=True)
             case SyncEvent(verb="commit", version=version) if version is not None:
                 self.commits.append(VersionSeen(at, message.sender, version))
         self._passed(self.points.receive(message))
@@ -122,7 +124,8 @@ class Witness:
             self._version(self.served, f"{beat.id} {life}", status.version, at)
         elif isinstance(status, TrainerStatus):
             self._version(self.committed, "committed", status.committed, at)
-            self._step(status.progress or 0, at)
+            if status.progress is not None:
+                self._step(status.generation, status.progress, at, is_step=status.generation == self._position[0])
         elif isinstance(status, ExplorerStatus):
             self.run_id = status.run_id or self.run_id
             self.finished = self.finished or status.finished
@@ -130,10 +133,13 @@ class Witness:
         self.beats[beat.id] = seen = Beat(beat.role, beat.id, life, at, serves)
         self.on_beat(seen)
 
-    def _step(self, progress: int, at: float) -> None:
-        if progress > self.progress:
-            self.progress = progress
-            self.steps.append((at, progress))
+    def _step(self, generation: int, progress: int, at: float, *, is_step: bool) -> None:
+        if (generation, progress) <= self._position:
+            return
+        self._position = generation, progress
+        self.progress = max(self.progress, progress)
+        if is_step:
+            self.steps.append((at, self.progress))
             self.on_step(at)
 
     def _version(self, seen: list[VersionSeen], who: str, version: Version | None, at: float) -> None:
