@@ -8,7 +8,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from trinity_mq.cli.chaos.schedule import Fault
+from trinity_mq.cli.chaos.schedule import ENDS, Fault
 from trinity_mq.cli.chaos.targets.base import NotOursError, Targets, Victim
 from trinity_mq.cli.chaos.witness import Beat, Witness
 from trinity_mq.cli.errors import CommandError
@@ -19,8 +19,6 @@ FIND_SECONDS = 0.5
 """Seconds between two looks for a living process of a role."""
 TRIES = 5
 """Victims that may end under our hands before a fault is given up."""
-ENDS = ("kill", "restart")
-"""Kinds of faults after which a new process takes the victim's place."""
 
 
 @dataclass

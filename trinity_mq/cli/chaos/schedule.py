@@ -32,6 +32,12 @@ SHORT, LONG = (0.5, 4.0), (12.0, 25.0)
 """Seconds for which a process is frozen or a broker refuses: below its peers' patience, and beyond."""
 LONG_SHARE = 0.15
 MOST_OCCURRENCES = 3
+ENDS = ("kill", "restart")
+"""Kinds of faults after which a new process takes the victim's place."""
+AGENT_BACK = "agent_back"
+"""The point that follows from the fault before: it comes once, and only then."""
+RARE = (AGENT_BACK, "evaluating")
+"""Points whose first occurrence is meant."""
 FORMAT = 1
 
 
@@ -81,14 +87,24 @@ def draw(seed: int, count: int, possible: Mapping[str, Sequence[str]], every: fl
     if not roles:
         raise ValueError("no role is left of which a fault is possible")
     dice = random.Random(f"trinity-mq chaos {FORMAT} {seed}")
-    faults = [_draw_one(dice, number, roles, possible, every) for number in range(1, count + 1)]
+    faults: list[Fault] = []
+    for number in range(1, count + 1):
+        ended = bool(faults) and faults[-1].kind in ENDS
+        faults.append(_draw_one(dice, number, roles, possible, every, ended=ended))
     wanted = {"count": count, "every": every, "possible": {role: list(possible[role]) for role in roles}}
     return Schedule(faults, seed, wanted)
 
 
 def _draw_one(
-    dice: random.Random, number: int, roles: Sequence[str], possible: Mapping[str, Sequence[str]], every: float
+    dice: random.Random,
+    number: int,
+    roles: Sequence[str],
+    possible: Mapping[str, Sequence[str]],
+    every: float,
+    *,
+    ended: bool,
 ) -> Fault:
+    """Draw one fault; ``ended``: the one before ends a process, whose return is a point too."""
     role = dice.choices(roles, [BROKER_SHARE if role == "broker" else 1.0 for role in roles])[0]
     kinds = [kind for kind in KINDS if kind in possible[role]]
     kind = dice.choices(kinds, [WEIGHTS[kind] for kind in kinds])[0]
@@ -96,17 +112,19 @@ def _draw_one(
     wait, pick, share, length = (dice.random() for _ in range(4))
     point, occurrence, together = dice.choice(points_for(role)), dice.randint(1, MOST_OCCURRENCES), dice.random()
     low, high = LONG if dice.random() < LONG_SHARE else SHORT
-    is_marked = share < MARKED_SHARE
+    is_return = point == AGENT_BACK
+    is_marked = share < MARKED_SHARE and (ended or not is_return)
+    is_return = is_return and is_marked
     return Fault(
         number=number,
-        wait=round(2 * every * wait, 3),
+        wait=0.0 if is_return else round(2 * every * wait, 3),
         role=role,
         kind=kind,
         pick=round(pick, 6),
         point=point if is_marked else None,
-        occurrence=occurrence if is_marked else 1,
+        occurrence=occurrence if is_marked and point not in RARE else 1,
         seconds=round(low + (high - low) * length, 3) if kind in {"freeze", "cut"} else 0.0,
-        together=number > 1 and together < TOGETHER_SHARE,
+        together=is_return or (number > 1 and together < TOGETHER_SHARE),
     )
 
 

@@ -12,6 +12,7 @@ from trinity_mq.cli.chaos.invariants import Verdict, judged
 from trinity_mq.config import Config
 from trinity_mq.experience import Experience
 from trinity_mq.messages import Version
+from trinity_mq.models.model_folder import no_progress_bar
 from trinity_mq.training.checkpoints.checkpoint import Checkpoint
 
 TOLERANCE = {"float32": 2e-3, "bfloat16": 0.1}
@@ -79,9 +80,10 @@ def _differences(config: Config, folder: Path, found: Sequence[Experience]) -> l
     """Return the mean absolute difference of the logprobs of each experience, in nats."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=getattr(torch, config.model.dtype), trust_remote_code=config.model.trust_remote_code
-    ).eval()
+    with no_progress_bar():
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=getattr(torch, config.model.dtype), trust_remote_code=config.model.trust_remote_code
+        ).eval()
     with torch.inference_mode():
         return [_difference(model, one) for one in found]
 

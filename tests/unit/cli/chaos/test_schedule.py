@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import json
 from collections import Counter
 from dataclasses import replace
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from trinity_mq.cli.chaos.points import POINTS
-from trinity_mq.cli.chaos.schedule import KINDS, ROLES, Schedule, draw, load, save
+from trinity_mq.cli.chaos.schedule import ENDS, KINDS, ROLES, Schedule, draw, load, save
 from trinity_mq.cli.errors import CommandError
 
 EVERYTHING = {role: tuple(KINDS) for role in ROLES}
@@ -27,7 +28,7 @@ def test_the_schedule_of_a_seed_is_the_same_in_every_release() -> None:
     assert [(one.role, one.kind, one.point, one.wait) for one in first] == [
         ("engine", "kill", None, 2.285),
         ("runner", "kill", None, 2.673),
-        ("operator", "kill", "agent_back", 3.148),
+        ("operator", "kill", "agent_back", 0.0),
     ]
 
 
@@ -38,12 +39,17 @@ def test_every_role_kind_and_point_is_drawn() -> None:
     assert {one.point for one in faults} == {None, *POINTS}
     kinds = Counter(one.kind for one in faults)
     assert kinds["kill"] > kinds["freeze"] > kinds["restart"]
-    assert 2.8 < sum(one.wait for one in faults) / len(faults) < 3.2
+    waits = [one.wait for one in faults if one.point != "agent_back"]
+    assert 2.8 < sum(waits) / len(waits) < 3.2
     for one in faults:
         assert one.point is None or one.role in POINTS[one.point].roles
         assert (one.seconds > 0) == (one.kind in {"freeze", "cut"})
         assert 0 <= one.pick <= 1
     assert any(one.seconds > 12 for one in faults), "some last longer than a lease"
+    for before, one in itertools.pairwise(faults):
+        if one.point == "agent_back":
+            assert before.kind in ENDS, "somebody must have ended"
+            assert (one.together, one.wait, one.occurrence) == (True, 0.0, 1)
     assert not faults[0].together
     assert any(one.together for one in faults)
 
