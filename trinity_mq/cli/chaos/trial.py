@@ -25,7 +25,10 @@ from trinity_mq.transport.blobs import BlobStore
 
 START_SECONDS = 300.0
 """Seconds until a run that was just started has made its first train steps."""
+LOOK_SECONDS = 0.5
+"""Seconds between two looks at whether the run still runs."""
 MOST_LETTERS = 1000
+"""Dead letters that are read at most."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,16 +102,27 @@ async def play(
         return witness.finished or ended()
 
     async with asyncio.TaskGroup() as group:
-        watching = group.create_task(watch(bus, topology, witness), name="watch")
+        watching = [
+            group.create_task(watch(bus, topology, witness), name="watch"),
+            group.create_task(_look(witness), name="look"),
+        ]
         await _first_steps(witness, plan.after, over)
         tell(f"the run has made {plan.after} train steps; {len(plan.schedule.faults)} faults follow")
         await injector.run(plan.schedule.faults, over=over)
         if injector.stuck is None:
             await _go_on(witness, plan, over)
-        watching.cancel()
+        for task in watching:
+            task.cancel()
     outcome.seconds, outcome.steps, outcome.over = loop.time() - outcome.began, len(witness.steps), over()
     outcome.rate_before, outcome.rate_while = _rates(injector.done, witness)
     return outcome, witness, injector
+
+
+async def _look(witness: Witness) -> None:
+    """Have those who wait for a change look again: a run whose processes have all ended says nothing."""
+    while True:
+        await asyncio.sleep(LOOK_SECONDS)
+        witness.changed.notify()
 
 
 async def _first_steps(witness: Witness, count: int, over: Callable[[], bool]) -> None:
