@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import os
 import signal
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from trinity_mq.cli.chaos.launch import Launched, launched, settings
 from trinity_mq.cli.chaos.schedule import Schedule, draw, load, save
 from trinity_mq.cli.chaos.targets.base import Targets
 from trinity_mq.cli.chaos.targets.local import LocalTargets
+from trinity_mq.cli.chaos.tokens import KeptWeights
 from trinity_mq.cli.chaos.trial import Outcome, Plan, judge, play
 from trinity_mq.cli.errors import CommandError
 from trinity_mq.cli.run.earlier_start import start_anew
@@ -79,9 +81,10 @@ async def started(arguments: argparse.Namespace, wishes: Wishes, tell: Tell) -> 
         async with connected(config.name, broker, "chaos") as (bus, topology):
             targets = _local(config, run.process.pid, bus, topology, run)
             plan = _plan(wishes, targets, config, config.path / FOLDER, tell)
+            weights = _weights(config)
             ended = asyncio.create_task(run.process.wait(), name="the run's end")
             try:
-                outcome, witness, injector = await play(bus, topology, targets, plan, ended=ended.done, tell=tell)
+                outcome = await play(bus, topology, targets, plan, ended=ended.done, tell=tell, weights=weights)
                 came_to_its_end = outcome.over
                 if came_to_its_end:
                     with contextlib.suppress(TimeoutError):
@@ -96,10 +99,9 @@ async def started(arguments: argparse.Namespace, wishes: Wishes, tell: Tell) -> 
                 topology,
                 config,
                 outcome,
-                witness,
-                injector,
                 run_dir=config.path,
                 targets=targets,
+                weights=weights,
                 store=open_store(broker, config.name),
                 code=None if run.code in DRAINED and not came_to_its_end else run.code,
             )
@@ -121,14 +123,28 @@ async def attached(arguments: argparse.Namespace, wishes: Wishes, tell: Tell) ->
         targets = _local(config, supervisor, bus, topology)
         budget = config.supervisor.max_restarts, config.supervisor.restart_window
         plan = _plan(wishes, targets, config, config.path / FOLDER, tell, FURTHER_STEPS, budget)
-        outcome, witness, injector = await play(
-            bus, topology, targets, plan, ended=lambda: folder.holder() != supervisor, tell=tell
+        weights = _weights(config)
+        outcome = await play(
+            bus,
+            topology,
+            targets,
+            plan,
+            ended=lambda: folder.holder() != supervisor,
+            tell=tell,
+            weights=weights,
         )
     # a private broker ends with its run, and is started again to be read
     async with reached(find_target(arguments), "chaos") as (bus, topology):
         store = open_store(target.broker, target.run)
         await judge(
-            bus, topology, config, outcome, witness, injector, run_dir=config.path, targets=targets, store=store
+            bus,
+            topology,
+            config,
+            outcome,
+            run_dir=config.path,
+            targets=targets,
+            weights=weights,
+            store=store,
         )
     return outcome, config.path / FOLDER
 
@@ -141,10 +157,14 @@ async def elsewhere(
     folder = Path(f"{FOLDER}-{config.name}")
     async with reached(target, "chaos") as (bus, topology):
         plan = _plan(wishes, targets, config, folder, tell, FURTHER_STEPS)
-        outcome, witness, injector = await play(bus, topology, targets, plan, ended=lambda: False, tell=tell)
+        outcome = await play(bus, topology, targets, plan, ended=lambda: False, tell=tell)
         store = open_store(target.broker, target.run)
-        await judge(bus, topology, config, outcome, witness, injector, run_dir=None, targets=targets, store=store)
+        await judge(bus, topology, config, outcome, run_dir=None, targets=targets, store=store)
     return outcome, folder
+
+
+def _weights(config: Config) -> KeptWeights:
+    return KeptWeights(config.path / "checkpoints", config.path / FOLDER / "weights")
 
 
 def _local(config: Config, supervisor: int, bus: Bus, topology: Topology, run: Launched | None = None) -> LocalTargets:
@@ -157,8 +177,6 @@ def _local(config: Config, supervisor: int, bus: Bus, topology: Topology, run: L
             restart=_restarter(bus, topology),
             broker_parent=supervisor if is_private else None,
         )
-    import os
-
     return LocalTargets(
         config.path.absolute(),
         supervisor,

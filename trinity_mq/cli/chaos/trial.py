@@ -16,6 +16,7 @@ from trinity_mq.cli.chaos.invariants import Expected, Strikes, Verdict
 from trinity_mq.cli.chaos.record import read_record
 from trinity_mq.cli.chaos.schedule import Schedule
 from trinity_mq.cli.chaos.targets.base import Targets
+from trinity_mq.cli.chaos.tokens import KeptWeights, check_tokens
 from trinity_mq.cli.chaos.witness import Witness, watch
 from trinity_mq.cli.commands.dead import letters
 from trinity_mq.cli.errors import CommandError
@@ -51,6 +52,7 @@ class Outcome:
 
     schedule: Schedule
     where: str
+    witness: Witness
     done: list[Done] = field(default_factory=list)
     began: float = 0.0
     """The event loop's time at the beginning."""
@@ -64,6 +66,8 @@ class Outcome:
     verdicts: list[Verdict] = field(default_factory=list)
     over: bool = False
     """The run came to its end."""
+    stuck: Done | None = None
+    """The fault from which the run did not recover in time."""
 
     @property
     def holds(self) -> bool:
@@ -79,7 +83,8 @@ async def play(
     *,
     ended: Callable[[], bool],
     tell: Callable[[str], None],
-) -> tuple[Outcome, Witness, Injector]:
+    weights: KeptWeights | None = None,
+) -> Outcome:
     """Watch a run, do the faults, and go on watching until the run is over or has made its further steps.
 
     Args:
@@ -89,6 +94,7 @@ async def play(
         plan: What is done.
         ended: Whether the run's own process has ended, where that is known.
         tell: Called with a line for each act.
+        weights: Keeps the run's weights meanwhile; None: its folder is elsewhere.
 
     Raises:
         CommandError: The run makes no train steps to begin with.
@@ -96,7 +102,7 @@ async def play(
     loop = asyncio.get_running_loop()
     witness = Witness()
     injector = Injector(targets, witness, timeout=plan.timeout, tell=tell, budget=plan.budget)
-    outcome = Outcome(plan.schedule, targets.where, injector.done, loop.time())
+    outcome = Outcome(plan.schedule, targets.where, witness, injector.done, loop.time())
 
     def over() -> bool:
         return witness.finished or ended()
@@ -104,7 +110,7 @@ async def play(
     async with asyncio.TaskGroup() as group:
         watching = [
             group.create_task(watch(bus, topology, witness), name="watch"),
-            group.create_task(_look(witness), name="look"),
+            group.create_task(_look(witness, weights), name="look"),
         ]
         await _first_steps(witness, plan.after, over)
         tell(f"the run has made {plan.after} train steps; {len(plan.schedule.faults)} faults follow")
@@ -115,13 +121,18 @@ async def play(
             task.cancel()
     outcome.seconds, outcome.steps, outcome.over = loop.time() - outcome.began, len(witness.steps), over()
     outcome.rate_before, outcome.rate_while = _rates(injector.done, witness)
-    return outcome, witness, injector
+    outcome.stuck = injector.stuck
+    return outcome
 
 
-async def _look(witness: Witness) -> None:
-    """Have those who wait for a change look again: a run whose processes have all ended says nothing."""
+async def _look(witness: Witness, weights: KeptWeights | None) -> None:
+    """Keep new weights, and have those who wait for a change look again: a run whose processes have all ended says
+    nothing.
+    """
     while True:
         await asyncio.sleep(LOOK_SECONDS)
+        if weights is not None:
+            await asyncio.to_thread(weights.look)
         witness.changed.notify()
 
 
@@ -180,11 +191,10 @@ async def judge(
     topology: Topology,
     config: Config,
     outcome: Outcome,
-    witness: Witness,
-    injector: Injector,
     *,
     run_dir: Path | None,
     targets: Targets,
+    weights: KeptWeights | None = None,
     store: BlobStore | None = None,
     code: int | None = None,
 ) -> None:
@@ -195,21 +205,21 @@ async def judge(
         topology: The run's names.
         config: The run's.
         outcome: Of the trial.
-        witness: What was observed.
-        injector: What was done.
         run_dir: The run's folder, None where it is not on this machine.
         targets: Where the run's processes are, or were.
+        weights: The run's, as they were kept.
         store: Holds large bodies.
         code: Exit code of the run, where it was started by us and came to its end.
     """
-    add = outcome.verdicts.append
+    add, witness = outcome.verdicts.append, outcome.witness
     bus.run_id = witness.run_id or (saved_run_id(run_dir) if run_dir is not None else None)
     whole = _checkpoints(run_dir)
-    versions = [(one.state.generation, one.state.step) for one in whole]
+    if weights is not None:
+        weights.look()
     expected = Expected(tasks=_tasks(config), keeps_all=not config.operator.operators)
-    add(_recovered(outcome, injector, code))
+    add(_recovered(outcome, code))
     try:
-        record = await read_record(bus, topology, store, versions)
+        record = await read_record(bus, topology, store, weights.folders if weights is not None else ())
         found, total = await letters(bus, topology, MOST_LETTERS)
     except BusError as error:
         add(Verdict("streams can be read", "violated", "1 violation", (str(error),)))
@@ -219,10 +229,9 @@ async def judge(
     add(invariants.trained_once(record))
     add(invariants.versions_rise(record, witness.commits, witness.committed, witness.served))
     add(invariants.versions_existed(record))
-    if whole:
-        from trinity_mq.cli.chaos.tokens import check_tokens
-
-        add(await asyncio.to_thread(check_tokens, config, whole, record.samples))
+    if weights is not None:
+        add(await asyncio.to_thread(check_tokens, config, weights.folders, record.samples))
+        weights.clear()
     if run_dir is not None and whole:
         add(await _audited(bus, topology, run_dir, whole[0], store))
     strikes = Strikes(by_role(outcome.done))
@@ -243,7 +252,7 @@ def _tasks(config: Config) -> int | None:
     return config.buffer.batch_size if fixed else None
 
 
-def _recovered(outcome: Outcome, injector: Injector, code: int | None) -> Verdict:
+def _recovered(outcome: Outcome, code: int | None) -> Verdict:
     violations = [
         f"fault {done.fault.number} ({done.fault.kind} {done.victim.name if done.victim else done.fault.role}): "
         + ("its process was not heard of again" if done.back is None else "no train step after it was back")
@@ -253,7 +262,7 @@ def _recovered(outcome: Outcome, injector: Injector, code: int | None) -> Verdic
     if code:
         violations.append(f"the run ended with exit code {code}")
     struck = [done for done in outcome.done if done.at is not None]
-    if injector.stuck is None and not outcome.over and code is None and not violations and not struck:
+    if not violations and not struck:
         return Verdict("the run recovers", "not checked", "no fault was done")
     return invariants.judged("the run recovers", violations, lambda: f"from each of {len(struck)} faults")
 
