@@ -239,7 +239,7 @@ class Injector:
             return False
         if victim.role == "broker":
             # what passed it before it was ended may arrive after
-            through = kind not in ENDS or self._witness.broker_back > done.at
+            through = kind not in ENDS or victim.shared or self._witness.broker_back > done.at
             return through and self._witness.reachable and beat.role == "trainer"
         if beat.role != victim.role or not beat.serves:
             return False

@@ -22,6 +22,8 @@ class Victim:
     """Names this life of it: process id and start, the id of a container or of a pod."""
     agent: str | None = None
     """The id in its heartbeats; None: not known."""
+    shared: bool = False
+    """Of a broker: one node of several, of which the others go on."""
 
 
 class Targets(Protocol):
