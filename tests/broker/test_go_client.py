@@ -16,7 +16,6 @@ import pytest
 import torch
 
 from tests.golden.forms import experience_form
-from tests.tcp_proxy import CuttingProxy
 from trinity_mq.bus import Delivery, Envelope, Topology
 from trinity_mq.bus.base import Incoming
 from trinity_mq.bus.rabbit.bus import RabbitBus
@@ -35,6 +34,7 @@ from trinity_mq.messages import (
     decode_any,
 )
 from trinity_mq.runtime.deliveries import EXPERIENCES, envelope
+from trinity_mq.testing.tcp_proxy import CuttingProxy
 from trinity_mq.transport.co_batched_parts import AttemptRows
 from trinity_mq.transport.experience_parts import Part, requested_parts
 

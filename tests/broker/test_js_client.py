@@ -16,7 +16,6 @@ from urllib.parse import urlsplit
 import pytest
 import torch
 
-from tests.tcp_proxy import CuttingProxy
 from trinity_mq.bus.base import Consumer, Delivery, Envelope, Incoming
 from trinity_mq.bus.rabbit.bus import RabbitBus
 from trinity_mq.bus.topology import Topology
@@ -34,6 +33,7 @@ from trinity_mq.messages import (
 )
 from trinity_mq.messages import encode as encode_message
 from trinity_mq.runtime.deliveries import REFERENCE, envelope
+from trinity_mq.testing.tcp_proxy import CuttingProxy
 from trinity_mq.transport.co_batched_parts import AttemptRows
 from trinity_mq.transport.experience_parts import Part, requested_parts
 

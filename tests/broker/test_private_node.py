@@ -14,6 +14,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -24,6 +25,7 @@ from trinity_mq.bus.base import Envelope
 from trinity_mq.bus.rabbit.bus import RabbitBus
 from trinity_mq.bus.topology import Topology
 from trinity_mq.config.bus import BrokerConfig
+from trinity_mq.local_broker.base import ELECT
 from trinity_mq.local_broker.node import UNLESS_ORPHANED, NodeError, PrivateNode, find_rabbitmq
 from trinity_mq.local_broker.ports import LOOPBACK, accepts, free_ports
 
@@ -254,3 +256,23 @@ async def test_a_queue_made_just_before_a_crash_answers_again(base: Path) -> Non
                 await node.kill()
             finally:
                 await bus.close()
+
+
+STOP = (
+    "[ra:stop_server(quorum_queues, amqqueue:get_pid(Q)) || Q <- rabbit_amqqueue:list(), "
+    'element(4, amqqueue:get_name(Q)) =:= <<"{}">>], ok.'
+)
+
+
+async def test_a_queue_that_goes_during_the_elections_spoils_no_other(
+    broker_node: Any, broker_url: str, topology: Topology
+) -> None:
+    """Agents are back before the elections are over, and an operator deletes the queue of its batch."""
+    bus = RabbitBus(broker_url, topology, config=BrokerConfig(), name="tester")
+    await bus.connect()
+    try:
+        await bus.declare(topology.closed)
+        await broker_node.ctl("eval", STOP.format(topology.closed.name))
+        await broker_node.ctl("eval", ELECT)
+    finally:
+        await bus.close()

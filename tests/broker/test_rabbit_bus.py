@@ -12,7 +12,6 @@ import aiormq
 import pytest
 from structlog.testing import capture_logs
 
-from tests.tcp_proxy import CuttingProxy
 from tests.waiting import until
 from trinity_mq.bus import topology as topology_module
 from trinity_mq.bus.base import BusRefused, BusUnavailable, Envelope, StreamCut
@@ -23,6 +22,7 @@ from trinity_mq.bus.topology import Topology
 from trinity_mq.config.bus import BrokerConfig
 from trinity_mq.local_broker.node import PrivateNode
 from trinity_mq.local_broker.ports import free_ports
+from trinity_mq.testing.tcp_proxy import CuttingProxy
 
 pytestmark = pytest.mark.broker
 

@@ -14,7 +14,6 @@ import pytest
 import trustme
 from structlog.testing import capture_logs
 
-from tests.tcp_proxy import CuttingProxy
 from tests.waiting import until
 from trinity_mq.bus import AddressError, create_bus
 from trinity_mq.bus.base import Bus, BusRefused, Consumer, Envelope
@@ -22,6 +21,7 @@ from trinity_mq.bus.topology import Topology
 from trinity_mq.config.bus import BrokerConfig
 from trinity_mq.local_broker.node import PrivateNode, find_rabbitmq
 from trinity_mq.local_broker.ports import LOOPBACK, free_ports
+from trinity_mq.testing.tcp_proxy import CuttingProxy
 
 pytestmark = [
     pytest.mark.broker,

@@ -11,7 +11,7 @@ import random
 import signal
 import sys
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -23,10 +23,10 @@ from trinity_agents.trainer.agent import Trainer
 from trinity_agents.trainer.history import lineage
 from trinity_mq.bus import Bus, Topology, create_bus
 from trinity_mq.bus.addresses import URL_VARIABLE
+from trinity_mq.cli.chaos.invariants import Expected, decodes, one_outcome, trained_once
+from trinity_mq.cli.chaos.record import Record, read_record
 from trinity_mq.config import load_config
-from trinity_mq.experience import Experience, ExperienceBatch
-from trinity_mq.messages import BatchReady, Mark, decode_any
-from trinity_mq.runtime.deliveries import EXPERIENCES, envelope
+from trinity_mq.experience import Experience
 from trinity_mq.runtime.notify import Notifier
 from trinity_mq.runtime.processes.supervisor import PARENT_VARIABLE
 from trinity_mq.testing.fakes import FakeChannel, FakeLearner
@@ -266,7 +266,7 @@ class Arena:
         return "\n".join(told)
 
     async def _missing(self) -> str:
-        _, counted = await self.processed()
+        _, counted = await self.record()
         missing = sorted({(batch, task) for batch, task, _ in self._wanted() - set(counted)})
         return f"not processed (batch, task): {missing}"
 
@@ -295,38 +295,20 @@ class Arena:
         finally:
             await bus.close()
 
-    async def processed(self) -> tuple[dict[str, BatchReady], Counter[Id]]:
-        """Read the stream of processed batches from its beginning: what decides each ticket, and how often each run is
-        in that.
-        """
-        sets: defaultdict[tuple[object, object], dict[object, bytes]] = defaultdict(dict)
-        decided: dict[str, BatchReady] = {}
-        counted: Counter[Id] = Counter()
-        async with self.connected() as bus, await bus.consume(self.topology.ready, offset=0) as feed:
-            end = Mark(nonce="the test has read to here")
-            await bus.publish(self.topology.exchange("ready"), "mark", envelope(end))
-            async for delivery in feed:
-                headers = delivery.headers
-                if delivery.content_type == EXPERIENCES:
-                    sets[headers["ticket"], headers["op"]].setdefault(headers["n"], delivery.body)
-                    continue
-                message = decode_any(delivery.body, delivery.content_type)
-                if message == end:
-                    break
-                if isinstance(message, BatchReady) and message.ticket not in decided:
-                    decided[message.ticket] = message
-                    chunks = sets[message.ticket, message.op]
-                    for n in range(message.chunks):
-                        counted.update(
-                            (int(eid[0]), int(eid[1]), int(eid[2]))
-                            for eid in (rid.split("/") for rid in ExperienceBatch.decode(chunks[n]).ids("rid"))
-                        )
-        return decided, counted
+    async def record(self) -> tuple[Record, Counter[Id]]:
+        """Read what is on the streams, and count how often each run is in the sets that decide the tickets."""
+        async with self.connected() as bus:
+            record = await read_record(bus, self.topology)
+        runs = [run for one in record.deciding.values() for run in one.runs]
+        return record, Counter((int(batch), int(task), run) for batch, task, run, _ in runs)
 
     async def check(self) -> None:
         """Every run of every task is in the processed batches once, and was trained on once."""
-        decided, counted = await self.processed()
+        record, counted = await self.record()
         self._compare("processed", counted)
+        for verdict in (one_outcome(record, Expected(tasks=TASKS)), trained_once(record), decodes(record)):
+            assert verdict.result == "holds", f"{verdict}; seed {self.seed}"
+        decided = {ticket: one.ready for ticket, one in record.deciding.items()}
         assert {ready.state for ready in decided.values()} == {"ready"}, decided
         assert sorted(int(ready.batch) for ready in decided.values()) == list(range(1, BATCHES + 1)), self.seed
         history = lineage(self._folder / "history", 1, BATCHES)

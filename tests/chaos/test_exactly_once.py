@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from tests.chaos.arena import BATCHES, Arena
-from tests.tcp_proxy import CuttingProxy
 from trinity_mq.local_broker.node import PrivateNode, find_rabbitmq
+from trinity_mq.testing.tcp_proxy import CuttingProxy
 
 RUNNER_POINTS = [
     "received task_slice",

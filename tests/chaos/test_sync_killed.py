@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from tests.chaos.sync_arena import ENGINES, PATIENCE, Answer, SyncArena
-from tests.tcp_proxy import CuttingProxy
 from trinity_mq.local_broker.node import PrivateNode, find_rabbitmq
+from trinity_mq.testing.tcp_proxy import CuttingProxy
 
 LIVES = {
     "trainer-0": ["said prepare:3", "heard ready:5", "said go:3", "broadcast", "heard applied:5", "saying commit:3"],

@@ -6,13 +6,13 @@ import asyncio
 from abc import ABC, abstractmethod
 from contextlib import AsyncExitStack
 
-from tests.tcp_proxy import CuttingProxy
 from tests.waiting import until
 from trinity_mq.bus.base import Bus, Envelope
 from trinity_mq.bus.memory.bus import MemoryBroker, MemoryBus
 from trinity_mq.bus.rabbit.bus import RabbitBus
 from trinity_mq.bus.topology import Queue, Topology
 from trinity_mq.config.bus import BrokerConfig
+from trinity_mq.testing.tcp_proxy import CuttingProxy
 
 
 class World(ABC):

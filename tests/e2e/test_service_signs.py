@@ -15,9 +15,9 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.tcp_proxy import CuttingProxy
 from tests.waiting import until
 from trinity_mq.runtime.errors import EXIT_FATAL
+from trinity_mq.testing.tcp_proxy import CuttingProxy
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 WATCHDOG = 2.0

@@ -82,6 +82,11 @@ COMMANDS = (
         "regrade.command:regrade",
         "recompute rewards and advantages of what a run sampled with another reward function; show what would change",
     ),
+    (
+        "chaos",
+        "chaos.command:chaos",
+        "kill, freeze, cut off and restart parts of a run, on a schedule that a seed repeats, and check its invariants",
+    ),
     ("audit", "commands.audit:audit", "prove from a run's records which experiences made a checkpoint, each once"),
     ("debug", "debug.command", "try one thing by itself, without a broker"),
     ("dead", "commands.dead", "list dead letters, and run batches among them again"),

@@ -17,10 +17,12 @@ from trinity_mq.local_broker.ports import LOOPBACK, speaks_amqp
 log = structlog.get_logger(__name__)
 
 ELECT = (
-    "[ra:trigger_election(amqqueue:get_pid(Q)) || Q <- rabbit_amqqueue:list(), "
+    "[(catch ra:trigger_election(amqqueue:get_pid(Q))) || Q <- rabbit_amqqueue:list(), "
     "amqqueue:get_type(Q) =:= rabbit_quorum_queue], ok."
 )
-"""Erlang expression that triggers an election in every quorum queue of the node; queues with a leader keep working."""
+"""Erlang expression that triggers an election in every quorum queue of the node; queues with a leader keep working. An
+agent may delete one of them meanwhile, which must not leave the others without.
+"""
 READY_TIMEOUT = 180.0
 
 

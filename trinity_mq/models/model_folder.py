@@ -113,12 +113,12 @@ def _make(tiny: TinyModelConfig, folder: Path, seed: int) -> None:
     with _random_state, torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Qwen3ForCausalLM(config).to(torch.float32)
-    with _no_progress_bar():
+    with no_progress_bar():
         model.save_pretrained(folder)
 
 
 @contextlib.contextmanager
-def _no_progress_bar() -> Iterator[None]:
+def no_progress_bar() -> Iterator[None]:
     """A bar for a file of a few hundred kilobytes would only disturb the terminal."""
     from transformers.utils import logging
 

@@ -1,9 +1,16 @@
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
-from trinity_mq.cli.run.follow import MetricsTail
+from trinity_mq.bus import Topology
+from trinity_mq.bus.memory.bus import MemoryBroker, MemoryBus
+from trinity_mq.cli.run.follow import MetricsTail, listen
+from trinity_mq.config import BrokerConfig
+from trinity_mq.messages import ControlEvent
+from trinity_mq.runtime.deliveries import envelope
 from trinity_mq.telemetry import MetricsWriter
+from trinity_mq.testing.virtual_time import run_virtually
 
 
 def test_new_lines_come_once(tmp_path: Path) -> None:
@@ -42,3 +49,32 @@ def test_a_run_begun_anew_is_read_from_its_beginning(tmp_path: Path) -> None:
     path.unlink()
     path.write_bytes(line % 7)
     assert [message.step for message in tail.read()] == [7]
+
+
+def test_a_connection_that_breaks_under_an_answer_ends_nothing() -> None:
+    """The supervisor of a run listens so: what the broker delivered just before it died cannot be answered any more."""
+    received: list[str] = []
+
+    async def play() -> None:
+        broker, topology = MemoryBroker(), Topology("follow")
+        bus, other = (MemoryBus(broker, topology, config=BrokerConfig()) for _ in range(2))
+        await bus.connect()
+        await other.connect()
+
+        def receive(message: object) -> None:
+            assert isinstance(message, ControlEvent)
+            received.append(message.target)
+            if len(received) == 1:
+                broker.drop(bus)
+
+        queue = topology.listener("supervisor", "a", "control", "#")
+        listening = asyncio.create_task(listen(bus, queue, receive))
+        while len(received) < 2:
+            event = ControlEvent(verb="restart", target=f"runner-{len(received)}")
+            await other.publish(topology.exchange("control"), "restart.x", envelope(event))
+            await asyncio.sleep(1.0)
+            assert not listening.done(), listening.exception()
+        listening.cancel()
+
+    run_virtually(play(), limit=60)
+    assert received == ["runner-0", "runner-1"]

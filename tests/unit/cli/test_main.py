@@ -87,6 +87,7 @@ def test_every_command_leads_to_a_function() -> None:
         "submit": ["x", "--wait", "3"],
         "list": [],
         "audit": ["r", "--offline"],
+        "chaos": ["x", "--kills", "3", "--seed", "7"],
         "status": ["r", "--broker", "amqp://h/"],
         "why": ["r", "--json"],
         "dead": ["list", "x"],

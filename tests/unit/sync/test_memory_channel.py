@@ -11,13 +11,13 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
-from tests.tcp_proxy import CuttingProxy
 from tests.waiting import until
 from trinity_mq.sync.channels.base import ChannelError
 from trinity_mq.sync.channels.buckets import raw
 from trinity_mq.sync.channels.memory.channel import MemoryChannel
 from trinity_mq.sync.channels.memory.host_copy import HostCopy
 from trinity_mq.sync.channels.receiver import Receiver
+from trinity_mq.testing.tcp_proxy import CuttingProxy
 
 from .weights import BUCKET, manifest_of, same, send, some_weights, spec_of
 

@@ -12,7 +12,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trinity_mq.bus import BusError, Delivery
+from trinity_mq.bus import Bus, BusError, Delivery, Topology
 from trinity_mq.cli.arguments import add_broker, add_target
 from trinity_mq.cli.broker.connection import Target, find_target, reached, saved_run_id
 from trinity_mq.cli.errors import CommandError
@@ -112,20 +112,30 @@ def _stream_content(arguments: argparse.Namespace, run_id: str | None) -> tuple[
 
 
 async def _read(target: Target, run_id: str | None) -> StreamContent:
-    from trinity_mq.bus.streams import read_up_to_now
-    from trinity_mq.runtime.deliveries import new_mark
     from trinity_mq.transport.blobs import open_store
 
     async with reached(target, "audit") as (bus, topology):
         bus.run_id = run_id
         if await bus.depth(topology.ready.name) is None:
             raise CommandError(f"run {target.run!r} has no stream on this broker")
-        reader = StreamReader(open_store(target.broker, target.run))
-        stream = dataclasses.replace(topology.ready, redeclare=False)  # looking must not make it
-        async for delivery in read_up_to_now(bus, stream, new_mark(), offset=0):
-            if not bus.is_foreign(delivery):
-                await reader.take(delivery)
-        return reader.content
+        return await read_content(bus, topology, open_store(target.broker, target.run))
+
+
+async def read_content(bus: Bus, topology: Topology, store: BlobStore | None) -> StreamContent:
+    """Return what a run's ``ready`` stream holds now; of chunks only ids are kept.
+
+    Raises:
+        BusUnavailable: The stream does not answer.
+    """
+    from trinity_mq.bus.streams import read_up_to_now
+    from trinity_mq.runtime.deliveries import new_mark
+
+    reader = StreamReader(store)
+    stream = dataclasses.replace(topology.ready, redeclare=False)  # looking must not make it
+    async for delivery in read_up_to_now(bus, stream, new_mark(), offset=0):
+        if not bus.is_foreign(delivery):
+            await reader.take(delivery)
+    return reader.content
 
 
 class StreamReader:

@@ -19,6 +19,7 @@ from trinity_mq.cli.arguments import add_broker, add_target
 from trinity_mq.cli.broker.connection import Target, connected, find_target
 from trinity_mq.cli.errors import CommandError
 from trinity_mq.messages import JSON_CONTENT_TYPE, SubmissionOutcome, TaskBody, TaskSubmission, decode
+from trinity_mq.runtime.deliveries import acknowledge
 from trinity_mq.transport.blobs import BlobStore, StoreUnavailable, open_store, resolve
 
 EXAMPLE = '{"raw_task": {"question": "+372=", "answer": "7"}}'
@@ -152,7 +153,7 @@ async def _submit(target: Target, submission: TaskSubmission, wait: float | None
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(wait):
                     async for delivery in subscription:
-                        await delivery.ack()
+                        await acknowledge(delivery)
                         replies.take(delivery)
                         if replies.complete:
                             return replies

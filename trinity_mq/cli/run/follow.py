@@ -15,6 +15,7 @@ from trinity_mq.bus import Bus, BusUnavailable, Topology
 from trinity_mq.bus.topology import Queue
 from trinity_mq.cli.run.run_view import RunView
 from trinity_mq.messages import DecodeError, Metrics, decode_any
+from trinity_mq.runtime.deliveries import acknowledge
 from trinity_mq.telemetry import LINE_FIELDS, METRICS_FILE
 
 
@@ -25,7 +26,7 @@ async def listen(bus: Bus, queue: Queue, receive: Callable[[object], None]) -> N
         async for delivery in subscription:
             with contextlib.suppress(DecodeError):  # the explorer reports it
                 receive(decode_any(delivery.body, delivery.content_type))
-            await delivery.ack()
+            await acknowledge(delivery)
 
 
 async def follow(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Callable, Collection
 from types import TracebackType
 from typing import Self
 from urllib.parse import urlsplit
@@ -12,14 +13,21 @@ CHUNK = 65536
 
 
 class CuttingProxy:
-    """Stands between one client and a server."""
+    """Stands between a server and its clients, on loopback.
+
+    Args:
+        url: The server's, with host and port.
+    """
 
     def __init__(self, url: str) -> None:
         self._target = urlsplit(url)
         self._server: asyncio.Server | None = None
-        self._writers: set[asyncio.StreamWriter] = set()
+        self._pairs: dict[int, tuple[asyncio.StreamWriter, asyncio.StreamWriter]] = {}
+        """Both sides of each connection, by the client's port."""
         self._serving: set[asyncio.Task[None]] = set()
         self._refusing = False
+        self.refuses: Callable[[int], bool] = lambda _port: False
+        """Whether a new connection from a client's port is reset."""
         self._replies = asyncio.Event()
         self._replies.set()
         self._requests = asyncio.Event()
@@ -34,10 +42,16 @@ class CuttingProxy:
 
     def cut(self) -> None:
         """Reset every connection, both sides, now."""
-        for writer in tuple(self._writers):
-            writer.transport.abort()
+        self.cut_clients(tuple(self._pairs))
         self._replies.set()
         self._requests.set()
+
+    def cut_clients(self, ports: Collection[int]) -> int:
+        """Reset the connections of clients on these ports, both sides, now; return how many there were."""
+        found = [pair for port in ports if (pair := self._pairs.get(port))]
+        for writer in (writer for pair in found for writer in pair):
+            writer.transport.abort()
+        return len(found)
 
     def refuse(self) -> None:
         """Reset also every new connection, until :meth:`accept`."""
@@ -76,18 +90,23 @@ class CuttingProxy:
         assert serving is not None
         self._serving.add(serving)
         serving.add_done_callback(self._serving.discard)
-        if self._refusing:
+        port = writer.get_extra_info("peername")[1]
+        if self._refusing or self.refuses(port):
             writer.transport.abort()
             return
-        upstream_reader, upstream_writer = await asyncio.open_connection(self._target.hostname, self._target.port)
-        pair = {writer, upstream_writer}
-        self._writers |= pair
+        try:
+            upstream_reader, upstream_writer = await asyncio.open_connection(self._target.hostname, self._target.port)
+        except OSError:  # the server is away: the client finds out as it would without us
+            writer.transport.abort()
+            return
+        pair = (writer, upstream_writer)
+        self._pairs[port] = pair
         try:
             async with asyncio.TaskGroup() as pumps:
                 pumps.create_task(self._pump(reader, upstream_writer, self._requests))
                 pumps.create_task(self._pump(upstream_reader, writer, self._replies))
         finally:
-            self._writers -= pair
+            self._pairs.pop(port, None)
             for one in pair:
                 one.transport.abort()
 

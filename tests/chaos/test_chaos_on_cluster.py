@@ -1,0 +1,130 @@
+"""``trinity-mq chaos`` on a cluster of three nodes, any of which is killed or restarted like everything else. Follow it
+with ``pytest -s``; ``KILLS=100 SEED=7`` does more, or others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.chaos.cluster import PrivateCluster
+from tests.chaos.test_cluster import DOWN, not_on_3_10
+from trinity_mq.cli.broker.connection import connected
+from trinity_mq.cli.chaos.launch import launched, settings
+from trinity_mq.cli.chaos.report import lines
+from trinity_mq.cli.chaos.schedule import draw, save
+from trinity_mq.cli.chaos.targets.base import Victim
+from trinity_mq.cli.chaos.targets.local import LocalTargets
+from trinity_mq.cli.chaos.tokens import KeptWeights
+from trinity_mq.cli.chaos.trial import Plan, judge, play
+from trinity_mq.config import load_config
+from trinity_mq.local_broker.node import find_rabbitmq
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "smoke.yaml"
+KILLS, SEED = int(os.environ.get("KILLS", "20")), int(os.environ.get("SEED", "7"))
+
+pytestmark = [
+    pytest.mark.extended,
+    pytest.mark.chaos,
+    pytest.mark.broker,
+    pytest.mark.e2e,
+    pytest.mark.timeout(900 + 30 * KILLS),
+    pytest.mark.skipif(find_rabbitmq() is None, reason="RabbitMQ is not installed here"),
+]
+
+
+@pytest.fixture
+def cluster() -> Iterator[PrivateCluster]:
+    base = Path(tempfile.mkdtemp(prefix="tmq-"))
+    made = PrivateCluster(base)
+    try:
+        asyncio.run(made.start())
+        yield made
+    finally:
+        asyncio.run(made.kill())
+        shutil.rmtree(base, ignore_errors=True)
+
+
+class ClusterTargets(LocalTargets):
+    """The processes of a run, and the nodes of its cluster; a node that was ended is started again some seconds later.
+
+    A node is not frozen: it must not thaw (docs/operating.md).
+    """
+
+    cluster: PrivateCluster
+
+    @property
+    def possible(self) -> Mapping[str, Sequence[str]]:
+        return {**super().possible, "broker": ("kill", "restart")}
+
+    async def find(self, role: str) -> list[Victim]:
+        if role != "broker":
+            return await super().find(role)
+        nodes = sorted(self.cluster.nodes.items())
+        return [Victim("broker", name, f"{node.pid}@0", shared=True) for name, node in nodes if node.pid is not None]
+
+    async def strike(self, victim: Victim, kind: str) -> None:
+        if victim.role != "broker":
+            await super().strike(victim, kind)
+            return
+        if kind == "kill":
+            self.cluster.crash(victim.name)
+            await asyncio.sleep(DOWN)
+        else:
+            await self.cluster.nodes[victim.name].stop()
+        await self.cluster.restart(victim.name)
+        await self.cluster.all_run()  # else two of three are down at once, and nothing can go on
+
+
+@not_on_3_10
+async def test_faults_of_agents_and_nodes_cost_time_and_nothing_else(
+    tmp_path: Path, cluster: PrivateCluster, unique_run: str
+) -> None:
+    def tell(line: str) -> None:
+        sys.stdout.write(f"{line}\n")
+        sys.stdout.flush()
+
+    async def restart(agent: str) -> None:
+        raise AssertionError(f"{agent}: no restart of an agent is drawn")
+
+    words = [
+        f"name={unique_run}",
+        f"run_dir={tmp_path / 'run'}",
+        "buffer.total_steps=20000",
+        "trainer.save_interval=10",
+    ]
+    words = settings([*words, "broker.heartbeat=4"])
+    config = load_config(EXAMPLE, words)
+    async with launched(config, [str(EXAMPLE), *words], cluster.url, tell) as run:
+        broker = config.broker.model_copy(update={"url": cluster.url})
+        async with connected(config.name, broker, "chaos") as (bus, topology):
+            targets = ClusterTargets(config.path, run.process.pid, restart=restart, mark=run.mark)
+            targets.cluster, cluster.tell = cluster, tell
+            possible = {
+                role: [kind for kind in kinds if role == "broker" or kind in {"kill", "freeze"}]
+                for role, kinds in targets.possible.items()
+            }
+            schedule = draw(SEED, KILLS, possible, 1.0)
+            weights = KeptWeights(config.path / "checkpoints", tmp_path / "weights")
+            plan = Plan(schedule=schedule, timeout=180.0, after=3, further=3)
+            ended = asyncio.ensure_future(run.process.wait())
+            outcome = await play(bus, topology, targets, plan, ended=ended.done, tell=tell, weights=weights)
+            await run.stop()
+            ended.cancel()
+            outcome.over = True
+            await judge(bus, topology, config, outcome, targets=targets, run_dir=config.path, weights=weights)
+            targets.end_left_over()
+    save(schedule, tmp_path / "schedule.json")
+    report = "\n".join(lines(outcome, tmp_path / "schedule.json", f"KILLS={KILLS} SEED={SEED} pytest -s {__file__}"))
+    tell(report)
+    assert outcome.holds, report
+    assert {verdict.result for verdict in outcome.verdicts} == {"holds"}, report
+    assert sum(done.at is not None for done in outcome.done) == KILLS, report
+    assert any(done.fault.role == "broker" for done in outcome.done), report

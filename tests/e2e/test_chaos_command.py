@@ -1,0 +1,143 @@
+"""``trinity-mq chaos`` on whole runs: faults are done, the run recovers, and the invariants are judged."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from trinity_mq.testing.runs import LocalRun
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SETTINGS = ("buffer.total_steps=60", "trainer.save_interval=7", "explorer.eval_interval=60", "operator.num_operators=2")
+ALWAYS = {
+    "the run recovers",
+    "streams can be read",
+    "one outcome for each task",
+    "each experience trained on once",
+    "committed versions rise",
+    "tokens name versions that were there",
+    "tokens were sampled by the weights they name",
+    "audit of the newest checkpoint",
+    "dead letters accounted for",
+}
+
+pytestmark = [pytest.mark.chaos, pytest.mark.e2e]
+
+
+async def command(*words: str) -> tuple[int, dict[str, Any], str]:
+    """Run the command; return its exit code, its report and what it told meanwhile."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "trinity_mq.cli.main",
+        "chaos",
+        *words,
+        "--json",
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    try:
+        out, errors = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.terminate()
+            await process.wait()
+    assert process.returncode is not None
+    said = errors.decode(errors="replace")
+    assert out, said
+    return process.returncode, json.loads(out), said
+
+
+def judged(report: dict[str, Any]) -> dict[str, str]:
+    return {one["name"]: one["result"] for one in report["invariants"]}
+
+
+def schedule(path: Path, *faults: dict[str, Any]) -> Path:
+    lines = [{"wait": 0.2, "pick": 0.0, **fault, "number": number} for number, fault in enumerate(faults, 1)]
+    path.write_text(json.dumps({"format": 1, "faults": lines}))
+    return path
+
+
+@pytest.mark.timeout(240)
+async def test_faults_of_each_kind_cost_time_and_nothing_else(tmp_path: Path) -> None:
+    file = schedule(
+        tmp_path / "schedule.json",
+        {"role": "trainer", "kind": "kill", "point": "sync_commit"},
+        {"role": "runner", "kind": "freeze", "seconds": 1.0, "together": True},
+        {"role": "explorer", "kind": "cut", "seconds": 0.5},
+        {"role": "operator", "kind": "restart"},
+        {"role": "broker", "kind": "kill", "point": "batch_closed"},
+    )
+    run = tmp_path / "run"
+    words = (str(EXAMPLES / "smoke.yaml"), f"run_dir={run}", *SETTINGS, "--after", "3", "--schedule", str(file))
+    code, report, said = await command(*words)
+    assert code == 0, f"{said}\n{json.dumps(report, indent=2)}"
+    assert [fault["recovered"] is not None for fault in report["faults"]] == [True] * 5, report
+    assert judged(report) == dict.fromkeys([*ALWAYS, "no process left"], "holds"), report
+    assert report["over"]
+    assert json.loads((run / "chaos" / "schedule.json").read_text())["faults"][0]["point"] == "sync_commit"
+    assert "every invariant that was checked holds" in (run / "chaos" / "report.txt").read_text()
+
+
+@pytest.mark.extended
+@pytest.mark.timeout(900)
+async def test_a_drawn_schedule_on_a_longer_run(tmp_path: Path) -> None:
+    seed = os.environ.get("SEED", "7")
+    run = tmp_path / "run"
+    settings = ("buffer.total_steps=700", *SETTINGS[1:])
+    words = (str(EXAMPLES / "smoke.yaml"), f"run_dir={run}", *settings, "--kills", "25", "--seed", seed, "--every", "1")
+    code, report, said = await command(*words, "--further", "3")
+    assert code == 0, f"{said}\n{json.dumps(report, indent=2)}"
+    assert sum(fault["at"] is not None for fault in report["faults"]) >= 20, report
+    assert set(judged(report).values()) == {"holds"}, report
+
+
+@pytest.mark.extended
+@pytest.mark.timeout(400)
+async def test_a_run_that_runs_already_goes_on_afterwards(tmp_path: Path) -> None:
+    async with LocalRun(EXAMPLES / "smoke.yaml", tmp_path / "run", ("buffer.total_steps=5000", *SETTINGS[1:])) as run:
+        await run.until_progress(3, 120.0)
+        words = ("--attach", str(run.run_dir), "--kills", "4", "--seed", "1", "--every", "0.5", "--after", "1")
+        code, report, said = await command(*words)
+        assert code == 0, f"{said}\n{json.dumps(report, indent=2)}"
+        assert not report["over"]
+        assert (
+            judged(report).items()
+            >= dict.fromkeys(ALWAYS - {"tokens were sampled by the weights they name"}, "holds").items()
+        )
+        assert judged(report)["no process left"] == "not checked"
+        assert {fault["kind"] for fault in report["faults"]} <= {"kill", "freeze", "restart"}, (
+            "there is no proxy to cut"
+        )
+        seen = max(step for step, _ in run.values("trainer/step"))
+        await run.until_progress(seen + 3, 60.0)
+
+
+@pytest.mark.timeout(120)
+async def test_a_run_that_cannot_start_is_said_and_nothing_is_left(tmp_path: Path) -> None:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "trinity_mq.cli.main", "chaos", str(EXAMPLES / "smoke.yaml")),
+        *(f"run_dir={tmp_path / 'run'}", "plugin_dirs=[/nowhere]", "--kills", "1"),
+        stdout=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    _, errors = await process.communicate()
+    assert process.returncode == 2, errors
+    assert b"the run has ended after 0 train steps" in errors
+    left = [one for one in psutil.process_iter() if str(tmp_path) in " ".join(_command(one))]
+    assert left == []
+
+
+def _command(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []

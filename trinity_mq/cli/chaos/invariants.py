@@ -1,0 +1,319 @@
+"""Invariants of a run, judged from what was seen from the outside. Pure: records in, verdicts out."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeVar
+
+from trinity_mq.bus import Incoming
+from trinity_mq.cli.chaos.record import ProcessedSet, Record
+from trinity_mq.cli.chaos.witness import VersionSeen
+from trinity_mq.messages import Progress, TaskResult, Version
+
+Key = TypeVar("Key")
+Result = Literal["holds", "violated", "not checked"]
+MOST_EVIDENCE = 5
+HAVE_RUNS = {"finished", "partial", "cancelled"}
+"""Outcomes whose finished runs may be part of a batch."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One invariant."""
+
+    name: str
+    result: Result
+    text: str
+    """What holds, with numbers; or why it was not checked; or how many violations there are."""
+    evidence: tuple[str, ...] = ()
+    """The first violations."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Expected:
+    """What the run's settings promise; None: they do not say."""
+
+    tasks: int | None = None
+    """Tasks of each batch."""
+    keeps_all: bool = True
+    """No operator of the user's adds or drops experiences."""
+
+
+def judged(name: str, violations: Iterable[str], holds: Callable[[], str]) -> Verdict:
+    """Return the verdict on an invariant from its violations, and the text for where there are none."""
+    found = list(violations)
+    if found:
+        count = f"{len(found)} violation{'s' if len(found) > 1 else ''}"
+        return Verdict(name, "violated", count, tuple(found[:MOST_EVIDENCE]))
+    return Verdict(name, "holds", holds())
+
+
+def lineage(progress: Sequence[Progress]) -> list[Progress]:
+    """Return the progress that made the last weights: what a generation consumed after the checkpoint from which the
+    next one went on is left out. Repeated messages count once.
+    """
+    line: dict[int, Progress] = {}
+    generation = 0
+    for one in progress:
+        if one.generation > generation:
+            generation = one.generation
+            line = {number: kept for number, kept in line.items() if number < one.progress}
+        if one.generation == generation:
+            line.setdefault(one.progress, one)
+    return [line[number] for number in sorted(line)]
+
+
+# -- each task has exactly one outcome
+
+
+def one_outcome(record: Record, expected: Expected) -> Verdict:
+    """Each task of a decided batch has one outcome, and each run that counts is in the batch once."""
+    name = "one outcome for each task"
+    if record.results_begin or record.ready_begin:
+        return Verdict(name, "not checked", "retention has cut the beginning of the streams")
+    deciding = {ticket: one for ticket, one in record.deciding.items() if one.ready.state == "ready"}
+    first = _first_results(record.results)
+    violations = [line for ticket, one in deciding.items() for line in _of_ticket(one, first.get(ticket, {}), expected)]
+    tasks = sum(len({task for task, _ in first.get(ticket, ())}) for ticket in deciding)
+    runs = sum(len(one.uids) for one in deciding.values())
+    return judged(name, violations, lambda: f"{tasks} tasks in {len(deciding)} batches, {runs} experiences")
+
+
+def _first_results(results: Iterable[TaskResult]) -> dict[str, dict[tuple[int, int], TaskResult]]:
+    """Return, by ticket, the result that decides each slice (task and first run): its first one."""
+    found: defaultdict[str, dict[tuple[int, int], TaskResult]] = defaultdict(dict)
+    for result in results:
+        if result.outcome != "late":
+            found[result.ticket].setdefault((result.task_id, result.run_base), result)
+    return found
+
+
+def _of_ticket(one: ProcessedSet, slices: Mapping[tuple[int, int], TaskResult], expected: Expected) -> Iterator[str]:
+    batch = f"batch {one.ready.batch}"
+    counted: Counter[tuple[str, int]] = Counter()
+    for result in slices.values():
+        if result.outcome in HAVE_RUNS:
+            counted.update((str(result.task_id), run) for run in result.runs)
+    if double := [key for key, times in counted.items() if times > 1]:
+        yield f"{batch}: runs (task, run) that two slices report: {_some(double)}"
+    there = {(task, run) for _, task, run, _ in one.runs}
+    if unknown := sorted(there - set(counted)):
+        yield f"{batch}: runs (task, run) that are in it though no first result reports them: {_some(unknown)}"
+    keeps = expected.keeps_all and not one.unread and not one.ready.filtered_groups
+    finished = {
+        (str(result.task_id), run) for result in slices.values() if result.outcome == "finished" for run in result.runs
+    }
+    if keeps and (lost := sorted(finished - there)):
+        yield f"{batch}: finished runs (task, run) that are not in it: {_some(lost)}"
+    if expected.tasks is not None:
+        tasks = {task for task, _ in slices}
+        if len(tasks) != expected.tasks and not one.ready.metrics.get("rollout/slices/cancelled"):
+            yield f"{batch}: {len(tasks)} tasks have an outcome, wanted {expected.tasks}"
+    for (task, base), result in slices.items():
+        if result.outcome == "finished" and len(set(result.runs)) != result.repeat_times:
+            yield (
+                f"{batch}, task {task} from run {base}: finished with {len(set(result.runs))} runs, wanted "
+                f"{result.repeat_times}"
+            )
+
+
+# -- each experience is trained on at most once
+
+
+def trained_once(record: Record) -> Verdict:
+    """Each experience is trained on at most once in a lineage, and no batch of it is missing or there twice."""
+    name = "each experience trained on once"
+    line = lineage(record.progress)
+    if not line:
+        return Verdict(name, "not checked", "the trainer has consumed no batch")
+    deciding = record.deciding
+    violations: list[str] = []
+    begins = 1 if not record.results_begin else line[0].progress
+    missing = sorted(set(range(begins, line[-1].progress + 1)) - {one.progress for one in line})
+    if missing:
+        violations.append(f"progress that no message of the trainer tells of: {_some(missing)}")
+    tickets = Counter(one.ticket for one in line)
+    violations += [f"ticket {ticket} was consumed {times} times" for ticket, times in tickets.items() if times > 1]
+    batches = Counter(str(one.batch) for one in line)
+    violations += [f"batch {batch} was consumed {times} times" for batch, times in batches.items() if times > 1]
+    if not record.results_begin and (gaps := _gaps(line)):
+        violations.append(f"batches that were passed over: {_some(gaps)}")
+    trained: Counter[str] = Counter()
+    for one in line:
+        found = deciding.get(one.ticket)
+        if found is None and not record.ready_begin and one.outcome == "trained":
+            violations.append(f"batch {one.batch} was trained on, and no complete set of it is on the stream")
+        if found is not None and one.outcome == "trained":
+            trained.update(found.uids)
+            violations += _steps(found)
+    violations += [f"experience {uid} is in {times} places that were trained on" for uid, times in _double(trained)]
+    return judged(
+        name,
+        violations,
+        lambda: f"{len(trained)} experiences in {len(line)} batches, over {_generations(record)} starts of the trainer",
+    )
+
+
+def _gaps(line: Sequence[Progress]) -> list[int]:
+    numbers = {int(one.batch) for one in line if str(one.batch).isdecimal()}
+    # the trainer may take batches in another order, so only what lies below all that are missing counts
+    return sorted(set(range(1, len(numbers) + 1)) - numbers) if len(numbers) == len(line) else []
+
+
+def _steps(one: ProcessedSet) -> Iterator[str]:
+    """Name runs that are in a set twice, where a run has one experience a step as a rule."""
+    counted = Counter(one.runs)
+    if counted and counted.most_common()[-1][1] == 1:
+        for (_, task, run, step), times in _double(counted):
+            yield f"batch {one.ready.batch}: task {task}, run {run}, step {step} is in it {times} times"
+
+
+def _generations(record: Record) -> int:
+    return len({one.generation for one in record.progress})
+
+
+# -- versions
+
+
+def versions_rise(
+    record: Record, commits: Sequence[VersionSeen], committed: Sequence[VersionSeen], served: Sequence[VersionSeen]
+) -> Verdict:
+    """Committed versions and the trainer's steps never go back, nor does what one life of an engine serves."""
+    violations = [*_falls("committed", commits), *_falls("in the trainer's heartbeats", committed)]
+    by_life: defaultdict[str, list[VersionSeen]] = defaultdict(list)
+    for one in served:
+        by_life[one.who].append(one)
+    for life, seen in by_life.items():
+        violations += _falls(f"engine {life.split()[0]} serves", seen)
+    before: Progress | None = None
+    for step in record.progress:
+        if before is not None and (step.generation, step.progress) < (before.generation, before.progress):
+            violations.append(
+                f"progress {step.progress} of generation {step.generation} was published after "
+                f"{before.progress} of {before.generation}"
+            )
+        before = step
+    count = len({one.version for one in commits} | {one.version for one in committed})
+    return judged(
+        "committed versions rise",
+        violations,
+        lambda: f"{count} versions, {len(by_life)} lives of engines, {_generations(record)} starts of the trainer",
+    )
+
+
+def _falls(what: str, seen: Sequence[VersionSeen]) -> Iterator[str]:
+    for before, after in itertools.pairwise(seen):
+        if after.version < before.version:
+            yield f"{what}: {_version(before.version)} was followed by {_version(after.version)} after {after.at:.1f} s"
+
+
+def versions_existed(record: Record) -> Verdict:
+    """Each version that tokens name is one that the trainer had: its steps in that generation, or where it began."""
+    name = "tokens name versions that were there"
+    named = {version: one for one in record.sets for version in one.versions}
+    if not named:
+        return Verdict(name, "not checked", "no token names a version")
+    if record.results_begin:
+        return Verdict(name, "not checked", "retention has cut the beginning of the results stream")
+    had = _had(record.progress)
+    violations = [
+        f"batch {one.ready.batch} names version {_version(version)}, which no trainer had"
+        for version, one in sorted(named.items())
+        if version not in had
+    ]
+    return judged(name, violations, lambda: f"{len(named)} versions")
+
+
+def _had(progress: Sequence[Progress]) -> set[Version]:
+    """Return the versions that trainers had. A generation begins with the step of the checkpoint that it goes on from;
+    one that was killed before its first batch has said nothing.
+    """
+    had: set[Version] = set()
+    last = max((one.generation for one in progress), default=0)
+    steps = {0, *(one.step for one in progress)}
+    told: defaultdict[int, set[int]] = defaultdict(set)
+    for one in progress:
+        told[one.generation].add(one.step)
+    for generation in range(1, last + 2):
+        # what it began with is not told: any step that was there before
+        began = min(told[generation]) if told[generation] else max(steps)
+        had |= {(generation, step) for step in steps if step <= began}
+        had |= {(generation, step) for step in told[generation]}
+    return had
+
+
+# -- dead letters, processes, recovery
+
+
+@dataclass(frozen=True)
+class Strikes:
+    """How many faults hit each role, of those that end or interrupt it."""
+
+    by_role: Mapping[str, int]
+
+    def of(self, *roles: str) -> int:
+        """Return those of some roles together; the broker's interrupt everybody."""
+        return sum(self.by_role.get(role, 0) for role in (*roles, "broker"))
+
+
+def dead_letters_explained(letters: Sequence[Incoming], total: int, struck: Strikes, limit: int) -> Verdict:
+    """No dead letter but what the faults explain: a slice or batch whose agents were ended as often as the limit says.
+
+    Args:
+        letters: Those that were read.
+        total: How many there are.
+        struck: The faults.
+        limit: ``broker.delivery_limit``.
+    """
+    name = "dead letters accounted for"
+    if len(letters) < total:
+        return Verdict(name, "not checked", f"{len(letters)} of {total} could be read")
+    violations: list[str] = []
+    explained: Counter[str] = Counter()
+    for letter in letters:
+        kind = letter.kind or "unknown"
+        reason = " ".join(str(letter.headers.get("dead-reason") or letter.headers.get("x-first-death-reason")).split())
+        deliveries = letter.headers.get("dead-deliveries")
+        by_limit = isinstance(deliveries, int) and deliveries >= limit
+        role = {"task_slice": "runner", "task_slices": "runner", "batch_closed": "operator"}.get(kind)
+        if kind == "batch_ready" and struck.of("trainer") >= 2:  # the restarts that a batch has
+            explained["batches in whose step the trainer was ended twice"] += 1
+        elif role is not None and by_limit and struck.of(role) >= limit:
+            explained[f"{kind} delivered {limit} times and more"] += 1
+        else:
+            violations.append(f"{kind} {letter.message_id}: {reason}")
+    words = ", ".join(f"{count} {what}" for what, count in explained.items())
+    return judged(name, violations, lambda: f"explained by the faults: {words}" if words else "there is none")
+
+
+def nothing_left(left: Sequence[str] | None, *, over: bool) -> Verdict:
+    """No process of the run is left after its end."""
+    name = "no process left"
+    if not over:
+        return Verdict(name, "not checked", "the run goes on")
+    if left is None:
+        return Verdict(name, "not checked", "its processes cannot be listed from here")
+    return judged(name, left, lambda: "all have ended")
+
+
+def decodes(record: Record) -> Verdict:
+    """Everything on the streams can be read."""
+    return judged(
+        "streams can be read", record.undecodable, lambda: f"{len(record.results)} results, {len(record.sets)} sets"
+    )
+
+
+def _double(counted: Counter[Key]) -> list[tuple[Key, int]]:
+    return [(key, times) for key, times in counted.items() if times > 1]
+
+
+def _version(version: Version) -> str:
+    return f"{version[0]}.{version[1]}"
+
+
+def _some(found: Sequence[object], most: int = 5) -> str:
+    left = len(found) - most
+    return ", ".join(map(str, found[:most])) + (f" and {left} more" if left > 0 else "")

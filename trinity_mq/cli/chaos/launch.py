@@ -1,0 +1,112 @@
+"""A run that ``trinity-mq chaos`` starts: its broker, a proxy that can cut connections, and ``trinity-mq run``."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from trinity_mq.bus.addresses import URL_VARIABLE, each
+from trinity_mq.cli.broker.own import own_broker
+from trinity_mq.cli.chaos.targets.local import MARK_VARIABLE
+from trinity_mq.cli.errors import CommandError
+from trinity_mq.cli.run_folder import RunFolder
+from trinity_mq.config import Config
+from trinity_mq.testing.tcp_proxy import CuttingProxy
+
+RESTARTS = ("supervisor.max_restarts=100000", "supervisor.restart_window=5")
+"""Settings of a run that is started for faults: its supervisor would take so many for a reason to give up, and wait
+longer before each restart."""
+OUTPUT_FILE = "chaos-run.out"
+END_SECONDS = 120.0
+"""Seconds that a run may take to end once it was asked to."""
+
+
+@dataclass
+class Launched:
+    """A run that was started."""
+
+    process: asyncio.subprocess.Process
+    url: str
+    """The broker's own."""
+    mark: str
+    proxy: CuttingProxy | None
+    is_private: bool
+    """The broker is a private node of this process."""
+
+    @property
+    def code(self) -> int | None:
+        """Exit code of ``trinity-mq run``, None while it runs."""
+        return self.process.returncode
+
+    async def stop(self) -> None:
+        """Have the run end: drained, and killed where that takes too long."""
+        if self.process.returncode is not None:
+            return
+        self.process.terminate()
+        try:
+            async with asyncio.timeout(END_SECONDS):
+                await self.process.wait()
+        except TimeoutError:
+            self.process.kill()
+            await self.process.wait()
+
+
+def settings(overrides: Sequence[str]) -> list[str]:
+    """Return the settings of the run: those of the command line, and ours where it says nothing else."""
+    given = {word.partition("=")[0] for word in overrides}
+    ours = [word for word in RESTARTS if word.partition("=")[0] not in given]
+    return [*overrides, *ours, "broker.url=null", "broker.url_file=null"]
+
+
+@contextlib.asynccontextmanager
+async def launched(
+    config: Config, words: Sequence[str], url: str | None, tell: Callable[[str], None]
+) -> AsyncIterator[Launched]:
+    """Start a run, and end it on leaving.
+
+    Args:
+        config: The run's, with :func:`settings`.
+        words: The command line of ``trinity-mq run``.
+        url: Of the broker; None: a private node in the run's folder.
+        tell: Called with a line for a person.
+
+    Raises:
+        CommandError: The run runs already, or has finished.
+        NodeError: The broker cannot be started.
+    """
+    folder = RunFolder(config)
+    if (holder := folder.holder()) is not None:
+        raise CommandError(f"run {config.name!r} runs already (process {holder}): --attach {folder.path}")
+    if folder.finished:
+        raise CommandError(f"run {config.name!r} has finished; give it another name (name=...), or --fresh")
+    folder.logs.mkdir(parents=True, exist_ok=True)
+    async with contextlib.AsyncExitStack() as stack:
+        is_private = url is None
+        if url is None:
+            url = await stack.enter_async_context(own_broker(folder.broker, config.supervisor, tell))
+        proxy = None
+        if len(each(url)) == 1 and urlsplit(url).scheme == "amqp":
+            proxy = await stack.enter_async_context(CuttingProxy(url))
+        mark = secrets.token_hex(8)
+        output = stack.enter_context((folder.logs / OUTPUT_FILE).open("ab"))
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "trinity_mq.cli.main", "run", *words, "--plain", "--attached",
+            stdin=subprocess.PIPE,  # it drains when we end, however we do
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, MARK_VARIABLE: mark, URL_VARIABLE: url if proxy is None else proxy.url},
+            start_new_session=True,  # Ctrl-C is ours
+        )  # fmt: skip
+        run = Launched(process, url, mark, proxy, is_private)
+        tell(f"run {config.name!r} in {folder.path}, its output in {folder.logs / OUTPUT_FILE}")
+        try:
+            yield run
+        finally:
+            await run.stop()

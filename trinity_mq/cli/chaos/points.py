@@ -1,0 +1,123 @@
+"""Marked points of a running run, as an observer of its messages sees them. Pure: messages in, names out."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from trinity_mq.messages import (
+    BatchClosed,
+    BatchReady,
+    ExplorerStatus,
+    Heartbeat,
+    Progress,
+    RunnerStatus,
+    SyncEvent,
+    TaskResult,
+    TaskResults,
+)
+
+
+@dataclass(frozen=True)
+class Point:
+    """A moment at which a fault is likely to hurt."""
+
+    text: str
+    """The moment, in words."""
+    roles: tuple[str, ...]
+    """Roles that are in the middle of something then, or hold what the next one waits for."""
+
+
+POINTS: Mapping[str, Point] = {
+    "batch_opened": Point("a batch was opened, its slices are on their way", ("explorer", "runner", "broker")),
+    "slices_in_flight": Point("a runner has slices in hand", ("runner", "engine", "broker")),
+    "result_published": Point("a slice's result is published, its batch is still open", ("runner", "explorer")),
+    "batch_closed": Point(
+        "a batch's manifest is published, its batch_ready is not", ("explorer", "operator", "broker")
+    ),
+    "chunk_published": Point("a processed chunk is published, its batch_ready is not", ("operator", "broker")),
+    "batch_ready": Point("a batch is ready, the trainer has not trained on it", ("operator", "trainer", "broker")),
+    "step_done": Point("the trainer has consumed a batch", ("trainer", "explorer")),
+    "sync_prepare": Point("a sync was announced, engines pause", ("trainer", "engine", "explorer")),
+    "sync_go": Point("all engines are ready, weights travel", ("trainer", "engine", "explorer", "broker")),
+    "sync_applied": Point("an engine holds new weights that are not committed", ("trainer", "engine", "explorer")),
+    "sync_commit": Point("a version was just committed", ("trainer", "engine", "runner", "explorer")),
+    "evaluating": Point("an evaluation was asked for or began", ("explorer", "engine", "runner")),
+    "agent_back": Point("an agent that had died is back", ("explorer", "runner", "operator", "trainer")),
+}
+SYNC_POINTS = {"prepare": "sync_prepare", "go": "sync_go", "applied": "sync_applied", "commit": "sync_commit"}
+
+
+class PointWatch:
+    """Names the marked points that a message shows; each occurrence once, however often it is repeated."""
+
+    def __init__(self) -> None:
+        self.passed: Counter[str] = Counter()
+        """Occurrences so far."""
+        self._opened: int | None = None
+        self._evaluating: int | None = None
+        self._incarnations: dict[str, str] = {}
+        self._processings: set[tuple[object, object]] = set()
+        self._last_sync: dict[str, object] = {}
+
+    def receive(self, message: object) -> list[str]:
+        """Return the points that a decoded message passes."""
+        return self._counted(self._of(message))
+
+    def receive_chunk(self, ticket: object, processing: object) -> list[str]:
+        """Return the same for a chunk of a processed batch, of which only the headers are looked at."""
+        if (ticket, processing) in self._processings:
+            return []
+        self._processings.add((ticket, processing))
+        return self._counted(["chunk_published"])
+
+    def _counted(self, names: list[str]) -> list[str]:
+        self.passed.update(names)
+        return names
+
+    def _of(self, message: object) -> list[str]:
+        match message:
+            case TaskResult() | TaskResults():
+                return ["result_published"]
+            case BatchClosed():
+                return ["batch_closed"]
+            case BatchReady():
+                return ["batch_ready"]
+            case Progress():
+                return ["step_done"]
+            case SyncEvent():
+                return self._of_sync(message)
+            case Heartbeat():
+                return list(self._of_heartbeat(message))
+        return []
+
+    def _of_sync(self, event: SyncEvent) -> list[str]:
+        name = SYNC_POINTS.get(event.verb)
+        key = (event.sender, event.version, event.epoch, event.attempt)
+        if name is None or self._last_sync.get(name) == key:  # the gate repeats its events until they are answered
+            return []
+        self._last_sync[name] = key
+        return [name]
+
+    def _of_heartbeat(self, beat: Heartbeat) -> Iterator[str]:
+        before = self._incarnations.get(beat.id)
+        self._incarnations[beat.id] = beat.incarnation
+        if before not in {None, beat.incarnation}:
+            yield "agent_back"
+        status = beat.detail
+        if isinstance(status, RunnerStatus) and status.running:
+            yield "slices_in_flight"
+        if not isinstance(status, ExplorerStatus) or not status.run_id:
+            return
+        if self._opened is not None and status.opened > self._opened:
+            yield "batch_opened"
+        self._opened = status.opened
+        if status.evaluating is not None and status.evaluating != self._evaluating:
+            yield "evaluating"
+        self._evaluating = status.evaluating
+
+
+def points_for(role: str, known: Callable[[str], bool] = lambda _name: True) -> list[str]:
+    """Return the names of the points at which a fault of ``role`` makes sense, in the table's order."""
+    return [name for name, point in POINTS.items() if role in point.roles and known(name)]

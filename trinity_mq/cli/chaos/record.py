@@ -1,0 +1,185 @@
+"""What a run left on its streams, read from the outside: results, processed batches, the trainer's progress."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections import defaultdict
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from trinity_mq.bus import Bus, Delivery, Topology
+from trinity_mq.bus.streams import read_up_to_now
+from trinity_mq.experience import DecodeError as BodyError
+from trinity_mq.experience import Experience, ExperienceBatch
+from trinity_mq.messages import BatchReady, DecodeError, Progress, TaskResult, TaskResults, Version, decode_any
+from trinity_mq.runtime.deliveries import EXPERIENCES, REFERENCE, new_mark
+from trinity_mq.transport.blobs import BlobStore, StoreUnavailable, resolve
+
+SAMPLES = 32
+"""Experiences of a version that are kept, for a look at their tokens."""
+
+RunKey = tuple[str, str, int]
+"""Batch, task and run of an experience, as texts and a number."""
+
+
+@dataclass(frozen=True)
+class ProcessedSet:
+    """A complete set of chunks and the message that closes it; the first of a ticket decides that."""
+
+    ready: BatchReady
+    offset: int
+    is_first: bool
+    """It is the first complete one of its ticket."""
+    uids: tuple[str, ...] = ()
+    runs: tuple[tuple[str, str, int, int], ...] = ()
+    """Batch, task, run and step of each experience."""
+    versions: frozenset[Version] = frozenset()
+    """Versions of the weights that its tokens name."""
+    unread: int = 0
+    """Chunks that could not be read."""
+
+
+@dataclass
+class Record:
+    """The content of a run's streams."""
+
+    results: list[TaskResult] = field(default_factory=list)
+    """In the order of the stream, repeats under one message id left out."""
+    sets: list[ProcessedSet] = field(default_factory=list)
+    progress: list[Progress] = field(default_factory=list)
+    results_begin: int = 0
+    ready_begin: int = 0
+    """The first offsets that retention has left."""
+    undecodable: list[str] = field(default_factory=list)
+    samples: dict[Version, list[Experience]] = field(default_factory=dict)
+    """By version, some experiences all of whose tokens it sampled; of the versions asked for."""
+
+    @property
+    def deciding(self) -> dict[str, ProcessedSet]:
+        """By ticket, the set that decides it."""
+        return {one.ready.ticket: one for one in self.sets if one.is_first}
+
+
+async def read_record(
+    bus: Bus, topology: Topology, store: BlobStore | None = None, versions: Collection[Version] = ()
+) -> Record:
+    """Read both streams of a run from their beginnings to their present ends; nothing is taken from anybody.
+
+    Args:
+        bus: A connected bus.
+        topology: The run's names.
+        store: Where large bodies are.
+        versions: Those of which experiences are kept.
+
+    Raises:
+        BusUnavailable: A stream does not answer.
+    """
+    reader = _Reader(store, frozenset(versions))
+    for queue, take in ((topology.results, reader.take_result), (topology.ready, reader.take_ready)):
+        stream, first = dataclasses.replace(queue, redeclare=False), True  # looking must not make it
+        async for delivery in read_up_to_now(bus, stream, new_mark(), offset=0):
+            if first and delivery.offset:
+                name = "results_begin" if queue is topology.results else "ready_begin"
+                setattr(reader.record, name, delivery.offset)
+            first = False
+            if not bus.is_foreign(delivery):
+                await take(delivery)
+    return reader.record
+
+
+class _Reader:
+    def __init__(self, store: BlobStore | None, versions: frozenset[Version]) -> None:
+        self.record = Record()
+        self._store, self._versions = store, versions
+        self._ids: set[str] = set()
+        self._chunks: defaultdict[tuple[str, str], dict[int, ExperienceBatch | None]] = defaultdict(dict)
+        self._complete: set[tuple[str, str]] = set()
+        self._decided: set[str] = set()
+
+    async def take_result(self, delivery: Delivery) -> None:
+        """Take in a delivery of the results stream."""
+        if delivery.message_id is not None:
+            if delivery.message_id in self._ids:
+                return
+            self._ids.add(delivery.message_id)
+        match self._decoded(delivery):
+            case TaskResult() as result:
+                self.record.results.append(result)
+            case TaskResults() as several:
+                self.record.results += several.results
+            case Progress() as progress:
+                self.record.progress.append(progress)
+
+    async def take_ready(self, delivery: Delivery) -> None:
+        """Take in a delivery of the ready stream."""
+        assert delivery.offset is not None
+        if delivery.content_type in {EXPERIENCES, REFERENCE}:
+            ticket, op, n = (delivery.headers.get(name) for name in ("ticket", "op", "n"))
+            if isinstance(ticket, str) and isinstance(op, str) and isinstance(n, int):
+                chunks = self._chunks[ticket, op]
+                if n not in chunks and (ticket, op) not in self._complete:
+                    chunks[n] = await asyncio.to_thread(self._body, delivery)
+            else:
+                self.record.undecodable.append(f"ready stream, offset {delivery.offset}: a chunk without its headers")
+            return
+        message = self._decoded(delivery)
+        if isinstance(message, BatchReady):
+            self._close(message, delivery.offset)
+
+    def _close(self, ready: BatchReady, offset: int) -> None:
+        key = ready.ticket, ready.op
+        chunks = self._chunks.get(key, {})
+        if key in self._complete or any(n not in chunks for n in range(ready.chunks)):
+            return
+        self._complete.add(key)
+        self._chunks.pop(key, None)
+        uids: list[str] = []
+        runs: list[tuple[str, str, int, int]] = []
+        versions: set[Version] = set()
+        unread = 0
+        for n in range(ready.chunks):
+            batch = chunks[n]
+            if batch is None:
+                unread += 1
+                continue
+            uids += batch.ids("uid")
+            columns = [batch.values(f"eid.{name}") for name in ("batch", "task", "run", "step")]
+            runs += [(str(b), str(t), int(r), int(s)) for b, t, r, s in zip(*columns, strict=True)]
+            for place, rows in enumerate(batch.values("versions")):
+                named = {(int(generation), int(step)) for _, generation, step in rows or ()}
+                versions |= named
+                self._keep(batch, place, named)
+        found = ProcessedSet(
+            ready,
+            offset,
+            ready.ticket not in self._decided,
+            tuple(uids),
+            tuple(runs),
+            frozenset(versions),
+            unread,
+        )
+        self._decided.add(ready.ticket)
+        self.record.sets.append(found)
+
+    def _keep(self, batch: ExperienceBatch, place: int, named: set[Version]) -> None:
+        """Keep an experience of a wanted version, of which there are not enough yet."""
+        if len(named) != 1 or not named <= self._versions:
+            return
+        kept = self.record.samples.setdefault(next(iter(named)), [])
+        if len(kept) < SAMPLES:
+            kept.append(batch[place])
+
+    def _body(self, delivery: Delivery) -> ExperienceBatch | None:
+        try:
+            return ExperienceBatch.decode(resolve(self._store, delivery.body, delivery.content_type)).settle()
+        except (BodyError, StoreUnavailable) as error:
+            self.record.undecodable.append(f"ready stream, offset {delivery.offset}: {error}")
+            return None
+
+    def _decoded(self, delivery: Delivery) -> object:
+        try:
+            return decode_any(delivery.body, delivery.content_type)
+        except DecodeError as error:
+            self.record.undecodable.append(f"{delivery.queue}, offset {delivery.offset}: {error}")
+            return None

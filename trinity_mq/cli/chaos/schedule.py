@@ -1,0 +1,174 @@
+"""The schedule of faults: drawn from a seed, written to a file, read from one. Pure but for the file."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from trinity_mq.cli.chaos.points import POINTS, points_for
+from trinity_mq.cli.errors import CommandError
+from trinity_mq.runtime.process import write_atomic
+
+KINDS: Mapping[str, str] = {
+    "kill": "SIGKILL, as a crash or the kernel's OOM killer ends a process",
+    "freeze": "SIGSTOP, and SIGCONT some seconds later: a long pause of the process, its connections stay open",
+    "cut": "its connections to the broker are reset; the broker's: everybody's, and new ones are refused for seconds",
+    "restart": "SIGTERM and a new start, as a deployment does it",
+}
+ROLES = ("explorer", "runner", "operator", "trainer", "engine", "broker")
+WEIGHTS: Mapping[str, int] = {"kill": 5, "freeze": 2, "cut": 2, "restart": 1}
+"""How often each kind is drawn beside the others."""
+BROKER_SHARE = 0.4
+"""How often the broker is drawn beside another role: each of its faults holds up everybody."""
+MARKED_SHARE = 0.6
+"""Share of the faults that wait for a marked point."""
+TOGETHER_SHARE = 0.2
+"""Share of the faults that do not wait until the run has recovered from the one before."""
+SHORT, LONG = (0.5, 4.0), (12.0, 25.0)
+"""Seconds for which a process is frozen or a broker refuses: below its peers' patience, and beyond."""
+LONG_SHARE = 0.15
+MOST_OCCURRENCES = 3
+ENDS = ("kill", "restart")
+"""Kinds of faults after which a new process takes the victim's place."""
+AGENT_BACK = "agent_back"
+"""The point that follows from the fault before: it comes once, and only then."""
+RARE = (AGENT_BACK, "evaluating")
+"""Points whose first occurrence is meant."""
+FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """One fault of a schedule."""
+
+    number: int
+    wait: float
+    """Seconds from the recovery of the one before, or, where they come together, from that one itself."""
+    role: str
+    kind: str
+    pick: float
+    """From 0 to 1: which of the living ones of its role, in the order of their names."""
+    point: str | None = None
+    """The marked point at which it strikes; None: at once after ``wait``."""
+    occurrence: int = 1
+    """At the how manieth occurrence of the point after ``wait``."""
+    seconds: float = 0.0
+    """How long a freeze lasts, or a cut broker refuses."""
+    together: bool = False
+    """It does not wait until the run has recovered from the one before."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Faults in their order, and what they were drawn from."""
+
+    faults: Sequence[Fault]
+    seed: int | None = None
+    drawn_from: Mapping[str, Any] = field(default_factory=dict)
+
+
+def draw(seed: int, count: int, possible: Mapping[str, Sequence[str]], every: float) -> Schedule:
+    """Return the schedule of a seed: the same arguments give the same one, on every machine.
+
+    Args:
+        seed: Any number.
+        count: How many faults.
+        possible: By role, the kinds of faults that can be done to it.
+        every: Mean seconds from the recovery of one fault to the next.
+
+    Raises:
+        ValueError: Nothing is possible.
+    """
+    roles = [role for role in ROLES if possible.get(role)]
+    if not roles:
+        raise ValueError("no role is left of which a fault is possible")
+    dice = random.Random(f"trinity-mq chaos {FORMAT} {seed}")
+    faults: list[Fault] = []
+    for number in range(1, count + 1):
+        ended = bool(faults) and faults[-1].kind in ENDS
+        faults.append(_draw_one(dice, number, roles, possible, every, ended=ended))
+    wanted = {"count": count, "every": every, "possible": {role: list(possible[role]) for role in roles}}
+    return Schedule(faults, seed, wanted)
+
+
+def _draw_one(
+    dice: random.Random,
+    number: int,
+    roles: Sequence[str],
+    possible: Mapping[str, Sequence[str]],
+    every: float,
+    *,
+    ended: bool,
+) -> Fault:
+    """Draw one fault; ``ended``: the one before ends a process, whose return is a point too."""
+    role = dice.choices(roles, [BROKER_SHARE if role == "broker" else 1.0 for role in roles])[0]
+    kinds = [kind for kind in KINDS if kind in possible[role]]
+    kind = dice.choices(kinds, [WEIGHTS[kind] for kind in kinds])[0]
+    # every number is drawn for each fault, so that one of them can change without changing all that follow
+    wait, pick, share, length = (dice.random() for _ in range(4))
+    point, occurrence, together = dice.choice(points_for(role)), dice.randint(1, MOST_OCCURRENCES), dice.random()
+    low, high = LONG if dice.random() < LONG_SHARE else SHORT
+    is_return = point == AGENT_BACK
+    is_marked = share < MARKED_SHARE and (ended or not is_return)
+    is_return = is_return and is_marked
+    return Fault(
+        number=number,
+        wait=0.0 if is_return else round(2 * every * wait, 3),
+        role=role,
+        kind=kind,
+        pick=round(pick, 6),
+        point=point if is_marked else None,
+        occurrence=occurrence if is_marked and point not in RARE else 1,
+        seconds=round(low + (high - low) * length, 3) if kind in {"freeze", "cut"} else 0.0,
+        together=is_return or (number > 1 and together < TOGETHER_SHARE),
+    )
+
+
+def save(schedule: Schedule, path: Path) -> None:
+    """Write a schedule as JSON, a line for each fault.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    head = {"format": FORMAT, "seed": schedule.seed, "drawn_from": schedule.drawn_from}
+    lines = ",\n".join(f"  {json.dumps(asdict(fault))}" for fault in schedule.faults)
+    text = json.dumps(head)[:-1] + f', "faults": [\n{lines}\n]}}\n'
+    write_atomic(path, text.encode())
+
+
+def load(path: Path) -> Schedule:
+    """Read a schedule that :func:`save` or a person wrote.
+
+    Raises:
+        CommandError: It cannot be read; says where and what was wanted.
+    """
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        if data["format"] != FORMAT:
+            raise ValueError(f"its format is {data['format']!r}, wanted {FORMAT}")
+        faults = [Fault(**line) for line in data["faults"]]
+    except OSError as error:
+        raise CommandError(f"schedule {path} cannot be read: {error.strerror}") from error
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise CommandError(f"{path} is no schedule: {error}; `trinity-mq chaos` writes one") from error
+    for fault in faults:
+        _check(fault, path)
+    return Schedule(faults, data.get("seed"), data.get("drawn_from") or {})
+
+
+def _check(fault: Fault, path: Path) -> None:
+    wrong: list[str] = []
+    if fault.role not in ROLES:
+        wrong.append(f"role is {fault.role!r}, wanted one of {', '.join(ROLES)}")
+    if fault.kind not in KINDS:
+        wrong.append(f"kind is {fault.kind!r}, wanted one of {', '.join(KINDS)}")
+    if fault.point is not None and fault.point not in POINTS:
+        wrong.append(f"point is {fault.point!r}, wanted null or one of {', '.join(POINTS)}")
+    if not 0 <= fault.pick <= 1 or fault.wait < 0 or fault.seconds < 0 or fault.occurrence < 1:
+        wrong.append("pick must be from 0 to 1, wait and seconds at least 0, occurrence at least 1")
+    if wrong:
+        raise CommandError(f"{path}, fault {fault.number}: {'; '.join(wrong)}")

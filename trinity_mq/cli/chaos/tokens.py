@@ -1,0 +1,145 @@
+"""Tokens against the weights that they name: weights of a run score what their version is said to have sampled."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from trinity_mq.cli.chaos.invariants import Verdict, judged
+from trinity_mq.config import Config
+from trinity_mq.experience import Experience
+from trinity_mq.messages import Version
+from trinity_mq.models.model_folder import no_progress_bar
+from trinity_mq.training.checkpoints.checkpoint import find_checkpoints
+
+TOLERANCE = {"float32": 2e-3, "bfloat16": 0.1}
+"""Nats by which a recorded logprob may differ from that of the same weights, on average over an experience: other
+kernels and batch shapes round otherwise. Early train steps move it by more, which is looked at too."""
+MOST_KEPT = 8
+NAME = "tokens were sampled by the weights they name"
+
+
+class KeptWeights:
+    """Weights of a run's first and newest versions, kept beyond the checkpoints that the trainer deletes.
+
+    Args:
+        checkpoints: The run's folder of checkpoints.
+        folder: Where they are kept, as hard links, which take no room while the checkpoint is there.
+    """
+
+    def __init__(self, checkpoints: Path, folder: Path) -> None:
+        self._checkpoints, self._folder = checkpoints, folder
+        self._seen: set[str] = set()
+        self.folders: dict[Version, Path] = {}
+        """By version, a folder for ``transformers``."""
+
+    def look(self) -> None:
+        """Keep the weights of checkpoints that are new since the last look; one that vanishes meanwhile is left out."""
+        with contextlib.suppress(OSError):
+            names = {path.name for path in self._checkpoints.iterdir()}
+            new, self._seen = names - self._seen, names
+            if not new:
+                return
+            for one in reversed(find_checkpoints(self._checkpoints)[0]):
+                version = (one.state.generation, one.state.step)
+                if version not in self.folders and (one.path / "model" / "config.json").exists():
+                    self._keep(version, one.path / "model")
+
+    def clear(self) -> None:
+        """Remove what is kept."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+        self.folders.clear()
+
+    def _keep(self, version: Version, model: Path) -> None:
+        kept = self._folder / f"{version[0]}-{version[1]}"
+        with contextlib.suppress(OSError):  # the trainer has deleted it
+            shutil.copytree(model, kept, copy_function=os.link, dirs_exist_ok=True)
+            self.folders[version] = kept
+        if len(self.folders) > MOST_KEPT:
+            newest_of_middle = sorted(self.folders)[MOST_KEPT // 2]
+            shutil.rmtree(self.folders.pop(newest_of_middle), ignore_errors=True)
+
+
+def check_tokens(
+    config: Config, weights: Mapping[Version, Path], samples: Mapping[Version, Sequence[Experience]]
+) -> Verdict:
+    """Score experiences with the weights of their version, and compare the recorded logprobs; blocks.
+
+    Args:
+        config: The run's.
+        weights: By version, a folder for ``transformers``.
+        samples: By version, experiences all of whose tokens it is said to have sampled.
+    """
+    usable = {
+        version: comparable
+        for version, found in samples.items()
+        if version in weights and (comparable := [one for one in found if _is_comparable(one)])
+    }
+    if not usable:
+        return Verdict(NAME, "not checked", "no weights are kept of a version that sampled something")
+    if config.algorithm.allow_truncated_sampling:
+        return Verdict(NAME, "not checked", "algorithm.allow_truncated_sampling: logprobs may not be the model's own")
+    limit = TOLERANCE[config.model.dtype]
+    violations: list[str] = []
+    own: list[float] = []
+    others: list[float] = []
+    for version, found in sorted(usable.items()):
+        differences = _differences(config, weights[version], found)
+        own += differences
+        violations += [
+            f"experience {experience.eid.uid} names version {version[0]}.{version[1]}, whose weights differ from its "
+            f"logprobs by {difference:.3g} nats a token, wanted at most {limit:g}"
+            for experience, difference in zip(found, differences, strict=True)
+            if difference > limit
+        ]
+        if (other := next((path for one, path in sorted(weights.items()) if one != version), None)) is not None:
+            others += _differences(config, other, found)
+    tell = sum(difference > limit for difference in others)
+    if not violations and not tell:
+        text = f"{len(own)} experiences fit, but would under the weights of another version too"
+        return Verdict(NAME, "not checked", text)
+    return judged(
+        NAME,
+        violations,
+        lambda: (
+            f"{len(own)} experiences of {len(usable)} versions differ by at most {max(own):.1e} nats; of another "
+            f"version's weights {tell} would be told"
+        ),
+    )
+
+
+def _is_comparable(experience: Experience) -> bool:
+    return (
+        experience.experience_type == "single_turn"
+        and experience.logprobs is not None
+        and experience.logprobs.numel() > 0
+        and experience.multi_modal_inputs is None
+        and (experience.temperature or 1.0) > 0
+    )
+
+
+def _differences(config: Config, folder: Path, found: Sequence[Experience]) -> list[float]:
+    """Return the mean absolute difference of the logprobs of each experience, in nats."""
+    from transformers import AutoModelForCausalLM
+
+    with no_progress_bar():
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=getattr(torch, config.model.dtype), trust_remote_code=config.model.trust_remote_code
+        ).eval()
+    with torch.inference_mode():
+        return [_difference(model, one) for one in found]
+
+
+def _difference(model: torch.nn.Module, experience: Experience) -> float:
+    assert experience.logprobs is not None
+    tokens, start = experience.tokens.long(), experience.prompt_length
+    logits: Tensor = model(input_ids=tokens[None]).logits[0, start - 1 : -1].float()
+    own = torch.log_softmax(logits / (experience.temperature or 1.0), dim=-1)
+    own = own.gather(1, tokens[start:, None])[:, 0]
+    return float((own - experience.logprobs.float()).abs().mean())

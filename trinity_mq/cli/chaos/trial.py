@@ -1,0 +1,281 @@
+"""One trial: a run is watched, faults are done to it, and what it left is judged."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from trinity_mq.bus import Bus, BusError, Topology
+from trinity_mq.cli.broker.connection import saved_run_id
+from trinity_mq.cli.chaos import invariants
+from trinity_mq.cli.chaos.injector import Done, Injector, by_role
+from trinity_mq.cli.chaos.invariants import Expected, Strikes, Verdict
+from trinity_mq.cli.chaos.record import read_record
+from trinity_mq.cli.chaos.schedule import Schedule
+from trinity_mq.cli.chaos.targets.base import Targets
+from trinity_mq.cli.chaos.tokens import KeptWeights, check_tokens
+from trinity_mq.cli.chaos.witness import Witness, watch
+from trinity_mq.cli.commands.dead import letters
+from trinity_mq.cli.errors import CommandError
+from trinity_mq.config import Config
+from trinity_mq.training.checkpoints.checkpoint import Checkpoint, find_checkpoints
+from trinity_mq.transport.blobs import BlobStore
+
+START_SECONDS = 300.0
+"""Seconds until a run that was just started has made its first train steps."""
+LOOK_SECONDS = 0.5
+"""Seconds between two looks at whether the run still runs."""
+MOST_LETTERS = 1000
+"""Dead letters that are read at most."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What a trial does."""
+
+    schedule: Schedule
+    timeout: float
+    """Seconds in which the run must have recovered from a fault, and must go on after the last one."""
+    after: int
+    """Train steps before the first fault."""
+    further: int | None
+    """Train steps after the last fault; None: to the run's end."""
+    budget: tuple[int, float] | None = None
+
+
+@dataclass
+class Outcome:
+    """What a trial showed. Times in seconds since its beginning."""
+
+    schedule: Schedule
+    where: str
+    witness: Witness
+    done: list[Done] = field(default_factory=list)
+    began: float = 0.0
+    """The event loop's time at the beginning."""
+    rate_before: float | None = None
+    """Train steps a minute before the first fault."""
+    rate_while: float | None = None
+    """The same from the first fault to the last recovery."""
+    steps: int = 0
+    """Train steps that were seen."""
+    seconds: float = 0.0
+    verdicts: list[Verdict] = field(default_factory=list)
+    over: bool = False
+    """The run came to its end."""
+    stuck: Done | None = None
+    """The fault from which the run did not recover in time."""
+
+    @property
+    def holds(self) -> bool:
+        """No invariant is violated."""
+        return all(verdict.result != "violated" for verdict in self.verdicts)
+
+
+async def play(
+    bus: Bus,
+    topology: Topology,
+    targets: Targets,
+    plan: Plan,
+    *,
+    ended: Callable[[], bool],
+    tell: Callable[[str], None],
+    weights: KeptWeights | None = None,
+) -> Outcome:
+    """Watch a run, do the faults, and go on watching until the run is over or has made its further steps.
+
+    Args:
+        bus: A connection that no fault cuts.
+        topology: The run's names.
+        targets: Where its processes are.
+        plan: What is done.
+        ended: Whether the run's own process has ended, where that is known.
+        tell: Called with a line for each act.
+        weights: Keeps the run's weights meanwhile; None: its folder is elsewhere.
+
+    Raises:
+        CommandError: The run makes no train steps to begin with.
+    """
+    loop = asyncio.get_running_loop()
+    witness = Witness()
+    injector = Injector(targets, witness, timeout=plan.timeout, tell=tell, budget=plan.budget)
+    outcome = Outcome(plan.schedule, targets.where, witness, injector.done, loop.time())
+
+    def over() -> bool:
+        return witness.finished or ended()
+
+    async with asyncio.TaskGroup() as group:
+        watching = [
+            group.create_task(watch(bus, topology, witness), name="watch"),
+            group.create_task(_look(witness, weights), name="look"),
+        ]
+        await _first_steps(witness, plan.after, over)
+        tell(f"the run has made {plan.after} train steps; {len(plan.schedule.faults)} faults follow")
+        await injector.run(plan.schedule.faults, over=over)
+        if injector.stuck is None:
+            await _go_on(witness, plan, over)
+        for task in watching:
+            task.cancel()
+    outcome.seconds, outcome.steps, outcome.over = loop.time() - outcome.began, len(witness.steps), over()
+    outcome.rate_before, outcome.rate_while = _rates(injector.done, witness)
+    outcome.stuck = injector.stuck
+    return outcome
+
+
+async def _look(witness: Witness, weights: KeptWeights | None) -> None:
+    """Keep new weights, and have those who wait for a change look again: a run whose processes have all ended says
+    nothing.
+    """
+    while True:
+        await asyncio.sleep(LOOK_SECONDS)
+        if weights is not None:
+            await asyncio.to_thread(weights.look)
+        witness.changed.notify()
+
+
+async def _first_steps(witness: Witness, count: int, over: Callable[[], bool]) -> None:
+    """Return once the run has made so many train steps.
+
+    Raises:
+        CommandError: It has ended before, or takes too long.
+    """
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(START_SECONDS):
+            await witness.changed.until(lambda: over() or len(witness.steps) >= count)
+    if len(witness.steps) < count:
+        how = "the run has ended" if over() else f"{START_SECONDS:g} s have passed"
+        raise CommandError(
+            f"{how} after {len(witness.steps)} train steps, wanted {count} before the first fault (--after): see "
+            "logs/chaos-run.out in the run's folder, or `trinity-mq why`"
+        )
+
+
+async def _go_on(witness: Witness, plan: Plan, over: Callable[[], bool]) -> None:
+    """Return once the run is over, or has made its further steps, or stands still."""
+    wanted = None if plan.further is None else len(witness.steps) + plan.further
+    with contextlib.suppress(TimeoutError):
+        while not over() and (wanted is None or len(witness.steps) < wanted):
+            seen = len(witness.steps)
+            async with asyncio.timeout(plan.timeout):
+                await _further_step(witness, seen, over)
+
+
+async def _further_step(witness: Witness, seen: int, over: Callable[[], bool]) -> None:
+    await witness.changed.until(lambda: over() or len(witness.steps) > seen)
+
+
+def _rates(done: Sequence[Done], witness: Witness) -> tuple[float | None, float | None]:
+    """Return train steps a minute before the first fault, and from there to the last recovery."""
+    struck = [one.at for one in done if one.at is not None]
+    if not struck or not witness.steps:
+        return None, None
+    first, last = struck[0], max((one.recovered or one.at or 0.0 for one in done), default=struck[0])
+    return _rate(witness, witness.steps[0][0], first), _rate(witness, first, last)
+
+
+def _rate(witness: Witness, begin: float, end: float) -> float | None:
+    batches = [progress for at, progress in witness.steps if begin <= at <= end]
+    if len(batches) < 2 or end <= begin:  # from one to the next
+        return None
+    return 60.0 * (batches[-1] - batches[0]) / (end - begin)
+
+
+# -- the verdict
+
+
+async def judge(
+    bus: Bus,
+    topology: Topology,
+    config: Config,
+    outcome: Outcome,
+    *,
+    run_dir: Path | None,
+    targets: Targets,
+    weights: KeptWeights | None = None,
+    store: BlobStore | None = None,
+    code: int | None = None,
+) -> None:
+    """Read what the run left on the broker and in its folder, and add the verdicts to the outcome.
+
+    Args:
+        bus: A connection.
+        topology: The run's names.
+        config: The run's.
+        outcome: Of the trial.
+        run_dir: The run's folder, None where it is not on this machine.
+        targets: Where the run's processes are, or were.
+        weights: The run's, as they were kept.
+        store: Holds large bodies.
+        code: Exit code of the run, where it was started by us and came to its end.
+    """
+    add, witness = outcome.verdicts.append, outcome.witness
+    bus.run_id = witness.run_id or (saved_run_id(run_dir) if run_dir is not None else None)
+    whole = _checkpoints(run_dir)
+    if weights is not None:
+        weights.look()
+    expected = Expected(tasks=_tasks(config), keeps_all=not config.operator.operators)
+    add(_recovered(outcome, code))
+    try:
+        record = await read_record(bus, topology, store, weights.folders if weights is not None else ())
+        found, total = await letters(bus, topology, MOST_LETTERS)
+    except BusError as error:
+        add(Verdict("streams can be read", "violated", "1 violation", (str(error),)))
+        return
+    add(invariants.decodes(record))
+    add(invariants.one_outcome(record, expected))
+    add(invariants.trained_once(record))
+    add(invariants.versions_rise(record, witness.commits, witness.committed, witness.served))
+    add(invariants.versions_existed(record))
+    if weights is not None:
+        add(await asyncio.to_thread(check_tokens, config, weights.folders, record.samples))
+        weights.clear()
+    if run_dir is not None and whole:
+        add(await _audited(bus, topology, run_dir, whole[0], store))
+    strikes = Strikes(by_role(outcome.done))
+    add(invariants.dead_letters_explained(found, total, strikes, config.broker.delivery_limit))
+    add(invariants.nothing_left(await targets.left_over() if outcome.over else None, over=outcome.over))
+
+
+def _checkpoints(run_dir: Path | None) -> list[Checkpoint]:
+    folder = None if run_dir is None else run_dir / "checkpoints"
+    with contextlib.suppress(OSError):
+        return find_checkpoints(folder)[0] if folder is not None and folder.is_dir() else []
+    return []
+
+
+def _tasks(config: Config) -> int | None:
+    """Return the tasks of each batch, None where they may be more or fewer."""
+    fixed = config.mode == "both" and not config.max_refill and config.buffer.total_steps is not None
+    return config.buffer.batch_size if fixed else None
+
+
+def _recovered(outcome: Outcome, code: int | None) -> Verdict:
+    violations = [
+        f"fault {done.fault.number} ({done.fault.kind} {done.victim.name if done.victim else done.fault.role}): "
+        + ("its process was not heard of again" if done.back is None else "no train step after it was back")
+        for done in outcome.done
+        if done.is_open
+    ]
+    if code:
+        violations.append(f"the run ended with exit code {code}")
+    struck = [done for done in outcome.done if done.at is not None]
+    if not violations and not struck:
+        return Verdict("the run recovers", "not checked", "no fault was done")
+    return invariants.judged("the run recovers", violations, lambda: f"from each of {len(struck)} faults")
+
+
+async def _audited(bus: Bus, topology: Topology, run_dir: Path, newest: Checkpoint, store: BlobStore | None) -> Verdict:
+    """Return what ``trinity-mq audit`` says of the newest checkpoint."""
+    from trinity_agents.trainer.audit import Auditor
+    from trinity_mq.cli.commands.audit import read_content
+
+    auditor = Auditor(run_dir, newest)
+    auditor.check_folder(bus.run_id)
+    auditor.check_stream(await read_content(bus, topology, store))
+    faults = [f"{check.name}: {check.text}" for check in auditor.checks if check.result == "fault"]
+    return invariants.judged(
+        "audit of the newest checkpoint", faults, lambda: f"{newest.title}: {len(auditor.uids)} experiences"
+    )

@@ -1,0 +1,174 @@
+"""An observer of a running run: heartbeats, syncs, manifests and streams as they pass."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from trinity_mq.bus import Bus, BusUnavailable, Topology
+from trinity_mq.bus.retry import retrying
+from trinity_mq.bus.topology import Queue
+from trinity_mq.cli.chaos.points import PointWatch
+from trinity_mq.messages import (
+    DecodeError,
+    EngineStatus,
+    ExplorerStatus,
+    Heartbeat,
+    Progress,
+    SyncEvent,
+    TrainerStatus,
+    Version,
+    decode_any,
+)
+from trinity_mq.runtime.deliveries import EXPERIENCES, REFERENCE, acknowledge
+from trinity_mq.runtime.notify import Notifier
+
+LISTENS = (("telemetry", "beat.#"), ("sync", "#"), ("batches", "#"), ("results", "#"), ("ready", "#"))
+"""Exchanges and routing patterns that are listened to."""
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """The last heartbeat of an agent."""
+
+    role: str
+    agent: str
+    life: str
+    """Names the process: its incarnation; of an engine also how often it was started."""
+    at: float
+    serves: bool = True
+    """Of an engine: it has weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class VersionSeen:
+    """A version that somebody announced or served."""
+
+    at: float
+    who: str
+    """The trainer, or an engine's life."""
+    version: Version
+
+
+@dataclass
+class Witness:
+    """What has been observed so far. Times are the event loop's, in seconds."""
+
+    points: PointWatch = field(default_factory=PointWatch)
+    beats: dict[str, Beat] = field(default_factory=dict)
+    lives: set[tuple[str, str]] = field(default_factory=set)
+    """Agents and lives that were heard of."""
+    progress: int = 0
+    """Batches that the trainer has consumed, the most that it ever said."""
+    steps: list[tuple[float, int]] = field(default_factory=list)
+    """When the trainer consumed a batch, also once more after a restart, and the progress then."""
+    commits: list[VersionSeen] = field(default_factory=list)
+    committed: list[VersionSeen] = field(default_factory=list)
+    """The committed version in trainers' heartbeats, where it changed."""
+    served: list[VersionSeen] = field(default_factory=list)
+    """The version that each engine's life serves, where it changed."""
+    run_id: str | None = None
+    """Of the run, as its explorer says."""
+    finished: bool = False
+    """The explorer says that the run is over."""
+    reachable: bool = True
+    broker_back: float = 0.0
+    """When the broker was reached again the last time."""
+    changed: Notifier = field(default_factory=Notifier)
+    on_beat: Callable[[Beat], None] = lambda _beat: None
+    on_step: Callable[[float], None] = lambda _at: None
+    on_points: Callable[[list[str]], None] = lambda _names: None
+    _seq: dict[tuple[str, str], int] = field(default_factory=dict)
+    _last: dict[str, Version] = field(default_factory=dict)
+    _position: tuple[int, int] = (0, 0)
+    """The trainer's generation and progress."""
+
+    def receive(self, message: object, at: float) -> None:
+        """Take in a decoded message."""
+        match message:
+            case Heartbeat():
+                self._beat(message, at)
+            case Progress():
+                self._step(message.generation, message.progress, at, is_step=True)
+            case SyncEvent(verb="commit", version=version) if version is not None:
+                self.commits.append(VersionSeen(at, message.sender, version))
+        self._passed(self.points.receive(message))
+
+    def receive_chunk(self, ticket: object, processing: object) -> None:
+        """Take in the headers of a chunk of a processed batch."""
+        self._passed(self.points.receive_chunk(ticket, processing))
+
+    def bus_changed(self, usable: bool, at: float) -> None:
+        """Note that the broker is away or back."""
+        if usable and not self.reachable:
+            self.broker_back = at
+        self.reachable = usable
+        self.changed.notify()
+
+    def _passed(self, names: list[str]) -> None:
+        if names:
+            self.on_points(names)
+        self.changed.notify()
+
+    def _beat(self, beat: Heartbeat, at: float) -> None:
+        status, key = beat.detail, (beat.id, beat.incarnation)
+        if beat.seq < self._seq.get(key, -1):
+            return  # a repeated publish that came late
+        self._seq[key] = beat.seq
+        life, serves = beat.incarnation, True
+        if isinstance(status, EngineStatus):
+            life, serves = f"{beat.incarnation}/{status.restarts}", status.version is not None
+            self._version(self.served, f"{beat.id} {life}", status.version, at)
+        elif isinstance(status, TrainerStatus):
+            self._version(self.committed, "committed", status.committed, at)
+            if status.progress is not None:
+                self._step(status.generation, status.progress, at, is_step=status.generation == self._position[0])
+        elif isinstance(status, ExplorerStatus):
+            self.run_id = status.run_id or self.run_id
+            self.finished = self.finished or status.finished
+        self.lives.add((beat.id, life))
+        self.beats[beat.id] = seen = Beat(beat.role, beat.id, life, at, serves)
+        self.on_beat(seen)
+
+    def _step(self, generation: int, progress: int, at: float, *, is_step: bool) -> None:
+        if (generation, progress) <= self._position:
+            return
+        self._position = generation, progress
+        self.progress = max(self.progress, progress)
+        if is_step:
+            self.steps.append((at, self.progress))
+            self.on_step(at)
+
+    def _version(self, seen: list[VersionSeen], who: str, version: Version | None, at: float) -> None:
+        if version is not None and self._last.get(who) != version:
+            self._last[who] = version
+            seen.append(VersionSeen(at, who, version))
+
+
+async def watch(bus: Bus, topology: Topology, witness: Witness) -> None:
+    """Pass on what is published, until cancelled; what passes while the broker is away is not seen."""
+    loop = asyncio.get_running_loop()
+    bus.on_change(lambda: witness.bus_changed(bus.usable, loop.time()))
+    life = uuid.uuid4().hex[:12]
+    async with asyncio.TaskGroup() as group:
+        for exchange, pattern in LISTENS:
+            queue = topology.listener("chaos", life, exchange, pattern)
+            group.create_task(_listen(bus, queue, witness), name=f"watch {exchange}")
+
+
+async def _listen(bus: Bus, queue: Queue, witness: Witness) -> None:
+    clock = asyncio.get_running_loop().time
+    async for attempt in retrying(BusUnavailable):
+        with attempt:
+            await bus.declare(queue)
+            async with await bus.consume(queue) as subscription:
+                async for delivery in subscription:
+                    if delivery.content_type in {EXPERIENCES, REFERENCE}:
+                        witness.receive_chunk(delivery.headers.get("ticket"), delivery.headers.get("op"))
+                    else:
+                        with contextlib.suppress(DecodeError):  # the invariants tell of it, from the streams
+                            witness.receive(decode_any(delivery.body, delivery.content_type), clock())
+                    await acknowledge(delivery)
