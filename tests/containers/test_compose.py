@@ -227,9 +227,8 @@ async def test_preempted_runners_cost_time_and_no_work(environment: dict[str, st
             counted.update(
                 {key: value for key, value in line.items() if key.startswith(("rollout/slices/", "rollout/failures/"))}
             )
-        say(f"slices: {dict(counted)}")
-        assert set(counted) <= {"rollout/slices/finished", "rollout/slices/given_back"}
-        assert counted["rollout/slices/given_back"] > 0, "some were longer than the drain"
+        say(f"slices: {dict(+counted)}")
+        assert set(+counted) == {"rollout/slices/finished", "rollout/slices/given_back"}
         assert counted["rollout/slices/finished"] == total * TASKS
 
 

@@ -36,8 +36,8 @@ FOLDER = DEPLOY / "kubernetes"
 OVERLAYS = sorted(path.parent.name for path in FOLDER.glob("overlays/*/kustomization.yaml"))
 VERSION = "1.37.0"
 """Of the schemas."""
-OLDEST = (4, 2)
-"""Kustomize that knows ``replacements``: kubectl 1.22."""
+OLDEST = (5, 0)
+"""Kustomize that knows all that is used: kubectl 1.27."""
 CUSTOM = {
     "ScaledObject", "TriggerAuthentication", "ServiceMonitor", "PodMonitor", "PrometheusRule", "RabbitmqCluster",
 }  # fmt: skip
@@ -55,11 +55,11 @@ def kubectl() -> str:
     """Return kubectl, or skip where there is none that builds the overlays."""
     command = shutil.which("kubectl")
     if command is None:
-        pytest.skip("kubectl is not installed: any of version 1.22 or newer builds the overlays, without a cluster")
+        pytest.skip("kubectl is not installed: any of version 1.27 or newer builds the overlays, without a cluster")
     done = subprocess.run([command, "version", "--client", "-o", "json"], capture_output=True, text=True, check=True)
     said = json.loads(done.stdout).get("kustomizeVersion", "v0.0")
     if tuple(int(part) for part in re.findall(r"\d+", said)[:2]) < OLDEST:
-        pytest.skip(f"kubectl with kustomize {said} is too old: 1.22 or newer is wanted")
+        pytest.skip(f"kubectl with kustomize {said} is too old: 1.27 or newer is wanted")
     return command
 
 
