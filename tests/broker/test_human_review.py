@@ -9,9 +9,9 @@ from typing import Any
 
 import aio_pika
 import pytest
+from tests.tcp_proxy import CuttingProxy
 
 from tests.broker.test_operator_failures import operators
-from tests.tcp_proxy import CuttingProxy
 from tests.waiting import until
 from trinity_mq.bus import Topology
 from trinity_mq.bus.streams import next_or_quiet
