@@ -142,6 +142,7 @@ def execute(command: list[str], log: Path, limit: float) -> str:
 
 def main() -> int:
     """Run them one after the other, and report; returns the exit code."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what runs is ended, as with Ctrl-C
     recorded = load()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"which (default: all): {', '.join(recorded)}")
