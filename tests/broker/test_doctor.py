@@ -150,7 +150,7 @@ async def test_the_management_api_tells_the_rest(node: PrivateNode) -> None:
 
 async def test_amqp_alone_says_what_it_can_and_what_it_cannot(node: PrivateNode) -> None:
     found = await look(node)
-    by_amqp = {"connection", "version", "queues of the run", "dead letters"}
+    by_amqp = {"connection", "version", "queues of the run", "releases", "dead letters"}
     by_amqp |= {"consumer timeout"} if await queues_have_timeouts(node) else set()
     assert {subject for subject, verdict in verdicts(found).items() if verdict == "ok"} == by_amqp
     assert set(verdicts(found).values()) == {"ok", "not looked at"}
