@@ -161,11 +161,16 @@ def one_outcome(found: Evidence) -> Faults:
 
 
 def tasks_once(found: Evidence) -> Faults:
-    """Each task of the taskset is in one batch; in a second one only where it was given back, and then once."""
+    """Each batch is opened once. Each task of the taskset is in one batch; in a second one only where it was given
+    back, and then once.
+    """
+    tickets: defaultdict[int, set[str]] = defaultdict(set)
     places: defaultdict[int, dict[int, tuple[str, int]]] = defaultdict(dict)
     for one in found.slices:
         if one.lane == "train":
             places[one.task.raw_task["n"]][int(one.batch)] = one.ticket, one.task_id
+            tickets[int(one.batch)].add(one.ticket)
+    yield from (f"batch {batch} was opened as {sorted(of)}" for batch, of in tickets.items() if len(of) > 1)
     if sorted(places) != list(range(len(places))):
         yield f"tasks that were given out: {sorted(places)}"
     stale = {(told.ticket, task) for told in found.progress for task in told.stale_tasks}
