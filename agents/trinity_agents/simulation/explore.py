@@ -75,13 +75,17 @@ def _judge(run: ScheduledRun, error: BaseException | None) -> Played:
 
 
 def shrink(failed: Played, kind: type[ScheduledRun] = ScheduledRun) -> Played:
-    """Return the failure of the schedule with as few faults as violate the same invariant: each is left out in turn."""
-    left = failed
-    for place in failed.schedule.places:
-        fewer = left.schedule.only([one for one in left.schedule.places if one != place])
-        again = play(fewer, kind)
-        if again.invariant == failed.invariant:
-            left = again
+    """Return the failure of the schedule with as few faults as violate the same invariant: each is left out in turn,
+    until none can be.
+    """
+    left, before = failed, None
+    while before is not left:
+        before = left
+        for place in before.schedule.places:
+            fewer = left.schedule.only([one for one in left.schedule.places if one != place])
+            again = play(fewer, kind)
+            if again.invariant == failed.invariant:
+                left = again
     return left
 
 
