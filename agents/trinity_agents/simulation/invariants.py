@@ -217,7 +217,7 @@ def trained_once(found: Evidence) -> Faults:
     except HistoryError as error:
         yield str(error)
         return
-    batches = [entry["batch"] for entry in history]
+    batches = [entry["batch"] for entry in history if not entry.get("repaired")]
     in_order = batches if settings.style == "fixed" else sorted(batches, key=lambda one: int(str(one)))
     if in_order != list(range(1, settings.batches + 1)):
         yield f"batches consumed in this order: {batches}"
@@ -237,6 +237,10 @@ def _uids(entry: Mapping[str, object]) -> list[str]:
 def _entry(found: Evidence, entry: Mapping[str, object]) -> Faults:
     batch, outcome = int(str(entry["batch"])), entry["outcome"]
     decided = found.processed.get(batch)
+    if entry.get("repaired"):
+        if decided is None or decided[0].ticket != entry["ticket"] or decided[0].state != "failed":
+            yield f"batch {batch} was repaired, and is decided as {decided and decided[0].state}"
+        return
     if decided is None or (entry["ticket"], entry["op"]) != (decided[0].ticket, decided[0].op):
         yield f"batch {batch}: the trainer took {entry['ticket']}/{entry['op']}, decided is {decided and decided[0].op}"
         return
@@ -309,11 +313,12 @@ def versions_in_order(found: Evidence) -> Faults:
         if engine.served != sorted(engine.served):
             yield f"{name} served {engine.served}"
     try:
-        steps = [int(str(entry["step"])) for entry in found.history]
+        history = found.history
     except HistoryError:
         return  # said elsewhere
-    trained = [entry["outcome"] == "trained" for entry in found.history]
-    expected = [sum(trained[: place + 1]) for place in range(len(trained))]
+    steps = [int(str(entry["step"])) for entry in history if not entry.get("repaired")]
+    made = {entry["progress"] for entry in history if entry["outcome"] == "trained"}
+    expected = [sum(int(str(one)) <= progress for one in made) for progress in range(1, len(steps) + 1)]
     if steps != expected:
         yield f"steps of the lineage: {steps}, wanted {expected}"
     final = steps[-1] if steps else 0
