@@ -6,7 +6,6 @@ import multiprocessing
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 
 from trinity_agents.simulation.coverage import Coverage, Transition
 from trinity_agents.simulation.invariants import NO_ERROR, NO_FAILURE, NO_HANG, Evidence, violations
@@ -75,13 +74,17 @@ def _judge(run: ScheduledRun, error: BaseException | None) -> Played:
 
 
 def shrink(failed: Played, kind: type[ScheduledRun] = ScheduledRun) -> Played:
-    """Return the failure of the schedule with as few faults as violate the same invariant: each is left out in turn."""
-    left = failed
-    for place in failed.schedule.places:
-        fewer = left.schedule.only([one for one in left.schedule.places if one != place])
-        again = play(fewer, kind)
-        if again.invariant == failed.invariant:
-            left = again
+    """Return the failure of the schedule with as few faults as violate the same invariant: each is left out in turn,
+    until none can be.
+    """
+    left, before = failed, None
+    while before is not left:
+        before = left
+        for place in before.schedule.places:
+            fewer = left.schedule.only([one for one in left.schedule.places if one != place])
+            again = play(fewer, kind)
+            if again.invariant == failed.invariant:
+                left = again
     return left
 
 
@@ -109,11 +112,15 @@ def explore_in_processes(
     coverage, failed, count = Coverage(), [], 0
     chunks = [list(chunk) for chunk in _chunks(seeds)]
     with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
-        for chunk, (reached, wrong) in zip(chunks, pool.map(partial(explore), chunks), strict=True):
-            coverage.merge(reached)
-            failed += wrong
-            count += len(chunk)
-            done(count, wrong)
+        try:
+            for chunk, (reached, wrong) in zip(chunks, pool.map(explore, chunks), strict=True):
+                coverage.merge(reached)
+                failed += wrong
+                count += len(chunk)
+                done(count, wrong)
+        except BaseException:
+            pool.shutdown(cancel_futures=True)  # asked to end: after the chunks under way
+            raise
     return coverage, failed
 
 

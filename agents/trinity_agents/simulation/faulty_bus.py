@@ -230,19 +230,21 @@ class LateConsumer(Consumer):
 
     def __init__(self, bus: FaultyBus, consumer: Consumer) -> None:
         self._bus, self._consumer = bus, consumer
+        self._taken: Delivery | None = None
+        """Not handed over yet: whoever waited for it has given up meanwhile."""
 
     async def __anext__(self) -> Delivery:
-        # before it is taken: who gives up waiting must not have taken it
-        if seconds := self._bus.faults.lateness():
-            await asyncio.sleep(min(MOST_LATE, seconds))
-        delivery = await self._consumer.__anext__()
-        await self._bus.point(f"received {delivery.kind}")
-        return self._watched(delivery)
+        if self._taken is None:
+            if seconds := self._bus.faults.lateness():
+                await asyncio.sleep(min(MOST_LATE, seconds))
+            self._taken = await self._consumer.__anext__()
+        await self._bus.point(f"received {self._taken.kind}")
+        return self._hand_over(self._taken)
 
     def get_nowait(self) -> Delivery | None:
         """Return the next delivery that has arrived, None if there is none."""
-        found = self._consumer.get_nowait()
-        return None if found is None else self._watched(found)
+        found = self._taken or self._consumer.get_nowait()
+        return None if found is None else self._hand_over(found)
 
     async def stop(self) -> None:
         """Stop deliveries."""
@@ -252,7 +254,8 @@ class LateConsumer(Consumer):
         """Give back what is unanswered."""
         await self._consumer.close()
 
-    def _watched(self, delivery: Delivery) -> Delivery:
+    def _hand_over(self, delivery: Delivery) -> Delivery:
+        self._taken = None
         if delivery.offset is None:
             delivery.ack = _acknowledging(self._bus, delivery)  # type: ignore[method-assign]  # passes points
         return delivery

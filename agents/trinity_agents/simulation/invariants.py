@@ -161,11 +161,16 @@ def one_outcome(found: Evidence) -> Faults:
 
 
 def tasks_once(found: Evidence) -> Faults:
-    """Each task of the taskset is in one batch; in a second one only where it was given back, and then once."""
+    """Each batch is opened once. Each task of the taskset is in one batch; in a second one only where it was given
+    back, and then once.
+    """
+    tickets: defaultdict[int, set[str]] = defaultdict(set)
     places: defaultdict[int, dict[int, tuple[str, int]]] = defaultdict(dict)
     for one in found.slices:
         if one.lane == "train":
             places[one.task.raw_task["n"]][int(one.batch)] = one.ticket, one.task_id
+            tickets[int(one.batch)].add(one.ticket)
+    yield from (f"batch {batch} was opened as {sorted(of)}" for batch, of in tickets.items() if len(of) > 1)
     if sorted(places) != list(range(len(places))):
         yield f"tasks that were given out: {sorted(places)}"
     stale = {(told.ticket, task) for told in found.progress for task in told.stale_tasks}
@@ -212,7 +217,7 @@ def trained_once(found: Evidence) -> Faults:
     except HistoryError as error:
         yield str(error)
         return
-    batches = [entry["batch"] for entry in history]
+    batches = [entry["batch"] for entry in history if not entry.get("repaired")]
     in_order = batches if settings.style == "fixed" else sorted(batches, key=lambda one: int(str(one)))
     if in_order != list(range(1, settings.batches + 1)):
         yield f"batches consumed in this order: {batches}"
@@ -232,6 +237,10 @@ def _uids(entry: Mapping[str, object]) -> list[str]:
 def _entry(found: Evidence, entry: Mapping[str, object]) -> Faults:
     batch, outcome = int(str(entry["batch"])), entry["outcome"]
     decided = found.processed.get(batch)
+    if entry.get("repaired"):
+        if decided is None or decided[0].ticket != entry["ticket"] or decided[0].state != "failed":
+            yield f"batch {batch} was repaired, and is decided as {decided and decided[0].state}"
+        return
     if decided is None or (entry["ticket"], entry["op"]) != (decided[0].ticket, decided[0].op):
         yield f"batch {batch}: the trainer took {entry['ticket']}/{entry['op']}, decided is {decided and decided[0].op}"
         return
@@ -304,11 +313,12 @@ def versions_in_order(found: Evidence) -> Faults:
         if engine.served != sorted(engine.served):
             yield f"{name} served {engine.served}"
     try:
-        steps = [int(str(entry["step"])) for entry in found.history]
+        history = found.history
     except HistoryError:
         return  # said elsewhere
-    trained = [entry["outcome"] == "trained" for entry in found.history]
-    expected = [sum(trained[: place + 1]) for place in range(len(trained))]
+    steps = [int(str(entry["step"])) for entry in history if not entry.get("repaired")]
+    made = {entry["progress"] for entry in history if entry["outcome"] == "trained"}
+    expected = [sum(int(str(one)) <= progress for one in made) for progress in range(1, len(steps) + 1)]
     if steps != expected:
         yield f"steps of the lineage: {steps}, wanted {expected}"
     final = steps[-1] if steps else 0

@@ -42,14 +42,12 @@ OFTEN = [
     "slice: poisoned",
     "explorer: killed",
     "explorer: frozen",
-    "explorer: failed",
     "runner: killed",
     "runner: frozen",
     "operator: killed",
     "operator: frozen",
     "trainer: killed",
     "trainer: frozen",
-    "trainer: failed",
     "engine: killed",
     "work of trainer and operator: final",
 ]
@@ -72,19 +70,23 @@ def test_simulation_under_faults_counts_every_run_once(seeds: range) -> None:
     assert [state for state in OFTEN if state in coverage.missing()] == []
 
 
-ONCE_WRONG: dict[int, str] = {}
-"""Schedules that once went wrong, by seed, and what it was (docs/simulation.md)."""
+ONCE_WRONG = [
+    (137, 7),  # an explorer, frozen before it watched for outages, took the run up that a standby had ended
+    (3747, 8),  # an explorer is cut off while a standby goes on, ends the run and itself
+]
+"""Faults that once made a run wait for hours: the seed, and the fault's place (docs/simulation.md)."""
 
 
-@pytest.mark.parametrize("seed", ONCE_WRONG)
-def test_simulation_of_what_once_went_wrong(seed: int) -> None:
-    played = play(seed)
+@pytest.mark.parametrize(("seed", "place"), ONCE_WRONG)
+def test_simulation_of_what_once_went_wrong(seed: int, place: int) -> None:
+    played = play(draw(seed).only([place]))
     assert not played.violations, played.report()
 
 
+@pytest.mark.timeout(180)
 def test_a_seed_is_the_same_run_in_every_process() -> None:
     """Neither the hashes of texts nor addresses of objects decide anything."""
-    script = "from trinity_agents.simulation.explore import play; print(*[play(seed).trail for seed in (2, 11, 14)])"
+    script = "from trinity_agents.simulation.explore import play; print(*[play(seed).trail for seed in (2, 14)])"
     outputs = [
         subprocess.run(
             [sys.executable, "-c", script],
@@ -100,11 +102,11 @@ def test_a_seed_is_the_same_run_in_every_process() -> None:
 
 
 def test_faults_can_be_left_out() -> None:
-    schedule = draw(3)
+    schedule = draw(137)
     assert len(schedule.faults) > 2
     some = schedule.only([0, 2])
     assert some.faults == (schedule.faults[0], schedule.faults[2])
-    assert some.command == "python -m trinity_agents.simulation --seed 3 --faults 0,2"
-    assert some.only([0]).only([]).command == "python -m trinity_agents.simulation --seed 3 --faults none"
-    with pytest.raises(ValueError, match="seed 3 draws faults 0 to"):
+    assert some.command == "python -m trinity_agents.simulation --seed 137 --faults 0,2"
+    assert some.only([0]).only([]).command == "python -m trinity_agents.simulation --seed 137 --faults none"
+    with pytest.raises(ValueError, match="seed 137 draws faults 0 to"):
         schedule.only([len(schedule.faults)])
