@@ -28,6 +28,8 @@ from trinity_mq.config import load_config
 from trinity_mq.local_broker.node import find_rabbitmq
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "smoke.yaml"
+PATIENCE = 240.0
+"""Seconds until each node must have seen the others after one was started again."""
 KILLS, SEED = int(os.environ.get("KILLS", "20")), int(os.environ.get("SEED", "7"))
 
 pytestmark = [
@@ -80,7 +82,8 @@ class ClusterTargets(LocalTargets):
         else:
             await self.cluster.nodes[victim.name].stop()
         await self.cluster.restart(victim.name)
-        await self.cluster.all_run()  # else two of three are down at once, and nothing can go on
+        # else two of three are down at once, and nothing can go on; on a busy machine each question takes seconds
+        await self.cluster.all_run(PATIENCE)
 
 
 @not_on_3_10
