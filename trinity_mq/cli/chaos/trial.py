@@ -68,8 +68,8 @@ class Outcome:
     verdicts: list[Verdict] = field(default_factory=list)
     over: bool = False
     """The run came to its end."""
-    stuck: Done | None = None
-    """The fault from which the run did not recover in time."""
+    stands_still: bool = False
+    """It had recovered from all faults, and then made no train step in time."""
 
     @property
     def holds(self) -> bool:
@@ -118,12 +118,11 @@ async def play(
         tell(f"the run has made {plan.after} train steps; {len(plan.schedule.faults)} faults follow")
         await injector.run(plan.schedule.faults, over=over)
         if injector.stuck is None:
-            await _go_on(witness, plan, over)
+            outcome.stands_still = not await _go_on(witness, plan, over)
         for task in watching:
             task.cancel()
     outcome.seconds, outcome.steps, outcome.over = loop.time() - outcome.began, len(witness.steps), over()
     outcome.rate_before, outcome.rate_while = _rates(injector.done, witness)
-    outcome.stuck = injector.stuck
     return outcome
 
 
@@ -155,14 +154,16 @@ async def _first_steps(witness: Witness, count: int, over: Callable[[], bool]) -
         )
 
 
-async def _go_on(witness: Witness, plan: Plan, over: Callable[[], bool]) -> None:
-    """Return once the run is over, or has made its further steps, or stands still."""
+async def _go_on(witness: Witness, plan: Plan, over: Callable[[], bool]) -> bool:
+    """Return once the run is over, or has made its further steps; False: it stands still."""
     wanted = None if plan.further is None else len(witness.steps) + plan.further
-    with contextlib.suppress(TimeoutError):
-        while not over() and (wanted is None or len(witness.steps) < wanted):
-            seen = len(witness.steps)
+    while not over() and (wanted is None or len(witness.steps) < wanted):
+        try:
             async with asyncio.timeout(plan.timeout):
-                await _further_step(witness, seen, over)
+                await _further_step(witness, len(witness.steps), over)
+        except TimeoutError:
+            return False
+    return True
 
 
 async def _further_step(witness: Witness, seen: int, over: Callable[[], bool]) -> None:
@@ -261,6 +262,8 @@ def _recovered(outcome: Outcome, code: int | None) -> Verdict:
         for done in outcome.done
         if done.is_open
     ]
+    if outcome.stands_still:
+        violations.append("the run made no further train step in time after the last fault")
     if code:
         violations.append(f"the run ended with exit code {code}")
     struck = [done for done in outcome.done if done.at is not None]
