@@ -95,10 +95,10 @@ class PrivateCluster:
 
     # -- what it knows, asked of a node that can answer
 
-    async def all_run(self, seconds: float = FORMED) -> None:
-        """Return once every node sees all the others; TimeoutError if one does not in time."""
+    async def all_run(self) -> None:
+        """Return once every node sees all the others."""
         for node in self.nodes.values():
-            await until(functools.partial(self._sees_all, node), seconds)
+            await until(functools.partial(self._sees_all, node), FORMED)
 
     async def listed(self, what: str, *columns: str) -> list[dict[str, Any]]:
         """Return what ``rabbitmqctl list_<what>`` knows."""

@@ -164,6 +164,8 @@ async def test_pods_are_found_by_their_labels(kubectl: Fake) -> None:
                     pod("runner-c", "runner", "u3", "Pending"),
                     pod("runner-d", "runner", "u4", deletionTimestamp="2026-11-26T00:00:00Z"),
                     pod("trainer-0", "trainer", "u5"),
+                    pod("engines-x", "engines", "u7"),
+                    pod("exporter-x", "exporter", "u8"),
                 ]
             },
             0,
@@ -173,10 +175,12 @@ async def test_pods_are_found_by_their_labels(kubectl: Fake) -> None:
     mine = KubernetesTargets("rl")
     assert [victim.name for victim in await mine.find("runner")] == ["runner-a", "runner-b"]
     assert [victim.identity for victim in await mine.find("broker")] == ["u6"]
+    assert [victim.name for victim in await mine.find("engine")] == ["engines-x"]
     assert await mine.left_over() == [
         "pod runner-b (runner) still runs",
         "pod runner-a (runner) still runs",
         "pod trainer-0 (trainer) still runs",
+        "pod engines-x (engine) still runs",
     ]
     assert all(call[:2] == ["--namespace", "rl"] for call in kubectl.calls)
 
