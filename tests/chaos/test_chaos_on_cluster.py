@@ -5,6 +5,7 @@ with ``pytest -s``; ``KILLS=100 SEED=7`` does more, or others.
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import shutil
 import sys
@@ -14,8 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.cluster import PrivateCluster
+from tests.chaos.cluster import COUNT, PrivateCluster
 from tests.chaos.test_cluster import DOWN, not_on_3_10
+from tests.waiting import until
 from trinity_mq.cli.broker.connection import connected
 from trinity_mq.cli.chaos.launch import launched, settings
 from trinity_mq.cli.chaos.report import lines
@@ -25,9 +27,11 @@ from trinity_mq.cli.chaos.targets.local import LocalTargets
 from trinity_mq.cli.chaos.tokens import KeptWeights
 from trinity_mq.cli.chaos.trial import Plan, judge, play
 from trinity_mq.config import load_config
-from trinity_mq.local_broker.node import find_rabbitmq
+from trinity_mq.local_broker.node import PrivateNode, find_rabbitmq
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "smoke.yaml"
+PATIENCE = 240.0
+"""Seconds until each node must have seen the others after one was started again."""
 KILLS, SEED = int(os.environ.get("KILLS", "20")), int(os.environ.get("SEED", "7"))
 
 pytestmark = [
@@ -80,7 +84,12 @@ class ClusterTargets(LocalTargets):
         else:
             await self.cluster.nodes[victim.name].stop()
         await self.cluster.restart(victim.name)
-        await self.cluster.all_run()  # else two of three are down at once, and nothing can go on
+        for node in self.cluster.nodes.values():  # else two of three are down at once, and nothing can go on
+            await until(functools.partial(_sees_all, node), PATIENCE)
+
+
+async def _sees_all(node: PrivateNode) -> bool:
+    return (await node.ctl("eval", "length([node() | nodes()]).")).strip() == str(COUNT)
 
 
 @not_on_3_10

@@ -91,7 +91,7 @@ class CuttingProxy:
         self._serving.add(serving)
         serving.add_done_callback(self._serving.discard)
         port = writer.get_extra_info("peername")[1]
-        if self._refusing or self.refuses(port):
+        if self._is_refused(port):
             writer.transport.abort()
             return
         try:
@@ -100,6 +100,10 @@ class CuttingProxy:
             writer.transport.abort()
             return
         pair = (writer, upstream_writer)
+        if self._is_refused(port):  # it was cut while we connected
+            for one in pair:
+                one.transport.abort()
+            return
         self._pairs[port] = pair
         try:
             async with asyncio.TaskGroup() as pumps:
@@ -109,6 +113,9 @@ class CuttingProxy:
             self._pairs.pop(port, None)
             for one in pair:
                 one.transport.abort()
+
+    def _is_refused(self, port: int) -> bool:
+        return self._refusing or self.refuses(port)
 
     async def _pump(self, source: asyncio.StreamReader, target: asyncio.StreamWriter, gate: asyncio.Event) -> None:
         with contextlib.suppress(OSError):

@@ -123,12 +123,13 @@ async def test_an_engines_life(
         assert (host.snapshot.state, host.snapshot.version) == ("empty", None)
         await sync(host, shared_generator, 2, (1, 1))
         keeping.cancel()
-    await host.detach()
+    await host.pause()
+    await host.detach()  # as one that was killed in the middle of a sync
     ready = ReadyFile.read(host.ready_file)
     assert ready is not None
     assert ready.lives()
     assert ready.pid != pid
-    # its successor adopts it with the weights it has
+    # its successor adopts it with the weights it has, and has it serve: that sync is over for both
     successor = host_of(config, ["/bin/false"])
     await successor.start()
     assert (successor.snapshot.version, successor.snapshot.state) == ((1, 1), "current")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
@@ -42,13 +42,13 @@ class Expected:
     """No operator of the user's adds or drops experiences."""
 
 
-def judged(name: str, violations: Iterable[str], holds: Callable[[], str]) -> Verdict:
+def judged(name: str, violations: Iterable[str], holds: str) -> Verdict:
     """Return the verdict on an invariant from its violations, and the text for where there are none."""
     found = list(violations)
     if found:
         count = f"{len(found)} violation{'s' if len(found) > 1 else ''}"
         return Verdict(name, "violated", count, tuple(found[:MOST_EVIDENCE]))
-    return Verdict(name, "holds", holds())
+    return Verdict(name, "holds", holds)
 
 
 def lineage(progress: Sequence[Progress]) -> list[Progress]:
@@ -79,7 +79,7 @@ def one_outcome(record: Record, expected: Expected) -> Verdict:
     violations = [line for ticket, one in deciding.items() for line in _of_ticket(one, first.get(ticket, {}), expected)]
     tasks = sum(len({task for task, _ in first.get(ticket, ())}) for ticket in deciding)
     runs = sum(len(one.uids) for one in deciding.values())
-    return judged(name, violations, lambda: f"{tasks} tasks in {len(deciding)} batches, {runs} experiences")
+    return judged(name, violations, f"{tasks} tasks in {len(deciding)} batches, {runs} experiences")
 
 
 def _first_results(results: Iterable[TaskResult]) -> dict[str, dict[tuple[int, int], TaskResult]]:
@@ -126,7 +126,7 @@ def _of_ticket(one: ProcessedSet, slices: Mapping[tuple[int, int], TaskResult], 
 def trained_once(record: Record) -> Verdict:
     """Each experience is trained on at most once in a lineage, and no batch of it is missing or there twice."""
     name = "each experience trained on once"
-    line = lineage(record.progress)
+    line = lineage(record.progress[: record.settled])
     if not line:
         return Verdict(name, "not checked", "the trainer has consumed no batch")
     deciding = record.deciding
@@ -153,7 +153,7 @@ def trained_once(record: Record) -> Verdict:
     return judged(
         name,
         violations,
-        lambda: f"{len(trained)} experiences in {len(line)} batches, over {_generations(record)} starts of the trainer",
+        f"{len(trained)} experiences in {len(line)} batches, over {_generations(record)} starts of the trainer",
     )
 
 
@@ -200,7 +200,7 @@ def versions_rise(
     return judged(
         "committed versions rise",
         violations,
-        lambda: f"{count} versions, {len(by_life)} lives of engines, {_generations(record)} starts of the trainer",
+        f"{count} versions, {len(by_life)} lives of engines, {_generations(record)} starts of the trainer",
     )
 
 
@@ -224,7 +224,7 @@ def versions_existed(record: Record) -> Verdict:
         for version, one in sorted(named.items())
         if version not in had
     ]
-    return judged(name, violations, lambda: f"{len(named)} versions")
+    return judged(name, violations, f"{len(named)} versions")
 
 
 def _had(progress: Sequence[Progress]) -> set[Version]:
@@ -286,7 +286,7 @@ def dead_letters_explained(letters: Sequence[Incoming], total: int, struck: Stri
         else:
             violations.append(f"{kind} {letter.message_id}: {reason}")
     words = ", ".join(f"{count} {what}" for what, count in explained.items())
-    return judged(name, violations, lambda: f"explained by the faults: {words}" if words else "there is none")
+    return judged(name, violations, f"explained by the faults: {words}" if words else "there is none")
 
 
 def nothing_left(left: Sequence[str] | None, *, over: bool) -> Verdict:
@@ -296,14 +296,12 @@ def nothing_left(left: Sequence[str] | None, *, over: bool) -> Verdict:
         return Verdict(name, "not checked", "the run goes on")
     if left is None:
         return Verdict(name, "not checked", "its processes cannot be listed from here")
-    return judged(name, left, lambda: "all have ended")
+    return judged(name, left, "all have ended")
 
 
 def decodes(record: Record) -> Verdict:
     """Everything on the streams can be read."""
-    return judged(
-        "streams can be read", record.undecodable, lambda: f"{len(record.results)} results, {len(record.sets)} sets"
-    )
+    return judged("streams can be read", record.undecodable, f"{len(record.results)} results, {len(record.sets)} sets")
 
 
 def _double(counted: Counter[Key]) -> list[tuple[Key, int]]:

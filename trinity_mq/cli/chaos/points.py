@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from trinity_mq.messages import (
@@ -118,6 +118,6 @@ class PointWatch:
         self._evaluating = status.evaluating
 
 
-def points_for(role: str, known: Callable[[str], bool] = lambda _name: True) -> list[str]:
+def points_for(role: str) -> list[str]:
     """Return the names of the points at which a fault of ``role`` makes sense, in the table's order."""
-    return [name for name, point in POINTS.items() if role in point.roles and known(name)]
+    return [name for name, point in POINTS.items() if role in point.roles]

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass, field
 
 from trinity_mq.bus import Bus, Delivery, Topology
 from trinity_mq.bus.streams import read_up_to_now
+from trinity_mq.bus.topology import Queue
 from trinity_mq.experience import DecodeError as BodyError
 from trinity_mq.experience import Experience, ExperienceBatch
 from trinity_mq.messages import BatchReady, DecodeError, Progress, TaskResult, TaskResults, Version, decode_any
@@ -48,6 +49,9 @@ class Record:
     """In the order of the stream, repeats under one message id left out."""
     sets: list[ProcessedSet] = field(default_factory=list)
     progress: list[Progress] = field(default_factory=list)
+    settled: int | None = None
+    """How many of these were published before the sets were read; None: all. Of a run that goes on, later ones may be
+    about sets that came later."""
     results_begin: int = 0
     ready_begin: int = 0
     """The first offsets that retention has left."""
@@ -76,16 +80,26 @@ async def read_record(
         BusUnavailable: A stream does not answer.
     """
     reader = _Reader(store, frozenset(versions))
-    for queue, take in ((topology.results, reader.take_result), (topology.ready, reader.take_ready)):
-        stream, first = dataclasses.replace(queue, redeclare=False), True  # looking must not make it
-        async for delivery in read_up_to_now(bus, stream, new_mark(), offset=0):
-            if first and delivery.offset:
-                name = "results_begin" if queue is topology.results else "ready_begin"
-                setattr(reader.record, name, delivery.offset)
-            first = False
-            if not bus.is_foreign(delivery):
-                await take(delivery)
-    return reader.record
+    record = reader.record
+    record.results_begin, end = await _read(bus, topology.results, 0, reader.take_result)
+    record.settled = len(record.progress)
+    record.ready_begin, _ = await _read(bus, topology.ready, 0, reader.take_ready)
+    # of a run that goes on: the results behind the sets that were read last
+    await _read(bus, topology.results, end, reader.take_result)
+    return record
+
+
+async def _read(bus: Bus, queue: Queue, offset: int, take: Callable[[Delivery], Awaitable[None]]) -> tuple[int, int]:
+    """Read a stream from ``offset`` to its present end; return its first offset and the one behind its last."""
+    stream = dataclasses.replace(queue, redeclare=False)  # looking must not make it
+    first, last = offset, offset
+    async for delivery in read_up_to_now(bus, stream, new_mark(), offset=offset):
+        assert delivery.offset is not None
+        first = delivery.offset if last == offset else first
+        last = delivery.offset + 1
+        if not bus.is_foreign(delivery):
+            await take(delivery)
+    return first, last
 
 
 class _Reader:

@@ -89,7 +89,7 @@ def draw(seed: int, count: int, possible: Mapping[str, Sequence[str]], every: fl
     dice = random.Random(f"trinity-mq chaos {FORMAT} {seed}")
     faults: list[Fault] = []
     for number in range(1, count + 1):
-        ended = bool(faults) and faults[-1].kind in ENDS
+        ended = bool(faults) and faults[-1].kind in ENDS and faults[-1].role in POINTS[AGENT_BACK].roles
         faults.append(_draw_one(dice, number, roles, possible, every, ended=ended))
     wanted = {"count": count, "every": every, "possible": {role: list(possible[role]) for role in roles}}
     return Schedule(faults, seed, wanted)

@@ -107,10 +107,8 @@ def check_tokens(
     return judged(
         NAME,
         violations,
-        lambda: (
-            f"{len(own)} experiences of {len(usable)} versions differ by at most {max(own):.1e} nats; of another "
-            f"version's weights {tell} would be told"
-        ),
+        f"{len(own)} experiences of {len(usable)} versions differ by at most {max(own):.1e} nats; of another version's "
+        f"weights {tell} would be told",
     )
 
 

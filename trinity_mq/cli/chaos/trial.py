@@ -28,6 +28,8 @@ START_SECONDS = 300.0
 """Seconds until a run that was just started has made its first train steps."""
 LOOK_SECONDS = 0.5
 """Seconds between two looks at whether the run still runs."""
+AUDITS = 5
+"""Checkpoints that may be deleted while they are read."""
 MOST_LETTERS = 1000
 """Dead letters that are read at most."""
 
@@ -66,8 +68,8 @@ class Outcome:
     verdicts: list[Verdict] = field(default_factory=list)
     over: bool = False
     """The run came to its end."""
-    stuck: Done | None = None
-    """The fault from which the run did not recover in time."""
+    stands_still: bool = False
+    """It had recovered from all faults, and then made no train step in time."""
 
     @property
     def holds(self) -> bool:
@@ -116,12 +118,11 @@ async def play(
         tell(f"the run has made {plan.after} train steps; {len(plan.schedule.faults)} faults follow")
         await injector.run(plan.schedule.faults, over=over)
         if injector.stuck is None:
-            await _go_on(witness, plan, over)
+            outcome.stands_still = not await _go_on(witness, plan, over)
         for task in watching:
             task.cancel()
     outcome.seconds, outcome.steps, outcome.over = loop.time() - outcome.began, len(witness.steps), over()
     outcome.rate_before, outcome.rate_while = _rates(injector.done, witness)
-    outcome.stuck = injector.stuck
     return outcome
 
 
@@ -153,14 +154,16 @@ async def _first_steps(witness: Witness, count: int, over: Callable[[], bool]) -
         )
 
 
-async def _go_on(witness: Witness, plan: Plan, over: Callable[[], bool]) -> None:
-    """Return once the run is over, or has made its further steps, or stands still."""
+async def _go_on(witness: Witness, plan: Plan, over: Callable[[], bool]) -> bool:
+    """Return once the run is over, or has made its further steps; False: it stands still."""
     wanted = None if plan.further is None else len(witness.steps) + plan.further
-    with contextlib.suppress(TimeoutError):
-        while not over() and (wanted is None or len(witness.steps) < wanted):
-            seen = len(witness.steps)
+    while not over() and (wanted is None or len(witness.steps) < wanted):
+        try:
             async with asyncio.timeout(plan.timeout):
-                await _further_step(witness, seen, over)
+                await _further_step(witness, len(witness.steps), over)
+        except TimeoutError:
+            return False
+    return True
 
 
 async def _further_step(witness: Witness, seen: int, over: Callable[[], bool]) -> None:
@@ -233,7 +236,7 @@ async def judge(
         add(await asyncio.to_thread(check_tokens, config, weights.folders, record.samples))
         weights.clear()
     if run_dir is not None and whole:
-        add(await _audited(bus, topology, run_dir, whole[0], store))
+        add(await _audited(bus, topology, run_dir, store))
     strikes = Strikes(by_role(outcome.done))
     add(invariants.dead_letters_explained(found, total, strikes, config.broker.delivery_limit))
     add(invariants.nothing_left(await targets.left_over() if outcome.over else None, over=outcome.over))
@@ -259,23 +262,31 @@ def _recovered(outcome: Outcome, code: int | None) -> Verdict:
         for done in outcome.done
         if done.is_open
     ]
+    if outcome.stands_still:
+        violations.append("the run made no further train step in time after the last fault")
     if code:
         violations.append(f"the run ended with exit code {code}")
     struck = [done for done in outcome.done if done.at is not None]
     if not violations and not struck:
         return Verdict("the run recovers", "not checked", "no fault was done")
-    return invariants.judged("the run recovers", violations, lambda: f"from each of {len(struck)} faults")
+    return invariants.judged("the run recovers", violations, f"from each of {len(struck)} faults")
 
 
-async def _audited(bus: Bus, topology: Topology, run_dir: Path, newest: Checkpoint, store: BlobStore | None) -> Verdict:
+async def _audited(bus: Bus, topology: Topology, run_dir: Path, store: BlobStore | None) -> Verdict:
     """Return what ``trinity-mq audit`` says of the newest checkpoint."""
     from trinity_agents.trainer.audit import Auditor
     from trinity_mq.cli.commands.audit import read_content
 
-    auditor = Auditor(run_dir, newest)
-    auditor.check_folder(bus.run_id)
-    auditor.check_stream(await read_content(bus, topology, store))
-    faults = [f"{check.name}: {check.text}" for check in auditor.checks if check.result == "fault"]
-    return invariants.judged(
-        "audit of the newest checkpoint", faults, lambda: f"{newest.title}: {len(auditor.uids)} experiences"
-    )
+    name = "audit of the newest checkpoint"
+    for _ in range(AUDITS):
+        newest = next(iter(_checkpoints(run_dir)), None)
+        if newest is None:
+            break
+        auditor = Auditor(run_dir, newest)
+        await asyncio.to_thread(auditor.check_folder, bus.run_id)
+        if newest.path.exists():  # else the trainer of a run that goes on has deleted it under our eyes
+            auditor.check_stream(await read_content(bus, topology, store))
+            faults = [f"{check.name}: {check.text}" for check in auditor.checks if check.result == "fault"]
+            text = f"{newest.title}: {len(auditor.uids)} experiences"
+            return invariants.judged(name, faults, text)
+    return Verdict(name, "not checked", "the trainer deletes checkpoints faster than they can be read")

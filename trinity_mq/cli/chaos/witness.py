@@ -80,7 +80,6 @@ class Witness:
     changed: Notifier = field(default_factory=Notifier)
     on_beat: Callable[[Beat], None] = lambda _beat: None
     on_step: Callable[[float], None] = lambda _at: None
-    on_points: Callable[[list[str]], None] = lambda _names: None
     _seq: dict[tuple[str, str], int] = field(default_factory=dict)
     _last: dict[str, Version] = field(default_factory=dict)
     _position: tuple[int, int] = (0, 0)
@@ -95,22 +94,19 @@ class Witness:
                 self._step(message.generation, message.progress, at, is_step=True)
             case SyncEvent(verb="commit", version=version) if version is not None:
                 self.commits.append(VersionSeen(at, message.sender, version))
-        self._passed(self.points.receive(message))
+        self.points.receive(message)
+        self.changed.notify()
 
     def receive_chunk(self, ticket: object, processing: object) -> None:
         """Take in the headers of a chunk of a processed batch."""
-        self._passed(self.points.receive_chunk(ticket, processing))
+        self.points.receive_chunk(ticket, processing)
+        self.changed.notify()
 
     def bus_changed(self, usable: bool, at: float) -> None:
         """Note that the broker is away or back."""
         if usable and not self.reachable:
             self.broker_back = at
         self.reachable = usable
-        self.changed.notify()
-
-    def _passed(self, names: list[str]) -> None:
-        if names:
-            self.on_points(names)
         self.changed.notify()
 
     def _beat(self, beat: Heartbeat, at: float) -> None:

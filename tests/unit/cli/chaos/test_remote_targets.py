@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import stat
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +164,8 @@ async def test_pods_are_found_by_their_labels(kubectl: Fake) -> None:
                     pod("runner-c", "runner", "u3", "Pending"),
                     pod("runner-d", "runner", "u4", deletionTimestamp="2026-11-26T00:00:00Z"),
                     pod("trainer-0", "trainer", "u5"),
+                    pod("engines-x", "engines", "u7"),
+                    pod("exporter-x", "exporter", "u8"),
                 ]
             },
             0,
@@ -171,10 +175,12 @@ async def test_pods_are_found_by_their_labels(kubectl: Fake) -> None:
     mine = KubernetesTargets("rl")
     assert [victim.name for victim in await mine.find("runner")] == ["runner-a", "runner-b"]
     assert [victim.identity for victim in await mine.find("broker")] == ["u6"]
+    assert [victim.name for victim in await mine.find("engine")] == ["engines-x"]
     assert await mine.left_over() == [
         "pod runner-b (runner) still runs",
         "pod runner-a (runner) still runs",
         "pod trainer-0 (trainer) still runs",
+        "pod engines-x (engine) still runs",
     ]
     assert all(call[:2] == ["--namespace", "rl"] for call in kubectl.calls)
 
@@ -207,3 +213,29 @@ async def test_a_pod_that_is_another_one_by_now_is_not_touched(kubectl: Fake, no
     with pytest.raises(NotOursError, match="is gone, or is another one by now"):
         await KubernetesTargets("rl").strike(Victim("runner", "runner-a", "u1"), "kill")
     assert kubectl.did("get") == []
+
+
+NAMESPACE = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")
+PLAY = """
+sleep 60 & agent=$!
+until_it_is() { until [ "$(sed 's/.*) \\(.\\).*/\\1/' /proc/$agent/stat)" = "$1" ]; do sleep 0.05; done; }
+sh -c "$0" sh STOP && until_it_is T && echo stopped
+sh -c "$0" sh CONT && until_it_is S && echo goes on
+kill $agent; wait $agent
+sh -c "$0" sh STOP 2>&1
+"""
+
+
+@pytest.mark.skipif(
+    shutil.which("unshare") is None
+    or subprocess.run([*NAMESPACE, "true"], check=False, capture_output=True).returncode,
+    reason="needs process namespaces of its own",
+)
+def test_a_container_is_stopped_but_for_its_first_process() -> None:
+    """In a process namespace, as in a container: nothing outside of it is signalled."""
+    done = subprocess.run(
+        [*NAMESPACE, "sh", "-c", PLAY, SIGNAL_ALL], check=False, capture_output=True, text=True, timeout=30
+    )
+    stopped, goes_on, refused = done.stdout.splitlines()
+    assert (done.returncode, stopped, goes_on) == (1, "stopped", "goes on"), done
+    assert "which no signal from inside stops" in refused

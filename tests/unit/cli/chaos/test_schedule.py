@@ -49,6 +49,7 @@ def test_every_role_kind_and_point_is_drawn() -> None:
     for before, one in itertools.pairwise(faults):
         if one.point == "agent_back":
             assert before.kind in ENDS, "somebody must have ended"
+            assert before.role not in {"engine", "broker"}, "whose return no new process of an agent tells"
             assert (one.together, one.wait, one.occurrence) == (True, 0.0, 1)
     assert not faults[0].together
     assert any(one.together for one in faults)

@@ -20,7 +20,8 @@ SHORT_ID = 12
 COMPONENT_LABEL = "app.kubernetes.io/component"
 SELECTORS = ("app.kubernetes.io/part-of=trinity-mq", "app.kubernetes.io/component=rabbitmq")
 """Pods of the agents, and those that RabbitMQ's cluster operator makes."""
-BROKER_COMPONENT = "rabbitmq"
+COMPONENTS = {**{role: role for role in AGENT_ROLES}, "engines": "engine", "rabbitmq": "broker"}
+"""Roles by the component of a pod's label: ``engines`` hosts engines beside the explorer."""
 SIGNAL_ALL = """\
 signalled=
 for folder in /proc/[0-9]*; do
@@ -170,7 +171,7 @@ class KubernetesTargets:
     @property
     def possible(self) -> Mapping[str, Sequence[str]]:
         """By role, the kinds of faults."""
-        return dict.fromkeys((*AGENT_ROLES, "broker"), ("kill", "freeze", "restart"))
+        return dict.fromkeys((*AGENT_ROLES, "engine", "broker"), ("kill", "freeze", "restart"))
 
     async def find(self, role: str) -> list[Victim]:
         """Return the running pods of a role."""
@@ -198,7 +199,7 @@ class KubernetesTargets:
 
     async def left_over(self) -> list[str] | None:
         """Return the agents' pods that still run."""
-        pods = [pod for pod in await self._pods() if _role_of(pod) in AGENT_ROLES and _runs(pod)]
+        pods = [pod for pod in await self._pods() if _role_of(pod) in (*AGENT_ROLES, "engine") and _runs(pod)]
         return [f"pod {pod['metadata']['name']} ({_role_of(pod)}) still runs" for pod in pods]
 
     async def _pods(self) -> list[Mapping[str, Any]]:
@@ -220,8 +221,7 @@ class KubernetesTargets:
 
 
 def _role_of(pod: Mapping[str, Any]) -> str | None:
-    component = (pod["metadata"].get("labels") or {}).get(COMPONENT_LABEL)
-    return "broker" if component == BROKER_COMPONENT else component
+    return COMPONENTS.get((pod["metadata"].get("labels") or {}).get(COMPONENT_LABEL, ""))
 
 
 def _runs(pod: Mapping[str, Any]) -> bool:

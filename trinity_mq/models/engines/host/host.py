@@ -221,6 +221,8 @@ class EngineHost:
             state = await self._admin().state(ADOPT_TIMEOUT)
             if ready.digest == engine_digest(self.config, self.auxiliary):
                 await self._command_engine("lease", {"seconds": self._lease})
+                if state["state"] == "paused":  # for a sync of the earlier host, whose end nobody would tell it
+                    await self.resume()
                 log.info(
                     "engine_adopted", engine=self.id, pid=ready.pid, state=state["state"], version=state["version"]
                 )
