@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,6 +15,7 @@ from trinity_agents.explorer.state import ExplorerState, StateFile
 from trinity_agents.operator.agent import Operator
 from trinity_agents.trainer.agent import Trainer
 from trinity_mq.bus import Binding, Bus, Queue, Topology
+from trinity_mq.bus.base import HeaderValue
 from trinity_mq.bus.memory.bus import MemoryBroker, MemoryBus
 from trinity_mq.bus.memory.queues import Stored, StreamQueue, WorkQueue
 from trinity_mq.config import Config, load_config
@@ -257,11 +258,14 @@ class Simulation:
         assert isinstance(queue, WorkQueue)
         return queue.messages
 
-    async def submit(self, number: int, reply_to: str | None = None, **task: Any) -> None:
+    async def submit(
+        self, number: int, reply_to: str | None = None, headers: Mapping[str, HeaderValue] | None = None, **task: Any
+    ) -> None:
         """Submit a task from outside under id ``s<number>``."""
         bus = await self.client()
         body = TaskSubmission(task=TaskBody(workflow="none", raw_task={"s": number}, **task))
         message = envelope(body, message_id=f"s{number}", correlation_id=f"c{number}", reply_to=reply_to)
+        message = replace(message, headers={**message.headers, **(headers or {})})
         await bus.publish(self.topology.exchange("tasks"), "submit", message)
         await bus.close()
 

@@ -11,6 +11,7 @@ import aio_pika
 import pytest
 
 from tests.broker.test_operator_failures import operators
+from tests.tcp_proxy import CuttingProxy
 from tests.waiting import until
 from trinity_mq.bus import Topology
 from trinity_mq.bus.streams import next_or_quiet
@@ -73,6 +74,41 @@ async def test_verdicts_of_a_plain_client_and_of_the_command_line_count(
     async with await aio_pika.connect(broker_url) as connection:
         with pytest.raises(aio_pika.exceptions.ChannelNotFoundEntity):
             await (await connection.channel()).get_queue(topology.review.name)
+
+
+async def test_a_batch_that_waits_for_a_verdict_outlives_its_broker_being_away(
+    broker_url: str, topology: Topology, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    review = {"name": "human_review", "args": {"choose": {"fraction": 1.0}, "seconds": 60, "default": "drop"}}
+    async with (
+        CuttingProxy(broker_url) as proxy,
+        operators(tmp_path, topology, proxy.url, "", "operator-0", operator={"operators": [review]}) as stage,
+    ):
+        listed: list[dict[str, Any]] = []
+
+        async def listing() -> int:
+            code = await asyncio.to_thread(command, ["review", "list", topology.run, "--json", "--broker", broker_url])
+            out = capsys.readouterr().out
+            listed[:] = json.loads(out) if code == 0 else []
+            return len(listed)
+
+        async def asked() -> bool:
+            return await listing() == 2
+
+        await stage.closed(1)
+        await until(asked, 60.0)
+        proxy.refuse()
+        # a verdict that comes while the operator is away is on the stream when it comes back
+        line = ["review", "keep", topology.run, listed[0]["request"], "--by", "ann", "--broker", broker_url]
+        assert await asyncio.to_thread(command, line) == 0
+        assert "noted; it counts once an operator has read it" in capsys.readouterr().out
+        proxy.accept()
+        line[3] = listed[1]["request"]
+        assert await asyncio.to_thread(command, line) == 0
+        assert "keep by ann counts" in capsys.readouterr().out
+        (decided,) = await stage.decided(1)
+        assert (decided.state, decided.experiences) == ("ready", 2)
+        assert (decided.metrics["review/kept"], decided.metrics["review/timed_out"]) == (2.0, 0.0)
 
 
 async def test_a_run_that_asks_nobody_says_so(

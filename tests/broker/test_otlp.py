@@ -57,3 +57,4 @@ async def test_a_run_exports_connected_traces(broker_url: str, topology: Topolog
         asked = [span for _, span in spans.values() if span.name == "ask engine"]
         assert {spans[span.parent_span_id.hex()][1].name for span in asked} <= {span.name for span in tasks}
         assert values(asked[0])["gen_ai.operation.name"] == "chat"
+        assert min(values(one)[f"gen_ai.usage.{of}_tokens"] for one in asked for of in ("input", "output")) > 0

@@ -378,12 +378,14 @@ class MonitorConfig(Section):
     ``trinity-mq dash`` shows them without the broker; 0: none."""
     samples_max_bytes: int = Field(default=64 * 1024**2, ge=1024**2)
     """Bytes of all of these; the oldest go first."""
+    log_max_bytes: int = Field(default=64 * 1024**2, ge=1024**2)
+    """Size at which the log of an agent is begun anew; the file before that is kept as ``<agent>.1.jsonl``."""
     trace: bool = False
     """Write what every process does for each batch, and when, into ``trace/`` of the run's folder: about 50 kB a
     batch of 32 tasks. ``trinity-mq timeline RUN --batch N`` shows it."""
     otlp: OtlpConfig | None = None
-    """Export the spans of each batch to a collector of OpenTelemetry (extra ``otel``), which switches ``monitor.trace``
-    on. None: no."""
+    """Export the spans of each batch to a collector of OpenTelemetry (extra ``otel``). ``trace/`` has those of exported
+    batches then, even where ``trace`` is off. None: no."""
 
     @property
     def traced(self) -> bool:

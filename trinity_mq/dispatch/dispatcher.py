@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
@@ -53,7 +54,8 @@ from trinity_mq.rollout.seeds import stable_seed
 from trinity_mq.runtime.deliveries import decode_or_dead_letter, drop_foreign, envelope
 from trinity_mq.runtime.errors import FatalError
 from trinity_mq.runtime.notify import Notifier
-from trinity_mq.telemetry.trace import span
+from trinity_mq.telemetry.trace import record, span
+from trinity_mq.telemetry.trace_ids import LINK
 
 log = structlog.get_logger(__name__)
 
@@ -173,7 +175,7 @@ class Dispatcher:
         """Return a ticket with this run's limits filled in."""
         explorer = self.config.explorer
         more.setdefault("keep_partial", deliver == "pipeline" and explorer.over_rollout.return_partial_tasks)
-        return new_ticket(
+        ticket = new_ticket(
             batch_id,
             tasks,
             deliver=deliver,
@@ -184,6 +186,11 @@ class Dispatcher:
             ticket=None if deliver == "none" else self.queues.next_ticket(),
             **more,
         )
+        for one in ticket.submissions:
+            if one.traceparent:
+                now, task = time.monotonic(), (ticket.first_task + one.task_id, 0)
+                record("take submission", now, now, batch=batch_id, task=task, attributes={LINK: one.traceparent})
+        return ticket
 
     @property
     def open_tickets(self) -> list[str]:

@@ -41,6 +41,8 @@ class SubmissionRef(BaseModel):
     reply_to: str | None = None
     correlation_id: str | None = None
     want_experiences: bool = False
+    traceparent: str | None = None
+    """Header of its message: the work of the submitter's that it is part of."""
 
 
 class SliceState(BaseModel):

@@ -78,11 +78,13 @@ class EngineClients:
             async with self._connections().post(url, json=body, headers=sent, timeout=limit) as response:
                 answer = await response.read()
             asked.size = len(answer)
-        if GROUPS_HEADER in response.headers:
-            base = base_of(url)
-            self._groups.setdefault(base, RequestGroups(self._connections, base))
-        with span("parse answer", size=len(answer)):
-            return understood(response.status, response.headers, answer, url)
+            if GROUPS_HEADER in response.headers:
+                base = base_of(url)
+                self._groups.setdefault(base, RequestGroups(self._connections, base))
+            with span("parse answer", size=len(answer)):
+                found = understood(response.status, response.headers, answer, url)
+            _add_usage(asked, found)
+        return found
 
     @staticmethod
     async def _ask_in_group(
@@ -92,12 +94,14 @@ class EngineClients:
             async with asyncio.timeout(timeout):
                 answer = await groups.ask(request)
             asked.size = len(answer.body)
-        with span("parse answer", size=len(answer.body)):
-            try:
-                found = unpack_body(answer.body)
-            except ValueError as error:
-                raise EngineLost(f"{url}: {error}") from error
-            return checked(answer.status, answer.headers, found, url)
+            with span("parse answer", size=len(answer.body)):
+                try:
+                    found = unpack_body(answer.body)
+                except ValueError as error:
+                    raise EngineLost(f"{url}: {error}") from error
+                found = checked(answer.status, answer.headers, found, url)
+            _add_usage(asked, found)
+        return found
 
     def _groups_for(self, url: str) -> RequestGroups | None:
         return self._groups.get(base_of(url)) if url.endswith(GROUPED) else None
@@ -131,12 +135,14 @@ class EngineClients:
                 limits_of_call = httpx.Timeout(timeout, connect=CONNECT_SECONDS)
                 response = self._client.post(url, json=dict(body), headers=sent, timeout=limits_of_call)
                 asked.size = len(response.content)
+                with span("parse answer", size=len(response.content)):
+                    found = understood(response.status_code, response.headers, response.content, url)
+                _add_usage(asked, found)
         except httpx.TimeoutException:
             raise EngineLost(f"{url}: no answer within {timeout:g} s") from None
         except httpx.HTTPError as error:
             raise EngineLost(f"{url}: {type(error).__name__}: {error}") from error
-        with span("parse answer", size=len(response.content)):
-            return understood(response.status_code, response.headers, response.content, url)
+        return found
 
     async def aclose(self) -> None:
         """Close all connections."""
@@ -184,6 +190,16 @@ def _call_of(url: str, body: Mapping[str, Any]) -> dict[str, str | int | float] 
         return None
     operation = "chat" if url.endswith("/chat/completions") else "text_completion"
     return {"gen_ai.operation.name": operation, "gen_ai.request.model": str(body.get("model", ""))}
+
+
+def _add_usage(asked: span, answer: Any) -> None:
+    """Add the numbers of tokens that an answer names to the span of its call, where that is traced."""
+    usage = answer.get("usage") if isinstance(answer, dict) and asked.attributes is not None else None
+    if asked.attributes is None or not isinstance(usage, dict):
+        return
+    for name, key in (("input", "prompt_tokens"), ("output", "completion_tokens")):
+        if isinstance(count := usage.get(key), int):
+            asked.attributes[f"gen_ai.usage.{name}_tokens"] = count
 
 
 def base_of(url: str) -> str:

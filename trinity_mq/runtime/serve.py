@@ -63,8 +63,11 @@ def run_daemon(config: Config, agent_id: str, role: Role, build: Callable[[Bus, 
     parent = int(os.environ.get(PARENT_VARIABLE) or 0) or None
     if parent is not None:
         die_with_parent(parent)
-    setup_logging(role, agent_id, config.path, config.monitor.log_level, run=config.name)
-    start_trace(role, agent_id, config.path, on=config.monitor.traced, sample=config.monitor.sample)
+    setup_logging(
+        role, agent_id, config.path, config.monitor.log_level, run=config.name, max_bytes=config.monitor.log_max_bytes
+    )
+    monitor = config.monitor
+    start_trace(role, agent_id, config.path, on=monitor.traced, sample=monitor.sample, exported_only=not monitor.trace)
     supervised = parent is not None
     signs = LifeSigns.from_environment(supervised=supervised)  # before anything is started that could inherit it
     try:

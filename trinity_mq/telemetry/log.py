@@ -1,4 +1,5 @@
-"""Logs of an agent: JSON, one event a line, in ``<run_dir>/logs/<agent>.jsonl``; errors in short form on stderr.
+"""Logs of an agent: JSON, one event a line, in ``<run_dir>/logs/<agent>.jsonl``; errors in short form on stderr. A file
+that has grown to its limit becomes ``<agent>.1.jsonl`` in place of the one before, so that a log takes bounded space.
 
 structlog goes through the standard library, so that what other libraries log arrives in the same file.
 """
@@ -12,6 +13,7 @@ import re
 import sys
 from collections.abc import Mapping, MutableMapping
 from contextlib import AbstractContextManager
+from logging.handlers import BaseRotatingHandler
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,6 +24,8 @@ from trinity_mq.telemetry.jsonline import dump_line
 
 LOGS_FOLDER = "logs"
 """Folder of the run folder that holds a file of lines for each agent."""
+LOG_MAX_BYTES = 64 * 1024**2
+"""Size at which a new file is begun."""
 _PASSWORD = re.compile(r"(?<=://)([^\s:/@]*):((?:(?!://)\S)*)@")
 """Matches up to the last @ before the next URL, so that a password with an unencoded @ is hidden too."""
 _CHATTY = ("asyncio", "httpcore", "httpx", "httpx2", "openai", "urllib3")
@@ -51,7 +55,15 @@ def work_for(batch: int | str, ticket: str | None = None) -> AbstractContextMana
     return structlog.contextvars.bound_contextvars(batch=batch, **({} if ticket is None else {"ticket": ticket}))
 
 
-def setup_logging(role: str, agent_id: str, run_dir: Path | None, level: str = "info", *, run: str = "") -> None:
+def setup_logging(
+    role: str,
+    agent_id: str,
+    run_dir: Path | None,
+    level: str = "info",
+    *,
+    run: str = "",
+    max_bytes: int = LOG_MAX_BYTES,
+) -> None:
     """Route all logging of this process. Calling it again replaces what the last call set up.
 
     Args:
@@ -60,6 +72,7 @@ def setup_logging(role: str, agent_id: str, run_dir: Path | None, level: str = "
         run_dir: The run folder; None: no file.
         level: debug, info, warning or error.
         run: Name of the run, written into every line; empty: into none.
+        max_bytes: Size at which a new file is begun.
     """
     root = logging.getLogger()
     for handler in list(root.handlers):
@@ -70,7 +83,7 @@ def setup_logging(role: str, agent_id: str, run_dir: Path | None, level: str = "
     for name in _CHATTY:
         logging.getLogger(name).setLevel(logging.NOTSET if level == "debug" else logging.WARNING)
     if run_dir is not None:
-        root.addHandler(_LogFile(role, agent_id, run_dir, run))
+        root.addHandler(_LogFile(role, agent_id, run_dir, run, max_bytes))
     root.addHandler(_ShortErrors(role))
     logging.captureWarnings(True)
     structlog.configure(
@@ -86,11 +99,14 @@ def setup_logging(role: str, agent_id: str, run_dir: Path | None, level: str = "
     )
 
 
-class _LogFile(logging.FileHandler):
-    def __init__(self, role: str, agent_id: str, run_dir: Path, run: str) -> None:
+class _LogFile(BaseRotatingHandler):
+    """A file of lines. Several processes may write to one: each looks whether another has begun a new file."""
+
+    def __init__(self, role: str, agent_id: str, run_dir: Path, run: str, max_bytes: int) -> None:
         folder = run_dir / LOGS_FOLDER
         folder.mkdir(parents=True, exist_ok=True)
-        super().__init__(folder / f"{agent_id}.jsonl", mode="a", encoding="utf-8")
+        super().__init__(str(folder / f"{agent_id}.jsonl"), mode="a", encoding="utf-8")
+        self._before, self._max_bytes = folder / f"{agent_id}.1.jsonl", max_bytes
         self._told = False
         whose = {**({"run": run} if run else {}), "role": role, "agent": agent_id, "pid": os.getpid()}
 
@@ -111,6 +127,25 @@ class _LogFile(logging.FileHandler):
                 foreign_pre_chain=[structlog.stdlib.ExtraAdder(), structlog.contextvars.merge_contextvars],
             )
         )
+
+    def shouldRollover(self, record: logging.LogRecord) -> bool:  # noqa: N802  # the name of the base class
+        """Say whether the file is full, or is not the one under its name any more."""
+        if self.stream is None:  # it is closed
+            return False
+        try:
+            now = os.stat(self.baseFilename)
+            return now.st_size >= self._max_bytes or now.st_ino != os.fstat(self.stream.fileno()).st_ino
+        except FileNotFoundError:  # moved aside with its run: lines go there until this process ends
+            return False
+
+    def doRollover(self) -> None:  # noqa: N802  # the name of the base class
+        """Begin a new file, unless another process has."""
+        with contextlib.suppress(FileNotFoundError):
+            if os.stat(self.baseFilename).st_size >= self._max_bytes:
+                os.replace(self.baseFilename, self._before)
+        if self.stream is not None:
+            self.stream.close()
+        self.stream = self._open()
 
     def close(self) -> None:
         """Close the file; what it has no room for is lost, and was said."""

@@ -1,6 +1,7 @@
 """The trace of each batch: what every process did for it and when, in ``<run_dir>/trace/<agent>.jsonl``.
 
-Written where ``monitor.trace`` is on; else a span costs a look at one variable. Times are of the monotonic clock, which
+Written where ``monitor.trace`` is on, of the batches that are exported where ``monitor.otlp`` is; else a span costs a
+look at one variable. Times are of the monotonic clock, which
 the processes of a host share; each process also says how far that clock is from the time of day, which compares hosts
 as well as their clocks are set (NTP: about a millisecond).
 """
@@ -23,8 +24,8 @@ from typing import Self
 
 from trinity_mq.telemetry.trace_ids import (
     TRACEPARENT,
+    Sampled,
     batch_span,
-    is_sampled,
     recorded_span,
     task_span,
     trace_id,
@@ -100,10 +101,10 @@ none.
 class _Recorder:
     """The spans of this process, which are written some at a time: first who it is, then lines of many spans each."""
 
-    def __init__(self, role: str, agent: str, run_dir: Path, sample: float) -> None:
+    def __init__(self, role: str, agent: str, run_dir: Path, sample: float, *, exported_only: bool) -> None:
         folder = run_dir / TRACE_FOLDER
         folder.mkdir(parents=True, exist_ok=True)
-        self.agent, self._key, self._sample = agent, trace_key(folder), sample
+        self.agent, self._sampled, self._exported_only = agent, Sampled(trace_key(folder), sample), exported_only
         self._file = os.open(folder / f"{agent}.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
         self._lock = threading.Lock()
         self._flushed = time.monotonic()
@@ -144,8 +145,12 @@ class _Recorder:
 
     def trace(self, batch: int | str) -> tuple[str, bool]:
         """Return the id of a batch's trace, and whether that is exported."""
-        found = trace_id(self._key, batch)
-        return found, is_sampled(found, self._sample)
+        found = trace_id(self._sampled.key, batch)
+        return found, batch in self._sampled
+
+    def leaves_out(self, batch: int | str) -> bool:
+        """Say whether nobody will look at the spans of a batch."""
+        return self._exported_only and batch not in self._sampled
 
     def _write(self, text: str) -> None:
         try:
@@ -166,7 +171,9 @@ _recorder: _Recorder | None = None
 _at_work: int | str | None = None
 
 
-def start_trace(role: str, agent: str, run_dir: Path, *, on: bool, sample: float = 1.0) -> None:
+def start_trace(
+    role: str, agent: str, run_dir: Path, *, on: bool, sample: float = 1.0, exported_only: bool = False
+) -> None:
     """Record the spans of this process from now on, or none.
 
     Args:
@@ -175,11 +182,12 @@ def start_trace(role: str, agent: str, run_dir: Path, *, on: bool, sample: float
         run_dir: The run's folder.
         on: Record them.
         sample: Share of the batches whose traces are exported, for the flag in ``traceparent``.
+        exported_only: Record the spans of these batches only, and those of versions.
     """
     global _recorder  # noqa: PLW0603  # as logging, a process has one
     stop_trace()
     if on:
-        _recorder = _Recorder(role, agent, run_dir, sample)
+        _recorder = _Recorder(role, agent, run_dir, sample, exported_only=exported_only)
 
 
 def stop_trace() -> None:
@@ -254,18 +262,21 @@ def record(
     count: int = 1,
     size: int = 0,
     attributes: Attributes | None = None,
+    task: tuple[int, int] | None = None,
 ) -> None:
     """Record a span from ``start`` to ``end``, in seconds of the monotonic clock, of ``batch`` or of the batch at work;
-    of neither and of no ``version``, it is passed over.
+    of neither and of no ``version``, it is passed over. ``task`` are id and first run of its slice, by default of that
+    at work.
     """
     if (recorder := _recorder) is None:
         return
     if batch is None and version is None:
         batch = batch_at_work()
-    if batch is None and version is None:
+    if version is None and (batch is None or recorder.leaves_out(batch)):
         return
     of = None if version is None else f"{version[0]}.{version[1]}"
-    task = None if batch is None else TASK.get()
+    if task is None and batch is not None:
+        task = TASK.get()
     recorder.add((what, batch, of, start, end, cpu, count, size, wait, task, attributes), end)
 
 

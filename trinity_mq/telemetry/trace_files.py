@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from trinity_mq.telemetry.trace import TRACE_FOLDER, TraceSpan
+from trinity_mq.telemetry.trace_ids import Sampled
 
 READ_BYTES = 1 << 18
 """Most bytes of one file that a call of :meth:`TraceTail.read` takes: about 4000 spans. A line has at most 50 kB."""
@@ -28,13 +29,16 @@ class TraceTail:
     Args:
         run_dir: The run's folder.
         state: :attr:`state` of an earlier tail, perhaps of another process; None: read from the beginning.
+        batches: Those whose spans are read, with those of versions; None: all.
 
     Raises:
         ValueError: The state is none; TypeError and AttributeError likewise.
     """
 
-    def __init__(self, run_dir: Path, state: Mapping[str, Any] | None = None) -> None:
-        self._folder = run_dir / TRACE_FOLDER
+    def __init__(
+        self, run_dir: Path, state: Mapping[str, Any] | None = None, *, batches: Sampled | None = None
+    ) -> None:
+        self._folder, self._batches = run_dir / TRACE_FOLDER, batches
         known = state or {}
         self._clocks: dict[str, float] = {str(one): float(offset) for one, offset in known.get("clocks", {}).items()}
         """By clock: seconds from it to the time of day, the same for all processes that share it."""
@@ -73,8 +77,11 @@ class TraceTail:
                 self._clocks.setdefault(str(fields["clock"]), float(fields["offset"]))
                 return {key: str(fields[key]) for key in ("role", "agent", "clock")}
             offset = self._clocks[who["clock"]]
+            batches = self._batches
+            if batches is not None:
+                fields = [one for one in fields if one[1] in batches or one[2] is not None]
             found.extend([_span(one, who, offset) for one in fields])
-        except (ValueError, TypeError, KeyError):
+        except (ValueError, TypeError, LookupError):
             pass  # torn by a process that was killed
         return who
 

@@ -50,8 +50,18 @@ def main(arguments: Sequence[str] | None = None, receiver: Receiver | None = Non
     options = parser.parse_args(arguments)
     try:
         config = Config.model_validate(json.loads(options.config.read_bytes()))
-        setup_logging("engine", options.id, config.path, config.monitor.log_level, run=config.name)
-        start_trace("engine", options.id, config.path, on=config.monitor.traced, sample=config.monitor.sample)
+        setup_logging(
+            "engine",
+            options.id,
+            config.path,
+            config.monitor.log_level,
+            run=config.name,
+            max_bytes=config.monitor.log_max_bytes,
+        )
+        monitor = config.monitor
+        start_trace(
+            "engine", options.id, config.path, on=monitor.traced, sample=monitor.sample, exported_only=not monitor.trace
+        )
         if receiver is None:
             from trinity_mq.sync.channels.receiver import receive_weights
 

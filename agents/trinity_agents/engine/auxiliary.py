@@ -47,7 +47,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         config = Config.model_validate(json.loads(options.config.read_bytes()))
-        setup_logging("engine", options.id, config.path, config.monitor.log_level, run=config.name)
+        setup_logging(
+            "engine",
+            options.id,
+            config.path,
+            config.monitor.log_level,
+            run=config.name,
+            max_bytes=config.monitor.log_max_bytes,
+        )
         model = {each.name: each for each in config.explorer.auxiliary_models}[options.auxiliary]
         serve = _external if model.engine == "external" else _hosted
         run_on_fast_loop(serve(config, model, options))

@@ -35,6 +35,7 @@ from trinity_mq.messages import (
 from trinity_mq.runtime.agent import HEARTBEAT_LEASE, Agent
 from trinity_mq.runtime.deliveries import acknowledge, dead_letter, decode_or_dead_letter, envelope
 from trinity_mq.runtime.errors import FatalError
+from trinity_mq.telemetry.trace_ids import TRACEPARENT, read_traceparent
 
 log = structlog.get_logger(__name__)
 
@@ -375,11 +376,13 @@ class ExplorerLoop:
                 await dead_letter(agent.bus, agent.topology, delivery, reason, agent.id)
                 await acknowledge(delivery)
                 continue
+            outside = delivery.headers.get(TRACEPARENT)
             ref = SubmissionRef(
                 submission_id=name,
                 reply_to=delivery.reply_to,
                 correlation_id=delivery.correlation_id,
                 want_experiences=message.want_experiences,
+                traceparent=outside if isinstance(outside, str) and read_traceparent(outside) else None,
             )
             found.append((delivery, message, ref))
         seen = await self._file.known([ref.submission_id for _, _, ref in found])

@@ -45,7 +45,14 @@ def child_main(pipe: Connection, body: bytes, config_json: str, grace: float) ->
     task_slice = decode(body, TaskSlice)
     _die_with_parent(task_slice.slice_timeout + grace)
     config = Config.model_validate_json(config_json)
-    setup_logging("runner", "isolated", config.path, config.monitor.log_level, run=config.name)
+    setup_logging(
+        "runner",
+        "isolated",
+        config.path,
+        config.monitor.log_level,
+        run=config.name,
+        max_bytes=config.monitor.log_max_bytes,
+    )
     runner = WorkflowRunner(config, runner_id=f"isolated-{os.getpid()}")
     if config.runner.memory_limit is not None:
         limit_memory(config.runner.memory_limit)

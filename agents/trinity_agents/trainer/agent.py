@@ -184,7 +184,14 @@ def follow(config: Config, agent_id: str, world: int) -> int:
     """Be a rank above 0: do what rank 0 announces; returns the exit code."""
     begin_follower()
     rank = own_rank()
-    setup_logging("trainer", f"{agent_id}-rank-{rank}", config.path, config.monitor.log_level, run=config.name)
+    setup_logging(
+        "trainer",
+        f"{agent_id}-rank-{rank}",
+        config.path,
+        config.monitor.log_level,
+        run=config.name,
+        max_bytes=config.monitor.log_max_bytes,
+    )
     add_plugins(config.plugin_dirs)
     model = ensure_model_folder(config.model, config.path / "model", config.seed)
     total = config.train_steps

@@ -143,6 +143,20 @@ async def next_line(process: asyncio.subprocess.Process) -> str:
         return (await process.stdout.readline()).decode().rstrip()
 
 
+def test_a_file_that_was_renamed_goes_on_where_it_was(tmp_path: Path) -> None:
+    path = put(tmp_path, "runner-0", line(1), line(2))
+    files = LogFiles(tmp_path)
+    assert len(list(files.merged())) == 2
+    put(tmp_path, "runner-0", line(3))
+    path.replace(path.with_name("runner-0.1.jsonl"))
+    put(tmp_path, "runner-0", line(4))
+    found, more = files.appended()
+    assert [one.text for one in found] == [line(3), line(4)]
+    assert not more
+    assert files.appended() == ([], False)
+    assert len(list(LogFiles(tmp_path).merged())) == 4, "a log in two files is read whole"
+
+
 async def test_it_follows_until_the_run_is_over(tmp_path: Path) -> None:
     put(tmp_path, "runner-0", line(1, batch=41))
     lock = tmp_path / "lock"

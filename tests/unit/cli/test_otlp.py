@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from tests.otlp_receiver import Receiver, receiving, values
+from trinity_agents.simulation import Simulation
 from trinity_mq.cli.commands.validate import check_trackers
 from trinity_mq.cli.main import main
 from trinity_mq.cli.run_folder import RunFolder
@@ -27,7 +28,8 @@ from trinity_mq.runtime.deliveries import envelope
 from trinity_mq.telemetry import trace
 from trinity_mq.telemetry.trace import BATCH, TASK, TraceSpan, record, span, start_trace
 from trinity_mq.telemetry.trace_files import READ_BYTES, TraceTail, read_trace
-from trinity_mq.telemetry.trace_ids import is_sampled, trace_id, trace_key
+from trinity_mq.telemetry.trace_ids import Sampled, is_sampled, read_traceparent, trace_id, trace_key
+from trinity_mq.testing.virtual_time import run_virtually
 
 SETTINGS: dict[str, Any] = {"name": "traced", "model": {"tiny": {}}}
 ASKED = TraceSpan("runner", "runner-0", "ask engine", 2.0, 3.0, batch=1, task=3, first_run=0, ticks=2_000_000)
@@ -155,6 +157,67 @@ def test_what_is_written_comes_once_torn_lines_never_and_new_processes_too(folde
         found += [one.what for one in spans]
     assert sorted(found) == ["second", "third"]
     assert sorted(one.what for one in read_trace(folder)) == ["first", "second", "third"]
+
+
+def test_batches_that_are_not_exported_cost_no_span(folder: Path) -> None:
+    start_trace("runner", "runner-0", folder, on=True, sample=0.25, exported_only=True)
+    for n in range(200):
+        record("ask engine", float(n), n + 0.5, batch=str(n))
+        record("apply weights", float(n), n + 0.5, version=(1, n))
+    trace.flush_trace()
+    key = trace_key(folder / "trace")
+    found = read_trace(folder)
+    exported = {str(n) for n in range(200) if is_sampled(trace_id(key, n), 0.25)}
+    assert 20 < len(exported) < 80
+    assert {one.batch for one in found if one.version is None} == exported
+    assert sum(one.version is not None for one in found) == 200, "which batch they come from is not known there"
+
+
+def test_a_reader_of_exported_batches_passes_over_others(folder: Path) -> None:
+    start_trace("runner", "runner-0", folder, on=True)
+    for n in range(100):
+        record("ask engine", float(n), n + 0.5, batch=n)
+    record("apply weights", 1.0, 2.0, version=(1, 1))
+    trace.flush_trace()
+    batches = Sampled(trace_key(folder / "trace"), 0.25)
+    found = TraceTail(folder, batches=batches).read() or []
+    assert [one.batch for one in found] == [*(n for n in range(100) if n in batches), None]
+
+
+def test_a_task_from_outside_is_linked_to_the_work_that_submitted_it(tmp_path: Path) -> None:
+    outside = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    sim = Simulation(tmp_path, batches=1, taskset=False)
+
+    async def scene() -> None:
+        start_trace("explorer", "explorer-0", tmp_path, on=True)
+        client = await sim.client()
+        await client.declare(*sim.topology.durable)
+        await sim.submit(0, headers={"traceparent": outside})
+        await sim.submit(1, headers={"traceparent": "rubbish"})
+        await sim.run()
+
+    try:
+        run_virtually(scene())
+        trace.flush_trace()
+    finally:
+        trace.stop_trace()
+    tree = TraceTree("sim", trace_key(tmp_path / "trace"))
+    with receiving(Receiver()) as receiver:
+        collector = Collector(receiver.url, "NONE", 5.0)
+        collector.send([*tree.add(read_trace(tmp_path)), *tree.finish()])
+    spans = receiver.batches()["batch 1"]
+    (taken,) = [one for _, one in spans.values() if one.name == "take submission"]
+    assert spans[taken.parent_span_id.hex()][1].name == "task 0"
+    (link,) = taken.links
+    assert f"00-{link.trace_id.hex()}-{link.span_id.hex()}-01" == outside
+
+
+@pytest.mark.parametrize(
+    "header",
+    ["", "rubbish", f"ff-{'a' * 32}-{'b' * 16}-01", f"00-{'0' * 32}-{'b' * 16}-01", f"00-{'a' * 32}-{'0' * 16}-01"],
+)
+def test_what_is_no_traceparent_is_none(header: str) -> None:
+    assert read_traceparent(header) is None
 
 
 def parsed(header: object) -> tuple[str, str, int]:

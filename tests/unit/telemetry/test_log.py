@@ -3,6 +3,8 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import subprocess
+import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -144,6 +146,38 @@ def test_set_up_again_replaces_the_handlers_and_appends_to_the_file(tmp_path: Pa
     setup_logging("runner", "trainer-0", tmp_path)
     get_logger("x").info("second")
     assert [line["event"] for line in lines(tmp_path)] == ["first", "second"]
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from trinity_mq.telemetry import get_logger, setup_logging
+
+setup_logging("runner", "isolated", Path(sys.argv[1]), max_bytes=20_000)
+for number in range(int(sys.argv[2]), int(sys.argv[2]) + 150):
+    get_logger("writer").info("counted", number=number)
+"""
+
+
+def test_a_full_log_begins_anew_and_keeps_the_file_before(tmp_path: Path) -> None:
+    setup_logging("trainer", "trainer-0", tmp_path, max_bytes=10_000)
+    for number in range(500):
+        get_logger("here").info("counted", number=number)
+    kept = [*lines(tmp_path, "trainer-0.1"), *lines(tmp_path)]
+    assert [line["number"] for line in kept] == list(range(500 - len(kept), 500))
+    assert 50 < len(kept) < 200
+    assert sum(path.stat().st_size for path in (tmp_path / "logs").iterdir()) < 20_400
+
+
+def test_processes_that_share_a_log_begin_it_anew_once(tmp_path: Path) -> None:
+    processes = [
+        subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path), str(1000 * number)]) for number in range(3)
+    ]
+    assert [one.wait() for one in processes] == [0, 0, 0]
+    found = [*lines(tmp_path, "isolated.1"), *lines(tmp_path, "isolated")]
+    assert len(found) > 100, "each file that was begun anew was full"
+    assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == ["isolated.1.jsonl", "isolated.jsonl"]
+    assert (tmp_path / "logs" / "isolated.1.jsonl").stat().st_size >= 20_000
 
 
 def test_without_a_run_folder_only_errors_show(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

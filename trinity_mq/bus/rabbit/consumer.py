@@ -43,6 +43,8 @@ class _Arrived(NamedTuple):
     channel: Channel
     message: DeliveredMessage
     offset: int | None
+    settled: bool = False
+    """The broker expects no answer."""
 
 
 class RabbitConsumer(BufferedConsumer[_Arrived]):
@@ -64,6 +66,8 @@ class RabbitConsumer(BufferedConsumer[_Arrived]):
     ) -> None:
         super().__init__(queue, prefetch, offset)
         self._on_lost, self._on_close = on_lost, on_close
+        # an exclusive queue ends with its connection: an answer would only cost a frame a message
+        self._unanswered = queue.kind == "exclusive" and not prefetch
         self._requested: int | None = None
         self._began: datetime.datetime | None = None
         self._channel: Channel | None = None
@@ -112,7 +116,7 @@ class RabbitConsumer(BufferedConsumer[_Arrived]):
             self._requested = self._next
         channel.on_consumer_cancel_callbacks.add(lambda cancel: self._cancel(channel))
         channel.closing.add_done_callback(lambda closing: self._channel_closed(channel, closing))
-        self._arrived.clear()
+        self._forget_arrived()
         self._to_ack = 0
         self._channel = channel
 
@@ -120,8 +124,9 @@ class RabbitConsumer(BufferedConsumer[_Arrived]):
             self._receive(channel, message)
 
         with amqp_errors():
-            await channel.basic_qos(prefetch_count=self._prefetch)
-            reply = await channel.basic_consume(self.queue.name, receive, arguments=arguments)
+            if not self._unanswered:
+                await channel.basic_qos(prefetch_count=self._prefetch)
+            reply = await channel.basic_consume(self.queue.name, receive, no_ack=self._unanswered, arguments=arguments)
         self._tag = reply.consumer_tag or ""
         if self._stream:
             self._watch(channel, self._next)
@@ -154,7 +159,7 @@ class RabbitConsumer(BufferedConsumer[_Arrived]):
             return
         offset = (message.header.properties.headers or {}).get("x-stream-offset") if self._stream else None
         if not isinstance(offset, int):
-            self._put(_Arrived(channel, message, None))
+            self._put(_Arrived(channel, message, None, self._unanswered))
             return
         if self._next is None:
             self._next = offset
@@ -179,11 +184,16 @@ class RabbitConsumer(BufferedConsumer[_Arrived]):
         if channel is not self._channel:
             return
         self._channel = None
-        self._arrived.clear()
+        self._forget_arrived()
         if self.over:
             self._changed.set()
         else:
             self._on_lost()
+
+    def _forget_arrived(self) -> None:
+        """Forget what the broker will deliver again."""
+        if not self._unanswered:
+            self._arrived.clear()
 
     def _hand_over(self, item: _Arrived) -> Delivery:
         if item.offset is not None:
@@ -246,9 +256,11 @@ class RabbitDelivery(Delivery):
             deliveries_before=returns if isinstance(returns, int) else 0,
             offset=arrived.offset,
         )
-        self._channel, self._tag = arrived.channel, message.delivery_tag or 0
+        self._channel, self._tag, self._settled = arrived.channel, message.delivery_tag or 0, arrived.settled
 
     async def _settle(self, answer: Answer) -> None:
+        if self._settled:
+            return
         try:
             with amqp_errors():
                 if answer == "ack":  # of this delivery alone: another answer of the channel may still be to be written

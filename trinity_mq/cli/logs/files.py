@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,33 +19,40 @@ CHUNK = 1024 * 1024
 class _Place:
     """A place in a file."""
 
-    inode: int
     offset: int = 0
 
 
 class LogFiles:
-    """The log files of a run, each read once from its beginning; files may appear, grow, shrink and be replaced."""
+    """The log files of a run, each read once from its beginning; files may appear, grow, shrink, be renamed and be
+    replaced.
+    """
 
     def __init__(self, run_folder: Path) -> None:
         self._folder = run_folder / LOGS_FOLDER
-        self._places: dict[Path, _Place] = {}
+        self._places: dict[int, _Place] = {}
+        """By inode: a file that is full goes on under another name."""
 
     def merged(self) -> Iterator[LogLine]:
         """Yield all lines that are there now in the order of time, of each file a line at a time.
 
         A file in which a clock went back is passed on as it is.
         """
-        ends = {path: size for path, inode, size in self._sizes()}
-        yield from heapq.merge(*(self._lines(path, end) for path, end in ends.items()), key=lambda line: line.time)
+        found = self._sizes()
+        yield from heapq.merge(
+            *(self._lines(path, inode, size) for path, inode, size in found), key=lambda line: line.time
+        )
 
     def appended(self) -> tuple[list[LogLine], bool]:
         """Return the lines that were added since, in the order of time, and whether there may be more already."""
         found: list[LogLine] = []
         more = False
-        for path, inode, size in self._sizes():
-            place = self._places.get(path)
-            if place is None or place.inode != inode or size < place.offset:
-                place = self._places[path] = _Place(inode)
+        sizes = self._sizes()
+        there = {inode for _, inode, _ in sizes}
+        self._places = {inode: place for inode, place in self._places.items() if inode in there}
+        for path, inode, size in sizes:
+            place = self._places.setdefault(inode, _Place())
+            if size < place.offset:
+                place.offset = 0
             lines, full = _read(path, place)
             found += _parsed(lines)
             more |= full
@@ -60,10 +68,12 @@ class LogFiles:
             found.append((path, status.st_ino, status.st_size))
         return found
 
-    def _lines(self, path: Path, end: int) -> Iterator[LogLine]:
+    def _lines(self, path: Path, inode: int, end: int) -> Iterator[LogLine]:
         try:
             with path.open("rb") as file:
-                self._places[path] = place = _Place(path.stat().st_ino)
+                if os.fstat(file.fileno()).st_ino != inode:  # renamed since it was listed, and is listed there
+                    return
+                self._places[inode] = place = _Place()
                 while place.offset < end and (line := file.readline(CHUNK)):
                     if not line.endswith(b"\n") and len(line) < CHUNK:
                         return  # still being written

@@ -18,7 +18,6 @@ from trinity_mq.cli.errors import CommandError
 from trinity_mq.cli.observe.observatory import Observatory
 from trinity_mq.cli.run.follow import MetricsTail, depths, listen
 from trinity_mq.config import ConfigError
-from trinity_mq.messages import Metrics
 from trinity_mq.reviews.stream import NoReviews, ReviewStream
 from trinity_mq.runtime.deliveries import EXPERIENCES
 from trinity_mq.runtime.errors import first_leaf
@@ -122,11 +121,12 @@ class BrokerSource:
 
     async def _follow(self, target: Target) -> None:
         async with connected(target.run, target.broker, "dash") as (bus, topology):
-            queue = topology.listener("dash", uuid.uuid4().hex[:12], "telemetry", "#")
+            wanted = "#" if "metrics" in self._takes else "beat.#"
+            queue = topology.listener("dash", uuid.uuid4().hex[:12], "telemetry", wanted)
             self.bus, self.topology, self._observatory.is_live = bus, topology, True
             try:
                 async with asyncio.TaskGroup() as group:
-                    group.create_task(listen(bus, queue, self._receive))
+                    group.create_task(listen(bus, queue, self._observatory.receive))
                     group.create_task(self._depths(bus, topology))
                     if "reviews" in self._takes:
                         group.create_task(self._reviews(bus, topology))
@@ -134,10 +134,6 @@ class BrokerSource:
                         group.create_task(self._stream(bus, topology))
             finally:
                 self.bus, self.reviews, self._observatory.is_live = None, None, False
-
-    def _receive(self, message: object) -> None:
-        if "metrics" in self._takes or not isinstance(message, Metrics):
-            self._observatory.receive(message)
 
     async def _depths(self, bus: Bus, topology: Topology) -> None:
         loop = asyncio.get_running_loop()

@@ -79,7 +79,14 @@ def run_configured(
         if broker is not None:
             broker.read()  # what is wrong with it is better said now
         url = None if broker is None else broker.text()
-        setup_logging("supervisor", "supervisor", folder.path, config.monitor.log_level, run=config.name)
+        setup_logging(
+            "supervisor",
+            "supervisor",
+            folder.path,
+            config.monitor.log_level,
+            run=config.name,
+            max_bytes=config.monitor.log_max_bytes,
+        )
         return _run(config, folder, url, arguments, server)
 
 

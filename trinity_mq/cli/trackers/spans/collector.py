@@ -19,6 +19,7 @@ import httpx
 
 from trinity_mq.cli.trackers.base import TrackerError
 from trinity_mq.cli.trackers.spans.tree import Attribute, TreeSpan
+from trinity_mq.telemetry.trace_ids import LINK, read_traceparent
 
 PATH = "/v1/traces"
 REFUSED = frozenset({400, 413, 415, 422})
@@ -128,6 +129,9 @@ class Collector:
         message.kind = kinds.SPAN_KIND_CLIENT if calls else kinds.SPAN_KIND_INTERNAL
         message.start_time_unix_nano, message.end_time_unix_nano = _nanoseconds(one.start), _nanoseconds(one.end)
         _fill(message.attributes, one.attributes)
+        if outside := read_traceparent(str(one.attributes.get(LINK, ""))):
+            link = message.links.add()
+            link.trace_id, link.span_id = map(bytes.fromhex, outside)
 
     def close(self) -> None:
         """Close its connections."""

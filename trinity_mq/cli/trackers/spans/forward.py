@@ -16,7 +16,7 @@ from trinity_mq.cli.trackers.spans.tree import TraceTree, TreeSpan
 from trinity_mq.runtime.process import write_atomic
 from trinity_mq.telemetry.trace import TRACE_FOLDER
 from trinity_mq.telemetry.trace_files import TraceTail
-from trinity_mq.telemetry.trace_ids import trace_key
+from trinity_mq.telemetry.trace_ids import Sampled, trace_key
 
 log = structlog.get_logger(__name__)
 
@@ -67,7 +67,7 @@ class SpanForwarder:
         except OSError as error:
             raise TrackerError(f"{folder / TRACE_FOLDER} cannot be used: {error.strerror or error}") from error
         try:
-            self._tail = TraceTail(folder, known.get("tail"))
+            self._tail = TraceTail(folder, known.get("tail"), batches=Sampled(key, sample))
             self._tree = TraceTree(name, key, sample, known.get("tree"))
             self.sent, self.lost = int(known.get("sent", 0)), int(known.get("lost", 0))
         except (ValueError, KeyError, TypeError, AttributeError) as error:

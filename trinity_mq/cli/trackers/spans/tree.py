@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from trinity_mq.telemetry.trace import TraceSpan
-from trinity_mq.telemetry.trace_ids import batch_span, is_sampled, phase_span, recorded_span, task_span, trace_id
+from trinity_mq.telemetry.trace_ids import Sampled, batch_span, phase_span, recorded_span, task_span, trace_id
 
 Phase = Literal["explore", "rollout", "operators", "train", "sync"]
 PHASES: Mapping[str, Phase] = {
@@ -82,7 +82,7 @@ class TraceTree:
     """
 
     def __init__(self, run: str, key: str, sample: float = 1.0, state: Mapping[str, Any] | None = None) -> None:
-        self._run, self._key, self._sample = run, key, sample
+        self._run, self._key, self._sampled = run, key, Sampled(key, sample)
         known = state or {}
         self._open = {name: _Batch(**one) for name, one in known.get("open", {}).items()}
         self._over: dict[str, None] = dict.fromkeys(known.get("over", ()))
@@ -142,9 +142,9 @@ class TraceTree:
         return self._made.setdefault(one.version or "", f"weights {one.version}")
 
     def _recorded(self, one: TraceSpan, batch: str) -> Iterable[TreeSpan]:
-        trace = trace_id(self._key, batch)
-        if not is_sampled(trace, self._sample):
+        if batch not in self._sampled:
             return
+        trace = trace_id(self._key, batch)
         phase: str = "sync" if one.batch is None else PHASES.get(one.role, "rollout")
         if batch not in self._over:
             known = self._open.setdefault(batch, _Batch())
