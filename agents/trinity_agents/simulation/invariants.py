@@ -238,8 +238,9 @@ def _entry(found: Evidence, entry: Mapping[str, object]) -> Faults:
     batch, outcome = int(str(entry["batch"])), entry["outcome"]
     decided = found.processed.get(batch)
     if entry.get("repaired"):
-        if decided is None or decided[0].ticket != entry["ticket"] or decided[0].state != "failed":
-            yield f"batch {batch} was repaired, and is decided as {decided and decided[0].state}"
+        own = [one["outcome"] for one in found.history if one["ticket"] == entry["ticket"] and not one.get("repaired")]
+        if own not in (["failed"], ["skipped"]):
+            yield f"batch {batch} was repaired, and is recorded as {own}"
         return
     if decided is None or (entry["ticket"], entry["op"]) != (decided[0].ticket, decided[0].op):
         yield f"batch {batch}: the trainer took {entry['ticket']}/{entry['op']}, decided is {decided and decided[0].op}"
