@@ -9,7 +9,6 @@ from typing import Any
 
 import aio_pika
 import pytest
-from tests.tcp_proxy import CuttingProxy
 
 from tests.broker.test_operator_failures import operators
 from tests.waiting import until
@@ -18,6 +17,7 @@ from trinity_mq.bus.streams import next_or_quiet
 from trinity_mq.cli.main import main as command
 from trinity_mq.experience import Experience
 from trinity_mq.runtime.deliveries import EXPERIENCES
+from trinity_mq.testing.tcp_proxy import CuttingProxy
 
 pytestmark = [pytest.mark.broker, pytest.mark.timeout(120)]
 
