@@ -1,12 +1,15 @@
 """Measures the cost of seeing a run: tokens a second with everything on that shows it, against the same with all off.
 
-    python benchmarks/bench_observability.py [--steps 30] [--rounds 3] [--parts trace dash ...] [--sample 0.1] [--check]
+    python benchmarks/bench_observability.py [--steps 30] [--rounds 3] [--parts trace dash ...] [--sample 0.1]
+                                             [--set KEY=VALUE ...] [--check]
 
 *on* is a run with ``monitor.trace`` and ``monitor.otlp`` to a receiver on this machine, which gets one of ten batches,
 and ``trinity-mq exporter`` and ``trinity-mq dash`` beside it; ``--parts`` chooses among these. Runs are of
 examples/arithmetic.yaml without evaluations. On and off take turns, and which is first changes from round to round.
 Tokens are those of the train steps but the first third, so that the start of further processes, once for a run of any
 length, is left out. The ratio is that of the medians.
+``--set`` changes settings of all runs: by default a step takes an eighth of a second and keeps two cores busy, so that
+what is done for each message and each batch weighs most; a larger model makes steps that are more like those of others.
 Processor seconds are those of all processes of a run and of all beside it, from start to end.
 
 ``--check`` exits with 1 if the ratio is below 0.97.
@@ -123,8 +126,8 @@ class Measured:
     """Spans that came to the receiver."""
 
 
-async def run(steps: int, parts: Sequence[str], sample: float) -> Measured:
-    """Do a whole run with these parts of :data:`PARTS` on, ``sample`` of its batches exported.
+async def run(steps: int, parts: Sequence[str], sample: float, more: Sequence[str]) -> Measured:
+    """Do a whole run with these parts of :data:`PARTS` on, ``sample`` of its batches exported, and ``more`` settings.
 
     Raises:
         SystemExit: It ended badly; with its output.
@@ -138,7 +141,7 @@ async def run(steps: int, parts: Sequence[str], sample: float) -> Measured:
         if "otlp" in parts:
             settings.append(f"monitor.otlp={{endpoint: {collector.url}, sample: {sample}}}")
         before = processor_seconds()
-        async with LocalRun(EXAMPLE, folder, settings) as whole:
+        async with LocalRun(EXAMPLE, folder, [*settings, *more]) as whole:
             async with watched(folder, [name for name in BESIDE if name in parts]):
                 code, output = await whole.ended(LIMIT)
         if code != 0:
@@ -160,14 +163,14 @@ def tokens_a_second(lines: Sequence[Mapping[str, Any]]) -> float:
     return float(tokens / (steps[-1]["time"] - steps[skipped - 1]["time"]))
 
 
-async def compare(steps: int, rounds: int, parts: Sequence[str], sample: float) -> float:
+async def compare(steps: int, rounds: int, parts: Sequence[str], sample: float, more: Sequence[str] = ()) -> float:
     """Print the figures of each round; return the ratio of the medians."""
     found: dict[bool, list[Measured]] = {True: [], False: []}
     print(f"on: {', '.join(parts)}; {sample:g} of the batches exported; {steps} steps, {os.cpu_count()} cores")
     for number in range(rounds):
         for on in (False, True) if number % 2 == 0 else (True, False):
             began = time.monotonic()
-            one = await run(steps, parts if on else (), sample)
+            one = await run(steps, parts if on else (), sample, more)
             found[on].append(one)
             what = f"on,  {one.spans} spans" if on else "off"
             spent = f"{one.processor:.1f} processor seconds, {time.monotonic() - began:.0f} s"
@@ -190,13 +193,14 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3, help="runs with all on, and as many with all off")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="what is on (default: all)")
     parser.add_argument("--sample", type=float, default=0.1, help="share of the batches that are exported")
+    parser.add_argument("--set", nargs="+", default=(), metavar="KEY=VALUE", help="settings of all runs")
     parser.add_argument("--check", action="store_true", help=f"exit with 1 if the ratio is below {BOUND}")
     parser.add_argument("--quick", action="store_true", help="one round of few steps, to see that it runs")
     figures.add_option(parser)
     options = parser.parse_args()
     if options.quick:
         options.steps, options.rounds, options.sample = 6, 1, 1.0
-    ratio = asyncio.run(compare(options.steps, options.rounds, options.parts, options.sample))
+    ratio = asyncio.run(compare(options.steps, options.rounds, options.parts, options.sample, options.set))
     figures.write(options, {"tokens/s with all on, of all off": ratio})
     return 1 if options.check and ratio < BOUND else 0
 
