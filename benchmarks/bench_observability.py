@@ -7,7 +7,8 @@
 and ``trinity-mq exporter`` and ``trinity-mq dash`` beside it; ``--parts`` chooses among these. Runs are of
 examples/arithmetic.yaml without evaluations. On and off take turns, and which is first changes from round to round.
 Tokens are those of the train steps but the first third, so that the start of further processes, once for a run of any
-length, is left out. The ratio is that of the medians.
+length, is left out. The ratio is the
+median of those of the rounds, whose two runs are side by side: a machine's speed changes over minutes.
 ``--set`` changes settings of all runs: by default a step takes an eighth of a second and keeps two cores busy, so that
 what is done for each message and each batch weighs most; a larger model makes steps that are more like those of others.
 Processor seconds are those of all processes of a run and of all beside it, from start to end.
@@ -177,10 +178,10 @@ async def compare(steps: int, rounds: int, parts: Sequence[str], sample: float, 
             print(f"round {number + 1}: {one.speed:7.0f} tokens/s {what} ({spent})", flush=True)
             if on and "otlp" in parts and not one.spans:
                 raise SystemExit("no span came to the receiver: nothing was compared")
-    speeds = {on: statistics.median(one.speed for one in found[on]) for on in found}
-    spent_by = {on: statistics.median(one.processor for one in found[on]) for on in found}
-    ratio = speeds[True] / speeds[False]
-    print(f"on/off: {ratio:.3f}, wanted at least {BOUND}; processor seconds {spent_by[True] / spent_by[False]:.3f}")
+    pairs = list(zip(found[True], found[False], strict=True))
+    ratio = statistics.median(on.speed / off.speed for on, off in pairs)
+    spent_by = statistics.median(on.processor / off.processor for on, off in pairs)
+    print(f"on/off: {ratio:.3f}, wanted at least {BOUND}; processor seconds {spent_by:.3f}")
     return ratio
 
 

@@ -210,14 +210,16 @@ def works_on(batch: int | str | None) -> None:
 
 
 def batch_at_work() -> int | str | None:
-    """Return the batch that the present task, else this process, works for; None where nothing is traced."""
-    if _recorder is None:
+    """Return the batch that the present task, else this process, works for; None where it is not recorded."""
+    if (recorder := _recorder) is None:
         return None
-    return _at_work if (batch := BATCH.get()) is None else batch
+    if (batch := BATCH.get()) is None:
+        batch = _at_work
+    return None if batch is None or recorder.leaves_out(batch) else batch
 
 
 def trace_headers() -> dict[str, str]:
-    """Return the headers that tell an engine which batch and task a request is for, none where nothing is traced."""
+    """Return the headers that tell an engine which batch and task a request is for, none where that is not recorded."""
     if (batch := batch_at_work()) is None:
         return {}
     found = {BATCH_HEADER: str(batch), **parent_header(batch)}
@@ -228,11 +230,13 @@ def trace_headers() -> dict[str, str]:
 
 def parent_header(batch: int | str | None = None, task: int | None = None) -> dict[str, str]:
     """Return the header ``traceparent`` of a batch, by default of that at work, and of a task of it: what gets it works
-    below the span of the task, else of the batch. None where nothing is traced, or there is no batch.
+    below the span of the task, else of the batch. None where there is no batch, or it is not recorded.
     """
     if (recorder := _recorder) is None:
         return {}
-    if batch is None and (batch := batch_at_work()) is None:
+    if batch is None:
+        batch = batch_at_work()
+    if batch is None or recorder.leaves_out(batch):
         return {}
     if task is None and (own := TASK.get()) is not None:
         task = own[0]

@@ -164,6 +164,11 @@ def test_batches_that_are_not_exported_cost_no_span(folder: Path) -> None:
     for n in range(200):
         record("ask engine", float(n), n + 0.5, batch=str(n))
         record("apply weights", float(n), n + 0.5, version=(1, n))
+        token = BATCH.set(n)
+        ready = BatchReady(batch=n, ticket="t", op="o", chunks=0, experiences=0)
+        said = "traceparent" in envelope(ready).headers, bool(trace.trace_headers())
+        BATCH.reset(token)
+        assert said == (is_sampled(trace_id(trace_key(folder / "trace"), n), 0.25),) * 2
     trace.flush_trace()
     key = trace_key(folder / "trace")
     found = read_trace(folder)
