@@ -119,7 +119,7 @@ async def test_a_connection_that_breaks_is_opened_again(channel: MemoryChannel) 
     async with CuttingProxy(where["url"]) as proxy:
         proxy.hold_replies()
         receiving = asyncio.create_task(receive({**where, "url": proxy.url}))
-        await until(lambda: bool(proxy._writers))
+        await until(lambda: bool(proxy._pairs))
         proxy.cut()
         assert same(await receiving, TENSORS)
 
