@@ -166,7 +166,13 @@ class Checkout:
         file.write_text(json.dumps(known | {name: {"command": [f"{name}.py"], "ratios": ratios}}))
 
     def run(self, *words: str) -> tuple[int, str]:
-        command = [sys.executable, str(self.folder / "benchmarks" / "run_recorded.py"), *words, "--log", str(self.folder / "logs")]
+        command = [
+            sys.executable,
+            str(self.folder / "benchmarks" / "run_recorded.py"),
+            *words,
+            "--log",
+            str(self.folder / "logs"),
+        ]
         environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT)}
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=50, check=False, env=environment, cwd=self.folder
