@@ -8,7 +8,7 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +115,15 @@ async def test_each_line_comes_once_though_the_broker_is_restarted_and_the_runs_
             await tap.wait()
 
 
+@pytest.fixture
+def heeds_ctrl_c() -> Iterator[None]:
+    """Have children heed SIGINT, also where a shell started these tests in its background, which ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("heeds_ctrl_c")
 async def test_from_now_some_fields_of_each_second_one_until_ctrl_c(
     node: PrivateNode, bus: Bus, topology: Topology
 ) -> None:
