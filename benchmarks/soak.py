@@ -265,7 +265,7 @@ async def heartbeats(folder: Path, watch: Watch, seconds: float) -> None:
             watch.note_memory({**pids, "broker": node.pid})
 
         try:
-            async with sampling(look):
+            async with sampling(look), asyncio.timeout(seconds + 300.0):
                 for what, one in listeners.items():
                     out, _ = await one.communicate()
                     if one.returncode:

@@ -144,7 +144,8 @@ class _LogFile(BaseRotatingHandler):
             if os.stat(self.baseFilename).st_size >= self._max_bytes:
                 os.replace(self.baseFilename, self._before)
         if self.stream is not None:
-            self.stream.close()
+            stream, self.stream = self.stream, None  # should the next one not open, the next line tries again
+            stream.close()
         self.stream = self._open()
 
     def close(self) -> None:

@@ -149,6 +149,8 @@ class Injector:
             except CommandError as error:
                 done.at, done.note = None, str(error)
                 self._tell(f"fault {fault.number} was not done: {error}")
+                if self._lasts(fault):  # a part of it may have been
+                    await self._relieve(victim, fault.kind)
                 return
             self._struck(done, group)
             return
@@ -169,7 +171,7 @@ class Injector:
             done.ended = done.at
 
     def _lasts(self, fault: Fault) -> bool:
-        return fault.kind == "freeze" or (fault.kind == "cut" and fault.seconds > 0)
+        return fault.kind in {"freeze", "cut"}
 
     async def _choose(self, fault: Fault, over: Callable[[], bool]) -> Victim | None:
         """Return the victim that a fault picks among those that are there; waits until one is."""
@@ -208,11 +210,11 @@ class Injector:
         self._witness.changed.notify()
 
     async def _relieve(self, victim: Victim, kind: str) -> None:
-        self._lasting.pop(victim.identity, None)
         try:
             await self._targets.relieve(victim, kind)
         except CommandError as error:
             self._tell(f"{victim.name} could not be relieved of {kind}: {error}")
+        self._lasting.pop(victim.identity, None)  # not where this was cancelled: it is tried again at the end
 
     async def _relieve_all(self) -> None:
         for victim, kind in tuple(self._lasting.values()):

@@ -170,6 +170,23 @@ def test_what_cannot_be_done_is_noted_and_the_others_are_done() -> None:
     assert (done[0].at, done[0].note) == (None, "docker does not answer")
 
 
+def test_what_was_begun_and_failed_is_ended() -> None:
+    async def refuse(run: Run) -> None:
+        run.refuse = [CommandError("it was taken off one of its two networks")]
+
+    run, (cut, _), _ = play(
+        Fault(number=1, wait=0.0, role="runner", kind="cut", pick=0.0, seconds=3.0),
+        Fault(number=2, wait=0.0, role="runner", kind="cut", pick=0.0, seconds=0.0),
+        act=refuse,
+    )
+    assert cut.at is None
+    assert [(kind, name) for _, kind, name in run.acts] == [
+        ("end of cut", "runner-0"),
+        ("cut", "runner-0"),
+        ("end of cut", "runner-0"),
+    ], "one of no seconds is ended too"
+
+
 def test_a_run_that_does_not_recover_ends_the_faults() -> None:
     async def act(run: Run) -> None:
         run.restarts = False

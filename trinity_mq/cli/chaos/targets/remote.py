@@ -75,7 +75,7 @@ class ComposeTargets:
     def __init__(self, project: str) -> None:
         self.where = f"compose project {project}"
         self._project = project
-        self._networks: dict[str, Mapping[str, Any]] = {}
+        self._networks: dict[str, dict[str, Any]] = {}
         """By container, the networks that it was taken off."""
 
     @property
@@ -110,9 +110,11 @@ class ComposeTargets:
         if kind == "freeze":
             with contextlib.suppress(CommandError):  # it was killed meanwhile
                 await output_of("docker", "unpause", victim.identity)
-        for network, settings in self._networks.pop(victim.identity, {}).items():
+        left = self._networks.get(victim.identity, {})
+        for network, settings in tuple(left.items()):
             aliases = [word for alias in settings.get("Aliases") or () for word in ("--alias", alias)]
             await output_of("docker", "network", "connect", *aliases, network, victim.identity)
+            del left[network]
 
     async def left_over(self) -> list[str] | None:
         """Return the agents' containers that still run."""
@@ -148,9 +150,10 @@ class ComposeTargets:
 
     async def _cut(self, victim: Victim) -> None:
         networks = (await self._inspected(victim))["NetworkSettings"]["Networks"]
-        self._networks[victim.identity] = networks
-        for network in networks:
+        taken_off = self._networks[victim.identity] = {}
+        for network, settings in networks.items():
             await output_of("docker", "network", "disconnect", network, victim.identity)
+            taken_off[network] = settings
 
 
 class KubernetesTargets:
