@@ -16,8 +16,8 @@ FALL = 0.2
 """Share by which a ratio may fall against the recorded one."""
 NOISE = 0.1
 """A fixed loop whose speed changes by more than this share from before a benchmark until after it tells of others."""
-BUSY = 0.5
-"""Load for each core, before a benchmark, from which on the machine counts as busy."""
+BUSY = 10.0
+"""Percent of the processor that others use, before a benchmark, from which on the machine counts as busy."""
 FILE = Path(__file__).with_name("recorded.json")
 BEGIN, END = (
     "<!-- recorded ratios: scripts/benchmarks --record writes this table -->",
@@ -40,8 +40,8 @@ class Machine(Strict):
     """Release."""
     python: str
     """Release."""
-    load: float | None = None
-    """Load average of the last minute, before the benchmark."""
+    busy: float | None = None
+    """Percent of the processor that others used in the seconds before the benchmark."""
     calibration: tuple[float, float] | None = None
     """Speed of a fixed loop on all cores, before and after the benchmark: MB of SHA-256 a second."""
 
@@ -50,8 +50,8 @@ class Machine(Strict):
         found = []
         if self.calibration and abs(self.calibration[1] / self.calibration[0] - 1) > NOISE:
             found.append(f"a fixed loop made {self.calibration[0]:.0f} MB/s before, {self.calibration[1]:.0f} after")
-        if self.load is not None and self.load > BUSY * self.cores:
-            found.append(f"load {self.load:.1f} before it")
+        if self.busy is not None and self.busy > BUSY:
+            found.append(f"others used {self.busy:.0f} % of the processor before it")
         return "; ".join(found)
 
 
@@ -182,8 +182,8 @@ def table(rows: Sequence[Row], machines: Mapping[str, Machine]) -> str:
 def state(machine: Machine) -> str:
     """Return the state of a machine as one line, what disturbed it included."""
     parts = [f"{machine.cores} cores, {machine.processor}, RabbitMQ {machine.rabbitmq}, Python {machine.python}"]
-    if machine.load is not None:
-        parts.append(f"load before {machine.load:.2f}")
+    if machine.busy is not None:
+        parts.append(f"{machine.busy:.0f} % busy before")
     if machine.calibration:
         parts.append(f"fixed loop {machine.calibration[0]:.0f}, {machine.calibration[1]:.0f} MB/s")
     if noise := machine.noise():
@@ -198,7 +198,7 @@ def markdown(recorded: Recorded) -> str:
         for key, ratio in benchmark.ratios.items():
             if ratio.value is not None:
                 where = benchmark.machine
-                beside = f"{where.cores} cores, RabbitMQ {where.rabbitmq}, Python {where.python}" if where else ""
+                beside = state(where) if where else ""
                 lines.append(f"| `{name}` | {key} | {ratio.value:.3g} | {ratio.better} | {benchmark.date} | {beside} |")
     return "\n".join([*lines, "", END])
 

@@ -4,8 +4,9 @@
     python benchmarks/run_recorded.py [NAME ...] [--quick] [--record] [--log FOLDER]
 
 recorded.json says which benchmarks there are, with which arguments, and what is recorded; comparison.py decides. Each
-benchmark runs as a process of its own; what it prints goes to ``FOLDER/NAME.log``. Before and after each, a fixed loop
-(SHA-256 on all cores) is timed, so that a machine on which others work is seen beside the figures.
+benchmark runs as a process of its own; what it prints goes to ``FOLDER/NAME.log``. Before each, the
+processor time that others use is measured, and before and after it a fixed loop (SHA-256 on all cores) is timed, so
+that a machine on which others work is seen beside the figures.
 
 ``--quick`` asks whether they all run, in as little time as each can, and compares nothing. ``--record`` writes the
 ratios that were seen into recorded.json and into the table of docs/performance.md. Exit code 1: a ratio fell, or a
@@ -30,6 +31,8 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
+import psutil
+
 from comparison import FILE, Benchmark, Machine, Row, compare, dump, in_document, load, state, table, with_new_values
 from trinity_mq.local_broker.node import find_rabbitmq
 
@@ -39,6 +42,8 @@ DOCUMENT = ROOT / "docs" / "performance.md"
 LIMIT, QUICK_LIMIT = 1800.0, 300.0
 """Seconds after which a benchmark is ended."""
 LOOP_SECONDS = 1.0
+LOOK_SECONDS = 3.0
+"""Seconds for which what others use of the processor is measured, before a benchmark."""
 TAIL_LINES = 15
 
 
@@ -94,15 +99,15 @@ def run(name: str, benchmark: Benchmark, folder: Path, *, quick: bool) -> Outcom
     file, log = folder / f"{name}.json", folder / f"{name}.log"
     file.unlink(missing_ok=True)
     command = [sys.executable, str(HERE / script), *words, "--json", str(file), *(["--quick"] if quick else [])]
-    before, busy = os.getloadavg()[0], calibrate()
+    busy, before = psutil.cpu_percent(LOOK_SECONDS), calibrate()
     problem = execute(command, log, QUICK_LIMIT if quick else LIMIT)
     machine = Machine(
         processor=processor(),
         cores=os.cpu_count() or 1,
         rabbitmq=rabbitmq(),
         python=platform.python_version(),
-        load=round(before, 2),
-        calibration=(busy, calibrate()),
+        busy=busy,
+        calibration=(before, calibrate()),
     )
     found: dict[str, float] = {}
     if not problem:

@@ -20,7 +20,7 @@ from benchmarks.comparison import Benchmark, Machine, Ratio, compare, fall, in_d
 ROOT = Path(__file__).parents[3]
 DOCUMENT = ROOT / "docs" / "performance.md"
 POSITIVE = st.floats(1e-3, 1e3)
-MACHINE = Machine(processor="p", cores=2, rabbitmq="4.0.5", python="3.11.7", load=0.1, calibration=(100.0, 101.0))
+MACHINE = Machine(processor="p", cores=2, rabbitmq="4.0.5", python="3.11.7", busy=1.5, calibration=(100.0, 101.0))
 
 
 def benchmark(**ratios: Ratio) -> Benchmark:
@@ -77,8 +77,8 @@ def test_recording_keeps_what_was_left_out():
     [
         ({}, ""),
         ({"calibration": (100.0, 80.0)}, "a fixed loop made 100 MB/s before, 80 after"),
-        ({"load": 1.5}, "load 1.5 before it"),
-        ({"load": None, "calibration": None}, ""),
+        ({"busy": 21.0}, "others used 21 % of the processor before it"),
+        ({"busy": None, "calibration": None}, ""),
     ],
 )
 def test_a_noisy_machine_is_seen(change, said):
@@ -195,7 +195,7 @@ class TestTheCommand:
         code, said = checkout.run()
         assert code == 1, said
         assert "FAILED: bench_a, r: recorded 1.9, seen 1.5; it may fall by 20% at most" in said
-        assert re.search(r"bench_a: \d+ cores, .*RabbitMQ .*Python .*load before .*fixed loop \d+, \d+ MB/s", said)
+        assert re.search(r"bench_a: \d+ cores, .*RabbitMQ .*Python .*% busy before.*fixed loop \d+, \d+ MB/s", said)
 
     def test_one_that_held_passes_and_a_new_one_is_recorded_with_the_machine(self, checkout):
         checkout.has("bench_a", "figures.write(options, {'r': 1.8, 's': 3.14159})", r={"value": 1.9}, s={})
