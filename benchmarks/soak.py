@@ -41,6 +41,7 @@ from trinity_mq.bus.addresses import URL_VARIABLE
 from trinity_mq.bus.base import BusRefused
 from trinity_mq.bus.permissions import permissions, rabbitmqctl_lines
 from trinity_mq.cli.run.follow import MetricsTail
+from trinity_mq.config import load_config
 from trinity_mq.local_broker.node import PrivateNode
 from trinity_mq.scheduling import Scheduler
 from trinity_mq.telemetry import setup_logging
@@ -141,9 +142,10 @@ def size_of(folder: Path) -> int:
     if folder.is_file():
         return folder.stat().st_size
     total = 0
-    for path in folder.rglob("*"):
-        with suppress(OSError):  # it was taken away meanwhile
-            total += path.stat().st_size if path.is_file() else 0
+    for within, _, files in os.walk(folder):  # unlike rglob it passes over folders that are taken away meanwhile
+        for file in files:
+            with suppress(OSError):
+                total += os.stat(os.path.join(within, file)).st_size
     return total
 
 
@@ -250,7 +252,11 @@ async def heartbeats(folder: Path, watch: Watch, seconds: float) -> None:
     agents = [(role, number) for role, count in many for number in range(count)]
     watch.facts["agents"] = len(agents)
     async with private_node(folder) as node:
-        exchange = Topology(str(bench_heartbeats.CONFIG["name"])).exchange("telemetry")
+        config = load_config(bench_heartbeats.CONFIG)
+        topology = Topology(config.name)
+        bus = create_bus(config.broker, topology, "soak")
+        await bus.connect()  # which declares the exchange to which heartbeats are sent
+        await bus.close()
         listeners = {
             what: await asyncio.create_subprocess_exec(
                 *(sys.executable, bench_heartbeats.__file__, "--measured", word, "--seconds", str(seconds)),
@@ -258,7 +264,7 @@ async def heartbeats(folder: Path, watch: Watch, seconds: float) -> None:
             )
             for what, word in (("explorer", "explorer"), ("runner", "role"))
         }
-        sending = asyncio.ensure_future(bench_heartbeats.send(node.url, exchange, agents))
+        sending = asyncio.ensure_future(bench_heartbeats.send(node.url, topology.exchange("telemetry"), agents))
 
         async def look() -> None:
             pids: dict[str, int | None] = {what: one.pid for what, one in listeners.items()}
@@ -267,7 +273,12 @@ async def heartbeats(folder: Path, watch: Watch, seconds: float) -> None:
         try:
             async with sampling(look), asyncio.timeout(seconds + 300.0):
                 for what, one in listeners.items():
-                    out, _ = await one.communicate()
+                    heard = asyncio.ensure_future(one.communicate())
+                    await asyncio.wait([heard, sending], return_when=asyncio.FIRST_COMPLETED)
+                    if sending.done():
+                        heard.cancel()
+                        break
+                    out, _ = await heard
                     if one.returncode:
                         watch.failures.append(f"{what} ended with {one.returncode}")
                     else:

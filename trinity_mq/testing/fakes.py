@@ -16,6 +16,7 @@ from trinity_mq.bus.topology import batch_key
 from trinity_mq.config import Config
 from trinity_mq.experience import EID, Experience
 from trinity_mq.messages import TaskResult, TaskSlice, Version, decode
+from trinity_mq.models.errors import EngineRefused
 from trinity_mq.models.inference import EngineSnapshot
 from trinity_mq.runtime.agent import Agent
 from trinity_mq.runtime.deliveries import EXPERIENCES, acknowledge, envelope
@@ -35,6 +36,7 @@ class FakeEngine:
         """Between the start of a sync and its end nobody is served."""
         self.receive_seconds = receive_seconds
         self.on_change: Callable[[], None] = lambda: None
+        self._received: Version | None = None
 
     async def start(self) -> None:
         """Nothing to start."""
@@ -57,17 +59,25 @@ class FakeEngine:
         """Receive weights, which have no version until :meth:`commit`; the canary agrees with :class:`FakeLearner`."""
         self.snapshot = replace(self.snapshot, state="dirty", version=None)
         await asyncio.sleep(self.receive_seconds)
+        generation, step = spec["version"]
+        self._received = generation, step
         return {"logprobs": [0.0] * (len(spec["canary"]["tokens"]) - 1)}
 
     async def commit(self, version: Version, progress: int) -> None:
-        """Serve the version."""
+        """Serve the version.
+
+        Raises:
+            EngineRefused: Neither were its weights received, nor is it held, as a real engine refuses it.
+        """
+        if version not in (self._received, self.snapshot.version):
+            raise EngineRefused(f"cannot commit version {version}, received was {self._received}", 409)
         self.snapshot = replace(self.snapshot, state="current", version=version, progress=progress)
-        self.paused = False
+        self.paused, self._received = False, None
         self.served.append(version)
 
     async def resume(self) -> None:
         """Serve the previous version again."""
-        self.paused = False
+        self.paused, self._received = False, None
 
 
 class FakeChannel:

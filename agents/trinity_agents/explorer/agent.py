@@ -118,9 +118,9 @@ class Explorer(Agent):
         state = self._file.load()  # only with the lock: another explorer may have changed it meanwhile
         if not state.run_id:
             await begin_run(state, self.bus, self.topology)
-            await self._file.save(state)
         self.bus.run_id = state.run_id
         state.incarnations += 1
+        await self._file.save(state)  # before a heartbeat says so: a successor must not count the same numbers again
         self.heartbeat_seq = state.incarnations << 32  # heartbeats of a later process always count as later
         sources = self._taskset, self._eval_sets, await asyncio.to_thread(checksums, self.config)
         self.exploration = ExplorerLoop(self, self.engines, self.auxiliaries, state, self._file, *sources)

@@ -20,7 +20,9 @@ RunOfTask = tuple[int, int, int]
 """Batch, task, run."""
 GIVEN_UP = {"failed", "gone"}
 NO_FAULT = ("s of the slice", "the sandbox is away", "other weights", CANCELLED, PREEMPTED)
-"""Parts of the messages of results of which runs may be missing though their workflows do not fail."""
+"""Parts of the messages of results of which runs may be missing though their workflows do not fail. A result names its
+first failure only: that it was stopped after another one is known from the stand-in of the workflows.
+"""
 
 
 class Evidence:
@@ -128,10 +130,13 @@ def one_manifest(found: Evidence) -> Faults:
 def one_outcome(found: Evidence) -> Faults:
     """Each slice of a task has one outcome, and each run that finished is accepted once, or was cut off."""
     settings, fails = found.settings, found.run.workflows.fails
+    stopped = found.run.workflows.stopped | found.run.pool.stopped
     gave_up = {
         (result.ticket, result.task_id, result.run_base)
         for result in found.results
-        if result.outcome == "poisoned" or any(why in (result.message or "") for why in NO_FAULT)
+        if result.outcome == "poisoned"
+        or any(why in (result.message or "") for why in NO_FAULT)
+        or (result.ticket, result.task_id, result.run_base, frozenset(result.runs)) in stopped
     }
     per_task = -(-settings.repeat // settings.slice_runs)
     for batch, manifest in found.manifest.items():

@@ -67,7 +67,7 @@ class SimulatedEngine(FakeEngine):
         self.held: Version | None = None
         """Weights in its memory."""
         self._mode, self._token_seconds, self._keeps = settings.pause_mode, settings.token_seconds, keeps
-        self._life = self._received = self._aborts = self._requests = self._sampling = 0
+        self._life = self._receives = self._aborts = self._requests = self._sampling = 0
         self._changed = Notifier()
         self._working: set[asyncio.Task[Any]] = set()
         """Requests under way."""
@@ -143,14 +143,14 @@ class SimulatedEngine(FakeEngine):
     async def receive(self, spec: dict[str, Any], timeout: float) -> dict[str, Any]:
         """Take the weights in, unless it keeps its own this time, or the transfer breaks."""
         life = self._life
-        self._received += 1
+        self._receives += 1
         answer = await super().receive(spec, timeout)
         if life != self._life:
             raise ReceiveFailed(f"{self.snapshot.id} died", 500, None, touched=True)
         if spec.get("broken"):
             self.held = UNTRAINED
             raise ReceiveFailed("the transfer broke", 500, None, touched=True)
-        if self._received in self._keeps:
+        if self._receives in self._keeps:
             self.held = self.held or UNTRAINED
             return {"logprobs": [-1.0] * len(answer["logprobs"])}
         generation, step = spec["version"]
@@ -170,7 +170,7 @@ class SimulatedEngine(FakeEngine):
     def die(self) -> None:
         """End the process."""
         self._life += 1
-        self.held, self.paused = None, False
+        self.held, self.paused, self._received = None, False, None
         self.snapshot = replace(self.snapshot, alive=False, state="loading", version=None)
         self._changed.notify()
         self.on_change()
@@ -262,6 +262,8 @@ class Workflows:
     ) -> None:
         self._seed, self._settings, self._engines = seed, settings, engines
         self._is_away, self._dice, self._is_pool = is_away, dice, is_pool
+        self.stopped: set[tuple[str, int, int, frozenset[int]]] = set()
+        """Attempts that were cancelled: ticket, task and first run of the slice, and the runs that were done."""
 
     def fails(self, batch: object, task: int, run: int) -> bool:
         """Say whether this run's workflow fails; the same answer on each attempt."""
@@ -281,6 +283,10 @@ class Workflows:
                     raise ChildDied("its process was killed by lot")
                 for run in range(task_slice.run_base, task_slice.run_base + task_slice.repeat_times):
                     await self._run(task_slice, run, models, results)
+        except asyncio.CancelledError:
+            done = frozenset(results.experiences)
+            self.stopped.add((task_slice.ticket, task_slice.task_id, task_slice.run_base, done))
+            raise
         except TimeoutError:
             results.failure = Failure(f"not done within the {task_slice.slice_timeout:g} s of the slice", "timeout")
         return results.outcome(loop.time() - started)

@@ -43,6 +43,18 @@ async def test_commit_needs_received_weights_unless_the_version_is_held_already(
         state.commit((1, 1), 5)
 
 
+async def test_weights_are_committed_as_the_version_that_they_came_as():
+    state = EngineState()
+    state.pause(60.0)
+    state.touch((2, 2))
+    state.applied = True
+    with pytest.raises(StateError, match=r"received are those of \(2, 2\)"):
+        state.commit((2, 0), 0)
+    assert (state.label, state.version) == ("paused", None), "its own host can still commit it"
+    state.commit((2, 2), 3)
+    assert (state.label, state.version, state.progress) == ("current", (2, 2), 3)
+
+
 async def test_resume_serves_the_old_version_if_untouched_else_nothing() -> None:
     state = EngineState()
     await applied(state)

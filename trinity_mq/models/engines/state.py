@@ -37,6 +37,8 @@ class EngineState:
         """Weights are on their way; the pause's lease stands still."""
         self.applied = False
         """All new weights are in place, their version is not committed yet."""
+        self._arriving: Version | None = None
+        """Version of the weights that are applied; None: who sent them did not say."""
         self.running = asyncio.Event()
         """Set while not paused."""
         self.running.set()
@@ -89,9 +91,13 @@ class EngineState:
         log.warning("pause_ran_out", seconds=lease, phase=self.phase)
         self.resume()
 
-    def touch(self) -> None:
-        """New values are about to be written: from now on the weights are of no version until a commit."""
-        self.phase, self.version, self.applied = "dirty", None, False
+    def touch(self, version: Version | None = None) -> None:
+        """New values are about to be written: from now on the weights are of no version until a commit.
+
+        Args:
+            version: The only one that they can be committed as; None: any.
+        """
+        self.phase, self.version, self.applied, self._arriving = "dirty", None, False, version
 
     def resume(self) -> None:
         """Serve what is there: the old version if it is untouched."""
@@ -111,8 +117,14 @@ class EngineState:
         """Stamp what was applied (or what is held already) as ``version`` and serve it.
 
         Raises:
-            StateError: Nothing was applied that could be this version.
+            StateError: Nothing was applied that could be this version. A host that stood still while another one took
+                its engine over may commit an older version after weights of a newer one arrived.
         """
+        if self.applied and self._arriving not in (None, version):
+            raise StateError(
+                f"cannot commit version {version}: the weights that were received are those of {self._arriving}; "
+                "another host gives this engine its weights"
+            )
         if not self.applied and not (self.phase == "current" and self.version == version):
             held = f"holds {self.version}" if self.phase == "current" else f"is {self.phase}"
             raise StateError(

@@ -127,7 +127,7 @@ class AdminApi:
             arrived = loop.time()
             with span("apply weights", version=version, threads=True):
                 checked = await self._batcher.call(lambda: self._generator.check(tensors))
-                self._state.touch()
+                self._state.touch(version)
                 touched = True
                 await self._batcher.call(lambda: self._generator.apply(checked))
             with span("score canary", version=version, threads=True):
