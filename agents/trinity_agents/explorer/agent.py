@@ -120,10 +120,13 @@ class Explorer(Agent):
             await begin_run(state, self.bus, self.topology)
         self.bus.run_id = state.run_id
         state.incarnations += 1
-        await self._file.save(state)  # before a heartbeat says so: a successor must not count the same numbers again
-        self.heartbeat_seq = state.incarnations << 32  # heartbeats of a later process always count as later
         sources = self._taskset, self._eval_sets, await asyncio.to_thread(checksums, self.config)
-        self.exploration = ExplorerLoop(self, self.engines, self.auxiliaries, state, self._file, *sources)
+        exploration = ExplorerLoop(self, self.engines, self.auxiliaries, state, self._file, *sources)
+        # saved before a heartbeat says so, or the next process counts the same numbers; the loop has the state's record
+        # of observed tasks by now, which a save moves into the file
+        await self._file.save(state)
+        self.heartbeat_seq = state.incarnations << 32  # heartbeats of a later process always count as later
+        self.exploration = exploration
         if state.finished:
             self.set_state("finished")
             await asyncio.to_thread(mark_run_over, self._folder)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 
 from trinity_agents.explorer.state import ExplorerState
-from trinity_agents.runner.in_flight_slice import CANCELLED, PREEMPTED
 from trinity_agents.simulation.schedule import SHORT
 from trinity_agents.simulation.scheduled_run import ScheduledRun
 from trinity_agents.simulation.stand_ins import PROMPT, weights_of
@@ -19,10 +18,6 @@ Faults = Iterator[str]
 RunOfTask = tuple[int, int, int]
 """Batch, task, run."""
 GIVEN_UP = {"failed", "gone"}
-NO_FAULT = ("s of the slice", "the sandbox is away", "other weights", CANCELLED, PREEMPTED)
-"""Parts of the messages of results of which runs may be missing though their workflows do not fail. A result names its
-first failure only: that it was stopped after another one is known from the stand-in of the workflows.
-"""
 
 
 class Evidence:
@@ -130,13 +125,12 @@ def one_manifest(found: Evidence) -> Faults:
 def one_outcome(found: Evidence) -> Faults:
     """Each slice of a task has one outcome, and each run that finished is accepted once, or was cut off."""
     settings, fails = found.settings, found.run.workflows.fails
-    stopped = found.run.workflows.stopped | found.run.pool.stopped
+    cut_short = found.run.workflows.cut_short | found.run.pool.cut_short
     gave_up = {
         (result.ticket, result.task_id, result.run_base)
         for result in found.results
         if result.outcome == "poisoned"
-        or any(why in (result.message or "") for why in NO_FAULT)
-        or (result.ticket, result.task_id, result.run_base, frozenset(result.runs)) in stopped
+        or (result.ticket, result.task_id, result.run_base, frozenset(result.runs)) in cut_short
     }
     per_task = -(-settings.repeat // settings.slice_runs)
     for batch, manifest in found.manifest.items():
@@ -167,7 +161,7 @@ def one_outcome(found: Evidence) -> Faults:
 
 def tasks_once(found: Evidence) -> Faults:
     """Each batch is opened once. Each task of the taskset is in one batch; in a second one only where it was given
-    back, and then once.
+    back, and then once. None is passed over, but those of a batch whose time ran out before its slices were published.
     """
     tickets: defaultdict[int, set[str]] = defaultdict(set)
     places: defaultdict[int, dict[int, tuple[str, int]]] = defaultdict(dict)
@@ -176,7 +170,9 @@ def tasks_once(found: Evidence) -> Faults:
             places[one.task.raw_task["n"]][int(one.batch)] = one.ticket, one.task_id
             tickets[int(one.batch)].add(one.ticket)
     yield from (f"batch {batch} was opened as {sorted(of)}" for batch, of in tickets.items() if len(of) > 1)
-    if sorted(places) != list(range(len(places))):
+    published = {one.ticket for one in found.slices}
+    late = [one for one in found.manifest.values() if found.is_short and one.ticket not in published]
+    if len(set(range(max(places, default=-1))) - set(places)) > found.settings.tasks * len(late):
         yield f"tasks that were given out: {sorted(places)}"
     stale = {(told.ticket, task) for told in found.progress for task in told.stale_tasks}
     done = {(one.ticket, each.task_id) for one in found.manifest.values() for each in one.accepted if each.runs}
@@ -266,8 +262,14 @@ def _entry(found: Evidence, entry: Mapping[str, object]) -> Faults:
         yield f"batch {batch}: trained beyond what was decided: {dict(trained - rids)}"
     if left_out.total() not in {told.dropped for told in found.progress if told.ticket == ready.ticket}:
         yield f"batch {batch}: {left_out.total()} experiences were left out, and nobody says so"
-    bound = found.run.config.synchronizer
-    if left_out and found.run.is_calm and bound.effective_max_staleness >= bound.inherent_staleness:
+    bound, before = found.run.config.synchronizer, [int(str(one["batch"])) for one in found.history]
+    is_overtaken = max(before[: before.index(batch) + 1]) > batch  # by one that was done earlier: so it is older
+    if (
+        left_out
+        and found.run.is_calm
+        and not is_overtaken
+        and bound.effective_max_staleness >= bound.inherent_staleness
+    ):
         yield f"batch {batch}: left out though nothing went wrong: {dict(left_out)}"
 
 

@@ -71,6 +71,7 @@ class SimulatedEngine(FakeEngine):
         self._changed = Notifier()
         self._working: set[asyncio.Task[Any]] = set()
         """Requests under way."""
+        self._transfer: asyncio.Task[dict[str, Any]] | None = None
 
     async def generate(self, pinned: Version | None) -> list[tuple[Version, Version]]:
         """Return, for each token, the weights that sampled it and the version stamped on it.
@@ -141,6 +142,22 @@ class SimulatedEngine(FakeEngine):
             await self._changed.until(lambda: not (self._requests if self._mode == "wait" else self._sampling))
 
     async def receive(self, spec: dict[str, Any], timeout: float) -> dict[str, Any]:
+        """Take the weights in, one transfer at a time and while it is paused, as a real one does."""
+        if not self.paused:
+            raise ReceiveFailed("the engine is not paused", 409, "not_paused", touched=False)
+        if self._transfer is not None and not self._transfer.done():
+            raise ReceiveFailed("a transfer is under way", 409, "busy", touched=False)
+        work = asyncio.get_running_loop().create_task(self._take_in(spec, timeout), context=contextvars.Context())
+        self._transfer = work
+        try:
+            await asyncio.wait({work})
+        finally:
+            work.cancel()  # whoever asks is gone
+        if work.cancelled():
+            raise ReceiveFailed("the transfer was cut off", 409, "receive_aborted", touched=True)
+        return work.result()
+
+    async def _take_in(self, spec: dict[str, Any], timeout: float) -> dict[str, Any]:
         """Take the weights in, unless it keeps its own this time, or the transfer breaks."""
         life = self._life
         self._receives += 1
@@ -163,7 +180,10 @@ class SimulatedEngine(FakeEngine):
         self._changed.notify()
 
     async def resume(self) -> None:
-        """Serve the previous version again."""
+        """Cut a transfer off, and serve the previous version again if it is untouched."""
+        if self._transfer is not None:
+            self._transfer.cancel()
+            await asyncio.wait({self._transfer})
         await super().resume()
         self._changed.notify()
 
@@ -262,8 +282,11 @@ class Workflows:
     ) -> None:
         self._seed, self._settings, self._engines = seed, settings, engines
         self._is_away, self._dice, self._is_pool = is_away, dice, is_pool
-        self.stopped: set[tuple[str, int, int, frozenset[int]]] = set()
-        """Attempts that were cancelled: ticket, task and first run of the slice, and the runs that were done."""
+        self.cut_short: set[tuple[str, int, int, frozenset[int]]] = set()
+        """Attempts that lack runs though no workflow failed: stopped, out of time, without a sandbox or on other
+        weights. Ticket, task and first run of the slice, and the runs that were done. A result names its first failure
+        only, which may be a workflow's.
+        """
 
     def fails(self, batch: object, task: int, run: int) -> bool:
         """Say whether this run's workflow fails; the same answer on each attempt."""
@@ -276,19 +299,20 @@ class Workflows:
         results = RunResults() if results is None else results
         loop = asyncio.get_running_loop()
         started = loop.time()
+        is_whole = False
         try:
             async with asyncio.timeout(task_slice.slice_timeout):
                 await asyncio.sleep(self._dice.choice([0.0, 0.0, 0.1, 1.0]))
                 if self._is_pool and self._dice.random() < self._settings.crashing:
                     raise ChildDied("its process was killed by lot")
-                for run in range(task_slice.run_base, task_slice.run_base + task_slice.repeat_times):
-                    await self._run(task_slice, run, models, results)
-        except asyncio.CancelledError:
-            done = frozenset(results.experiences)
-            self.stopped.add((task_slice.ticket, task_slice.task_id, task_slice.run_base, done))
-            raise
+                runs = range(task_slice.run_base, task_slice.run_base + task_slice.repeat_times)
+                is_whole = all([await self._run(task_slice, run, models, results) for run in runs])
         except TimeoutError:
             results.failure = Failure(f"not done within the {task_slice.slice_timeout:g} s of the slice", "timeout")
+        finally:
+            if not is_whole:
+                done = frozenset(results.experiences)
+                self.cut_short.add((task_slice.ticket, task_slice.task_id, task_slice.run_base, done))
         return results.outcome(loop.time() - started)
 
     async def run(
@@ -310,14 +334,15 @@ class Workflows:
 
     async def _run(
         self, task_slice: TaskSlice, run: int, models: Callable[[], InferenceModel], results: RunResults
-    ) -> None:
+    ) -> bool:
+        """Do a run; returns False where it failed though its workflow does not."""
         if self._is_away():
             results.add_failure(Failure("the sandbox is away", "sandbox"))
-            return
+            return False
         is_training = task_slice.lane == "train"
         if is_training and self.fails(task_slice.batch, task_slice.task_id, run):
             results.add_failure(Failure("the workflow failed by lot", "workflow"))
-            return
+            return True
         while True:
             try:
                 sampled = await self._engines[models().id].generate(task_slice.pinned)
@@ -325,10 +350,11 @@ class Workflows:
                 await asyncio.sleep(RETRY)
             except VersionMismatch as error:
                 results.add_failure(Failure(str(error), "engine", retryable=False))
-                return
+                return False
             else:
                 break
         results.keep(run, [experience_of(task_slice, run, sampled)], {"reward": float(run % 2), "accuracy": 1.0})
+        return True
 
 
 def experience_of(task_slice: TaskSlice, run: int, sampled: Sequence[tuple[Version, Version]]) -> Experience:

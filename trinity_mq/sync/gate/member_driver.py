@@ -167,6 +167,8 @@ class MemberDriver:
             self.on_commit(command.version, command.progress)
 
     async def _pause(self, command: Pause) -> None:
+        if command.key != self.machine.key:
+            return  # that try is over; the engine would stand still, or take weights in, for nothing
         loop = asyncio.get_running_loop()
         began = loop.time()
         try:
@@ -178,6 +180,8 @@ class MemberDriver:
             self._enqueue(self.machine.paused(command.key, loop.time() - began))
 
     async def _receive(self, command: Receive) -> None:
+        if command.key != self.machine.key:
+            return
         prepare = command.prepare
         spec = {
             **prepare.rendezvous,
