@@ -24,6 +24,7 @@ import shlex
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -404,6 +405,19 @@ def draw(watch: Watch, path: Path) -> None:
     pyplot.close(figure)
 
 
+async def play(scene: str, folder: Path, watch: Watch, options: argparse.Namespace, deadline: float) -> None:
+    """Play a scene; the last one until the deadline, on the monotonic clock."""
+    match scene:
+        case "heartbeats":
+            await heartbeats(folder, watch, options.heartbeat_seconds)
+        case "runs":
+            await many_runs(folder, watch, options.runs)
+        case "tasks":
+            await many_tasks(folder, watch, options.tasks)
+        case _:
+            await whole_run(folder, watch, max(60.0, deadline - time.monotonic()))
+
+
 async def soak(options: argparse.Namespace) -> bool:
     """Do all scenes; return whether nothing is wrong."""
     out: Path = options.out
@@ -414,15 +428,11 @@ async def soak(options: argparse.Namespace) -> bool:
         watch = Watch(scene)
         print(f"{time.strftime('%H:%M:%S')} {scene}", flush=True)
         with tempfile.TemporaryDirectory(prefix="tmq-soak-") as name:
-            folder = Path(name)
-            if scene == "heartbeats":
-                await heartbeats(folder, watch, options.heartbeat_seconds)
-            elif scene == "runs":
-                await many_runs(folder, watch, options.runs)
-            elif scene == "tasks":
-                await many_tasks(folder, watch, options.tasks)
-            else:
-                await whole_run(folder, watch, max(60.0, deadline - time.monotonic()))
+            try:
+                await play(scene, Path(name), watch, options, deadline)
+            except Exception as error:  # the other scenes need not wait for its mend
+                traceback.print_exc()
+                watch.failures.append(f"it ended early: {type(error).__name__}: {error}")
         (out / f"{scene}.json").write_text(json.dumps({"facts": watch.facts, "samples": watch.samples}))
         lines = list(table(watch))
         (out / f"{scene}.md").write_text("\n".join(lines) + "\n")

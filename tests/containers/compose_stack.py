@@ -43,8 +43,8 @@ class StackError(Exception):
         self.code = code
 
 
-async def output_of(*command: str | Path, env: Mapping[str, str] | None = None) -> str:
-    """Return what a command says.
+async def output_of(*command: str | Path, env: Mapping[str, str] | None = None, cwd: Path = ROOT) -> str:
+    """Return what a command says that runs in a folder, the checkout.
 
     Raises:
         StackError: It failed.
@@ -55,7 +55,7 @@ async def output_of(*command: str | Path, env: Mapping[str, str] | None = None) 
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
         env={**os.environ, **(env or {})},
-        cwd=ROOT,
+        cwd=cwd,
     )
     try:
         out, errors = await process.communicate()

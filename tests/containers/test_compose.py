@@ -144,6 +144,35 @@ async def test_killing_containers_at_random_costs_time_and_nothing_else(environm
         check(folder, report, await stack.metrics())
 
 
+@pytest.mark.compose
+@pytest.mark.chaos
+@pytest.mark.e2e
+@pytest.mark.timeout(3000)
+async def test_the_chaos_command_finds_containers_by_their_labels(environment: dict[str, str], tmp_path: Path) -> None:
+    """``trinity-mq chaos --compose``: containers are killed, paused, taken off their networks and restarted, and the
+    run that goes on is judged by its streams. ``KILLS=50 SEED=8`` does more, or others.
+    """
+    [port] = free_ports(1)  # of a restarted container Docker gives a port that nobody chose anew
+    kills, seed = os.environ.get("KILLS", "12"), os.environ.get("SEED", "7")
+    settings = ("buffer.total_steps=100000", "trainer.save_interval=10", "explorer.eval_interval=1000")
+    environment |= {"TRINITY_MQ_AMQP_PORT": str(port)}
+    async with ComposeStack(environment, settings) as stack:
+        await stack.up(runner=2)
+        await stack.until_progress(1, PATIENCE)
+        inside = await stack.read("explorer", "/run/trinity-mq/broker-url")
+        command = ("-m", "trinity_mq.cli.main", "chaos", str(ROOT / "examples" / "smoke.yaml"), *settings)
+        words = (
+            *("--compose", stack.project, "--kills", kills, "--seed", seed, "--timeout", "300"),
+            *("--broker", inside.replace("@broker:5672", f"@127.0.0.1:{port}")),
+        )
+        try:
+            said = await output_of(sys.executable, *command, *words, env=environment, cwd=tmp_path)
+        except StackError as error:
+            pytest.fail(str(error).replace(inside.split("@")[0], "***"))
+        say(said)
+        assert f"{kills} faults in" in said
+
+
 SLOW_TOOL = """
 import asyncio, random
 from trinity_mq.workflows.builtin.simple import AsyncSimpleWorkflow
