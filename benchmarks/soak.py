@@ -10,8 +10,9 @@
 
 Every few seconds are taken: memory of each process (its share of what is shared, PSS), of the broker, the size of each
 folder, the time of a step. A series is *flat* where it grew by no more than its noise or a hundredth of its level,
-without its first fifth (``trend.py``). ``--out`` gets the samples, a table and a plot of each scene; the end is 1 where
-memory or latency grew, or something was lost. Each scene is bounded in time and stops what it started.
+without its first fifth (``trend.py``); *runs* is too short for that and only shown. ``--out`` gets samples, a table
+and a plot of each scene; the end is 1 where memory or latency grew, or something was lost. Each scene is bounded in
+time and stops what it started.
 """
 
 from __future__ import annotations
@@ -53,6 +54,8 @@ from trinity_mq.workflows import Task
 EXAMPLE = Path(__file__).parents[1] / "examples" / "arithmetic.yaml"
 SCENES = ("heartbeats", "runs", "tasks", "run")
 """In the order in which they are done: the last has the time that is left."""
+FILLING = {"runs"}
+"""Scenes that are over while streams still fill up: their growth is shown and not judged."""
 EVERY = 5.0
 """Seconds between two samples."""
 WARM_UP = 0.2
@@ -102,7 +105,7 @@ class Watch:
             *(
                 f"{name} grew by {one.growth:.1f} within {one.seconds / 60:.0f} minutes, its noise is {one.noise:.1f}"
                 for name, one in self.trends().items()
-                if not name.startswith("disk/") and not one.is_flat
+                if self.name not in FILLING and not name.startswith("disk/") and not one.is_flat
             ),
         ]
 

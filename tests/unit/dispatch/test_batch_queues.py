@@ -224,6 +224,29 @@ def test_a_result_without_parts_holds_nothing() -> None:
     assert scene.was_replaced
 
 
+@pytest.mark.parametrize("deliver", ["pipeline", "caller"])
+@pytest.mark.parametrize("published", [True, False], ids=["published", "about to be"])
+def test_after_a_break_a_binding_that_the_broker_lost_is_made_again(deliver: str, published: bool) -> None:
+    scene = Scene(published=False, deliver=deliver)
+
+    async def main() -> None:
+        await scene.begin()
+        await scene.queues.make(scene.ticket, again=False)
+        scene.ticket.published = published
+        async with scene.watched():
+            queue = scene.world.topology.batch_queue(1, scene.ticket.ticket)
+            await scene.world.outside.unbind(queue)
+            part = envelope(Mark(nonce="x"))
+            key = scene.world.topology.batch_routing_key(1, scene.ticket.ticket)
+            assert not await scene.world.outside.publish(scene.world.topology.exchange("experiences"), key, part)
+            scene.world.broker.drop(scene.bus, delay=1.0)
+            await asyncio.sleep(2.0)
+            assert await scene.world.outside.publish(scene.world.topology.exchange("experiences"), key, part)
+
+    run_virtually(main())
+    assert not scene.was_replaced
+
+
 @pytest.mark.parametrize("why", ["closed", "read by its owner", "not opened yet"])
 def test_who_needs_no_look_gets_none(why: str) -> None:
     scene = Scene(published=True, deliver="caller" if why == "read by its owner" else "pipeline")
