@@ -2,7 +2,7 @@
 
     scripts/soak [--hours 4] [--scenes run tasks heartbeats runs] [--out soak] [--quick]
 
-- *run*: examples/arithmetic.yaml without an end, for the hours that the other scenes leave.
+- *run*: examples/arithmetic.yaml without an end, for the hours that the other scenes leave, with low bounds on disk.
 - *tasks*: a million tasks that ask no model, through one Scheduler and two runners.
 - *heartbeats*: those of 2000 runners, 16 engines and the other roles, heard by an explorer and by a runner.
 - *runs*: 50 runs on one broker at a time, each with a user of its own that may touch nothing else. Their explorers,
@@ -56,6 +56,13 @@ SCENES = ("heartbeats", "runs", "tasks", "run")
 """In the order in which they are done: the last has the time that is left."""
 FILLING = {"runs"}
 """Scenes that are over while streams still fill up: their growth is shown and not judged."""
+BOUNDS = (
+    "broker.ready_max_bytes=134217728",
+    "broker.results_max_bytes=67108864",
+    "monitor.samples_max_bytes=8388608",
+    "monitor.log_max_bytes=1048576",
+)
+"""Bounds on disk of the long run: so low that all are reached within minutes."""
 EVERY = 5.0
 """Seconds between two samples."""
 WARM_UP = 0.2
@@ -159,7 +166,7 @@ def size_of(folder: Path) -> int:
 async def whole_run(folder: Path, watch: Watch, seconds: float) -> None:
     """Train for so long."""
     run_folder = folder / "run"
-    settings = ["buffer.total_steps=100000000", "explorer.eval_interval=1000", "name=soak"]
+    settings = ["buffer.total_steps=100000000", "explorer.eval_interval=1000", "name=soak", *BOUNDS]
     async with LocalRun(EXAMPLE, run_folder, settings) as run:
         await run.until_progress(1, 180.0)
         assert run.process is not None
