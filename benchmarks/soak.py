@@ -22,6 +22,7 @@ import asyncio
 import json
 import os
 import shlex
+import signal
 import sys
 import tempfile
 import time
@@ -466,7 +467,18 @@ def main() -> int:
     setup_logging("soak", "soak", None, "warning")
     if options.quick:
         options.hours, options.tasks, options.runs, options.heartbeat_seconds = 0.03, 4000, 3, 20.0
-    return 0 if asyncio.run(soak(options)) else 1
+    try:
+        return 0 if asyncio.run(until_told(options)) else 1
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        return 130
+
+
+async def until_told(options: argparse.Namespace) -> bool:
+    """Do the soak; SIGTERM ends it and what it started, as Ctrl-C does."""
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    return await soak(options)
 
 
 if __name__ == "__main__":
