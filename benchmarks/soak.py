@@ -9,7 +9,7 @@
   operators and trainers are the real ones, their engines and learners do nothing; all are in one process.
 
 Every few seconds are taken: memory of each process (its share of what is shared, PSS), of the broker, the size of each
-folder, the time of a step. A series is *flat* where it grew by no more than its noise or a hundredth of its level,
+folder, the time of a step. A series is *flat* where it grew by no more than its noise or a fiftieth of its level,
 without its first fifth (``trend.py``); *runs* is too short for that and only shown. ``--out`` gets samples, a table
 and a plot of each scene; the end is 1 where memory or latency grew, or something was lost. Each scene is bounded in
 time and stops what it started.

@@ -183,6 +183,8 @@ def server_config(state: NodeState, plugins: Sequence[str], extra: str) -> str:
         "default_vhost = /",
         "vm_memory_high_watermark.relative = 0.4",
         "disk_free_limit.absolute = 50MB",
+        # quorum queues keep in memory what is in their write-ahead log, up to three times its size: 512 MiB by default
+        "raft.wal_max_size_bytes = 67108864",
         "log.file.level = info",
         "log.console = false",
         CONSUMER_TIMEOUT,
