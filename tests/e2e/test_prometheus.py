@@ -83,8 +83,11 @@ async def test_a_prometheus_knows_the_run(tmp_path: Path) -> None:
                 assert float(alive["value"][1]) == 6
                 [trained] = await query(http, url, "tmq_batches_consumed_total")
                 assert float(trained["value"][1]) >= 2
-                async with http.get(f"{url}/api/v1/rules") as answer:
-                    rules = (await answer.json())["data"]["groups"][0]["rules"]
+                rules = [{"health": "unknown"}]
+                while any(rule["health"] == "unknown" for rule in rules):  # they are evaluated one after the other
+                    await asyncio.sleep(LOOK_AGAIN)
+                    async with http.get(f"{url}/api/v1/rules") as answer:
+                        rules = (await answer.json())["data"]["groups"][0]["rules"]
                 assert {rule["health"] for rule in rules} == {"ok"}
                 assert len(rules) == 7
         finally:

@@ -220,11 +220,18 @@ class BrokerConnection:
         return self._connection.server_properties
 
     async def channel(self, *, confirms: bool = False) -> Channel:
-        """Open a channel; with ``confirms``, a returned message raises PublishError."""
+        """Open a channel; with ``confirms``, a returned message raises PublishError.
+
+        Its frames are not bounded by the client, but by the consumer's prefetch: the client would read nothing from the
+        whole connection while ten frames of one channel wait, and for ever where nobody reads that channel any more,
+        as between our closing it and the broker's answer.
+        """
         with amqp_errors():
             if self._connection.is_closed:
                 raise BrokerConnectError("connection lost")
-            channel = await self._connection.channel(publisher_confirms=confirms, on_return_raises=True)
+            channel = await self._connection.channel(
+                publisher_confirms=confirms, frame_buffer_size=0, on_return_raises=True
+            )
         if not isinstance(channel, Channel):
             raise TypeError(f"the AMQP client made a {type(channel).__name__}, wanted {Channel.__name__}")
         return channel
