@@ -202,12 +202,18 @@ async def whole_run(folder: Path, watch: Watch, seconds: float) -> None:
 def processes_of(run: LocalRun, folder: Path) -> dict[str, int | None]:
     """Return the processes of a run by their names."""
     assert run.process is not None
-    agents = sorted(path.stem for path in (folder / "logs").glob("*-[0-9].jsonl") if not path.stem.startswith("engine"))
-    found: dict[str, int | None] = {name: run.pid(name) for name in [*agents, "engine"]}
+    found: dict[str, int | None] = {"supervisor": run.process.pid, "engine": run.pid("engine")}
     with suppress(psutil.Error):
-        children = psutil.Process(run.process.pid).children(recursive=True)
-        found["broker"] = next((one.pid for one in children if one.name() == "beam.smp"), None)
-    return {**found, "supervisor": run.process.pid}
+        for one in psutil.Process(run.process.pid).children(recursive=True):
+            with suppress(psutil.Error):
+                words = one.cmdline()
+                if one.name() == "beam.smp":
+                    found["broker"] = one.pid
+                elif (
+                    str(folder / "config.yaml") in words and "--id" in words
+                ):  # of an agent; an engine is given its own
+                    found[words[words.index("--id") + 1]] = one.pid
+    return found
 
 
 async def many_tasks(folder: Path, watch: Watch, count: int) -> None:
