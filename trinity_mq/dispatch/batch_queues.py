@@ -158,12 +158,15 @@ class BatchQueues:
                         group.create_task(self._restore(ticket))
 
     async def _restore(self, ticket: Ticket) -> None:
-        """Bind the queue again, and replace it where it takes nothing and nobody reads it who would see that."""
-        bound = False
+        """Bind the queue again if it is there, and replace it where it takes nothing and nobody reads it who would see
+        that. One that was deleted stays away: what was in it is lost.
+        """
+        queue, bound = self._queue(ticket), False
         while not bound and _takes_more(ticket):
             await self._bus.wait_usable()
             with contextlib.suppress(BusUnavailable):
-                await self._bus.declare(self._queue(ticket))
+                if await self._bus.depth(queue.name) is not None:
+                    await self._bus.declare(queue)
                 bound = True
         if ticket.deliver == "pipeline":
             await self._examine(ticket, PATIENCE)
