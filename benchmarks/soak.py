@@ -9,10 +9,9 @@
   operators and trainers are the real ones, their engines and learners do nothing; all are in one process.
 
 Every few seconds are taken: memory of each process (its share of what is shared, PSS), of the broker, the size of each
-folder, the time of a step. A series is *flat* where it grew by no more than its noise or a fiftieth of its level,
-without its first fifth (``trend.py``); *runs* is too short for that and only shown. ``--out`` gets samples, a table
-and a plot of each scene; the end is 1 where memory or latency grew, or something was lost. Each scene is bounded in
-time and stops what it started.
+folder, the time of a step. A series is *flat* where it grew by no more than its noise or a hundredth of its level,
+without its first fifth (``trend.py``). ``--out`` gets the samples, a table and a plot of each scene; the end is 1 where
+memory or latency grew, or something was lost. Each scene is bounded in time and stops what it started.
 """
 
 from __future__ import annotations
@@ -55,8 +54,6 @@ from trinity_mq.workflows import Task
 EXAMPLE = Path(__file__).parents[1] / "examples" / "arithmetic.yaml"
 SCENES = ("heartbeats", "runs", "tasks", "run")
 """In the order in which they are done: the last has the time that is left."""
-FILLING = {"runs"}
-"""Scenes that are over while streams still fill up: their growth is shown and not judged."""
 BOUNDS = (
     "broker.ready_max_bytes=134217728",
     "broker.results_max_bytes=67108864",
@@ -113,7 +110,7 @@ class Watch:
             *(
                 f"{name} grew by {one.growth:.1f} within {one.seconds / 60:.0f} minutes, its noise is {one.noise:.1f}"
                 for name, one in self.trends().items()
-                if self.name not in FILLING and not name.startswith("disk/") and not one.is_flat
+                if not name.startswith("disk/") and not one.is_flat
             ),
         ]
 
@@ -282,34 +279,29 @@ async def heartbeats(folder: Path, watch: Watch, seconds: float) -> None:
             )
             for what, word in (("explorer", "explorer"), ("runner", "role"))
         }
-        sending = asyncio.ensure_future(bench_heartbeats.send(node.url, topology.exchange("telemetry"), agents))
 
         async def look() -> None:
             pids: dict[str, int | None] = {what: one.pid for what, one in listeners.items()}
             watch.note_memory({**pids, "broker": node.pid})
 
         try:
-            async with sampling(look), asyncio.timeout(seconds + 300.0):
+            async with sampling(look), asyncio.timeout(seconds + 300.0), asyncio.TaskGroup() as group:
+                # should it fail, the group ends the scene
+                sending = group.create_task(
+                    bench_heartbeats.send(node.url, topology.exchange("telemetry"), agents), name="send heartbeats"
+                )
                 for what, one in listeners.items():
-                    heard = asyncio.ensure_future(one.communicate())
-                    await asyncio.wait([heard, sending], return_when=asyncio.FIRST_COMPLETED)
-                    if sending.done():
-                        heard.cancel()
-                        break
-                    out, _ = await heard
+                    out, _ = await one.communicate()
                     if one.returncode:
                         watch.failures.append(f"{what} ended with {one.returncode}")
                     else:
                         watch.facts[f"share of a core, {what}"] = round(float(out.split()[-1]), 4)
+                sending.cancel()
         finally:
-            sending.cancel()
-            await asyncio.wait([sending])
             for one in listeners.values():
                 if one.returncode is None:
                     one.kill()
                     await one.wait()
-    if not sending.cancelled():
-        watch.failures.append(f"the sender of heartbeats failed: {sending.exception()!r}")
 
 
 class RunOnBroker(Simulation):
@@ -401,7 +393,7 @@ def draw(watch: Watch, path: Path) -> None:
     """Write a plot of each kind of series."""
     import matplotlib as mpl
 
-    mpl.use("svg")
+    mpl.use("agg")
     from matplotlib import pyplot
 
     kinds = {"memory": "MiB (PSS)", "latency": "ms", "disk": "MiB on disk"}
@@ -453,7 +445,7 @@ async def soak(options: argparse.Namespace) -> bool:
         (out / f"{scene}.json").write_text(json.dumps({"facts": watch.facts, "samples": watch.samples}))
         lines = list(table(watch))
         (out / f"{scene}.md").write_text("\n".join(lines) + "\n")
-        await asyncio.to_thread(draw, watch, out / f"{scene}.svg")
+        await asyncio.to_thread(draw, watch, out / f"{scene}.png")
         print("\n".join(lines), flush=True)
         fine &= not watch.verdicts()
     return fine

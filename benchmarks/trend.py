@@ -10,7 +10,7 @@ import numpy as np
 MOST_POINTS = 400
 """Points from which a slope is taken; a longer series is reduced to the medians of as many parts."""
 LEAST_POINTS = 8
-LEVEL = 0.02
+LEVEL = 0.01
 """Share of the level that growth over a whole series may have in any case."""
 
 
@@ -35,7 +35,7 @@ class Trend:
 
     @property
     def is_flat(self) -> bool:
-        """Whether it grew by no more than its noise, or than a fiftieth of its level."""
+        """Whether it grew by no more than its noise, or than a hundredth of its level."""
         return self.growth <= max(self.noise, LEVEL * abs(self.level))
 
 

@@ -7,7 +7,8 @@ whatever became of the spare one meanwhile; nothing about it is saved, and what 
 RabbitMQ (seen on 3.10 and 4.0) can leave a quorum queue without a leader: its node died while the queue was being made,
 or before the node had written down that it holds it. Such a queue can be declared again but never confirms anything,
 and runners would hold their slices for ever. Deleting it and declaring it anew helps, and loses nothing: it is empty.
-A node that dies can also lose a binding that it has just made: so queues are declared again after each lost connection.
+A node that dies can also lose a binding that it has just made: so existing queues are bound again after each lost
+connection.
 """
 
 from __future__ import annotations
@@ -55,8 +56,6 @@ class BatchQueues:
         self._declared: dict[str, int] = {}
         """By ticket whose queue was declared ahead, or is being: number of connections lost before that."""
         self._spare_wanted = asyncio.Event()
-        self._made: set[str] = set()
-        """Open tickets whose queues were declared and bound, published or about to be."""
         bus.on_change(self._changed)
 
     async def make(self, ticket: Ticket, *, again: bool) -> None:
@@ -68,7 +67,6 @@ class BatchQueues:
         """
         breaks = self._declared.pop(ticket.ticket, self._breaks)
         await self._bus.declare(self._queue(ticket))
-        self._made.add(ticket.ticket)
         if again or self._breaks != breaks:  # an earlier declaration may have been interrupted
             await self._examine(ticket, PATIENCE if again else NEW_PATIENCE)
 
@@ -150,16 +148,13 @@ class BatchQueues:
         while True:
             await self._broke.wait()
             self._broke.clear()
-            tickets = list(self._tickets())
-            self._made &= {ticket.ticket for ticket in tickets}
             async with asyncio.TaskGroup() as group:
-                for ticket in tickets:
-                    if _takes_more(ticket) and (ticket.published or ticket.ticket in self._made):
-                        group.create_task(self._restore(ticket))
+                for ticket in list(self._tickets()):
+                    group.create_task(self._restore(ticket))
 
     async def _restore(self, ticket: Ticket) -> None:
-        """Bind the queue again if it is there, and replace it where it takes nothing and nobody reads it who would see
-        that. One that was deleted stays away: what was in it is lost.
+        """Bind the queue again if it exists, then replace it if it takes nothing. One that was deleted is not made
+        again: what was in it is lost.
         """
         queue, bound = self._queue(ticket), False
         while not bound and _takes_more(ticket):
@@ -168,7 +163,7 @@ class BatchQueues:
                 if await self._bus.depth(queue.name) is not None:
                     await self._bus.declare(queue)
                 bound = True
-        if ticket.deliver == "pipeline":
+        if ticket.published and ticket.deliver == "pipeline":
             await self._examine(ticket, PATIENCE)
 
     def _unbound(self, name: str) -> Queue:

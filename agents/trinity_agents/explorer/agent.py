@@ -122,8 +122,8 @@ class Explorer(Agent):
         state.incarnations += 1
         sources = self._taskset, self._eval_sets, await asyncio.to_thread(checksums, self.config)
         exploration = ExplorerLoop(self, self.engines, self.auxiliaries, state, self._file, *sources)
-        # saved before a heartbeat says so, or the next process counts the same numbers; the loop has the state's record
-        # of observed tasks by now, which a save moves into the file
+        # Saved before a heartbeat carries the count: the next process would count the same numbers after a kill in
+        # between. The loop is made first: it reads observations that a save moves from the state into the file.
         await self._file.save(state)
         self.heartbeat_seq = state.incarnations << 32  # heartbeats of a later process always count as later
         self.exploration = exploration

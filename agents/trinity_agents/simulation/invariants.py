@@ -263,7 +263,8 @@ def _entry(found: Evidence, entry: Mapping[str, object]) -> Faults:
     if left_out.total() not in {told.dropped for told in found.progress if told.ticket == ready.ticket}:
         yield f"batch {batch}: {left_out.total()} experiences were left out, and nobody says so"
     bound, before = found.run.config.synchronizer, [int(str(one["batch"])) for one in found.history]
-    is_overtaken = max(before[: before.index(batch) + 1]) > batch  # by one that was done earlier: so it is older
+    # consumed after a batch that was opened later: more steps lie between than the style's own staleness
+    is_overtaken = max(before[: before.index(batch) + 1]) > batch
     if (
         left_out
         and found.run.is_calm

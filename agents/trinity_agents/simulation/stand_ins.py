@@ -152,7 +152,7 @@ class SimulatedEngine(FakeEngine):
         try:
             await asyncio.wait({work})
         finally:
-            work.cancel()  # whoever asks is gone
+            work.cancel()  # of use where the caller is cancelled: a real engine ends the transfer, too
         if work.cancelled():
             raise ReceiveFailed("the transfer was cut off", 409, "receive_aborted", touched=True)
         return work.result()
@@ -299,21 +299,25 @@ class Workflows:
         results = RunResults() if results is None else results
         loop = asyncio.get_running_loop()
         started = loop.time()
-        is_whole = False
         try:
             async with asyncio.timeout(task_slice.slice_timeout):
                 await asyncio.sleep(self._dice.choice([0.0, 0.0, 0.1, 1.0]))
                 if self._is_pool and self._dice.random() < self._settings.crashing:
                     raise ChildDied("its process was killed by lot")
                 runs = range(task_slice.run_base, task_slice.run_base + task_slice.repeat_times)
-                is_whole = all([await self._run(task_slice, run, models, results) for run in runs])
+                if not all([await self._run(task_slice, run, models, results) for run in runs]):
+                    self._note_cut_short(task_slice, results)
+        except asyncio.CancelledError:
+            self._note_cut_short(task_slice, results)
+            raise
         except TimeoutError:
             results.failure = Failure(f"not done within the {task_slice.slice_timeout:g} s of the slice", "timeout")
-        finally:
-            if not is_whole:
-                done = frozenset(results.experiences)
-                self.cut_short.add((task_slice.ticket, task_slice.task_id, task_slice.run_base, done))
+            self._note_cut_short(task_slice, results)
         return results.outcome(loop.time() - started)
+
+    def _note_cut_short(self, task_slice: TaskSlice, results: RunResults) -> None:
+        done = frozenset(results.experiences)
+        self.cut_short.add((task_slice.ticket, task_slice.task_id, task_slice.run_base, done))
 
     async def run(
         self,

@@ -47,6 +47,18 @@ class Sender:
 SPEC = {"epoch": 1, "canary": {"tokens": CANARY}}
 
 
+async def test_weights_are_not_committed_as_another_version_than_they_came_as(
+    serving: Any, generator: TextGenerator, admin_of: AdminOf
+) -> None:
+    async with serving(generator, Sender(generator), version=None) as server:
+        admin = admin_of(server)
+        await admin.post("pause", {"timeout": 5})
+        await admin.post("receive", {"spec": {**SPEC, "version": [2, 2]}})
+        with pytest.raises(EngineRefused, match=r"received are those of \(2, 2\)"):
+            await admin.post("commit", {"version": [2, 0]})
+        assert (await admin.post("commit", {"version": [2, 2]}))["state"]["version"] == [2, 2]
+
+
 async def test_pause_receive_commit(
     serving: Any, generator: TextGenerator, admin_of: AdminOf, plain_logprobs: Any
 ) -> None:

@@ -243,3 +243,37 @@ def test_answers_to_another_life_of_the_trainer_do_not_count() -> None:
 
     gate.play(act)
     assert gate.keeper.aborts == 0
+
+
+def test_nothing_is_begun_of_a_try_that_is_over_when_its_turn_comes() -> None:
+    received: list[Any] = []
+
+    class Noting(FakeEngine):
+        async def receive(self, spec: dict[str, Any], timeout: float) -> dict[str, Any]:
+            received.append(spec["attempt"])
+            return await super().receive(spec, timeout)
+
+    said: list[SyncEvent] = []
+
+    async def publish(event: SyncEvent) -> None:
+        said.append(event)
+
+    def event(verb: str) -> SyncEvent:
+        fields = {"sender": "trainer-0", "version": (1, 0), "epoch": 1, "attempt": 1, "seconds": 5.0, "members": ["m0"]}
+        return SyncEvent.model_validate({"verb": verb, **fields})
+
+    async def main() -> None:
+        member = MemberDriver(name="m0", lease=15.0, engine=Noting("e0"), publish=publish, given=lambda: None)
+        member.engine_up(None, None)
+        async with asyncio.TaskGroup() as group:
+            running = group.create_task(member.run())
+            await member.receive_event(event("prepare"), None)  # type: ignore[arg-type]
+            await member.changed.until(lambda: any(one.verb == "ready" for one in said))
+            for verb in ("go", "abort"):  # they come late, together
+                await member.receive_event(event(verb), None)  # type: ignore[arg-type]
+            await asyncio.sleep(1.0)
+            assert member.idle
+            running.cancel()
+
+    run_virtually(main(), limit=60)
+    assert received == []

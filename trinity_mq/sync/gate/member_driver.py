@@ -168,7 +168,7 @@ class MemberDriver:
 
     async def _pause(self, command: Pause) -> None:
         if command.key != self.machine.key:
-            return  # that try is over; the engine would stand still, or take weights in, for nothing
+            return  # that try is over
         loop = asyncio.get_running_loop()
         began = loop.time()
         try:
@@ -181,7 +181,7 @@ class MemberDriver:
 
     async def _receive(self, command: Receive) -> None:
         if command.key != self.machine.key:
-            return
+            return  # that try is over, and the next one's transfer would find the engine busy
         prepare = command.prepare
         spec = {
             **prepare.rendezvous,
