@@ -26,7 +26,8 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -47,6 +48,7 @@ from trinity_mq.config import load_config
 from trinity_mq.local_broker.node import PrivateNode
 from trinity_mq.scheduling import Scheduler
 from trinity_mq.telemetry import setup_logging
+from trinity_mq.testing.fakes import FakeRunner
 from trinity_mq.testing.noop import NoopWorkflow
 from trinity_mq.testing.runs import LocalRun
 from trinity_mq.workflows import Task
@@ -69,7 +71,7 @@ MEBI = 1024.0**2
 BATCH, AHEAD = 2000, 3
 """No-op tasks that are scheduled at a time, and as how many such batches."""
 TASK_TOKENS = 24
-RUNS_STEPS = 20
+RUNS_STEPS = 60
 """Batches of each of the many runs."""
 
 
@@ -194,6 +196,23 @@ async def whole_run(folder: Path, watch: Watch, seconds: float) -> None:
             watch.failures.append(f"the run ended with {code}:\n{output[-2000:]}")
         if "lost        nothing" not in output:
             watch.failures.append(f"something was lost:\n{output[-2000:]}")
+        watch.failures += unwatched(watch, ["broker", "engine", *agents_of(run_folder)])
+
+
+def agents_of(folder: Path) -> list[str]:
+    """Return the names of a run's agents, by their logs; one that was begun anew leaves ``NAME.1.jsonl`` beside it."""
+    names = [log.stem for log in (folder / "logs").glob("*.jsonl")]
+    return [name for name in names if "." not in name and not name.endswith(("-engine", "supervisor"))]
+
+
+def unwatched(watch: Watch, processes: Sequence[str]) -> list[str]:
+    """Return in sentences which processes have less than nine tenths of the samples of the supervisor."""
+    count = {name: len(watch.samples.get(f"memory/{name}", ())) for name in ("supervisor", *processes)}
+    return [
+        f"the memory of {name} was sampled {seen} times, that of the supervisor {count['supervisor']} times"
+        for name, seen in count.items()
+        if seen < 0.9 * count["supervisor"]
+    ]
 
 
 def processes_of(run: LocalRun, folder: Path) -> dict[str, int | None]:
@@ -203,12 +222,12 @@ def processes_of(run: LocalRun, folder: Path) -> dict[str, int | None]:
     with suppress(psutil.Error):
         for one in psutil.Process(run.process.pid).children(recursive=True):
             with suppress(psutil.Error):
-                words = one.cmdline()
+                words = " ".join(one.cmdline()).split()  # a forked agent's is one text
                 if one.name() == "beam.smp":
                     found["broker"] = one.pid
                 elif (
                     str(folder / "config.yaml") in words and "--id" in words
-                ):  # of an agent; an engine is given its own
+                ):  # an engine has a configuration of its own
                     found[words[words.index("--id") + 1]] = one.pid
     return found
 
@@ -226,7 +245,8 @@ async def many_tasks(folder: Path, watch: Watch, count: int) -> None:
         await scheduler.start()
         stack.push_async_callback(scheduler.stop)
         pids = await stack.enter_async_context(bench_scheduling.runners(path, node.url, 2, None))
-        beats = asyncio.ensure_future(bench_scheduling.engine_beats(bus, topology))
+        group = await stack.enter_async_context(asyncio.TaskGroup())
+        beats = group.create_task(bench_scheduling.engine_beats(bus, topology), name="send an engine's heartbeats")
         stack.callback(beats.cancel)
         done, noted, at = 0, 0, time.monotonic()
 
@@ -317,6 +337,18 @@ class RunOnBroker(Simulation):
 
     async def record_messages(self) -> None:
         """Keep no copies."""
+
+    def write(self, step: int, values: dict[str, float]) -> None:
+        """Keep the numbers of steps: everything that was kept would look like memory that grows."""
+        if "trainer/step" in values:
+            super().write(step, {"trainer/step": values["trainer/step"]})
+
+    async def runner(self, bus: Any, topology: Topology) -> None:
+        """Run slices until cancelled."""
+        work = FakeRunner(
+            bus, topology, lambda: self.engine.snapshot.version, self.runner_seconds, done=deque(maxlen=0)
+        )
+        await work.run()
 
 
 async def many_runs(folder: Path, watch: Watch, count: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, MutableSequence, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -161,7 +161,7 @@ class FakeRunner:
     """Runs task slices from a bus: one experience for each run, which ``make`` makes, after ``seconds``.
 
     ``spoil`` returns the fate of a slice: ``None`` (finished), ``"empty"`` (no experiences) or ``"failed"``; ``name``
-    is the runner's id in the results.
+    is the runner's id in the results. ``done`` gets each slice that was run; a long run gives ``deque(maxlen=0)``.
     """
 
     bus: Bus
@@ -169,7 +169,7 @@ class FakeRunner:
     version: Callable[[], Version | None]
     seconds: Callable[[TaskSlice], float] = lambda task_slice: 0.1
     spoil: Callable[[TaskSlice], str | None] = lambda task_slice: None
-    done: list[TaskSlice] = field(default_factory=list)
+    done: MutableSequence[TaskSlice] = field(default_factory=list)
     name: str = "runner-0"
     make: Callable[[TaskSlice, int, Version], Experience] = field(default_factory=lambda: one_experience)
 

@@ -43,7 +43,7 @@ async def served(
     actions = Actions(BrokerSource(lambda: None, observatory))
     app = DashApp(observatory, actions, access, lambda: TokenTexts(None), others=others)
     async with TestClient(TestServer(app.application())) as client:
-        app.make_state()
+        app.renew()
         yield Served(client, observatory, access, app)
 
 
@@ -156,4 +156,4 @@ async def test_the_state_comes_as_events() -> None:
             agents = json.loads(lines[1].removeprefix("data: "))["agents"]
             assert agents == [] if name is None else agents[0]["id"] == name
             observatory.receive(beat("runner", "runner-0", detail={"running": 2}))
-            app.make_state()
+            app.renew()

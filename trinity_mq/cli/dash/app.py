@@ -104,14 +104,19 @@ class DashApp:
     async def tick(self) -> None:
         """Make the state anew for all pages, every second, until cancelled."""
         while True:
-            self.make_state()
+            self.renew()
             await asyncio.sleep(EVENT_SECONDS)
 
-    def make_state(self) -> None:
-        """Make the state anew, and send it to all pages."""
+    def renew(self) -> None:
+        """Take in that time has passed, and send all pages the state as it is now."""
         self._observatory.tick()
-        self._state = dump_line(self._observatory.state() | {"operate": self._access.operate})
+        self._state = ""
         self._changed.notify()
+
+    def _current(self) -> str:
+        """Return the state as JSON; it is made once a second where somebody looks, and else not at all."""
+        self._state = self._state or dump_line(self._observatory.state() | {"operate": self._access.operate})
+        return self._state
 
     @web.middleware
     async def _errors(
@@ -145,8 +150,7 @@ class DashApp:
         await response.prepare(request)
         try:
             while not self._closing:
-                if self._state:
-                    await response.write(f"event: state\ndata: {self._state}\n\n".encode())
+                await response.write(f"event: state\ndata: {self._current()}\n\n".encode())
                 await self._changed.wait()
         except ConnectionResetError:  # the page was closed
             log.debug("page_closed")
@@ -156,7 +160,7 @@ class DashApp:
 
     async def state(self, _: web.Request) -> web.Response:
         """Return the state once."""
-        return web.Response(text=self._state, content_type="application/json")
+        return web.Response(text=self._current(), content_type="application/json")
 
     async def timeline(self, request: web.Request) -> web.Response:
         """Return what agents did and waited for in the last ``seconds``."""

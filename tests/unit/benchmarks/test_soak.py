@@ -1,0 +1,88 @@
+"""What the soak samples: each process of a run, forked agents too."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+FORKED = """
+import setproctitle, sys
+setproctitle.setproctitle(" ".join(sys.argv[1:]))
+print("up", flush=True)
+sys.stdin.read()
+"""
+SUPERVISOR = """
+import subprocess, sys
+words = sys.argv[2:]
+started = [
+    subprocess.Popen([sys.executable, "-c", sys.argv[1], *words, "--id", name], stdin=sys.stdin, stdout=sys.stdout)
+    for name in ("trainer-0", "runner-0")
+]
+for one in started:
+    one.wait()
+"""
+
+
+@pytest.fixture(scope="module")
+def soak() -> Iterator[ModuleType]:
+    """Return the module; as a script it imports what lies beside it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "benchmarks"))
+        yield importlib.import_module("benchmarks.soak")
+
+
+class Run:
+    """A run of which the soak knows a process."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self.process = process
+
+    def pid(self, agent: str) -> int | None:
+        return None
+
+
+async def test_agents_whose_command_line_is_one_text_are_found(soak: ModuleType, tmp_path: Path) -> None:
+    words = ("python", "-m", "trinity_mq.cli.main", "agent", str(tmp_path / "config.yaml"))
+    supervisor = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", SUPERVISOR, FORKED, *words),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    assert supervisor.stdin is not None
+    assert supervisor.stdout is not None
+    run: Any = Run(supervisor)
+    try:
+        for _ in range(2):
+            assert await supervisor.stdout.readline() == b"up\n"
+        found = soak.processes_of(run, tmp_path)
+        assert set(found) == {"supervisor", "engine", "trainer-0", "runner-0"}
+        assert len({found["trainer-0"], found["runner-0"], supervisor.pid}) == 3
+        assert set(soak.processes_of(run, tmp_path / "other")) == {"supervisor", "engine"}, "agents of another run"
+    finally:
+        supervisor.stdin.close()
+        await supervisor.wait()
+
+
+def test_a_process_without_samples_is_said(soak: ModuleType, tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    for name in ("trainer-0", "trainer-0.1", "runner-0", "explorer-0-engine", "supervisor"):
+        (tmp_path / "logs" / f"{name}.jsonl").touch()
+    watch = soak.Watch("run")
+    for number in range(20):
+        watch.note("memory/supervisor", 50.0)
+        watch.note("memory/runner-0", 80.0)
+        if number < 10:
+            watch.note("memory/trainer-0", 180.0)
+    assert sorted(soak.agents_of(tmp_path)) == ["runner-0", "trainer-0"]
+    assert soak.unwatched(watch, ["engine", *sorted(soak.agents_of(tmp_path))]) == [
+        "the memory of engine was sampled 0 times, that of the supervisor 20 times",
+        "the memory of trainer-0 was sampled 10 times, that of the supervisor 20 times",
+    ]
