@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -110,6 +112,52 @@ def test_what_nobody_looks_at_is_bounded_too(monkeypatch: pytest.MonkeyPatch) ->
     assert asyncio.run(store.decode()) == []
     assert {row[COLUMNS.index("batch")] for row in store.rows()} == {25, 26, 27, 28, 29}
     assert store.seen == 20
+
+
+def test_only_what_the_table_has_room_for_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(samples, "MOST_ROWS", 10)
+    read: list[int | None] = []
+
+    def noted(body: bytes, step: int | None, workflows: Mapping[str, str]) -> samples.DecodedSamples:
+        read.append(step)
+        return decoded(body, step, workflows)
+
+    monkeypatch.setattr(samples, "decoded", noted)
+    store = SampleStore()
+    for batch in range(20):
+        store.put(body(batch), batch)
+    store.put(body(20)[:-20], 20)
+    [problem] = asyncio.run(store.decode())
+    assert problem.startswith("samples of step 20 cannot be read")
+    assert read == [20, 19, 18, 17]
+    assert [row[COLUMNS.index("batch")] for row in store.rows()] == [18] * 4 + [19] * 4
+    assert asyncio.run(store.decode()) == []
+
+
+async def test_who_goes_away_while_samples_are_decoded_costs_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    began, go_on = threading.Event(), threading.Event()
+
+    def slow(body: bytes, step: int | None, workflows: Mapping[str, str]) -> samples.DecodedSamples:
+        began.set()
+        assert go_on.wait(30)
+        return decoded(body, step, workflows)
+
+    monkeypatch.setattr(samples, "decoded", slow)
+    store = SampleStore()
+    store.put(body(1), 1)
+    asking = asyncio.create_task(store.decode())
+    await asyncio.to_thread(began.wait, 30)
+    asking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asking
+    go_on.set()
+    again = asyncio.create_task(store.decode())
+    await asyncio.sleep(0)
+    store.put(body(2), 2)  # while the first is decoded: the next call's
+    await again
+    assert {row[COLUMNS.index("batch")] for row in store.rows()} == {1}
+    await store.decode()
+    assert {row[COLUMNS.index("batch")] for row in store.rows()} == {1, 2}
 
 
 def test_a_damaged_body_is_an_error_and_changes_nothing() -> None:

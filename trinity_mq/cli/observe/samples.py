@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -73,6 +73,31 @@ def decoded(body: bytes, step: int | None, workflows: Mapping[str, str]) -> Deco
     return DecodedSamples(body, {one.eid.uid: _row(one, step, workflows) for one in experiences})
 
 
+def decoded_latest(
+    bodies: Sequence[tuple[bytes, int | None]], workflows: Mapping[str, str]
+) -> tuple[list[DecodedSamples], list[str]]:
+    """Return the latest of encoded batches that make :data:`MOST_ROWS` rows, oldest first, and why others cannot be
+    read. A run of hours leaves many more, whose decoding would be in vain.
+
+    Args:
+        bodies: Encoded batches, each with the train step that was made on it, oldest first.
+        workflows: By taskset, the workflow that its tasks are run by.
+    """
+    found: list[DecodedSamples] = []
+    problems: list[str] = []
+    uids: set[str] = set()
+    for body, step in reversed(bodies):
+        if len(uids) >= MOST_ROWS:
+            break
+        try:
+            found.append(decoded(body, step, workflows))
+        except DecodeError as error:
+            problems.append(f"samples of step {step} cannot be read: {error}")
+        else:
+            uids.update(found[-1].rows)
+    return found[::-1], problems[::-1]
+
+
 class SampleStore:
     """The latest experiences that were seen. The event loop's thread uses it.
 
@@ -108,16 +133,18 @@ class SampleStore:
             self._pending_bytes -= len(oldest)
 
     async def decode(self) -> list[str]:
-        """Have all that came in the table, and return why what could not be decoded is not."""
-        problems = []
+        """Have the latest of what came in the table, and return why what could not be decoded is not."""
         async with self._decoding:
-            while self._pending:
-                body, step = self._pending.popleft()
+            if not self._pending:
+                return []
+            last, bodies = self.seen, list(self._pending)
+            found, problems = await asyncio.to_thread(decoded_latest, bodies, self._workflows)
+            # only now, for whoever asked may go away meanwhile; what came meanwhile is the next call's
+            for _ in range(len(self._pending) - (self.seen - last)):
+                body, _ = self._pending.popleft()
                 self._pending_bytes -= len(body)
-                try:
-                    self.add(await asyncio.to_thread(decoded, body, step, self._workflows))
-                except DecodeError as error:
-                    problems.append(f"samples of step {step} cannot be read: {error}")
+            for one in found:
+                self.add(one)
         return problems
 
     def add(self, samples: DecodedSamples) -> int:

@@ -289,12 +289,12 @@ const samples = {
   colour: "logprob",
   uid: null,
   draw(main) {
-    this.list = h("div", { class: "card list", tabindex: "0", role: "listbox", "aria-label": "samples" });
+    this.list = h("div", { class: "card list", tabindex: "0", role: "listbox", "aria-label": "samples" }, h("p", { class: "empty" }, "Reading samples…"));
     this.list.addEventListener("scroll", () => this.paint());
     this.detail = h("div", { class: "card detail", hidden: true });
     this.count = h("span", { class: "dim" });
     this.search = h("input", { type: "search", placeholder: "text or task", value: this.filter.text, oninput: (event) => this.set("text", event.target.value), "aria-label": "text or task" });
-    this.workflows = h("select", { "aria-label": "workflow", onchange: (event) => this.set("workflow", event.target.value) });
+    this.workflows = h("select", { "aria-label": "workflow", onchange: (event) => this.set("workflow", event.target.value) }, h("option", { value: "" }, "all workflows"));
     const rewards = h("input", { placeholder: "reward, e.g. >0.5", size: 14, value: this.filter.reward, oninput: (event) => this.set("reward", event.target.value), "aria-label": "reward" });
     const kinds = h("select", { "aria-label": "kind", onchange: (event) => this.set("kind", event.target.value) }, [["", "all"], ["spread", "groups with spread"], ["flat", "groups without spread"], ["truncated", "truncated"], ["stale", "stale"], ["surprising", "least likely first"]].map(([value, text]) => h("option", { value, selected: value === this.filter.kind }, text)));
     this.split = h("div", { class: "samples" }, this.list, this.detail);
