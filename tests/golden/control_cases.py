@@ -491,6 +491,12 @@ CASES: dict[tuple[str, int], dict[str, dict[str, Any]]] = {
             "break_cause": "template",
             "request": {"messages": [{"role": "user", "content": "2+3?"}]},
         },
+        "traced": {
+            "session": "s",
+            "call": "c",
+            "at": 1.5,
+            "traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
+        },
     },
     ("session_reward", 1): {
         "minimal": {"session": "s", "reward": 1.5},

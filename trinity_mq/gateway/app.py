@@ -34,6 +34,7 @@ from trinity_mq.messages import SessionCall, SessionEnd, SessionOpened, SessionR
 from trinity_mq.messages.sessions import SCOPES, Scope
 from trinity_mq.models.clients import VERSION_HEADER
 from trinity_mq.models.errors import EngineError, EngineLost, EngineNotReady, EngineRefused
+from trinity_mq.telemetry.trace_ids import TRACEPARENT, read_traceparent
 
 log = structlog.get_logger(__name__)
 
@@ -287,7 +288,7 @@ class GatewayApp:
         try:
             if wanted.streams:
                 return await self._stream(request, protocol, body, asked, recording)
-            answer, engine = await self._engines.ask(asked.path, asked.body, conversation.engine)
+            answer, engine = await self._engines.ask(asked.path, asked.body, conversation.engine, recording.trace)
             conversation.engine = engine.id
             recorded = await recording.keep(answer)
             headers = {RECORDED_HEADER: recorded, SESSION_HEADER: session.id, **_version_of(answer)}
@@ -305,7 +306,8 @@ class GatewayApp:
     ) -> web.StreamResponse:
         """Pass an answer on as it comes. Its last events wait until it is recorded."""
         events = protocol.events(recording.call, body)
-        async with self._engines.stream(asked.path, asked.body, recording.conversation.engine) as stream:
+        engine = recording.conversation.engine
+        async with self._engines.stream(asked.path, asked.body, engine, recording.trace) as stream:
             recording.conversation.engine = stream.model.id
             response = web.StreamResponse(
                 headers={
@@ -486,6 +488,9 @@ class _Recording:
         self._digest = digest_of(path, asked.body)
         retried = request.headers.get(RETRIED_HEADER, "0")
         self._supersedes = conversation.asked.get(self._digest, "") if retried not in {"", "0"} else ""
+        outside = request.headers.get(TRACEPARENT, "")
+        self.trace = {TRACEPARENT: outside} if read_traceparent(outside) else {}
+        """Header by which an engine with OpenTelemetry goes on with the caller's trace; empty: the caller has none."""
 
     async def keep(self, answer: Mapping[str, Any]) -> str:
         """Record an answer; return ``yes``, ``no`` where it was not confirmed in time, or ``off``.
@@ -506,6 +511,7 @@ class _Recording:
             request=self._asked.body,
             temperature=_temperature(self._asked.body),
             supersedes=self._supersedes,
+            traceparent=self.trace.get(TRACEPARENT, ""),
         )
         if not await self._app.keep(event):
             return "no"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import aiohttp
@@ -20,6 +21,7 @@ from trinity_mq.models.request_groups import CONNECT_SECONDS
 LOST_PAUSE = 0.25
 """Seconds before another engine is asked where one is lost."""
 DONE = b"[DONE]"
+NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 
 
 class Choice(Protocol):
@@ -96,13 +98,16 @@ class EngineCalls:
         self._not_ready_timeout, self._request_timeout = not_ready_timeout, request_timeout
         self._headers, self._try_others = dict(headers or {}), try_others
 
-    async def ask(self, path: str, body: Mapping[str, Any], prefer: str) -> tuple[dict[str, Any], InferenceModel]:
+    async def ask(
+        self, path: str, body: Mapping[str, Any], prefer: str, headers: Mapping[str, str] = NO_HEADERS
+    ) -> tuple[dict[str, Any], InferenceModel]:
         """Return the answer to a request, and who gave it.
 
         Args:
             path: Route of the engine.
             body: The request; its ``model`` is filled in.
             prefer: Id of the engine to ask where others are not better off.
+            headers: Of this request, beside those of every one.
 
         Raises:
             EngineNotReady: No engine had weights in time.
@@ -116,7 +121,7 @@ class EngineCalls:
                 sent = {**body, "model": model.name}
                 url = model.url + path
                 answer = await self._clients.post_async(
-                    url, sent, {**self._headers, **LOGPROBS_HEADERS}, self._request_timeout
+                    url, sent, {**self._headers, **headers, **LOGPROBS_HEADERS}, self._request_timeout
                 )
             return answer, model
 
@@ -124,7 +129,9 @@ class EngineCalls:
         return found
 
     @asynccontextmanager
-    async def stream(self, path: str, body: Mapping[str, Any], prefer: str) -> AsyncIterator[Stream]:
+    async def stream(
+        self, path: str, body: Mapping[str, Any], prefer: str, headers: Mapping[str, str] = NO_HEADERS
+    ) -> AsyncIterator[Stream]:
         """Return a streamed answer; the arguments and errors are those of :meth:`ask`. Once it has begun, no other
         engine can go on with it.
         """
@@ -135,7 +142,8 @@ class EngineCalls:
             with self._reported(model):
                 limit = aiohttp.ClientTimeout(total=self._request_timeout, sock_connect=CONNECT_SECONDS)
                 try:
-                    response = await self._clients.open_async(url, {**body, "model": model.name}, self._headers, limit)
+                    sent = {**body, "model": model.name}
+                    response = await self._clients.open_async(url, sent, {**self._headers, **headers}, limit)
                 except (aiohttp.ClientError, OSError) as error:
                     raise EngineLost(f"{url}: {type(error).__name__}: {error}") from error
                 if response.status == 200:

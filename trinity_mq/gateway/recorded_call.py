@@ -41,6 +41,7 @@ def recorded_call(
     request: Mapping[str, Any],
     temperature: float,
     supersedes: str = "",
+    traceparent: str = "",
 ) -> tuple[SessionCall, Turn]:
     """Return the event of an answer, and its turn, with which later calls are compared.
 
@@ -54,6 +55,7 @@ def recorded_call(
         request: Body of the request as the engine got it.
         temperature: At which it was sampled.
         supersedes: The call that its client repeated with this one.
+        traceparent: Header of the request; empty: it had none.
 
     Raises:
         EngineRefused: The answer has no token ids or not a logprob for each.
@@ -92,6 +94,7 @@ def recorded_call(
         supersedes=supersedes,
         break_cause=cause,
         request={} if earlier else {name: request[name] for name in ("messages", "tools", "prompt") if name in request},
+        traceparent=traceparent,
     )
     return event, turn
 

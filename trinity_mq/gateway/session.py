@@ -119,6 +119,11 @@ class Session:
         return None if self.end is None else self.end.replay
 
     @property
+    def traceparent(self) -> str:
+        """Header of the first of its requests that had one; empty: none had."""
+        return next((call.traceparent for call in self.calls.values() if call.traceparent), "")
+
+    @property
     def size(self) -> int:
         """Bytes of its events."""
         return sum(event.size for event in self.events)

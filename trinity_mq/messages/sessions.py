@@ -100,6 +100,8 @@ class SessionCall(Message):
     it does, or is the first."""
     request: dict[str, Any] = Field(default_factory=dict)
     """``messages`` and ``tools``, or ``prompt``, of the first request, for a replay; empty: not kept."""
+    traceparent: str = ""
+    """Header of the request (W3C Trace Context), by which its trace and that of the batch are linked; empty: none."""
 
     @property
     def message_id(self) -> str:

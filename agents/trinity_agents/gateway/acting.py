@@ -34,6 +34,7 @@ from trinity_mq.messages import (
 )
 from trinity_mq.runtime.deliveries import dead_letter, envelope
 from trinity_mq.runtime.errors import first_leaf
+from trinity_mq.telemetry.trace_ids import TRACEPARENT
 
 log = structlog.get_logger(__name__)
 
@@ -129,8 +130,13 @@ class Acting:
         if now - self._submitted.get(submission, -RESUBMIT_SECONDS) < RESUBMIT_SECONDS:
             return
         message = TaskSubmission(task=task_of(sessions, self._config), submission_id=submission, exact_runs=True)
+        outside = next((session.traceparent for session in sessions if session.traceparent), "")
         made = envelope(
-            message, message_id=submission, reply_to=self._topology.sessions.name, correlation_id=submission
+            message,
+            message_id=submission,
+            headers={TRACEPARENT: outside} if outside else None,
+            reply_to=self._topology.sessions.name,
+            correlation_id=submission,
         )
         try:
             if len(encode(message.task)) > (limit := self._config.broker.max_task_bytes):

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from tests.unit.gateway.serving import serving, serving_config
 from tests.waiting import until
 from trinity_mq.gateway.recorded_call import Answers
+from trinity_mq.models.clients import EngineClients
 from trinity_mq.models.engines.generation.request import Completion, GenerationRequest
 from trinity_mq.models.engines.generation.text import TextCodec
 from trinity_mq.models.inference import InferenceModel
@@ -41,6 +42,35 @@ async def test_what_get_tells_along_the_way() -> None:
         _, listed = await at.get("/sessions?who=me")
         assert [one["id"] for one in listed["sessions"]] == [made["id"]]
         assert listed["states"] == {"parked": 1}
+
+
+@pytest.mark.parametrize("streams", [False, True])
+async def test_the_callers_trace_goes_to_the_engine_and_with_the_answer(
+    streams: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str | None] = []
+
+    def noting(method: Any) -> Any:
+        async def noted(self: EngineClients, url: str, body: Any, headers: Any, *more: Any) -> Any:
+            asked.append(headers.get("traceparent"))
+            return await method(self, url, body, headers, *more)
+
+        return noted
+
+    for name in ("post_async", "open_async"):
+        monkeypatch.setattr(EngineClients, name, noting(getattr(EngineClients, name)))
+    given = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    async with serving(say) as at:
+        made = await at.open()
+        path = f"{at.url}/s/{made['id']}/v1/chat/completions"
+        for traceparent in ("rubbish", given):
+            body = {**ASK, "stream": streams}
+            async with at.http.post(path, json=body, headers={"traceparent": traceparent}) as response:
+                assert response.status == 200
+                await response.read()
+        assert [call.traceparent for call in at.session(made["id"]).calls.values()] == ["", given]
+        assert at.session(made["id"]).traceparent == given
+    assert asked == [None, given]
 
 
 async def test_a_reward_with_the_same_key_counts_once() -> None:

@@ -47,6 +47,21 @@ def test_a_reward_that_is_an_hour_late_and_a_gateway_that_was_restarted_meanwhil
     run_virtually(story())
 
 
+def test_the_task_of_a_traced_session_names_the_callers_trace() -> None:
+    traceparent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
+    async def story() -> None:
+        world = World()
+        async with world.running(), world.gateway() as book:
+            for name, given in (("traced", traceparent), ("silent", "")):
+                await world.session(book, name, traceparent=given)
+                await book.say(SessionEnd(session=name, reward=1.0), f"end-{name}")
+                await until(book, lambda name=name: state(book, name) == "trained")  # type: ignore[misc]
+        assert [headers.get("traceparent") for headers in world.headers] == [traceparent, None]
+
+    run_virtually(story())
+
+
 def test_no_reward_within_its_time() -> None:
     async def story() -> None:
         world = World()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
 from trinity_agents.gateway.acting import Acting
@@ -71,6 +71,8 @@ class World:
         """Tasks that the explorer took, by id."""
         self.submissions = 0
         """Messages that it got, repeats included."""
+        self.headers: list[Mapping[str, object]] = []
+        """Of these messages."""
         self.answers = True
         """It closes batches and the trainer trains on them."""
         self.dead: list[str] = []
@@ -100,6 +102,7 @@ class World:
             async for delivery in feed:
                 message = decode(delivery.body, TaskSubmission)
                 self.submissions += 1
+                self.headers.append(delivery.headers)
                 is_new = message.submission_id not in self.accepted
                 self.accepted.setdefault(message.submission_id, message)
                 await delivery.ack()
@@ -148,16 +151,19 @@ class World:
         finally:
             await bus.close()
 
-    async def session(self, book: StreamBook, name: str, *, calls: int = 1, size: int = 2, **fields: Any) -> None:
+    async def session(
+        self, book: StreamBook, name: str, *, calls: int = 1, size: int = 2, traceparent: str = "", **fields: Any
+    ) -> None:
         given = {"idle_ttl": HOUR, "reward_ttl": 24 * HOUR, "opened": self.clock(), **fields}
         await book.open(SessionOpened(session=name, **given))
         for _ in range(calls):
-            assert await book.record(self.call(name, size))
+            assert await book.record(self.call(name, size, traceparent))
 
-    def call(self, session: str, size: int) -> SessionCall:
+    def call(self, session: str, size: int, traceparent: str = "") -> SessionCall:
         choice = SampledChoice(ids=[1] * size, logprobs=[0.0] * size, finish_reason="stop")
+        name = f"call-{next(self._calls)}"
         return SessionCall(
-            session=session, call=f"call-{next(self._calls)}", at=self.clock(), prompt=[2], choices=[choice]
+            session=session, call=name, at=self.clock(), prompt=[2], choices=[choice], traceparent=traceparent
         )
 
 
