@@ -94,7 +94,7 @@ class NodeState:
             if not is_free(wanted):
                 raise NodeError(f"port {wanted} is in use by another program: choose another, or leave the port out")
         kept = {name: port for name in names if (port := self.ports.get(name)) and is_free(port)} | dict(fixed)
-        fresh = iter(free_ports(len(names)))
+        fresh = iter(free_ports(sum(name not in kept for name in names)))
         self.ports = {name: kept[name] if name in kept else next(fresh) for name in names}
 
 

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import secrets
 import socket
+import sys
+from collections import deque
 from pathlib import Path
 
 LOOPBACK = "127.0.0.1"
 AMQP_HEADER = b"AMQP\x00\x00\x09\x01"
 METHOD_FRAME = b"\x01"
 FIRST_CANDIDATE = 20_000
+MOST_HELD = 64
+"""Ports that are held at a time; who was given an earlier one listens by now."""
 _reserved: set[int] = set()
 """Ports that this process was given: their users may not listen yet."""
+_held: deque[socket.socket] = deque()
+"""Sockets bound to the latest of them, so that no other process is given one before its user listens."""
 
 
 def is_free(port: int) -> bool:
@@ -28,16 +35,49 @@ def is_free(port: int) -> bool:
 
 
 def free_ports(count: int) -> list[int]:
-    """Return ``count`` free ports, below the ephemeral range, so that no outgoing connection takes one meanwhile."""
+    """Return ``count`` free ports, below the ephemeral range, so that no outgoing connection takes one meanwhile. On
+    Linux no other process that asks here is given them either, though their users may take long to listen.
+    """
     end = _ephemeral_start()
     candidate = FIRST_CANDIDATE + secrets.randbelow(max(1, end - FIRST_CANDIDATE - 2000))
     found: list[int] = []
     while len(found) < count:
         candidate += 1
-        if candidate not in _reserved and is_free(candidate):
+        if candidate not in _reserved and (holder := _bound_alone(candidate)) is not None:
             found.append(candidate)
+            _hold(holder)
     _reserved.update(found)
     return found
+
+
+def _bound_alone(port: int) -> socket.socket | None:
+    """Return a socket bound to ``port``, None where any other is bound to it, whether it listens or not."""
+    holder = socket.socket()
+    try:
+        holder.bind((LOOPBACK, port))
+    except OSError:
+        holder.close()
+        return None
+    return holder
+
+
+def _hold(holder: socket.socket) -> None:
+    """Keep a socket bound, and let its port's user bind beside it: Linux does where both say ``SO_REUSEADDR``, as
+    servers do, and neither listens. Elsewhere the port is given up.
+    """
+    if sys.platform != "linux":
+        holder.close()
+        return
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    _held.append(holder)
+    while len(_held) > MOST_HELD:
+        _held.popleft().close()
+
+
+@atexit.register
+def _give_up() -> None:
+    while _held:
+        _held.pop().close()
 
 
 def _ephemeral_start() -> int:

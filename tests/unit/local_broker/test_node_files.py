@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import socket
 import stat
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from trinity_mq.local_broker import ports
 from trinity_mq.local_broker.node_files import (
     FolderLock,
     NodeError,
@@ -20,6 +24,14 @@ from trinity_mq.local_broker.node_files import (
     server_user,
 )
 from trinity_mq.local_broker.ports import LOOPBACK, free_ports, is_free
+
+SAME_DRAW = """
+import json, sys
+from trinity_mq.local_broker import ports
+ports.secrets.randbelow = lambda _: 1234
+print(json.dumps(ports.free_ports(3)), flush=True)
+sys.stdin.read()
+"""
 
 
 @pytest.fixture
@@ -76,6 +88,30 @@ class TestPorts:
         found = free_ports(5)
         assert len(set(found)) == 5
         assert all(20_000 < port < 61_000 and is_free(port) for port in found)
+
+    async def test_no_other_process_is_given_the_same_and_its_user_may_listen(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(ports.secrets, "randbelow", lambda _: 1234)
+        found = free_ports(3)
+        other = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-c", SAME_DRAW), stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
+        )
+        assert other.stdin is not None
+        assert other.stdout is not None
+        theirs = json.loads(await other.stdout.readline())
+        assert len({*found, *theirs}) == 6
+        for port in (*found, *theirs):
+            server = await asyncio.start_server(lambda reader, writer: writer.close(), LOOPBACK, port)
+            assert await ports.accepts(port)
+            server.close()
+            await server.wait_closed()
+        other.stdin.close()
+        await other.wait()
+
+    def test_few_are_held(self) -> None:
+        free_ports(ports.MOST_HELD + 3)
+        assert len(ports._held) <= ports.MOST_HELD
 
     def test_a_taken_one_is_not_free(self, taken_port: int) -> None:
         assert not is_free(taken_port)
