@@ -8,10 +8,12 @@
 - *runs*: 50 runs on one broker at a time, each with a user of its own that may touch nothing else. Their explorers,
   operators and trainers are the real ones, their engines and learners do nothing; all are in one process.
 
-Every few seconds are taken: memory of each process (its share of what is shared, PSS), of the broker, the size of each
-folder, the time of a step. A series is *flat* where it grew by no more than its noise or a hundredth of its level,
-without its first fifth (``trend.py``). ``--out`` gets the samples, a table and a plot of each scene; the end is 1 where
-memory or latency grew, or something was lost. Each scene is bounded in time and stops what it started.
+Every few seconds are taken: memory of each process and of the broker, the size of each folder, the time of a step.
+Memory is that of anonymous pages, shared ones divided by their sharers (``Pss_Anon``): the share in the code of
+libraries changes with every program beside that has loaded them. A series is *flat* where it grew by no more than its
+noise or a hundredth of its level, without its first fifth (``trend.py``). ``--out`` gets the samples, a table and a
+plot of each scene; the end is 1 where memory or latency grew, or something was lost. Each scene is bounded in time and
+stops what it started.
 """
 
 from __future__ import annotations
@@ -94,8 +96,9 @@ class Watch:
         """Take in the memory of processes by their names; those that are gone are left out."""
         for name, pid in processes.items():
             if pid is not None:
-                with suppress(psutil.Error):
-                    self.note(f"memory/{name}", psutil.Process(pid).memory_full_info().pss / MEBI)
+                with suppress(OSError):
+                    if rollup := Path(f"/proc/{pid}/smaps_rollup").read_text():  # one that has ended has no pages
+                        self.note(f"memory/{name}", anonymous_memory(rollup))
 
     def trends(self) -> dict[str, Trend]:
         """Return the course of each series behind the warm-up, where there are samples enough."""
@@ -115,6 +118,19 @@ class Watch:
                 if not name.startswith("disk/") and not one.is_flat
             ),
         ]
+
+
+def anonymous_memory(rollup: str) -> float:
+    """Return the MiB of ``Pss_Anon`` in the text of a process's ``smaps_rollup``.
+
+    Raises:
+        ValueError: It has none: the kernel is older than Linux 5.3.
+    """
+    for line in rollup.splitlines():
+        name, _, value = line.partition(":")
+        if name == "Pss_Anon":
+            return int(value.split()[0]) / 1024
+    raise ValueError(f"no Pss_Anon in {rollup[:80]!r}, wanted that of Linux 5.3 or newer")
 
 
 @asynccontextmanager
@@ -428,7 +444,7 @@ def draw(watch: Watch, path: Path) -> None:
     mpl.use("agg")
     from matplotlib import pyplot
 
-    kinds = {"memory": "MiB (PSS)", "latency": "ms", "disk": "MiB on disk"}
+    kinds = {"memory": "MiB (anonymous)", "latency": "ms", "disk": "MiB on disk"}
     shown = [kind for kind in kinds if any(name.startswith(f"{kind}/") for name in watch.samples)]
     figure, axes = pyplot.subplots(len(shown), 1, figsize=(9, 3 * len(shown)), sharex=True, squeeze=False)
     for kind, axis in zip(shown, axes[:, 0], strict=True):

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import psutil
 import pytest
 
 ROOT = Path(__file__).parents[3]
@@ -69,6 +71,18 @@ async def test_agents_whose_command_line_is_one_text_are_found(soak: ModuleType,
     finally:
         supervisor.stdin.close()
         await supervisor.wait()
+
+
+def test_memory_is_that_of_anonymous_pages(soak: ModuleType) -> None:
+    assert (
+        soak.anonymous_memory("556-7ff ---p [rollup]\nPss: 194609 kB\nPss_Anon:   2048 kB\nPss_File: 20515 kB\n") == 2.0
+    )
+    with pytest.raises(ValueError, match=r"Linux 5\.3"):
+        soak.anonymous_memory("556-7ff ---p [rollup]\nPss: 194609 kB\n")
+    watch = soak.Watch("run")
+    watch.note_memory({"this": os.getpid(), "gone": 2**22 + 1, "not known": None})
+    assert set(watch.samples) == {"memory/this"}
+    assert 1.0 < watch.samples["memory/this"][0][1] < psutil.Process().memory_info().rss / 2**20
 
 
 def test_a_process_without_samples_is_said(soak: ModuleType, tmp_path: Path) -> None:
