@@ -198,7 +198,7 @@ async def test_a_failing_batch_is_parked_the_run_goes_on_and_a_replay_does_it(
         assert await taken(again, 1) == [(3, "ready", [(1, "ready", 2)])]
         whole = stage.source()
         assert [repaired for _, _, repaired in await taken(whole, 3)] == [[], [], [(1, "ready", 2)]]
-        assert whole.state()["consumed"] == again.state()["consumed"] == ["t1", "t2", "t3"]
+        assert whole.state()["consumed"] == again.state()["consumed"] == {"t1": 1, "t2": 2, "t3": 3}
 
 
 async def test_two_operators_share_the_work_and_one_alone_does_it_when_the_other_is_killed(

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from trinity_agents.trainer.decisions import NONE_SETTLED
 from trinity_agents.trainer.history import Line, some, trace
 from trinity_mq.training.checkpoints.checkpoint import Checkpoint, DamagedCheckpointError, verify
 
@@ -181,7 +182,9 @@ class Auditor:
         # a run that taps another one also knows the tickets before the first one that it wants
         if missing := [] if is_tap else sorted(known - decided):
             yield f"the checkpoint has these tickets behind it, and its history has not: {some(missing)}"
-        if foreign := sorted(decided - known):
+        settled = source.get("settled", NONE_SETTLED)  # of batches up to that the checkpoint does not name tickets
+        recent = {entry["ticket"] for entry in self.entries if int(entry["batch"]) > settled}
+        if foreign := sorted(recent - known):
             yield f"the history has these tickets, and the checkpoint has not: {some(foreign)}"
         batches = Counter(int(entry["batch"]) for entry in self.entries if not entry.get("repaired"))
         wanted = {*range(1, source["batches"] + 1), *source.get("ahead", ())}

@@ -5,11 +5,16 @@ events in, decisions out.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
+import operator
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from trinity_mq.messages import BatchReady
 
+NONE_SETTLED = -1
+"""Below the number of any batch."""
 MAX_STARTS = 2
 """Starts on one batch that crashed; the next start skips it."""
 MAX_STARTS_REPAIRED = 1
@@ -60,17 +65,28 @@ class Decider:
     other sets are freed. A ticket that was decided as failed, or that trainers did not survive, is progress, and may
     still be repaired: the first complete set that comes of it afterwards (``trinity-mq dead replay``) is handed out
     once, beside a later batch.
+
+    Args:
+        consumed: Consumed tickets, and the number of each one's batch.
+        next_offset: Offset to read from.
+        failed: Tickets decided as failed.
+        starts: Returns the starts that crashed, by ticket or :func:`repaired_key`.
+        settled: See :attr:`settled`.
     """
 
     def __init__(
         self,
-        consumed: Iterable[str] = (),
+        consumed: Mapping[str, int] = MappingProxyType({}),
         next_offset: int = 0,
         failed: Iterable[str] = (),
         starts: Callable[[str], int] = lambda _: 0,
+        settled: int = NONE_SETTLED,
     ) -> None:
-        self.consumed: set[str] = set(consumed)
-        """Tickets that are done with: trained on, or skipped for good."""
+        self.consumed = OrderedDict(sorted(consumed.items(), key=operator.itemgetter(1)))
+        """Tickets that are done with, trained on or skipped for good, with the numbers of their batches; without those
+        that :attr:`settled` stands for."""
+        self.settled = settled
+        """Up to this batch all are consumed, and nothing that may still come of them counts, whatever its ticket."""
         self._starts = starts
         """Starts that crashed, by ticket or :func:`repaired_key`."""
         self._failed: set[str] = set(failed)
@@ -84,10 +100,12 @@ class Decider:
         self._decided: dict[int, Decision] = {}
         self._held: dict[str, int] = {}
 
-    def chunk(self, ticket: str, op: str, n: int, chunk: Chunk, offset: int) -> None:
-        """A chunk has come; repeats and chunks of decided tickets are nothing new."""
+    def chunk(self, ticket: str, op: str, n: int, chunk: Chunk, offset: int, batch: int | None = None) -> None:
+        """A chunk has come; repeats and chunks of decided tickets are nothing new. ``batch``: number of its batch, None
+        where it does not say.
+        """
         self.next_offset = offset + 1
-        if self.is_settled(ticket):
+        if self.is_settled(ticket, batch):
             return
         sets = self._open.setdefault(ticket, _Sets(offset))
         sets.by_op.setdefault(op, {}).setdefault(n, chunk)
@@ -95,7 +113,10 @@ class Decider:
     def ready(self, message: BatchReady, offset: int) -> Decision | None:
         """A set is said to be complete; returns the decision if it is, and is the first."""
         self.next_offset = offset + 1
-        if self.is_settled(message.ticket) or not isinstance(message.batch, int):
+        if not isinstance(message.batch, int):
+            return None
+        if self.is_settled(message.ticket, message.batch):
+            self._open.pop(message.ticket, None)
             return None
         again = message.ticket in self._failed
         if again and message.state not in {"ready", "empty"}:
@@ -126,11 +147,21 @@ class Decider:
         """Return the decision of batch ``batch`` if it has been made."""
         return self._decided.get(batch)
 
-    def is_settled(self, ticket: str) -> bool:
-        """Whether nothing that may still come of ``ticket`` counts."""
+    def is_settled(self, ticket: str, batch: int | None = None) -> bool:
+        """Whether nothing that may still come of ``ticket``, which is of this batch, counts."""
         if ticket in self._failed:
             return ticket in self._repaired
-        return ticket in self.consumed or ticket in self._held
+        return ticket in self.consumed or ticket in self._held or (batch is not None and batch <= self.settled)
+
+    def settle(self, through: int, newest: int, pinned: Callable[[], Collection[str]]) -> None:
+        """Forget the tickets of batches up to ``through``, which are all consumed: memory and checkpoints would else
+        grow with the run. Those that are ``pinned`` are remembered as if they were of batch ``newest``.
+        """
+        self.settled = max(self.settled, through)
+        while self.consumed and next(iter(self.consumed.values())) <= through:
+            ticket, _ = self.consumed.popitem(last=False)
+            if ticket in pinned():
+                self.consumed[ticket] = newest
 
     def repaired(self, before: Decision) -> list[Decision]:
         """Return the sets of failed tickets that go along with batch ``before``: those on the stream before its own,
@@ -150,16 +181,16 @@ class Decider:
             del self._repaired[ticket]
             if self._starts(repaired_key(ticket, decision.ready.op)) < MAX_STARTS_REPAIRED:
                 self._failed.discard(ticket)
-                self.consumed.add(ticket)
+                self.consumed[ticket] = decision.batch
             return
         self._decided.pop(decision.batch, None)
         self._held.pop(ticket, None)
         if ticket not in self._failed:
-            self.consumed.add(ticket)
+            self.consumed[ticket] = decision.batch
 
     def forget(self, ticket: str) -> None:
         """Forget a consumed ticket: a further set of it would count again."""
-        self.consumed.discard(ticket)
+        self.consumed.pop(ticket, None)
         self._failed.discard(ticket)
 
     @property

@@ -22,7 +22,7 @@ from trinity_agents.trainer.sources.base import Source, TrainBatch
 from trinity_agents.trainer.sources.mix import MixSource
 from trinity_agents.trainer.sources.records import RecordSource
 from trinity_agents.trainer.sources.replay import ReplaySource
-from trinity_agents.trainer.sources.stream import StreamSource
+from trinity_agents.trainer.sources.stream import REMEMBERED, StreamSource
 from trinity_mq.dispatch.pacing import Boundary, sync_due
 from trinity_mq.messages import ExplorerStatus, Progress, SyncEvent, TrainerStatus
 from trinity_mq.runtime.agent import Agent
@@ -106,6 +106,8 @@ class TrainLoop:
             in_batch_order=self._in_batch_order,
             batches_per_step=config.trainer.batches_per_step,
             starts=self._starts,
+            # blobs of a ticket go once as many checkpoints as are kept have it behind them
+            remembered=max(REMEMBERED, (config.trainer.max_checkpoints_to_keep + 2) * config.trainer.save_interval),
         )
         replays = config.buffer.trainer_input.replay.share > 0
         self.source: Source = source or (ReplaySource(stream, config) if replays else stream)

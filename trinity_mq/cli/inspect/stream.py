@@ -252,7 +252,7 @@ class ReadyReader:
     async def _ready(self, ready: BatchReady, offset: int) -> bool:
         if not self._is_wanted(ready.batch):
             if ready.ticket not in self._decider.consumed:
-                self._decider.consumed.add(ready.ticket)
+                self._decider.consumed[ready.ticket] = 0
                 self._settle(ready)
             return False
         decision = self._decider.ready(ready, offset)

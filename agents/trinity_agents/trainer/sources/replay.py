@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,6 +20,9 @@ log = structlog.get_logger(__name__)
 
 class Rereadable(Source, Protocol):
     """A source whose batches can be read again."""
+
+    pinned: Callable[[], Collection[str]]
+    """Returns tickets that its state names as long as they are among these."""
 
     async def read_again(self, offsets: Sequence[int]) -> ExperienceBatch:
         """Return the experiences of a batch that was consumed.
@@ -47,6 +50,7 @@ class ReplaySource(BesideRollouts):
         self._reader = rollouts
         settings = config.buffer.trainer_input.replay
         self._index = ReplayIndex(settings, config.seed)
+        rollouts.pinned = lambda: self._index.tickets
         self._count = replayed_in_a_step(config)
         self._cache = _Cache(settings.cache_bytes // max(1, config.estimated_batch_bytes))
         self._step = 0

@@ -6,13 +6,13 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import structlog
 
-from trinity_agents.trainer.decisions import Chunk, Decider, Decision
+from trinity_agents.trainer.decisions import NONE_SETTLED, Chunk, Decider, Decision
 from trinity_agents.trainer.sources.base import LostError, TrainBatch
 from trinity_mq.bus import Bus, Delivery, StreamCut, Topology
 from trinity_mq.bus.streams import next_or_quiet, read_at
@@ -52,6 +52,8 @@ class Tapped:
     """Called when retention has cut what comes next; the reading goes on behind."""
 
 
+REMEMBERED = 1000
+"""Latest batches whose tickets are remembered one by one; of those before, their numbers say that they are consumed."""
 MARK_TIMEOUT = 60.0
 """Seconds on a usable bus without anything new until a missing own mark means: not the stream the checkpoint knows."""
 
@@ -75,7 +77,11 @@ class StreamSource:
         batches_per_step: int = 1,
         starts: Callable[[str], int] = lambda _: 0,
         tapped: Tapped | None = None,
+        remembered: int = REMEMBERED,
     ) -> None:
+        self._remembered = remembered
+        self.pinned: Callable[[], Collection[str]] = tuple
+        """Returns consumed tickets that are remembered all the same."""
         self._bus, self._topology, self._by, self._store = bus, topology, by, store
         self._tapped = tapped
         self._stream = topology.ready if tapped is None else replace(topology.ready, redeclare=False)
@@ -236,6 +242,8 @@ class StreamSource:
         while self._consumed_batches + 1 in self._ahead:
             self._consumed_batches += 1
             self._ahead.discard(self._consumed_batches)
+        if (through := self._consumed_batches - self._remembered) > 0:
+            self._decider.settle(through, self._consumed_batches, self.pinned)
 
     @property
     def has_caught_up(self) -> bool:
@@ -245,17 +253,22 @@ class StreamSource:
     def state(self) -> dict[str, Any]:
         """Return consumed tickets and the offset to read on from."""
         return {
-            "consumed": sorted(self._decider.consumed),
+            "consumed": dict(self._decider.consumed),
             "failed": sorted(self._decider.failed),
             "batches": self._consumed_batches,
             "offset": self._decider.resume_offset(),
             "ended": self._decider.ended,
             **({"ahead": sorted(self._ahead)} if self._ahead else {}),
+            **({"settled": self._decider.settled} if self._decider.settled != NONE_SETTLED else {}),
         }
 
     def restore(self, state: dict[str, Any]) -> None:
         """Go on where ``state`` was taken."""
-        self._decider = Decider(state["consumed"], state["offset"], state.get("failed", ()), self._starts)
+        consumed = state["consumed"]
+        if not isinstance(consumed, dict):  # of release 0.1.0: all tickets, without the numbers of their batches
+            consumed = dict.fromkeys(consumed, max(state["batches"], *state.get("ahead", ()), 0))
+        settled = state.get("settled", NONE_SETTLED)
+        self._decider = Decider(consumed, state["offset"], state.get("failed", ()), self._starts, settled)
         self._decider.ended = state.get("ended")
         self._consumed_batches, self._ahead = state["batches"], set()
         self._advance(set(state.get("ahead", ())))
@@ -354,7 +367,9 @@ class StreamSource:
         ticket, op, n = (delivery.headers.get(name) for name in ("ticket", "op", "n"))
         self.bytes_since_save += len(delivery.body)
         if isinstance(ticket, str) and isinstance(op, str) and isinstance(n, int):
-            self._decider.chunk(ticket, op, n, Chunk(delivery.body, delivery.content_type, offset), offset)
+            batch = delivery.headers.get("batch")
+            chunk = Chunk(delivery.body, delivery.content_type, offset)
+            self._decider.chunk(ticket, op, n, chunk, offset, batch if isinstance(batch, int) else None)
         else:
             self._decider.other(offset)
             await dead_letter(*self._dead_letters, delivery, "a chunk needs the headers ticket, op and n", self._by)

@@ -34,7 +34,7 @@ def test_repeated_chunks_and_readies_are_nothing_new() -> None:
     assert decider.ready(ready("t", "x", 1), 3) is None
     decider.consume(decision)
     assert decider.ready(ready("t", "z", 0), 4) is None
-    assert decider.consumed == {"t"}
+    assert set(decider.consumed) == {"t"}
 
 
 def test_resume_offset_is_the_lowest_thing_still_needed() -> None:
@@ -78,7 +78,7 @@ def test_a_restart_from_the_resume_offset_decides_the_same() -> None:
 
     whole = Decider()
     assert play(whole, 0) == [("a", "new"), ("b", "x")]
-    resumed = Decider(consumed=(), next_offset=0)
+    resumed = Decider(next_offset=0)
     assert play(resumed, whole.resume_offset()) == [("a", "new"), ("b", "x")]
 
 
@@ -108,7 +108,7 @@ def whole(decider: Decider, ticket: str, op: str, batch: int, offset: int) -> De
 def test_a_failed_ticket_may_be_repaired_once() -> None:
     decider = a_failed_one()
     assert decider.failed == {"t"}
-    assert decider.consumed == set()
+    assert not decider.consumed
     assert not decider.is_settled("t")
     repaired = whole(decider, "t", "again", 1, 1)
     assert repaired is not None
@@ -121,7 +121,7 @@ def test_a_failed_ticket_may_be_repaired_once() -> None:
     assert decider.repaired(later) == [repaired]
     decider.consume(repaired)
     assert decider.repaired(later) == []
-    assert decider.consumed == {"t"}
+    assert set(decider.consumed) == {"t"}
     assert decider.failed == set()
     assert whole(decider, "t", "fourth", 1, 7) is None, "never twice"
     assert decider.is_settled("t")
@@ -157,7 +157,7 @@ def test_repaired_and_empty_is_done_with() -> None:
     found = decider.ready(BatchReady(batch=1, ticket="t", op="y", state="empty"), 1)
     assert found is not None
     decider.consume(found)
-    assert (decider.failed, decider.consumed) == (set(), {"t"})
+    assert (decider.failed, set(decider.consumed)) == (set(), {"t"})
 
 
 def test_repaired_before_it_is_consumed_as_failed_it_is_progress_first() -> None:
@@ -174,7 +174,7 @@ def test_repaired_before_it_is_consumed_as_failed_it_is_progress_first() -> None
     assert decider.failed == {"t"}
     assert decider.resume_offset() == 1, "what repairs it has still to be read"
     decider.consume(repaired)
-    assert (decider.failed, decider.consumed, decider.resume_offset()) == (set(), {"t"}, 3)
+    assert (decider.failed, set(decider.consumed), decider.resume_offset()) == (set(), {"t"}, 3)
 
 
 def test_only_a_failed_ticket_is_repaired() -> None:
@@ -185,3 +185,38 @@ def test_only_a_failed_ticket_is_repaired() -> None:
         assert whole(decider, "t", "again", 1, 1) is None
         decider.consume(found)
         assert whole(decider, "t", "again", 1, 3) is None
+
+
+def test_tickets_of_long_ago_are_forgotten_and_still_count_no_more() -> None:
+    decider = Decider()
+    for batch in range(1, 8):
+        found = whole(decider, f"t{batch}", "x", batch, 2 * batch)
+        assert found is not None
+        decider.consume(found)
+    decider.settle(4, 7, lambda: {"t2"})
+    assert decider.consumed == {"t5": 5, "t6": 6, "t7": 7, "t2": 7}
+    for batch, ticket in ((1, "t1"), (4, "t4"), (3, "another ticket of an old batch")):
+        decider.chunk(ticket, "late", 0, Chunk(b"", None), 20, batch)
+        assert decider.resume_offset() == 21, "a restart need not read it"
+        decider.chunk(ticket, "late", 0, Chunk(b"", None), 21)  # of a sender that does not say its batch
+        assert decider.ready(ready(ticket, "late", 1, batch=batch), 22) is None
+        assert decider.resume_offset() == 23
+    again = Decider(decider.consumed, 23, (), settled=decider.settled)
+    assert whole(again, "t4", "later still", 4, 23) is None
+    assert whole(again, "t8", "x", 8, 25) is not None
+
+
+def test_a_failed_ticket_may_be_repaired_however_old_it_is() -> None:
+    decider = a_failed_one()
+    for batch in range(2, 6):
+        found = whole(decider, f"t{batch}", "x", batch, 2 * batch)
+        assert found is not None
+        decider.consume(found)
+    decider.settle(5, 5, tuple)
+    repaired = whole(decider, "t", "again", 1, 20)
+    assert repaired is not None
+    decider.consume(repaired)
+    assert whole(decider, "t", "and again", 1, 22) is None
+    decider.settle(5, 5, tuple)
+    assert not decider.consumed
+    assert whole(decider, "t", "and again", 1, 24) is None

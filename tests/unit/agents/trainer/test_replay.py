@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from trinity_agents.simulation import Simulation, killed
+from trinity_agents.trainer import loop
 from trinity_agents.trainer.history import lineage
 from trinity_agents.trainer.loop import _done_with
 from trinity_agents.trainer.sources.base import LostError
@@ -204,3 +205,17 @@ def test_blobs_of_groups_that_may_be_replayed_stay(tmp_path: Path) -> None:
     assert kept < set(state["consumed"])
     assert _done_with(state) == set(state["consumed"]) - kept
     assert _done_with({"consumed": ["a"]}) == {"a"}, "of a run that replays nothing"
+
+
+def test_a_ticket_that_may_be_replayed_is_remembered_after_those_of_its_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "REMEMBERED", 1)
+    settings = (SHARE, "trainer.save_interval=1", "trainer.max_checkpoints_to_keep=1")
+    replayed(tmp_path, settings=(*settings, "buffer.trainer_input.replay.max_age=4"))
+    state = find_checkpoints(tmp_path / "checkpoints")[0][0].state.source
+    batches = {entry["ticket"]: entry["batch"] for entry in lineage(tmp_path / "history", 1, 9)}
+    kept = set(state["replay"]["offsets"])
+    assert state["settled"] == state["batches"] - 3
+    assert min(batches[ticket] for ticket in kept) <= state["settled"]
+    assert kept < set(state["consumed"]) < set(batches)

@@ -25,10 +25,10 @@ Act = Callable[["Stream"], Coroutine[Any, Any, Any]]
 class Stream:
     """A ready stream and a source that reads it."""
 
-    def __init__(self, in_batch_order: bool = True) -> None:
+    def __init__(self, in_batch_order: bool = True, **options: Any) -> None:
         self.topology, self.broker = Topology("src"), MemoryBroker()
         self.bus = MemoryBus(self.broker, self.topology, config=BrokerConfig())
-        self.source = StreamSource(self.bus, self.topology, "trainer-0", in_batch_order=in_batch_order)
+        self.source = StreamSource(self.bus, self.topology, "trainer-0", in_batch_order=in_batch_order, **options)
 
     async def put(self, key: str, mail: Envelope) -> None:
         await self.bus.publish(self.topology.exchange("ready"), key, mail)
@@ -127,7 +127,7 @@ def test_the_state_names_the_first_offset_that_a_restart_needs_and_leads_there()
         return stream.source.state()
 
     state = play(act, first)
-    assert state == {"consumed": ["t1"], "failed": [], "batches": 1, "offset": 3, "ended": 3}
+    assert state == {"consumed": {"t1": 1}, "failed": [], "batches": 1, "offset": 3, "ended": 3}
     again = StreamSource(first.bus, first.topology, "trainer-0")
     again.restore(state)
     assert again.ended == 3
@@ -326,7 +326,7 @@ def test_in_the_streams_order_nobody_waits_for_a_batch_that_is_late_and_a_restar
     got, state = play(act, first)
     assert got == [3, 1, 4]
     assert state == {
-        "consumed": ["t1", "t3", "t4"],
+        "consumed": {"t1": 1, "t3": 3, "t4": 4},
         "failed": [],
         "batches": 1,
         "offset": 7,
@@ -342,7 +342,7 @@ def test_in_the_streams_order_nobody_waits_for_a_batch_that_is_late_and_a_restar
             got.append((await stream.source.next()).batch)
             stream.source.consumed()
         assert stream.source.state() | {"offset": 0} == {
-            "consumed": [f"t{n}" for n in range(1, 7)],
+            "consumed": {f"t{n}": n for n in range(1, 7)},
             "failed": [],
             "batches": 6,
             "offset": 0,
@@ -357,3 +357,59 @@ def test_in_the_streams_order_nobody_waits_for_a_batch_that_is_late_and_a_restar
         again.source = StreamSource(again.bus, again.topology, "trainer-0", in_batch_order=in_batch_order)
         again.source.restore(state)
         assert play(rest, again) == order
+
+
+@pytest.mark.parametrize("in_batch_order", [True, False])
+def test_a_long_run_remembers_as_much_as_a_short_one_and_takes_nothing_twice(in_batch_order: bool) -> None:
+    first = Stream(in_batch_order, remembered=5)
+
+    async def act(stream: Stream) -> dict[str, Any]:
+        for batch in range(1, 41):
+            await stream.whole(batch)
+            assert (await stream.source.next()).batch == batch
+            stream.source.consumed()
+            assert len(stream.source.state()["consumed"]) <= 5
+        await stream.whole(2)  # of an operator that was frozen all the time
+        return stream.source.state()
+
+    state = play(act, first)
+    assert state["consumed"] == {f"t{n}": n for n in range(36, 41)}
+    assert (state["batches"], state["settled"]) == (40, 35)
+
+    async def rest(stream: Stream) -> list[int]:
+        await stream.whole(3)
+        got = []
+        for batch in range(41, 47):
+            await stream.whole(batch)
+            got.append((await stream.source.next()).batch)
+            stream.source.consumed()
+        return got
+
+    old = {**state, "consumed": [f"t{n}" for n in range(1, 41)]}  # as release 0.1.0 wrote it
+    del old["settled"]
+    for known in (state, old):
+        again = Stream(in_batch_order)
+        again.broker, again.bus = first.broker, MemoryBus(first.broker, first.topology, config=BrokerConfig())
+        again.source = StreamSource(again.bus, again.topology, "trainer-0", in_batch_order=in_batch_order, remembered=5)
+        again.source.restore(known)
+        assert play(rest, again) == list(range(41, 47))
+        assert again.source.state()["consumed"] == {f"t{n}": n for n in range(42, 47)}
+
+
+def test_a_batch_that_is_late_is_taken_however_many_overtook_it() -> None:
+    stream = Stream(in_batch_order=False, remembered=5)
+
+    async def act(stream: Stream) -> int:
+        for batch in range(2, 40):
+            await stream.whole(batch)
+            await stream.source.next()
+            stream.source.consumed()
+        assert "settled" not in stream.source.state()
+        await stream.whole(1)
+        late = (await stream.source.next()).batch
+        stream.source.consumed()
+        return late
+
+    assert play(act, stream) == 1
+    assert stream.source.state()["consumed"] == {**{f"t{n}": n for n in range(35, 40)}, "t1": 1}
+    assert stream.source.state()["settled"] == 34
