@@ -82,9 +82,11 @@ class ChunkBlobs:
 
     async def saved(self, consumed: Iterable[str], *, last: bool = False) -> None:
         """A checkpoint was made with these tickets ``consumed``; ``last``: the run is over, no older one counts."""
+        if self._store is None:
+            return
         self._consumed.append(frozenset(consumed))
         is_full = len(self._consumed) == self._consumed.maxlen  # else older ones, of an earlier trainer, are not known
-        if self._store is not None and (is_full or last):
+        if is_full or last:
             tickets = self._consumed[-1 if last else 0]
             await _delete(functools.partial(_delete_tickets, self._store, tickets), CHUNKS)
 
