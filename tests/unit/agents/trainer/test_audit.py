@@ -21,7 +21,7 @@ from trinity_mq.cli.commands.audit import StreamReader
 from trinity_mq.cli.main import main
 from trinity_mq.runtime.deliveries import new_mark
 from trinity_mq.testing.virtual_time import run_virtually
-from trinity_mq.training.checkpoints.checkpoint import find_checkpoints
+from trinity_mq.training.checkpoints.checkpoint import STATE_FILE, find_checkpoints
 
 BATCHES = 8
 SETTINGS = ("trainer.save_interval=2", "trainer.max_checkpoints_to_keep=9", "synchronizer.sync_offset=4")
@@ -202,6 +202,20 @@ def write_what_is_no_line(folder: Path) -> None:
 def write_something_else(folder: Path) -> None:
     with changed(folder, 2) as lines:
         del at(lines, 3)["ticket"]
+
+
+def test_a_checkpoint_need_not_name_the_tickets_of_long_ago(run: Path) -> None:
+    file = find_checkpoints(run / "checkpoints")[0][0].path / STATE_FILE
+    content = json.loads(file.read_text())
+    source = content["state"]["source"]
+    recent = {ticket: batch for ticket, batch in source["consumed"].items() if batch > 4}
+    assert 0 < len(recent) < len(source["consumed"])
+    source |= {"consumed": recent, "settled": 4}
+    file.write_text(json.dumps(content))
+    assert "checkpoint" not in faults(audited(run))
+    source["settled"] = 3
+    file.write_text(json.dumps(content))
+    assert "the history has these tickets, and the checkpoint has not" in faults(audited(run))
 
 
 @pytest.mark.parametrize(
