@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.extended, pytest.mark.e2e, pytest.mark.any_broker, pyt
 
 @pytest.mark.skipif(not DATA.exists(), reason="the GSM8K files are not beside this checkout")
 async def test_ruler_with_a_judge_that_knows_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_model(tmp_path / "model")
+    make_model(tmp_path / "model", (DATA / "train.jsonl").read_text().splitlines()[:300])
     monkeypatch.setenv("TRINITY_MQ_MODEL", str(tmp_path / "model"))
     monkeypatch.setenv("TRINITY_MQ_GSM8K", str(DATA))
     served = {"max_model_len": 2048, "max_prompt_tokens": 2000, "max_response_tokens": 16}

@@ -14,7 +14,7 @@ from trinity_agents.trainer.sources.base import TrainBatch
 from trinity_agents.trainer.sources.last_batch import LastBatch
 from trinity_agents.trainer.sources.stream import StreamSource, Tapped
 from trinity_agents.trainer.sources.tapped_run import TappedRun
-from trinity_mq.bus import Bus, StreamCut, Topology, create_bus
+from trinity_mq.bus import AddressError, Bus, StreamCut, Topology, create_bus
 from trinity_mq.bus.streams import read_up_to_now
 from trinity_mq.bus.topology import Queue
 from trinity_mq.config import Config
@@ -178,10 +178,8 @@ class TapSource:
             for operator in self._chain:
                 stack.push_async_callback(operator.close)
                 await operator.prepare()
-            await self._broker_is_there()
             topology = Topology.on(self._run.name, self._run.broker)
-            bus = create_bus(self._run.broker, topology, f"{self._by} of {self._own_topology.run}, tap")
-            await bus.connect()
+            bus = await self._connected(topology)
             stack.push_async_callback(bus.close)
             if self._run_id is None:
                 offset, self._run_id = await self._beginning(bus, topology)
@@ -202,6 +200,24 @@ class TapSource:
             stream.restore(position)
             self._stream = stream
             await stream.run()
+
+    async def _connected(self, topology: Topology) -> Bus:
+        """Return a bus to the other run's broker; a private one may end, and its file with it, at any moment.
+
+        Raises:
+            AddressError: The address of the broker cannot be used.
+            BusUnavailable: It does not answer.
+        """
+        while True:
+            await self._broker_is_there()
+            try:
+                bus = create_bus(self._run.broker, topology, f"{self._by} of {self._own_topology.run}, tap")
+                await bus.connect()
+            except AddressError:
+                if self._run.url_file is None or self._run.url_file.is_file():
+                    raise
+            else:
+                return bus
 
     async def _broker_is_there(self) -> None:
         """Return once the private broker of the other run lives; another one is waited for by connecting to it."""
