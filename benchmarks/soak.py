@@ -235,16 +235,19 @@ def processes_of(run: LocalRun, folder: Path) -> dict[str, int | None]:
     """Return the processes of a run by their names."""
     assert run.process is not None
     found: dict[str, int | None] = {"supervisor": run.process.pid, "engine": run.pid("engine")}
+    brokers: list[tuple[float, int]] = []
     with suppress(psutil.Error):
         for one in psutil.Process(run.process.pid).children(recursive=True):
             with suppress(psutil.Error):
                 words = " ".join(one.cmdline()).split()  # a forked agent's is one text
-                if one.name() == "beam.smp":
-                    found["broker"] = one.pid
+                if one.name() == "beam.smp":  # the oldest: commands are Erlang's too, and end soon
+                    brokers.append((one.create_time(), one.pid))
                 elif (
                     str(folder / "config.yaml") in words and "--id" in words
                 ):  # an engine has a configuration of its own
                     found[words[words.index("--id") + 1]] = one.pid
+    if brokers:
+        found["broker"] = min(brokers)[1]
     return found
 
 
