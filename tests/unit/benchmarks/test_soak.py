@@ -16,9 +16,9 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 FORKED = """
-import setproctitle, sys
+import os, setproctitle, sys
 setproctitle.setproctitle(" ".join(sys.argv[1:]))
-print("up", flush=True)
+os.write(1, b"up\\n")
 sys.stdin.read()
 """
 SUPERVISOR = """
