@@ -235,19 +235,18 @@ def processes_of(run: LocalRun, folder: Path) -> dict[str, int | None]:
     """Return the processes of a run by their names."""
     assert run.process is not None
     found: dict[str, int | None] = {"supervisor": run.process.pid, "engine": run.pid("engine")}
+    path = str(folder / "config.yaml")  # of the agents: an engine has a configuration of its own
     brokers: list[tuple[float, int]] = []
     with suppress(psutil.Error):
         for one in psutil.Process(run.process.pid).children(recursive=True):
             with suppress(psutil.Error):
                 words = " ".join(one.cmdline()).split()  # a forked agent's is one text
-                if one.name() == "beam.smp":  # the oldest: commands are Erlang's too, and end soon
+                if one.name() == "beam.smp":
                     brokers.append((one.create_time(), one.pid))
-                elif (
-                    str(folder / "config.yaml") in words and "--id" in words
-                ):  # an engine has a configuration of its own
+                elif path in words and "--id" in words:
                     found[words[words.index("--id") + 1]] = one.pid
     if brokers:
-        found["broker"] = min(brokers)[1]
+        found["broker"] = min(brokers)[1]  # the oldest: rabbitmqctl is Erlang's too, and ends soon
     return found
 
 

@@ -97,8 +97,10 @@ class Agents:
 
 
 async def until_settled(agents: Agents, sessions: int, seconds: float = 120.0) -> dict[str, Any]:
-    """Return what the gateway says of all sessions once that many are settled and no other is left, but for those that
-    no agent knows: of a gateway that was killed between opening one and saying so. They end by their ``idle_ttl``.
+    """Return what the gateway says of all sessions once that many are settled and no other is open.
+
+    A gateway that is killed after it has opened a session, and before it answers, leaves one that no agent knows; it
+    ends by its ``idle_ttl``. Where ``agents`` kept count of their sessions, it is not waited for.
     """
     async with asyncio.timeout(seconds):
         while True:

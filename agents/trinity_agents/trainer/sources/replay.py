@@ -22,7 +22,7 @@ class Rereadable(Source, Protocol):
     """A source whose batches can be read again."""
 
     pinned: Callable[[], Collection[str]]
-    """Returns tickets that its state names as long as they are among these."""
+    """Returns consumed tickets that its state goes on to name, however old they are."""
 
     async def read_again(self, offsets: Sequence[int]) -> ExperienceBatch:
         """Return the experiences of a batch that was consumed.
@@ -126,11 +126,11 @@ class ReplaySource(BesideRollouts):
 
     def restore(self, state: dict[str, Any]) -> None:
         """Go on where ``state`` was taken; with no group where none was kept then."""
-        self._rollouts.restore(state)
         self._next = None
         if "replay" in state:
             self._step = int(state["replay"]["step"])
             self._index.restore(state["replay"])
+        self._rollouts.restore(state)  # last: it asks for the tickets of the index
 
 
 class _Cache:

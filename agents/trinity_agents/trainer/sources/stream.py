@@ -81,7 +81,7 @@ class StreamSource:
     ) -> None:
         self._remembered = remembered
         self.pinned: Callable[[], Collection[str]] = tuple
-        """Returns consumed tickets that are remembered all the same."""
+        """Returns consumed tickets that are remembered however old they are."""
         self._bus, self._topology, self._by, self._store = bus, topology, by, store
         self._tapped = tapped
         self._stream = topology.ready if tapped is None else replace(topology.ready, redeclare=False)

@@ -105,6 +105,14 @@ def whole(decider: Decider, ticket: str, op: str, batch: int, offset: int) -> De
     return decider.ready(ready(ticket, op, 1, batch), offset + 1)
 
 
+def consume(decider: Decider, first: int, last: int) -> None:
+    """Decide and consume the batches from ``first`` to ``last``."""
+    for batch in range(first, last + 1):
+        found = whole(decider, f"t{batch}", "x", batch, 2 * batch)
+        assert found is not None
+        decider.consume(found)
+
+
 def test_a_failed_ticket_may_be_repaired_once() -> None:
     decider = a_failed_one()
     assert decider.failed == {"t"}
@@ -189,10 +197,7 @@ def test_only_a_failed_ticket_is_repaired() -> None:
 
 def test_tickets_of_long_ago_are_forgotten_and_still_count_no_more() -> None:
     decider = Decider()
-    for batch in range(1, 8):
-        found = whole(decider, f"t{batch}", "x", batch, 2 * batch)
-        assert found is not None
-        decider.consume(found)
+    consume(decider, 1, 7)
     decider.settle(4, 7, lambda: {"t2"})
     assert decider.consumed == {"t5": 5, "t6": 6, "t7": 7, "t2": 7}
     for batch, ticket in ((1, "t1"), (4, "t4"), (3, "another ticket of an old batch")):
@@ -208,10 +213,7 @@ def test_tickets_of_long_ago_are_forgotten_and_still_count_no_more() -> None:
 
 def test_a_failed_ticket_may_be_repaired_however_old_it_is() -> None:
     decider = a_failed_one()
-    for batch in range(2, 6):
-        found = whole(decider, f"t{batch}", "x", batch, 2 * batch)
-        assert found is not None
-        decider.consume(found)
+    consume(decider, 2, 5)
     decider.settle(5, 5, tuple)
     repaired = whole(decider, "t", "again", 1, 20)
     assert repaired is not None

@@ -18,8 +18,10 @@ from trinity_agents.trainer import loop
 from trinity_agents.trainer.history import lineage
 from trinity_agents.trainer.loop import _done_with
 from trinity_agents.trainer.sources.base import LostError
-from trinity_agents.trainer.sources.replay import _with_advantage, replayed_in_a_step
+from trinity_agents.trainer.sources.replay import ReplaySource, _with_advantage, replayed_in_a_step
 from trinity_agents.trainer.sources.replay_index import ReplayIndex
+from trinity_agents.trainer.sources.stream import StreamSource
+from trinity_mq.bus import Topology
 from trinity_mq.config import ConfigError, ReplayConfig, load_config
 from trinity_mq.experience import EID, Experience, ExperienceBatch
 from trinity_mq.testing.fakes import FakeLearner
@@ -219,3 +221,16 @@ def test_a_ticket_that_may_be_replayed_is_remembered_after_those_of_its_time(
     assert state["settled"] == state["batches"] - 3
     assert min(batches[ticket] for ticket in kept) <= state["settled"]
     assert kept < set(state["consumed"]) < set(batches)
+
+
+def test_a_ticket_that_may_be_replayed_is_remembered_when_fewer_others_are(tmp_path: Path) -> None:
+    replayed(tmp_path, settings=(*SETTINGS, "buffer.trainer_input.replay.max_age=9"))
+    state = find_checkpoints(tmp_path / "checkpoints")[0][0].state.source
+    kept = set(state["replay"]["offsets"])
+    assert kept
+    bus: Any = None
+    config = load_config({"model": {"tiny": {}}, "algorithm": {"repeat_times": 2}}, [SHARE])
+    source = ReplaySource(StreamSource(bus, Topology("r"), "trainer-0", remembered=1), config)
+    source.restore(state)
+    assert kept <= set(source.state()["consumed"])
+    assert source.state()["settled"] == state["batches"] - 1
