@@ -64,7 +64,10 @@ class Agent(ABC):
         self.serving = asyncio.Event()
         """Set once the agent is connected, subscribed and about to serve."""
         self.run_folder: Path | None = None
-        """Folder with the marker of a run that is over: an agent started after that has missed the last heartbeat."""
+        """Folder with the marker of a run that is over: an agent that was not started or not connected when it ended
+        has missed the explorer's last heartbeat.
+        """
+        self._reconnected = asyncio.Event()
         self.woken = Notifier()
         """Notified on every change that an agent's main loop may wait for."""
         self.state = "starting"
@@ -145,6 +148,7 @@ class Agent(ABC):
                 self._listen(subscribed),
                 self._send_metrics(),
                 self._meet(subscribed),
+                self._look_for_end(),
             )
             self.state, self.waits_for = "gone" if self.draining.is_set() else "finished", None
             await self._heartbeats.once()
@@ -167,8 +171,19 @@ class Agent(ABC):
             return
         await self.serve()
 
+    async def _look_for_end(self) -> None:
+        """After each outage, end if the run did meanwhile: a marker that is made later is followed by a heartbeat."""
+        while self.run_folder is not None:
+            await self._reconnected.wait()
+            self._reconnected.clear()
+            if await asyncio.to_thread(is_run_over, self.run_folder):
+                log.info("run_is_over", agent=self.id)
+                self.peers.end_run()
+                self.woken.notify()
+
     def _bus_changed(self) -> None:
         if self.bus.usable:
+            self._reconnected.set()
             self.peers.refresh()
             self.heartbeat_now()
         elif self.state not in {"gone", "finished"}:

@@ -91,6 +91,7 @@ class Peers:
         """Forgotten agents that have not said goodbye, the latest last."""
         self._suspended_since: float | None = None
         self._next_sweep = 0.0
+        self._is_run_over = False
         self.changed = Notifier()
 
     def receive(self, beat: Heartbeat) -> None:
@@ -203,13 +204,19 @@ class Peers:
         details = (beat.detail for beat in self.alive(role) if beat.id != without)
         return [detail for detail in details if isinstance(detail, status)]
 
+    def end_run(self) -> None:
+        """Take the run for finished from now on: its explorer is gone, and we missed the heartbeats that said so."""
+        self._is_run_over = True
+        self.changed.notify()
+
     @property
     def explorer(self) -> ExplorerStatus:
         """Status of the living explorer, of defaults when there is none. One that says that the run is over is right:
-        the lease of one that was killed may still run.
+        the lease of one that was killed may still run. After :meth:`end_run` it always says so.
         """
         known = self.statuses("explorer", ExplorerStatus)
-        return next((status for status in known if status.finished), known[-1] if known else ExplorerStatus())
+        status = next((status for status in known if status.finished), known[-1] if known else ExplorerStatus())
+        return status.model_copy(update={"finished": True}) if self._is_run_over else status
 
     @property
     def trainer(self) -> TrainerStatus:

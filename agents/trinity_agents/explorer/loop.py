@@ -23,6 +23,7 @@ from trinity_mq.messages import (
     ExplorerStatus,
     Heartbeat,
     Outcome,
+    Role,
     RunEnd,
     RunnerStatus,
     SilentAgent,
@@ -45,6 +46,8 @@ INTAKE = 64
 """Submissions that are taken in at a time, with one save."""
 OPEN_EVALUATIONS = 512
 """Submitted evaluations that are open at a time: enough to keep runners busy; each is a ticket in every heartbeat."""
+TOLD_OF_END: tuple[Role, ...] = ("trainer", "runner", "operator", "gateway")
+"""Roles of which each agent is to receive the end of the run before the explorer ends."""
 NO_MORE_BATCHES = "the run has opened its last batch"
 KEEP_QUEUES_INTERVAL = 24 * 3600.0
 """Seconds between two declarations of a batch queue, which expires after seven days without one or a reader."""
@@ -263,14 +266,19 @@ class ExplorerLoop:
         await self.save()
 
     async def see_off(self) -> None:
-        """Keep announcing the end of the run until each trainer that lives, or is being restarted, has received it."""
+        """Keep announcing the end of the run until each agent that lives, or is being restarted or cut off, has
+        received it: one that does not see the run's folder would wait for ever.
+        """
+
+        def unaware() -> list[str]:
+            beats = [beat for role in TOLD_OF_END for beat in self.agent.peers.alive(role)]
+            return [beat.id for beat in beats if beat.state not in ("draining", "finished")]
+
         try:
             async with asyncio.timeout(2 * HEARTBEAT_LEASE):
-                await self.agent.woken.until(
-                    lambda: all(beat.state == "finished" for beat in self.agent.peers.alive("trainer"))
-                )
+                await self.agent.woken.until(lambda: not unaware())
         except TimeoutError:
-            log.warning("trainer_left_behind")
+            log.warning("agents_left_behind", agents=unaware())
 
     # -- background
 

@@ -151,11 +151,9 @@ class Simulation:
         work = FakeRunner(bus, topology, lambda: self.engine.snapshot.version, self.runner_seconds, self.spoil)
         await work.run()
 
-    def make_runner(self) -> FakeRunnerAgent:
+    def make_runner(self, agent_id: str = "runner-0") -> FakeRunnerAgent:
         """Return an agent that runs slices as a runner does."""
-        return FakeRunnerAgent(
-            self.config, bus=self.bus(), topology=self.topology, agent_id="runner-0", work=self.runner
-        )
+        return FakeRunnerAgent(self.config, bus=self.bus(), topology=self.topology, agent_id=agent_id, work=self.runner)
 
     def make_operator(self, number: int = 0) -> Operator:
         """Return an operator agent with the operators of the configuration."""

@@ -188,10 +188,8 @@ class ScheduledRun(Simulation):
             bus = self.lives[-1]
             self.living[name] = agent
             life = bus.begin(agent.run)
-            over = asyncio.create_task(self._drained(agent))
             await asyncio.wait([life, bus.killed], return_when=asyncio.FIRST_COMPLETED)
             del self.living[name]
-            over.cancel()
             if bus.dead:
                 await bus.close()
             elif (error := life.exception()) is None:
@@ -209,11 +207,6 @@ class ScheduledRun(Simulation):
             if self.over.is_set():
                 return
             await asyncio.sleep(self.faults.dice.choice(RESTART_SECONDS))
-
-    async def _drained(self, agent: Agent) -> None:
-        """Drain an agent that is left when the run is over."""
-        await self.over.wait()
-        agent.drain()
 
     # -- what goes wrong at its time
 

@@ -24,7 +24,7 @@ from trinity_agents.trainer.sources.records import RecordSource
 from trinity_agents.trainer.sources.replay import ReplaySource
 from trinity_agents.trainer.sources.stream import REMEMBERED, StreamSource
 from trinity_mq.dispatch.pacing import Boundary, sync_due
-from trinity_mq.messages import ExplorerStatus, Progress, SyncEvent, TrainerStatus
+from trinity_mq.messages import Progress, SyncEvent, TrainerStatus
 from trinity_mq.runtime.agent import Agent
 from trinity_mq.runtime.errors import FatalError, RestartMe
 from trinity_mq.sync.channels.base import Channel
@@ -326,9 +326,7 @@ class TrainLoop:
     @property
     def is_run_over(self) -> bool:
         """The explorer has done the last evaluation; without one, the final model is written."""
-        return (self._is_alone and self.finished) or any(
-            explorer.finished for explorer in self.agent.peers.statuses("explorer", ExplorerStatus)
-        )
+        return (self._is_alone and self.finished) or self.agent.peers.explorer.finished
 
     @property
     def _is_at_end(self) -> bool:

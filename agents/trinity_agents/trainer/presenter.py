@@ -16,7 +16,7 @@ import structlog
 from trinity_agents.trainer.pinning import evaluation_ended
 from trinity_mq.bus import Bus, Topology
 from trinity_mq.config import AlgorithmConfig, Config
-from trinity_mq.messages import ExplorerStatus, SyncEvent, TrainerStatus
+from trinity_mq.messages import SyncEvent, TrainerStatus
 from trinity_mq.runtime.agent import Agent
 from trinity_mq.runtime.errors import FatalError
 from trinity_mq.sync.channels.base import Channel
@@ -182,8 +182,7 @@ class Presenter(Agent):
             self.heartbeat_soon()
 
     def _is_over(self) -> bool:
-        explorers = self.peers.statuses("explorer", ExplorerStatus)
-        return self.draining.is_set() or any(explorer.finished for explorer in explorers)
+        return self.draining.is_set() or self.peers.explorer.finished
 
     async def _publish_sync(self, event: SyncEvent) -> None:
         await self.publish("sync", f"weights.{event.verb}", event)

@@ -83,6 +83,7 @@ ONCE_WRONG = [
     (1362, [0, 1, 2, 3, 5, 9]),  # a thawed explorer commits an old version at an engine that another one has now
     (3070, [0, 1, 2, 4, 10, 11, 12, 13]),  # an explorer dies before its first save: heartbeats are numbered alike
     (3877, [0, 7, 10]),  # a member starts the transfer of a try that is over
+    (405, [2]),  # a runner is cut off when the run ends
 ]
 """Faults that once broke an invariant: the seed, and the faults' places (docs/simulation.md)."""
 

@@ -19,6 +19,7 @@ from trinity_agents.simulation.__main__ import main
 from trinity_agents.simulation.explore import Played, play, shrink
 from trinity_agents.simulation.schedule import KeptWeights, Schedule, draw
 from trinity_agents.trainer.decisions import Decider
+from trinity_mq.runtime.agent import Agent
 from trinity_mq.runtime.deliveries import acknowledge
 from trinity_mq.sync.gate.canary import Canary
 
@@ -101,6 +102,13 @@ def an_explorer_that_does_not_look_after_an_outage(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(ExplorerLoop, "_compare_state", once)
 
 
+def an_agent_that_does_not_look_for_the_end_after_an_outage(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def never(self: Agent) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(Agent, "_look_for_end", never)
+
+
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize(
     ("breaks", "seeds", "invariant"),
@@ -112,6 +120,7 @@ def an_explorer_that_does_not_look_after_an_outage(monkeypatch: pytest.MonkeyPat
         (a_gate_that_does_not_ask_the_canary, range(20, END), "tokens of the weights they name"),
         (an_operator_that_leaves_a_task_behind, range(END), "no task is left"),
         (an_explorer_that_does_not_look_after_an_outage, [draw(3747).only([8])], "the run ends in time"),
+        (an_agent_that_does_not_look_for_the_end_after_an_outage, [draw(405).only([2])], "the run ends in time"),
     ],
 )
 def test_a_broken_rule_is_found(

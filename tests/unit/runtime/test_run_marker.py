@@ -1,9 +1,11 @@
-"""A run that is over leaves a mark; who is started after that ends by itself."""
+"""A run that is over leaves a mark; who is started or connected again after that ends by itself."""
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
+import pytest
 from structlog.testing import capture_logs
 
 from tests.unit.runtime.test_agent import Idler
@@ -19,6 +21,13 @@ class Latecomer(Idler):
 
     async def serve(self) -> None:
         self.served = True
+
+
+class Follower(Idler):
+    """Works until the run is over."""
+
+    async def serve(self) -> None:
+        await self.woken.until(lambda: self.peers.explorer.finished)
 
 
 def test_the_mark(tmp_path: Path) -> None:
@@ -43,3 +52,44 @@ def test_who_comes_after_the_end_ends_too(tmp_path: Path) -> None:
     assert before.served
     assert not after.served
     assert after.state == "finished"
+
+
+@pytest.mark.parametrize("seconds", [0.5, 100.0], ids=["a moment", "longer than any lease"])
+def test_who_is_cut_off_at_the_end_ends_when_it_is_back(tmp_path: Path, seconds: float) -> None:
+    broker = MemoryBroker()
+    follower = Follower(broker)
+    follower.run_folder = tmp_path
+
+    async def main() -> None:
+        task = asyncio.create_task(follower.run())
+        await asyncio.sleep(30.0)
+        broker.drop(follower.bus, delay=None)  # type: ignore[arg-type]
+        mark_run_over(tmp_path)
+        await asyncio.sleep(seconds)
+        assert not task.done()
+        broker.restore(follower.bus)  # type: ignore[arg-type]
+        await task
+
+    with capture_logs():
+        run_virtually(main(), limit=200)
+    assert follower.state == "finished"
+
+
+def test_an_outage_while_the_run_goes_on_ends_nobody(tmp_path: Path) -> None:
+    broker = MemoryBroker()
+    follower = Follower(broker)
+    follower.run_folder = tmp_path
+
+    async def main() -> None:
+        task = asyncio.create_task(follower.run())
+        await asyncio.sleep(1.0)
+        for _ in range(2):
+            broker.drop(follower.bus, delay=5.0)  # type: ignore[arg-type]
+            await asyncio.sleep(30.0)
+            assert not task.done()
+        mark_run_over(tmp_path)
+        broker.drop(follower.bus, delay=5.0)  # type: ignore[arg-type]
+        await task
+
+    with capture_logs():
+        run_virtually(main(), limit=200)

@@ -274,6 +274,26 @@ def test_a_run_ends_with_others_standing_by(tmp_path: Path, ids: tuple[str, str]
     assert sim.trainers[1].loop.generation == 0
 
 
+def test_it_tells_the_end_to_an_agent_that_is_cut_off_and_does_not_see_the_folder(tmp_path: Path) -> None:
+    sim = Simulation(tmp_path, batches=2)
+    ended: list[float] = []
+
+    async def far_away() -> None:
+        runner = sim.make_runner()
+        task = asyncio.create_task(runner.run())
+        await until(lambda: sim.trainer.loop.progress == 2)
+        sim.broker.drop(runner.bus, delay=7.0)  # type: ignore[arg-type]
+        await until(lambda: sim.state().finished)
+        ended.append(asyncio.get_running_loop().time())
+        await task
+
+    async def nearby() -> None:  # serves the last evaluation meanwhile
+        await sim.make_runner("runner-1").run()
+
+    run_virtually(sim.run(runners=far_away, beside=nearby), limit=100)
+    assert ended
+
+
 def test_an_explorer_whose_lock_was_taken_writes_no_state(tmp_path: Path) -> None:
     sim = Simulation(tmp_path, batches=50)
 
