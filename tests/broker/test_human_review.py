@@ -76,6 +76,7 @@ async def test_verdicts_of_a_plain_client_and_of_the_command_line_count(
             await (await connection.channel()).get_queue(topology.review.name)
 
 
+@pytest.mark.extended
 async def test_a_batch_that_waits_for_a_verdict_outlives_its_broker_being_away(
     broker_url: str, topology: Topology, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -119,6 +119,7 @@ async def test_it_looks_for_modules_where_most_of_them_are(base: Path) -> None:
         assert not (base / "plugins" / "rabbit-0.0.1").is_symlink()
 
 
+@pytest.mark.extended
 async def test_plugins_are_found_where_one_is_wanted(base: Path) -> None:
     async with PrivateNode(base, plugins=("rabbitmq_shovel",)) as node:
         assert "rabbitmq_shovel" in await node.ctl("eval", "rabbit_plugins:active().")

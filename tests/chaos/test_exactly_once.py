@@ -113,6 +113,7 @@ async def test_explorer_and_operators_killed_and_an_operator_frozen(
     await arena.check()
 
 
+@pytest.mark.extended
 async def test_broker_restarted_and_a_memory_alarm(tmp_path: Path, node: PrivateNode, unique_run: str) -> None:
     arena = Arena(tmp_path / "run", node.url, unique_run)
 

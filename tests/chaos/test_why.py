@@ -184,6 +184,7 @@ async def test_a_slow_trainer(tmp_path: Path) -> None:
     assert "the median is" in found["sentence"]
 
 
+@pytest.mark.extended
 async def test_a_reward_function_that_blocks(tmp_path: Path) -> None:
     taskset = {
         "name": "max3",

@@ -161,6 +161,7 @@ async def test_an_auxiliary_model_may_be_served_elsewhere(folder: Path) -> None:
     assert left(folder) == []
 
 
+@pytest.mark.extended
 async def test_interrupted_it_ends_its_engine(folder: Path) -> None:
     async with command(folder, "buffer.taskset.workflow=mine.Waits", "--json") as process:
         pids = await waiting(process)

@@ -12,7 +12,7 @@ from nbclient import NotebookClient
 
 NOTEBOOK = Path(__file__).parents[2] / "examples" / "notebook.ipynb"
 
-pytestmark = [pytest.mark.e2e, pytest.mark.any_broker, pytest.mark.timeout(500)]
+pytestmark = [pytest.mark.e2e, pytest.mark.any_broker, pytest.mark.timeout(500), pytest.mark.extended]
 
 
 def printed(cell: Any) -> str:

@@ -211,6 +211,7 @@ class TestTheCommand:
         page = (checkout.folder / "docs" / "performance.md").read_text()
         assert page == f"before\n{comparison.markdown(checkout.recorded)}\nafter\n"
 
+    @pytest.mark.extended
     def test_a_benchmark_that_breaks_fails_it_and_the_others_run(self, checkout):
         checkout.has("bench_a", "print('cause'); sys.exit(3)", r={"value": 1.0})
         checkout.has("bench_b", "figures.write(options, {})", r={"value": 1.0})

@@ -102,6 +102,7 @@ async def test_a_damaged_checkpoint_is_passed_over_by_all_ranks(folder: Path, op
     assert apart(found["flats"], await flats_of(learner)) < 1e-6
 
 
+@pytest.mark.extended
 async def test_two_ranks_go_on_from_a_checkpoint_of_one_process(folder: Path, opened: Opener, tmp_path: Path) -> None:
     learner = await opened(settings("ppo"))
     await train(learner, "ppo", 1, 2)
@@ -114,7 +115,7 @@ async def test_two_ranks_go_on_from_a_checkpoint_of_one_process(folder: Path, op
 
 @pytest.mark.parametrize(
     "command",
-    ["step", "gather", *(pytest.param(one, marks=pytest.mark.extended) for one in ("open", "canary", "copy"))],
+    ["step", *(pytest.param(one, marks=pytest.mark.extended) for one in ("open", "canary", "copy", "gather"))],
 )
 async def test_a_rank_that_dies_at_any_command_ends_rank_0_for_a_restart(
     folder: Path, tmp_path: Path, command: str

@@ -49,8 +49,8 @@ POINTS = [
     ("shutil.rmtree", r"/progress-{}$"),
 ]
 """In the order in which a checkpoint passes them; the last is its removal by the next one."""
-BY_DEFAULT = {"a critic", "epochs, mini-batches and batches in a step"}
-"""Cases with a model of their own, and with parts of a step; the others carry numbers."""
+BY_DEFAULT = {"epochs, mini-batches and batches in a step"}
+"""The case with parts of a step; the others carry numbers, or a model of their own."""
 CASES: dict[str, tuple[str, ...]] = {
     "a critic": ("algorithm.algorithm_type=ppo", "algorithm.kl=null", "algorithm.critic.warmup_steps=2"),
     "a moving reference": (
@@ -200,7 +200,13 @@ def test_killed_at_each_point_of_a_checkpoint_it_goes_on_from_the_last_one_commi
     assert audited(folder) == ""
 
 
-@pytest.mark.parametrize("interval", [1, 100], ids=["while a checkpoint is written", "long before one is due"])
+@pytest.mark.parametrize(
+    "interval",
+    [
+        pytest.param(1, id="while a checkpoint is written"),
+        pytest.param(100, id="long before one is due", marks=pytest.mark.extended),
+    ],
+)
 def test_asked_to_end_it_saves_within_its_grace(tmp_path: Path, interval: int) -> None:
     settings = (*SETTINGS, f"trainer.save_interval={interval}")
     record(tmp_path / "recorded", tmp_path / "ready", 12, settings)
