@@ -1,4 +1,4 @@
-"""How long training stands still for a checkpoint: written while it goes on, against written at once, in one run.
+"""Time that training stands still for a checkpoint: written while it goes on, against written at once, in one run.
 
     python benchmarks/bench_checkpoint.py [--model tiny|135m] [--rounds 3] [--folder FOLDER] [--quick] [--check]
                                           [--json FILE]

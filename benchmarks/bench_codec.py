@@ -48,7 +48,7 @@ COPY_SHAPE = (256, 2048)
 COPIES, COPY_EXTRA_MS = 1.5, 2.0
 """A batch of COPY_SHAPE is decoded, checksum included, within this many copies of the body and milliseconds."""
 ZSTD_TARGET = 0.8
-"""Of the reference's size, at most."""
+"""Largest size with zstd, as a share of the reference's size."""
 
 RUNS_PER_TASK = 8
 VOCABULARY = 150_000

@@ -69,7 +69,7 @@ TARGETS = (
     ("first step, s", 6.0, False),
     ("memory, MiB", 1024.0, False),
 )
-"""What is wanted: the name, the bound, and whether more is better."""
+"""Targets: the name, the bound, and whether more is better."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Look:
-    """What the processes of a system had used at a time."""
+    """Processor time and memory that the processes of a system had used at one moment."""
 
     time: float
     cpu: Mapping[str, float]

@@ -1,4 +1,4 @@
-"""What the gate of the weight sync costs beside the transfer: its phases, from a run of processes and a real broker.
+"""Cost of the gate of the weight sync beside the transfer: its phases, from a run of processes and a real broker.
 
     python benchmarks/bench_gate.py [CONFIG] [STEPS] [--engines 1 2 4 8] [--quick] [--check] [--json FILE]
 

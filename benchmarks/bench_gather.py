@@ -1,4 +1,4 @@
-"""What makes tensors and groups of experiences against plain loops over them, on lists and on batches.
+"""Functions that make tensors and groups of experiences against plain loops over them, on lists and on batches.
 
     python benchmarks/bench_gather.py [--quick] [--check] [--json FILE]
 
@@ -37,7 +37,7 @@ SHAPES = ((8, 512), (64, 1024), (256, 256), (256, 2048))
 QUICK_SHAPES = ((8, 64),)
 SECONDS_PER_SHAPE = 4.0
 NOISE = 1.1
-"""What still counts as not slower, on a machine that does other things too."""
+"""Ratio of times that still counts as not slower, on a machine that does other things too."""
 
 
 def plain_token_ids(experiences: Sequence[Experience], prompts: int, responses: int, pad: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""What the heartbeats of many runners cost one agent, on a real RabbitMQ: the share of a core that its process takes.
+"""Cost to one agent of the heartbeats of many runners, on a real RabbitMQ: the share of a core that its process takes.
 
     python benchmarks/bench_heartbeats.py [--runners 2000] [--engines 16] [--seconds 10] [--check]
 

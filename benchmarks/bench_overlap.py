@@ -1,4 +1,4 @@
-"""What it gains that rollouts and training overlap: wall time of whole runs, one step off and fully asynchronous.
+"""Gain from the overlap of rollouts and training: wall time of whole runs, one step off and fully asynchronous.
 
     python benchmarks/bench_overlap.py [--batches 20] [--repetitions 2] [--check] [--quick] [--json FILE]
 
@@ -79,7 +79,7 @@ class Measured:
     """Share of these."""
     runners_idle: float
     train: float
-    """Of a batch, as the others below; medians unless another way was asked for."""
+    """Seconds of the train step of a batch; those below are also of one; medians unless another way was asked for."""
     rollout: float
     sync: float
 

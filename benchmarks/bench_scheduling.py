@@ -66,7 +66,7 @@ TRACED, TRACED_BATCHES = 32, range(2000, 2020)
 
 @dataclass(frozen=True)
 class Throughput:
-    """What one setting gave."""
+    """Measured throughput and latency of one setting."""
 
     rate: float
     """Tasks a second."""
@@ -76,7 +76,7 @@ class Throughput:
 
 @dataclass(frozen=True)
 class Setting:
-    """What is varied."""
+    """Parameters that are varied."""
 
     tokens: int
     runners: int

@@ -75,7 +75,7 @@ class Benchmark(Strict):
     ratios: dict[str, Ratio] = Field(min_length=1)
     date: str = ""
     machine: Machine | None = None
-    """Of the recorded values, as the date."""
+    """Machine on which the recorded values were measured; the date is theirs too."""
 
 
 Recorded = dict[str, Benchmark]

@@ -46,7 +46,7 @@ from trinity_mq.local_broker.node import PrivateNode
 EXAMPLE = Path(__file__).parents[1] / "examples" / "arithmetic.yaml"
 METRIC = "eval/ops3_held_out/accuracy/mean@1"
 EVALUATIONS = 6
-"""Of a run, evenly spread; the last after its last step."""
+"""Number of evaluations of a run, evenly spread; the last after its last step."""
 UNCORRECTED = "none"
 RULES: dict[str, dict[str, Any]] = {
     UNCORRECTED: {"algorithm_type": "grpo", "ratio": {"kind": "self"}},
@@ -57,13 +57,13 @@ RULES: dict[str, dict[str, Any]] = {
     "tis": {"algorithm_type": "cispo", "surrogate": {"cap": 2.0}},
     "gspo": {"algorithm_type": "gspo", "surrogate": {"low": 0.2, "high": 0.28}},
 }
-"""What is compared on old data, and the settings of each. ``tis`` is truncated importance sampling against the
+"""Rules that are compared on old data, and the settings of each. ``tis`` is truncated importance sampling against the
 sampler: the policy gradient, weighted by the ratio up to 2. ``gspo`` has the clip range that its preset recommends for
 old data."""
 ESTIMATOR = {"kind": "group", "scale": "batch"}
-"""Of all rules, so that only what they do about old data differs."""
+"""Advantage estimator of all rules, so that only what they do about old data differs."""
 TASK = "sort3"
-"""Of the study of old data: an answer of several tokens, where one that the policy left behind does most harm."""
+"""Task of the study of old data: an answer of several tokens, where one that the policy left behind does most harm."""
 LONGEST = 5
 """Response tokens of an answer to it: three digits, the end, and one too many to find out about."""
 ON_POLICY = "grpo"
@@ -85,7 +85,7 @@ class Curve:
     staleness: float | None = None
     """Mean over the steps, in train steps."""
     failure: str = ""
-    """What a run that ended badly said last."""
+    """Exit code and last output of a run that ended badly."""
 
     @property
     def key(self) -> str:

@@ -1,4 +1,4 @@
-"""What the queue costs: seconds a step of the whole loop (broker, processes, HTTP) against the work in one process.
+"""Cost of the queue: seconds a step of the whole loop (broker, processes, HTTP) against the work in one process.
 
     python benchmarks/loop_overhead.py [CONFIG] [STEPS]
 

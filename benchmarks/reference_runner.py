@@ -51,7 +51,7 @@ class IdleRunner(workflow_runner.WorkflowRunner):  # type: ignore[misc]
 
 
 class NoopWorkflow(Workflow):  # type: ignore[misc]
-    """What ``trinity_mq.testing.noop.NoopWorkflow`` does."""
+    """A workflow that does the same as ``trinity_mq.testing.noop.NoopWorkflow``."""
 
     is_async = True
     can_repeat = True

@@ -32,7 +32,7 @@ from trinity_mq.telemetry import METRICS_FILE, read_metrics
 LOOK_AGAIN = 0.2
 """Seconds between two looks at the metrics file, which other processes write."""
 STOP_SECONDS = 60.0
-"""How long a run that was asked to stop may take before its processes are killed."""
+"""Seconds that a run may take to stop when asked to, before its processes are killed."""
 
 
 class RunError(RuntimeError):
@@ -41,7 +41,7 @@ class RunError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class MetricsLine:
-    """What an agent reported of one step."""
+    """The metrics that an agent reported of one step."""
 
     role: str
     """Role of the agent."""
@@ -81,7 +81,7 @@ class RunHandle:
     """
 
     config: Config
-    """What runs."""
+    """The configuration of the run."""
     process: subprocess.Popen[bytes]
     """``trinity-mq run``."""
     _tail: MetricsTail
@@ -109,7 +109,7 @@ class RunHandle:
 
     @property
     def output(self) -> str:
-        """What ``trinity-mq run`` has printed."""
+        """The text that ``trinity-mq run`` has printed."""
         return (self._files / "output.txt").read_text(errors="replace")
 
     def metrics(self) -> Iterator[MetricsLine]:

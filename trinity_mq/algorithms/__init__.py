@@ -1,1 +1,1 @@
-"""How rewards become a gradient: advantage functions, losses and the registry that joins them."""
+"""The path from rewards to a gradient: advantage functions, losses and the registry that joins them."""

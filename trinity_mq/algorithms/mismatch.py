@@ -1,4 +1,4 @@
-"""How far the engine's logprobs are from the trainer's: sums over tokens that add up over micro-batches, and metrics.
+"""The mismatch of engine and trainer logprobs: sums over tokens that add up over micro-batches, and metrics.
 
 The estimates of KL(sampler, policy) are k1 and k3 (http://joschu.net/blog/kl-approx.html); chi-squared and effective
 sample sizes are those of the ratios ``pi / mu``. Log ratios are limited to +-20, also those of whole sequences.

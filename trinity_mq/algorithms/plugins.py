@@ -14,9 +14,9 @@ from trinity_mq.runtime.errors import FatalError
 from trinity_mq.runtime.plugins import import_named
 
 SURROGATE = ("log_ratio", "logprob", "advantage")
-"""What a surrogate is called with, in this order; then follow ``args`` and custom fields by name."""
+"""Arguments that a surrogate is called with, in this order; then follow ``args`` and custom fields by name."""
 CORRECTION = ("view",)
-"""What a correction is called with, then ``args`` by name."""
+"""Arguments that a correction is called with, then ``args`` by name."""
 
 
 class PluginError(FatalError, ValueError):

@@ -19,7 +19,7 @@ large head waiting for its weight."""
 
 
 class Scores(NamedTuple):
-    """What a policy says about tokens, float32 ``[tokens]`` each, in nats."""
+    """The scores that a policy gives tokens, float32 ``[tokens]`` each, in nats."""
 
     logprob: Tensor
     entropy: Tensor
@@ -29,7 +29,7 @@ class Scores(NamedTuple):
 
 @dataclass(frozen=True)
 class AfterHead:
-    """What a model makes of its head's products: ``logits = softcap tanh(scale products / softcap)``."""
+    """The step from a model's head products to its logits: ``logits = softcap tanh(scale products / softcap)``."""
 
     scale: float = 1.0
     softcap: float | None = None

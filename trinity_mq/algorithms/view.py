@@ -15,27 +15,27 @@ LOG_RATIO_LIMIT = 20.0
 
 @dataclass(frozen=True, kw_only=True)
 class TokenView:
-    """What the pieces of a loss see: ``[tokens]`` each, trained tokens only, those of a sequence next to each other.
+    """Inputs of the pieces of a loss: ``[tokens]`` each, trained tokens only, those of a sequence next to each other.
 
     Logprobs are in nats, at the temperature of the sample. Without a gradient, ``logprob`` excepted.
     """
 
     logprob: Tensor
-    """Of the policy being trained, with gradient."""
+    """Logprob of the policy being trained, with gradient."""
     mu: Tensor
-    """Of the policy that sampled, as the engine returned it."""
+    """Logprob of the policy that sampled, as the engine returned it."""
     advantage: Tensor
     scale: Tensor
-    """What the reduction multiplies the token's loss by, made from the counts of the whole optimizer step."""
+    """Factor by which the reduction multiplies the token's loss, made from the counts of the whole optimizer step."""
     segment: Tensor
     """int64: the number of the token's sequence in this view, from 0, rising."""
     old: Tensor | None = None
-    """Of the policy at the start of the train step."""
+    """Logprob of the policy at the start of the train step."""
     ref: Tensor | None = None
-    """Of the reference policy."""
+    """Logprob of the reference policy."""
     teacher: Tensor | None = None
     entropy: Tensor | None = None
-    """Of the policy being trained, with gradient where it is differentiated."""
+    """Entropy of the policy being trained, with gradient where it is differentiated."""
     entropy_baseline: Tensor | None = None
     """Expectation of ``p (H + log p)`` over the vocabulary, of the policy before the optimizer step; see
     :func:`trinity_mq.algorithms.scoring.entropy_baselines`."""

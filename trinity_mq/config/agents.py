@@ -293,7 +293,7 @@ class TrainerConfig(Section):
     """Write checkpoints while training goes on: it waits only until weights and optimizer state are copied in host
     memory, where that copy stays for the next checkpoint. Otherwise it waits until they are written."""
     export: Literal["every", "last"] = "every"
-    """Where the model is written for ``transformers``: as ``model/`` in ``every`` checkpoint and at the end as
+    """Places where the model is written for ``transformers``: as ``model/`` in ``every`` checkpoint and at the end as
     ``final/``, or only as ``final/``, which saves a quarter of a checkpoint's bytes."""
     max_tokens_per_micro_batch: int = Field(default=16384, ge=1)
     """Most tokens in one forward and backward pass, padding included; a longer sequence has a pass of its own."""

@@ -18,7 +18,7 @@ ACROSS_RUNS = frozenset({"mean", "leave_one_out", "logavgexp", "length_weighted"
 
 
 class EstimatorBase(Section):
-    """What every estimator says about itself."""
+    """The properties that every estimator declares."""
 
     model_config = ConfigDict(allow_inf_nan=False)
 
@@ -39,7 +39,7 @@ class EstimatorBase(Section):
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """What is needed besides rewards: ``teacher``, ``critic``, ``roles``."""
+        """Inputs that are needed besides rewards: ``teacher``, ``critic``, ``roles``."""
         return ()
 
 
@@ -61,7 +61,7 @@ class GroupEstimator(EstimatorBase):
     baseline: Literal[
         "mean", "leave_one_out", "logavgexp", "none", "greedy", "length_weighted", "second_best", "role_mean"
     ] = "mean"
-    """What is subtracted: the mean reward of the task's runs; of the other runs (``leave_one_out``);
+    """The baseline, which is subtracted: the mean reward of the task's runs; of the other runs (``leave_one_out``);
     ``tau * log(mean(exp(reward / tau)))``; nothing; the reward of the run with ``info["greedy"]``, which is not
     trained on; the mean weighted with trained tokens; for the best run the second best reward, while all others get 0;
     or the moving average of the rewards of its role (``info["role"]``), which the trainer keeps."""

@@ -61,7 +61,7 @@ class LoraConfig(Section):
     layer but the output layer.
     """
     sync: Literal["merged", "adapter"] = "merged"
-    """What engines get after a train step. ``merged``: all weights with the adapter in them, by every engine.
+    """Weights that engines get after a train step. ``merged``: all weights with the adapter in them, by every engine.
     ``adapter``: the adapter alone, a few percent of that; the engine has to be vllm, and answers under way go on with
     the adapter that they began with.
     """

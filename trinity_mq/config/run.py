@@ -69,7 +69,7 @@ class Config(Section):
     run_dir: str = ""
     """Folder of checkpoints, logs, metrics and state. Empty: ``runs/<name>``."""
     mode: Mode = "both"
-    """What the run does. ``both``: rolls out and trains. ``train``: trains on the records of
+    """The kind of run. ``both``: rolls out and trains. ``train``: trains on the records of
     ``buffer.trainer_input.experience_buffer``, or on what another run saw (``source.tap``), without explorer, runners
     and engines. ``explore``: rolls out,
     and writes the experiences to ``buffer.explorer_output``; the model stays as it is. ``bench``: evaluates the
@@ -361,7 +361,7 @@ class Config(Section):
 
     @property
     def not_sharded(self) -> str | None:
-        """What keeps the trainer from sharing a train step among several processes, and what to do; None: nothing."""
+        """The reason why a train step cannot be shared among several processes, and the remedy; None: it can be."""
         optimizer = self.algorithm.optimizer
         if optimizer.optimizer_type not in {"adamw", "sgd"}:
             return (

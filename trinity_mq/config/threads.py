@@ -1,4 +1,4 @@
-"""How many CPU threads each trainer process and each engine of a run takes."""
+"""CPU threads that each trainer process and each engine of a run takes."""
 
 from __future__ import annotations
 

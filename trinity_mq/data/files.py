@@ -13,7 +13,7 @@ from typing import Any
 from trinity_mq.data.errors import TasksetError
 
 Located = Iterator[tuple[str, Any]]
-"""Where a record stands, for messages, and the record, not checked yet."""
+"""The place of each record, for messages, and the record, not checked yet."""
 
 
 def read_file(path: Path) -> Located:

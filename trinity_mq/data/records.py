@@ -22,7 +22,7 @@ Record = Mapping[str, Any]
 
 
 class RecordsConfig(Protocol):
-    """Where records are: a taskset, or data of the trainer."""
+    """The settings of a source of records: a taskset, or data of the trainer."""
 
     @property
     def name(self) -> str:

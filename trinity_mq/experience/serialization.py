@@ -1,4 +1,4 @@
-"""How :class:`Experience` becomes bytes: experience bodies, and legacy bodies where they are allowed."""
+"""The serialization of :class:`Experience`: experience bodies, and legacy bodies where they are allowed."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ OLDEST = 1
 
 @dataclass(frozen=True, slots=True)
 class Compatibility:
-    """What a release reads and writes."""
+    """The message schemas that a release reads and writes."""
 
     release: str
     reads: SchemaRange

@@ -85,7 +85,7 @@ class SessionCall(Message):
     continues: str = ""
     """The call whose prompt and answer this prompt begins with, token by token; empty: none that is known."""
     choice: int = 0
-    """Which answer of that call."""
+    """Index of the answer among those of that call."""
     prompt: list[int] = Field(default_factory=list)
     """Token ids of the prompt, without those of the call that it continues."""
     prompt_text: str = ""

@@ -34,7 +34,7 @@ class EngineLost(EngineError):
     def __init__(self, message: str, engine: InferenceModel | None = None) -> None:
         super().__init__(message)
         self.engine = engine
-        """Which one did not answer, where that is known."""
+        """The engine that did not answer, where that is known."""
 
     def __str__(self) -> str:
         """Return the message, with who was lost."""

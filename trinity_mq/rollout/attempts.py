@@ -33,7 +33,7 @@ LONGEST_PAUSE = 5.0
 
 @dataclass(frozen=True)
 class Limits:
-    """How long, and how often."""
+    """Limits on the time and the number of attempts."""
 
     attempt: float
     """Seconds for one attempt of one run."""

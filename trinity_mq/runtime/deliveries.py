@@ -199,7 +199,7 @@ async def requeue(delivery: Delivery) -> None:
 
 @dataclass(frozen=True, slots=True)
 class PastDeliveries:
-    """How the earlier deliveries of a message ended."""
+    """The outcomes of the earlier deliveries of a message."""
 
     given_back: int = 0
     """An agent gave it back in good order, as at the end of its drain. This says nothing about the message."""
@@ -208,9 +208,9 @@ class PastDeliveries:
     returned: int = 0
     """The broker took it back: the agent died, lost its connection, or the broker was restarted. Not a verdict."""
     failures: tuple[str, ...] = ()
-    """How the latest tries failed."""
+    """Reasons why the latest tries failed."""
     put_back: int = 0
-    """How many of those given back in good order had failed for want of infrastructure, such as a sandbox."""
+    """Number of those given back in good order that had failed for want of infrastructure, such as a sandbox."""
 
     @classmethod
     def of(cls, incoming: Incoming) -> PastDeliveries:

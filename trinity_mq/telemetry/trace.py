@@ -51,7 +51,7 @@ TASK: ContextVar[tuple[int, int] | None] = ContextVar("task", default=None)
 
 @dataclass(frozen=True, slots=True)
 class TraceSpan:
-    """What one process did, or waited for, once."""
+    """A span: one piece of work or one wait of a process."""
 
     role: str
     agent: str

@@ -49,7 +49,7 @@ class TraceTail:
 
     @property
     def state(self) -> dict[str, Any]:
-        """How far it came, as JSON takes it."""
+        """The progress of the reader, as JSON takes it."""
         return {"clocks": dict(self._clocks), "files": {name: [at, who] for name, (at, who) in self._files.items()}}
 
     def read(self) -> list[TraceSpan] | None:

@@ -34,7 +34,7 @@ COVERED = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What the agents of one role did of one kind."""
+    """The work, or the waits, of one kind by the agents of one role."""
 
     who: str
     what: str
@@ -59,9 +59,9 @@ class Gap:
     after: str
     before: str
     waits: tuple[str, ...] = ()
-    """Who waited for what meanwhile, as far as spans say."""
+    """Waits during the gap, as far as spans say, each with the role that waited."""
     meanwhile: tuple[str, ...] = ()
-    """What was done for other batches in it, the longest first."""
+    """Work done for other batches during the gap, the longest first."""
 
 
 @dataclass(frozen=True, slots=True)

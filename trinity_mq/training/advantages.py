@@ -25,7 +25,7 @@ from trinity_mq.training.reference import Reference
 
 @dataclass(frozen=True)
 class Memory:
-    """What one train step leaves for the next one; part of a checkpoint."""
+    """The state that one train step leaves for the next one; part of a checkpoint."""
 
     baselines: dict[str, float] = field(default_factory=dict)
     """Moving averages of the rewards, by role."""
@@ -42,10 +42,10 @@ class Advantages:
     batch: ExperienceBatch
     """The experiences that stay."""
     memory: Memory
-    """What the next train step begins with, if this one changes the policy."""
+    """The state that the next train step begins with, if this one changes the policy."""
     metrics: dict[str, float] = field(default_factory=dict)
     targets: Targets | None = None
-    """What the critic learns, in the order of the trained tokens."""
+    """The targets that the critic learns, in the order of the trained tokens."""
     ref: Tensor | None = None
     """The reference's logprobs of the trained tokens, float32 ``[tokens]``, where they were needed."""
 

@@ -27,7 +27,7 @@ CRITIC, CRITIC_OPTIMIZER = "critic", "critic_optimizer"
 
 @dataclass(frozen=True)
 class Targets:
-    """What the critic learns in a train step; float32 ``[trained tokens of the step]``, on its device."""
+    """The targets of the critic in a train step; float32 ``[trained tokens of the step]``, on its device."""
 
     old: Tensor
     """Its values before the step."""

@@ -14,7 +14,7 @@ from trinity_mq.runtime.errors import FatalError
 HISTORY = 100
 """Applied optimizer steps whose gradient norms are kept."""
 LEAST_HISTORY = 20
-"""Of these, as many have to be there before a norm is compared with them."""
+"""Number of these norms that have to be there before a norm is compared with them."""
 
 Reason = Literal["nonfinite_loss", "nonfinite_norm", "norm_spike", "mismatch"]
 

@@ -201,9 +201,9 @@ class WeightNorms:
     """Euclidean norms over all weights that a step moved."""
 
     update: float
-    """Of the step: new weights minus old ones."""
+    """Norm of the step: new weights minus old ones."""
     weight: float
-    """Of the new weights."""
+    """Norm of the new weights."""
 
 
 @torch.no_grad()

@@ -34,7 +34,7 @@ from trinity_mq.training.prefixes import Prefixes, divide_shared
 SAMPLED, IMITATED, PAIRED = 0, 1, 2
 """Roles of sequences: sampled by the policy, by an expert, or an answer of a pair (chosen, then rejected)."""
 ROLES = {"rl": SAMPLED, "ref_kl": SAMPLED, "ce": IMITATED, "pair": PAIRED}
-"""Which sequences each component of a loss is about."""
+"""Roles of the sequences that each component of a loss is about."""
 EXPERT = "is_expert"
 """Key of ``info`` that marks an answer to imitate."""
 
@@ -128,7 +128,7 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class Division:
-    """How a model wants an optimizer step cut; the arguments of :meth:`TrainTokens.micro_batches`."""
+    """The division of an optimizer step that a model wants; the arguments of :meth:`TrainTokens.micro_batches`."""
 
     max_tokens: int
     packed: bool = False

@@ -15,7 +15,7 @@ from trinity_mq.experience.ragged import Indexes
 from trinity_mq.training.parallel.division import pad
 
 KEPT = 0.25
-"""What a position of a prefix costs in memory for each sequence that reads it, as a part of a position of its own: its
+"""Memory that a position of a prefix costs for each sequence that reads it, as a part of a position of its own: its
 keys and values, of at least eight such tensors that a layer keeps for the backward pass."""
 WORTHWHILE = 0.9
 """Largest work, as a part of that with a row for each whole sequence, at which prefixes are shared."""

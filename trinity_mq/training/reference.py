@@ -74,7 +74,7 @@ class Reference:
 
     @property
     def division(self) -> Division:
-        """How it wants its micro-batches."""
+        """The division into micro-batches that it wants."""
         return self.policy.division
 
     def _leave_device(self) -> None:

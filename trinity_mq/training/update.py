@@ -46,9 +46,9 @@ class StepLoss:
 
     config: LossConfig
     weights: Mapping[str, float]
-    """Of its components."""
+    """Weights of its components."""
     entropy_coef: float = 0.0
-    """Of the entropy bonus."""
+    """Coefficient of the entropy bonus."""
 
 
 @torch.no_grad()
@@ -159,7 +159,7 @@ OFF_POLICY = {
 
 @dataclass
 class StepSums:
-    """What the micro-batches of one optimizer step add up to; scalars."""
+    """Statistics accumulated over the micro-batches of one optimizer step; scalars."""
 
     tokens: int = 0
     """Trained tokens."""
@@ -172,7 +172,7 @@ class StepSums:
     sequences: int = 0
     """Those of samples."""
     entropies: list[Tensor] = field(default_factory=list)
-    """Of the tokens of samples, ``[tokens]`` each."""
+    """Entropies of the tokens of samples, ``[tokens]`` each."""
     reduced: dict[str, Tensor] = field(default_factory=dict)
     """``loss`` and its parts."""
     sums: dict[str, Tensor] = field(default_factory=dict)

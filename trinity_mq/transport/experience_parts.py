@@ -156,7 +156,7 @@ def decode_parts(parts: Iterable[Part], store: BlobStore | None) -> tuple[Experi
     """
     bodies: dict[int, ExperienceBatch] = {}
     first: dict[int, int] = {}
-    """Of each body, the number of its first experience among those of all bodies."""
+    """Number of each body's first experience among those of all bodies."""
     rows: list[range] = []
     total = 0
     bad: dict[int, tuple[Incoming, str]] = {}

@@ -1,4 +1,4 @@
-"""What a workflow is handed by its task, as attributes: sampling parameters, and values that it may replace."""
+"""Attributes that a workflow is handed by its task: sampling parameters, and values that it may replace."""
 
 from __future__ import annotations
 

@@ -179,7 +179,7 @@ class Workflow:
     needs_history: ClassVar[bool] = False
     """The rollout model must record its calls (``explorer.rollout_model.enable_history``)."""
     arguments_kind: ClassVar[type[BaseModel] | None] = None
-    """What ``workflow_args`` may hold; checked before a run starts. None: anything."""
+    """Model of ``workflow_args``, against which they are checked before a run starts. None: they may hold anything."""
 
     def __init__(
         self, *, task: Task, model: ModelWrapper, auxiliary_models: Sequence[ModelWrapper] | None = None

@@ -24,7 +24,7 @@ from trinity_mq.runtime.state_formats import refuse_newer
 
 
 class Observation(BaseModel):
-    """What came of the tasks of a ticket, for the selectors."""
+    """Statistics of the tasks of a ticket, for the selectors."""
 
     ticket: str
     stats: dict[str, list[TaskStats]]
@@ -66,7 +66,7 @@ class ExplorerState(BaseModel):
     accepted: list[str] = Field(default_factory=list)
     """Ids of submissions accepted since the last save; the file keeps those of the whole run."""
     observations: list[Observation] = Field(default_factory=list)
-    """What selectors were told since the last save; as loaded, all of the run. The file keeps it."""
+    """Observations told to selectors since the last save; as loaded, all of the run. The file keeps them."""
     due: list[int] = Field(default_factory=list)
     """Evaluations to do, by the number of closed batches at which each was due."""
     evaluated: list[str] = Field(default_factory=list)
@@ -101,7 +101,7 @@ class _Changes(NamedTuple):
     parts: list[tuple[str, Any]]
     """New rows: name and content, which does not change any more."""
     gone: list[str]
-    """What has no rows any more."""
+    """Owners that have no rows any more, such as ``pending/7``."""
     accepted: list[str]
     observations: list[Observation]
 

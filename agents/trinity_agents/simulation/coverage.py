@@ -1,4 +1,4 @@
-"""Which states of the protocol's machines simulated runs reach, and by which transitions."""
+"""States of the protocol's machines that simulated runs reach, and the transitions by which they do."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Transition = tuple[str, str, str]
 """Machine, state before (empty: it began), state after."""
 
 ENDS = ("gone", "finished", "killed", "frozen", "thawed", "failed")
-"""How the life of an agent ends, or is interrupted, whatever its role."""
+"""Ways in which the life of an agent ends, or is interrupted, whatever its role."""
 STATES: Mapping[str, tuple[str, ...]] = {
     "gate: coordinator": tuple(phase.value for phase in Phase),
     "gate: member": tuple(stage.value for stage in MemberStage),

@@ -21,7 +21,7 @@ CHUNK = 20
 
 @dataclass
 class Played:
-    """How a schedule went."""
+    """Outcome of a schedule that was played."""
 
     schedule: Schedule
     violations: list[tuple[str, str]]

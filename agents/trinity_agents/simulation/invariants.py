@@ -1,4 +1,4 @@
-"""What holds at the end of every run, whatever went wrong in it. Each invariant yields what contradicts it."""
+"""Invariants that hold at the end of every run, whatever went wrong in it. Each one yields what contradicts it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GIVEN_UP = {"failed", "gone"}
 
 
 class Evidence:
-    """What a run has left behind, read once."""
+    """Evidence that a run has left behind, read once."""
 
     def __init__(self, run: ScheduledRun) -> None:
         self.run, self.settings = run, run.schedule.settings
@@ -78,7 +78,7 @@ class Evidence:
 
     @cached_property
     def history(self) -> list[dict[str, object]]:
-        """What the lineage of the final checkpoint was trained on.
+        """History entries that the final checkpoint was trained on, in order.
 
         Raises:
             HistoryError: It has a gap.
@@ -348,8 +348,8 @@ def dead_letters_accounted_for(found: Evidence) -> Faults:
 
 
 def queues_are_empty(found: Evidence) -> Faults:
-    """What waits in ``closed`` is of batches that are decided, and batch queues are left of those that were given up,
-    or whose operator died or was cut off before it deleted them: these expire.
+    """Manifests that wait in ``closed`` are of batches that are decided, and the batch queues that are left are of
+    batches that were given up, or whose operator died or was cut off before it deleted them: these expire.
     """
     decided = {ready.ticket for ready, _ in found.processed.values()}
     left = {str(stored.headers.get("ticket")) for stored in found.run.waiting_in("closed")} - decided

@@ -160,7 +160,7 @@ class LostConfirm:
 
 @dataclass(frozen=True, slots=True)
 class Delay:
-    """What an agent of a role does at a point, or what is delivered to it there, takes so many seconds longer."""
+    """The operation of an agent of a role at a point, or a delivery to it there, takes so many seconds longer."""
 
     role: Role
     point: int

@@ -81,7 +81,7 @@ class ScheduledRun(Simulation):
     drained: set[str] = field(default_factory=set)
     """Agents that were asked to end, and are to be started again."""
     ends: list[str] = field(default_factory=list)
-    """How lives ended that were neither killed nor over."""
+    """Errors that ended lives which were neither killed nor over."""
     left_running: list[str] = field(default_factory=list)
     """Tasks that were left when all agents had ended."""
     over: asyncio.Event = field(default_factory=asyncio.Event)

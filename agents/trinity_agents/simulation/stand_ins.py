@@ -1,4 +1,4 @@
-"""What a scheduled run has in place of engines, workflows, a learner and a transfer of weights. Each token shows the
+"""Stand-ins of a scheduled run for engines, workflows, a learner and a transfer of weights. Each token shows the
 weights that an engine really held when it was sampled, apart from the version that the engine stamped on it.
 """
 

@@ -28,7 +28,7 @@ class Check:
     name: str
     result: Result
     text: str
-    """What was found; of a fault, what was seen and what was wanted."""
+    """The finding; of a fault, what was seen and what was wanted."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class StreamSet:
 
 @dataclass
 class StreamContent:
-    """What the ``ready`` stream holds now."""
+    """Present content of the ``ready`` stream."""
 
     begins: int = 0
     """The first offset that retention has left."""

@@ -27,19 +27,19 @@ class HistoryError(FatalError):
 
 @dataclass(frozen=True)
 class StreamPlace:
-    """Where the set that decided a ticket lies on the ``ready`` stream."""
+    """Place on the ``ready`` stream of the set that decided a ticket."""
 
     offset: int
-    """Of its BatchReady."""
+    """Offset of its BatchReady."""
     chunks: list[int]
     """Offsets of its chunks."""
     experiences: int
-    """How many the BatchReady says there are."""
+    """Number of experiences that the BatchReady announces."""
 
 
 @dataclass
 class Line:
-    """What a checkpoint's history holds, and what is wrong with it."""
+    """Content of a checkpoint's history, and what is wrong with it."""
 
     entries: list[dict[str, Any]] = field(default_factory=list)
     """In order; as far as the files go where one is missing or damaged."""

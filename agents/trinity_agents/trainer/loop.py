@@ -54,7 +54,7 @@ log = structlog.get_logger(__name__)
 OF_SOURCES = ("data/unfit_records", "data/too_long", "replay/", "tap/")
 """Beginnings of the metrics of sources that the trainer reports; operators report those of rollouts."""
 QUIET_SECONDS = 10.0
-"""How long a restarted trainer waits for the next batch that it has trained on before; the stream holds them all."""
+"""Seconds a restarted trainer waits for the next batch that it has trained on before; the stream holds them all."""
 
 
 class TrainLoop:
@@ -121,7 +121,7 @@ class TrainLoop:
         self._last_save = 0
         """Progress at which the last save was begun."""
         self._bytes_saved = 0
-        """Of what was read from the stream, what a checkpoint that is being written has behind it."""
+        """Bytes read from the stream that a checkpoint that is being written has behind it."""
         self._reached = 0
         """Progress that an earlier generation came to."""
         self._replay_ends = self._quiet_ends = 0.0

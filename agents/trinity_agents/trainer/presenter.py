@@ -80,7 +80,7 @@ class Presenter(Agent):
         self._folder = folder or config.path
         self.generation = 0
         self.step = 0
-        """How many checkpoints were taken: the step of the version that is held."""
+        """Number of checkpoints that were taken: the step of the version that is held."""
         self.label: int | None = None
         """Label of the checkpoint whose weights are held."""
         self.gate = CoordinatorDriver(

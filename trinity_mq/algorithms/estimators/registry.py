@@ -30,7 +30,7 @@ class Entry:
 
     function: Callable[..., Estimated]
     takes: tuple[str, ...] = ()
-    """What :func:`estimate` was given that the function takes too, by name."""
+    """Arguments of :func:`estimate` that the function takes too, by name."""
 
 
 def no_advantages(batch: ExperienceBatch, _: NoEstimator) -> Estimated:
@@ -51,7 +51,7 @@ ESTIMATORS: Mapping[str, Entry] = MappingProxyType(
 )
 """Estimators by the ``kind`` of their section."""
 PLUGIN = Entry(plugin_advantages, ("min_group_runs",))
-"""What calls a function of the user's own."""
+"""The entry that calls a function of the user's own."""
 
 
 def estimate(

@@ -31,7 +31,7 @@ from trinity_mq.experience import ExperienceBatch
 
 @dataclass(frozen=True)
 class Trajectories:
-    """Where the trained tokens of each run are among the response tokens of a batch."""
+    """The positions of the trained tokens of each run among the response tokens of a batch."""
 
     tokens: Counts
     """Positions, run by run and in each in the order of sampling: int64 ``[trained tokens]``."""
@@ -154,7 +154,7 @@ class _Rewarded:
 
     batch: ExperienceBatch
     tokens: Flags
-    """Which of the response tokens of the whole batch are theirs."""
+    """Mask of their tokens among the response tokens of the whole batch."""
     rewards: Numbers
     """Float64 ``[response tokens]``, 0 where none is trained."""
     paths: Trajectories

@@ -27,14 +27,14 @@ class Verdict:
     name: str
     result: Result
     text: str
-    """What holds, with numbers; or why it was not checked; or how many violations there are."""
+    """The finding: what holds, with numbers; or why it was not checked; or how many violations there are."""
     evidence: tuple[str, ...] = ()
     """The first violations."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Expected:
-    """What the run's settings promise; None: they do not say."""
+    """The promises of the run's settings; None: they do not say."""
 
     tasks: int | None = None
     """Tasks of each batch."""
@@ -250,7 +250,7 @@ def _had(progress: Sequence[Progress]) -> set[Version]:
 
 @dataclass(frozen=True)
 class Strikes:
-    """How many faults hit each role, of those that end or interrupt it."""
+    """Number of faults that hit each role, of those that end or interrupt it."""
 
     by_role: Mapping[str, int]
 

@@ -1,4 +1,4 @@
-"""What a run left on its streams, read from the outside: results, processed batches, the trainer's progress."""
+"""The content of a run's streams, read from the outside: results, processed batches, the trainer's progress."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ class Record:
     sets: list[ProcessedSet] = field(default_factory=list)
     progress: list[Progress] = field(default_factory=list)
     settled: int | None = None
-    """How many of these were published before the sets were read; None: all. Of a run that goes on, later ones may be
-    about sets that came later."""
+    """Number of messages in ``progress`` that were published before the sets were read; None: all. Of a run that goes
+    on, later ones may be about sets that came later."""
     results_begin: int = 0
     ready_begin: int = 0
     """The first offsets that retention has left."""

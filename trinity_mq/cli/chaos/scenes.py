@@ -46,7 +46,7 @@ Tell = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Wishes:
-    """What a person asked for."""
+    """The options that a person asked for."""
 
     count: int
     seed: int

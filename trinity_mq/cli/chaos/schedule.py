@@ -21,9 +21,9 @@ KINDS: Mapping[str, str] = {
 }
 ROLES = ("explorer", "runner", "operator", "trainer", "engine", "broker")
 WEIGHTS: Mapping[str, int] = {"kill": 5, "freeze": 2, "cut": 2, "restart": 1}
-"""How often each kind is drawn beside the others."""
+"""Relative frequency at which each kind is drawn."""
 BROKER_SHARE = 0.4
-"""How often the broker is drawn beside another role: each of its faults holds up everybody."""
+"""Relative frequency at which the broker is drawn; each other role has 1. Each of its faults holds up everybody."""
 MARKED_SHARE = 0.6
 """Share of the faults that wait for a marked point."""
 TOGETHER_SHARE = 0.2
@@ -57,7 +57,7 @@ class Fault:
     occurrence: int = 1
     """At the how manieth occurrence of the point after ``wait``."""
     seconds: float = 0.0
-    """How long a freeze lasts, or a cut broker refuses."""
+    """Seconds that a freeze lasts, or that a cut broker refuses connections."""
     together: bool = False
     """It does not wait until the run has recovered from the one before."""
 

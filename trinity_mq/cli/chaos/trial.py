@@ -36,7 +36,7 @@ MOST_LETTERS = 1000
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What a trial does."""
+    """The plan of a trial."""
 
     schedule: Schedule
     timeout: float
@@ -50,7 +50,7 @@ class Plan:
 
 @dataclass
 class Outcome:
-    """What a trial showed. Times in seconds since its beginning."""
+    """The outcome of a trial. Times in seconds since its beginning."""
 
     schedule: Schedule
     where: str

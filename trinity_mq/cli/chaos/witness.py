@@ -40,7 +40,7 @@ class Beat:
     """Names the process: its incarnation; of an engine also how often it was started."""
     at: float
     serves: bool = True
-    """Of an engine: it has weights."""
+    """Whether it has weights, if it is an engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class VersionSeen:
 
 @dataclass
 class Witness:
-    """What has been observed so far. Times are the event loop's, in seconds."""
+    """The observations so far. Times are the event loop's, in seconds."""
 
     points: PointWatch = field(default_factory=PointWatch)
     beats: dict[str, Beat] = field(default_factory=dict)
@@ -71,7 +71,7 @@ class Witness:
     served: list[VersionSeen] = field(default_factory=list)
     """The version that each engine's life serves, where it changed."""
     run_id: str | None = None
-    """Of the run, as its explorer says."""
+    """Id of the run, as its explorer says."""
     finished: bool = False
     """The explorer says that the run is over."""
     reachable: bool = True

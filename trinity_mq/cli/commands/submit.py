@@ -63,7 +63,7 @@ def submit(arguments: argparse.Namespace) -> int:
 
 
 class Replies:
-    """What comes back for one submission: its outcome, and the experiences of its runs in parts, in any order."""
+    """The replies to one submission: its outcome, and the experiences of its runs in parts, in any order."""
 
     def __init__(self) -> None:
         self.outcome: SubmissionOutcome | None = None

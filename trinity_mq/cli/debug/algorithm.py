@@ -29,7 +29,7 @@ MASKED = (2, 3)
 """Tokens of an answer that are a tool's and not trained on, in every second run."""
 REWARDS = ((1.0, 0.0, 0.5, 0.0), (0.0, 1.0, 1.0, 0.25))
 GARBAGE = -37.0
-"""What stands at masked tokens in the second look: any number that no policy gave."""
+"""Value at masked tokens in the second look: any number that no policy gave."""
 SMALL = 1e-5
 
 
@@ -128,11 +128,11 @@ def advantages_of(sample: Sample, config: AlgorithmConfig) -> Tensor:
 
 @dataclass(frozen=True)
 class Losses:
-    """What a batch gives: ``[answers, tokens]`` each."""
+    """The loss of a batch, and its gradient ``[answers, tokens]``."""
 
     loss: float
     gradient: Tensor
-    """Of the loss by the policy's logprob of each token."""
+    """Gradient of the loss with respect to the policy's logprob of each token."""
 
 
 def losses(

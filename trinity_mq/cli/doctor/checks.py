@@ -53,7 +53,7 @@ class Check:
     facts: tuple[str, ...]
     """Facts without which there is nothing to judge."""
     by_hand: str
-    """How a person looks where the facts are missing."""
+    """Instructions for a person to check it where the facts are missing."""
     of_run: bool
     """Applies to a named run only."""
 

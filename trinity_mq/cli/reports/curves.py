@@ -32,7 +32,7 @@ class Picture:
     patterns: Sequence[str]
     """Names of metrics, with ``*``."""
     about: str
-    """What a reader can tell from it."""
+    """Explanation of the picture for a reader."""
 
 
 PICTURES = (

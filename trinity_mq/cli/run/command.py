@@ -36,8 +36,8 @@ PRELOADED = (
     "trinity_mq.sync.channels.collective.channel",
     "trinity_agents.trainer.agent",
 )
-"""What agents are forked with, in this order: garbage is collected after each. By name: the command line must not
-import the daemons, which import torch.
+"""Modules that agents are forked with, in this order: garbage is collected after each. By name: the command line must
+not import the daemons, which import torch.
 """
 
 

@@ -40,7 +40,7 @@ QUEUES = ("closed", "tasks.train", "tasks.eval", "dead")
 REFRESH_SECONDS = 0.5
 DEPTH_SECONDS = 2.0
 FINAL_HEARTBEAT_SECONDS = 2.0
-"""How long the last heartbeat of the agent that ends the run may take to arrive after its process has ended."""
+"""Seconds that the last heartbeat of the agent that ends the run may take to arrive after its process has ended."""
 ENDED = ("finished", "stopped", "failed")
 
 

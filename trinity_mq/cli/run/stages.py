@@ -32,7 +32,7 @@ ForkServers = Callable[[], AbstractContextManager[ForkServer | None]]
 
 @dataclass(frozen=True, slots=True)
 class StageRecord:
-    """What is known of a stage that was begun; hashes are those of :func:`model_hash`."""
+    """The known facts of a stage that was begun; hashes are those of :func:`model_hash`."""
 
     stage: str
     began_with: str | None

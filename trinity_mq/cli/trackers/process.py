@@ -10,7 +10,7 @@ from trinity_mq.cli.run_folder import RunFolder
 from trinity_mq.config import Config
 
 FINISH_SECONDS = 60.0
-"""How long the process may send what is left of the metrics at the end of a run."""
+"""Seconds that the process may take to send what is left of the metrics at the end of a run."""
 
 
 class TrackerProcess:

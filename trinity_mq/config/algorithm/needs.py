@@ -20,7 +20,7 @@ def needs(config: LossConfig, weights: Mapping[str, float]) -> set[str]:
 
     Args:
         config: The loss.
-        weights: Of its components.
+        weights: Weights of its components.
     """
     pieces: list[Piece] = []
     found: set[str] = set()

@@ -18,7 +18,7 @@ class Piece(Section):
 
     kind: str
     needs: ClassVar[tuple[str, ...]] = ()
-    """What the piece reads besides tokens, engine logprobs and advantages: ``old``, ``ref``, ``teacher``, ``entropy``,
+    """Inputs of the piece besides tokens, engine logprobs and advantages: ``old``, ``ref``, ``teacher``, ``entropy``,
     ``entropy_baseline``, ``staleness``."""
 
 
@@ -124,7 +124,7 @@ class Clip(Piece):
     high: float = Field(default=0.28, gt=0)
     """The ratio is clipped above 1 plus this."""
     dual: float | None = Field(default=3.0, gt=1)
-    """Where the advantage is negative, a ratio above this one has no gradient; null: it has."""
+    """A ratio above this one has no gradient where the advantage is negative; null: it has."""
 
 
 class Truncate(Piece):
@@ -187,7 +187,7 @@ class LogLinear(Piece):
     outer_high: float = Field(default=2.0, gt=0)
     """ring: a token of negative advantage stays above 1 plus this."""
     temperature: float = Field(default=1.0, gt=0)
-    """Of the weight ``advantage``."""
+    """Temperature of the weight ``advantage``."""
     divisor: float = Field(default=1.0, gt=0)
     """The loss is divided by it; ``1 + tau`` for OPMD."""
 
@@ -197,7 +197,7 @@ class LogRatio(Piece):
 
     kind: Literal["log_ratio"] = "log_ratio"
     epsilon: float = Field(default=0.3, gt=0)
-    """How far the ratio may be from 1, as a factor."""
+    """Largest deviation of the ratio from 1, as a factor."""
 
 
 class Quadratic(Piece):
@@ -289,7 +289,7 @@ class Weight(Piece):
     high: float | None = Field(default=2.0, gt=0)
     """Largest weight; none without."""
     beyond: Literal["truncate", "mask"] = "truncate"
-    """What happens outside: the bound itself, or 0."""
+    """The weight outside the bounds: the bound itself, or 0."""
     normalize: bool = False
     """Divide by the mean weight of the optimizer step."""
 
@@ -308,7 +308,7 @@ class Reject(Piece):
 
     kind: Literal["reject"] = "reject"
     estimate: Literal["k1", "k2", "k3"] = "k1"
-    """Which estimate."""
+    """The estimate of the divergence."""
     level: Literal["token", "sequence_sum", "sequence_mean", "sequence_max"] = "token"
     """By token, or by sequence over the sum, the mean or the largest of its tokens."""
     low: float = Field(default=0.5, gt=0)
@@ -352,7 +352,7 @@ class OffPolicySequenceMask(Piece):
     bound: float = Field(default=0.1, gt=0)
     """Largest mean of ``log mu - log pi`` in nats."""
     against: Literal["anchor", "mu"] = "mu"
-    """What the policy is compared with: the ratio's anchor, or the sampler."""
+    """The policy that the trained one is compared with: the ratio's anchor, or the sampler."""
 
 
 class StalenessWeight(Piece):
@@ -477,7 +477,7 @@ Regulariser = Annotated[CovarianceKL | Square | NegativeLikelihood, Field(discri
 
 
 class Reduction(Piece):
-    """How losses of tokens are added up: each has a scale made from counts of the whole optimizer step."""
+    """The reduction of token losses to a sum: each has a scale made from counts of the whole optimizer step."""
 
     kind: Literal["token", "token_sum", "sequence", "sequence_sum", "sequence_constant", "constant", "prompt"] = "token"
     """``token``: mean over trained tokens (DAPO); ``sequence``: mean over sequences of their token means;
@@ -511,9 +511,9 @@ class Schedule(Section):
 
 
 Anchor = Literal["mu", "old", "loglinear", "linear"]
-"""What the ratio divides by: the sampler's logprobs; those of the policy at the start of the train step, by a forward
-pass; or an interpolation between the two by the age of the token, without one: of the logprobs (arXiv 2512.06547), or
-of the probabilities."""
+"""The anchor, by which the ratio divides: the sampler's logprobs; those of the policy at the start of the train step,
+by a forward pass; or an interpolation between the two by the age of the token, without one: of the logprobs (arXiv
+2512.06547), or of the probabilities."""
 BY_AGE = frozenset({"loglinear", "linear"})
 """Anchors that need the age of each token."""
 
@@ -552,7 +552,7 @@ class LossConfig(Section):
     regularisers: tuple[Regulariser, ...] = ()
     """Further terms for each token."""
     reduction: Reduction = Field(default_factory=Reduction)
-    """How losses of tokens are added up."""
+    """The reduction of token losses to a sum."""
     imitation: Likelihood = Field(default_factory=Likelihood)
     """Loss of the component ``ce``."""
     distillation: Distill = Field(default_factory=Distill)

@@ -26,7 +26,7 @@ class Preset:
     source: str
     """Paper or code that defines it."""
     estimator: Pieces
-    """Where advantages come from."""
+    """The source of advantages."""
     loss: Pieces = field(default_factory=dict)
     """Fields of the loss that differ from the defaults."""
     formula: str = "max(-A r, -A clip(r, 1 - low, 1 + high)), where A < 0 at most dual |A|"
@@ -34,7 +34,7 @@ class Preset:
     repeat_times: int = 8
     """Runs of a task, unless the configuration says."""
     differs: str = ""
-    """What is on purpose not as in Trinity-RFT 0.6."""
+    """Deliberate differences from Trinity-RFT 0.6."""
 
 
 def _group(**settings: Any) -> dict[str, Any]:

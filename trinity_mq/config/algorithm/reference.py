@@ -31,7 +31,7 @@ class ReferenceConfig(Section):
     """The reference model, which begins as the first model of the run; without effect where nothing needs one."""
 
     update: Literal["never", "copy", "ema"] = "never"
-    """What it becomes every ``every_steps`` train steps: what it was; the policy; or
+    """The model that it becomes every ``every_steps`` train steps: the one that it was; the policy; or
     ``decay reference + (1 - decay) policy``, a moving average (arXiv 2404.09656)."""
     every_steps: int = Field(default=100, ge=1)
     """Train steps between updates."""

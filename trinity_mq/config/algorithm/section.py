@@ -29,7 +29,7 @@ class OptimizerConfig(Section):
     betas: tuple[float, float] = (0.9, 0.95)
     """AdamW's decay rates of the first and second moment."""
     eps: float = Field(default=1e-8, gt=0)
-    """What AdamW adds to the root of the second moment. Gradients near it take smaller steps: lower it for them."""
+    """AdamW adds this to the root of the second moment. Gradients near it take smaller steps: lower it for them."""
     momentum: float | None = Field(default=None, ge=0, lt=1)
     """Share of the last direction that Muon and SGD keep. None: 0.95 for ``muon``, 0 for ``sgd``."""
     weight_decay: float = Field(default=0.0, ge=0)
@@ -80,7 +80,7 @@ class AlgorithmConfig(LossConfig):
     algorithm_type: str = "grpo"
     """Preset whose pieces are used where nothing else is said; ``trinity-mq algorithms`` lists them."""
     estimator: Estimator = Field(default_factory=lambda: GroupEstimator(epsilon=1e-4))
-    """How rewards, or a teacher's logprobs, become an advantage for each response token."""
+    """The method that turns rewards, or a teacher's logprobs, into an advantage for each response token."""
     reward_kl: RewardKL | None = None
     """Takes a KL to the reference model from the rewards of tokens; for the estimators ``discounted`` and ``gae``."""
     repeat_times: int = Field(default=8, ge=1)

@@ -1,4 +1,4 @@
-"""Where mode ``explore`` writes the experiences that the operators have processed."""
+"""The place where mode ``explore`` writes the experiences that the operators have processed."""
 
 from __future__ import annotations
 

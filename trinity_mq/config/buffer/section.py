@@ -25,9 +25,9 @@ class BufferConfig(Section):
     """Several sources of training tasks, in place of ``taskset``: interleaved by ``ratio``, or in proportion to size.
     """
     trainer_input: TrainerInputConfig = Field(default_factory=TrainerInputConfig)
-    """What the trainer trains on: rollouts, or data that are there."""
+    """The data that the trainer trains on: rollouts, or existing records."""
     explorer_output: ExplorerOutputConfig = Field(default_factory=ExplorerOutputConfig)
-    """Where mode ``explore`` writes experiences."""
+    """The place where mode ``explore`` writes experiences."""
     eval_tasksets: tuple[TasksetConfig, ...] = ()
     """Sources of the evaluation tasks, each reported by its name."""
 

@@ -14,7 +14,7 @@ LEARNING = frozenset({"difficulty_based", "difficulty_pools"})
 
 
 class SelectorBase(Section):
-    """What all selectors have in common."""
+    """The settings that all selectors have in common."""
 
     model_config = ConfigDict(allow_inf_nan=False)
 
@@ -102,7 +102,7 @@ class DifficultyPool(Section):
     threshold: float
     """Least mean reward of a task in the pool; the pool with the lowest threshold also has what is below."""
     weight: float = Field(ge=0.0)
-    """How often each of its tasks is drawn, relative to those of other pools. 0: never."""
+    """Frequency at which each of its tasks is drawn, relative to those of other pools. 0: never."""
 
 
 class DifficultyPoolsSelector(SelectorBase):

@@ -1,4 +1,4 @@
-"""What the trainer trains on: the stream of processed rollouts, or records that are there."""
+"""The data that the trainer trains on: the stream of processed rollouts, or existing records."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class ExperienceBufferConfig(Section):
     storage_type: Literal["stream", "file", "huggingface", "sql", "synthetic"] = "stream"
     """Kind of the source."""
     schema_type: Schema = "experience"
-    """What a record is. ``sft``: a prompt and an answer to imitate. ``dpo``: a prompt, a chosen and a rejected answer.
+    """Kind of record. ``sft``: a prompt and an answer to imitate. ``dpo``: a prompt, a chosen and a rejected answer.
     ``cpt``: a text. ``experience``: a rollout recorded earlier, with its advantages."""
     path: str = ""
     """File, folder, dataset, database or generator, by ``storage_type``."""

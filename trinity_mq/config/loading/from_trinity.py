@@ -61,7 +61,7 @@ KEYS: Mapping[str, str] = MappingProxyType(
         "on age `synchronizer.max_staleness`",
     }
 )
-"""What is here, by dotted key; places in lists are left out."""
+"""Advice on settings of Trinity-RFT that stand elsewhere here, by dotted key; places in lists are left out."""
 
 OF_TASKSETS: Mapping[str, str] = MappingProxyType(
     {

@@ -15,7 +15,7 @@ from trinity_mq.config.migration.values import known, number, whole
 FILES = {".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet"}
 """Endings of files that are read as they are."""
 SCHEMAS = {"sft": "sft", "sft_is": "sft", "sft_phi": "sft", "dpo": "dpo", "cpt": "cpt"}
-"""What the records of a training data source are, by the algorithm that trains on them."""
+"""Schemas of the records of a training data source, by the algorithm that trains on them."""
 UNUSED = {
     "enable_progress_bar": "progress shows by itself",
     "max_retry_times": "reading a file is not tried again",

@@ -40,7 +40,7 @@ class Migration:
     settings: dict[str, Any]
     """Settings of ours, by section."""
     comments: Mapping[Path, Sequence[str]]
-    """What changed, by the place of a setting."""
+    """Comments on what changed, by the place of a setting."""
     left_out: Sequence[LeftOut]
     """Settings that have no place here."""
 

@@ -29,7 +29,7 @@ class LeftOut:
 
 @dataclass
 class Comments:
-    """What is said about settings of the new configuration, and what it lacks."""
+    """The comments on settings of the new configuration, and the settings that it lacks."""
 
     at: dict[Path, list[str]] = field(default_factory=dict)
     """Comments by place."""

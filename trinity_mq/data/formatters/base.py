@@ -1,4 +1,4 @@
-"""What formatters share: reading the parts of a record, the end of an answer, and records that are too long."""
+"""The base of formatters: reading the parts of a record, the end of an answer, and records that are too long."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a selector is, and what it is told."""
+"""The interface of selectors, and the statistics that they are told."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 
 class TaskStats(NamedTuple):
-    """What came of a task in one batch."""
+    """The statistics of a task in one batch."""
 
     task: int
     """Index of the task in its taskset."""

@@ -39,7 +39,7 @@ class PassRates:
         self._m, self._lamb, self.rho, self._adapts = m, lamb, rho, adaptive
         self.alphas, self.betas = np.ones(len(features)), np.ones(len(features))
         self.capability = 0.0
-        """Where the policy is between the weak model (0) and the strong one (1)."""
+        """Position of the policy between the weak model (0) and the strong one (1)."""
         self._gained = self._gap = 0.0
 
     def update(self, indexes: Sequence[int], pass_rates: Sequence[float]) -> None:

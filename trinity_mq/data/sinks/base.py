@@ -17,7 +17,7 @@ class ExperienceSink(Protocol):
     """Takes the experiences of batches. Its methods block: call them on a thread."""
 
     title: str
-    """Where the experiences go, for a person."""
+    """The destination of the experiences, for a person."""
 
     def write(self, batch: int, experiences: Sequence[Experience]) -> None:
         """Write the experiences of a batch, durably and whole or not at all; those written for it before are replaced.

@@ -44,7 +44,7 @@ Body = bytes | bytearray | memoryview
 
 ZSTD_LEVEL = 3
 MAX_EXPANSION = 32
-"""How many times its compressed bytes a body may have: a reader allocates what is claimed."""
+"""Largest size of a body as a multiple of its compressed bytes: a reader allocates what is claimed."""
 FREE_EXPANSION = 64 * 1024
 """Bytes that any compressed body may have besides."""
 

@@ -37,7 +37,7 @@ class DocumentWriter:
         self.tensors: list[Tensor] = []
         self._containers = 0
         self._bound = 0
-        """Of the containers in what was packed but not counted."""
+        """Upper bound on the number of containers in what was packed but not counted."""
         self._uncounted: list[list[bytes]] = []
         self._packer = msgpack.Packer(use_bin_type=True)
 

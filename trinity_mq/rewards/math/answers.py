@@ -67,7 +67,7 @@ _MARKUP = re.compile(r"\\(?:boxed|fbox)\s?\{?|</?\w+>|#{4,}")
 
 
 class Answer(NamedTuple):
-    """What a text states."""
+    """The answer that a text states."""
 
     text: str
     """As LaTeX or words; empty for what is too long."""

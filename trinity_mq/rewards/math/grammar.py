@@ -97,7 +97,7 @@ class Quantity(NamedTuple):
 
     start: int
     end: int
-    """Where it stands in the text that :func:`plain` returns."""
+    """Its position, from ``start`` to ``end``, in the text that :func:`plain` returns."""
     value: Fraction | None
     """None: it has none, as ``x^7``."""
     percent: bool = False

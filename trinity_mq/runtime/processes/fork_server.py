@@ -34,7 +34,7 @@ from setproctitle import getproctitle, setproctitle
 GO = b"go"
 """Answers a new process's id: whoever asked still wants it."""
 ANSWER_SECONDS = 10.0
-"""How long who has connected may take to go on."""
+"""Seconds that a connected client may take to go on."""
 MOST_FDS = 8
 MOST_BYTES = 1 << 17
 """Upper bound of a request, which is one packet."""

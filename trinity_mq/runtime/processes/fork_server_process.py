@@ -22,7 +22,7 @@ class ForkServer:
     def __init__(self, process: subprocess.Popen[bytes], folder: tempfile.TemporaryDirectory[str], path: Path) -> None:
         self._process, self._folder = process, folder
         self.path = path
-        """Of its socket."""
+        """Path of its socket."""
 
     @classmethod
     def start(cls, modules: Sequence[str]) -> Self:

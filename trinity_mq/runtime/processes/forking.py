@@ -29,7 +29,7 @@ log = structlog.get_logger(__name__)
 ADDRESS_VARIABLE = "TRINITY_MQ_FORK_SERVER"
 """Environment variable with the path of the server's socket."""
 IMPORT_SECONDS = 60.0
-"""How long a server may take to answer, its imports included."""
+"""Seconds that a server may take to answer, its imports included."""
 
 
 class NotForkedError(RuntimeError):
@@ -37,7 +37,7 @@ class NotForkedError(RuntimeError):
 
 
 class Process(Protocol):
-    """What :class:`asyncio.subprocess.Process` and :class:`ForkedProcess` have in common."""
+    """The interface that :class:`asyncio.subprocess.Process` and :class:`ForkedProcess` have in common."""
 
     @property
     def pid(self) -> int:

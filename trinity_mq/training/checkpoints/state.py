@@ -39,7 +39,7 @@ class Part:
     tensors: dict[str, Tensor] = field(default_factory=dict)
     """By name; with shards of a device mesh each rank writes and reads its own."""
     facts: dict[str, Any] = field(default_factory=dict)
-    """What is no tensor, as JSON has it; floats come back bit by bit."""
+    """Values that are no tensors, as JSON has them; floats come back bit by bit."""
 
 
 Parts = dict[str, Part]

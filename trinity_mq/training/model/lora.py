@@ -19,7 +19,7 @@ from trinity_mq.runtime.errors import FatalError
 from trinity_mq.training.parallel.sharding import whole
 
 ADAPTER = "default"
-"""What ``peft`` calls an adapter that has no other name."""
+"""The name that ``peft`` gives an adapter that has no other."""
 SIDES = ("lora_A", "lora_B")
 
 
@@ -34,7 +34,7 @@ class BaseWeight:
     parameter: str
     """Its name in the model with adapters."""
     shape: list[int]
-    """Of the weight itself, where the parameter holds it quantized too."""
+    """Shape of the weight itself, even where the parameter holds it quantized."""
     layer: str | None
     """The layer whose adapter is added to it; None: there is none."""
 

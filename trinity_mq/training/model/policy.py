@@ -98,7 +98,7 @@ class Policy:
         # eval() turns dropout off, so that ratios of unchanged weights are 1; gradients flow all the same.
         self.model = model.eval() if "device_map" in how else model.to(self.device).eval()
         self.adapters: Adapters | None = None
-        """What is trained in place of the weights, if anything is."""
+        """The adapters that are trained in place of the weights, if there are any."""
         if config.lora is not None:
             self.adapters = Adapters(self.model, config.lora, config.model_path, seed)
         try:

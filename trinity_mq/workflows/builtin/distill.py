@@ -36,7 +36,7 @@ class DistillationArguments(Arguments):
     """Arguments of distillation in ``workflow_args``."""
 
     teacher: Which = 0
-    """Which auxiliary model: its name, or its place from 0."""
+    """The auxiliary model that is the teacher: its name, or its place from 0."""
     kl_reward: float = Field(default=0.0, ge=0)
     """Takes so many times log p - log q, summed over the sampled tokens, from the reward: algorithms that look at
     rewards alone then minimise KL(student || teacher) of whole responses."""

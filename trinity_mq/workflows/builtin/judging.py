@@ -37,7 +37,7 @@ class JudgeArguments(Arguments):
     """Arguments of every workflow with a judge in ``workflow_args``."""
 
     judge: Which = 0
-    """Which auxiliary model: its name, or its place from 0."""
+    """The auxiliary model that judges: its name, or its place from 0."""
     judge_tries: int = Field(default=2, ge=1, le=10)
     """Answers of the judge until one can be used; each retry includes what was wrong."""
     judge_max_tokens: int = Field(default=1024, ge=8)

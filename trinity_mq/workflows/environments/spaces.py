@@ -22,7 +22,7 @@ class IllegalActionError(ValueError):
 
 
 class Actions(ABC):
-    """How an answer becomes an action."""
+    """The conversion of an answer into an action."""
 
     @property
     @abstractmethod

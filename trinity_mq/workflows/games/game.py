@@ -31,7 +31,7 @@ class EpisodeArguments(Arguments):
     max_steps: int = Field(default=10, ge=1, le=1000)
     """Answers of the model in one run."""
     seed: int | None = None
-    """Which game. None: the record's position in its taskset, so that each record is a game of its own."""
+    """Seed of the game. None: the record's position in its taskset, so that each record is a game of its own."""
     memory: bool = True
     """Each step sees the whole conversation; else what is shown now, without what was before."""
     merge_turns: bool = True

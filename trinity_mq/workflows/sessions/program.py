@@ -33,7 +33,7 @@ class SessionArguments(Arguments):
     cwd: str | None = None
     """Folder in which it runs. None: the runner's."""
     merge: Merge = "prefix"
-    """How its calls become experiences, as ``gateway.merge``."""
+    """The rule by which its calls become experiences, as ``gateway.merge``."""
     turn_discount: float = Field(default=1.0, ge=0, le=1)
     """As ``gateway.turn_discount``."""
 

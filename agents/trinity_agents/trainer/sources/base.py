@@ -44,7 +44,7 @@ class TrainBatch:
 
 
 class Source(Protocol):
-    """Where train batches come from. Its state is part of the checkpoint, opaque to the trainer."""
+    """A source of train batches. Its state is part of the checkpoint, opaque to the trainer."""
 
     changed: Notifier
     """Notified when :meth:`available` may have become true."""

@@ -36,8 +36,8 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True)
 class Tapped:
-    """How the stream of another run is read: nothing of that run is changed, and what cannot be read costs its batches
-    only.
+    """Rules for reading the stream of another run: nothing of that run is changed, and what cannot be read costs only
+    its batches.
     """
 
     bus: Bus

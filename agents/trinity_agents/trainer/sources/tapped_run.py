@@ -21,7 +21,7 @@ class TappedRun:
 
     name: str
     broker: BrokerConfig
-    """How its stream and its blobs are reached."""
+    """Settings of the broker that holds its stream and its blobs."""
     config: Config | None = None
     """None: only its name is known."""
     url_file: Path | None = None

@@ -1,1 +1,1 @@
-"""Where the processes of a run are: on this machine, in docker compose, in Kubernetes."""
+"""Access to the processes of a run: on this machine, in docker compose, in Kubernetes."""

@@ -23,11 +23,11 @@ class Victim:
     agent: str | None = None
     """The id in its heartbeats; None: not known."""
     shared: bool = False
-    """Of a broker: one node of several, of which the others go on."""
+    """Whether a broker is one node of several, of which the others go on."""
 
 
 class Targets(Protocol):
-    """Where a run's processes are, and how faults are done to them."""
+    """The processes of a run, wherever they are, and the means to do faults to them."""
 
     where: str
     """For people, such as ``compose project trinity-mq``."""

@@ -60,7 +60,7 @@ class Token:
     request: int
     """Number of the request in its batch step."""
     choice: int
-    """Which of the request's ``n`` completions it belongs to."""
+    """Number of the completion, among the request's ``n``, that it belongs to."""
     token_id: int
     logprob: float
     finish_reason: FinishReason | None

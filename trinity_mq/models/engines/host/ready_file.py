@@ -16,7 +16,7 @@ from trinity_mq.runtime.process import write_atomic
 
 TOKEN_VARIABLE = "TRINITY_MQ_ENGINE_TOKEN"
 FATAL = b"fatal"
-"""What comes through the pipe of an engine that cannot run."""
+"""The message that comes through the pipe of an engine that cannot run."""
 CREATE_TIME_TOLERANCE = 2.0
 """Seconds by which two readings of a process's start may differ: they depend on the boot time,
 which the clock corrects."""

@@ -19,7 +19,7 @@ from trinity_mq.models.engines.state import EngineState
 
 @dataclass(frozen=True, slots=True)
 class ServerSettings:
-    """How to serve."""
+    """The settings of an engine server."""
 
     engine_id: str
     model_name: str

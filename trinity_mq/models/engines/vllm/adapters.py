@@ -47,12 +47,12 @@ Layers = dict[str, tuple[int, int]]
 
 @dataclass(frozen=True, slots=True)
 class AdapterPlan:
-    """What the settings say of the adapters that will come."""
+    """The properties of future adapters, as the settings give them."""
 
     lora: LoraConfig
     room: api.AdapterRoom
     shapes: dict[str, list[int]]
-    """Of their tensors, by name."""
+    """Shapes of their tensors, by name."""
 
 
 def adapter_plan(config: Config, folder: Path, *, cpu: bool) -> AdapterPlan | None:

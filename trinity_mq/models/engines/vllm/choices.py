@@ -22,7 +22,7 @@ class _Row:
     ended: str | None = None
     versions: tuple[tuple[int, int, int], ...] = ()
     by: Version | None = None
-    """Which weights its last token is of, where they may change on the way."""
+    """Version of the weights that its last token is of, where they may change on the way."""
 
 
 class Choices:

@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What a request is answered by."""
+    """The weights that a request is answered by."""
 
     version: Version
     adapter: str | None

@@ -29,7 +29,7 @@ log = structlog.get_logger(__name__)
 
 MANIFEST = "manifest.json"
 FORMAT = 1
-"""Of a version's folder."""
+"""Number of the format of a version's folder."""
 CHUNK_BYTES = 2**22
 """Bytes written, and summed up while they are in the cache, at once."""
 _FOLDER = re.compile(r"(\d+)\.(\d+)-[0-9a-f]{8}")
