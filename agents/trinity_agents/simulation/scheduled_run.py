@@ -55,7 +55,7 @@ LIMIT = 1200.0
 RESTART_SECONDS = (0.05, 0.5, 3.0)
 """Seconds after which an agent that died is started again."""
 END_PATIENCE = 30.0
-"""Seconds in which agents end by themselves once the explorer has ended; then they are drained."""
+"""Seconds for which faults go on once the explorer has ended; then no agent that dies is started again either."""
 COSTLY = Cut | BrokerRestart | Alarm | Drain | EngineDeath | KeptWeights | BrokenTransfer | Outage | Freeze
 """Faults that may cost a batch its age or an engine its weights."""
 T = TypeVar("T")

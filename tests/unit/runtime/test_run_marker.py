@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
@@ -54,42 +55,43 @@ def test_who_comes_after_the_end_ends_too(tmp_path: Path) -> None:
     assert after.state == "finished"
 
 
-@pytest.mark.parametrize("seconds", [0.5, 100.0], ids=["a moment", "longer than any lease"])
-def test_who_is_cut_off_at_the_end_ends_when_it_is_back(tmp_path: Path, seconds: float) -> None:
-    broker = MemoryBroker()
-    follower = Follower(broker)
-    follower.run_folder = tmp_path
-
-    async def main() -> None:
-        task = asyncio.create_task(follower.run())
-        await asyncio.sleep(30.0)
-        broker.drop(follower.bus, delay=None)  # type: ignore[arg-type]
-        mark_run_over(tmp_path)
-        await asyncio.sleep(seconds)
-        assert not task.done()
-        broker.restore(follower.bus)  # type: ignore[arg-type]
-        await task
-
-    with capture_logs():
-        run_virtually(main(), limit=200)
-    assert follower.state == "finished"
-
-
-def test_an_outage_while_the_run_goes_on_ends_nobody(tmp_path: Path) -> None:
-    broker = MemoryBroker()
-    follower = Follower(broker)
-    follower.run_folder = tmp_path
+def follow(folder: Path, scene: Callable[[Follower, asyncio.Task[None]], Awaitable[None]]) -> Follower:
+    """Run a follower and ``scene`` beside it, until it has ended."""
+    follower = Follower(MemoryBroker())
+    follower.run_folder = folder
 
     async def main() -> None:
         task = asyncio.create_task(follower.run())
         await asyncio.sleep(1.0)
-        for _ in range(2):
-            broker.drop(follower.bus, delay=5.0)  # type: ignore[arg-type]
-            await asyncio.sleep(30.0)
-            assert not task.done()
-        mark_run_over(tmp_path)
-        broker.drop(follower.bus, delay=5.0)  # type: ignore[arg-type]
+        await scene(follower, task)
         await task
 
     with capture_logs():
         run_virtually(main(), limit=200)
+    return follower
+
+
+@pytest.mark.parametrize("seconds", [0.5, 100.0], ids=["a moment", "longer than any lease"])
+def test_who_is_cut_off_at_the_end_ends_when_it_is_back(tmp_path: Path, seconds: float) -> None:
+    async def cut_off(follower: Follower, task: asyncio.Task[None]) -> None:
+        follower.bus.disconnect("connection lost")  # type: ignore[attr-defined]
+        mark_run_over(tmp_path)
+        await asyncio.sleep(seconds)
+        assert not task.done()
+        follower.bus.reconnect()  # type: ignore[attr-defined]
+
+    assert follow(tmp_path, cut_off).state == "finished"
+
+
+def test_an_outage_while_the_run_goes_on_ends_nobody(tmp_path: Path) -> None:
+    async def outages(follower: Follower, task: asyncio.Task[None]) -> None:
+        for is_last in (False, False, True):
+            if is_last:
+                mark_run_over(tmp_path)
+            follower.bus.disconnect("connection lost")  # type: ignore[attr-defined]
+            await asyncio.sleep(5.0)
+            follower.bus.reconnect()  # type: ignore[attr-defined]
+            await asyncio.sleep(30.0)
+            assert task.done() == is_last
+
+    follow(tmp_path, outages)
