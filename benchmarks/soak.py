@@ -74,7 +74,7 @@ BATCH, AHEAD = 2000, 3
 """No-op tasks that are scheduled at a time, and as how many such batches."""
 TASK_TOKENS = 24
 RUNS_STEPS = 60
-"""Batches of each of the many runs."""
+"""Batches of each of the many runs for each hour of the soak: a run's memory is flat after some hundred."""
 
 
 @dataclass
@@ -369,37 +369,37 @@ class RunOnBroker(Simulation):
         await work.run()
 
 
-async def many_runs(folder: Path, watch: Watch, count: int) -> None:
-    """Have so many runs work at a time on one broker."""
+async def many_runs(folder: Path, watch: Watch, count: int, batches: int) -> None:
+    """Have so many runs, of so many batches each, work at a time on one broker."""
     async with private_node(folder) as node:
-        runs = [await run_with_a_user(node, folder, number) for number in range(count)]
+        runs = [await run_with_a_user(node, folder, number, batches) for number in range(count)]
 
         async def look() -> None:
             watch.note_memory({"agents": os.getpid(), "broker": node.pid})
             watch.note("disk/broker", await asyncio.to_thread(size_of, folder / "broker") / MEBI)
 
-        async with sampling(look), asyncio.timeout(60.0 + 30.0 * count):
+        async with sampling(look), asyncio.timeout(60.0 + 0.5 * count * batches):
             async with asyncio.TaskGroup() as group:
                 for one in runs:
                     group.create_task(one.run())
         for one, other in zip(runs, [*runs[1:], runs[0]], strict=True):
             steps = [int(value) for _, value in one.values("trainer/step")]
-            if steps != list(range(1, RUNS_STEPS + 1)):
-                watch.failures.append(f"{one.config.name} did the steps {steps}, wanted 1 to {RUNS_STEPS}")
+            if steps != list(range(1, batches + 1)):
+                watch.failures.append(f"{one.config.name} did the steps {steps}, wanted 1 to {batches}")
             if not await refused(one, other):
                 watch.failures.append(f"the user of {one.config.name} may read what is {other.config.name}'s")
         watch.facts["runs"], watch.facts["steps"] = count, sum(len(one.values("trainer/step")) for one in runs)
 
 
-async def run_with_a_user(node: PrivateNode, folder: Path, number: int) -> RunOnBroker:
-    """Make a user as the documentation says, and a run that has its name."""
+async def run_with_a_user(node: PrivateNode, folder: Path, number: int, batches: int) -> RunOnBroker:
+    """Make a user as the documentation says, and a run that has its name and so many batches."""
     name = f"soak-{number}"
     await node.ctl("add_user", name, f"{name}-password")
     for line in rabbitmqctl_lines(name, "/", permissions(name, "agent")):
         await node.ctl(*shlex.split(line)[1:])
     run_folder = folder / name
     run_folder.mkdir()
-    made = RunOnBroker(run_folder, overrides=(f"name={name}",), batches=RUNS_STEPS, step_seconds=0.2)
+    made = RunOnBroker(run_folder, overrides=(f"name={name}",), batches=batches, step_seconds=0.2)
     made.url = f"amqp://{name}:{name}-password@{node.url.rpartition('@')[2]}"
     return made
 
@@ -470,7 +470,7 @@ async def play(scene: str, folder: Path, watch: Watch, options: argparse.Namespa
         case "heartbeats":
             await heartbeats(folder, watch, options.heartbeat_seconds)
         case "runs":
-            await many_runs(folder, watch, options.runs)
+            await many_runs(folder, watch, options.runs, round(RUNS_STEPS * max(1.0, options.hours)))
         case "tasks":
             await many_tasks(folder, watch, options.tasks)
         case _:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # public, but not declared as exported
 
 from trinity_mq.sync.channels.base import ChannelError
 from trinity_mq.sync.channels.buckets import fill, plan, split
-from trinity_mq.sync.channels.collective.broadcast import Sender
+from trinity_mq.sync.channels.collective.broadcast import Group, Sender
 
 CHILD = """
 import asyncio, json, sys
@@ -89,3 +91,21 @@ async def test_broadcast_keeps_its_group_and_a_dead_peer_costs_one_deadline() ->
     assert loop.time() - started < 4.0
     with pytest.raises(ChannelError, match="no rendezvous"):
         await sender.broadcast(TENSORS, MANIFEST, 2, 4, 2)
+
+
+def test_store_keeps_the_keys_of_one_barrier() -> None:
+    store = HashStore()
+    groups = [Group(store, 1, rank, 3, 20.0) for rank in range(3)]
+    counts = []
+    with ThreadPoolExecutor(3) as pool:
+        for attempt in range(1, 6):
+            list(pool.map(lambda group, number=attempt: group.barrier(number), groups))
+            counts.append(store.num_keys())
+    assert counts == [3] * 5
+
+
+def test_barrier_that_is_repeated_keeps_its_key() -> None:
+    group = Group(HashStore(), 1, 0, 1, 20.0)
+    for _ in range(2):
+        group.barrier(7)
+    assert group.store.check(["at/1/7/0"])

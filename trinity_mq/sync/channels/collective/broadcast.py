@@ -51,6 +51,8 @@ class Group:
         self.timeout = timedelta(seconds=seconds)
         self._backend = backend
         self._group: Any = None
+        self._key: str | None = None
+        """This rank's key of the last barrier."""
 
     @property
     def device(self) -> torch.device:
@@ -62,10 +64,17 @@ class Group:
         return torch.device("cuda", torch.cuda.current_device())
 
     def barrier(self, attempt: int) -> None:
-        """Say that this rank is here and wait for all the others, or raise after the timeout."""
+        """Say that this rank is here and wait for all the others, or raise after the timeout.
+
+        The store, which is memory of rank 0, keeps the keys of one barrier: all ranks that are at this one have left
+        the one before.
+        """
         keys = [f"at/{self.epoch}/{attempt}/{rank}" for rank in range(self.world)]
         self.store.set(keys[self.rank], "1")
         self.store.wait(keys, self.timeout)
+        if self._key not in {None, keys[self.rank]}:
+            self.store.delete_key(self._key)
+        self._key = keys[self.rank]
 
     def broadcast(self, flats: Iterable[Tensor]) -> Iterator[Tensor]:
         """Send the tensors, on :attr:`device`, from rank 0 into everybody's, and yield each once it is through.
