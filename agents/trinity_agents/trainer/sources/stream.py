@@ -124,7 +124,8 @@ class StreamSource:
         """
         count = self._batches_per_step
         if self._decider.ended is not None:
-            count = min(count, self._decider.ended - self._consumed_batches - len(self._ahead))
+            left = self._decider.ended - self._consumed_batches - len(self._ahead)
+            count = min(count, max(1, left))  # one that was taken for missing may have come all the same
         if not self._in_batch_order:
             there = self._decider.first(count)
         else:
@@ -238,7 +239,10 @@ class StreamSource:
         self._advance({one.batch for one in decisions})
 
     def _advance(self, consumed: set[int]) -> None:
-        self._ahead |= consumed
+        self._ahead |= {batch for batch in consumed if batch > self._consumed_batches}
+        if self._tapped is not None and len(self._ahead) > self._remembered:
+            # what is missing before these does not come: the reading began in the middle, or retention has cut it
+            self._consumed_batches = min(self._ahead) - 1
         while self._consumed_batches + 1 in self._ahead:
             self._consumed_batches += 1
             self._ahead.discard(self._consumed_batches)
