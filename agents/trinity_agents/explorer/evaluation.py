@@ -12,7 +12,7 @@ from trinity_agents.explorer.state import ExplorerState
 from trinity_mq.config import Config
 from trinity_mq.dispatch.batch_metrics import eval_metrics
 from trinity_mq.dispatch.dispatcher import Dispatcher
-from trinity_mq.dispatch.tickets import Ticket
+from trinity_mq.dispatch.tickets import Ticket, sort_batch_id
 from trinity_mq.messages import TaskBody, Version
 from trinity_mq.runtime.notify import Notifier
 
@@ -96,11 +96,20 @@ class Evaluations:
         for name, ticket in zip(names, tickets, strict=True):
             # in a thread: to resample a large set takes a tenth of a second and more
             metrics |= await asyncio.to_thread(eval_metrics, ticket, name, detailed=detailed)
-        for name, ticket in zip(names, tickets, strict=True):
-            self._state.evaluated.append(f"{label}/{name}")
+        for ticket in tickets:
             del self._dispatcher.tickets[ticket.ticket]
+        self._note_done(label, names)
         await self._save()
         self._report(label, metrics)
+
+    def _note_done(self, label: int, names: Sequence[str]) -> None:
+        """Note that sets were evaluated under ``label``. Earlier labels are forgotten, since none is asked for again,
+        and each save holds them all; those of checkpoints come in any order, and again in a further start.
+        """
+        done = self._state.evaluated
+        if self._config.mode != "bench":
+            done = [one for one in done if sort_batch_id(one)[0] >= label]
+        self._state.evaluated = [*done, *(f"{label}/{name}" for name in names)]
 
     async def _open(self, label: int, names: Sequence[str]) -> list[Ticket]:
         """Return the tickets of an evaluation: those a restart found open, else fresh ones, under style ``fixed``

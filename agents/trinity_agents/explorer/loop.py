@@ -332,15 +332,15 @@ class ExplorerLoop:
             "task, or set runner.circuit_breaker.enable=false to have such slices fail; "
         )
 
-    def _movement(self) -> tuple[int, ...]:
-        """Return counts that change with each progress of the run, the trainer's included: after a restart it trains on
+    def _movement(self) -> tuple[object, ...]:
+        """Return values that change with each progress of the run, the trainer's included: after a restart it trains on
         what came after its checkpoint again, and nothing else moves meanwhile. Commits and late results are none.
         """
         state, trainer = self.state, self.agent.peers.trainer
         if trainer.generation:  # without a living trainer the counts stay as they were
             self._trainer_moved = (trainer.generation, trainer.progress or 0, trainer.step)
         outcomes = sum(ticket.decided for ticket in state.tickets.values())
-        counts = (state.opened, state.closed, len(state.following.tickets), len(state.evaluated), outcomes)
+        counts = (state.opened, state.closed, len(state.following.tickets), outcomes, *state.evaluated)
         return (*counts, *self._trainer_moved)
 
     async def _keep_queues(self) -> None:

@@ -70,7 +70,7 @@ class ExplorerState(BaseModel):
     due: list[int] = Field(default_factory=list)
     """Evaluations to do, by the number of closed batches at which each was due."""
     evaluated: list[str] = Field(default_factory=list)
-    """Evaluations done, as batch ids such as ``"50/heldout"``."""
+    """Evaluations done under the latest label, as batch ids such as ``"50/heldout"``; in mode ``bench`` all."""
     benchmarked: dict[str, str] = Field(default_factory=dict)
     """Mode ``bench``: checksum of the weights that were evaluated last, by the checkpoint's label."""
     consecutive_empty: int = 0

@@ -142,6 +142,14 @@ def test_the_spread_over_tasks_is_told_where_it_is_asked_for() -> None:
     ]
 
 
+def test_what_was_evaluated_is_remembered_of_the_latest_label_only() -> None:
+    bench = Bench(ExplorerState(due=[2, 4], evaluated=["1/a", "1/b"]))
+    bench.play(6)
+    assert [label for label, _ in bench.reports] == [2, 4, 6]
+    assert bench.state.evaluated == ["6/a", "6/b"]
+    assert bench.evaluations.is_done(6)
+
+
 def test_what_was_due_is_announced_before_anything_has_run() -> None:
     assert Bench(ExplorerState(due=[2])).evaluations.running == 2
 
