@@ -74,7 +74,7 @@ BATCH, AHEAD = 2000, 3
 """No-op tasks that are scheduled at a time, and as how many such batches."""
 TASK_TOKENS = 24
 RUNS_STEPS = 60
-"""Batches of each of the many runs for each hour of the soak: a run's memory is flat after some hundred."""
+"""Batches of each of the many runs for each hour of the soak: a run's memory rises for its first thousand."""
 
 
 @dataclass
