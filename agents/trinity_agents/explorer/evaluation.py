@@ -103,8 +103,8 @@ class Evaluations:
         self._report(label, metrics)
 
     def _note_done(self, label: int, names: Sequence[str]) -> None:
-        """Note that sets were evaluated under ``label``. Earlier labels are forgotten, since none is asked for again,
-        and each save holds them all; those of checkpoints come in any order, and again in a further start.
+        """Note that sets were evaluated under ``label``, and forget earlier labels: none is asked for again, and each
+        save would hold them all. Mode ``bench`` asks for all checkpoints again at its next start.
         """
         done = self._state.evaluated
         if self._config.mode != "bench":

@@ -337,11 +337,11 @@ class ExplorerLoop:
         what came after its checkpoint again, and nothing else moves meanwhile. Commits and late results are none.
         """
         state, trainer = self.state, self.agent.peers.trainer
-        if trainer.generation:  # without a living trainer the counts stay as they were
+        if trainer.generation:  # without a living trainer its values stay as they were
             self._trainer_moved = (trainer.generation, trainer.progress or 0, trainer.step)
         outcomes = sum(ticket.decided for ticket in state.tickets.values())
-        counts = (state.opened, state.closed, len(state.following.tickets), outcomes, *state.evaluated)
-        return (*counts, *self._trainer_moved)
+        followed = len(state.following.tickets)
+        return (state.opened, state.closed, followed, outcomes, *state.evaluated, *self._trainer_moved)
 
     async def _keep_queues(self) -> None:
         while True:

@@ -66,8 +66,8 @@ class Group:
     def barrier(self, attempt: int) -> None:
         """Say that this rank is here and wait for all the others, or raise after the timeout.
 
-        The store, which is memory of rank 0, keeps the keys of one barrier: all ranks that are at this one have left
-        the one before.
+        Each rank then deletes its key of the barrier before, which all have passed: the store is memory of rank 0, and
+        would grow with each use.
         """
         keys = [f"at/{self.epoch}/{attempt}/{rank}" for rank in range(self.world)]
         self.store.set(keys[self.rank], "1")
