@@ -46,6 +46,7 @@ CUT = 30.0
 EVERYBODY = ("explorer-0", "runner-0", "runner-1", "operator-0", "operator-1")
 
 pytestmark = [
+    pytest.mark.extended,
     pytest.mark.chaos,
     pytest.mark.broker,
     pytest.mark.e2e,
@@ -85,7 +86,6 @@ async def test_runners_killed_at_each_marked_point(tmp_path: Path, node: Private
     await arena.check()
 
 
-@pytest.mark.extended
 async def test_explorer_and_operators_killed_and_an_operator_frozen(
     tmp_path: Path, node: PrivateNode, unique_run: str
 ) -> None:
@@ -113,7 +113,6 @@ async def test_explorer_and_operators_killed_and_an_operator_frozen(
     await arena.check()
 
 
-@pytest.mark.extended
 async def test_broker_restarted_and_a_memory_alarm(tmp_path: Path, node: PrivateNode, unique_run: str) -> None:
     arena = Arena(tmp_path / "run", node.url, unique_run)
 
@@ -140,7 +139,6 @@ async def test_broker_restarted_and_a_memory_alarm(tmp_path: Path, node: Private
     await arena.check()
 
 
-@pytest.mark.extended
 async def test_connections_cut_for_30_seconds(tmp_path: Path, node: PrivateNode, unique_run: str) -> None:
     async with CuttingProxy(node.url) as silent, CuttingProxy(node.url) as refused:
         urls = {"explorer-0": silent.url, "runner-0": refused.url, "operator-0": silent.url}

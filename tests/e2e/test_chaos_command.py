@@ -121,6 +121,7 @@ async def test_a_run_that_runs_already_goes_on_afterwards(tmp_path: Path) -> Non
         await run.until_progress(seen + 3, 60.0)
 
 
+@pytest.mark.extended
 @pytest.mark.timeout(120)
 async def test_a_run_that_cannot_start_is_said_and_nothing_is_left(tmp_path: Path) -> None:
     process = await asyncio.create_subprocess_exec(

@@ -61,6 +61,7 @@ async def said(line: str, folder: Path) -> str:
     return out.decode()
 
 
+@pytest.mark.extended
 async def test_a_first_run_and_what_is_there_to_see_of_it(here: Path) -> None:
     """The run is named on the command line, and has finished when the other commands ask for it."""
     validate, run, listing, status, why, dash, inspect, dead = commands("Your own run")

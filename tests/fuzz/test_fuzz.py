@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
+from tests.examples import examples
 from tests.fuzz import bodies, checks
 from trinity_mq.experience import EID, DecodeError, Experience, decode, encode
 
@@ -23,7 +24,6 @@ CORPUS = checks.corpus()
 
 @pytest.fixture(autouse=True, scope="module")
 def _traced():
-    torch.set_num_threads(1)
     tracemalloc.start()
     yield
     tracemalloc.stop()
@@ -60,17 +60,17 @@ def damaged(rng, data):
 def test_damaged_inputs(number):
     rng = random.Random(number)
     inputs = [data for data in CORPUS.values() if data[0] == number]
-    for _ in range(120):
+    for _ in range(examples(120)):
         checks.check(damaged(rng, rng.choice(inputs)))
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=examples(200), deadline=None, derandomize=True)
 @given(st.binary(max_size=40))
 def test_edits_of_real_bodies(data):
     checks.experiences(bodies.edited(data))
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=examples(100), deadline=None, derandomize=True)
 @given(st.sampled_from(range(len(NAMES))), st.binary(max_size=200))
 def test_arbitrary_bytes(number, data):
     checks.check(bytes([number]) + data)

@@ -10,7 +10,7 @@ import copy
 import itertools
 import math
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,15 +39,6 @@ over_presets = pytest.mark.parametrize("name", RL)
 
 def examples(count: int) -> settings:
     return settings(max_examples=count, deadline=None, derandomize=True, database=None)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """Threads that wait for each other take longer than tensors of a few numbers."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class Table:

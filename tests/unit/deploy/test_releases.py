@@ -100,6 +100,7 @@ def clone(tmp_path: Path) -> Clone:
     return Clone(tmp_path / "clone")
 
 
+@pytest.mark.extended
 def test_what_is_missing_is_said_step_by_step_and_then_it_is_released(clone: Clone) -> None:
     """Nothing is changed before all is ready."""
 

@@ -6,11 +6,6 @@ import torch
 from trinity_mq.experience import EID, CustomField, Experience
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    torch.set_num_threads(1)
-
-
 @pytest.fixture
 def single():
     return Experience(

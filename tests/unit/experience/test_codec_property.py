@@ -6,6 +6,7 @@ import hypothesis.strategies as st
 import torch
 from hypothesis import given, settings
 
+from tests.examples import examples
 from trinity_mq.experience import EID, CustomField, Experience, ExperienceBatch, decode, encode
 from trinity_mq.experience.rules import DPO, TRUNCATE_STATUSES, TYPES
 
@@ -79,7 +80,7 @@ def experiences(draw):
     return Experience(**fields)
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=examples(100), deadline=None, derandomize=True)
 @given(st.lists(experiences(), max_size=5), st.sampled_from(["none", "zstd"]))
 def test_round_trip_gives_equal_experiences(given_, compression):
     body = encode(given_)
@@ -90,7 +91,7 @@ def test_round_trip_gives_equal_experiences(given_, compression):
     assert encode(back) == body
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=examples(60), deadline=None, derandomize=True)
 @given(st.lists(experiences(), max_size=6), st.data())
 def test_choosing_and_joining_columns_is_choosing_and_joining_experiences(given_, data):
     numbers = data.draw(st.lists(st.integers(0, len(given_) - 1), max_size=8)) if given_ else []

@@ -13,6 +13,7 @@ from benchmarks.bench_gather import (
     plain_split_dpo,
     plain_token_ids,
 )
+from tests.examples import examples
 from trinity_mq.experience import (
     EID,
     CustomField,
@@ -101,7 +102,7 @@ WIDTHS = st.integers(0, 8)
 FIT = st.integers(4, 8)
 
 FORMS = pytest.mark.parametrize("form", [as_list, as_batch, decoded, sliced, selected])
-PROPERTY = settings(max_examples=60, deadline=None, derandomize=True)
+PROPERTY = settings(max_examples=examples(60), deadline=None, derandomize=True)
 
 
 def outcome(call):

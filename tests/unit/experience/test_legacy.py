@@ -21,6 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests import legacy_bodies as old
+from tests.examples import examples
 from trinity_mq.experience import EID, CustomField, DecodeError, Experience, decode, encode
 from trinity_mq.experience.legacy.reader import read_legacy, read_legacy_each
 from trinity_mq.experience.legacy.unpickle import ADMITTED
@@ -639,7 +640,7 @@ def valid_bodies():
 
 
 @given(data=st.data())
-@settings(max_examples=150, deadline=timedelta(seconds=10), database=None, derandomize=True)
+@settings(max_examples=examples(150), deadline=timedelta(seconds=10), database=None, derandomize=True)
 def test_mutated_bodies_are_experiences_or_errors(data):
     body = bytearray(data.draw(st.sampled_from(valid_bodies())))
     for _ in range(data.draw(st.integers(1, 4))):
@@ -663,7 +664,7 @@ def test_mutated_bodies_are_experiences_or_errors(data):
 
 
 @given(st.binary(max_size=200))
-@settings(max_examples=150, deadline=timedelta(seconds=10), database=None, derandomize=True)
+@settings(max_examples=examples(150), deadline=timedelta(seconds=10), database=None, derandomize=True)
 def test_any_opcodes_are_experiences_or_errors(raw):
     for body in (b"\x80\x04" + raw + b".", old.sealed(b"\x80\x04" + raw + b".")):
         try:

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tests.unit.gateway.serving import serving
 from trinity_mq.gateway.app import PROTOCOLS
 from trinity_mq.gateway.protocols.base import BadRequest
@@ -37,7 +38,7 @@ BODIES = st.fixed_dictionaries({}, optional=dict.fromkeys(NAMES, ANYTHING | st.l
 
 
 @pytest.mark.parametrize("path", PROTOCOLS)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(BODIES)
 def test_no_request_is_a_fault(path: str, body: dict[str, Any]) -> None:
     protocol = PROTOCOLS[path]

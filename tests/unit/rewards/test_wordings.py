@@ -12,6 +12,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from trinity_mq.rewards import create_reward, parts_of
 from trinity_mq.rewards.math import answers
 
@@ -120,14 +121,14 @@ MARK = st.sampled_from(
 
 
 @given(wording=ANY_WORDING, number=NUMBER, other=NUMBER, name=st.sampled_from(REWARDS))
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 def test_a_wrong_number_is_never_right(wording: str, number: str, other: str, name: str) -> None:
     same = Fraction(number.replace(",", "")) == Fraction(other.replace(",", ""))
     assert accuracy(name, wording.replace("N", number), other) == float(same)
 
 
 @given(mark=MARK, before=WORDS, behind=WORDS, number=NUMBER, truth=NUMBER, name=st.sampled_from(REWARDS))
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 def test_words_around_a_number_do_not_change_the_verdict(
     mark: str, before: str, behind: str, number: str, truth: str, name: str
 ) -> None:
@@ -157,7 +158,7 @@ ANSWERED = st.sampled_from(
     name=st.sampled_from(REWARDS),
     data=st.data(),
 )
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 def test_a_markdown_heading_is_no_mark(
     heading: str, answered: str, number: str, first: bool, name: str, data: st.DataObject
 ) -> None:

@@ -458,6 +458,7 @@ dist.barrier()
 """
 
 
+@pytest.mark.extended
 def test_two_ranks_that_add_up_have_the_gradient_of_one(folder: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-c", RANK]
     ranks = [

@@ -518,7 +518,6 @@ def rollout(model: Any, prompts: torch.Tensor, length: int = 3) -> tuple[torch.T
 
 async def test_a_policy_learns_the_largest_of_three_digits(folder: Path, opened: Opener) -> None:
     """From random weights, through advantages, packing, loss, optimizer and the weights that an engine would get."""
-    torch.set_num_threads(1)
     torch.manual_seed(0)
     r = random.Random(0)
     settings = config(repeat_times=16, std_level="batch", entropy_coef=0.01, lr=2e-3)

@@ -3,7 +3,6 @@
 import asyncio
 
 import pytest
-import torch
 
 from trinity_mq.config import AlgorithmConfig, Config, OperatorConfig, TasksetConfig
 from trinity_mq.data import open_taskset
@@ -29,7 +28,6 @@ def config(tmp_path):
 
 @pytest.fixture
 async def engine(config, tmp_path):
-    torch.set_num_threads(1)
     folder = ensure_model_folder(config.model, tmp_path / "model", 0)
     server = EngineServer(
         TextGenerator.build(config.model, folder, num_threads=1),
