@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -157,7 +158,9 @@ async def test_poison_costs_its_slices_only_and_the_batch_completes(
         assert len(statuses) == 44
         failed = [str(status.message) for status in statuses if not status.ok]
         assert len(failed) == 4, failed
-        assert sum("killed its process; 3 tries did not end well" in message for message in failed) == 2
+        # the last try of each ends with its process, or with the runner, which the slices that hang make start anew
+        poisoned = r"^(it killed its process; 3 tries|3 tries of this slice) did not end well"
+        assert sum(bool(re.search(poisoned, message)) for message in failed) == 2, failed
         assert len(set(uids(experiences))) == len(experiences) == 80
         ends = [event.code for event in stage.events if event.what == "died"]
         assert len(ends) <= 2  # one for each slice that kills, the first time
