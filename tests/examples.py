@@ -1,4 +1,4 @@
-"""How many examples a property test draws: all of them in ``scripts/test --all`` and in plain ``pytest``."""
+"""How many examples a property test draws: a quarter of them in the default suite of ``scripts/test``, else all."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ QUICK_SHARE = 4
 
 
 def examples(count: int) -> int:
-    """Return ``count``, or a quarter of it in the suite that a newcomer and CI run."""
+    """Return ``count``, or a quarter of it in the default suite; one at least."""
     return max(1, count // QUICK_SHARE) if QUICK else count

@@ -37,7 +37,7 @@ RL = sorted(name for name in PRESETS if "rl" in components(AlgorithmConfig(algor
 over_presets = pytest.mark.parametrize("name", RL)
 
 
-def examples(count: int) -> settings:
+def over_examples(count: int) -> settings:
     return settings(max_examples=count, deadline=None, derandomize=True, database=None)
 
 
@@ -162,7 +162,7 @@ def close(found: Tensor | float, expected: Tensor | float) -> None:
 
 
 @over_presets
-@examples(8)
+@over_examples(8)
 @given(batch=batches(), garbage=st.sampled_from([-37.0, 5.0, -1e6, math.nan, math.inf]), data=st.data())
 def test_what_stands_at_masked_tokens_never_matters(
     name: str, batch: list[Experience], garbage: float, data: st.DataObject
@@ -210,7 +210,7 @@ def twice(experiences: list[Experience], same_task: bool) -> list[Experience]:
 
 @pytest.mark.parametrize("kind", GROWTH)
 @pytest.mark.parametrize("ratio", ["token", "sequence"])
-@examples(12)
+@over_examples(12)
 @given(batch=batches(), same_task=st.booleans())
 def test_a_batch_that_is_there_twice(kind: str, ratio: str, batch: list[Experience], same_task: bool) -> None:
     """A mean stays as it is, so each copy has half its gradient; a sum doubles."""
@@ -232,7 +232,7 @@ def test_every_reduction_is_tried() -> None:
 
 
 @pytest.mark.parametrize("kind", GROWTH)
-@examples(20)
+@over_examples(20)
 @given(batch=batches())
 def test_scales_are_those_of_the_formula(kind: str, batch: list[Experience]) -> None:
     """Against counts of each sequence, one by one, in Python."""
@@ -259,7 +259,7 @@ def test_scales_are_those_of_the_formula(kind: str, batch: list[Experience]) -> 
 
 
 @over_presets
-@examples(6)
+@over_examples(6)
 @given(batch=batches(least=3), data=st.data())
 def test_tasks_without_advantage_have_no_gradient_and_count(
     name: str, batch: list[Experience], data: st.DataObject
@@ -290,7 +290,7 @@ PIECES = ("repeat_times", "estimator", *LossConfig.model_fields)
 
 
 @pytest.mark.parametrize("name", PRESETS)
-@examples(4)
+@over_examples(4)
 @given(base=st.sampled_from(sorted(PRESETS)), order=st.permutations(PIECES))
 def test_a_preset_is_its_pieces_over_any_other(name: str, base: str, order: list[str]) -> None:
     preset = AlgorithmConfig(algorithm_type=name).model_dump(mode="json")
@@ -301,7 +301,7 @@ def test_a_preset_is_its_pieces_over_any_other(name: str, base: str, order: list
 
 
 @over_presets
-@examples(2)
+@over_examples(2)
 @given(base=st.sampled_from(sorted(PRESETS)), batch=batches())
 def test_pieces_written_by_hand_have_the_gradient_of_the_preset(name: str, base: str, batch: list[Experience]) -> None:
     preset, experiences = AlgorithmConfig(algorithm_type=name), with_experts(name, batch)
@@ -316,7 +316,7 @@ def test_pieces_written_by_hand_have_the_gradient_of_the_preset(name: str, base:
 
 
 @over_presets
-@examples(8)
+@over_examples(8)
 @given(batch=batches(most=8), budget=st.integers(1, 40), data=st.data())
 def test_neither_the_cut_nor_the_order_matters(
     name: str, batch: list[Experience], budget: int, data: st.DataObject
@@ -341,7 +341,7 @@ MASKS = {"clip_b", "clip_v", "clip_cov"}
 
 
 @over_presets
-@examples(6)
+@over_examples(6)
 @given(batch=batches(), advantages=st.lists(st.sampled_from([-1.5, -0.5, 0.0, 0.75, 2.0]), min_size=6, max_size=6))
 def test_on_fresh_data_the_gradient_is_minus_the_advantage(
     name: str, batch: list[Experience], advantages: list[float]
