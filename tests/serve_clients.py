@@ -9,6 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
+import pytest
+
+from trinity_mq.testing.runs import LocalRun
 
 AGAIN = 0.25
 """Seconds until a request that found nobody is sent again."""
@@ -113,3 +116,15 @@ async def until_settled(agents: Agents, sessions: int, seconds: float = 120.0) -
                 if all(shown["state"] in SETTLED for shown in own.values()):
                     return dict(found)
             await asyncio.sleep(AGAIN)
+
+
+def check_the_logprobs(run: LocalRun) -> None:
+    """Check that tokens have the logprobs that they were sampled with, where the weights are still the same.
+
+    Those of older weights have moved as far as the weights have, which depends on how late they come.
+    """
+    ratios, ages = dict(run.values("actor/ratio_max")), dict(run.values("sample/staleness/tokens/max"))
+    assert ages[1] == 0
+    assert ratios[1] == pytest.approx(1, abs=1e-4)
+    # a token after a sync in the middle of its answer comes from new weights and a cache of the old ones
+    assert all(k3 < 0.01 for _, k3 in run.values("mismatch/k3/age_0"))
