@@ -9,11 +9,11 @@
   operators and trainers are the real ones, their engines and learners do nothing; all are in one process.
 
 Every few seconds are taken: memory of each process and of the broker, the size of each folder, the time of a step.
-Memory is that of anonymous pages, shared ones divided by their sharers (``Pss_Anon``): the share in the code of
-libraries changes with every program beside that has loaded them. A series is *flat* where it grew by no more than its
-noise or a hundredth of its level, without its first fifth (``trend.py``). ``--out`` gets the samples, a table and a
-plot of each scene; the end is 1 where memory or latency grew, or something was lost. Each scene is bounded in time and
-stops what it started.
+Memory is that of anonymous pages, those that a forked agent shares with others counted whole: a page that one of them
+writes to would weigh more with the others if it were divided, and the code of libraries with every program beside. A
+series is *flat* where it grew by no more than its noise or a hundredth of its level, without its first fifth
+(``trend.py``). ``--out`` gets the samples, a table and a plot of each scene; the end is 1 where memory or latency grew,
+or something was lost. Each scene is bounded in time and stops what it started.
 """
 
 from __future__ import annotations
@@ -121,16 +121,16 @@ class Watch:
 
 
 def anonymous_memory(rollup: str) -> float:
-    """Return the MiB of ``Pss_Anon`` in the text of a process's ``smaps_rollup``.
+    """Return the MiB of ``Anonymous`` in the text of a process's ``smaps_rollup``.
 
     Raises:
-        ValueError: It has none: the kernel is older than Linux 5.3.
+        ValueError: It has none.
     """
     for line in rollup.splitlines():
         name, _, value = line.partition(":")
-        if name == "Pss_Anon":
+        if name == "Anonymous":
             return int(value.split()[0]) / 1024
-    raise ValueError(f"no Pss_Anon in {rollup[:80]!r}, wanted that of Linux 5.3 or newer")
+    raise ValueError(f"no Anonymous in {rollup[:80]!r}, wanted the smaps_rollup of Linux 4.14 or newer")
 
 
 @asynccontextmanager

@@ -20,6 +20,8 @@ PARENT_INTERVAL = 0.5
 """Seconds between two looks at whether the parent lives."""
 KEPT_MEMORY = 256 * 1024 * 1024
 """Freed bytes that a process which computes keeps for its next computation."""
+TRIM_INTERVAL = 60.0
+"""Seconds between two times at which freed memory is given back."""
 _PR_SET_PDEATHSIG = 1
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _LARGEST_MMAP_THRESHOLD = 32 * 1024 * 1024  # larger ones are refused
@@ -60,6 +62,19 @@ def keep_freed_memory(size: int = KEPT_MEMORY) -> None:
     if mallopt is not None:
         mallopt(_M_TRIM_THRESHOLD, size)
         mallopt(_M_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD)
+
+
+async def give_back_freed_memory(every: float = TRIM_INTERVAL) -> None:
+    """Give the freed pages between malloc's blocks back to the kernel every so many seconds, until cancelled.
+
+    A process that handles messages of many sizes frees pieces that no later request fits, and takes new pages instead:
+    without this a supervisor took 2 MiB more each hour, and held nothing in them. Only glibc has this function;
+    elsewhere the call returns at once. Not for a process that computes, see :func:`keep_freed_memory`.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    while trim is not None:
+        await asyncio.sleep(every)
+        await asyncio.to_thread(trim, 0)  # a quarter of a second where a gigabyte is in pieces
 
 
 def when_parent_ends(parent: int, call: Callable[[], None]) -> None:

@@ -29,7 +29,7 @@ from trinity_mq.runtime.errors import (
 )
 from trinity_mq.runtime.event_loop import run_on_fast_loop
 from trinity_mq.runtime.plugins import add_plugins
-from trinity_mq.runtime.process import die_with_parent, disk_full, when_parent_ends
+from trinity_mq.runtime.process import die_with_parent, disk_full, give_back_freed_memory, when_parent_ends
 from trinity_mq.runtime.processes.supervisor import PARENT_VARIABLE
 from trinity_mq.runtime.service import LifeSigns
 from trinity_mq.telemetry import setup_logging, start_trace
@@ -127,7 +127,10 @@ async def _serve(
         async with asyncio.timeout(None) as until:
             if parent is not None:
                 when_parent_ends(parent, functools.partial(_end_orphaned, loop, drain, until))
-            await agent.with_background(agent.run(), signs.report(agent))
+            background = [signs.report(agent)]
+            if agent.role != "trainer":  # which keeps what it freed for its next step
+                background.append(give_back_freed_memory())
+            await agent.with_background(agent.run(), *background)
     except TimeoutError:
         if not until.expired():
             raise

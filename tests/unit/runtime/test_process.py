@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import os
 import signal
 import stat
@@ -119,3 +120,34 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
         for how in ("keep", "give back")
     )
     assert kept * 3 < given_back
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="malloc_trim is glibc's")
+def test_freed_pages_between_blocks_that_are_in_use_are_given_back() -> None:
+    """The last of the blocks keeps malloc from giving back what lies before it by itself."""
+    script = """
+import asyncio, contextlib, sys
+from pathlib import Path
+from trinity_mq.runtime.process import give_back_freed_memory
+
+def mebibytes():
+    rollup = Path("/proc/self/smaps_rollup").read_text()
+    return int(rollup.partition("Anonymous:")[2].split()[0]) / 1024
+
+async def main():
+    blocks = [bytearray(b"x" * 3000) for _ in range(20_000)]
+    blocks = blocks[::100]
+    before = mebibytes()
+    giving = asyncio.create_task(give_back_freed_memory(0.01))
+    async with asyncio.timeout(20):
+        while mebibytes() > before - 40:
+            await asyncio.sleep(0.01)
+    giving.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await giving
+    print(len(blocks), "in use")
+
+asyncio.run(main())
+"""
+    output = subprocess.run([sys.executable, "-c", script], capture_output=True, check=True, text=True).stdout
+    assert output == "200 in use\n"

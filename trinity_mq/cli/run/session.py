@@ -29,6 +29,7 @@ from trinity_mq.config.threads import cpu_threads
 from trinity_mq.diagnosis import expected_agents, limits
 from trinity_mq.messages import ControlEvent
 from trinity_mq.runtime.notify import Notifier
+from trinity_mq.runtime.process import give_back_freed_memory
 from trinity_mq.runtime.processes.fork_server_process import ForkServer
 from trinity_mq.runtime.processes.forking import ADDRESS_VARIABLE, start_command, start_forked
 from trinity_mq.runtime.processes.supervisor import ProcessEvent, ProcessSpec, Supervisor
@@ -156,6 +157,7 @@ class Session:
                 group.create_task(self._restart_on_request(bus, topology, supervisor, group), name="restart"),
                 group.create_task(self._refresh_display(), name="draw"),
                 group.create_task(self._end_run(supervisor), name="end"),
+                group.create_task(give_back_freed_memory(), name="give back freed memory"),
             ]
             code = await group.create_task(supervisor.run(), name="supervise")
             self.finished = self.finished and code == 0
