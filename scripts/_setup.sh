@@ -44,11 +44,21 @@ make_venv() {
     said=$("$python" -m venv "$venv" 2>&1) || give_up "$python -m venv failed: ${said##*$'\n'}"
 }
 
-# What pip is doing, from its output, with the file of pins that it was given: rewritten in place on a terminal, else a line for each large step and every 15 s.
+# How many packages the files after -c and -r pin.
+pinned() {
+    local word before=
+    for word in "$@"; do
+        case $before in -c | -r) grep == "$word" ;; esac
+        before=$word
+    done | cut -d= -f1 | sort -u | wc -l
+}
+
+# What pip is doing, from its output and its arguments: rewritten in place on a terminal, else a line for each large step and every 15 s.
 pip_progress() {
-    local every=15 began=$SECONDS shown=$SECONDS count=0 total line now="begins" status
+    local every=15 began=$SECONDS shown=$SECONDS count=0 total at_most= line now="begins" status
     [ ! -t 1 ] || every=1
-    total=$(grep -c == "$1")
+    total=$(pinned "$@")
+    [ "$total" = 0 ] || at_most=" of at most $total"
     while :; do
         status=0
         IFS= read -r -t "$every" line || status=$?
@@ -57,7 +67,7 @@ pip_progress() {
             case $line in
                 Collecting\ *)
                     count=$((count + 1)) line=${line#Collecting }
-                    now="package $count of at most $total: ${line%%[!A-Za-z0-9._-]*}"
+                    now="package $count$at_most: ${line%%[!A-Za-z0-9._-]*}"
                     ;;
                 *Downloading\ *MB*) now="downloads ${line##*Downloading }" shown=-$every ;;
                 "Installing collected packages"*) now="installs $count packages" shown=-$every ;;
@@ -74,11 +84,10 @@ pip_progress() {
     [ ! -t 1 ] || printf '\r\033[K'
 }
 
-# Installs into $venv and shows progress: the file of pins to count by, then arguments of pip. Warnings are left out.
+# Installs into $venv and shows progress. Warnings are left out.
 pip_install() {
-    local pins=$1 errors=$venv/.pip-errors
-    shift
-    "$venv/bin/python" -m pip install --disable-pip-version-check "$@" 2>"$errors" | pip_progress "$pins" && return
+    local errors=$venv/.pip-errors
+    "$venv/bin/python" -m pip install --disable-pip-version-check "$@" 2>"$errors" | pip_progress "$@" && return
     grep -v '^WARNING' "$errors" >&2
     return 1
 }
@@ -95,7 +104,7 @@ make_environment() {
     wanted=$(cat pyproject.toml constraints-cpu.txt | sha256sum | cut -d' ' -f1)
     if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted $PWD" ]; then
         say "dependencies, as pinned in constraints-cpu.txt (minutes, once)"
-        pip_install constraints-cpu.txt -c constraints-cpu.txt -e '.[dev]' ||
+        pip_install -c constraints-cpu.txt -e '.[dev]' ||
             give_up "pip could not install what constraints-cpu.txt pins: is the network there, and the package index?"
         echo "$wanted $PWD" >"$stamp"
     fi
@@ -119,7 +128,7 @@ make_reasoning_gym() {
     "$venv/bin/python" -c 'import reasoning_gym' 2>/dev/null && return
     if command -v cc >/dev/null; then
         say "reasoning-gym"
-        pip_install constraints-cpu.txt -c constraints-cpu.txt -e '.[reasoning-gym]' && return
+        pip_install -c constraints-cpu.txt -e '.[reasoning-gym]' && return
     fi
     say "not there: reasoning-gym, which needs a C compiler; tests that need it are skipped"
 }
@@ -135,13 +144,13 @@ make_browser() {
         fi
     fi
     "$venv/bin/python" -c 'import playwright' 2>/dev/null ||
-        pip_install constraints-cpu.txt -c constraints-cpu.txt -e '.[browser]' || say "not there: playwright"
+        pip_install -c constraints-cpu.txt -e '.[browser]' || say "not there: playwright"
 }
 
 # What builds and audits a release, for --all; without it those tests are skipped.
 make_supply() {
     "$venv/bin/python" -c 'import build, cyclonedx_py, pip_audit, safety_db' 2>/dev/null ||
-        pip_install constraints-cpu.txt -c constraints-cpu.txt -e '.[supply]' || say "not there: the extra supply"
+        pip_install -c constraints-cpu.txt -e '.[supply]' || say "not there: the extra supply"
 }
 
 # What the tests of clients in other languages (schemas/clients), of PostgreSQL and of Prometheus need; without it those tests are skipped.
