@@ -21,6 +21,7 @@ import pytest
 import trustme
 import yaml
 
+from tests.processes import descendants
 from trinity_mq.bus.rabbit.bus import RabbitBus
 from trinity_mq.bus.topology import Topology
 from trinity_mq.config.bus import BrokerConfig
@@ -153,10 +154,10 @@ async def test_a_run_shows_none(
     async with LocalRun(config, tmp_path / "run") as going:
         await going.until_progress(2, 120.0)
         assert going.process is not None
-        family = psutil.Process(going.process.pid)
         ready = next((tmp_path / "run" / "engines").glob("*.ready.json"))
         token = json.loads(ready.read_text())["token"]
-        lines = [" ".join(one.cmdline()) for one in (family, *family.children(recursive=True))]
+        family = [psutil.Process(going.process.pid).cmdline(), *(one for _, one in descendants(going.process.pid))]
+        lines = [" ".join(words) for words in family]
         assert len(lines) > 4
         assert [line for line in lines if shown(line, token)] == []
         assert leaks(tmp_path / "run", token) == []

@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.processes import descendants
 from tests.waiting import until
 from trinity_mq.runtime.errors import EXIT_FATAL
 from trinity_mq.testing.tcp_proxy import CuttingProxy
@@ -149,9 +150,7 @@ async def test_children_do_not_speak_for_their_agent(
 
         def hosts_one() -> bool:
             engines[:] = [
-                child
-                for child in psutil.Process(process.pid).children(recursive=True)
-                if "trinity_agents.engine.agent" in " ".join(child.cmdline())
+                child for child, words in descendants(process.pid) if "trinity_agents.engine.agent" in " ".join(words)
             ]
             return bool(engines)
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import psutil
 
+from tests.processes import descendants
 from trinity_mq.bus import Bus, Topology, create_bus
 from trinity_mq.bus.addresses import URL_VARIABLE
 from trinity_mq.config import Config
@@ -101,8 +102,7 @@ class Fleet:
         self.say(f"{agent} of {release} works")
 
     def _family(self, pid: int) -> list[psutil.Process]:
-        python = psutil.Process(pid)
-        return [python, *(one for one in python.children(recursive=True) if "trinity_mq" in " ".join(one.cmdline()))]
+        return [psutil.Process(pid), *(one for one, words in descendants(pid) if "trinity_mq" in " ".join(words))]
 
     async def stop(self, agent: str) -> None:
         """Ask an agent to drain, and see it end in good order."""

@@ -9,8 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import psutil
-
+from tests.processes import descendants
 from trinity_mq.messages import Version
 from trinity_mq.models.engines.generation.request import Completion
 from trinity_mq.models.engines.generation.text import TextCodec
@@ -100,8 +99,7 @@ def _socket(started: Started) -> Path:
     """Where vLLM listens: its command line says so."""
     ready = ReadyFile.read(started.config.path / "engines" / "e0.ready.json")
     assert ready is not None
-    for process in psutil.Process(ready.pid).children(recursive=True):
-        words = process.cmdline()
+    for _, words in descendants(ready.pid):
         if "--uds" in words:
             return Path(words[words.index("--uds") + 1])
     raise AssertionError("no vLLM runs below the engine")

@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.processes import descendants
 from tests.waiting import until
 
 ROOT = Path(__file__).parents[3]
@@ -357,8 +358,13 @@ class TestFreshMachine:
             *by_default, ROOT / "scripts/fresh-machine", env=os.environ | settings
         )
         await until(started.exists, 30)
-        inside = [one for one in psutil.Process(script.pid).children(recursive=True) if one.name() == "sleep"]
-        assert len(inside) == 1
+        inside: list[psutil.Process] = []
+
+        def waits_inside() -> bool:
+            inside[:] = [one for one, words in descendants(script.pid) if words[:1] == ["sleep"]]
+            return len(inside) == 1
+
+        await until(waits_inside, 30)  # its id is known before it is what it will be
         script.send_signal(number)
         async with asyncio.timeout(30):
             status = await script.wait()
