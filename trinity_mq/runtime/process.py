@@ -68,7 +68,7 @@ async def give_back_freed_memory(every: float = TRIM_INTERVAL) -> None:
     """Give the freed pages between malloc's blocks back to the kernel every so many seconds, until cancelled.
 
     A process that handles messages of many sizes frees pieces that no later request fits, and takes new pages instead:
-    without this a supervisor took 2 MiB more each hour, and held nothing in them. Only glibc has this function;
+    without this a supervisor took 1 to 2 MiB more each hour, and held nothing in them. Only glibc has this function;
     elsewhere the call returns at once. Not for a process that computes, see :func:`keep_freed_memory`.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
