@@ -9,11 +9,11 @@
   operators and trainers are the real ones, their engines and learners do nothing; all are in one process.
 
 Every few seconds are taken: memory of each process and of the broker, the size of each folder, the time of a step.
-Memory is that of anonymous pages, those that a forked agent shares with others counted whole: a page that one of them
-writes to would weigh more with the others if it were divided, and the code of libraries with every program beside. A
-series is *flat* where it grew by no more than its noise or a hundredth of its level, without its first fifth
-(``trend.py``). ``--out`` gets the samples, a table and a plot of each scene; the end is 1 where memory or latency grew,
-or something was lost. Each scene is bounded in time and stops what it started.
+Memory is that of anonymous pages. Pages that forked agents share count whole for each of them: if they were divided, a
+page that one agent copies by writing to it would look like growth of the others. A series is *flat* where it grew by no
+more than its noise or a hundredth of its level, without its first fifth (``trend.py``). ``--out`` gets the samples, a
+table and a plot of each scene; the end is 1 where memory or latency grew, or something was lost. Each scene is bounded
+in time and stops what it started.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -110,8 +111,11 @@ class LocalRun:
         """Return the process id of an agent's latest life, as its log says, of ``engine``, or of ``fork server``."""
         if agent == "fork server":
             assert self.process is not None
-            children = psutil.Process(self.process.pid).children()
-            return next((one.pid for one in children if any("fork_server" in word for word in one.cmdline())), None)
+            for one in psutil.Process(self.process.pid).children():
+                with contextlib.suppress(psutil.NoSuchProcess):  # others, as rabbitmqctl, may end meanwhile
+                    if any("fork_server" in word for word in one.cmdline()):
+                        return one.pid
+            return None
         if agent == "engine":
             files = list((self.run_dir / "engines").glob("*.ready.json"))
             return int(json.loads(files[0].read_text())["pid"]) if files else None

@@ -364,7 +364,7 @@ class TestFreshMachine:
             inside[:] = [one for one, words in descendants(script.pid) if words[:1] == ["sleep"]]
             return len(inside) == 1
 
-        await until(waits_inside, 30)  # its id is known before it is what it will be
+        await until(waits_inside, 30)  # the file may be there before the forked shell has become sleep
         script.send_signal(number)
         async with asyncio.timeout(30):
             status = await script.wait()
