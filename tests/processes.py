@@ -17,3 +17,11 @@ def descendants(pid: int) -> list[tuple[psutil.Process, list[str]]]:
         with contextlib.suppress(psutil.NoSuchProcess):
             found.append((one, one.cmdline()))
     return found
+
+
+def gone(pid: int) -> bool:
+    """Say whether process ``pid`` has ended, waited for or not."""
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True

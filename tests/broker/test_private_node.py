@@ -20,6 +20,7 @@ import psutil
 import pytest
 
 from tests.other_debian import SERVERS, UnusableRoot, wrapped
+from tests.processes import gone
 from tests.waiting import queues_noted, until
 from trinity_mq.bus.base import Envelope
 from trinity_mq.bus.rabbit.bus import RabbitBus
@@ -42,13 +43,6 @@ def base() -> Iterator[Path]:
 
 def note(number: int, prefix: str = "") -> Envelope:
     return Envelope(body=str(number).encode(), kind="note", message_id=f"{prefix}{number}")
-
-
-def gone(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
 
 
 async def silent(port: int) -> bool:

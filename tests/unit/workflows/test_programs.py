@@ -11,9 +11,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
+from tests.processes import gone
 from tests.waiting import until
 from trinity_mq.experience import Experience
 from trinity_mq.testing.scripted import END, byte_codec, scripted_model
@@ -131,7 +131,7 @@ time.sleep(600)
     with pytest.raises(asyncio.CancelledError):
         await running
     for pid in map(int, pids.read_text().split()):
-        await until(lambda pid=pid: not psutil.pid_exists(pid) or psutil.Process(pid).status() == "zombie")  # type: ignore[misc]
+        await until(lambda pid=pid: gone(pid))  # type: ignore[misc]
 
 
 async def test_a_kept_program_answers_many_runs_and_is_started_again(tmp_path: Path) -> None:
