@@ -7,6 +7,7 @@ structlog goes through the standard library, so that what other libraries log ar
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import logging
 import os
 import re
@@ -134,18 +135,27 @@ class _LogFile(BaseRotatingHandler):
             return False
         try:
             now = os.stat(self.baseFilename)
-            return now.st_size >= self._max_bytes or now.st_ino != os.fstat(self.stream.fileno()).st_ino
+            return now.st_size >= self._max_bytes or not os.path.samestat(now, os.fstat(self.stream.fileno()))
         except FileNotFoundError:  # moved aside with its run: lines go there until this process ends
             return False
 
     def doRollover(self) -> None:  # noqa: N802  # the name of the base class
-        """Begin a new file, unless another process has."""
-        with contextlib.suppress(FileNotFoundError):
-            if os.stat(self.baseFilename).st_size >= self._max_bytes:
-                os.replace(self.baseFilename, self._before)
+        """Begin a new file, unless another process has.
+
+        The full file is locked while it is moved, so that one process moves it, once. A process that finds it locked
+        goes on writing to it: it waits for none, which may have been stopped.
+        """
         if self.stream is not None:
+            try:
+                fcntl.flock(self.stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:  # others than this: a file system without locks, where the file is moved unlocked
+                if isinstance(error, BlockingIOError):
+                    return
             stream, self.stream = self.stream, None  # should the next one not open, the next line tries again
-            stream.close()
+            with stream, contextlib.suppress(FileNotFoundError):
+                now = os.stat(self.baseFilename)
+                if now.st_size >= self._max_bytes and os.path.samestat(now, os.fstat(stream.fileno())):
+                    os.replace(self.baseFilename, self._before)
         self.stream = self._open()
 
     def close(self) -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import subprocess
 import sys
 import warnings
@@ -184,6 +185,29 @@ def test_a_new_file_that_cannot_be_opened_is_tried_again(
         log.info("counted", number=number)
     assert [line["number"] for line in lines(tmp_path)][-1] == 39
     assert capsys.readouterr().err.count("cannot be written: No space left on device") == 1
+
+
+def test_a_file_that_another_process_is_moving_is_written_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the two looks of one process, another sees the same full file: moving it twice would lose its lines."""
+    setup_logging("runner", "isolated", tmp_path, max_bytes=20_000)
+    log, replace, moved = get_logger("here"), os.replace, 0
+
+    def other_first(source: str, target: Path) -> None:
+        nonlocal moved
+        moved += 1
+        subprocess.run([sys.executable, "-c", WRITER, str(tmp_path), "5000"], check=True)
+        replace(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", other_first)
+        number = 0
+        while not moved:
+            log.info("counted", number=number)
+            number += 1
+    log.info("counted", number=number)
+    kept = [line["number"] for name in ("isolated.1", "isolated") for line in lines(tmp_path, name)]
+    assert sorted(kept) == [*range(number + 1), *range(5000, 5150)]
+    assert moved == 1
 
 
 def test_processes_that_share_a_log_begin_it_anew_once(tmp_path: Path) -> None:
