@@ -40,9 +40,10 @@ class Kills(Workflow):
     is_async = True
 
     async def run_async(self):
-        import psutil
+        import contextlib, psutil
         for child in psutil.Process().children(recursive=True):
-            child.kill()
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
         return await self.model.chat_async([{"role": "user", "content": "1,2,3="}])
 
 class Judged(Workflow):
