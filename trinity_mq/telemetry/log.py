@@ -16,7 +16,7 @@ from collections.abc import Mapping, MutableMapping
 from contextlib import AbstractContextManager
 from logging.handlers import BaseRotatingHandler
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TextIO, cast
 
 import structlog
 from structlog.types import Processor
@@ -143,14 +143,11 @@ class _LogFile(BaseRotatingHandler):
         """Begin a new file, unless another process has.
 
         The full file is locked while it is moved, so that one process moves it, once. A process that finds it locked
-        goes on writing to it: it waits for none, which may have been stopped.
+        goes on writing to it and does not wait: the other one may be frozen.
         """
         if self.stream is not None:
-            try:
-                fcntl.flock(self.stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:  # others than this: a file system without locks, where the file is moved unlocked
-                if isinstance(error, BlockingIOError):
-                    return
+            if not _may_move(self.stream):
+                return
             stream, self.stream = self.stream, None  # should the next one not open, the next line tries again
             with stream, contextlib.suppress(FileNotFoundError):
                 now = os.stat(self.baseFilename)
@@ -172,6 +169,18 @@ class _LogFile(BaseRotatingHandler):
             self._told = True
             with contextlib.suppress(OSError):
                 sys.stderr.write(f"{self.baseFilename} cannot be written: {error.strerror or error}\n")
+
+
+def _may_move(stream: TextIO) -> bool:
+    """Lock a full file until it is closed; return False where another process holds the lock.
+
+    Where the file system has no locks the file is moved without one.
+    """
+    try:
+        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return not isinstance(error, BlockingIOError)
+    return True
 
 
 class _ShortErrors(logging.Handler):

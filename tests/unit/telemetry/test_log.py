@@ -188,7 +188,7 @@ def test_a_new_file_that_cannot_be_opened_is_tried_again(
 
 
 def test_a_file_that_another_process_is_moving_is_written_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between the two looks of one process, another sees the same full file: moving it twice would lose its lines."""
+    """Another process finds the file full just before this one moves it: moved twice, its lines would be lost."""
     setup_logging("runner", "isolated", tmp_path, max_bytes=20_000)
     log, replace, moved = get_logger("here"), os.replace, 0
 
