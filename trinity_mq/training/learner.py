@@ -53,7 +53,7 @@ from trinity_mq.training.guard import Guard
 from trinity_mq.training.model.policy import LearnerError, ModelNotLoadedError, Policy, chosen_device
 from trinity_mq.training.optimizers import learning_rate, make_optimizer, restore_state, set_learning_rate
 from trinity_mq.training.packing import PAIRED, SAMPLED, TrainTokens, flatten, split, without_unknown
-from trinity_mq.training.parallel.ranks import Command, RankError, Ranks
+from trinity_mq.training.parallel.ranks import Command, FailedElsewhereError, RankError, Ranks
 from trinity_mq.training.parallel.sharding import whole
 from trinity_mq.training.reference import Reference
 from trinity_mq.training.stopwatch import Stopwatch
@@ -72,7 +72,7 @@ MODEL_FOLDER = "model"
 """Inside a checkpoint: what ``transformers`` loads."""
 
 AFTER_AN_ERROR = 30.0
-"""Seconds in which a rank that met an error expects to hear from rank 0, which should have met it too."""
+"""Seconds in which a rank expects to hear from rank 0 after a command that failed."""
 
 T = TypeVar("T")
 log = structlog.get_logger(__name__)
@@ -262,21 +262,27 @@ class TorchLearner:
         if self._ranks.world > 1 and (why := self._config.not_sharded):
             raise LearnerError(f"the trainer was started with {self._ranks.world} processes, but {why}")
         self._ranks.meet()
-        self._ranks.announce("open", checkpoint=None if checkpoint is None else str(checkpoint.absolute()))
-        self._open(checkpoint)
+        place = None if checkpoint is None else str(checkpoint.absolute())
+        try:
+            with self._ranks.command("open", checkpoint=place):
+                self._open(checkpoint)
+        except FailedElsewhereError as error:
+            if error.error == DamagedCheckpointError.__name__:
+                raise DamagedCheckpointError(str(error)) from error
+            raise
 
     def _lead_step(self, batch: ExperienceBatch, step_number: int) -> dict[str, float]:
         if not batch:
             raise ValueError(
                 f"train step {step_number} has no experiences: an empty batch is a skipped step, not a train step"
             )
-        if self._ranks.world > 1:
-            self._ranks.announce("step", batch.encode(), number=step_number)
-        return self._step(batch, step_number)
+        body = batch.encode() if self._ranks.world > 1 else b""
+        with self._ranks.command("step", body, number=step_number):
+            return self._step(batch, step_number)
 
     def _copy(self) -> Parts:
-        self._ranks.announce("copy")
-        return self._copies.take(self._parts())
+        with self._ranks.command("copy"):
+            return self._copies.take(self._parts())
 
     def _lead_weights(self) -> list[tuple[str, Tensor]]:
         policy = self._opened[0]
@@ -284,8 +290,7 @@ class TorchLearner:
             return policy.weights()
 
         def gather(name: str) -> Tensor:
-            with self._ranks.together("gathering"):
-                self._ranks.announce("gather", weight=name)
+            with self._ranks.together("gathering"), self._ranks.command("gather", weight=name):
                 return whole(policy.weight(name))
 
         # by the learner's thread, in which all commands are
@@ -297,14 +302,14 @@ class TorchLearner:
         self._ranks.close()
 
     def _lead_canary(self, tokens: list[int]) -> list[float]:
-        self._ranks.announce("canary", tokens=tokens)
-        return self._opened[0].sequence_logprobs(tokens)
+        with self._ranks.command("canary", tokens=tokens):
+            return self._opened[0].sequence_logprobs(tokens)
 
     def follow(self) -> None:
         """Do on a rank above 0 what rank 0 announces, until it ends; blocks.
 
-        An error that all ranks meet alike, such as a damaged checkpoint, is for rank 0 to answer: it announces what
-        comes next, or ends.
+        A command that failed on some rank, as on a damaged checkpoint, is for rank 0 to answer: it announces what comes
+        next, or ends.
 
         Raises:
             RankError: Another rank is gone.
@@ -314,7 +319,7 @@ class TorchLearner:
         while (command := self._ranks.next(patience)).name != "end":
             patience = math.inf
             try:
-                with self._ranks.together(command.name):
+                with self._ranks.together(command.name), self._ranks.agreed(command.name):
                     self._obey(command)
             except FatalError as error:
                 log.warning("command_failed", command=command.name, reason=str(error))

@@ -3,7 +3,8 @@
 python -m tests.unit.training.sharded_rank MODEL_FOLDER OUT_FOLDER CHECKPOINT_OR_EMPTY CASE...
 
 With ``KILLED_AT=step`` in the environment rank 1 is killed by SIGKILL when it has got this command, before it does its
-part. With ``DAMAGED=FOLDER`` all are first told to open this checkpoint.
+part. With ``DAMAGED=FOLDER`` all are first told to open this checkpoint. With ``FAILS_AT=step`` rank 1 fails once at
+this command: before its part with ``FAILS_WITH=memory``, else after it, when no collective is left.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from tests.unit.training.test_learner import config
 from trinity_mq.config import Config
 from trinity_mq.config.model import LoraConfig
 from trinity_mq.experience import Experience
-from trinity_mq.runtime.errors import EXIT_RESTART
+from trinity_mq.runtime.errors import EXIT_RESTART, FatalError
 from trinity_mq.sync.channels.buckets import packed, plan
 from trinity_mq.training.checkpoints.checkpoint import DamagedCheckpointError
 from trinity_mq.training.learner import TorchLearner
@@ -116,12 +117,27 @@ class Mortal(Ranks):
         return command
 
 
+class Failing(TorchLearner):
+    """Fails once, at the command that the environment names."""
+
+    has_failed = False
+
+    def _obey(self, command: Command) -> None:
+        fails = command.name == os.environ.get("FAILS_AT") and not self.has_failed
+        self.has_failed |= fails
+        if fails and os.environ["FAILS_WITH"] == "memory":
+            raise torch.OutOfMemoryError("no memory is left")
+        super()._obey(command)
+        if fails:
+            raise {"damage": DamagedCheckpointError, "fault": FatalError}[os.environ["FAILS_WITH"]]("it does not load")
+
+
 def follow(model: Path, cases: list[str]) -> None:
     begin_follower()
     ranks = Mortal(own_rank(), WORLD, 60.0)
     torch.set_num_threads(1)
     for case in cases:
-        TorchLearner(settings(case), model, None, ranks).follow()
+        Failing(settings(case), model, None, ranks).follow()
 
 
 if __name__ == "__main__":

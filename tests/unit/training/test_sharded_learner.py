@@ -102,6 +102,40 @@ async def test_a_damaged_checkpoint_is_passed_over_by_all_ranks(folder: Path, op
     assert apart(found["flats"], await flats_of(learner)) < 1e-6
 
 
+async def test_a_checkpoint_that_one_rank_alone_cannot_read_is_passed_over_by_all(
+    folder: Path, opened: Opener, tmp_path: Path
+) -> None:
+    learner = await opened(settings("grpo"))
+    await train(learner, "grpo", 1, 2)
+    (tmp_path / "whole").mkdir()
+    await learner.save(tmp_path / "whole")
+    whole = str(tmp_path / "whole")
+    code, said = await run_ranks(folder, tmp_path / "out", "grpo", DAMAGED=whole, FAILS_AT="open", FAILS_WITH="damage")
+    assert code == 0, said
+    first = await opened(settings("grpo"))
+    await train(first, "grpo", 1, 3)
+    found = torch.load(tmp_path / "out" / "grpo" / "found.pt", weights_only=True)
+    assert apart(found["flats"], await flats_of(first)) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("command", "fault"),
+    [
+        ("step", "fault"),
+        pytest.param("step", "memory", marks=pytest.mark.extended),
+        *(pytest.param(one, "fault", marks=pytest.mark.extended) for one in ("canary", "copy", "gather")),
+    ],
+)
+async def test_a_command_that_fails_on_one_rank_fails_on_rank_0_with_its_reason(
+    folder: Path, tmp_path: Path, command: str, fault: str
+) -> None:
+    code, said = await run_ranks(folder, tmp_path / "out", "grpo", FAILS_AT=command, FAILS_WITH=fault)
+    assert code != 0, said
+    reasons = {"memory": "rank 1 failed first: no memory is left", "fault": "on rank 1 of 2: it does not load"}
+    assert reasons[fault] in said
+    assert not list((tmp_path / "out").glob("*/saved/state")), "no part of a checkpoint"
+
+
 @pytest.mark.extended
 async def test_two_ranks_go_on_from_a_checkpoint_of_one_process(folder: Path, opened: Opener, tmp_path: Path) -> None:
     learner = await opened(settings("ppo"))

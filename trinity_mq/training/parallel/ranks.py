@@ -4,6 +4,9 @@ Rank 0 announces each command on a TCPStore, under its number, and only then ent
 the others wait for the next number there. So nobody waits in a collective that has not begun, however long rank 0 has
 no batch, and each collective has a deadline.
 
+Each command ends with a vote on the store: a command that has failed on one rank has failed on all of them, so no rank
+continues with a state that another rank lacks.
+
 Ranks are started by ``torchrun``, or by rank 0 itself (:class:`RankProcesses`). One that ends ends them all: a
 collective with it fails at once, and a rank without its leader loses the store. The trainer then begins anew from its
 checkpoint.
@@ -18,11 +21,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgpack
 import torch
@@ -31,7 +34,7 @@ from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not declared as exported
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from trinity_mq.runtime.errors import RestartMe
+from trinity_mq.runtime.errors import FatalError, RestartMe
 from trinity_mq.runtime.process import die_with_parent
 
 PARENT_VARIABLE = "TRINITY_MQ_RANK_PARENT"
@@ -43,13 +46,51 @@ POLL = timedelta(seconds=5)
 TORCHRUN_VARIABLE = "TORCHELASTIC_RUN_ID"
 """Set by torchrun in the processes that it starts."""
 KEPT = 8
-"""Announced commands that stay in the store: nobody is further behind, for each command has a collective."""
+"""Announced commands and their votes that stay in the store: nobody is further behind, for each command has a vote."""
+VOTE_GRACE = 10.0
+"""Seconds in which a rank that failed waits for the votes of the others. A rank without a vote by then is taken to wait
+in a collective; it gets out when the failed rank ends."""
+REASON_LENGTH = 2000
+"""Most characters of a reason in a vote."""
 
 T = TypeVar("T")
 
 
 class RankError(RestartMe):
     """Another rank is gone, or took longer than allowed; all ranks begin anew."""
+
+
+class FailedElsewhereError(FatalError):
+    """A command failed on another rank, which is still usable.
+
+    Args:
+        text: Says which rank, and why.
+        error: Class of the error there.
+    """
+
+    def __init__(self, text: str, error: str) -> None:
+        super().__init__(text)
+        self.error = error
+
+
+@dataclass(frozen=True, slots=True)
+class Vote:
+    """End of a command on a rank."""
+
+    kind: Literal["done", "failed", "broken"] = "done"
+    """After a failure the rank is usable; a broken rank ends."""
+    error: str = ""
+    """Class of the error."""
+    reason: str = ""
+
+    @classmethod
+    def of(cls, error: Exception) -> Vote:
+        """Return the vote of a rank on which ``error`` ended the command."""
+        kind: Literal["failed", "broken"] = "failed" if isinstance(error, FatalError) else "broken"
+        return cls(kind, type(error).__name__, str(error) or repr(error))
+
+
+_SEVERITY = ("done", "failed", "broken")
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,6 +273,110 @@ class Ranks:
             body = flat.numpy().tobytes()
         return Command(name, arguments, body)
 
+    @contextmanager
+    def command(self, name: str, body: bytes = b"", **arguments: Any) -> Iterator[None]:
+        """Announce a command, do rank 0's part of it in the ``with`` block, and vote; see :meth:`agreed`."""
+        self.announce(name, body, **arguments)
+        with self.agreed(name):
+            yield
+
+    @contextmanager
+    def agreed(self, what: str) -> Iterator[None]:
+        """Do a rank's part of the command ``what`` in the ``with`` block; it ends on all ranks alike.
+
+        Raises:
+            FailedElsewhereError: The command failed on another rank; a rank's own error is raised as it is.
+            RankError: Another rank is not usable any more, or did not vote.
+        """
+        if self.world == 1:
+            yield
+            return
+        try:
+            yield
+        except Exception as error:
+            self._fail(what, error)
+            raise
+        worst, rank = self._worst(self._votes(what, self._timeout.total_seconds(), Vote()))
+        text = f"{what!r} failed on rank {rank} of {self.world}: {worst.reason}"
+        if worst.kind == "failed":
+            raise FailedElsewhereError(text, worst.error)
+        if worst.kind == "broken":
+            raise RankError(text)
+
+    def _fail(self, what: str, error: Exception) -> None:
+        """Vote with an error; return where it is the one that all ranks end the command with.
+
+        Raises:
+            RankError: Some rank is not usable any more.
+        """
+        own = Vote.of(error)
+        try:
+            worst, rank = self._worst(self._votes(what, self._patience(what, own), own))
+        except RankError:
+            if own.kind == "broken":
+                return  # the cause says more than that the others are gone
+            raise
+        if worst.kind == "broken" != own.kind:
+            raise RankError(f"{what!r} failed on rank {rank} of {self.world}: {worst.reason}") from error
+
+    def _patience(self, what: str, own: Vote) -> float:
+        """Return the seconds in which this rank, on which a command has failed, waits for the votes of the others."""
+        if own.kind == "broken" and self.rank == 0:
+            return 0.0  # the others end with it
+        if own.kind != "broken" and what == "open":
+            return self._timeout.total_seconds()  # they may still be reading
+        return VOTE_GRACE
+
+    @staticmethod
+    def _worst(votes: Sequence[Vote]) -> tuple[Vote, int]:
+        """Return the most severe vote, and the first rank that cast it."""
+        rank = max(range(len(votes)), key=lambda one: _SEVERITY.index(votes[one].kind))
+        return votes[rank], rank
+
+    def _votes(self, what: str, patience: float, own: Vote) -> list[Vote]:
+        """Cast a vote on the command under way and return those of all ranks, by rank.
+
+        Raises:
+            RankError: A rank did not vote in time, or is gone.
+        """
+        assert self._store is not None
+        keys = [f"vote/{self._number}/{rank}" for rank in range(self.world)]
+        ends = time.monotonic() + patience
+        try:
+            self._store.set(keys[self.rank], msgpack.packb([own.kind, own.error, own.reason[:REASON_LENGTH]]))
+            self._wait_for_votes(what, keys, ends)
+            found = [Vote(*msgpack.unpackb(vote)) for vote in self._store.multi_get(keys)]
+            if self._number > KEPT:
+                self._store.delete_key(f"vote/{self._number - KEPT}/{self.rank}")
+        except RankError:
+            raise
+        except RuntimeError as error:
+            raise RankError(f"the vote on {what!r} failed on rank {self.rank}: {error}") from error
+        return found
+
+    def _wait_for_votes(self, what: str, keys: list[str], ends: float) -> None:
+        assert self._store is not None
+        while True:
+            try:
+                self._store.wait(keys, timedelta(seconds=max(0.01, min(1.0, ends - time.monotonic()))))
+                return
+            except dist.DistStoreError as error:
+                if self.lost or time.monotonic() > ends:
+                    missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+                    why = self.lost or f"ranks {missing} are still at it"
+                    raise RankError(f"the ranks did not end {what!r} together: {why}") from error
+
+    def _first_failure(self) -> str:
+        """Return who has failed at the command under way, and why, as far as that rank could say so."""
+        if self._store is None:
+            return ""
+        for rank in (one for one in range(self.world) if one != self.rank):
+            key = f"vote/{self._number}/{rank}"
+            with suppress(RuntimeError):
+                if self._store.check([key]) and (vote := Vote(*msgpack.unpackb(self._store.get(key)))).reason:
+                    return f"; rank {rank} failed first: {vote.reason}"
+        return ""
+
     def _broadcast(self, flat: Tensor) -> None:
         with self.together("broadcast"):
             dist.broadcast(flat, 0)
@@ -267,7 +412,7 @@ class Ranks:
                 raise
             raise RankError(
                 f"{what} of rank {self.rank} of {self.world} failed: {error}; another rank is gone, or took longer "
-                f"than {self._timeout.total_seconds():g} s (trainer.rank_timeout)"
+                f"than {self._timeout.total_seconds():g} s (trainer.rank_timeout){self._first_failure()}"
             ) from error
 
     def close(self) -> None:
