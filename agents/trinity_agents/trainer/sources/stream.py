@@ -100,6 +100,11 @@ class StreamSource:
         self.bytes_since_save = 0
 
     @property
+    def run_id(self) -> str | None:
+        """Id of the run whose stream it is, None until it is known."""
+        return self._bus.run_id
+
+    @property
     def ended(self) -> int | None:
         """Batches of the run, once the explorer has said so."""
         return self._decider.ended

@@ -64,6 +64,7 @@ class TapSource:
         """The position that the reading begins at."""
         self._last = LastBatch()
         self._run_id: str | None = None
+        """Id of the other run; None until a message of it says."""
         self._consumed = 0
         self._made: TrainBatch | None = None
         """The batch that was made last."""
@@ -142,7 +143,7 @@ class TapSource:
             return self._state
         return {
             "tap": self._run.name,
-            "run_id": self._run_id,
+            "run_id": self._stream.run_id,
             "batches": self._consumed,
             "last": self._last.state(),
             "stream": self._stream.state(),
@@ -181,12 +182,12 @@ class TapSource:
             topology = Topology.on(self._run.name, self._run.broker)
             bus = await self._connected(topology)
             stack.push_async_callback(bus.close)
-            if self._run_id is None:
+            if self._state:  # also without the id of a run that began later than this one
+                position = self._state["stream"]
+            else:
                 offset, self._run_id = await self._beginning(bus, topology)
                 log.info("tap_begins", run=self._run.name, run_id=self._run_id, offset=offset)
                 position = {"consumed": [], "offset": offset, "batches": 0}
-            else:
-                position = self._state["stream"]
             bus.run_id = self._run_id
             stream = StreamSource(
                 bus,
