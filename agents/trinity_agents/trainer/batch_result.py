@@ -12,7 +12,7 @@ from typing import Any
 
 import structlog
 
-from trinity_agents.trainer.decisions import MAX_STARTS, MAX_STARTS_REPAIRED, repaired_key
+from trinity_agents.trainer.decisions import MAX_STARTS_REPAIRED, REPLAYED, repaired_key, replayed_key
 from trinity_agents.trainer.sources.base import TrainBatch
 from trinity_mq.bus import Envelope, HeaderValue, Topology
 from trinity_mq.experience import EncodeError, Experience, ExperienceBatch
@@ -140,11 +140,13 @@ async def train_on(
     parts = [batch, *batch.co_batched, *batch.repaired]
     own = 1 + len(batch.co_batched)
     keys = [part.ticket for part in parts[:own]] + [repaired_key(part.ticket, part.op) for part in batch.repaired]
-    limits = [MAX_STARTS] * own + [MAX_STARTS_REPAIRED] * len(batch.repaired)
+    limits = [part.max_starts for part in parts[:own]] + [MAX_STARTS_REPAIRED] * len(batch.repaired)
     ends = {
         number: _unfit(part, attempts.starts(key), limit)
         for number, (part, key, limit) in enumerate(zip(parts, keys, limits, strict=True))
     }
+    if any(end is not None and end.kills for end in ends.values()):  # and not what was replayed beside it
+        attempts.finish([key for key in attempts.known if key.startswith(REPLAYED)])
     usable = [number for number, end in ends.items() if end is None]
     sizes = {number: len(parts[number].experiences) for number in usable}
     stale: dict[int, list[int]] = {}
@@ -161,6 +163,7 @@ async def train_on(
         if noted:
             if replayed:
                 batch.replayed = replayed
+                noted += map(replayed_key, dict.fromkeys(replayed.ids("tid")))
                 kept = await asyncio.to_thread(ExperienceBatch.concat, [kept, replayed])
             with attempts.noted(noted), span("await train step", wait=True):
                 metrics |= await learner.step(kept, step + 1)
@@ -177,6 +180,8 @@ async def train_on(
         else:
             ends[number] = BatchResult(*_why_no_step(metrics), **too_old)
     first, *others = [end for end in ends.values() if end is not None]
+    for part, end in zip(parts, [first, *others], strict=True):
+        part.outcome = end.outcome
     return replace(first, metrics=metrics, co_batched=others[: own - 1], repaired=others[own - 1 :])
 
 

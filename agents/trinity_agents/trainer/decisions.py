@@ -16,7 +16,8 @@ from trinity_mq.messages import BatchReady
 NONE_SETTLED = -1
 """Below the number of any batch."""
 MAX_STARTS = 2
-"""Starts on one batch that crashed; the next start skips it."""
+"""Starts on one batch that crashed; the next start skips it. Where it had company, which may be what kills, the next
+start is on the batch alone, and the one after that skips it."""
 MAX_STARTS_REPAIRED = 1
 """The same for one that goes along with another: what kills may be either, and the other gets a start without it."""
 
@@ -24,6 +25,14 @@ MAX_STARTS_REPAIRED = 1
 def repaired_key(ticket: str, op: str) -> str:
     """Return under what the starts on a set that repairs a failed ticket are counted: each replay has a start."""
     return f"{ticket}/{op}"
+
+
+REPLAYED = "replayed/"
+
+
+def replayed_key(tid: str) -> str:
+    """Return under what the starts on a group that is replayed are counted."""
+    return f"{REPLAYED}{tid}"
 
 
 @dataclass(slots=True)
@@ -72,6 +81,7 @@ class Decider:
         failed: Tickets decided as failed.
         starts: Returns the starts that crashed, by ticket or :func:`repaired_key`.
         settled: See :attr:`settled`.
+        max_starts: Returns the starts that crashed after which a batch is skipped.
     """
 
     def __init__(
@@ -81,12 +91,14 @@ class Decider:
         failed: Iterable[str] = (),
         starts: Callable[[str], int] = lambda _: 0,
         settled: int = NONE_SETTLED,
+        max_starts: Callable[[], int] = lambda: MAX_STARTS,
     ) -> None:
         self.consumed = OrderedDict(sorted(consumed.items(), key=operator.itemgetter(1)))
         """Tickets that are done with, trained on or skipped for good, with the numbers of their batches; without those
         that :attr:`settled` stands for."""
         self.settled = settled
         """Up to this batch all are consumed, and nothing that may still come of them counts, whatever its ticket."""
+        self._max_starts = max_starts
         self._starts = starts
         """Starts that crashed, by ticket or :func:`repaired_key`."""
         self._failed: set[str] = set(failed)
@@ -132,7 +144,7 @@ class Decider:
             self._repaired[message.ticket] = sets.first_offset, decision
             return decision
         self._held[message.ticket] = sets.first_offset
-        if message.state == "failed" or self._starts(message.ticket) >= MAX_STARTS:
+        if message.state == "failed" or self._starts(message.ticket) >= self._max_starts():
             self._failed.add(message.ticket)
         self._decided[decision.batch] = decision
         if self.ended is not None and decision.batch > self.ended:

@@ -491,6 +491,11 @@ class StepAttempts:
         except OSError as error:
             raise CheckpointError(f"cannot read {self._path}: {error}; give the trainer access to it") from error
 
+    @property
+    def known(self) -> list[str]:
+        """What has starts that crashed."""
+        return list(self._starts)
+
     def starts(self, ticket: str) -> int:
         """Return how many starts of ``ticket`` crashed."""
         return self._starts.get(ticket, 0)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from trinity_agents.trainer.decisions import MAX_STARTS
 from trinity_mq.experience import ExperienceBatch
-from trinity_mq.messages.batches import BatchState
+from trinity_mq.messages.batches import BatchState, StepOutcome
 from trinity_mq.runtime.notify import Notifier
 
 
@@ -41,6 +42,13 @@ class TrainBatch:
     repaired: list[TrainBatch] = field(default_factory=list)
     """Earlier batches that were progress as failed, and that operators could process since: to be trained on with this
     one, so that a step more does not make other batches older."""
+    max_starts: int = MAX_STARTS
+    """Starts on it that crashed after which it is skipped."""
+    is_alone: bool = False
+    """Trainers died at a step with it and with company; it is tried without other batches, replayed groups and experts,
+    so that only what kills is skipped."""
+    outcome: StepOutcome | None = None
+    """What became of it; None before its train step."""
 
 
 class Source(Protocol):
@@ -50,6 +58,8 @@ class Source(Protocol):
     """Notified when :meth:`available` may have become true."""
     bytes_since_save: int
     """Bytes read since the last checkpoint was committed."""
+    has_company: bool
+    """Its batches are trained on with others, or with what another source adds."""
 
     @property
     def ended(self) -> int | None:

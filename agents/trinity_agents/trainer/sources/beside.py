@@ -17,6 +17,16 @@ class BesideRollouts:
 
     def __init__(self, rollouts: Source) -> None:
         self._rollouts = rollouts
+        rollouts.has_company = True
+
+    @property
+    def has_company(self) -> bool:
+        """Rollouts are trained on with what this source adds."""
+        return True
+
+    @has_company.setter
+    def has_company(self, value: bool) -> None:
+        self._rollouts.has_company = value
 
     @property
     def changed(self) -> Any:

@@ -28,25 +28,29 @@ class MixSource(BesideRollouts):
     def __init__(self, rollouts: Source, experts: RecordSource) -> None:
         super().__init__(rollouts)
         self._experts = experts
-        self._uses_experts = False
+        self._first: TrainBatch | None = None
+        """The batch of the step that experts belong to."""
 
     async def next(self) -> TrainBatch:
-        """Return the next rollouts, with experts beside those of the first batch that has any."""
+        """Return the next rollouts, with experts beside those of the first batch that has any, unless it is tried
+        alone.
+        """
         batch = await self._rollouts.next()
         first = next((one for one in (batch, *batch.co_batched) if one.experiences), None)
-        self._uses_experts = first is not None
+        self._first = first
         if first is not None:
             experts = await self._experts.next()
+        if first is not None and not first.is_alone:
             first.experiences = await asyncio.to_thread(_joined, first, experts)
             first.metrics |= experts.metrics
         return batch
 
     def consumed(self) -> None:
-        """Move on, behind the experts too if the step had some."""
+        """Move on, behind the experts too if the step had some, or survived without those that would have come."""
         self._rollouts.consumed()
-        if self._uses_experts:
+        first, self._first = self._first, None
+        if first is not None and not (first.is_alone and first.outcome != "trained"):
             self._experts.consumed()
-        self._uses_experts = False
 
     def state(self) -> dict[str, Any]:
         """Return the state of the rollouts, and the experts' position in it."""

@@ -83,6 +83,7 @@ class RecordSource:
         self._next: tuple[TrainBatch, tuple[int, int]] | None = None
         """The batch that was made last, and the position behind it."""
         self.changed = Notifier()
+        self.has_company = False
         self.bytes_since_save = 0
 
     @property

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 import structlog
 
+from trinity_agents.trainer.decisions import MAX_STARTS, replayed_key
 from trinity_agents.trainer.sources.base import LostError, Source, TrainBatch
 from trinity_agents.trainer.sources.beside import BesideRollouts
 from trinity_agents.trainer.sources.replay_index import Group, ReplayIndex
@@ -21,6 +22,8 @@ log = structlog.get_logger(__name__)
 class Rereadable(Source, Protocol):
     """A source whose batches can be read again."""
 
+    starts: Callable[[str], int]
+    """Returns the starts that crashed, by what :mod:`trinity_agents.trainer.decisions` counts them under."""
     pinned: Callable[[], Collection[str]]
     """Returns consumed tickets that its state goes on to name, however old they are."""
 
@@ -63,7 +66,7 @@ class ReplaySource(BesideRollouts):
         batch = await self._rollouts.next()
         parts = [one for one in (batch, *batch.co_batched, *batch.repaired) if one.state == "ready"]
         fresh = {one.ticket: list(dict.fromkeys(one.experiences.ids("tid"))) for one in parts}
-        groups = self._index.choose(self._count, self._step + 1) if any(fresh.values()) else []
+        groups = self._chosen() if any(fresh.values()) and not batch.is_alone else []
         found, kept, lost = [], list[Group](), 0
         for ticket in dict.fromkeys(group.ticket for group in groups):
             tids = {group.tid for group in groups if group.ticket == ticket}
@@ -79,6 +82,16 @@ class ReplaySource(BesideRollouts):
         batch.metrics |= self._metrics(kept, len(batch.replayed), lost)
         self._next = batch, kept, fresh
         return batch
+
+    def _chosen(self) -> list[Group]:
+        """Return the groups of the next step; forget those at which trainers died again and again."""
+        while True:
+            groups = self._index.choose(self._count, self._step + 1)
+            deadly = [one.tid for one in groups if self._reader.starts(replayed_key(one.tid)) >= MAX_STARTS]
+            if not deadly:
+                return groups
+            log.warning("replayed_groups_left_out", groups=deadly, reason="the trainer did not survive steps with them")
+            self._index.drop(deadly)
 
     def _metrics(self, groups: Sequence[Group], experiences: int, lost: int) -> dict[str, float]:
         found = {
@@ -102,21 +115,21 @@ class ReplaySource(BesideRollouts):
         return found
 
     def consumed(self) -> None:
-        """Move on: what was trained on for the first time may be replayed."""
+        """Move on: what was trained on for the first time may be replayed; what was skipped may not."""
         assert self._next is not None
         batch, groups, fresh = self._next
         self._rollouts.consumed()
-        parts = [one for one in (batch, *batch.co_batched, *batch.repaired) if one.experiences and one.ticket in fresh]
-        if parts:
-            self._step += 1
-            if batch.replayed:
-                self._index.use(groups, self._step)
-            for part in parts:
-                own = set(fresh[part.ticket])  # experts that were added since are none
-                tids = [tid for tid in _with_advantage(part.experiences) if tid in own]
-                if tids:
-                    self._index.add(tids, part.ticket, part.offsets, self._step)
-                    self._cache.put(part.ticket, part.experiences)
+        everything = (batch, *batch.co_batched, *batch.repaired)
+        parts = [one for one in everything if one.outcome == "trained" and one.ticket in fresh]
+        self._step += bool(parts or batch.replayed)
+        if batch.replayed:
+            self._index.use(groups, self._step)
+        for part in parts:
+            own = set(fresh[part.ticket])  # experts that were added since are none
+            tids = [tid for tid in _with_advantage(part.experiences) if tid in own]
+            if tids:
+                self._index.add(tids, part.ticket, part.offsets, self._step)
+                self._cache.put(part.ticket, part.experiences)
         self._cache.keep(self._index.tickets)
         self._next = None
 

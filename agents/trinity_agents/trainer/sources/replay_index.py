@@ -90,10 +90,14 @@ class ReplayIndex:
     def remove(self, ticket: str) -> int:
         """Forget the groups of a ticket, whose bodies are lost; return their number."""
         lost = [tid for tid, group in self._groups.items() if group.ticket == ticket]
-        for tid in lost:
-            del self._groups[tid]
-        self._offsets.pop(ticket, None)
+        self.drop(lost)
         return len(lost)
+
+    def drop(self, tids: Iterable[str]) -> None:
+        """Forget groups."""
+        for tid in tids:
+            del self._groups[tid]
+        self._forget_offsets()
 
     def _forget(self, step: int) -> None:
         """Forget groups that no later step can take, and those of the lowest priority beyond the capacity."""
@@ -105,6 +109,9 @@ class ReplayIndex:
             ranked = sorted(self._groups.values(), key=lambda one: linear_decay(one.born, one.uses, config.decay))
             for group in ranked[:beyond]:
                 del self._groups[group.tid]
+        self._forget_offsets()
+
+    def _forget_offsets(self) -> None:
         needed = {group.ticket for group in self._groups.values()}
         self._offsets = {ticket: offsets for ticket, offsets in self._offsets.items() if ticket in needed}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import time
 import uuid
 from collections.abc import Callable, Collection, Sequence
@@ -12,7 +13,7 @@ from typing import Any
 
 import structlog
 
-from trinity_agents.trainer.decisions import NONE_SETTLED, Chunk, Decider, Decision
+from trinity_agents.trainer.decisions import MAX_STARTS, NONE_SETTLED, Chunk, Decider, Decision
 from trinity_agents.trainer.sources.base import LostError, TrainBatch
 from trinity_mq.bus import Bus, Delivery, StreamCut, Topology
 from trinity_mq.bus.streams import next_or_quiet, read_at
@@ -86,8 +87,13 @@ class StreamSource:
         self._tapped = tapped
         self._stream = topology.ready if tapped is None else replace(topology.ready, redeclare=False)
         self._in_batch_order, self._batches_per_step = in_batch_order, batches_per_step
-        self._starts = starts
-        self._decider = Decider(starts=starts)
+        self.starts = starts
+        """Returns the starts that crashed, by what :mod:`trinity_agents.trainer.decisions` counts them under."""
+        self.has_company = batches_per_step > 1
+        """Batches are trained on with others, or with what other sources add; it may be those that kill."""
+        self._decider = Decider(starts=starts, max_starts=self._max_starts)
+        self._handed_out: list[Decision] = []
+        """Decisions of the batches that :meth:`next` returned last."""
         self._consumed_batches = 0
         """All batches up to this one are consumed."""
         self._ahead: set[int] = set()
@@ -125,18 +131,27 @@ class StreamSource:
 
     def _next_decisions(self) -> list[Decision]:
         """Return the decisions of the next train step, none as long as one of them is missing. The last step of a run
-        takes what is left.
+        takes what is left. A batch that is tried alone divides the step that it was part of.
         """
-        count = self._batches_per_step
+        done = self._consumed_batches + len(self._ahead)
+        count = self._batches_per_step - done % self._batches_per_step
         if self._decider.ended is not None:
-            left = self._decider.ended - self._consumed_batches - len(self._ahead)
-            count = min(count, max(1, left))  # one that was taken for missing may have come all the same
+            count = min(count, max(1, self._decider.ended - done))  # one taken for missing may have come all the same
         if not self._in_batch_order:
             there = self._decider.first(count)
         else:
             found = (self._decider.peek(self._consumed_batches + 1 + number) for number in range(count))
-            there = [decision for decision in found if decision is not None]
+            there = list(itertools.takewhile(lambda decision: decision is not None, found))  # type: ignore[arg-type]
+        together = list(itertools.takewhile(lambda decision: not self._is_alone(decision), there))
+        if len(together) < len(there):
+            return together or there[:1]
         return there if len(there) == count else []
+
+    def _max_starts(self) -> int:
+        return MAX_STARTS + self.has_company
+
+    def _is_alone(self, decision: Decision) -> bool:
+        return self.has_company and self.starts(decision.ready.ticket) >= MAX_STARTS
 
     def _repaired(self, decisions: Sequence[Decision]) -> list[Decision]:
         found = {one.ready.ticket: one for decision in decisions for one in self._decider.repaired(decision)}
@@ -150,7 +165,7 @@ class StreamSource:
             RestartMe: A chunk lies in the blob store, and that does not answer: no reason to lose the batch.
         """
         await self.changed.until(self.available)
-        decisions = self._next_decisions()
+        self._handed_out = decisions = self._next_decisions()
         batch, *co_batched = [await self._read(one) for one in decisions]
         batch.co_batched = co_batched
         batch.repaired = [await self._read(one) for one in self._repaired(decisions)]
@@ -169,6 +184,8 @@ class StreamSource:
             offsets=[chunk.offset for chunk in decision.chunks],
             offset=decision.offset,
             announced=ready.experiences,
+            max_starts=self._max_starts(),
+            is_alone=self._is_alone(decision),
         )
         try:
             await self._fetch([chunk for chunk in decision.chunks if not chunk.body])
@@ -238,7 +255,7 @@ class StreamSource:
 
     def consumed(self) -> None:
         """The batches that :meth:`next` returned last are done with, repaired ones among them."""
-        decisions = self._next_decisions()
+        decisions, self._handed_out = self._handed_out, []
         for one in (*self._repaired(decisions), *decisions):
             self._decider.consume(one)
         self._advance({one.batch for one in decisions})
@@ -277,7 +294,8 @@ class StreamSource:
         if not isinstance(consumed, dict):  # of release 0.1.0: all tickets, without the numbers of their batches
             consumed = dict.fromkeys(consumed, max(state["batches"], *state.get("ahead", ()), 0))
         settled = state.get("settled", NONE_SETTLED)
-        self._decider = Decider(consumed, state["offset"], state.get("failed", ()), self._starts, settled)
+        failed = state.get("failed", ())
+        self._decider = Decider(consumed, state["offset"], failed, self.starts, settled, self._max_starts)
         self._decider.ended = state.get("ended")
         self._consumed_batches, self._ahead = state["batches"], set()
         self._advance(set(state.get("ahead", ())))

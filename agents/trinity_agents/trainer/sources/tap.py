@@ -70,6 +70,7 @@ class TapSource:
         """The batch that was made last."""
         self._is_checked = False
         self._changed = Notifier()
+        self.has_company = False
 
     @property
     def changed(self) -> Notifier:

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from trinity_agents.trainer.batch_result import MAX_STARTS, BatchResult, train_on
+from trinity_agents.trainer.batch_result import BatchResult, train_on
+from trinity_agents.trainer.decisions import MAX_STARTS
 from trinity_agents.trainer.sources.base import TrainBatch
 from trinity_mq.experience import EID, Experience, ExperienceBatch
 from trinity_mq.training.checkpoints.checkpoint import StepAttempts
