@@ -17,19 +17,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from trinity_mq.training.checkpoints.checkpoint import DamagedCheckpointError
+from trinity_mq.training.checkpoints.metadata import INDEX_FILE, TensorReader
 from trinity_mq.training.parallel.sharding import whole
 
 STATE_FOLDER = "state"
 """Inside a checkpoint: the tensors of all parts."""
 FACTS_FILE = "learner.json"
 """Inside a checkpoint: everything else, by part."""
-_UNREADABLE = (OSError, EOFError, RuntimeError, ValueError, KeyError, UnpicklingError, CheckpointException)
+_UNREADABLE = (
+    *(OSError, EOFError, RuntimeError, ValueError, KeyError, UnpicklingError, CheckpointException),
+    *(AssertionError, AttributeError, IndexError, TypeError),  # of hostile bytes
+)
 
 
 @dataclass
@@ -169,21 +173,15 @@ def read_parts(folder: Path, states: Mapping[str, dict[str, Tensor]]) -> Parts:
     facts, path = read_facts(folder), folder / STATE_FOLDER
     live = {name: Part(tensors, facts.get(name, {})) for name, tensors in states.items()}
     _quietly_alone()
-    reader = FileSystemReader(path)
-    try:
-        found = {
-            name: one
-            for name, one in reader.read_metadata().state_dict_metadata.items()
-            if isinstance(one, TensorStorageMetadata)
-        }
-    except _UNREADABLE as error:
-        raise DamagedCheckpointError(f"{path} is damaged or not there: {_cause(error)}") from error
+    reader = TensorReader(path)
+    found = _tensors(reader, path)
     parts = {name: Part(facts=one) for name, one in facts.items()} | live
-    for name in _beyond(live, found, path):
-        part, _, rest = name.partition(".")
-        new = torch.empty(found[name].size, dtype=found[name].properties.dtype)
-        parts.setdefault(part, Part()).tensors[rest] = new
+    beyond = _beyond(live, found, path)
     try:
+        for name in beyond:
+            part, _, rest = name.partition(".")
+            new = torch.empty(found[name].size, dtype=found[name].properties.dtype)
+            parts.setdefault(part, Part()).tensors[rest] = new
         load(_nested(parts), storage_reader=reader, no_dist=True)
     except _UNREADABLE as error:
         raise DamagedCheckpointError(f"{path} does not load: {_cause(error)}") from error
@@ -198,13 +196,26 @@ def read_policy(folder: Path, state: dict[str, Tensor]) -> None:
     """
     path = folder / STATE_FOLDER
     _quietly_alone()
-    reader = FileSystemReader(path)
+    reader = TensorReader(path)
+    found = [name for name in _tensors(reader, path) if name.startswith("policy.")]
+    _beyond({"policy": Part(state)}, found, path)
     try:
-        found = [name for name in reader.read_metadata().state_dict_metadata if name.startswith("policy.")]
-        _beyond({"policy": Part(state)}, found, path)
         load({"policy": state}, storage_reader=reader, no_dist=True)
     except _UNREADABLE as error:
         raise DamagedCheckpointError(f"{path} does not load: {_cause(error)}") from error
+
+
+def _tensors(reader: TensorReader, path: Path) -> dict[str, TensorStorageMetadata]:
+    """Return the tensors of a checkpoint by name.
+
+    Raises:
+        DamagedCheckpointError: The index of the checkpoint cannot be read, or asks for what no index needs.
+    """
+    try:
+        index: dict[str, TensorStorageMetadata] = reader.read_metadata().state_dict_metadata  # type: ignore[assignment]
+    except _UNREADABLE as error:
+        raise DamagedCheckpointError(f"{path / INDEX_FILE} is damaged or not there: {_cause(error)}") from error
+    return index
 
 
 def _beyond(live: Mapping[str, Part], found: Iterable[str], path: Path) -> list[str]:
