@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 
+from trinity_agents.simulation import Simulation
 from trinity_agents.trainer.history import History, HistoryError, last_progress, last_saved, lineage
 from trinity_mq.runtime.state_formats import NewerStateError
+from trinity_mq.testing.virtual_time import run_virtually
+from trinity_mq.training.checkpoints.checkpoint import STATE_FILE
 
 
 def write(folder: Path, generation: int, resumed_from: tuple[int, int] | None, progress: range) -> None:
@@ -168,3 +172,27 @@ def test_the_furthest_that_any_generation_came(tmp_path: Path) -> None:
     with (tmp_path / "1.jsonl").open("a") as file:
         file.write('{"saved":7}\n{"progress":8,"st')
     assert last_progress(tmp_path) == 7, "a line that was cut off was never acted on"
+
+
+def test_the_lines_of_a_checkpoint_are_on_disk_before_it_is_committed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine that loses its power keeps only what was synced."""
+    synced: dict[str, int] = {}
+    at_commit: dict[str, str] = {}
+    fsync = os.fsync
+
+    def noting(descriptor: int) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        fsync(descriptor)
+        synced[path.name] = os.fstat(descriptor).st_size
+        if path.name == STATE_FILE:
+            kept = (tmp_path / "history" / "1.jsonl").read_bytes()[: synced.get("1.jsonl", 0)]
+            at_commit[path.parent.name] = kept.decode()
+
+    monkeypatch.setattr(os, "fsync", noting)
+    run_virtually(Simulation(tmp_path, ("trainer.save_interval=2",), batches=4).run(), limit=1000)
+    assert len(at_commit) == 2
+    for folder, text in at_commit.items():
+        progress = int(folder.split("-")[2])
+        assert f'"progress":{progress},' in text, f"{folder} was committed with only this history on disk: {text}"

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import random
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from trinity_agents.simulation import Simulation, killed
+from tests.unit.agents.trainer.lives import begun_at, lived
+from trinity_agents.simulation import Simulation
 from trinity_agents.trainer.history import lineage
 from trinity_agents.trainer.loop import TrainLoop
 from trinity_agents.trainer.sources.mix import MixSource, experts_in_a_step
@@ -50,13 +49,14 @@ class Remembering(FakeLearner):
 
     async def step(self, experiences: Sequence[Experience], step_number: int) -> dict[str, float]:
         marked = [one for one in experiences if one.info.get("is_expert")]
-        self.experts[step_number] = [one.index or 0 for one in marked]
+        experts = [one.index or 0 for one in marked]
+        assert self.experts.setdefault(step_number, experts) == experts, "a step made again has the same ones"
         self.rollouts[step_number] = len(experiences) - len(marked)
         return await super().step(experiences, step_number)
 
 
-def mixed(folder: Path, lives: Sequence[float], **options: Any) -> tuple[Simulation, Remembering]:
-    """Run with a trainer that is killed after each of ``lives`` seconds."""
+def mixed(folder: Path, seed: int | None = None, **options: Any) -> tuple[Simulation, Remembering]:
+    """Run with a trainer that is killed behind checkpoints, at moments drawn with ``seed``; None: never."""
     sim, learner = Simulation(folder, MIX, batches=9, **options), Remembering()
 
     def trainer() -> Any:
@@ -66,18 +66,17 @@ def mixed(folder: Path, lives: Sequence[float], **options: Any) -> tuple[Simulat
         return made
 
     async def run() -> None:
-        for seconds in lives:
-            life = asyncio.create_task(trainer().run())
-            await asyncio.sleep(seconds)
-            assert await killed(life)
-        await trainer().run()
+        if seed is None:
+            await trainer().run()
+        else:
+            await lived(sim, trainer, seed)
 
     run_virtually(sim.run(trainer=run), limit=5000)
     return sim, learner
 
 
 def test_every_step_has_the_same_number_and_the_rollouts_pace(tmp_path: Path) -> None:
-    sim, learner = mixed(tmp_path, [])
+    sim, learner = mixed(tmp_path)
     assert experts_in_a_step(sim.config) == 1, "a fifth of a step with four rollouts"
     assert learner.rollouts == dict.fromkeys(range(1, 10), 4)
     assert [learner.experts[step] for step in range(1, 10)] == [[n % COUNT] for n in range(9)]
@@ -88,8 +87,10 @@ def test_every_step_has_the_same_number_and_the_rollouts_pace(tmp_path: Path) ->
 
 def test_killed_anywhere_each_expert_comes_once_an_epoch(tmp_path: Path) -> None:
     for seed in range(5):
-        dice = random.Random(seed)
-        _, learner = mixed(tmp_path / str(seed), [dice.uniform(0.5, 2.6) for _ in range(3)])
+        sim, learner = mixed(tmp_path / str(seed), seed)
+        first, *again = begun_at(sim)
+        assert first is None
+        assert all(again), f"each life goes on from a checkpoint, not from {again}"
         trained = [learner.experts[step] for step in sorted(learner.experts)]
         assert trained == [[n % COUNT] for n in range(9)]
 
@@ -98,7 +99,7 @@ def test_a_batch_without_rollouts_takes_none(tmp_path: Path) -> None:
     def spoil(task_slice: Any) -> str | None:
         return "failed" if task_slice.batch in {2, 5} else None
 
-    _, learner = mixed(tmp_path, [], spoil=spoil)
+    _, learner = mixed(tmp_path, spoil=spoil)
     assert Counter(index for step in learner.experts.values() for index in step) == Counter(range(COUNT))
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import random
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from trinity_agents.simulation import Simulation, killed
+from tests.unit.agents.trainer.lives import begun_at, lived
+from trinity_agents.simulation import Simulation
 from trinity_agents.trainer import loop
 from trinity_agents.trainer.history import lineage
 from trinity_agents.trainer.loop import _done_with
@@ -118,23 +117,24 @@ class Remembering(FakeLearner):
         groups = Counter(one.eid.tid for one in experiences)
         assert set(groups.values()) == {2}, "whole groups"
         newest = max(one.eid.batch for one in experiences)
-        self.fresh[step_number] = [tid for tid in groups if tid.startswith(f"{newest}/")]
-        self.replayed[step_number] = [tid for tid in groups if not tid.startswith(f"{newest}/")]
+        fresh = [tid for tid in groups if tid.startswith(f"{newest}/")]
+        replayed = [tid for tid in groups if not tid.startswith(f"{newest}/")]
+        assert self.fresh.setdefault(step_number, fresh) == fresh
+        assert self.replayed.setdefault(step_number, replayed) == replayed, "a step made again has the same ones"
         return await super().step(experiences, step_number)
 
 
 def replayed(
-    folder: Path, lives: Sequence[float] = (), settings: Sequence[str] = SETTINGS, **options: Any
+    folder: Path, seed: int | None = None, settings: Sequence[str] = SETTINGS, **options: Any
 ) -> tuple[Simulation, Remembering]:
-    """Run with a trainer that is killed after each of ``lives`` seconds."""
+    """Run with a trainer that is killed behind checkpoints, at moments drawn with ``seed``; None: never."""
     sim, learner = Simulation(folder, tuple(settings), batches=9, **options), Remembering()
 
     async def run() -> None:
-        for seconds in lives:
-            life = asyncio.create_task(sim.make_trainer(learner=learner).run())
-            await asyncio.sleep(seconds)
-            assert await killed(life)
-        await sim.make_trainer(learner=learner).run()
+        if seed is None:
+            await sim.make_trainer(learner=learner).run()
+        else:
+            await lived(sim, lambda: sim.make_trainer(learner=learner), seed)
 
     run_virtually(sim.run(trainer=run), limit=5000)
     return sim, learner
@@ -159,10 +159,23 @@ def test_a_step_has_its_batch_and_groups_of_earlier_ones(tmp_path: Path) -> None
 def test_killed_anywhere_the_same_groups_are_chosen(tmp_path: Path, seed: int) -> None:
     settings = (*SETTINGS, "buffer.trainer_input.replay.sigma=2.0", "buffer.trainer_input.replay.cache_bytes=0")
     _, whole = replayed(tmp_path / "whole", settings=settings)
-    dice = random.Random(seed)
-    _, broken = replayed(tmp_path / "broken", [dice.uniform(0.5, 2.6) for _ in range(3)], settings=settings)
+    sim, broken = replayed(tmp_path / "broken", seed, settings=settings)
+    first, *again = begun_at(sim)
+    assert first is None
+    assert all(again), f"each life goes on from a checkpoint, not from {again}"
     assert broken.replayed == whole.replayed
     assert broken.fresh == whole.fresh
+
+
+def test_the_uses_of_replayed_groups_are_counted(tmp_path: Path) -> None:
+    often = ("buffer.trainer_input.replay.sigma=100", "buffer.trainer_input.replay.max_uses=1")
+    _, learner = replayed(tmp_path, settings=(*SETTINGS, *often))
+    uses = Counter(tid for groups in learner.replayed.values() for tid in groups)
+    assert len(uses) == 8
+    assert set(uses.values()) == {1}
+    state = find_checkpoints(tmp_path / "checkpoints")[0][0].state.source
+    known = {group[0] for group in state["replay"]["groups"]}
+    assert not known & uses.keys(), "what was used as often as it may be is forgotten"
 
 
 def test_a_batch_without_rollouts_replays_nothing(tmp_path: Path) -> None:
