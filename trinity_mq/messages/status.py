@@ -95,6 +95,8 @@ class ExplorerStatus(SchedulerStatus):
 
     run_id: str = ""
     """Id of the run, born with the explorer's first state; empty: this explorer waits for another one to end."""
+    place: str = ""
+    """Host and run folder of this explorer; empty: not known."""
     ready_offset: int = 0
     """Offset of the ready stream at which the run begins: what lies before is an earlier run's."""
     left_over: int = 0
@@ -265,6 +267,11 @@ class TrainerStatus(Status):
     """Seconds since that work began."""
     usual_seconds: float = 0.0
     """Median duration in seconds of such work in the last batches; 0: none was done."""
+    folder_id: str = ""
+    """Id of the trainer's run folder; empty: not known. A trainer that waits for the lock, and whose folder has another
+    id, ends."""
+    place: str = ""
+    """Host and run folder of the trainer; empty: not known."""
 
 
 class EngineStatus(Status):

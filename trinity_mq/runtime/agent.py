@@ -29,6 +29,7 @@ from trinity_mq.runtime.peers import (
     heartbeat_patterns,
 )
 from trinity_mq.runtime.process import is_run_over
+from trinity_mq.runtime.run_identity import folder_run, other_run
 from trinity_mq.telemetry import MetricsWriter
 
 log = structlog.get_logger(__name__)
@@ -38,6 +39,11 @@ __all__ = ["HEARTBEAT_INTERVAL", "HEARTBEAT_LEASE", "Agent"]
 LOCK_RETRY = 2.0
 """Seconds between two tries to take a lock that another agent holds."""
 TAKEN_OVER = "another {0.role} of this run may have taken over while this one, {0.id}, was disconnected"
+
+
+TAKES_WORK: tuple[Role, ...] = ("runner", "operator")
+"""Roles that take messages which another agent of another run could take as well. Where the run folder names the run,
+they belong to it before they hear an explorer."""
 
 
 class Agent(ABC):
@@ -138,6 +144,8 @@ class Agent(ABC):
         """Connect, serve, send a last heartbeat, close."""
         if not await self.woken.unless(self.draining.is_set, self.bus.connect()):
             return
+        if self.run_folder is not None and self.role in TAKES_WORK:
+            self.bus.run_id = folder_run(self.run_folder)
         try:
             await self.bus.declare(*self.topology.durable)
             self.bus.on_change(self._bus_changed)
@@ -230,6 +238,8 @@ class Agent(ABC):
     async def _on_heartbeat(self, message: Message, delivery: Delivery) -> None:
         if not isinstance(message, Heartbeat):
             return
+        if (message.id, message.incarnation) == (self.id, self.incarnation):
+            return  # our own: another process may have the same id
         if isinstance(message.detail, ExplorerStatus):
             if message.detail.run_id:
                 self.follow_run(message.detail)
@@ -239,22 +249,40 @@ class Agent(ABC):
         self.woken.notify()
 
     def follow_run(self, explorer: ExplorerStatus) -> None:
-        """Belong to the run of the explorer that schedules. Agents that save the run's id themselves override it."""
+        """Belong to the run of the explorer that schedules. Agents that save the run's id themselves override it.
+
+        Raises:
+            FatalError: The agent's run folder belongs to another run.
+        """
+        if self.run_folder is not None and folder_run(self.run_folder) not in {None, explorer.run_id}:
+            raise other_run(self.topology.run, self.run_folder, "explorer", explorer.run_id, explorer.place)
         self.bus.run_id = explorer.run_id
 
     async def drop_foreign(self, delivery: Delivery) -> bool:
         """Acknowledge and count a message of another run of the same name; return whether it was one.
 
         A message may come earlier than the first heartbeat of the explorer that began its run: the first one of each
-        other run is held until heartbeats of a whole lease have not confirmed that run.
+        other run is held until heartbeats of a whole lease have not confirmed that run, and until the explorer of this
+        agent's run is heard: before that, the message may be of the run that works on the broker. An agent that is
+        asked to drain meanwhile leaves it, unanswered, to the broker.
         """
         if self.bus.is_foreign(delivery) and delivery.run_id not in self._other_runs:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(HEARTBEAT_LEASE):
-                    await self.woken.until(lambda: not self.bus.is_foreign(delivery))
-                    return False
-            self._other_runs.add(delivery.run_id)
+                    await self.woken.until(lambda: not self.bus.is_foreign(delivery) or self.draining.is_set())
+            await self.woken.until(
+                lambda: not self.bus.is_foreign(delivery) or self._is_run_confirmed or self.draining.is_set()
+            )
+            if self.bus.is_foreign(delivery) and not self._is_run_confirmed:
+                return True
+            if self.bus.is_foreign(delivery):
+                self._other_runs.add(delivery.run_id)
         return await drop_foreign(self.bus, delivery)
+
+    @property
+    def _is_run_confirmed(self) -> bool:
+        """A living explorer announces the run that this agent belongs to."""
+        return any(status.run_id == self.bus.run_id for status in self.peers.statuses("explorer", ExplorerStatus))
 
     async def _on_control(self, message: Message, delivery: Delivery) -> None:
         if not isinstance(message, ControlEvent) or message.target not in {self.id, self.role, "all"}:

@@ -108,6 +108,8 @@ class Peers:
         known = self._known.get(beat.id)
         if known and known.beat.incarnation == beat.incarnation and known.beat.seq >= beat.seq:
             return
+        if known and _only_waits(beat, known.beat) and known in self._running(known.beat.role):
+            return
         if known:
             self._living[known.beat.role].pop(beat.id, None)
         self._unheard.pop(beat.id, None)
@@ -222,6 +224,23 @@ class Peers:
     def trainer(self) -> TrainerStatus:
         """Status of the living trainer, of defaults when there is none."""
         return next(reversed(self.statuses("trainer", TrainerStatus)), TrainerStatus())
+
+
+def _only_waits(beat: Heartbeat, known: Heartbeat) -> bool:
+    """Return whether ``beat`` is of a process without its role's lock, and ``known`` of another one with that lock and
+    the same agent id. Readers of the role's state must not find an empty one.
+    """
+    return beat.incarnation != known.incarnation and _has_lock(known.detail) and not _has_lock(beat.detail)
+
+
+def _has_lock(status: Status) -> bool:
+    """Return whether a status is of an explorer that schedules, or of a trainer that trains."""
+    match status:
+        case ExplorerStatus():
+            return bool(status.run_id)
+        case TrainerStatus():
+            return bool(status.generation)
+    return False
 
 
 class HeartbeatPublisher:

@@ -23,6 +23,7 @@ from trinity_mq.messages import ExplorerStatus, Heartbeat, TaskBody
 from trinity_mq.runtime.agent import HEARTBEAT_LEASE, Agent
 from trinity_mq.runtime.plugins import add_plugins
 from trinity_mq.runtime.process import mark_run_over, unmark_run_over
+from trinity_mq.runtime.run_identity import claim_folder, claimed_run, folder_run, note_run, other_run
 from trinity_mq.runtime.serve import run_daemon
 from trinity_mq.telemetry import MetricsWriter
 from trinity_mq.training.checkpoints.benchmarked import checksums
@@ -100,12 +101,24 @@ class Explorer(Agent):
         if self.exploration is not None:
             return self.exploration.detail()
         # while waiting for the lock: readers of the explorer's state must not find an empty one
-        others = self.peers.statuses("explorer", ExplorerStatus, without=self.id)
+        others = self.peers.statuses("explorer", ExplorerStatus)
         # the id of the run is announced by the explorer that schedules, and by no other
         return others[0].model_copy(update={"run_id": ""}) if others else ExplorerStatus(open=[], finished=False)
 
     def follow_run(self, explorer: ExplorerStatus) -> None:
         """Do nothing: the id of the run is in the saved state."""
+
+    def _check_run(self) -> None:
+        """Return if the explorer that is heard is of the run in our folder: that explorer writes its id there first.
+
+        Raises:
+            FatalError: It is of another run.
+        """
+        for status in self.peers.statuses("explorer", ExplorerStatus):
+            if status.run_id in {"", folder_run(self._folder)}:
+                continue
+            if status.run_id != StateFile.of(self._folder).load().run_id:  # release 0.1.0 writes it there alone
+                raise other_run(self.topology.run, self._folder, "explorer", status.run_id, status.place)
 
     def hosted_heartbeats(self) -> list[Heartbeat]:
         """Return the engines' heartbeats."""
@@ -113,11 +126,17 @@ class Explorer(Agent):
 
     async def serve(self) -> None:
         """Explore until the run is over or drained."""
-        if not await self.take_lock("explorer", "idle", "the other explorer of this run to end", until=self._is_over):
+        claim_folder(self._folder)
+
+        def gives_up() -> bool:
+            self._check_run()
+            return self._is_over()
+
+        if not await self.take_lock("explorer", "idle", "the other explorer of this run to end", until=gives_up):
             return
         state = self._file.load()  # only with the lock: another explorer may have changed it meanwhile
         if not state.run_id:
-            await begin_run(state, self.bus, self.topology)
+            await begin_run(state, self.bus, self.topology, claimed_run(self._folder))
         self.bus.run_id = state.run_id
         state.incarnations += 1
         sources = self._taskset, self._eval_sets, await asyncio.to_thread(checksums, self.config)
@@ -125,6 +144,7 @@ class Explorer(Agent):
         # Saved before a heartbeat carries the count: the next process would count the same numbers after a kill in
         # between. The loop is made first: it reads observations that a save moves from the state into the file.
         await self._file.save(state)
+        note_run(self._folder, state.run_id)
         self.heartbeat_seq = state.incarnations << 32  # heartbeats of a later process always count as later
         self.exploration = exploration
         if state.finished:

@@ -36,6 +36,7 @@ from trinity_mq.messages import (
 from trinity_mq.runtime.agent import HEARTBEAT_LEASE, Agent
 from trinity_mq.runtime.deliveries import acknowledge, dead_letter, decode_or_dead_letter, envelope
 from trinity_mq.runtime.errors import FatalError
+from trinity_mq.runtime.run_identity import place
 from trinity_mq.telemetry.trace_ids import TRACEPARENT, read_traceparent
 
 log = structlog.get_logger(__name__)
@@ -68,6 +69,7 @@ class ExplorerLoop:
         checkpoints: Mapping[int, str] | None = None,
     ) -> None:
         self.agent, self.state, self._file = agent, state, file
+        self._place = place(agent.config.path)
         self._trainer_moved = (0, 0, 0)
         """Generation, progress and step that the trainer reported last."""
         config, woken = agent.config, agent.woken
@@ -135,6 +137,7 @@ class ExplorerLoop:
         return ExplorerStatus(
             open=self.dispatcher.open_tickets,
             run_id=self.state.run_id,
+            place=self._place,
             ready_offset=self.state.ready_offset,
             left_over=self.state.left_over,
             opened=self.state.opened,

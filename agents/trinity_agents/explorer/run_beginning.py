@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
-
 import structlog
 
 from trinity_agents.explorer.state import ExplorerState
@@ -14,11 +12,11 @@ from trinity_mq.runtime.deliveries import new_mark
 log = structlog.get_logger(__name__)
 
 
-async def begin_run(state: ExplorerState, bus: Bus, topology: Topology) -> None:
-    """Give the run its id. A fresh state begins behind the present content of the streams; that of an older release
-    stays where it is.
+async def begin_run(state: ExplorerState, bus: Bus, topology: Topology, run_id: str) -> None:
+    """Give the run its id, which no other run has had. A fresh state begins behind the present content of the streams;
+    that of an older release stays where it is.
     """
-    state.run_id = uuid.uuid4().hex
+    state.run_id = run_id
     if state.incarnations:
         return
     state.results_offset = await _end(bus, topology.results)

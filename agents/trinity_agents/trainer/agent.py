@@ -32,6 +32,7 @@ from trinity_mq.runtime.agent import Agent
 from trinity_mq.runtime.errors import EXIT_RESTART
 from trinity_mq.runtime.plugins import add_plugins
 from trinity_mq.runtime.process import keep_freed_memory, mark_run_over
+from trinity_mq.runtime.run_identity import note_trainer, other_run, own_trainer, place
 from trinity_mq.runtime.serve import run_daemon
 from trinity_mq.sync.channels.base import Channel
 from trinity_mq.sync.channels.factory import open_channel
@@ -68,6 +69,8 @@ class Trainer(Agent):
     ) -> None:
         super().__init__(config, bus=bus, topology=topology, agent_id=agent_id, metrics=metrics)
         self.ranks = ranks or RankProcesses(Ranks())
+        self._where: dict[str, str] = {}
+        """Fields of the heartbeats about the run folder; empty while another trainer has the lock."""
         self.loop = TrainLoop(
             self,
             learner,
@@ -83,10 +86,20 @@ class Trainer(Agent):
         """Return the counters that pace the others."""
         if not self.loop.generation:
             # while waiting for the lock: readers of the trainer's state must not find an empty one
-            others = self.peers.statuses("trainer", TrainerStatus, without=self.id)
+            others = self.peers.statuses("trainer", TrainerStatus)
             if others:
                 return others[0]
-        return self.loop.detail()
+        return self.loop.detail().model_copy(update=self._where)
+
+    def _check_folder(self) -> None:
+        """Return if the trainer that is heard works in our folder.
+
+        Raises:
+            FatalError: It works in another one: its checkpoints are not there.
+        """
+        for status in self.peers.statuses("trainer", TrainerStatus):
+            if status.folder_id and status.folder_id != own_trainer(self.loop.folder):
+                raise other_run(self.topology.run, self.loop.folder, "trainer", "", status.place)
 
     def follow_run(self, explorer: ExplorerStatus) -> None:
         """Belong to the run of the explorer that schedules.
@@ -101,8 +114,14 @@ class Trainer(Agent):
     async def serve(self) -> None:
         """Train until the run is over or drained."""
         loop = self.loop
-        if not await self.take_lock("trainer", "idle", "the other trainer of this run to end", until=self._is_over):
+
+        def gives_up() -> bool:
+            self._check_folder()
+            return self._is_over()
+
+        if not await self.take_lock("trainer", "idle", "the other trainer of this run to end", until=gives_up):
             return
+        self._where = {"folder_id": note_trainer(loop.folder), "place": place(loop.folder)}
         queue = self.topology.listener(self.id, self.incarnation, "sync", *(f"weights.{verb}" for verb in SYNC_VERBS))
         await self.bus.declare(queue)
         try:

@@ -210,3 +210,30 @@ def test_the_status_of_the_living_explorer_and_trainer_is_that_of_the_last_id() 
         assert (peers.explorer, peers.trainer) == (ExplorerStatus(), TrainerStatus())
 
     run_virtually(main())
+
+
+@pytest.mark.parametrize(
+    ("role", "at_work", "waiting"),
+    [
+        ("explorer", {"run_id": "ours", "open": ["t1"]}, {"run_id": "", "open": []}),
+        ("trainer", {"generation": 2, "progress": 7}, {"generation": 0}),
+    ],
+)
+def test_a_process_that_waits_for_the_lock_does_not_replace_its_holder_of_the_same_id(
+    role: str, at_work: dict[str, Any], waiting: dict[str, Any]
+) -> None:
+    async def main() -> None:
+        peers = Peers()
+        peers.receive(beat("a-0", role=role, detail=at_work))
+        peers.receive(beat("a-0", role=role, incarnation="b", seq=9, detail=waiting))
+        (living,) = peers.alive(role)  # type: ignore[arg-type]
+        assert living.detail.as_map() == at_work
+        peers.receive(beat("a-0", role=role, incarnation="b", seq=10, state="gone", detail=waiting))
+        (living,) = peers.alive(role)  # type: ignore[arg-type]
+        assert living.detail.as_map() == at_work
+        await asyncio.sleep(10.0)
+        peers.receive(beat("a-0", role=role, incarnation="b", seq=11, detail=waiting))
+        (living,) = peers.alive(role)  # type: ignore[arg-type]
+        assert living.incarnation == "b"
+
+    run_virtually(main())

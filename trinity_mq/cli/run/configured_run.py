@@ -30,6 +30,7 @@ from trinity_mq.runtime.errors import EXIT_FATAL
 from trinity_mq.runtime.process import disk_full
 from trinity_mq.runtime.processes.fork_server_process import ForkServer
 from trinity_mq.runtime.processes.supervisor import ProcessEvent
+from trinity_mq.runtime.run_identity import claim_folder
 from trinity_mq.telemetry import mask_passwords, setup_logging
 
 OUTPUT_LINES = 3
@@ -75,6 +76,7 @@ def run_configured(
         for change in folder.adopt():
             print(f"warning: changed since the last start: {change}", file=sys.stderr)
         folder.unmark_finished()
+        claim_folder(folder.path)
         broker = Addresses.of(config.broker)
         if broker is not None:
             broker.read()  # what is wrong with it is better said now
