@@ -383,6 +383,18 @@ class TestQueuesThatComeAndGo:
             await receive(consumer)
         assert await bus.depth(queue.name) is None
 
+    async def test_a_deleted_work_queue_comes_back_with_its_consumer(self, world: World, topology: Topology) -> None:
+        bus, other = await world.bus(), await world.bus()
+        consumer = await bus.consume(topology.tasks_train)
+        exchange = topology.exchange("tasks")
+        await other.publish(exchange, "train.1", note("before"))
+        delivery = await receive(consumer)
+        await other.delete(topology.tasks_train.name)
+        await until(lambda: other.publish(exchange, "train.1", note("after")))
+        assert await texts(consumer, 1) == ["after"]
+        with contextlib.suppress(StaleDelivery):
+            await delivery.ack()
+
     async def test_a_reconnect_makes_the_others_again(self, world: World, topology: Topology) -> None:
         bus, other = await world.bus(), await world.bus()
         listener = topology.listener("a", "1", "control", "restart.a")

@@ -66,6 +66,13 @@ class Queue:
     """False: a reconnect or a consume must not bring a deleted queue back."""
 
     @property
+    def comes_back(self) -> bool:
+        """Its consumers declare it again when it was deleted, and continue. A stream would begin anew at offset 0, and
+        its readers continue at theirs.
+        """
+        return self.redeclare and self.kind != "stream"
+
+    @property
     def arguments(self) -> Mapping[str, str | int | bool]:
         """The declaration's ``x-`` arguments."""
         if self.kind == "exclusive":
@@ -165,6 +172,10 @@ class Topology:
     def tasks_eval(self) -> Queue:
         """Slices of evaluations."""
         return self._work("tasks.eval", "tasks", "eval.#")
+
+    def task_queue(self, lane: Literal["train", "eval"]) -> Queue:
+        """Return the queue of a lane's slices."""
+        return self.tasks_train if lane == "train" else self.tasks_eval
 
     @property
     def closed(self) -> Queue:

@@ -168,6 +168,15 @@ class Facts:
         """Return whether batches are open."""
         return self.explorer is not None and bool(self.explorer[1].open)
 
+    @property
+    def slices_are_nowhere(self) -> bool:
+        """Return whether batches are open, and neither a task queue nor a runner has a slice. Every runner must say
+        which slices it has.
+        """
+        queues = [self.observation.depths.get(name, 1) for name in ("tasks.train", "tasks.eval")]
+        holds = [one.holds for beat, _ in self.of_role("runner") if isinstance(one := beat.detail, RunnerStatus)]
+        return self.explorer_waits_for_rollouts and not any(queues) and bool(holds) and all(one == {} for one in holds)
+
     def _one(self, role: str) -> str:
         """Return the first living agent of a role, else the role."""
         return min((beat.id for beat, _ in self.of_role(role)), default=role)

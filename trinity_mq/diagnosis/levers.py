@@ -42,6 +42,10 @@ LEVERS = {
     "sync": "synchronizer.sync_timeout ends an attempt; see the engines' and the trainer's logs",
     "batch": "look at the operators in operator.operators; operator.timeout ends a try of a batch",
     "lane": "bring the service back; the runners try again by themselves (runner.circuit_breaker.max_pause)",
+    "lost_slices": (
+        "wait half a minute: the explorer sends them again by itself. Find out who deleted or purged the queue: a "
+        "person, a policy of the broker, or `trinity-mq broker clean`"
+    ),
     "evaluation": "explorer.eval_timeout bounds it; runner.eval_concurrency gives it more slots",
     "tasks": "submit tasks with `trinity-mq submit`, or raise buffer.total_steps if the taskset is used up",
     "wait": "look with `trinity-mq status` and at the logs; explorer.stall_timeout ends a run in which nothing moves",

@@ -157,6 +157,22 @@ def _starting(facts: Facts) -> Iterator[_Cause]:
             yield _Cause("waiting", beat.id, words, lever("engine_starting", beat.id))
 
 
+def _lost_slices(facts: Facts) -> Iterator[_Cause]:
+    if facts.explorer is None:
+        return
+    beat, one = facts.explorer
+    if one.lost:
+        words = f"slices were lost, and {beat.id} has sent them again: {one.lost}"
+        yield _Cause("waiting", beat.id, words, lever("lost_slices"))
+    elif facts.slices_are_nowhere:
+        words = (
+            f"the slices of {counted(len(one.open), 'open batch', 'open batches')} are lost, and {beat.id} will send "
+            "them again: no runner has any, and "
+            "the queues tasks.train and tasks.eval are empty or were deleted"
+        )
+        yield _Cause("waiting", beat.id, words, lever("lost_slices"))
+
+
 def _overdue_trainer(facts: Facts) -> Iterator[_Cause]:
     for beat, age in facts.of_role("trainer"):
         one = beat.detail
@@ -226,6 +242,7 @@ RULES: tuple[Callable[[Facts], Iterator[_Cause]], ...] = (
     _silent_now,
     _missing,
     _starting,
+    _lost_slices,
     _overdue_trainer,
     _overdue_operator,
     _paused_lane,

@@ -22,7 +22,7 @@ from typing import Any
 
 import structlog
 
-from trinity_mq.bus import Bus, BusRefused, Consumer, Delivery, MessageTooLarge, Topology
+from trinity_mq.bus import Bus, BusRefused, BusUnavailable, Consumer, Delivery, Envelope, MessageTooLarge, Topology
 from trinity_mq.bus.base import HeaderValue
 from trinity_mq.bus.streams import next_or_quiet
 from trinity_mq.bus.topology import batch_key
@@ -30,7 +30,8 @@ from trinity_mq.config import Config
 from trinity_mq.dispatch.batch_metrics import submission_outcome
 from trinity_mq.dispatch.batch_queues import BatchQueues
 from trinity_mq.dispatch.failures import Failures
-from trinity_mq.dispatch.tickets import SliceState, SubmissionRef, Ticket, new_ticket
+from trinity_mq.dispatch.loss_repair import LossRepair
+from trinity_mq.dispatch.tickets import GROUPED, SliceState, SubmissionRef, Ticket, new_ticket
 from trinity_mq.dispatch.timeouts import SliceTimes
 from trinity_mq.messages import (
     BatchClosed,
@@ -64,8 +65,6 @@ MARK_TIMEOUT = 60.0
 stream."""
 WINDOW = 128
 """Upper bound of the slices of one ticket that are published and not yet confirmed."""
-GROUPED = 16
-"""Most slices in one message."""
 GROUP_SECONDS = 2.0
 """Most seconds that the slices of a message take one after the other, by the mean of those before."""
 BURST = 64
@@ -89,6 +88,7 @@ class Dispatcher:
         next_heartbeat: Returns the number of the owner's next heartbeat, stamped on slices.
         heartbeat_now: Makes the owner send a heartbeat now.
         runners: Returns the heartbeats of the living runners.
+        holders: Returns the last heartbeats of all runners that may have slices, also of those that fell silent.
         tickets: The open tickets by id; changed in place.
         results_offset: Offset of the results stream to read on from; None: from now on.
         changed: Notified after outcomes were recorded.
@@ -105,6 +105,7 @@ class Dispatcher:
         next_heartbeat: Callable[[], int] = lambda: 0,
         heartbeat_now: Callable[[], None] = lambda: None,
         runners: Callable[[], Sequence[Heartbeat]] = tuple,
+        holders: Callable[[], Sequence[Heartbeat]] = tuple,
         tickets: dict[str, Ticket] | None = None,
         results_offset: int | None = None,
         changed: Notifier | None = None,
@@ -123,6 +124,17 @@ class Dispatcher:
         self.late_results = 0
         """Number of results of closed tickets, and of attempts that found their ticket closed."""
         self.slice_times = SliceTimes(config.explorer)
+        self.losses = LossRepair(
+            bus,
+            topology,
+            self.tickets,
+            runners=runners,
+            holders=holders,
+            read_to_end=self.read_to_end,
+            publish_again=self.publish_again,
+        )
+        self._marks: dict[str, asyncio.Event] = {}
+        """By nonce of a mark of ours on the results stream: set when it is read."""
         self._owner, self._save, self._next_heartbeat, self._runners = owner, save, next_heartbeat, runners
         self._caught_up, self._resumed = asyncio.Event(), asyncio.Event()
         self._all_sent: dict[Lane, asyncio.Future[None]] = {}
@@ -156,6 +168,11 @@ class Dispatcher:
         await self.caught_up()
         await self.queues.watch()
 
+    async def watch_slices(self) -> None:
+        """Send slices again that were lost with their queue's content, until cancelled."""
+        await self.caught_up()
+        await self.losses.run()
+
     async def caught_up(self) -> None:
         """Return once everything published before this start has been read."""
         await self._caught_up.wait()
@@ -164,6 +181,31 @@ class Dispatcher:
     def is_caught_up(self) -> bool:
         """The results stream has been read up to this dispatcher's own mark."""
         return self._caught_up.is_set()
+
+    async def read_to_end(self) -> None:
+        """Return once all results that are on the stream now were read.
+
+        Raises:
+            BusUnavailable: They were not within a minute.
+        """
+        nonce = uuid.uuid4().hex
+        read = self._marks[nonce] = asyncio.Event()
+        try:
+            mark = envelope(Mark(nonce=nonce), message_id=f"mark-{nonce}")
+            await self.bus.publish(self.topology.exchange("results"), "mark", mark)
+            async with asyncio.timeout(MARK_TIMEOUT):
+                await read.wait()
+        except TimeoutError:
+            raise BusUnavailable(f"the results stream did not show a mark within {MARK_TIMEOUT:g} s") from None
+        finally:
+            del self._marks[nonce]
+
+    async def publish_again(self, ticket: Ticket, slices: Sequence[SliceState]) -> None:
+        """Publish slices of an open ticket once more, each under its message id."""
+        self.heartbeat_now()  # it says what was lost
+        common = self._common_fields(ticket)
+        for task_slice in slices:
+            await self._publish_group(ticket, [task_slice], common)
 
     async def resumed(self) -> None:
         """Return once :meth:`resume` is done: tickets must not be opened or closed beside it."""
@@ -296,7 +338,8 @@ class Dispatcher:
         """Publish a manifest to the operators; the batch of one that does not fit into a message fails."""
         message = envelope(manifest, message_id=f"closed-{manifest.ticket}")
         try:
-            await self.bus.publish(self.topology.exchange("batches"), "closed", message)
+            while not await self.bus.publish(self.topology.exchange("batches"), "closed", message):
+                await self.bus.declare(self.topology.closed)  # it was deleted
         except MessageTooLarge as error:
             log.warning("manifest_not_published", batch=manifest.batch, reason=str(error))
             await self.fail(manifest, str(error))
@@ -314,7 +357,7 @@ class Dispatcher:
         """Publish the slices without an outcome, :data:`WINDOW` messages at a time; ``all_sent`` is done before the
         last confirms.
         """
-        size = self._group_size(ticket)
+        size = ticket.grouped = self._group_size(ticket)
         left = (ticket.slices[start : start + size] for start in range(0, len(ticket.slices), size))
         common = self._common_fields(ticket)
 
@@ -371,7 +414,7 @@ class Dispatcher:
             traced.size = len(message.body)
         key = f"{ticket.lane}.{batch_key(ticket.batch)}"
         try:
-            await self.bus.publish(self.topology.exchange("tasks"), key, message)
+            await self._publish_task(ticket.lane, key, message)
         except MessageTooLarge:
             if len(group) > 1:
                 for one in group:
@@ -394,6 +437,11 @@ class Dispatcher:
             seed=stable_seed(ticket.seed, ticket.batch, task_id),
             **common,
         )
+
+    async def _publish_task(self, lane: Lane, key: str, message: Envelope) -> None:
+        """Publish to a task queue; one that was deleted is declared again."""
+        while not await self.bus.publish(self.topology.exchange("tasks"), key, message):
+            await self.bus.declare(self.topology.task_queue(lane))
 
     def _failed(self, ticket: Ticket, *tasks: int) -> None:
         """Report tasks that failed before any runner had them."""
@@ -420,6 +468,8 @@ class Dispatcher:
                 message = await decode_or_dead_letter(self.bus, self.topology, delivery, self._owner)
                 if isinstance(message, Mark) and message.nonce == nonce:
                     self._caught_up.set()
+                elif isinstance(message, Mark) and message.nonce in self._marks:
+                    self._marks[message.nonce].set()
                 elif message is not None:
                     self._apply(message)
         if delivery.offset is not None:

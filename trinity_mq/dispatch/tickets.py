@@ -28,6 +28,8 @@ from trinity_mq.messages import (
 CAN_HAVE_RUNS = {"finished", "partial", "cancelled"}
 """Outcomes whose experiences go into the batch; a cancelled slice has some if its runner was asked to keep them."""
 
+GROUPED = 16
+"""Most slices in one message."""
 WANTED_BYTES = 600
 """Upper bound of the bytes that a submitter who wants experiences takes in a manifest."""
 UNLISTED = "lower buffer.batch_size, raise explorer.max_repeat_times_per_runner, or raise broker.max_message_bytes"
@@ -89,6 +91,10 @@ class Ticket(BaseModel):
     """Once saved it never changes."""
     duplicates: int = 0
     """Outcomes beyond the first of a slice."""
+    grouped: int = Field(default=GROUPED, exclude=True)
+    """Most slices of it in one message, as this process published them; not saved."""
+    resent: int = Field(default=0, exclude=True)
+    """Slices that this process sent again because they were lost; not saved."""
     _decisions: list[SliceState] = PrivateAttr(default_factory=list)
     _slices: dict[tuple[int, int], SliceState] = PrivateAttr(default_factory=dict)
     _by_task: dict[int, list[SliceState]] = PrivateAttr(default_factory=dict)

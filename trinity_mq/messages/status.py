@@ -125,6 +125,10 @@ class ExplorerStatus(SchedulerStatus):
     """The most frequent kinds of failures of slices, at most 4."""
     empty: EmptyBatchStatus | None = None
     """The last batch that had nothing to train on; null where none had, or the trainer has trained on one since."""
+    resent: int = 0
+    """Slices sent again since the explorer's process started: no queue held them, and no runner had them."""
+    lost: str = ""
+    """The slices that were sent again last, in one line, while one of their batches is open; empty: there are none."""
     silent: list[SilentAgent] = Field(default_factory=list)
     """Agents that send no heartbeats though they have not said goodbye, at most 8; one that is heard again is left out.
     An observer that begins to listen later cannot know of them otherwise."""
@@ -159,6 +163,8 @@ class RunnerStatus(Status):
     """Slices in flight."""
     slices: list[tuple[str, int, int, float]] = Field(default_factory=list)
     """The oldest slices in flight, at most 4: ticket, task id, first run, seconds since delivery."""
+    holds: dict[str, list[tuple[int, int]]] | None = None
+    """By ticket: task id and first run of each slice that the runner has; null: it does not say."""
     done: int = 0
     """Slices whose result was published."""
     cancelled: int = 0

@@ -28,8 +28,7 @@ from trinity_mq.runtime.peers import (
     Peers,
     heartbeat_patterns,
 )
-from trinity_mq.runtime.process import is_run_over
-from trinity_mq.runtime.run_identity import folder_run, other_run
+from trinity_mq.runtime.process import folder_run, is_run_over, other_run
 from trinity_mq.telemetry import MetricsWriter
 
 log = structlog.get_logger(__name__)
@@ -238,8 +237,6 @@ class Agent(ABC):
     async def _on_heartbeat(self, message: Message, delivery: Delivery) -> None:
         if not isinstance(message, Heartbeat):
             return
-        if (message.id, message.incarnation) == (self.id, self.incarnation):
-            return  # our own: another process may have the same id
         if isinstance(message.detail, ExplorerStatus):
             if message.detail.run_id:
                 self.follow_run(message.detail)

@@ -190,6 +190,13 @@ class Peers:
         quiet = [(peer.beat, now - peer.received) for peer in peers if peer.beat.state not in {"gone", "finished"}]
         return sorted((one for one in quiet if one[1] >= SILENT_AFTER), key=lambda one: -one[1])[:UNHEARD]
 
+    def remembered(self, role: Role) -> list[Heartbeat]:
+        """Return the last heartbeats of agents of a role that have not said goodbye, also of those whose lease has run
+        out, until they are forgotten.
+        """
+        beats = (peer.beat for peer in self._known.values() if peer.beat.role == role)
+        return [beat for beat in beats if beat.state not in {"gone", "finished"}]
+
     def latest(self, agent_id: str) -> Heartbeat | None:
         """Return the last heartbeat of an agent, alive or not; None once it is forgotten."""
         peer = self._known.get(agent_id)

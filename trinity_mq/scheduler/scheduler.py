@@ -74,6 +74,7 @@ class Scheduler:
             next_heartbeat=lambda: self._heartbeats.seq + 1,
             heartbeat_now=self._heartbeats.now,
             runners=lambda: self.peers.alive("runner"),
+            holders=lambda: self.peers.remembered("runner"),
         )
         self._collector = Collector(bus, self.topology, config, self._heartbeats.id)
         self._scheduled = ScheduledTickets(self.dispatcher, self._collector, self._call_back)
@@ -345,6 +346,7 @@ class Scheduler:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self.dispatcher.follow(), name="results")
                 group.create_task(self.dispatcher.watch_queues(), name="queues")
+                group.create_task(self.dispatcher.watch_slices(), name="slices")
                 group.create_task(self._scheduled.run(), name="open")
                 group.create_task(self._collector.run(), name="delete")
                 group.create_task(self._heartbeats.run(), name="heartbeats")

@@ -22,8 +22,15 @@ from trinity_mq.config import Config
 from trinity_mq.messages import ExplorerStatus, Heartbeat, TaskBody
 from trinity_mq.runtime.agent import HEARTBEAT_LEASE, Agent
 from trinity_mq.runtime.plugins import add_plugins
-from trinity_mq.runtime.process import mark_run_over, unmark_run_over
-from trinity_mq.runtime.run_identity import claim_folder, claimed_run, folder_run, note_run, other_run
+from trinity_mq.runtime.process import (
+    claim_folder,
+    claimed_run,
+    folder_run,
+    mark_run_over,
+    note_run,
+    other_run,
+    unmark_run_over,
+)
 from trinity_mq.runtime.serve import run_daemon
 from trinity_mq.telemetry import MetricsWriter
 from trinity_mq.training.checkpoints.benchmarked import checksums
@@ -101,7 +108,7 @@ class Explorer(Agent):
         if self.exploration is not None:
             return self.exploration.detail()
         # while waiting for the lock: readers of the explorer's state must not find an empty one
-        others = self.peers.statuses("explorer", ExplorerStatus)
+        others = [one for one in self.peers.statuses("explorer", ExplorerStatus) if one.run_id]
         # the id of the run is announced by the explorer that schedules, and by no other
         return others[0].model_copy(update={"run_id": ""}) if others else ExplorerStatus(open=[], finished=False)
 

@@ -10,6 +10,8 @@ from pydantic import BaseModel, Field
 from trinity_mq.dispatch.tickets import SubmissionRef
 from trinity_mq.messages import BatchClosed, SubmissionOutcome, TaskBody
 
+MANIFEST_LOST_AFTER = 15.0
+"""Seconds after which a manifest that nobody works on is looked for in the queue ``closed``: longer than a lease."""
 RecoveryAction = Literal["publish again", "tombstone"]
 
 
@@ -40,6 +42,8 @@ class InFlightBatch(BaseModel):
     """Seconds in which no operator or trainer worked on it."""
     tries: int = 1
     buried: bool = False
+    looked: bool = Field(default=False, exclude=True)
+    """It has been idle for :data:`MANIFEST_LOST_AFTER`, and ``closed`` was looked at; not saved."""
 
     def returned(self, stale: Collection[int]) -> list[PendingTask]:
         """Return the tasks among ``stale`` that are given back, in their order."""
@@ -68,7 +72,7 @@ class InFlightBatches(BaseModel):
         actions: list[tuple[RecoveryAction, BatchClosed]] = []
         for name, closed in self.tickets.items():
             if name in in_hand:
-                closed.idle = 0.0
+                closed.idle, closed.looked = 0.0, False
                 continue
             closed.idle += seconds
             if closed.idle < deadline:
@@ -81,3 +85,12 @@ class InFlightBatches(BaseModel):
                 closed.buried = True
                 actions.append(("tombstone", closed.manifest))
         return actions
+
+    def unseen(self) -> list[BatchClosed]:
+        """Return the manifests that nobody has worked on for :data:`MANIFEST_LOST_AFTER`, each once in that time: they
+        are lost if the queue ``closed`` is empty.
+        """
+        unseen = [one for one in self.tickets.values() if one.idle >= MANIFEST_LOST_AFTER and not one.looked]
+        for closed in unseen:
+            closed.looked = True
+        return [closed.manifest for closed in unseen]

@@ -36,7 +36,7 @@ from trinity_mq.messages import (
 from trinity_mq.runtime.agent import HEARTBEAT_LEASE, Agent
 from trinity_mq.runtime.deliveries import acknowledge, dead_letter, decode_or_dead_letter, envelope
 from trinity_mq.runtime.errors import FatalError
-from trinity_mq.runtime.run_identity import place
+from trinity_mq.runtime.process import place
 from trinity_mq.telemetry.trace_ids import TRACEPARENT, read_traceparent
 
 log = structlog.get_logger(__name__)
@@ -85,6 +85,7 @@ class ExplorerLoop:
             next_heartbeat=lambda: agent.heartbeat_seq + 1,
             heartbeat_now=agent.heartbeat_now,
             runners=lambda: agent.peers.alive("runner"),
+            holders=lambda: agent.peers.remembered("runner"),
             tickets=state.tickets,
             results_offset=0 if state.results_offset is None else state.results_offset,
             changed=woken,
@@ -151,6 +152,8 @@ class ExplorerLoop:
             ended=self.state.ended,
             finished=self.state.finished,
             failures=self.dispatcher.failures.listed(),
+            resent=self.dispatcher.losses.resent,
+            lost=self.dispatcher.losses.last,
             empty=self.batches.empty,
             silent=[_silent(beat, seconds) for beat, seconds in self.agent.peers.silent()],
         )
@@ -161,6 +164,7 @@ class ExplorerLoop:
             *await self.hosted.background(),
             self.dispatcher.follow(),
             self.dispatcher.watch_queues(),
+            self.dispatcher.watch_slices(),
             self.evaluations.run(),
             self._close(),
             self._clock(),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 import structlog
 
@@ -19,7 +19,7 @@ from trinity_mq.dispatch.dispatcher import Dispatcher
 from trinity_mq.dispatch.pacing import Counters, last_with_room, may_open, must_ask, required_answer, required_progress
 from trinity_mq.dispatch.tickets import Ticket, sort_batch_id
 from trinity_mq.dispatch.timeouts import pass_time
-from trinity_mq.messages import EmptyBatchStatus, OperatorStatus, Progress, RunnerStatus, TaskBody
+from trinity_mq.messages import BatchClosed, EmptyBatchStatus, OperatorStatus, Progress, RunnerStatus, TaskBody
 from trinity_mq.runtime.errors import FatalError
 from trinity_mq.runtime.notify import Notifier
 from trinity_mq.runtime.peers import Peers
@@ -287,6 +287,7 @@ class TrainingBatches:
         if is_batch and isinstance(ticket.batch, int):
             opened = self._opened_at.pop(ticket.ticket, None)
             took = {"rollout/lane_pauses": float(self._new_pauses())}
+            took["rollout/resent_slices"] = float(ticket.resent)
             took["time/lane_paused"] = self._paused_time.pop(ticket.ticket, 0.0)
             if opened is not None:
                 took["time/explore"] = seconds = asyncio.get_running_loop().time() - opened
@@ -378,6 +379,8 @@ class TrainingBatches:
             deadline=explorer.operator_deadline,
             max_tries=explorer.batch_tries,
         )
+        if unseen := self._state.following.unseen():
+            await self._repair_closed(unseen)
         for action, manifest in actions:
             log.warning("closed_batch_lost", batch=manifest.batch, action=action)
             if action == "publish again":
@@ -386,6 +389,13 @@ class TrainingBatches:
                 waited = f"{explorer.batch_tries} x {explorer.operator_deadline:g} s"
                 reason = f"an operator was idle for {waited}, and none has taken it"
                 await self._dispatcher.fail(manifest, reason)
+
+    async def _repair_closed(self, unseen: Sequence[BatchClosed]) -> None:
+        """Publish manifests again if no queue holds them: it was deleted or purged."""
+        if not await self._dispatcher.bus.depth(self._dispatcher.topology.closed.name):
+            for manifest in unseen:
+                log.warning("manifest_lost", batch=manifest.batch, action="publish again")
+                await self._dispatcher.announce(manifest)
 
     @property
     def _open_batches(self) -> list[Ticket]:

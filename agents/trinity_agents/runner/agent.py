@@ -130,7 +130,7 @@ class Runner(Agent):
             )
             for lane, count in slots.items()
         }
-        self._waiting: dict[asyncio.Task[None], Delivery] = {}
+        self._waiting: dict[asyncio.Task[None], tuple[Delivery, SliceKey]] = {}
         """Slices of a group that wait for a slot."""
         self._reported: dict[SliceKey, None] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -156,11 +156,19 @@ class Runner(Agent):
         return RunnerStatus(
             running=len(self._held),
             slices=[(*work.key, round(work.seconds, 1)) for work in oldest],
+            holds=self._holds(),
             done=self._done,
             grouped_slices=True,
             slots=self._slot_count,
             usual_seconds=self._usual.seconds,
         ).model_copy(update=changed)
+
+    def _holds(self) -> dict[str, list[tuple[int, int]]]:
+        """Return all slices that are here, by ticket: the explorer sends those again that are nowhere."""
+        holds = dict[str, list[tuple[int, int]]]()
+        for ticket, task, base in {**self._held, **dict.fromkeys(key for _, key in self._waiting.values())}:
+            holds.setdefault(ticket, []).append((task, base))
+        return holds
 
     # -- taking slices
 
@@ -282,12 +290,12 @@ class Runner(Agent):
         self._log_batch(task_slice)
         slot, intake, task = self._slots[task_slice.lane], self._intakes[task_slice.lane], asyncio.current_task()
         assert task is not None
-        self._waiting[task] = delivery
+        key = (task_slice.ticket, task_slice.task_id, task_slice.run_base)
+        self._waiting[task] = delivery, key
         try:
             await slot.acquire()
         finally:
             del self._waiting[task]
-        key = (task_slice.ticket, task_slice.task_id, task_slice.run_base)
         in_flight: InFlightSlice | None = None
         try:
             while key in self._held:
@@ -466,7 +474,7 @@ class Runner(Agent):
         requested.
         """
         loop = asyncio.get_running_loop()
-        for task, delivery in list(self._waiting.items()):
+        for task, (delivery, _) in list(self._waiting.items()):
             self._counts["given_back"] += 1
             task.cancel()
             self._start(self._give_back(delivery, task))

@@ -31,8 +31,7 @@ from trinity_mq.models.engines.generation.text import TextCodec
 from trinity_mq.runtime.agent import Agent
 from trinity_mq.runtime.errors import EXIT_RESTART
 from trinity_mq.runtime.plugins import add_plugins
-from trinity_mq.runtime.process import keep_freed_memory, mark_run_over
-from trinity_mq.runtime.run_identity import note_trainer, other_run, own_trainer, place
+from trinity_mq.runtime.process import keep_freed_memory, mark_run_over, note_trainer, other_run, own_trainer, place
 from trinity_mq.runtime.serve import run_daemon
 from trinity_mq.sync.channels.base import Channel
 from trinity_mq.sync.channels.factory import open_channel
@@ -86,7 +85,7 @@ class Trainer(Agent):
         """Return the counters that pace the others."""
         if not self.loop.generation:
             # while waiting for the lock: readers of the trainer's state must not find an empty one
-            others = self.peers.statuses("trainer", TrainerStatus)
+            others = [one for one in self.peers.statuses("trainer", TrainerStatus) if one.generation]
             if others:
                 return others[0]
         return self.loop.detail().model_copy(update=self._where)

@@ -15,7 +15,7 @@ from trinity_mq.messages import BatchClosed, BatchReady
 from trinity_mq.runtime.agent import HEARTBEAT_LEASE, Agent
 from trinity_mq.runtime.deliveries import envelope
 from trinity_mq.runtime.errors import FatalError, first_leaf
-from trinity_mq.runtime.run_identity import claim_folder, claimed_run, folder_run, note_run
+from trinity_mq.runtime.process import claim_folder, claimed_run, folder_run, note_run
 from trinity_mq.testing.virtual_time import run_virtually
 
 BATCHES = 4

@@ -84,6 +84,8 @@ def test_the_words_of_the_issue() -> None:
 
 
 PAUSED = {"lane": "train", "failures": 6, "kind": "sandbox", "reason": "refused", "pause": 30.0}
+HOLDING_NOTHING = [beat("runner", f"runner-{n}", state="idle", slots=16, holds={}) for n in range(2)]
+EMPTY = {"tasks.train": 0, "tasks.eval": 0}
 CULPRITS: dict[str, tuple[dict[str, Any], str, str, str]] = {
     "engine frozen": (
         {"changed": [engine(unanswered=7.0)]},
@@ -125,6 +127,24 @@ CULPRITS: dict[str, tuple[dict[str, Any], str, str, str]] = {
     "no runner": ({"without": ("runner-0", "runner-1")}, "stuck", "runner", "no runner lives"),
     "no trainer": ({"without": ("trainer-0",)}, "stuck", "trainer", "no trainer lives"),
     "no explorer": ({"without": ("explorer-0", ENGINE)}, "stuck", "explorer", "no explorer lives"),
+    "task queue emptied": (
+        {"changed": HOLDING_NOTHING, "depths": {"tasks.train": 0, "tasks.eval": 0}},
+        "waiting",
+        "explorer-0",
+        "the slices of 1 open batch are lost",
+    ),
+    "task queue deleted": (
+        {"changed": HOLDING_NOTHING, "depths": {"tasks.train": None, "tasks.eval": 0}},
+        "waiting",
+        "explorer-0",
+        "are empty or were deleted",
+    ),
+    "slices sent again": (
+        {"changed": [beat("explorer", open=["t41"], lost="16 slices of batch 41 were neither here nor there")]},
+        "waiting",
+        "explorer-0",
+        "16 slices of batch 41 were neither here nor there",
+    ),
     "broker alarm": ({"broker": "the broker blocks publishers: memory or disk alarm"}, "stuck", BROKER, "alarm"),
     "broker away": ({"broker": "connection refused"}, "stuck", BROKER, "refused"),
     "trainer slow": (
@@ -212,6 +232,24 @@ def test_work_of_the_usual_duration_is_not_blamed() -> None:
 def test_an_engine_that_may_be_frozen_keeps_the_blame_from_the_runner() -> None:
     slow = beat("runner", "runner-1", slices=[("t41", 7, 0, 100.0)], usual_seconds=1.0)
     assert seen(slow, engine(unanswered=2.0)).culprit is None
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"depths": {"tasks.train": 3, "tasks.eval": 0}},
+        {"depths": {}},
+        {
+            "depths": {"tasks.train": 0, "tasks.eval": 0},
+            "changed": [beat("runner", "runner-0", holds={"t41": [(7, 0)]})],
+        },
+        {"depths": {"tasks.train": 0, "tasks.eval": 0}, "changed": [beat("runner", "runner-0")]},
+    ],
+    ids=["they wait in the queue", "the queues were not seen", "a runner has one", "a runner of an old release"],
+)
+def test_slices_that_may_be_somewhere_are_not_called_lost(fields: dict[str, Any]) -> None:
+    found = seen(*HOLDING_NOTHING, *fields.pop("changed", ()), **fields)
+    assert "lost" not in found.sentence
 
 
 def test_a_runner_whose_work_has_gone_to_others_is_blamed_last() -> None:

@@ -73,7 +73,7 @@ class MemoryBroker:
         for name in [name for name, queue in self.queues.items() if queue.owner is client]:
             self.delete(name)
 
-    def declare(self, queue: Queue, client: MemoryBus) -> MemoryQueue:
+    def declare(self, queue: Queue, client: MemoryBus | None) -> MemoryQueue:
         """Return the queue, made if it is missing, with its bindings; raises BusRefused for another's exclusive one."""
         found = self.queues.get(queue.name)
         if found is None:
@@ -95,7 +95,8 @@ class MemoryBroker:
             bound.difference_update({entry for entry in bound if entry[1] == name})
         queue = self.queues.pop(name, None)
         if queue is not None:
-            queue.delete()
+            for consumer in queue.delete():
+                consumer.attach(self.declare(consumer.queue, None))
 
     def delete_exchange(self, name: str) -> None:
         """Remove an exchange with its bindings."""
@@ -294,7 +295,7 @@ class MemoryBus(Bus):
             raise BusUnavailable(f"not connected in {self._config.connect_timeout:g} s: {self.trouble}") from None
 
 
-def check_owner(queue: MemoryQueue, client: MemoryBus) -> None:
+def check_owner(queue: MemoryQueue, client: MemoryBus | None) -> None:
     """Refuse the use of another's exclusive queue."""
     if queue.owner is not None and queue.owner is not client:
         raise BusRefused(f"queue {queue.declared.name} is exclusive to another connection")

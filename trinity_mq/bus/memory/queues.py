@@ -54,11 +54,12 @@ class MemoryQueue(ABC):
         if consumer in self._consumers:
             self._consumers.remove(consumer)
 
-    def delete(self) -> None:
-        """End the consumers."""
+    def delete(self) -> list[MemoryConsumer]:
+        """End the consumers; return those that want the queue back."""
         consumers, self._consumers = self._consumers, []
         for consumer in consumers:
             consumer.queue_deleted()
+        return [consumer for consumer in consumers if not consumer.over]
 
 
 class WorkQueue(MemoryQueue):
@@ -208,11 +209,12 @@ class MemoryConsumer(BufferedConsumer[Stored]):
         self._put(message)
 
     def queue_deleted(self) -> None:
-        """End: the queue is gone, and what was delivered with it."""
+        """Forget what was delivered, which is gone with the queue; end, unless the queue comes back."""
         self._unanswered.clear()
         self._attached = None
         self.detach()
-        self._end(QueueGone(f"queue {self.queue.name} was deleted"))
+        if self.queue.kind == "exclusive" or not self.queue.comes_back:
+            self._end(QueueGone(f"queue {self.queue.name} was deleted"))
 
     def cut(self, kept: int) -> None:
         """End: retention has cut what comes next; ``kept`` is the first offset that the stream holds."""

@@ -84,7 +84,7 @@ class RabbitConsumer(BufferedConsumer[_Arrived]):
         return self.over or (self._channel is not None and not self._channel.is_closed)
 
     async def attach(self, link: BrokerConnection) -> None:
-        """Start, or go on, consuming; a queue that does not exist ends the consumer.
+        """Start, or go on, consuming; a queue that does not exist and does not come back ends the consumer.
 
         Raises:
             BrokerConnectError: Try again.
@@ -98,8 +98,9 @@ class RabbitConsumer(BufferedConsumer[_Arrived]):
             try:
                 await self._consume(channel)
             except QueueGone:
-                if self.queue.kind == "exclusive":
+                if self.queue.comes_back:
                     self._channel = None
+                    log.warning("queue_declared_again", queue=self.queue.name, reason="it was deleted")
                     raise OwnQueueLost(f"queue {self.queue.name} is gone") from None
                 self._end(QueueGone(f"queue {self.queue.name} does not exist"))
             except Locked:

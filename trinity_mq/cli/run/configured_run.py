@@ -27,10 +27,9 @@ from trinity_mq.cli.run_folder import RunFolder
 from trinity_mq.config import Config, ConfigError
 from trinity_mq.config.modes.mode import TRAINING_MODES
 from trinity_mq.runtime.errors import EXIT_FATAL
-from trinity_mq.runtime.process import disk_full
+from trinity_mq.runtime.process import claim_folder, disk_full
 from trinity_mq.runtime.processes.fork_server_process import ForkServer
 from trinity_mq.runtime.processes.supervisor import ProcessEvent
-from trinity_mq.runtime.run_identity import claim_folder
 from trinity_mq.telemetry import mask_passwords, setup_logging
 
 OUTPUT_LINES = 3

@@ -860,7 +860,7 @@ def test_its_beat_says_what_it_does() -> None:
             slots = runner.config.runner.concurrency + runner.config.runner.eval_slots
             usual = detail.usual_seconds
             assert usual == pytest.approx(10.0, abs=0.2)
-            expected = RunnerStatus(done=1, grouped_slices=True, slots=slots, usual_seconds=usual)
+            expected = RunnerStatus(holds={}, done=1, grouped_slices=True, slots=slots, usual_seconds=usual)
             assert (runner.state, detail) == ("idle", expected)
             await world.outside.publish("", world.topology.tasks_train.name, envelope(a_slice(task=1)))
             await asyncio.sleep(1)

@@ -1,0 +1,181 @@
+"""A work queue is deleted or purged in the middle of a run: what was in it is sent again within tens of seconds."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from trinity_agents.explorer.in_flight import MANIFEST_LOST_AFTER
+from trinity_agents.simulation import Simulation, killed, until
+from trinity_mq.dispatch.loss_repair import LossRepair
+from trinity_mq.dispatch.lost_slices import LOST_AFTER
+from trinity_mq.messages import BatchClosed, ExplorerStatus, RunnerStatus, TaskSlice
+from trinity_mq.runtime.deliveries import acknowledge
+from trinity_mq.testing.fakes import FakeRunnerAgent
+from trinity_mq.testing.virtual_time import run_virtually
+
+BATCHES = 4
+SETTINGS = ("synchronizer.sync_interval=2", "synchronizer.sync_offset=2")
+TENS_OF_SECONDS = 40.0
+LONG = 500.0
+"""Seconds, of which a test waits far less."""
+
+
+class SayingRunner(FakeRunnerAgent):
+    """A runner that says which slices it has."""
+
+    holds: dict[str, list[tuple[int, int]]] | None = {}  # noqa: RUF012
+
+    def detail(self) -> RunnerStatus:
+        return RunnerStatus(holds=self.holds)
+
+
+def make_runner(sim: Simulation) -> SayingRunner:
+    return SayingRunner(sim.config, bus=sim.bus(), topology=sim.topology, agent_id="runner-0", work=sim.runner)
+
+
+async def empty(sim: Simulation, name: str, how: str) -> int:
+    """Delete or purge a queue; return how many messages were lost with it."""
+    full = sim.topology.prefix + name
+    lost = len(sim.waiting_in(name))
+    client = await sim.client()
+    if how == "deleted":
+        await client.delete(full)
+    else:
+        queue = next(queue for queue in sim.topology.durable if queue.name == full)
+        async with await client.consume(queue) as consumer:
+            while (delivery := consumer.get_nowait()) is not None:
+                await acknowledge(delivery)
+    await client.close()
+    return lost
+
+
+def losses(sim: Simulation) -> LossRepair:
+    assert sim.explorer.exploration is not None
+    return sim.explorer.exploration.dispatcher.losses
+
+
+def sent(sim: Simulation) -> Counter[str]:
+    """How often each slice was published, by message id."""
+    return Counter(one.message_id for one in sim.published(TaskSlice))
+
+
+@pytest.mark.parametrize("how", ["deleted", "purged"])
+@pytest.mark.parametrize("restarted", [False, True])
+@pytest.mark.parametrize(("name", "lane"), [("tasks.train", "train"), ("tasks.eval", "eval")])
+def test_lost_slices_are_sent_again(tmp_path: Path, how: str, restarted: bool, name: str, lane: str) -> None:
+    startup = f"explorer.eval_on_startup={str(lane == 'eval').lower()}"
+    sim = Simulation(tmp_path, (*SETTINGS, startup), batches=BATCHES)
+    took: list[float] = []
+    statuses: list[ExplorerStatus] = []
+
+    def waits() -> bool:
+        return bool(sim.waiting_in(name)) and all(ticket.published for ticket in sim.state().tickets.values())
+
+    async def explorer() -> None:
+        first = asyncio.get_running_loop().create_task(sim.make_explorer().run())
+        await until(waits)
+        if restarted:
+            await killed(first)
+            first = asyncio.get_running_loop().create_task(sim.make_explorer().run())
+        await first
+
+    async def runners() -> None:
+        await until(waits)
+        assert await empty(sim, name, how) > 0
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        runner = loop.create_task(make_runner(sim).run())
+        await until(lambda: sim.explorer.detail().resent > 0)
+        took.append(loop.time() - began)
+        statuses.append(sim.explorer.detail())
+        await runner
+
+    run_virtually(sim.run(explorer=explorer, runners=runners), limit=5000)
+    assert sim.state().finished
+    assert sim.state().closed == BATCHES
+    assert LOST_AFTER <= took[0] <= TENS_OF_SECONDS
+    assert f"neither in the queue {sim.topology.prefix}{name} nor at a runner" in statuses[0].lost
+    assert losses(sim).last == ""
+    assert max(sent(sim).values()) == 2
+    assert sum(value for _, value in sim.values("rollout/resent_slices")) == (
+        0 if lane == "eval" else statuses[0].resent
+    )
+
+
+def test_slices_that_wait_for_a_runner_are_sent_once(tmp_path: Path) -> None:
+    """All of them are in the queue, for longer than any patience; another slot is taken by a slow one meanwhile."""
+    sim = Simulation(tmp_path, SETTINGS, batches=BATCHES)
+
+    class Slow(SayingRunner):
+        """It takes nothing for long."""
+
+    async def idle(bus: object, topology: object) -> None:
+        await asyncio.sleep(LONG)
+        await sim.runner(bus, topology)  # type: ignore[arg-type]
+
+    async def runners() -> None:
+        await Slow(sim.config, bus=sim.bus(), topology=sim.topology, agent_id="runner-0", work=idle).run()
+
+    run_virtually(sim.run(runners=runners), limit=5000)
+    assert sim.state().finished
+    assert set(sent(sim).values()) == {1}
+    assert losses(sim).resent == 0
+
+
+@pytest.mark.parametrize("holds", [None, "all"], ids=["an old release", "it has them"])
+def test_slices_that_a_runner_has_or_may_have_are_not_sent_again(tmp_path: Path, holds: str | None) -> None:
+    sim = Simulation(tmp_path, SETTINGS, batches=BATCHES)
+    sim.runner_seconds = lambda task_slice: LONG if task_slice.batch == 1 else 0.1
+
+    class Busy(SayingRunner):
+        def detail(self) -> RunnerStatus:
+            slices = [(one.task_id, one.run_base) for one in sim.published(TaskSlice) if one.batch == 1]
+            tickets = {one.ticket for one in sim.published(TaskSlice) if one.batch == 1}
+            return RunnerStatus(running=len(slices), holds=None if holds is None else dict.fromkeys(tickets, slices))
+
+    async def runners() -> None:
+        await Busy(sim.config, bus=sim.bus(), topology=sim.topology, agent_id="runner-0", work=sim.runner).run()
+
+    run_virtually(sim.run(runners=runners), limit=5000)
+    assert sim.state().finished
+    assert set(sent(sim).values()) == {1}
+
+
+@pytest.mark.parametrize("how", ["deleted", "purged"])
+def test_a_lost_manifest_is_published_again(tmp_path: Path, how: str) -> None:
+    sim = Simulation(tmp_path, (*SETTINGS, "explorer.operator_deadline=300"), batches=BATCHES)
+    sim.operators = 0
+    took: list[float] = []
+
+    async def operators() -> None:
+        await until(lambda: bool(sim.waiting_in("closed")))
+        assert await empty(sim, "closed", how) > 0
+        loop = asyncio.get_running_loop()
+        began, before = loop.time(), len(sim.published(BatchClosed))
+        operator = loop.create_task(sim.make_operator().run())
+        await until(lambda: len(sim.published(BatchClosed)) > before)
+        took.append(loop.time() - began)
+        await operator
+
+    run_virtually(sim.run(beside=operators), limit=5000)
+    assert sim.state().finished
+    assert took[0] <= MANIFEST_LOST_AFTER + 10.0
+    assert max(Counter(one.ticket for one in sim.published(BatchClosed)).values()) == 2
+
+
+def test_slices_published_to_a_queue_that_is_gone_are_not_lost(tmp_path: Path) -> None:
+    """The queue is deleted while nothing is in it, and nobody has made it again when the next batch is opened."""
+    sim = Simulation(tmp_path, SETTINGS, batches=BATCHES)
+
+    async def explorer() -> None:
+        client = await sim.client()
+        await client.delete(sim.topology.tasks_train.name)
+        await client.close()
+        await sim.make_explorer().run()
+
+    run_virtually(sim.run(explorer=explorer), limit=3000)
+    assert set(sent(sim).values()) == {1}

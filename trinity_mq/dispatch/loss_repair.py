@@ -1,0 +1,127 @@
+"""Sends slices again that were lost: their task queue was deleted or purged, by hand, by a policy or by a broker."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+
+import structlog
+
+from trinity_mq.bus import Bus, BusUnavailable, Queue, Topology
+from trinity_mq.dispatch.lost_slices import LOOK_SECONDS, LostSlices, SliceName
+from trinity_mq.dispatch.tickets import SliceState, Ticket
+from trinity_mq.messages import Heartbeat, Lane, RunnerStatus
+
+log = structlog.get_logger(__name__)
+
+Waiting = Mapping[SliceName, tuple[Ticket, SliceState]]
+
+
+class LossRepair:
+    """Looks at the task queues of a dispatcher's open tickets every few seconds.
+
+    Args:
+        tickets: The tickets by id.
+        runners: Returns the heartbeats of the living runners.
+        holders: Returns the last heartbeats of all runners that may have slices, also of those that fell silent.
+        read_to_end: Returns once all results that are on the stream now were read.
+        publish_again: Publishes slices of a ticket once more.
+    """
+
+    def __init__(
+        self,
+        bus: Bus,
+        topology: Topology,
+        tickets: Mapping[str, Ticket],
+        *,
+        runners: Callable[[], Sequence[Heartbeat]],
+        holders: Callable[[], Sequence[Heartbeat]],
+        read_to_end: Callable[[], Awaitable[None]],
+        publish_again: Callable[[Ticket, Sequence[SliceState]], Awaitable[None]],
+    ) -> None:
+        self._bus, self._topology, self._open = bus, topology, tickets
+        self._runners, self._holders = runners, holders
+        self._read_to_end, self._publish_again = read_to_end, publish_again
+        self._looks: dict[Lane, LostSlices] = {"train": LostSlices(), "eval": LostSlices()}
+        self._tickets: set[str] = set()
+        """Tickets of the slices that were lost last."""
+        self._last = ""
+        self.resent = 0
+        """Number of slices that were sent again."""
+
+    @property
+    def last(self) -> str:
+        """The slices that were lost last, in one line, while one of their tickets is open; else empty."""
+        return self._last if self._tickets & self._open.keys() else ""
+
+    async def run(self) -> None:
+        """Look until cancelled."""
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            for lane, looks in self._looks.items():
+                try:
+                    await self._look(lane, looks)
+                except BusUnavailable as error:
+                    log.info("task_queue_not_seen", lane=lane, reason=str(error))
+                    looks.reset()
+
+    async def _look(self, lane: Lane, looks: LostSlices) -> None:
+        looks.keep(self._open)
+        tickets = [one for one in self._open.values() if one.lane == lane and one.published and one.is_open]
+        if not tickets or not self._bus.usable:
+            looks.reset()
+            return
+        queue = self._topology.task_queue(lane)
+        messages = await self._depth(queue)
+        if (waiting := self._waiting(tickets)) is None:
+            looks.reset()
+            return
+        capacity = messages * max(ticket.grouped for ticket in tickets)
+        if lost := looks.look(asyncio.get_running_loop().time(), waiting, capacity):
+            await self._read_to_end()  # a slice that has left its runner has its result there
+            undecided = self._waiting(tickets) or {}
+            await self._send_again(queue, {name: undecided[name] for name in lost if name in undecided})
+            looks.sent_again(lost)
+
+    async def _depth(self, queue: Queue) -> int:
+        """Return the number of messages in a queue; one that was deleted is declared again."""
+        messages = await self._bus.depth(queue.name)
+        if messages is None:
+            log.warning("task_queue_gone", queue=queue.name)
+            await self._bus.declare(queue)
+        return messages or 0
+
+    def _waiting(self, tickets: Sequence[Ticket]) -> Waiting | None:
+        """Return the slices of open tickets that have no outcome and are at no runner; None if that cannot be known: no
+        runner lives, or one does not say which slices it has.
+        """
+        held: set[SliceName] = set()
+        for beat in self._holders():
+            holds = beat.detail.holds if isinstance(beat.detail, RunnerStatus) else None
+            if holds is None:
+                return None
+            held.update((ticket, task, base) for ticket, slices in holds.items() for task, base in slices)
+        if not self._runners():
+            return None
+        return {
+            name: (ticket, task_slice)
+            for ticket in tickets
+            if ticket.is_open
+            for task_slice in ticket.slices
+            if task_slice.result is None
+            and (name := (ticket.ticket, ticket.first_task + task_slice.task_id, task_slice.run_base)) not in held
+        }
+
+    async def _send_again(self, queue: Queue, lost: Waiting) -> None:
+        by_ticket = defaultdict[str, list[SliceState]](list)
+        for ticket, task_slice in lost.values():
+            by_ticket[ticket.ticket].append(task_slice)
+        for name, slices in by_ticket.items():
+            ticket = self._open[name]
+            self._tickets, self.resent = set(by_ticket), self.resent + len(slices)
+            where = f"neither in the queue {queue.name} nor at a runner"
+            self._last = f"{len(slices)} slices of batch {ticket.batch} were {where}"
+            log.warning("slices_lost", queue=queue.name, batch=ticket.batch, slices=len(slices), action="sent again")
+            ticket.resent += len(slices)
+            await self._publish_again(ticket, slices)
