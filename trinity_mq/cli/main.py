@@ -137,10 +137,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     0: done. 1: it went wrong. 2: the user can cure it; the line on stderr says how. 75, 78: the same of an agent,
     passing or not. 130, 143: interrupted by SIGINT, SIGTERM.
     """
-    arguments = argparse.Namespace(command=None)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a terminal that cannot show a character is no reason to fail
             stream.reconfigure(errors="replace")
+    from trinity_mq.cli.output import guarded_output
+
+    with guarded_output():
+        return _run(argv)
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    arguments = argparse.Namespace(command=None)
     # workflows and rewards of the user's own lie where the command is given; agents, started with -m, look there too
     sys.path.append(str(Path.cwd()))
     try:

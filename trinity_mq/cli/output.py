@@ -1,10 +1,107 @@
-"""Files that commands write where a person says."""
+"""Output of commands: the only place that decides what reaches a terminal, and files that commands write."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import sys
+import traceback
+import unicodedata
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
 
 from trinity_mq.cli.errors import CommandError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+def visible(text: str) -> str:
+    r"""Return ``text`` with all characters spelled out that a terminal obeys or that hide others: control characters,
+    bidirectional overrides, invisible characters, lone surrogates. Line ends and tabs stay. The form, such as
+    ``\u001b``, is that of JSON, so that JSON keeps its meaning.
+    """
+    if text.replace("\n", "").replace("\t", "").isprintable():
+        return text
+    return "".join(one if one in "\n\t" or _is_shown(one) else _spelled(one) for one in text)
+
+
+def one_line(text: str) -> str:
+    """Return ``text`` as :func:`visible` does, with line ends and tabs spelled out too: a text of others that must not
+    pretend to be further lines of ours.
+    """
+    return text if text.isprintable() else "".join(one if _is_shown(one) else _spelled(one) for one in text)
+
+
+def _is_shown(character: str) -> bool:
+    return character.isprintable() or unicodedata.category(character) == "Zs"
+
+
+def _spelled(character: str) -> str:
+    units = character.encode("utf-16-be", "surrogatepass").hex()
+    return "".join(f"\\u{units[start : start + 4]}" for start in range(0, len(units), 4))
+
+
+class Guarded:
+    """A stream of text to which only what :func:`visible` returns is written."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self.unguarded = stream
+
+    def write(self, text: str) -> int:
+        """Write a text."""
+        self.unguarded.write(visible(text))
+        return len(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.unguarded, name)
+
+
+def unguarded(stream: TextIO) -> TextIO:
+    """Return the stream behind the guard, for colours of our own around text that is :func:`visible`."""
+    return stream.unguarded if isinstance(stream, Guarded) else stream
+
+
+@contextlib.contextmanager
+def guarded_output() -> Iterator[None]:
+    """Guard standard output and standard error; tracebacks of programming errors too."""
+    out: Any = Guarded(unguarded(sys.stdout))
+    err: Any = Guarded(unguarded(sys.stderr))
+    sys.excepthook = _show_error
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        yield
+
+
+def _show_error(*error: Any) -> None:
+    sys.stderr.write(visible("".join(traceback.format_exception(*error))))
+
+
+def open_console(out: TextIO | None = None, *, width: int | None = None) -> Console:
+    """Return a console of rich that shows all text as it is: it reads no markup and writes only :func:`visible` text.
+
+    Args:
+        out: The stream. None: standard output.
+        width: Columns. None: those of the terminal.
+    """
+    return _console_kind()(
+        file=unguarded(sys.stdout if out is None else out), width=width, markup=False, emoji=False, soft_wrap=False
+    )
+
+
+@functools.cache
+def _console_kind() -> type[Console]:
+    from rich.console import Console, ConsoleOptions, RenderableType
+    from rich.segment import Segment
+
+    class VisibleConsole(Console):
+        """Every renderable passes here, part by part; control segments are those of rich itself."""
+
+        def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
+            for segment in super().render(renderable, options):
+                yield segment if segment.control else Segment(visible(segment.text), segment.style)
+
+    return VisibleConsole
 
 
 def write_output(path: Path, text: str) -> None:

@@ -22,7 +22,8 @@ from trinity_mq.cli.debug.proxy import Call, RecordingProxy
 from trinity_mq.cli.debug.show_call import call_json, choices, show_call
 from trinity_mq.cli.debug.task import find_task
 from trinity_mq.cli.errors import CommandError
-from trinity_mq.cli.inspect.token_texts import TokenTexts, tokenizer_folder, visible
+from trinity_mq.cli.inspect.token_texts import TokenTexts, tokenizer_folder
+from trinity_mq.cli.output import visible
 from trinity_mq.config import Config, ModelConfig, TinyModelConfig, load_config
 from trinity_mq.models.model_folder import ensure_model_folder
 
@@ -283,7 +284,7 @@ def test_what_a_model_writes_cannot_move_the_cursor_or_mean_markup() -> None:
     show_call(Console(file=out), Call(1, "POST", "/v1/[/x]", request, status=200, answer=answer), TokenTexts())
     assert "[bold]x[/bold] [/]" in out.getvalue()
     assert not {"\x1b", "\x07", "\u202e"} & set(out.getvalue())
-    assert visible("a\tb\n\x1b\u00e9") == "a\tb\n\\x1b\u00e9"
+    assert visible("a\tb\n\x1b\u00e9") == "a\tb\n\\u001b\u00e9"
 
 
 # -- tokens

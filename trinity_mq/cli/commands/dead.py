@@ -18,6 +18,7 @@ from trinity_mq.cli.arguments import add_actions, add_broker, add_target
 from trinity_mq.cli.broker.connection import Target, find_target, reached
 from trinity_mq.cli.errors import CommandError
 from trinity_mq.cli.interrupts import run_to_the_end
+from trinity_mq.cli.output import one_line
 from trinity_mq.messages import BatchClosed, BatchReady, DecodeError, decode
 from trinity_mq.runtime.deliveries import EXPERIENCES, OFFSETS_HEADER, envelope
 
@@ -86,7 +87,7 @@ def row(letter: Incoming) -> tuple[str, ...]:
         queue, reason = headers.get("x-first-death-queue"), headers.get("x-first-death-reason")
     operator, batch = headers.get("operator"), headers.get("batch")
     texts = (queue, letter.kind, reason, operator, batch, len(letter.body), letter.message_id)
-    return tuple("-" if text is None else str(text) for text in texts)
+    return tuple("-" if text is None else one_line(str(text)) for text in texts)
 
 
 def replay(arguments: argparse.Namespace) -> int:

@@ -6,7 +6,9 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TextIO
 
-from trinity_mq.cli.inspect.token_texts import TokenTexts, spelled, visible
+from trinity_mq.cli import output
+from trinity_mq.cli.inspect.token_texts import TokenTexts, spelled
+from trinity_mq.cli.output import visible
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -47,9 +49,7 @@ def json_fields() -> tuple[str, ...]:
 
 def open_console(out: TextIO) -> Console:
     """Return a console on ``out``; what is no terminal has room for all columns."""
-    from rich.console import Console
-
-    return Console(file=out, width=None if out.isatty() else FILE_WIDTH)
+    return output.open_console(out, width=None if out.isatty() else FILE_WIDTH)
 
 
 def rule(console: Console, title: str, style: str) -> None:

@@ -59,10 +59,3 @@ def tokenizer_folder(model: ModelConfig, run_folder: Path) -> Path | None:
 def spelled(ids: Sequence[int], texts: Sequence[str | None]) -> str:
     """Return tokens in one line: ``13'+' 5'3'``, without texts ``13 5``."""
     return " ".join(str(token) if text is None else f"{token}{text!r}" for token, text in zip(ids, texts, strict=True))
-
-
-def visible(text: str) -> str:
-    """Return ``text`` with what would move the cursor or change colours spelled out; line ends and tabs stay."""
-    return "".join(
-        character if character.isprintable() or character in "\n\t" else repr(character)[1:-1] for character in text
-    )

@@ -17,6 +17,7 @@ from trinity_mq.cli.errors import CommandError
 from trinity_mq.cli.interrupts import run_to_the_end
 from trinity_mq.cli.logs.files import LogFiles
 from trinity_mq.cli.logs.lines import LEVELS, LineFilter, LogLine, in_words
+from trinity_mq.cli.output import unguarded
 from trinity_mq.cli.run_folder import LOCK_FILE, LockedFolder
 from trinity_mq.cli.target import RUNS, find_configuration, known_runs
 from trinity_mq.runtime.process import is_run_over
@@ -51,7 +52,10 @@ def logs(arguments: argparse.Namespace) -> int:
     chosen = LineFilter(arguments.batch, arguments.agent, arguments.level, since(arguments.since), arguments.grep)
 
     def show(line: LogLine) -> None:
-        print(line.text if arguments.json else in_words(line, colour=colour))
+        if arguments.json:
+            print(line.text)
+        else:
+            print(in_words(line, colour=colour), file=unguarded(sys.stdout))  # with colours of its own
 
     if not arguments.follow and not (folder / LOGS_FOLDER).is_dir():
         print(f"{folder / LOGS_FOLDER} is not there: no agent of this run has started on this machine", file=sys.stderr)

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
+from trinity_mq.cli.output import one_line
+
 LEVELS = ("debug", "info", "warning", "error", "critical")
 LONGEST_VALUE = 300
 """Characters of a value that are shown; ``--json`` shows all."""
@@ -75,14 +77,14 @@ def in_words(line: LogLine, *, colour: bool = False) -> str:
     fields = line.fields
     level = str(fields.get("level", "info"))
     when = datetime.fromtimestamp(line.time).strftime("%H:%M:%S.%f")[:-3]
-    event = _clean(str(fields.get("event", "")).replace("_", " "))
+    event = one_line(str(fields.get("event", "")).replace("_", " "))
     of_batch = [f"batch={_value(fields['batch'])}"] if "batch" in fields else []
     if not of_batch and "ticket" in fields:
         of_batch = [f"ticket={_value(fields['ticket'])}"]
-    rest = [f"{_clean(key)}={_value(value)}" for key, value in fields.items() if key not in _SHOWN_APART]
+    rest = [f"{one_line(key)}={_value(value)}" for key, value in fields.items() if key not in _SHOWN_APART]
     if error := fields.get("exception"):
         rest.append(f"error={_value(str(error).strip().splitlines()[-1])}")
-    who = _clean(str(fields.get("agent", "?")))
+    who = one_line(str(fields.get("agent", "?")))
     text = " ".join([f"{when} {level:7} {who:12}", event, *of_batch, *rest])
     code = _COLOURS.get(level)
     return f"\x1b[{code}m{text}\x1b[0m" if colour and code else text
@@ -99,10 +101,5 @@ def _value(value: object) -> str:
     if isinstance(value, str) and (
         not text or any(one.isspace() or not one.isprintable() or one in "\"'=" for one in text)
     ):
-        return _clean(json.dumps(text, ensure_ascii=False))
-    return _clean(text)
-
-
-def _clean(text: str) -> str:
-    """Return text that a terminal shows and does not obey."""
-    return "".join(one if one.isprintable() else f"\\x{ord(one):02x}" for one in text)
+        return one_line(json.dumps(text, ensure_ascii=False))
+    return one_line(text)

@@ -84,7 +84,7 @@ def _quantiles(quantiles: list[dict[str, float]]) -> Any:
 def _most(most: list[dict[str, Any]]) -> Any:
     from rich.text import Text
 
-    from trinity_mq.cli.inspect.token_texts import visible
+    from trinity_mq.cli.output import visible
 
     table = _table("experience", "reward", "advantage")
     table.add_column("response", overflow="ellipsis", no_wrap=True, max_width=TEXT)

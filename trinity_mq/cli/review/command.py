@@ -19,6 +19,7 @@ from trinity_mq.cli.arguments import add_target as add_target_and_settings
 from trinity_mq.cli.broker.connection import Target, find_target, reached
 from trinity_mq.cli.errors import CommandError
 from trinity_mq.cli.interrupts import run_to_the_end
+from trinity_mq.cli.output import one_line, visible
 from trinity_mq.messages import Verdict
 from trinity_mq.reviews.ledger import Review, in_words
 from trinity_mq.reviews.stream import NoReviews, ReviewStream
@@ -131,7 +132,12 @@ def in_short(review: Review, now: float) -> list[str]:
     request = review.request
     call = request.calls[-1] if request.calls else None
     texts = "" if call is None else f"   {_begin(call.prompt)!r} -> {_begin(call.response)!r}"
-    return [f"{request.request}  {_head(review, now)}", f"   {'; '.join(request.reasons)}", *([texts] if texts else [])]
+    lines = [
+        f"{request.request}  {_head(review, now)}",
+        f"   {'; '.join(request.reasons)}",
+        *([texts] if texts else []),
+    ]
+    return [one_line(line) for line in lines]
 
 
 def as_page(review: Review, now: float) -> str:
@@ -144,7 +150,7 @@ def as_page(review: Review, now: float) -> str:
         cut = ", cut at its limit" if call.truncated else ""
         lines += [f"-- step {number}: prompt", textwrap.indent(call.prompt, "   ")]
         lines += [f"-- step {number}: response{cut}", textwrap.indent(call.response, "   ")]
-    return "\n".join(lines)
+    return visible("\n".join(lines))
 
 
 def _head(review: Review, now: float) -> str:

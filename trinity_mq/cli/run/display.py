@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Protocol, TextIO
 
+from trinity_mq.cli.output import one_line, open_console
 from trinity_mq.cli.reports.figures import REWARD, duration
 from trinity_mq.cli.run.run_view import STALENESS, TOKENS_PER_SECOND, WAIT_SHOWN, RunView, version_text
 from trinity_mq.messages import GateStatus, GatewayStatus, conflicts, releases_line
@@ -77,7 +78,7 @@ class PlainDisplay:
         if self._left:
             return
         try:
-            self._stream.write(f"{self._clock()} {text}\n")
+            self._stream.write(f"{self._clock()} {one_line(text)}\n")
             self._stream.flush()
         except OSError:
             self._left = True  # nobody reads any more: no reason to end a run
@@ -107,10 +108,9 @@ class LiveDisplay:
 
     def __init__(self, stream: TextIO) -> None:
         # imported here: rich costs more than the rest of the command line together
-        from rich.console import Console
         from rich.live import Live
 
-        self._console = Console(file=stream)
+        self._console = open_console(stream)
         self._live: Live = Live(console=self._console, auto_refresh=False, transient=False)
         self._live.start()
 

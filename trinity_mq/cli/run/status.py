@@ -10,6 +10,7 @@ import sys
 
 from trinity_mq.cli.arguments import add_broker, add_target
 from trinity_mq.cli.broker.connection import Target, connected, find_target
+from trinity_mq.cli.output import open_console
 from trinity_mq.cli.reports.text import make_report
 from trinity_mq.cli.run.follow import depths, follow
 from trinity_mq.cli.run.run_view import RunView
@@ -31,12 +32,10 @@ def status(arguments: argparse.Namespace) -> int:
     folder = target.folder
     if folder is not None and folder.holder() is None and (folder.finished or target.broker.url is None):
         return _report(target.run, folder)
-    from rich.console import Console
-
     from trinity_mq.cli.run.display import picture
 
     view, now = asyncio.run(_look(target, arguments.seconds))
-    Console().print(picture(view, now))
+    open_console().print(picture(view, now))
     if not view.agents(now):
         print(f"no agent of run {target.run!r} sent a heartbeat within {arguments.seconds:g} s", file=sys.stderr)
         return 1
