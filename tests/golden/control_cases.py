@@ -74,6 +74,7 @@ CASES: dict[tuple[str, int], dict[str, dict[str, Any]]] = {
         },
         "large_seed": {"batch": 1, "ticket": "t", "task_id": 1, "task": {}, "seed": 4611686018427387905},
         "keep_partial": {"batch": 1, "ticket": "t", "task_id": 1, "task": {}, "keep_partial": True},
+        "record_args": {"batch": 1, "ticket": "t", "task_id": 1, "task": {"record_args": ["seed"]}},
     },
     ("task_slices", 1): {
         "minimal": {"slices": []},
@@ -499,6 +500,7 @@ CASES: dict[tuple[str, int], dict[str, dict[str, Any]]] = {
             "reward_ttl": 86400.0,
             "ended": True,
         },
+        "may_replay": {"session": "s", "opened": 1.5, "idle_ttl": 60.0, "reward_ttl": 60.0, "may_replay": True},
     },
     ("session_call", 1): {
         "minimal": {"session": "s", "call": "c", "at": 1.5},

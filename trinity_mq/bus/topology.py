@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import urllib.parse
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 from trinity_mq.messages.base import BatchId
@@ -34,6 +34,15 @@ EXCHANGES = (
     "review",
     "dead",
 )
+
+SUBMIT, BY_GATEWAY = "submit", "session"
+"""Routing keys of submitted tasks: of submitters, and of the run's own gateway. A submitter's permissions allow the
+first alone, so the second says that an agent of the run made the task."""
+
+REPLY_QUEUES = ("amq.gen-", "amq_", "amq.rabbitmq.reply-to.")
+"""Prefixes of reply queues whose name nobody can guess: named by the broker, by aio-pika, or direct reply-to."""
+OTHERS_REPLIES = ("reward", "review")
+"""Words behind ``replies.`` in names of queues of other users than submitters."""
 
 RUN_NAME = re.compile(r"[a-z0-9-]{1,40}")
 
@@ -116,6 +125,8 @@ class Topology:
     sessions_max_bytes: int = 2 * 1024**3
     consumer_timeout: float | None = None
     """Seconds for which agents may hold messages of work queues and batch queues."""
+    reply_queues: tuple[str, ...] = ()
+    """Further prefixes of queues to which submitters may have their outcomes sent."""
     prefix: str = field(init=False)
 
     def __post_init__(self) -> None:
@@ -128,7 +139,7 @@ class Topology:
     @classmethod
     def of(cls, config: Config) -> Topology:
         """Return the names of the run that ``config`` configures."""
-        return cls.on(config.name, config.broker)
+        return replace(cls.on(config.name, config.broker), reply_queues=config.outsiders.reply_queues)
 
     @classmethod
     def on(cls, run: str, broker: BrokerConfig) -> Topology:
@@ -161,7 +172,7 @@ class Topology:
     @property
     def submitted(self) -> Queue:
         """Tasks from outside."""
-        return self._work("submitted", "tasks", "submit")
+        return self._work("submitted", "tasks", SUBMIT, BY_GATEWAY)
 
     @property
     def tasks_train(self) -> Queue:
@@ -176,6 +187,15 @@ class Topology:
     def task_queue(self, lane: Literal["train", "eval"]) -> Queue:
         """Return the queue of a lane's slices."""
         return self.tasks_train if lane == "train" else self.tasks_eval
+
+    def is_reply_queue(self, name: str) -> bool:
+        """Return whether the outcome of a submitted task may be sent to the queue ``name``: a reply queue of this run,
+        a queue with a random name, or one of ``outsiders.reply_queues``; never another queue of a run.
+        """
+        own = f"{self.prefix}replies."
+        if name.startswith(own):
+            return name.removeprefix(own).partition(".")[0] not in OTHERS_REPLIES
+        return name.startswith((*REPLY_QUEUES, *self.reply_queues)) and not name.startswith("tmq.")
 
     @property
     def closed(self) -> Queue:

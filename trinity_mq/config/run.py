@@ -30,6 +30,7 @@ from trinity_mq.config.modes.bench import BenchConfig, beside
 from trinity_mq.config.modes.gateway import GatewayConfig
 from trinity_mq.config.modes.mode import AGENTS, Mode
 from trinity_mq.config.modes.tap import SourceConfig, trains_on_tap
+from trinity_mq.config.outsiders import OutsidersConfig
 from trinity_mq.config.sync import SyncConfig
 
 STOP_SECONDS = 10.0
@@ -94,6 +95,7 @@ class Config(Section):
     supervisor: SupervisorConfig = Field(default_factory=SupervisorConfig)
     bench: BenchConfig = Field(default_factory=BenchConfig)
     gateway: GatewayConfig = Field(default_factory=GatewayConfig)
+    outsiders: OutsidersConfig = Field(default_factory=OutsidersConfig)
 
     @model_validator(mode="before")
     @classmethod

@@ -60,6 +60,11 @@ from trinity_mq.telemetry.trace_ids import LINK
 
 log = structlog.get_logger(__name__)
 
+NO_REPLY_QUEUE = (
+    "reply_to names no reply queue of a submitter: take a queue that the broker names, or one that begins with "
+    "tmq.<run>.replies.submit., or list its prefix in outsiders.reply_queues"
+)
+
 MARK_TIMEOUT = 60.0
 """Seconds on a usable bus without a delivery after which a missing own mark means that the offset is of another
 stream."""
@@ -123,6 +128,8 @@ class Dispatcher:
         self.failures = Failures()
         self.late_results = 0
         """Number of results of closed tickets, and of attempts that found their ticket closed."""
+        self.refused_submissions = 0
+        """Number of submitted tasks that were refused."""
         self.slice_times = SliceTimes(config.explorer)
         self.losses = LossRepair(
             bus,
@@ -323,11 +330,14 @@ class Dispatcher:
         """
         if submission.reply_to is None:
             return
+        if not (submission.by_gateway or self.topology.is_reply_queue(submission.reply_to)):
+            log.warning("submitter_not_answered", submission=submission.submission_id, reason=NO_REPLY_QUEUE)
+            return
         name = f"{what}-{submission.submission_id}"
         message = envelope(outcome, message_id=name, correlation_id=submission.correlation_id)
         # the stream of sessions has an exchange: agents may have no right to publish to queues by name
-        to_sessions = submission.reply_to == self.topology.sessions.name
-        exchange, key = (self.topology.exchange("sessions"), "outcome") if to_sessions else ("", submission.reply_to)
+        sessions = self.topology.exchange("sessions"), "outcome"
+        exchange, key = sessions if submission.by_gateway else ("", submission.reply_to)
         try:
             if not await self.bus.publish(exchange, key, message):
                 log.info("submitter_gone", submission=submission.submission_id, reply_to=submission.reply_to)

@@ -45,6 +45,8 @@ class SubmissionRef(BaseModel):
     want_experiences: bool = False
     traceparent: str | None = None
     """Header of its message: the work of the submitter's that it is part of."""
+    by_gateway: bool = False
+    """The run's own gateway submitted the task; its outcome goes to the stream of sessions."""
 
 
 class SliceState(BaseModel):

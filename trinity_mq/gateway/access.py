@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from trinity_mq.gateway.session import Session
-from trinity_mq.messages.sessions import Scope
+from trinity_mq.messages.sessions import KeyScope
 from trinity_mq.runtime.errors import FatalError
 
 KEY_BEGINS = "sk-tmq-"
@@ -81,9 +81,9 @@ class Access:
         given = hash_of(key)
         return any(hmac.compare_digest(given, known) for known in self._keys)
 
-    def allows(self, session: Session, key: str, scope: Scope) -> bool:
+    def allows(self, session: Session, key: str, scope: KeyScope) -> bool:
         """Return whether a key may do something with a session."""
         opened = session.opened
         if opened is not None and opened.key_hash and hmac.compare_digest(opened.key_hash, hash_of(key)):
-            return scope in opened.scopes
+            return opened.may_replay if scope == "replay" else scope in opened.scopes
         return self.is_admin(key)

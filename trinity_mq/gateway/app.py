@@ -31,7 +31,7 @@ from trinity_mq.gateway.recorded_call import recorded_call
 from trinity_mq.gateway.session import Session
 from trinity_mq.gateway.settings import AppSettings
 from trinity_mq.messages import SessionCall, SessionEnd, SessionOpened, SessionReward, SessionsCommitted
-from trinity_mq.messages.sessions import SCOPES, Scope
+from trinity_mq.messages.sessions import SCOPES, KeyScope
 from trinity_mq.models.clients import VERSION_HEADER
 from trinity_mq.models.errors import EngineError, EngineLost, EngineNotReady, EngineRefused
 from trinity_mq.telemetry.trace_ids import TRACEPARENT, read_traceparent
@@ -163,7 +163,8 @@ class GatewayApp:
             session=access.new_session_id(),
             opened=self.clock(),
             key_hash=access.hash_of(key),
-            scopes=list(SCOPES) if body.scopes is None else body.scopes,
+            scopes=list(SCOPES) if body.scopes is None else [one for one in body.scopes if one != "replay"],
+            may_replay="replay" in (body.scopes or ()),
             record=record,
             sampled_out=sampled_out,
             task=body.task,
@@ -206,6 +207,10 @@ class GatewayApp:
         """End a session."""
         session = await self._session(request, "end")
         body = await _parsed(request, EndBody)
+        if body.replay is not None:
+            await self._session(request, "replay")
+            if (reason := self.settings.replay_refusal(body.replay)) is not None:
+                raise Refused(403, reason, "not_allowed", param="replay")
         event = SessionEnd(session=session.id, **body.model_dump(exclude={"replay"}), replay=body.replay)
         self._conversations.forget(session.id)
         digest = hashlib.sha256(body.model_dump_json().encode()).hexdigest()[:16]  # the same request again is no news
@@ -412,7 +417,7 @@ class GatewayApp:
             raise Refused(503, "the session of this call is not known yet", "not_ready", retry_after=1)
         return found
 
-    async def _session(self, request: web.Request, scope: Scope, name: str | None = None) -> Session:
+    async def _session(self, request: web.Request, scope: KeyScope, name: str | None = None) -> Session:
         name = name or request.match_info["session"]
         key = access.given_key(request.headers)
         session = await self.book.find(name)

@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from trinity_mq.gateway.session import Session
 from trinity_mq.messages import SessionReplay
-from trinity_mq.messages.sessions import LONGEST_LABEL, Record, Scope
+from trinity_mq.messages.sessions import LONGEST_LABEL, KeyScope, Record
 
 MAX_LABELS = 32
 MAX_MESSAGES = 10_000
@@ -31,7 +31,7 @@ class OpenBody(Body):
     """Seconds for which it waits for a reward after its end."""
     idle_ttl: float | None = Field(default=None, gt=0)
     record: Record = "train"
-    scopes: list[Scope] | None = None
+    scopes: list[KeyScope] | None = None
 
 
 class RewardBody(Body):

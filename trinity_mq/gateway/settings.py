@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from trinity_mq.config import Config
 from trinity_mq.config.modes.gateway import GatewayConfig
+from trinity_mq.messages import SessionReplay
+from trinity_mq.rewards.outsiders import replay_refusal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +29,8 @@ class AppSettings:
     group_size: int = 1
     """Sessions of a group that says none."""
     algorithm_type: str = ""
+    replay_refusal: Callable[[SessionReplay], str | None] = lambda replay: "this gateway takes no replays"
+    """Returns the reason why a replay is refused; None: it is allowed."""
 
     @classmethod
     def of(cls, config: Config) -> AppSettings:
@@ -39,4 +44,5 @@ class AppSettings:
             compares_runs=config.algorithm.estimator.compares_runs,
             group_size=config.gateway.group_size or config.algorithm.repeat_times,
             algorithm_type=config.algorithm.algorithm_type,
+            replay_refusal=functools.partial(replay_refusal, config),
         )

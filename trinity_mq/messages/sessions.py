@@ -14,7 +14,10 @@ from trinity_mq.messages.base import Message, Version
 
 Record = Literal["train", "eval", "off"]
 Scope = Literal["call", "reward", "end", "read"]
+KeyScope = Literal["call", "reward", "end", "read", "replay"]
+"""Scopes that a key may be given over HTTP; ``replay`` is a field of its own in the message."""
 SCOPES: tuple[Scope, ...] = ("call", "reward", "end", "read")
+"""Scopes of a key that is given none. Replays need to be granted by name."""
 SESSION_ID = r"^[A-Za-z0-9_-]{1,64}$"
 LONGEST_LABEL = 200
 """Characters of a label, a group's name or a call's id."""
@@ -35,6 +38,8 @@ class SessionOpened(Message):
     """SHA-256 of the session's key, in hexadecimal digits; empty: it has none."""
     scopes: list[Scope] = Field(default_factory=lambda: list(SCOPES))
     """Scopes of the key."""
+    may_replay: bool = False
+    """The key may end the session with a replay: the scope ``replay`` of ``POST /sessions``."""
     record: Record = "train"
     """``train``: its answers are trained on. ``eval``: its rewards are reported. ``off``: nothing is kept."""
     sampled_out: bool = False

@@ -40,6 +40,8 @@ class TaskBody(Message):
     is_eval: bool = False
     index: dict[str, Any] = Field(default_factory=dict)
     """``{"taskset": name, "index": position}`` of the record, where it has one."""
+    record_args: list[str] | None = None
+    """Arguments that ``raw_task`` may give, of a task from outside; null: all that the workflow takes from records."""
 
 
 class TaskSubmission(Message):

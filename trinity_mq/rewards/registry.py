@@ -77,7 +77,8 @@ def create_reward(reward: str | Any, args: Mapping[str, Any]) -> RewardFn:
     """Return ``reward`` with ``args`` filled in.
 
     It is a name (built in, or of an entry point), a dotted path, a function or a class. A class is made with ``args``
-    and its instance called; a function gets them as keywords.
+    and its instance called; a function gets them as keywords. A class is made only if its instances can be called as a
+    reward function.
 
     Raises:
         UnknownNameError: The name means nothing.
@@ -90,6 +91,8 @@ def create_reward(reward: str | Any, args: Mapping[str, Any]) -> RewardFn:
     try:
         if inspect.isfunction(found) and not args:  # each slice asks for the same few
             return _Reward(found, *_form(found))
+        if inspect.isclass(found):
+            _form.__wrapped__(functools.partial(_call_of(found), None))  # before the class runs code of its own
         fn: Any = found(**args) if inspect.isclass(found) else functools.partial(found, **args)
         extras, names = _form.__wrapped__(fn)
     except (TypeError, ValueError) as error:
@@ -98,6 +101,18 @@ def create_reward(reward: str | Any, args: Mapping[str, Any]) -> RewardFn:
             f"reward_fn_args {dict(args)!r}: {error}"
         ) from error
     return _Reward(fn, extras - args.keys(), names)
+
+
+def _call_of(kind: type) -> Any:
+    """Return the function that calls an instance of a class.
+
+    Raises:
+        TypeError: Instances cannot be called.
+    """
+    for base in kind.__mro__[:-1]:
+        if inspect.isfunction(call := vars(base).get("__call__")):
+            return call
+    raise TypeError(f"instances of the class {kind.__qualname__} cannot be called")
 
 
 @functools.lru_cache(maxsize=256)

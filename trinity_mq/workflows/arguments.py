@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -29,11 +29,12 @@ def arguments_of(task: Task, kind: type[A], *, record_keys: Iterable[str] = ()) 
         record_keys: Arguments that ``raw_task`` may give too. It comes before ``workflow_args``, unless it says None.
 
     Raises:
-        TaskError: An argument that does not exist, or a value it cannot have.
+        TaskError: An argument that does not exist, or a value it cannot have, or that a task from outside may not set.
     """
     given: dict[str, Any] = dict(task.workflow_args)
     _refuse_unknown(given, kind)
     record = {name: task.raw_task[name] for name in record_keys if task.raw_task.get(name) is not None}
+    _refuse_closed(record, task.record_args)
     try:
         return kind.model_validate(given | record)
     except ValidationError as error:
@@ -61,6 +62,15 @@ def _refuse_unknown(given: Mapping[str, Any], kind: type[BaseModel]) -> None:
         near = difflib.get_close_matches(str(unknown), kind.model_fields, n=1)
         known = f"there are {', '.join(kind.model_fields)}" if kind.model_fields else "the workflow takes none"
         raise TaskError(f"workflow_args.{unknown} does not exist; {f'did you mean {near[0]!r}?' if near else known}")
+
+
+def _refuse_closed(record: Mapping[str, Any], open_keys: Sequence[str] | None) -> None:
+    closed = [] if open_keys is None else [name for name in record if name not in open_keys]
+    if closed:
+        raise TaskError(
+            f"raw_task.{closed[0]} is an argument of the workflow, which a task from outside may not set: leave it out "
+            "or open this key with outsiders.record_args in the configuration of the run"
+        )
 
 
 def _words(finding: Any, record: Mapping[str, Any]) -> str:

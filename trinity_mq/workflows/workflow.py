@@ -62,6 +62,8 @@ class Task:
     task_id: int | str = ""
     index: dict[str, Any] = field(default_factory=dict)
     """``{"taskset": name, "index": position}`` of the record, where it has one."""
+    record_args: list[str] | None = None
+    """Arguments that ``raw_task`` may give, of a task from outside. None: all that the workflow takes from records."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.rollout_args, RolloutArgs):
@@ -124,6 +126,7 @@ class Task:
             reward_fn_args=self.reward_fn_args,
             is_eval=self.is_eval,
             index=self.index,
+            record_args=self.record_args,
         )
 
     @classmethod
@@ -157,6 +160,7 @@ class Task:
             batch_id=batch_id,
             task_id=task_id,
             index=dict(body.index),
+            record_args=body.record_args,
         )
 
 

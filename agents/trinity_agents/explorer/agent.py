@@ -142,6 +142,7 @@ class Explorer(Agent):
         if not await self.take_lock("explorer", "idle", "the other explorer of this run to end", until=gives_up):
             return
         state = self._file.load()  # only with the lock: another explorer may have changed it meanwhile
+        state.mark_gateways(self.topology.sessions.name)
         if not state.run_id:
             await begin_run(state, self.bus, self.topology, claimed_run(self._folder))
         self.bus.run_id = state.run_id

@@ -16,7 +16,8 @@ from trinity_agents.explorer.state import ExplorerState, StateFile
 from trinity_agents.explorer.task_source import TaskReader, TaskSource
 from trinity_agents.explorer.training_batches import NO_TASKS, TrainingBatches
 from trinity_mq.bus import Delivery
-from trinity_mq.dispatch.dispatcher import Dispatcher
+from trinity_mq.bus.topology import BY_GATEWAY
+from trinity_mq.dispatch.dispatcher import NO_REPLY_QUEUE, Dispatcher
 from trinity_mq.dispatch.tickets import SubmissionRef, Ticket
 from trinity_mq.messages import (
     BatchCounters,
@@ -33,6 +34,7 @@ from trinity_mq.messages import (
     Version,
     encode,
 )
+from trinity_mq.rewards.outsiders import NotAllowed
 from trinity_mq.runtime.agent import HEARTBEAT_LEASE, Agent
 from trinity_mq.runtime.deliveries import acknowledge, dead_letter, decode_or_dead_letter, envelope
 from trinity_mq.runtime.errors import FatalError
@@ -392,12 +394,14 @@ class ExplorerLoop:
                 await acknowledge(delivery)
                 continue
             outside = delivery.headers.get(TRACEPARENT)
+            by_gateway = delivery.routing_key == BY_GATEWAY and delivery.reply_to == agent.topology.sessions.name
             ref = SubmissionRef(
                 submission_id=name,
                 reply_to=delivery.reply_to,
                 correlation_id=delivery.correlation_id,
                 want_experiences=message.want_experiences,
                 traceparent=outside if isinstance(outside, str) and read_traceparent(outside) else None,
+                by_gateway=by_gateway,
             )
             found.append((delivery, message, ref))
         seen = await self._file.known([ref.submission_id for _, _, ref in found])
@@ -419,11 +423,16 @@ class ExplorerLoop:
     async def _submitted(self, delivery: Delivery, message: TaskSubmission, ref: SubmissionRef) -> list[Ticket]:
         """Accept or refuse a submission that is not a repeat; return the ticket of an evaluation."""
         agent, limit = self.agent, self.config.broker.max_task_bytes
-        task = self.source.completed(message.task, exact_runs=message.exact_runs)
-        if (size := len(encode(task))) > limit:
-            reason = f"the task takes {size} bytes in a message; broker.max_message_bytes leaves {limit} for it"
-            await self._refuse(ref, "failed", reason)
-            await dead_letter(agent.bus, agent.topology, delivery, reason, agent.id)
+        try:
+            task = self._allowed(message, ref)
+            if (size := len(encode(task))) > limit:
+                raise NotAllowed(
+                    f"the task takes {size} bytes in a message; broker.max_message_bytes leaves {limit} for it"
+                )
+        except NotAllowed as error:
+            self.dispatcher.refused_submissions += 1
+            await self._refuse(ref, "failed", str(error))
+            await dead_letter(agent.bus, agent.topology, delivery, str(error), agent.id)
             return []
         self.source.submit(task, ref)
         if not task.is_eval:
@@ -435,6 +444,16 @@ class ExplorerLoop:
         ticket = self.dispatcher.make_ticket([task], batch, deliver="none", lane="eval", submissions=[one])
         self.dispatcher.tickets[ticket.ticket] = ticket  # saved with the submission's id
         return [ticket]
+
+    def _allowed(self, message: TaskSubmission, ref: SubmissionRef) -> TaskBody:
+        """Return the completed task of a submission.
+
+        Raises:
+            NotAllowed: The task, or the queue for its outcome, is not open to its submitter.
+        """
+        if not (ref.reply_to is None or ref.by_gateway or self.agent.topology.is_reply_queue(ref.reply_to)):
+            raise NotAllowed(NO_REPLY_QUEUE)
+        return self.source.completed(message.task, exact_runs=message.exact_runs, by_gateway=ref.by_gateway)
 
     async def _follow_trainer(self) -> None:
         """Read the trainer's counters from its heartbeats: a lost event costs one heartbeat."""

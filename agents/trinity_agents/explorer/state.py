@@ -18,7 +18,7 @@ from pydantic import BaseModel, Field, ValidationError
 
 from trinity_agents.explorer.in_flight import InFlightBatch, InFlightBatches, PendingTask, SubmittedTask
 from trinity_mq.data import TaskStats
-from trinity_mq.dispatch.tickets import Ticket
+from trinity_mq.dispatch.tickets import SubmissionRef, Ticket
 from trinity_mq.runtime.errors import FatalError, RestartMe
 from trinity_mq.runtime.state_formats import refuse_newer
 
@@ -78,6 +78,18 @@ class ExplorerState(BaseModel):
     """No more batches will be opened."""
     finished: bool = False
     """The last evaluation is done."""
+
+    def mark_gateways(self, sessions: str) -> None:
+        """Mark the tasks of the run's gateway in a state that an older release saved: their outcomes go to the stream
+        ``sessions``, which no task of a submitter that was accepted by this release names.
+        """
+        promises = [one for batch in self.following.tickets.values() for one in batch.promises]
+        refs: list[SubmissionRef | None] = [one.submission for one in (*promises, *self.broken)]
+        refs += [one.submission for one in self.pending]
+        refs += [one for ticket in self.tickets.values() for one in ticket.submissions]
+        for ref in refs:
+            if ref is not None and ref.reply_to == sessions:
+                ref.by_gateway = True
 
 
 NEWEST_FORMAT = 1

@@ -15,7 +15,9 @@ from trinity_mq.config import Config
 from trinity_mq.data import Taskset, TasksetMixture, TaskStats, open_taskset
 from trinity_mq.dispatch.pacing import Counters, last_with_room
 from trinity_mq.dispatch.tickets import SubmissionRef, Ticket
+from trinity_mq.gateway.recorded_call import RECORDED_SESSIONS
 from trinity_mq.messages import TaskBody
+from trinity_mq.rewards.outsiders import allowed_task
 
 log = structlog.get_logger(__name__)
 
@@ -162,21 +164,21 @@ class TaskSource:
                 self._pending_since = time.monotonic()
             self._state.pending.append(PendingTask(task=task, submission=ref))
 
-    def completed(self, task: TaskBody, *, exact_runs: bool = False) -> TaskBody:
-        """Return a submitted task, its missing fields filled in from the taskset's section."""
-        defaults = self._config.buffer.training_tasksets[0]
+    def completed(self, task: TaskBody, *, exact_runs: bool = False, by_gateway: bool = False) -> TaskBody:
+        """Return a submitted task, completed from the section of its taskset.
+
+        Args:
+            task: The submitted task.
+            exact_runs: ``repeat_times`` is meant as it is.
+            by_gateway: The run's own gateway submitted it: only then it may consist of recorded sessions.
+
+        Raises:
+            NotAllowed: It names or sets something that ``outsiders`` does not open.
+        """
+        if not (by_gateway and task.workflow == RECORDED_SESSIONS):
+            task = allowed_task(self._config, task)
         grouped = exact_runs or task.is_eval or task.repeat_times > 1
-        return task.model_copy(
-            update={
-                "workflow": task.workflow or defaults.workflow,
-                "workflow_args": task.workflow_args or defaults.workflow_args,
-                "reward_fn": task.reward_fn or defaults.reward_fn,
-                "reward_fn_args": task.reward_fn_args or defaults.reward_fn_args,
-                "format_args": task.format_args or defaults.format.model_dump(),
-                "rollout_args": task.rollout_args or defaults.rollout_args,
-                "repeat_times": task.repeat_times if grouped else self._config.algorithm.repeat_times,
-            }
-        )
+        return task if grouped else task.model_copy(update={"repeat_times": self._config.algorithm.repeat_times})
 
 
 def tasks_left(config: Config, state: ExplorerState, tasks: int) -> int:

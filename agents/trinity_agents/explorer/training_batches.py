@@ -65,7 +65,7 @@ class TrainingBatches:
         """Seconds by open ticket in which all runners had paused its lane."""
         self._pauses: dict[str, int] = {}
         """Pauses of each runner process that the metrics of closed batches include."""
-        self._late = 0
+        self._late = self._refused = 0
         """Number of late results that the metrics of closed batches include."""
         self.empty: EmptyBatchStatus | None = None
         """The last batch without anything to train on, unless one was trained on since; in the heartbeats."""
@@ -254,6 +254,7 @@ class TrainingBatches:
         fresh = ticket.manifest is None
         began = time.monotonic()
         metrics = rollout_metrics(ticket, late=self._dispatcher.late_results - self._late)
+        metrics["rollout/submissions/refused"] = float(self._dispatcher.refused_submissions - self._refused)
         if is_batch and self._config.max_refill:
             metrics["rollout/refilled_groups"] = float(self._state.refilled.get(ticket.ticket, 0))
             metrics["rollout/refill_debt"] = float(self._state.refill_debt)
@@ -264,6 +265,7 @@ class TrainingBatches:
         manifest = ticket.manifest or ticket.make_manifest().model_copy(update={"metrics": metrics})
         if is_batch and fresh:
             self._late = self._dispatcher.late_results
+            self._refused = self._dispatcher.refused_submissions
             # before it is published: its Progress may come while submitters are being answered, or after a crash there
             promises = [
                 SubmittedTask(submission=one, outcome=submission_outcome(ticket, one))

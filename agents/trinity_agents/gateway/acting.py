@@ -15,6 +15,7 @@ import structlog
 
 from trinity_agents.gateway.stream_book import AT, EVENT, ORIGIN, StreamBook
 from trinity_mq.bus import Bus, BusUnavailable, Incoming, MessageTooLarge, StreamCut, Topology
+from trinity_mq.bus.topology import BY_GATEWAY
 from trinity_mq.config import Config
 from trinity_mq.gateway.book import BookUnavailable
 from trinity_mq.gateway.recorded_call import RECORDED_SESSIONS
@@ -32,6 +33,7 @@ from trinity_mq.messages import (
     decode,
     encode,
 )
+from trinity_mq.rewards.outsiders import NotAllowed, allowed_task
 from trinity_mq.runtime.deliveries import dead_letter, envelope
 from trinity_mq.runtime.errors import first_leaf
 from trinity_mq.telemetry.trace_ids import TRACEPARENT
@@ -42,6 +44,8 @@ TICK = 1.0
 """Seconds between two looks at limits of time."""
 MIN_GAP = 0.05
 """Least seconds between two looks: sessions change hundreds of times a second, and each look is at all of them."""
+REPLAYED = ("messages", "tools", "prompt")
+"""Parts of a session's first request that the record of its replay has."""
 AT_ONCE = 64
 """Publishes under way at a time."""
 RESUBMIT_SECONDS = 600.0
@@ -129,7 +133,13 @@ class Acting:
         now = asyncio.get_running_loop().time()
         if now - self._submitted.get(submission, -RESUBMIT_SECONDS) < RESUBMIT_SECONDS:
             return
-        message = TaskSubmission(task=task_of(sessions, self._config), submission_id=submission, exact_runs=True)
+        try:
+            task = task_of(sessions, self._config)
+        except NotAllowed as error:
+            await self._failed(submission, "not-allowed", str(error))
+            self._submitted[submission] = now
+            return
+        message = TaskSubmission(task=task, submission_id=submission, exact_runs=True)
         outside = next((session.traceparent for session in sessions if session.traceparent), "")
         made = envelope(
             message,
@@ -143,15 +153,17 @@ class Acting:
                 raise MessageTooLarge(
                     f"its answers take more than the {limit} bytes of a task (broker.max_message_bytes)"
                 )
-            if not await self._bus.publish(self._topology.exchange("tasks"), "submit", made):
+            if not await self._bus.publish(self._topology.exchange("tasks"), BY_GATEWAY, made):
                 await self._bus.declare(self._topology.submitted)
                 return
         except MessageTooLarge as error:
-            failed = SubmissionOutcome(
-                submission_id=submission, batch="", ticket="", outcome="failed", message=str(error)
-            )
-            await self._book.publish(failed, f"too-large-{submission}")
+            await self._failed(submission, "too-large", str(error))
         self._submitted[submission] = now
+
+    async def _failed(self, submission: str, why: str, reason: str) -> None:
+        """Say on the stream that sessions cannot become a task."""
+        failed = SubmissionOutcome(submission_id=submission, batch="", ticket="", outcome="failed", message=reason)
+        await self._book.publish(failed, f"{why}-{submission}")
 
     async def _carry(self) -> None:
         """Publish the events of sessions again that retention would cut before they are settled."""
@@ -218,7 +230,11 @@ async def _all(work: Iterable[Coroutine[Any, Any, object]]) -> None:
 
 
 def task_of(sessions: Sequence[Session], config: Config) -> TaskBody:
-    """Return the task that some sessions become: their recorded answers, or the replay of the first request."""
+    """Return the task that some sessions become: their recorded answers, or the replay of the first request.
+
+    Raises:
+        NotAllowed: The replay names or sets something that ``outsiders`` does not open.
+    """
     first = sessions[0]
     if first.replay is not None:
         return _replay(first, config)
@@ -246,12 +262,14 @@ def _replay(session: Session, config: Config) -> TaskBody:
     asked = [message for message in request.get("messages") or () if message.get("role") == "user"]
     question = asked[-1].get("content") if asked else request.get("prompt", "")
     task = {} if session.opened is None else session.opened.task
-    return TaskBody(
+    asked_for = {name: request[name] for name in REPLAYED if name in request}
+    body = TaskBody(
         workflow=replay.workflow,
         workflow_args=replay.workflow_args,
-        raw_task={taskset.format.prompt_key: question, **request, **task},
+        raw_task={taskset.format.prompt_key: question, **asked_for, **task},
         repeat_times=replay.runs,
     )
+    return allowed_task(config, body)
 
 
 def _id_of(event: SessionsDecided | SessionEnd) -> str:

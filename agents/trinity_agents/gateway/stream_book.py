@@ -283,9 +283,12 @@ def _decoded(delivery: Delivery) -> Message:
     """
     kinds = KINDS.get(delivery.routing_key, {})
     if (kind := kinds.get(delivery.kind or "")) is not None:
-        return decode(delivery.body, kind, delivery.content_type)
-    message = decode_any(delivery.body, delivery.content_type)
+        message = decode(delivery.body, kind, delivery.content_type)
+    else:
+        message = decode_any(delivery.body, delivery.content_type)
     if message.kind not in kinds:
         wanted = ", ".join(sorted(kinds)) or "nothing"
         raise DecodeError(f"a {message.kind} with the routing key {delivery.routing_key!r}, which takes {wanted}")
+    if delivery.routing_key == OUTSIDE and isinstance(message, SessionEnd) and message.replay is not None:
+        raise DecodeError("a replay by message, which no key allows: ask a gateway's POST /s/<id>/end for it")
     return message

@@ -40,6 +40,9 @@ class BatchPublisher:
         if not manifest.wanted:
             return
         for reply_to, message in await asyncio.to_thread(list, requested_parts(manifest, parts)):
+            if not self._topology.is_reply_queue(reply_to):
+                log.warning("submitter_not_served", batch=manifest.batch, reason="reply_to names no reply queue")
+                continue
             try:
                 if not await self._bus.publish("", reply_to, message):
                     log.info("submitter_gone", reply_to=reply_to)

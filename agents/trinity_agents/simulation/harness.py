@@ -100,6 +100,7 @@ class Simulation:
             "buffer": {"batch_size": 2, "total_steps": self.batches},
             "explorer": {"eval_interval": 2},
             "monitor": {"tensorboard": False},
+            "outsiders": {"workflows": {"none": []}},
         }
 
     def bus(self) -> MemoryBus:
@@ -272,7 +273,7 @@ class Simulation:
         await bus.publish(self.topology.exchange("tasks"), "submit", message)
         await bus.close()
 
-    async def replies(self, name: str = "tmq.sim.replies") -> list[Message]:
+    async def replies(self, name: str = "tmq.sim.replies.submit.test") -> list[Message]:
         """Return the messages that wait in a reply queue."""
         return [decode_any(stored.body, stored.content_type) for stored in self._queue(name)]
 

@@ -73,7 +73,7 @@ func Connect(ctx context.Context, brokerURL, run string, options ...Option) (*Cl
 	client := &Client{
 		run:      run,
 		settings: settings{name: "trinitymq-go", log: func(string) {}},
-		replies:  fmt.Sprintf("tmq.%s.replies.go.%s", run, randomID()),
+		replies:  fmt.Sprintf("tmq.%s.replies.submit.%s", run, randomID()),
 		lost:     make(chan struct{}),
 		calls:    make(map[string]*call),
 	}

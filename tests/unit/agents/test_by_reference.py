@@ -554,13 +554,13 @@ def test_a_batch_counts_what_its_references_carry(disk: Disk) -> None:
 
 def test_submitters_get_the_reference_and_an_hour_to_fetch_what_it_names(disk: Disk) -> None:
     world = make_world(disk)
-    mine = Queue(name="mine", kind="exclusive")
+    mine = Queue(name="amq.gen-mine", kind="exclusive")
 
     async def main() -> None:
         await open_batch(world)
         await world.outside.declare(mine)
         await send(world, disk, "a")
-        await close(world, ("a", 1), wanted=[Wanted(task_id=0, reply_to="mine", correlation_id="c")])
+        await close(world, ("a", 1), wanted=[Wanted(task_id=0, reply_to="amq.gen-mine", correlation_id="c")])
         async with world.living(operator(world)):
             await asyncio.sleep(5)
             assert world.count(QUEUE) is None

@@ -40,6 +40,37 @@ def test_a_class_is_made_with_the_arguments():
     assert parts_of(reward, "abc", None, finished=True) == {"accuracy": 1.0}
 
 
+class Quiet:
+    """It can be made with any argument, and its instances cannot be called."""
+
+    made = 0
+
+    def __init__(self, **args):
+        type(self).made += 1
+
+
+class OtherCall(Quiet):
+    def __call__(self, path):
+        return {}
+
+
+@pytest.mark.parametrize("kind", [Quiet, OtherCall])
+def test_a_class_of_another_kind_is_not_made(kind):
+    """``subprocess.Popen`` runs a command while it is made."""
+    Quiet.made = kind.made = 0
+    with pytest.raises(RewardError, match="cannot be called"):
+        create_reward(kind, {"args": "touch x", "shell": True})
+    assert kind.made == 0
+
+
+def test_a_command_is_no_reward(tmp_path):
+    marker = tmp_path / "ran"
+    for name in ("subprocess.Popen", "logging.FileHandler", "ctypes.CDLL", "threading.Thread"):
+        with pytest.raises(RewardError):
+            create_reward(name, {"args": ["touch", str(marker)], "filename": str(marker)})
+    assert not marker.exists()
+
+
 def test_an_unknown_name_lists_near_misses():
     with pytest.raises(UnknownNameError, match="did you mean 'exact_match'"):
         create_reward("exact_mach", {})

@@ -207,7 +207,7 @@ def test_what_is_given_back_when_a_batch_is_closed() -> None:
 @pytest.mark.parametrize(("outcome", "told"), [("gone", True), ("failed", True), ("trained", False), ("empty", False)])
 def test_a_submitter_hears_when_the_experiences_it_was_promised_will_not_come(outcome: Any, told: bool) -> None:
     desk = Desk()
-    wants = {"reply_to": "tmq.cut.replies", "correlation_id": "c", "want_experiences": True}
+    wants = {"reply_to": "tmq.cut.replies.submit.test", "correlation_id": "c", "want_experiences": True}
     ticket = desk.ticket(2, submissions=[SubmissionRef(submission_id=str(n), task_id=n, **wants) for n in range(2)])
     done(ticket, 0)
     done(ticket, 1)
@@ -215,7 +215,7 @@ def test_a_submitter_hears_when_the_experiences_it_was_promised_will_not_come(ou
 
     async def main() -> None:
         await desk.bus.connect()
-        await desk.bus.declare(*desk.topology.durable, Queue(name="tmq.cut.replies"))
+        await desk.bus.declare(*desk.topology.durable, Queue(name="tmq.cut.replies.submit.test"))
         desk.batches._evaluations = _NoEvaluations()  # type: ignore[assignment]
         await desk.batches.close_complete()
         assert not desk.batches.needs_attention()
@@ -227,7 +227,7 @@ def test_a_submitter_hears_when_the_experiences_it_was_promised_will_not_come(ou
             )
             assert desk.batches.needs_attention() is (told and not answers)
             await desk.batches.close_complete()
-            async with await desk.bus.consume(Queue(name="tmq.cut.replies")) as feed:
+            async with await desk.bus.consume(Queue(name="tmq.cut.replies.submit.test")) as feed:
                 await asyncio.sleep(0.1)
                 while (delivery := feed.get_nowait()) is not None:
                     assert delivery.correlation_id == "c"

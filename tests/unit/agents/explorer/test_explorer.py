@@ -26,7 +26,7 @@ from trinity_mq.telemetry import MetricsWriter
 from trinity_mq.testing.fakes import FakeEngine
 from trinity_mq.testing.virtual_time import run_virtually
 
-REPLIES = Queue(name="tmq.sim.replies")
+REPLIES = Queue(name="tmq.sim.replies.submit.test")
 SHORT = ("explorer.stall_timeout=60", "explorer.batch_timeout=60", "explorer.max_timeout=10")
 
 

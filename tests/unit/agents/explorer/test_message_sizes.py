@@ -16,7 +16,7 @@ from trinity_mq.testing.virtual_time import run_virtually
 
 LIMIT = 65536
 SMALL_MESSAGES = (f"broker.max_message_bytes={LIMIT}", "explorer.max_consecutive_empty=100")
-REPLIES = Queue(name="tmq.sim.replies")
+REPLIES = Queue(name="tmq.sim.replies.submit.test")
 
 
 def test_a_task_larger_than_a_message_fails_with_the_reason_and_the_run_goes_on(
@@ -55,7 +55,7 @@ def test_a_task_larger_than_a_message_fails_with_the_reason_and_the_run_goes_on(
 
 
 def test_a_submission_larger_than_a_slice_is_refused_with_the_reason(tmp_path: Path) -> None:
-    sim = Simulation(tmp_path, SMALL_MESSAGES, batches=2, taskset=False)
+    sim = Simulation(tmp_path, (*SMALL_MESSAGES, "outsiders.format_args=[text]"), batches=2, taskset=False)
     make_bus = sim.bus
 
     def with_a_higher_limit() -> Any:

@@ -18,7 +18,7 @@ from trinity_mq.runtime.deliveries import envelope
 from trinity_mq.testing.virtual_time import run_virtually
 
 MANY = 400
-REPLIES = Queue(name="tmq.sim.replies")
+REPLIES = Queue(name="tmq.sim.replies.submit.test")
 
 
 async def submit_many(sim: Simulation, count: int, **task: Any) -> None:

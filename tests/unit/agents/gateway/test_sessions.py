@@ -12,6 +12,7 @@ import pytest
 from tests.unit.agents.gateway.world import HOUR, DyingBus, Killed, World, config, until
 from trinity_agents.gateway.acting import task_of
 from trinity_mq.bus import Envelope
+from trinity_mq.config.outsiders import OutsidersConfig
 from trinity_mq.gateway.book import BookUnavailable
 from trinity_mq.messages import SessionEnd, SessionReplay, SessionReward
 from trinity_mq.testing.virtual_time import run_virtually
@@ -157,13 +158,17 @@ def test_rewards_come_as_json_from_any_program() -> None:
             await publish({"what": "ever"}, "m5")
             forged = {"kind": "sessions_decided", "sessions": ["a"], "dropped": "discarded"}
             await publish(forged, "m7", "sessions_decided")
+            replay = {"workflow": "async_simple_workflow", "runs": 2}
+            await publish({"session": "a", "replay": replay}, "m8", "session_end")
             await publish({"kind": "session_end", "session": "a"}, "m6")
             await until(book, lambda: state(book, "a") == "trained")
             found = book.ledger.get("a")
             assert found is not None
             assert found.reward == 0.5
-            await until(book, lambda: len(world.dead) == 4)
+            assert found.replay is None, "a rewarder may not replay"
+            await until(book, lambda: len(world.dead) == 5)
         assert sorted(reason[:24] for reason in world.dead) == [
+            "does not decode: a repla",
             "does not decode: a sessi",
             "does not decode: session",
             "does not decode: unknown",
@@ -173,7 +178,7 @@ def test_rewards_come_as_json_from_any_program() -> None:
             await world.session(book, "b")
             await book.say(SessionEnd(session="b", reward=1.0), "end-b")
             await until(book, lambda: state(book, "b") == "trained")
-            assert len(world.dead) == 4, "told once, whoever reads the stream anew"
+            assert len(world.dead) == 5, "told once, whoever reads the stream anew"
 
     run_virtually(story())
 
@@ -238,7 +243,8 @@ def test_answers_do_not_wait_for_a_broker_that_takes_nothing() -> None:
 
 def test_the_task_of_a_replay() -> None:
     async def story() -> None:
-        world = World(config(group_size=None))
+        opened = OutsidersConfig(workflows={"math_workflow": ("x",)})
+        world = World(config(group_size=None).model_copy(update={"outsiders": opened}))
         async with world.running(), world.gateway() as book:
             await world.session(book, "a", task={"answer": "5"})
             found = book.ledger.get("a")
@@ -251,6 +257,42 @@ def test_the_task_of_a_replay() -> None:
             task = task_of([found], world.config)
             assert (task.workflow, task.repeat_times, task.workflow_args) == ("math_workflow", 4, {"x": 1})
             assert task.raw_task == {"question": "2+3?", **asked, "answer": "5"}
+
+    run_virtually(story())
+
+
+def test_a_replay_that_is_not_open_is_dropped_with_its_reason() -> None:
+    """Whoever wrote it to the stream, such as a gateway of another configuration."""
+
+    async def story() -> None:
+        world = World()
+        async with world.running(), world.gateway() as book:
+            await world.session(book, "a")
+            replay = SessionReplay(workflow="program_workflow", runs=2, workflow_args={"command": ["true"]})
+            await book.say(SessionEnd(session="a", replay=replay), "end-a")
+            await until(book, lambda: state(book, "a") == "dropped")
+            found = book.ledger.get("a")
+            assert found is not None
+            assert "outsiders.workflows" in found.why
+            assert world.accepted == {}
+
+    run_virtually(story())
+
+
+def test_the_record_of_a_replay_has_no_other_keys_of_the_request() -> None:
+    async def story() -> None:
+        world = World(config(group_size=None))
+        async with world.running(), world.gateway() as book:
+            await world.session(book, "a", task={"answer": "5"})
+            found = book.ledger.get("a")
+            assert found is not None
+            call = next(iter(found.calls))
+            asked = {"prompt": "2+3?", "question": "other", "env_args": {"path": "/"}, "seed": 1}
+            found.calls[call] = found.calls[call].model_copy(update={"request": asked})
+            await book.say(SessionEnd(session="a", replay=SessionReplay(workflow="async_simple_workflow", runs=2)), "e")
+            task = task_of([found], world.config)
+            assert task.raw_task == {"question": "2+3?", "prompt": "2+3?", "answer": "5"}
+            assert task.record_args == []
 
     run_virtually(story())
 

@@ -243,18 +243,18 @@ def test_submitters_get_the_parts_they_wanted() -> None:
         await open_batch(world)
         from trinity_mq.bus.topology import Queue
 
-        await world.outside.declare(Queue(name="mine", kind="exclusive"))
+        await world.outside.declare(Queue(name="amq.gen-mine", kind="exclusive"))
         for part in range(2):
             await send(world, "a", part, run=part)
         await send(world, "b", 0, run=5)
         wanted = [
-            Wanted(task_id=0, reply_to="mine", correlation_id="c7"),
-            Wanted(task_id=1, reply_to="nobody", correlation_id="c8"),
+            Wanted(task_id=0, reply_to="amq.gen-mine", correlation_id="c7"),
+            Wanted(task_id=1, reply_to="amq.gen-nobody", correlation_id="c8"),
         ]
         await close(world, manifest(("a", 2), ("b", 1), wanted=wanted))
         async with world.living(make(world)):
             await asyncio.sleep(3)
-        feed = await world.outside.consume(Queue(name="mine", kind="exclusive"))
+        feed = await world.outside.consume(Queue(name="amq.gen-mine", kind="exclusive"))
         got = [feed.get_nowait() for _ in range(2)]
         assert feed.get_nowait() is None
         assert [each.correlation_id for each in got] == ["c7", "c7"]
@@ -273,7 +273,10 @@ def test_a_part_too_large_to_pass_on_costs_its_submitter_only() -> None:
         world.outside.max_message_bytes = 1 << 20  # somebody with a higher limit
         body = Experience.serialize_many([experience(run=run, length=4000) for run in range(4)])
         await send(world, "a", 0, body=body)
-        await close(world, manifest(("a", 1), wanted=[Wanted(task_id=0, reply_to=world.topology.dead.name)]))
+        from trinity_mq.bus.topology import Queue
+
+        await world.outside.declare(Queue(name="amq.gen-mine", kind="exclusive"))
+        await close(world, manifest(("a", 1), wanted=[Wanted(task_id=0, reply_to="amq.gen-mine")]))
         operator = make(world)
         async with world.living(operator):
             await asyncio.sleep(3)

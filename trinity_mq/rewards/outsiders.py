@@ -1,0 +1,117 @@
+"""Decides what a task from outside may name and set. Pure functions of the configuration and the task."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from trinity_mq.config import Config, TasksetConfig
+from trinity_mq.messages import SessionReplay, TaskBody
+
+
+class NotAllowed(ValueError):
+    """A task from outside names or sets something that the configuration does not open; the text says which setting
+    opens it.
+    """
+
+
+def allowed_task(config: Config, task: TaskBody) -> TaskBody:
+    """Return a task from outside with all that it may not set taken from the configuration.
+
+    Nothing is imported: names are compared as text.
+
+    Raises:
+        NotAllowed: The task names or sets something that is not open.
+    """
+    outsiders, taskset = config.outsiders, _taskset(config, task)
+    workflow, reward = task.workflow or taskset.workflow, task.reward_fn or taskset.reward_fn
+    _check_name("workflow", workflow, {*outsiders.workflows, *(one.workflow for one in _tasksets(config))})
+    if reward != taskset.reward_fn:
+        _check_name("reward_fn", reward, {*outsiders.rewards, *(one.reward_fn for one in _tasksets(config))} - {""})
+    if task.repeat_times > outsiders.max_runs:
+        raise NotAllowed(
+            f"repeat_times is {task.repeat_times}, wanted at most outsiders.max_runs, {outsiders.max_runs}"
+        )
+    rewarding = next((one for one in (taskset, *_tasksets(config)) if one.reward_fn == reward), None)
+    return task.model_copy(
+        update={
+            "workflow": workflow,
+            "workflow_args": _arguments(
+                "workflow_args",
+                task.workflow_args,
+                taskset.workflow_args if taskset.workflow == workflow else {},
+                outsiders.workflows.get(workflow, ()),
+                f"outsiders.workflows: {{{workflow}: [...]}}",
+            ),
+            "reward_fn": reward or None,
+            "reward_fn_args": _arguments(
+                "reward_fn_args",
+                task.reward_fn_args,
+                {} if rewarding is None else rewarding.reward_fn_args,
+                outsiders.rewards.get(reward, ()),
+                f"outsiders.rewards: {{{reward or 'NAME'}: [...]}}",
+            ),
+            "rollout_args": _arguments(
+                "rollout_args",
+                task.rollout_args,
+                taskset.rollout_args,
+                outsiders.rollout_args,
+                "outsiders.rollout_args",
+            ),
+            "format_args": _arguments(
+                "format_args",
+                task.format_args,
+                taskset.format.model_dump(),
+                outsiders.format_args,
+                "outsiders.format_args",
+            ),
+            "record_args": list(outsiders.record_args),
+            "index": {},  # the place of a record in a taskset, which is also a name of metrics
+        }
+    )
+
+
+def replay_refusal(config: Config, replay: SessionReplay) -> str | None:
+    """Return the reason why a session may not be replayed so; None: it may."""
+    body = TaskBody(workflow=replay.workflow, workflow_args=replay.workflow_args, repeat_times=replay.runs)
+    try:
+        allowed_task(config, body)
+    except NotAllowed as error:
+        return str(error)
+    return None
+
+
+def _tasksets(config: Config) -> tuple[TasksetConfig, ...]:
+    return (*config.buffer.training_tasksets, *config.buffer.eval_tasksets)
+
+
+def _taskset(config: Config, task: TaskBody) -> TasksetConfig:
+    """Return the taskset whose settings complete a task: the first with its workflow and its reward function, else the
+    first with its workflow, else the first of all.
+    """
+    first, *_ = tasksets = _tasksets(config)
+    workflow = task.workflow or first.workflow
+    running = [one for one in tasksets if one.workflow == workflow]
+    return next((one for one in running if task.reward_fn in {None, "", one.reward_fn}), (*running, first)[0])
+
+
+def _check_name(field: str, name: str, allowed: Collection[str]) -> None:
+    if name not in allowed:
+        setting = "outsiders.workflows" if field == "workflow" else "outsiders.rewards"
+        raise NotAllowed(
+            f"{field} {name!r:.120} may not be named from outside; allowed: {', '.join(sorted(allowed)) or 'none'}. "
+            f"Name one of these, or list it under {setting} in the configuration of the run"
+        )
+
+
+def _arguments(
+    field: str, given: Mapping[str, Any], own: Mapping[str, Any], open_keys: Collection[str], setting: str
+) -> dict[str, Any]:
+    """Return the arguments that apply: those of the configuration, and over them the open ones that were given."""
+    closed = [key for key, value in given.items() if key not in open_keys and not (key in own and own[key] == value)]
+    if closed:
+        raise NotAllowed(
+            f"{field}.{closed[0]!r:.120} may not be set from outside: leave it out, or open this key with {setting} in "
+            "the configuration of the run"
+        )
+    return {**own, **{key: value for key, value in given.items() if key in open_keys}}
