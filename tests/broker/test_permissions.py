@@ -17,10 +17,11 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from tests.security_tables import rows
 from trinity_mq.bus.base import Bus, BusRefused, Envelope, QueueGone
-from trinity_mq.bus.permissions import Permissions, permissions, rabbitmqctl_lines
+from trinity_mq.bus.permissions import ROLES, Permissions, Role, permissions, rabbitmqctl_lines
 from trinity_mq.bus.rabbit.bus import RabbitBus
-from trinity_mq.bus.topology import Topology
+from trinity_mq.bus.topology import BY_GATEWAY, SUBMIT, Queue, Topology
 from trinity_mq.config.bus import BrokerConfig
 from trinity_mq.local_broker.node import PrivateNode, find_rabbitmq
 from trinity_mq.reviews.stream import ReviewStream
@@ -221,6 +222,68 @@ async def test_a_reader_reads_and_nothing_else(node: PrivateNode, others: Bus, t
         await bus.close()
     with pytest.raises(QueueGone):
         await others.consume(topology.batch_queue(9, "g" * 32))
+
+
+Operation = Callable[[Bus, Topology], Awaitable[object]]
+
+
+def publishing(exchange: str, key: str) -> Operation:
+    return lambda bus, run: bus.publish(run.exchange(exchange), key, note("x"))
+
+
+def reading(queue: Callable[[Topology], Queue], offset: int | None = None) -> Operation:
+    return lambda bus, run: bus.consume(replace(queue(run), redeclare=False), offset=offset)
+
+
+TABLE: dict[str, Operation] = {
+    "submit a task": publishing("tasks", SUBMIT),
+    "submit recorded sessions, as a gateway": publishing("tasks", BY_GATEWAY),
+    "receive outcomes in a reply queue": lambda bus, run: bus.declare(run.listener("submit", "1", "replies")),
+    "publish into a queue by its name": lambda bus, run: bus.publish("", run.closed.name, note("x")),
+    "hand a slice to runners": publishing("tasks", "train.1"),
+    "take submitted tasks": reading(lambda run: run.submitted),
+    "reward or end a session": publishing("sessions", "session"),
+    "write a session's answers, as a gateway": publishing("sessions", "event"),
+    "read sessions": reading(lambda run: run.sessions, 0),
+    "give a verdict": publishing("review", "verdict"),
+    "ask for a review": publishing("review", "request"),
+    "read reviews": reading(lambda run: run.review, 0),
+    "read processed batches": reading(lambda run: run.ready, 0),
+    "publish a processed batch": publishing("ready", "17"),
+    "read dead letters": reading(lambda run: run.dead),
+    "read heartbeats": lambda bus, run: bus.declare(run.listener("look", "1", "telemetry", "beat.#")),
+    "restart an agent": publishing("control", "restart.runner-0"),
+    "delete a queue": lambda bus, run: bus.delete(run.tasks_eval.name),
+}
+"""The operations of the table in docs/security.md."""
+
+
+def test_the_table_of_users_has_each_role_and_operation() -> None:
+    columns, *lines = rows("Users of the broker")
+    assert columns == ["operation", *ROLES]
+    assert [line[0] for line in lines] == list(TABLE)
+
+
+@pytest.mark.parametrize("role", ROLES)
+async def test_each_user_may_do_what_the_table_says(
+    node: PrivateNode, others: Bus, topology: Topology, role: Role
+) -> None:
+    await others.declare(topology.sessions, topology.review)
+    columns, *lines = rows("Users of the broker")
+    written = {line[0]: line[columns.index(role)] for line in lines}
+    url = await user(node, f"{topology.run}-{role}", permissions(topology.run, role))
+    tried = {}
+    for name, operation in TABLE.items():
+        bus = await bus_of(url, topology)
+        try:
+            async with asyncio.timeout(10):
+                await operation(bus, topology)
+            tried[name] = "yes"
+        except BusRefused:
+            tried[name] = "no"
+        finally:
+            await bus.close()
+    assert tried == written
 
 
 async def command(*words: str, url: str) -> str:

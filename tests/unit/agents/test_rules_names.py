@@ -51,7 +51,7 @@ def test_where_each_queue_is_bound() -> None:
         for queue in (*TOPOLOGY.durable, TOPOLOGY.batch_queue(17, "0f3e"))
     }
     assert bound == {
-        "submitted": [("tasks", "submit")],
+        "submitted": [("tasks", "submit"), ("tasks", "session")],
         "tasks.train": [("tasks", "train.#")],
         "tasks.eval": [("tasks", "eval.#")],
         "closed": [("batches", "closed")],

@@ -265,6 +265,27 @@ def test_submitters_get_the_parts_they_wanted() -> None:
     assert [decided.state for decided in ready(world)] == ["ready"]
 
 
+def test_parts_go_to_no_other_queue_than_a_reply_queue() -> None:
+    world = make_world()
+    others = [world.topology.dead.name, world.topology.closed.name, world.topology.ready.name, "tmq.other.dead"]
+
+    async def main() -> None:
+        from trinity_mq.bus.topology import Queue
+
+        await open_batch(world)
+        await world.outside.declare(Queue(name=others[-1]))
+        await send(world, "a", 0, run=0)
+        wanted = [Wanted(task_id=0, reply_to=name, correlation_id="c") for name in others]
+        await close(world, manifest(("a", 1), wanted=wanted))
+        async with world.living(make(world)):
+            await asyncio.sleep(3)
+        assert await world.outside.depth(world.topology.dead.name) == 0
+        assert await world.outside.depth(others[-1]) == 0
+
+    run_virtually(main())
+    assert [decided.state for decided in ready(world)] == ["ready"]
+
+
 def test_a_part_too_large_to_pass_on_costs_its_submitter_only() -> None:
     world = make_world("broker.max_message_bytes=65536")
 
