@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Self
 
+from trinity_mq.bus.properties import publishable, short_property
 from trinity_mq.bus.topology import Queue, Topology
 from trinity_mq.telemetry.trace import record
 
@@ -99,6 +100,8 @@ class Incoming:
     """``x-delivery-count``: how often it was delivered before and came back. A suspicion, not a verdict."""
     offset: int | None = None
     """Position on a stream, None on other queues."""
+    unreadable: str | None = None
+    """What cannot be read in its properties, None where all can: such a message is set aside."""
 
     @property
     def kind(self) -> str | None:
@@ -318,6 +321,7 @@ class Bus(ABC):
 
         Raises:
             MessageTooLarge: The body is over ``max_message_bytes``.
+            PropertyError: A header that AMQP cannot carry.
             ValueError: The exchange is not one of the run's.
             BusUnavailable: Not confirmed in time.
         """
@@ -329,11 +333,12 @@ class Bus(ABC):
             )
         if exchange and exchange not in self._exchanges:
             raise ValueError(f"exchange {exchange!r} is none of this run's: {', '.join(sorted(self._exchanges))}")
+        message = publishable(envelope.of_run(self.run_id))
         seconds = self._config.publish_timeout if timeout is None else timeout
         started = time.monotonic()
         try:
             async with asyncio.timeout(seconds):
-                taken = await self._publish(exchange, routing_key, envelope.of_run(self.run_id))
+                taken = await self._publish(exchange, short_property(routing_key), message)
         except TimeoutError:
             raise BusUnavailable(f"{what} was not confirmed in {seconds:g} s: {self.trouble or 'no reply'}") from None
         if isinstance(batch := envelope.headers.get("batch"), int | str):

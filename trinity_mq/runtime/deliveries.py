@@ -16,6 +16,7 @@ import structlog
 
 from trinity_mq.bus import Bus, BusError, Delivery, Envelope, Incoming, StaleDelivery, Topology
 from trinity_mq.bus.base import HeaderValue
+from trinity_mq.bus.properties import clamped, header_text, outside_headers, said_left_out
 from trinity_mq.messages import CONTENT_TYPE, DecodeError, Mark, Message, NewerBodyError, decode, decode_any, encode
 from trinity_mq.telemetry.trace import parent_header
 
@@ -94,9 +95,10 @@ async def dead_letter(
         with contextlib.suppress(StaleDelivery):  # stale: the broker redelivers it, and it is handled then
             await incoming.reject()
         return
+    _, left_out = outside_headers(incoming.headers)
     headers: dict[str, HeaderValue] = {
         **past.headers,
-        "dead-reason": reason[:1000],
+        "dead-reason": header_text(reason, 1000) + said_left_out(left_out),
         "dead-queue": incoming.queue,
         "dead-by": by,
         "dead-deliveries": past.count,
@@ -109,14 +111,10 @@ async def dead_letter(
 
 def _copy(incoming: Incoming, message_id: str, headers: dict[str, HeaderValue]) -> Envelope:
     """Return the message to publish again, with these headers beside its own."""
-    kept = {
-        key: value
-        for key, value in incoming.headers.items()
-        if isinstance(value, str | int | float | bool) and not key.startswith("x-")
-    }
+    kept, _ = outside_headers(incoming.headers)
     return Envelope(
         body=incoming.body,
-        kind=incoming.kind or "unknown",
+        kind=str(kept.get("kind") or "unknown"),
         message_id=message_id,
         content_type=incoming.content_type or "application/octet-stream",
         headers={**kept, **headers},
@@ -217,15 +215,16 @@ class PastDeliveries:
         """Return what the headers and the broker's count say."""
 
         def number(name: str) -> int:
-            value = incoming.headers.get(name)
-            return value if isinstance(value, int) and value > 0 else 0
+            return clamped(incoming.headers.get(name))
 
         failures = incoming.headers.get(FAILURES)
         return cls(
             given_back=number(GIVEN_BACK),
             failed=number(FAILED),
             returned=number(RETURNED) + incoming.deliveries_before,
-            failures=tuple(failures.split("\n")) if isinstance(failures, str) else (),
+            failures=tuple(line[:MAX_FAILURE] for line in failures.split("\n")[-MAX_FAILURES:])
+            if isinstance(failures, str)
+            else (),
             put_back=number(PUT_BACK),
         )
 

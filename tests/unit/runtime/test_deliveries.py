@@ -208,3 +208,18 @@ def test_crash_notes_that_cannot_be_written_stop_no_work(tmp_path: Path) -> None
     with capture_logs() as logs, CrashNotes(tmp_path / "missing" / "notes").at_work("a"):
         pass
     assert {each["event"] for each in logs} == {"crash_notes_not_written"}
+
+
+async def test_a_dead_letter_leaves_out_the_headers_that_cannot_travel_and_says_so(bus: MemoryBus) -> None:
+    delivery = await received(bus)
+    delivery.headers = {"kind": "k" * 60_000, "good": 1e308, "big": 2**64, "list": [1], "given-back": 2**63 - 1}
+    delivery.message_id = "a" * 255
+    for _ in range(2):
+        await dead_letter(bus, TOPOLOGY, delivery, "why \ud800", "me")
+    copy, repeat = await dead(bus)
+    assert copy.headers["dead-reason"] == "why \\ud800; headers left out: kind, big, list"
+    assert (copy.headers["good"], copy.headers["given-back"]) == (1e308, 2**31 - 1)
+    assert not {"big", "list"} & set(copy.headers)
+    assert copy.kind == "unknown"
+    assert copy.message_id == repeat.message_id
+    assert len(copy.message_id or "") <= 255

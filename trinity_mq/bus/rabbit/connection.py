@@ -13,7 +13,7 @@ from urllib.parse import unquote, urlsplit
 
 from aiormq.abc import AbstractConnection
 from aiormq.channel import Channel
-from aiormq.connection import Connection, TransportFactory
+from aiormq.connection import Connection, FrameReceiver, TransportFactory
 from aiormq.exceptions import (
     AMQPConnectionError,
     AMQPError,
@@ -31,6 +31,7 @@ from yarl import URL
 
 from trinity_mq.bus.addresses import address, in_turn
 from trinity_mq.bus.base import BusRefused, QueueGone
+from trinity_mq.bus.rabbit.content_headers import TolerantReceiver
 from trinity_mq.bus.tls import answers_with_tls, tls_context, tls_problem
 
 if TYPE_CHECKING:
@@ -157,9 +158,14 @@ class _BufferedConnection(Connection):
     """AMQP connection with room for the frames of many publishes.
 
     A publish that finds no room holds the channel's lock while it waits, which makes the others go out one by one.
+    It reads messages with properties that the client cannot decode.
     """
 
     FRAME_BUFFER_SIZE = 1024
+
+    async def _Connection__reader(self, receiver: FrameReceiver) -> None:  # noqa: N802  # the client's private reader
+        client: Any = super()
+        await client._Connection__reader(TolerantReceiver(receiver.reader))  # noqa: SLF001
 
 
 class BrokerConnection:

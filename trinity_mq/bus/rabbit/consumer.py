@@ -15,6 +15,7 @@ from aiormq.exceptions import ChannelPreconditionFailed
 
 from trinity_mq.bus.base import Answer, BusRefused, Delivery, QueueGone, StaleDelivery, StreamCut
 from trinity_mq.bus.buffered_consumer import BufferedConsumer
+from trinity_mq.bus.properties import clamped
 from trinity_mq.bus.rabbit.connection import (
     CLOSE_TIMEOUT,
     BrokerConnectError,
@@ -159,7 +160,7 @@ class RabbitConsumer(BufferedConsumer[_Arrived]):
         if channel is not self._channel or self.over:
             return
         offset = (message.header.properties.headers or {}).get("x-stream-offset") if self._stream else None
-        if not isinstance(offset, int):
+        if type(offset) is not int:
             self._put(_Arrived(channel, message, None, self._unanswered))
             return
         if self._next is None:
@@ -243,7 +244,6 @@ class RabbitDelivery(Delivery):
         message = arrived.message
         properties = message.header.properties
         headers = properties.headers or {}
-        returns = headers.get("x-delivery-count")
         super().__init__(
             body=message.body,
             exchange=message.exchange or "",
@@ -254,8 +254,9 @@ class RabbitDelivery(Delivery):
             headers=headers,
             correlation_id=properties.correlation_id,
             reply_to=properties.reply_to,
-            deliveries_before=returns if isinstance(returns, int) else 0,
+            deliveries_before=clamped(headers.get("x-delivery-count")),
             offset=arrived.offset,
+            unreadable=getattr(message.header, "unreadable", None),
         )
         self._channel, self._tag, self._settled = arrived.channel, message.delivery_tag or 0, arrived.settled
 

@@ -11,6 +11,7 @@ from aiormq.exceptions import ChannelAccessRefused, DeliveryError, PublishError
 
 from trinity_mq.bus.base import CLOSED, BusUnavailable, Envelope
 from trinity_mq.bus.rabbit.connection import BrokerConnectError, BrokerConnection, amqp_errors
+from trinity_mq.bus.rabbit.content_headers import Properties
 from trinity_mq.bus.retry import retrying
 
 PERSISTENT = 2
@@ -171,7 +172,7 @@ def _is_of(refusal: str, exchange: str, routing_key: str) -> bool:
 
 
 def _properties(envelope: Envelope) -> spec.Basic.Properties:
-    return spec.Basic.Properties(
+    return Properties(
         content_type=envelope.content_type,
         headers={**envelope.headers, "kind": envelope.kind},
         delivery_mode=PERSISTENT,

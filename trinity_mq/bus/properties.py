@@ -1,0 +1,124 @@
+"""Rules for the properties and headers of every message that is published: lengths, types, ranges."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, TypeGuard
+
+if TYPE_CHECKING:
+    from trinity_mq.bus.base import Envelope, HeaderValue
+
+MAX_PROPERTY = 255
+"""Bytes of UTF-8 in a property or routing key: AMQP's short strings."""
+MAX_HEADER_NAME = 128
+"""Bytes of UTF-8 in the name of a header: AMQP's field names."""
+MAX_HEADERS = 96 * 1024
+"""Bytes of all headers of a message: they must fit in one frame, and a broker's frames have 128 KiB."""
+MAX_OUTSIDE_HEADERS = 32 * 1024
+"""Bytes of the headers of an outsider that travel on with a copy of its message; ours are added to them."""
+KEPT_OF_ID = 160
+"""Bytes that a property keeps of its beginning when it is too long; the SHA-256 of the whole follows."""
+MAX_INT = 2**63 - 1
+FIXED_BYTES = 16
+"""Bytes that a header takes besides its name and text, at most."""
+
+
+class PropertyError(ValueError):
+    """A header that AMQP cannot carry, set by this project's own code."""
+
+
+def publishable(envelope: Envelope) -> Envelope:
+    """Return the message with properties that AMQP can carry; an id that is too long is shortened.
+
+    Raises:
+        PropertyError: A header has a name, a type or a value that cannot travel, or they are too long together.
+    """
+    headers = {**envelope.headers, "kind": envelope.kind}
+    for name, value in headers.items():
+        if (problem := _problem(name, value)) is not None:
+            raise PropertyError(f"{_text(envelope.kind)[:80]}: header {_text(name)[:80]!r} {problem}")
+    if (size := sum(_size(name, value) for name, value in headers.items())) > MAX_HEADERS:
+        raise PropertyError(f"{_text(envelope.kind)[:80]}: headers of {size} bytes, wanted at most {MAX_HEADERS}")
+    return replace(
+        envelope,
+        message_id=short_property(envelope.message_id),
+        content_type=short_property(envelope.content_type),
+        correlation_id=envelope.correlation_id and short_property(envelope.correlation_id),
+        reply_to=envelope.reply_to and short_property(envelope.reply_to),
+    )
+
+
+def short_property(text: str) -> str:
+    """Return ``text`` where it fits in a property, else its beginning and its SHA-256, which is the same each time."""
+    data = text.encode("utf-8", "backslashreplace")
+    if len(data) <= MAX_PROPERTY:
+        return data.decode()
+    return f"{data[:KEPT_OF_ID].decode('utf-8', 'ignore')}-{hashlib.sha256(data).hexdigest()}"
+
+
+def header_text(text: str, limit: int) -> str:
+    """Return the first ``limit`` characters of ``text`` with what UTF-8 cannot hold written out."""
+    return _text(text[:limit])[:limit]
+
+
+def outside_headers(headers: Mapping[str, object]) -> tuple[dict[str, HeaderValue], tuple[str, ...]]:
+    """Return those of an outsider's headers that can be published again, and the names of the others.
+
+    The broker's own headers (``x-...``) are in neither.
+    """
+    kept: dict[str, HeaderValue] = {}
+    left_out: list[str] = []
+    room = MAX_OUTSIDE_HEADERS
+    for name, value in headers.items():
+        if name.startswith("x-"):
+            continue
+        if not _is_header_value(value) or _problem(name, value) is not None or _size(name, value) > room:
+            left_out.append(name)
+        else:
+            kept[name] = value
+            room -= _size(name, value)
+    return kept, tuple(left_out)
+
+
+def said_left_out(names: Iterable[str]) -> str:
+    """Return the words that say which headers were left out, empty for none."""
+    names = list(names)
+    if not names:
+        return ""
+    shown = ", ".join(header_text(name, 40) for name in names[:5])
+    return f"; headers left out: {shown}" + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def clamped(value: object, most: int = 2**31 - 1) -> int:
+    """Return a counter from a header: 0 for what is no number, at most ``most``."""
+    return min(value, most) if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 0
+
+
+def _problem(name: str, value: object) -> str | None:
+    """Return why a header cannot travel, None where it can."""
+    try:
+        if len(name.encode()) > MAX_HEADER_NAME:
+            return f"has a name of {len(name.encode())} bytes, wanted at most {MAX_HEADER_NAME}"
+        if isinstance(value, str):
+            value.encode()
+    except UnicodeEncodeError:
+        return "has text that UTF-8 cannot hold"
+    if not _is_header_value(value):
+        return f"is a {type(value).__name__}, wanted text, a number or a truth value"
+    if isinstance(value, int) and not -MAX_INT <= value <= MAX_INT:
+        return f"is an integer of {value.bit_length()} bits, wanted one that 64 bits hold"
+    return None
+
+
+def _is_header_value(value: object) -> TypeGuard[HeaderValue]:
+    return isinstance(value, str | int | float | bool)
+
+
+def _size(name: str, value: HeaderValue) -> int:
+    return FIXED_BYTES + len(name.encode()) + (len(value.encode()) if isinstance(value, str) else 0)
+
+
+def _text(text: str) -> str:
+    return text.encode("utf-8", "backslashreplace").decode()
