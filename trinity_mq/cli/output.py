@@ -7,7 +7,7 @@ import functools
 import sys
 import traceback
 import unicodedata
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -53,6 +53,10 @@ class Guarded:
         """Write a text."""
         self.unguarded.write(visible(text))
         return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        """Write several texts."""
+        self.write("".join(lines))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.unguarded, name)

@@ -116,7 +116,7 @@ class LiveDisplay:
 
     def show(self, view: RunView, news: list[str], now: float) -> None:
         for text in news:
-            self._console.print(text, markup=False, highlight=False)
+            self._console.print(one_line(text), highlight=False)
         self._live.update(picture(view, now), refresh=True)
 
     def close(self) -> None:
