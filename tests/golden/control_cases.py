@@ -418,6 +418,15 @@ CASES: dict[tuple[str, int], dict[str, dict[str, Any]]] = {
             "foreign": 3,
             "detail": {"run_id": "c5f2f0d95c6f4a4c9a8de2c1a5a0f3b7", "ready_offset": 41, "left_over": 40},
         },
+        "explorer_dropped_dead": {
+            "role": "explorer",
+            "id": "explorer-0",
+            "seq": 9,
+            "incarnation": "b7e1",
+            "lease": 10.0,
+            "state": "working",
+            "detail": {"dropped_dead": 3},
+        },
         "explorer_lost_slices": {
             "role": "explorer",
             "id": "explorer-0",

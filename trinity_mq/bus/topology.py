@@ -47,6 +47,10 @@ OTHERS_REPLIES = ("reward", "review")
 RUN_NAME = re.compile(r"[a-z0-9-]{1,40}")
 
 QueueKind = Literal["quorum", "stream", "exclusive"]
+Overflow = Literal["reject-publish", "drop-head"]
+
+DROPPED = "dropped.dead"
+"""Routing key, on the exchange ``control``, of dead letters that the broker drops since ``dead`` is full."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +71,12 @@ class Queue:
     dead_letter_exchange: str | None = None
     single_active_consumer: bool = False
     expires_ms: int | None = None
+    dead_letter_routing_key: str | None = None
+    """Routing key of messages that the broker moves to the dead letter exchange; None: their own."""
     max_length_bytes: int | None = None
-    """Retention of a stream."""
+    """Retention of a stream; bound of a work queue."""
+    overflow: Overflow | None = None
+    """What the broker does with a message for a full work queue: refuse it, or drop the oldest one."""
     consumer_timeout: float | None = None
     """Seconds for which a consumer may hold a message, from RabbitMQ 3.12 on; None: the broker's own."""
     redeclare: bool = True
@@ -93,7 +101,9 @@ class Queue:
             "x-dead-letter-exchange": self.dead_letter_exchange,
             "x-single-active-consumer": self.single_active_consumer or None,
             "x-expires": self.expires_ms,
+            "x-dead-letter-routing-key": self.dead_letter_routing_key,
             "x-max-length-bytes": self.max_length_bytes,
+            "x-overflow": self.overflow,
             "x-consumer-timeout": None if self.consumer_timeout is None else round(self.consumer_timeout * 1000),
         }
         return {name: value for name, value in found.items() if value is not None}
@@ -127,6 +137,8 @@ class Topology:
     """Seconds for which agents may hold messages of work queues and batch queues."""
     reply_queues: tuple[str, ...] = ()
     """Further prefixes of queues to which submitters may have their outcomes sent."""
+    submitted_max_bytes: int = 1024**3
+    dead_max_bytes: int = 512 * 1024**2
     prefix: str = field(init=False)
 
     def __post_init__(self) -> None:
@@ -150,6 +162,8 @@ class Topology:
             broker.results_max_bytes,
             broker.sessions_max_bytes,
             broker.consumer_timeout,
+            submitted_max_bytes=broker.submitted_max_bytes,
+            dead_max_bytes=broker.dead_max_bytes,
         )
 
     def exchange(self, name: str) -> str:
@@ -171,8 +185,9 @@ class Topology:
 
     @property
     def submitted(self) -> Queue:
-        """Tasks from outside."""
-        return self._work("submitted", "tasks", SUBMIT, BY_GATEWAY)
+        """Tasks from outside. A full queue takes no more: the submitter's publish is not confirmed."""
+        queue = self._work("submitted", "tasks", SUBMIT, BY_GATEWAY)
+        return replace(queue, max_length_bytes=self.submitted_max_bytes, overflow="reject-publish")
 
     @property
     def tasks_train(self) -> Queue:
@@ -228,8 +243,17 @@ class Topology:
 
     @property
     def dead(self) -> Queue:
-        """Dead letters: rejected and abandoned messages with the reason."""
-        return Queue(name=self.prefix + "dead", bindings=(Binding(self.exchange("dead"), "#"),))
+        """Dead letters: rejected and abandoned messages with the reason. A full queue drops the oldest ones, which the
+        explorer counts.
+        """
+        return Queue(
+            name=self.prefix + "dead",
+            bindings=(Binding(self.exchange("dead"), "#"),),
+            max_length_bytes=self.dead_max_bytes,
+            overflow="drop-head",
+            dead_letter_exchange=self.exchange("control"),
+            dead_letter_routing_key=DROPPED,
+        )
 
     @property
     def durable(self) -> tuple[Queue, ...]:

@@ -90,6 +90,12 @@ class BrokerConfig(Section):
     sessions_max_bytes: int = Field(default=2 * 1024**3, ge=256 * 1024**2)
     """Most bytes kept of the stream of sessions, which a gateway declares. The broker cuts 64 MiB at a time; what is
     not settled is published again once it lies a quarter of this back."""
+    submitted_max_bytes: int = Field(default=1024**3, ge=64 * 1024**2)
+    """Most bytes of submitted tasks that wait in the queue ``submitted``. The broker refuses further ones, and their
+    submitter tries again. A queue keeps the bound that it was made with."""
+    dead_max_bytes: int = Field(default=512 * 1024**2, ge=64 * 1024**2)
+    """Most bytes of dead letters in the queue ``dead``. The broker drops the oldest ones beyond that; `trinity-mq why`
+    says how many. A queue keeps the bound that it was made with."""
     delivery_limit: int = Field(default=5, ge=1)
     """Deliveries after which a slice is poisoned or a batch failed, if one was seen to fail. What was given back in
     good order does not count."""

@@ -326,6 +326,8 @@ def _heard(facts: Facts) -> tuple[str, ...]:
     depths = {name: depth for name, depth in facts.observation.depths.items() if depth}
     if depths:
         lines.append("queues: " + ", ".join(f"{name} {depth}" for name, depth in depths.items()))
+    if facts.explorer and (dropped := facts.explorer[1].dropped_dead):
+        lines.append(f"{counted(dropped, 'dead letter was', 'dead letters were')} dropped: their queue is full")
     for role, count in facts.observation.expected.items():
         living = len(facts.of_role(role))
         if living < count:

@@ -125,6 +125,8 @@ class ExplorerStatus(SchedulerStatus):
     """The most frequent kinds of failures of slices, at most 4."""
     empty: EmptyBatchStatus | None = None
     """The last batch that had nothing to train on; null where none had, or the trainer has trained on one since."""
+    dropped_dead: int = 0
+    """Dead letters that the broker dropped because the queue ``dead`` was full, over the whole run."""
     resent: int = 0
     """Slices sent again since the explorer's process started: no queue held them, and no runner had them."""
     lost: str = ""

@@ -16,7 +16,7 @@ from trinity_agents.explorer.state import ExplorerState, StateFile
 from trinity_agents.explorer.task_source import TaskReader, TaskSource
 from trinity_agents.explorer.training_batches import NO_TASKS, TrainingBatches
 from trinity_mq.bus import Delivery
-from trinity_mq.bus.topology import BY_GATEWAY
+from trinity_mq.bus.topology import BY_GATEWAY, DROPPED
 from trinity_mq.dispatch.dispatcher import NO_REPLY_QUEUE, Dispatcher
 from trinity_mq.dispatch.tickets import SubmissionRef, Ticket
 from trinity_mq.messages import (
@@ -154,6 +154,7 @@ class ExplorerLoop:
             ended=self.state.ended,
             finished=self.state.finished,
             failures=self.dispatcher.failures.listed(),
+            dropped_dead=self.state.dropped_dead,
             resent=self.dispatcher.losses.resent,
             lost=self.dispatcher.losses.last,
             empty=self.batches.empty,
@@ -174,6 +175,7 @@ class ExplorerLoop:
             self._submissions(),
             self._follow_trainer(),
             self._compare_state(),
+            self._count_dropped(),
         ]
 
     async def run(self) -> None:
@@ -307,6 +309,18 @@ class ExplorerLoop:
             await bus.wait_usable()
             await self._file.check()
             await self.agent.woken.until(lambda: not bus.usable)
+
+    async def _count_dropped(self) -> None:
+        """Count the dead letters that the broker drops because the queue ``dead`` is full."""
+        agent = self.agent
+        queue = agent.topology.listener(agent.id, f"{agent.incarnation}.dropped", "control", DROPPED)
+        await agent.bus.declare(queue)
+        async with await agent.bus.consume(queue) as dropped:
+            async for _ in dropped:
+                if not self.state.dropped_dead:
+                    log.warning("dead_letters_dropped", reason="the queue dead is full (broker.dead_max_bytes)")
+                self.state.dropped_dead += 1
+                agent.heartbeat_soon()
 
     async def _clock(self) -> None:
         """Let the batches' time pass while they can make progress; end a run that makes none."""

@@ -73,6 +73,8 @@ class ExplorerState(BaseModel):
     """Evaluations done under the latest label, as batch ids such as ``"50/heldout"``; in mode ``bench`` all."""
     benchmarked: dict[str, str] = Field(default_factory=dict)
     """Mode ``bench``: checksum of the weights that were evaluated last, by the checkpoint's label."""
+    dropped_dead: int = 0
+    """Dead letters that the broker dropped because their queue was full."""
     consecutive_empty: int = 0
     ended: bool = False
     """No more batches will be opened."""

@@ -59,3 +59,14 @@ def test_what_each_kind_of_queue_declares() -> None:
     assert "x-expires" not in TOPOLOGY.ready.arguments
     assert "x-delivery-limit" not in TOPOLOGY.ready.arguments
     assert TOPOLOGY.listener("a", "1", "sync").arguments == {}
+
+
+def test_what_outsiders_can_fill_has_a_bound() -> None:
+    limits = {"submitted_max_bytes": 100 * 1024**2, "dead_max_bytes": 200 * 1024**2}
+    run = Topology.of(load_config({"name": "r", "model": {"tiny": {}}, "broker": limits}))
+    assert run.submitted.arguments["x-max-length-bytes"] == 100 * 1024**2
+    assert run.submitted.arguments["x-overflow"] == "reject-publish"
+    assert run.dead.arguments["x-max-length-bytes"] == 200 * 1024**2
+    assert run.dead.arguments["x-overflow"] == "drop-head"
+    for queue in (run.tasks_train, run.tasks_eval, run.closed, run.batch_queue(1, "t")):  # nothing of these may be lost
+        assert "x-max-length-bytes" not in queue.arguments

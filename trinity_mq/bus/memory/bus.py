@@ -123,7 +123,9 @@ class MemoryBroker:
             "x-first-death-exchange": message.exchange,
         }
         headers = {**message.headers, **reason}
-        self.route(replace(message, exchange=queue.dead_letter_exchange, headers=headers, deliveries_before=0))
+        key = queue.dead_letter_routing_key or message.routing_key
+        moved = replace(message, exchange=queue.dead_letter_exchange, routing_key=key, headers=headers)
+        self.route(replace(moved, deliveries_before=0))
 
     def _alarm(self, blocked: bool) -> None:
         self.blocked = blocked

@@ -14,7 +14,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from trinity_mq.bus import Bus, Envelope, Incoming, Topology
+from trinity_mq.bus import Bus, BusUnavailable, Envelope, Incoming, Topology
 from trinity_mq.cli.arguments import add_broker, add_target
 from trinity_mq.cli.broker.connection import Target, connected, find_target
 from trinity_mq.cli.errors import CommandError
@@ -22,6 +22,8 @@ from trinity_mq.messages import JSON_CONTENT_TYPE, SubmissionOutcome, TaskBody, 
 from trinity_mq.runtime.deliveries import acknowledge
 from trinity_mq.transport.blobs import BlobStore, StoreUnavailable, open_store, resolve
 
+PUBLISH_SECONDS = 20.0
+"""Seconds for which a submission is tried again while the broker refuses it."""
 EXAMPLE = '{"raw_task": {"question": "+372=", "answer": "7"}}'
 
 
@@ -181,7 +183,16 @@ async def _publish(bus: Bus, topology: Topology, submission: TaskSubmission, rep
         correlation_id=message_id,
         reply_to=reply_to,
     )
-    if not await bus.publish(topology.exchange("tasks"), "submit", envelope):
+    try:
+        taken = await bus.publish(topology.exchange("tasks"), "submit", envelope, timeout=PUBLISH_SECONDS)
+    except BusUnavailable as error:
+        waiting = await bus.depth(topology.submitted.name)
+        raise CommandError(
+            f"the broker did not take the task in {PUBLISH_SECONDS:g} s, in several tries ({error}). {waiting} tasks "
+            "wait in the queue submitted: if it is full (broker.submitted_max_bytes), try again once the run has taken "
+            f"some, with --id {message_id}: a task that is submitted twice under one id is done once"
+        ) from error
+    if not taken:
         raise CommandError(
             f"run {topology.run!r} takes no tasks on this broker: was it ever started there? (trinity-mq run ...)"
         )

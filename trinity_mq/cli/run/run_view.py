@@ -83,7 +83,7 @@ class RunView:
         self._gateways: dict[str, str] = {}
         """URLs of gateways that were news, by their ids."""
         self._news: list[str] = []
-        self._told_left_over = False
+        self._told_left_over = self._told_dropped = False
         self._watch: Watch | None = None
         """Made at the first heartbeat."""
         self.finding: Finding | None = None
@@ -147,6 +147,12 @@ class RunView:
                 f"(`trinity-mq broker clean {self.run}` deletes them once no run is at work)"
             )
             self._told_left_over = True
+        if status.dropped_dead and not self._told_dropped:
+            self.add_news(
+                "the queue of dead letters is full and drops the oldest ones; `trinity-mq why` counts them, and "
+                "`trinity-mq dead` empties it"
+            )
+            self._told_dropped = True
         if status.failures:
             self.failures = status.failures
         for failure in status.failures:
