@@ -68,6 +68,15 @@ def test_commit_needs_everybody_and_our_own_side() -> None:
     assert machine.stale_members() == ()
 
 
+def test_nothing_is_committed_while_one_has_not_applied_it() -> None:
+    machine = coordinator("a", "b")
+    through_go(machine)
+    assert machine.collective_done(machine.epoch, machine.attempt, 2.5) == []
+    assert machine.applied(from_member("applied", machine, "a"), None, 3.0) == []
+    assert machine.committed is None
+    assert sent(machine.applied(from_member("applied", machine, "b"), None, 3.5)) == ["commit"]
+
+
 def test_the_group_is_kept_between_versions_and_renewed_with_the_membership() -> None:
     machine = coordinator("a")
     for step in (1, 2):
@@ -139,6 +148,7 @@ def test_one_in_quarantine_fetches_alone_and_is_freed_by_its_canary() -> None:
     answer = SyncEvent(verb="applied", sender="b", version=(1, 1), epoch=0, attempt=pull.attempt)
     commands = machine.applied(answer, "logprobs differ by 3.0", 5.0)
     assert sent(commands) == ["abort"]
+    assert machine.quarantined() == ("b",)
     assert machine.due_catch_ups(5.5) == (), "not at once again"
     assert machine.due_catch_ups(7.0) == ("b",)
     (sent_,) = machine.pull("b", PREPARE, 7.0)

@@ -1,0 +1,421 @@
+"""Changes of the code that a test must notice, each with the test that does.
+
+A mutation is found by its code, which occurs once in its file: when that code changes, its row here changes with it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+TRAINER = "agents/trinity_agents/trainer"
+RUNNER, OPERATOR, GATEWAY = (
+    "agents/trinity_agents/runner",
+    "agents/trinity_agents/operator",
+    "agents/trinity_agents/gateway",
+)
+CHECKPOINTS = "trinity_mq/training/checkpoints"
+GATE = "trinity_mq/sync/gate"
+DEADLY = "unit/agents/trainer/test_deadly_steps.py"
+
+
+class Mutation(NamedTuple):
+    """A change, and the test that must fail with it."""
+
+    name: str
+    file: str
+    code: str
+    """Occurs once in the file."""
+    becomes: str
+    test: str
+    """Below ``tests/``, as pytest names it; with parameters or without."""
+
+
+MUTATIONS = [
+    # -- the trainer's data
+    Mutation(
+        "a group that is one step too old is trained on",
+        f"{TRAINER}/batch_result.py",
+        "stale = {tid for tid, age in zip(tids, ages, strict=True) if age > max_staleness}",
+        "stale = {tid for tid, age in zip(tids, ages, strict=True) if age > max_staleness + 1}",
+        "unit/agents/trainer/test_batch_result.py",
+    ),
+    Mutation(
+        "staleness counts from the newest token",
+        f"{TRAINER}/batch_result.py",
+        "oldest = min((generation, stamped)",
+        "oldest = max((generation, stamped)",
+        "unit/agents/trainer/test_staleness.py",
+    ),
+    Mutation(
+        "a batch that kills is given one start more",
+        f"{TRAINER}/batch_result.py",
+        "    if starts < max_starts:\n",
+        "    if starts <= max_starts:\n",
+        "unit/agents/trainer/test_batch_result.py",
+    ),
+    Mutation(
+        "uses of replayed groups are not counted",
+        f"{TRAINER}/sources/replay.py",
+        "            self._index.use(groups, self._step)\n",
+        "            pass\n",
+        "unit/agents/trainer/test_replay.py::test_the_uses_of_replayed_groups_are_counted",
+    ),
+    Mutation(
+        "a skipped batch is replayed",
+        f"{TRAINER}/sources/replay.py",
+        'if one.outcome == "trained" and one.ticket in fresh]',
+        "if one.experiences and one.ticket in fresh]",
+        f"{DEADLY}::test_a_batch_that_kills_is_not_replayed_and_groups_beside_it_are",
+    ),
+    Mutation(
+        "a group that kills when it is replayed stays in the index",
+        f"{TRAINER}/sources/replay.py",
+        "if self._reader.starts(replayed_key(one.tid)) >= MAX_STARTS]",
+        "if self._reader.starts(replayed_key(one.tid)) >= 1000]",
+        f"{DEADLY}::test_a_group_that_kills_when_it_is_replayed_is_forgotten_and_every_batch_trained_on",
+    ),
+    Mutation(
+        "the company of a batch that kills is not tried apart",
+        f"{TRAINER}/sources/stream.py",
+        "        return self.has_company and self.starts(decision.ready.ticket) >= MAX_STARTS\n",
+        "        return False\n",
+        f"{DEADLY}::test_of_several_batches_in_a_step_only_those_that_kill_are_skipped",
+    ),
+    Mutation(
+        "the position of experts is not saved",
+        f"{TRAINER}/sources/mix.py",
+        'return {**self._rollouts.state(), "experts": self._experts.state()}',
+        "return self._rollouts.state()",
+        "unit/agents/trainer/test_mix.py::test_killed_anywhere_each_expert_comes_once_an_epoch",
+    ),
+    Mutation(
+        "the replay index is not saved",
+        f"{TRAINER}/sources/replay.py",
+        'return {**self._rollouts.state(), "replay": {"step": self._step, **self._index.state()}}',
+        "return self._rollouts.state()",
+        "unit/agents/trainer/test_replay.py::test_killed_anywhere_the_same_groups_are_chosen",
+    ),
+    Mutation(
+        "a tap's checkpoint counts as begun only with the id of the other run",
+        f"{TRAINER}/sources/tap.py",
+        "            if self._state:  # also",
+        "            if self._run_id:  # also",
+        "unit/agents/trainer/test_tap_position.py",
+    ),
+    Mutation(
+        "the id of a run that was met later is not saved",
+        f"{TRAINER}/sources/tap.py",
+        '"run_id": self._stream.run_id,',
+        '"run_id": self._run_id,',
+        "unit/agents/trainer/test_tap_position.py",
+    ),
+    Mutation(
+        "a trained ticket is trained on again where its chunks come again",
+        f"{TRAINER}/decisions.py",
+        "return ticket in self.consumed or ticket in self._held or",
+        "return ticket in self._held or",
+        "unit/agents/trainer/test_decisions.py",
+    ),
+    Mutation(
+        "the second set of a ticket counts too",
+        f"{TRAINER}/decisions.py",
+        "return ticket in self.consumed or ticket in self._held or",
+        "return ticket in self.consumed or",
+        "unit/agents/trainer/test_decisions.py",
+    ),
+    Mutation(
+        "a restart reads from the newest offset on",
+        f"{TRAINER}/decisions.py",
+        "return min([*firsts, *self._held.values()], default=self.next_offset)",
+        "return self.next_offset",
+        "unit/agents/trainer/test_decisions.py",
+    ),
+    Mutation(
+        "a set without all of its chunks decides",
+        f"{TRAINER}/decisions.py",
+        "        if any(n not in chunks for n in range(message.chunks)):\n            return None",
+        "        if any(n not in chunks for n in range(message.chunks)):\n            chunks = {n: Chunk(b'', None) for n in range(message.chunks)}",
+        "unit/agents/trainer/test_decisions.py",
+    ),
+    # -- the trainer's state
+    Mutation(
+        "the history is not synced before a checkpoint",
+        f"{TRAINER}/loop.py",
+        "        await asyncio.to_thread(self._history.sync)\n",
+        "",
+        "unit/agents/trainer/test_history.py::test_the_lines_of_a_checkpoint_are_on_disk_before_it_is_committed",
+    ),
+    Mutation(
+        "a trainer that was cut off saves over the one that went on",
+        f"{CHECKPOINTS}/checkpoint.py",
+        "if (newest := self._last_generation()) > state.generation:",
+        "if (newest := self._last_generation()) > state.generation + 1:",
+        "unit/training/test_checkpoint.py::test_a_trainer_that_was_cut_off_saves_nothing",
+    ),
+    Mutation(
+        "a step that is called off counts against its batch",
+        f"{CHECKPOINTS}/checkpoint.py",
+        "        except (asyncio.CancelledError, TrainingStopped):\n            self.withdraw()\n",
+        "        except (asyncio.CancelledError, TrainingStopped):\n",
+        "unit/training/test_checkpoint.py",
+    ),
+    Mutation(
+        "a checkpoint whose content has changed is loaded",
+        f"{CHECKPOINTS}/checkpoint.py",
+        "        if found != expected:\n",
+        "        if not found:\n",
+        "unit/training/test_checkpoint.py",
+    ),
+    Mutation(
+        "the index of a checkpoint may name anything",
+        f"{CHECKPOINTS}/metadata.py",
+        "            return _ADMITTED[module, name]\n",
+        "            return _ADMITTED.get((module, name)) or super().find_class(module, name)\n",
+        "unit/training/test_hostile_checkpoint.py::test_an_index_with_a_program_runs_nothing_and_is_named",
+    ),
+    Mutation(
+        "entries of a checkpoint that are no tensors are loaded",
+        f"{CHECKPOINTS}/metadata.py",
+        "if not isinstance(entry, dcp.TensorStorageMetadata):",
+        "if entry is None:",
+        "unit/training/test_hostile_checkpoint.py::test_an_entry_that_is_no_tensor_is_not_loaded",
+    ),
+    Mutation(
+        "a rank goes on where a command failed on another",
+        "trinity_mq/training/parallel/ranks.py",
+        '        if worst.kind == "failed":\n',
+        '        if worst.kind == "none":\n',
+        "unit/training/test_sharded_learner.py::test_a_checkpoint_that_one_rank_alone_cannot_read_is_passed_over_by_all",
+    ),
+    # -- algorithms
+    Mutation(
+        "the sign of a group's advantages is turned",
+        "trinity_mq/algorithms/estimators/runs.py",
+        "    return values - mean\n",
+        "    return mean - values\n",
+        "unit/algorithms/test_estimators.py",
+    ),
+    Mutation(
+        "the likelihood is minimised",
+        "trinity_mq/algorithms/surrogates.py",
+        "    return TokenLoss(-weight * bounded)\n",
+        "    return TokenLoss(weight * bounded)\n",
+        "unit/algorithms/test_values.py",
+    ),
+    Mutation(
+        "a square pushes the ratio away from 1",
+        "trinity_mq/algorithms/surrogates.py",
+        "-advantage * logprob + args.beta / 2 * log_ratio.square()",
+        "-advantage * logprob - args.beta / 2 * log_ratio.square()",
+        "unit/algorithms/test_values.py",
+    ),
+    # -- weight sync
+    Mutation(
+        "the canary is ignored",
+        f"{GATE}/coordinator.py",
+        "        if canary_error is not None:\n            self.canary_failures += 1\n            if event.sender",
+        "        if canary_error is not None and not event.sender:\n            self.canary_failures += 1\n            if event.sender",
+        "unit/sync/test_gate.py",
+    ),
+    Mutation(
+        "a member that failed the canary while it caught up serves on",
+        f"{GATE}/coordinator.py",
+        "            member.quarantined = True\n            return self._catch_up_failed",
+        "            member.quarantined = False\n            return self._catch_up_failed",
+        "unit/sync/test_gate.py",
+    ),
+    Mutation(
+        "a version is committed before all have applied it",
+        f"{GATE}/coordinator.py",
+        "or self._applied != set(self._taking_part):",
+        "or not self._applied:",
+        "unit/sync/test_gate.py",
+    ),
+    Mutation(
+        "the collective begins before all are ready",
+        f"{GATE}/coordinator.py",
+        "        if self._ready != set(self._taking_part):\n",
+        "        if not self._ready:\n",
+        "unit/sync/test_gate.py",
+    ),
+    Mutation(
+        "an answer to another try counts",
+        f"{GATE}/coordinator.py",
+        "return key_of(event) == (self._version, self.epoch, self.attempt) and event.sender",
+        "return event.sender",
+        "unit/sync/test_gate.py",
+    ),
+    Mutation(
+        "a member whose lease ended is waited for",
+        f"{GATE}/coordinator.py",
+        "if member.lease_ends <= now]",
+        "if member.lease_ends <= 0 * now]",
+        "unit/sync/test_gate.py",
+    ),
+    Mutation(
+        "a member that was touched resumes its old version",
+        f"{GATE}/member.py",
+        "        self._touched = True\n",
+        "        self._touched = False\n",
+        "unit/sync/test_gate.py",
+    ),
+    Mutation(
+        "older weights pass the canary",
+        f"{GATE}/canary.py",
+        "        if not arrived >= HALF:\n",
+        "        if not arrived >= -HALF:\n",
+        "unit/sync/test_canary.py",
+    ),
+    Mutation(
+        "weights with another checksum are taken",
+        "trinity_mq/sync/channels/checkpoint/files.py",
+        "    if (seen := digest(body)) != expected:\n",
+        "    if not (seen := digest(body)):\n",
+        "unit/sync/test_checkpoint_channel.py",
+    ),
+    # -- tickets, slices and results
+    Mutation(
+        "the last outcome of a slice counts",
+        "trinity_mq/dispatch/tickets.py",
+        "            self.duplicates += task_slice.result.attempt != result.attempt\n            return False\n",
+        "            self.duplicates += task_slice.result.attempt != result.attempt\n            task_slice.result = result\n            return False\n",
+        "unit/dispatch",
+    ),
+    Mutation(
+        "experiences of cut off tasks count where only whole tasks do",
+        "trinity_mq/dispatch/tickets.py",
+        "return not (self.whole_tasks_only and",
+        "return not (False and",
+        "unit/dispatch/test_cut_off.py",
+    ),
+    Mutation(
+        "the explorer opens a batch too early",
+        "trinity_mq/dispatch/pacing.py",
+        "    return known >= required_progress(batch, config)\n",
+        "    return known + 1 >= required_progress(batch, config)\n",
+        "unit/dispatch/test_pacing.py",
+    ),
+    Mutation(
+        "a slice is not saved before it is published",
+        "trinity_mq/dispatch/dispatcher.py",
+        '            with span("save state", ticket.batch, wait=True):\n                await self._save()\n',
+        '            with span("save state", ticket.batch, wait=True):\n                pass\n',
+        "unit/agents/explorer/test_rules_explorer.py",
+    ),
+    Mutation(
+        "a runner acknowledges before its experiences are confirmed",
+        f"{RUNNER}/agent.py",
+        '        try:\n            with span("hand over experiences", wait=True):\n',
+        '        await acknowledge(in_flight.delivery)\n        try:\n            with span("hand over experiences", wait=True):\n',
+        "unit/agents/runner/test_rules_runner.py",
+    ),
+    Mutation(
+        "a runner reports a slice twice that comes back",
+        f"{RUNNER}/agent.py",
+        "            if key in self._reported:\n",
+        "            if key is None:\n",
+        "unit/agents/runner/test_rules_runner.py",
+    ),
+    Mutation(
+        "a result that no stream took counts as reported",
+        f"{RUNNER}/result_publisher.py",
+        "        if not taken:\n            raise RestartMe",
+        "        if taken is None:\n            raise RestartMe",
+        "unit/agents/runner",
+    ),
+    Mutation(
+        "a poisonous slice is tried for ever",
+        "trinity_mq/runtime/deliveries.py",
+        "return self.suspect >= limit and bool(self.failed or crashes)",
+        "return self.suspect > limit and bool(self.failed or crashes)",
+        "unit/runtime/test_deliveries.py",
+    ),
+    Mutation(
+        "a slice that is given back in good order counts as a try",
+        "trinity_mq/runtime/deliveries.py",
+        "return replace(self, given_back=self.given_back + 1)",
+        "return replace(self, failed=self.failed + 1)",
+        "unit/runtime/test_deliveries.py",
+    ),
+    Mutation(
+        "messages of another run are taken",
+        "trinity_mq/runtime/deliveries.py",
+        "    if not bus.is_foreign(delivery):\n        return False\n",
+        "    if bus.run_id != delivery.run_id or not bus.is_foreign(delivery):\n        return False\n",
+        "unit/agents/test_run_identity.py",
+    ),
+    # -- operators
+    Mutation(
+        "a manifest is acknowledged before its batch is published",
+        f"{OPERATOR}/agent.py",
+        "        await self._publisher.publish(manifest, batch, delivery.run_id)\n",
+        "        await acknowledge(delivery)\n        await self._publisher.publish(manifest, batch, delivery.run_id)\n",
+        "unit/agents/operator",
+    ),
+    Mutation(
+        "a batch counts as published where there is no stream",
+        f"{OPERATOR}/batch_publisher.py",
+        '            raise RestartMe(f"{self._topology.ready.name} does not exist any more',
+        '            log.warning(f"{self._topology.ready.name} does not exist any more',
+        "unit/agents/operator",
+    ),
+    # -- bodies
+    Mutation(
+        "a damaged body of experiences is read",
+        "trinity_mq/experience/codec/body.py",
+        "    if found != checksum:\n",
+        "    if found == -checksum:\n",
+        "unit/experience/test_codec.py",
+    ),
+    Mutation(
+        "a damaged blob is read",
+        "trinity_mq/transport/blobs.py",
+        " or hashlib.sha256(body).hexdigest() != reference.sha256:",
+        ":",
+        "unit/transport/test_blobs.py",
+    ),
+    # -- reviews
+    Mutation(
+        "a later verdict of a person counts",
+        "trinity_mq/reviews/ledger.py",
+        "        if earlier is not None:\n",
+        "        if earlier is None and review is None:\n",
+        "unit/reviews/test_ledger.py",
+    ),
+    Mutation(
+        "a verdict counts twice where its message comes again",
+        "trinity_mq/reviews/ledger.py",
+        "        if message_id in self._ids:\n",
+        "        if not message_id:\n",
+        "unit/reviews/test_ledger.py",
+    ),
+    # -- sessions
+    Mutation(
+        "every gateway acts without a lock",
+        f"{GATEWAY}/agent.py",
+        'if not await self.take_lock("gateway", "working", "", until=self.draining.is_set):',
+        "if self.draining.is_set():",
+        f"{ACTING}::test_a_gateway_acts_only_while_no_other_one_holds_the_lock",
+    ),
+    Mutation(
+        "carried events do not say where their first copy was",
+        f"{GATEWAY}/acting.py",
+        "{ORIGIN: event.origin, ",
+        "{",
+        f"{ACTING}::test_what_is_carried_over_retention_says_where_its_first_copy_was",
+    ),
+    Mutation(
+        "a key may do everything in its session",
+        "trinity_mq/gateway/access.py",
+        "return scope in opened.scopes",
+        "return bool(opened)",
+        "unit/gateway/test_app.py",
+    ),
+    Mutation(
+        "what could not be given back is acknowledged",
+        "trinity_mq/runtime/deliveries.py",
+        "    if await publish_again(bus, delivery, past):\n",
+        "    if await publish_again(bus, delivery, past) or past:\n",
+        "unit/runtime/test_deliveries.py",
+    ),
+]
