@@ -3,6 +3,7 @@
 A mutation is found by its code, which occurs once in its file: when that code changes, its row here changes with it.
 """
 
+# ruff: noqa: E501  # code is compared as it is written
 from __future__ import annotations
 
 from typing import NamedTuple
@@ -13,6 +14,7 @@ RUNNER, OPERATOR, GATEWAY = (
     "agents/trinity_agents/operator",
     "agents/trinity_agents/gateway",
 )
+ACTING = "unit/agents/gateway/test_acting_lock.py"
 CHECKPOINTS = "trinity_mq/training/checkpoints"
 GATE = "trinity_mq/sync/gate"
 DEADLY = "unit/agents/trainer/test_deadly_steps.py"
@@ -37,21 +39,21 @@ MUTATIONS = [
         f"{TRAINER}/batch_result.py",
         "stale = {tid for tid, age in zip(tids, ages, strict=True) if age > max_staleness}",
         "stale = {tid for tid, age in zip(tids, ages, strict=True) if age > max_staleness + 1}",
-        "unit/agents/trainer/test_batch_result.py",
+        "unit/agents/trainer/test_batch_result.py::test_what_is_fit_is_trained_on_and_the_rest_told",
     ),
     Mutation(
         "staleness counts from the newest token",
         f"{TRAINER}/batch_result.py",
         "oldest = min((generation, stamped)",
         "oldest = max((generation, stamped)",
-        "unit/agents/trainer/test_staleness.py",
+        "unit/agents/trainer/test_staleness.py::test_the_oldest_token_decides_and_nothing_is_younger_than_zero",
     ),
     Mutation(
         "a batch that kills is given one start more",
         f"{TRAINER}/batch_result.py",
         "    if starts < max_starts:\n",
         "    if starts <= max_starts:\n",
-        "unit/agents/trainer/test_batch_result.py",
+        "unit/agents/trainer/test_batch_result.py::test_what_trainers_did_not_survive_is_left_alone_and_stays_on_record",
     ),
     Mutation(
         "uses of replayed groups are not counted",
@@ -100,42 +102,42 @@ MUTATIONS = [
         f"{TRAINER}/sources/tap.py",
         "            if self._state:  # also",
         "            if self._run_id:  # also",
-        "unit/agents/trainer/test_tap_position.py",
+        "unit/agents/trainer/test_tap_position.py::test_a_run_that_begins_later_is_trained_on_once",
     ),
     Mutation(
         "the id of a run that was met later is not saved",
         f"{TRAINER}/sources/tap.py",
         '"run_id": self._stream.run_id,',
         '"run_id": self._run_id,',
-        "unit/agents/trainer/test_tap_position.py",
+        "unit/agents/trainer/test_tap_position.py::test_a_run_that_begins_later_is_trained_on_once",
     ),
     Mutation(
         "a trained ticket is trained on again where its chunks come again",
         f"{TRAINER}/decisions.py",
         "return ticket in self.consumed or ticket in self._held or",
         "return ticket in self._held or",
-        "unit/agents/trainer/test_decisions.py",
+        "unit/agents/trainer/test_decisions.py::test_repeated_chunks_and_readies_are_nothing_new",
     ),
     Mutation(
         "the second set of a ticket counts too",
         f"{TRAINER}/decisions.py",
         "return ticket in self.consumed or ticket in self._held or",
         "return ticket in self.consumed or",
-        "unit/agents/trainer/test_decisions.py",
+        "unit/agents/trainer/test_decisions.py::test_only_a_failed_ticket_is_repaired",
     ),
     Mutation(
         "a restart reads from the newest offset on",
         f"{TRAINER}/decisions.py",
         "return min([*firsts, *self._held.values()], default=self.next_offset)",
         "return self.next_offset",
-        "unit/agents/trainer/test_decisions.py",
+        "unit/agents/trainer/test_decisions.py::test_resume_offset_is_the_lowest_thing_still_needed",
     ),
     Mutation(
         "a set without all of its chunks decides",
         f"{TRAINER}/decisions.py",
         "        if any(n not in chunks for n in range(message.chunks)):\n            return None",
         "        if any(n not in chunks for n in range(message.chunks)):\n            chunks = {n: Chunk(b'', None) for n in range(message.chunks)}",
-        "unit/agents/trainer/test_decisions.py",
+        "unit/agents/trainer/test_decisions.py::test_the_first_complete_set_decides_and_sets_never_mix",
     ),
     # -- the trainer's state
     Mutation(
@@ -157,14 +159,14 @@ MUTATIONS = [
         f"{CHECKPOINTS}/checkpoint.py",
         "        except (asyncio.CancelledError, TrainingStopped):\n            self.withdraw()\n",
         "        except (asyncio.CancelledError, TrainingStopped):\n",
-        "unit/training/test_checkpoint.py",
+        "unit/training/test_checkpoint.py::test_a_start_that_is_called_off_takes_back_itself_only",
     ),
     Mutation(
         "a checkpoint whose content has changed is loaded",
         f"{CHECKPOINTS}/checkpoint.py",
         "        if found != expected:\n",
         "        if not found:\n",
-        "unit/training/test_checkpoint.py",
+        "unit/training/test_checkpoint.py::test_a_changed_byte_shows_before_anything_is_loaded",
     ),
     Mutation(
         "the index of a checkpoint may name anything",
@@ -193,21 +195,21 @@ MUTATIONS = [
         "trinity_mq/algorithms/estimators/runs.py",
         "    return values - mean\n",
         "    return mean - values\n",
-        "unit/algorithms/test_estimators.py",
+        "unit/algorithms/test_group_estimator.py::test_divides_by_nothing",
     ),
     Mutation(
         "the likelihood is minimised",
         "trinity_mq/algorithms/surrogates.py",
         "    return TokenLoss(-weight * bounded)\n",
         "    return TokenLoss(weight * bounded)\n",
-        "unit/algorithms/test_values.py",
+        "unit/algorithms/test_values.py::test_sure_tokens_have_no_gradient_above_the_cutoff",
     ),
     Mutation(
         "a square pushes the ratio away from 1",
         "trinity_mq/algorithms/surrogates.py",
         "-advantage * logprob + args.beta / 2 * log_ratio.square()",
         "-advantage * logprob - args.beta / 2 * log_ratio.square()",
-        "unit/algorithms/test_values.py",
+        "unit/algorithms/test_vectors.py::test_policy_losses[dro]",
     ),
     # -- weight sync
     Mutation(
@@ -215,63 +217,63 @@ MUTATIONS = [
         f"{GATE}/coordinator.py",
         "        if canary_error is not None:\n            self.canary_failures += 1\n            if event.sender",
         "        if canary_error is not None and not event.sender:\n            self.canary_failures += 1\n            if event.sender",
-        "unit/sync/test_gate.py",
+        "unit/sync/test_gate.py::test_a_failed_canary_quarantines_the_member",
     ),
     Mutation(
         "a member that failed the canary while it caught up serves on",
         f"{GATE}/coordinator.py",
         "            member.quarantined = True\n            return self._catch_up_failed",
         "            member.quarantined = False\n            return self._catch_up_failed",
-        "unit/sync/test_gate.py",
+        "unit/sync/test_gate.py::test_one_in_quarantine_fetches_alone_and_is_freed_by_its_canary",
     ),
     Mutation(
         "a version is committed before all have applied it",
         f"{GATE}/coordinator.py",
         "or self._applied != set(self._taking_part):",
         "or not self._applied:",
-        "unit/sync/test_gate.py",
+        "unit/sync/test_gate.py::test_nothing_is_committed_while_one_has_not_applied_it",
     ),
     Mutation(
         "the collective begins before all are ready",
         f"{GATE}/coordinator.py",
         "        if self._ready != set(self._taking_part):\n",
         "        if not self._ready:\n",
-        "unit/sync/test_gate.py",
+        "unit/sync/test_gate.py::test_commit_needs_everybody_and_our_own_side",
     ),
     Mutation(
         "an answer to another try counts",
         f"{GATE}/coordinator.py",
         "return key_of(event) == (self._version, self.epoch, self.attempt) and event.sender",
         "return event.sender",
-        "unit/sync/test_gate.py",
+        "unit/sync/test_gate.py::test_answers_to_an_older_try_count_for_nothing",
     ),
     Mutation(
         "a member whose lease ended is waited for",
         f"{GATE}/coordinator.py",
         "if member.lease_ends <= now]",
         "if member.lease_ends <= 0 * now]",
-        "unit/sync/test_gate.py",
+        "unit/sync/test_gate.py::test_an_ended_lease_is_a_leave",
     ),
     Mutation(
         "a member that was touched resumes its old version",
         f"{GATE}/member.py",
         "        self._touched = True\n",
         "        self._touched = False\n",
-        "unit/sync/test_gate.py",
+        "unit/sync/test_gate.py::test_member_abort_after_applying_is_dirty_and_asks_again",
     ),
     Mutation(
         "older weights pass the canary",
         f"{GATE}/canary.py",
         "        if not arrived >= HALF:\n",
         "        if not arrived >= -HALF:\n",
-        "unit/sync/test_canary.py",
+        "unit/sync/test_canary.py::test_an_engine_that_keeps_its_weights_is_found_as_soon_as_the_change_is_more_than_rounding",
     ),
     Mutation(
         "weights with another checksum are taken",
         "trinity_mq/sync/channels/checkpoint/files.py",
         "    if (seen := digest(body)) != expected:\n",
         "    if not (seen := digest(body)):\n",
-        "unit/sync/test_checkpoint_channel.py",
+        "unit/sync/test_checkpoint_channel.py::test_files_that_a_try_could_not_use_are_written_anew",
     ),
     # -- tickets, slices and results
     Mutation(
@@ -279,70 +281,70 @@ MUTATIONS = [
         "trinity_mq/dispatch/tickets.py",
         "            self.duplicates += task_slice.result.attempt != result.attempt\n            return False\n",
         "            self.duplicates += task_slice.result.attempt != result.attempt\n            task_slice.result = result\n            return False\n",
-        "unit/dispatch",
+        "unit/dispatch/test_batch_metrics.py::test_a_training_batch_from_the_runs_up",
     ),
     Mutation(
         "experiences of cut off tasks count where only whole tasks do",
         "trinity_mq/dispatch/tickets.py",
         "return not (self.whole_tasks_only and",
         "return not (False and",
-        "unit/dispatch/test_cut_off.py",
+        "unit/scheduler/test_cutting_short.py::test_finished_slices_of_a_task_that_was_cut_off_count_only_if_they_are_to",
     ),
     Mutation(
         "the explorer opens a batch too early",
         "trinity_mq/dispatch/pacing.py",
         "    return known >= required_progress(batch, config)\n",
         "    return known + 1 >= required_progress(batch, config)\n",
-        "unit/dispatch/test_pacing.py",
+        "unit/dispatch/test_pacing.py::test_no_order_of_events_hangs_or_makes_older_data_than_promised",
     ),
     Mutation(
         "a slice is not saved before it is published",
         "trinity_mq/dispatch/dispatcher.py",
         '            with span("save state", ticket.batch, wait=True):\n                await self._save()\n',
         '            with span("save state", ticket.batch, wait=True):\n                pass\n',
-        "unit/agents/explorer/test_rules_explorer.py",
+        "unit/agents/explorer/test_rules_explorer.py::test_open_is_save_then_queue_then_slices_then_save",
     ),
     Mutation(
         "a runner acknowledges before its experiences are confirmed",
         f"{RUNNER}/agent.py",
         '        try:\n            with span("hand over experiences", wait=True):\n',
         '        await acknowledge(in_flight.delivery)\n        try:\n            with span("hand over experiences", wait=True):\n',
-        "unit/agents/runner/test_rules_runner.py",
+        "unit/agents/runner/test_runner.py::test_parts_are_confirmed_before_the_result_and_the_result_before_the_ack",
     ),
     Mutation(
         "a runner reports a slice twice that comes back",
         f"{RUNNER}/agent.py",
         "            if key in self._reported:\n",
         "            if key is None:\n",
-        "unit/agents/runner/test_rules_runner.py",
+        "unit/agents/runner/test_runner.py::test_an_acknowledgement_lost_on_its_way_costs_no_second_run",
     ),
     Mutation(
         "a result that no stream took counts as reported",
         f"{RUNNER}/result_publisher.py",
         "        if not taken:\n            raise RestartMe",
         "        if taken is None:\n            raise RestartMe",
-        "unit/agents/runner",
+        "unit/agents/runner/test_runner.py::test_nothing_is_acknowledged_when_nobody_keeps_results",
     ),
     Mutation(
         "a poisonous slice is tried for ever",
         "trinity_mq/runtime/deliveries.py",
         "return self.suspect >= limit and bool(self.failed or crashes)",
         "return self.suspect > limit and bool(self.failed or crashes)",
-        "unit/runtime/test_deliveries.py",
+        "unit/agents/runner/test_rules_runner.py::test_the_limit_is_five_deliveries_one_of_which_was_seen_to_fail",
     ),
     Mutation(
         "a slice that is given back in good order counts as a try",
         "trinity_mq/runtime/deliveries.py",
         "return replace(self, given_back=self.given_back + 1)",
         "return replace(self, failed=self.failed + 1)",
-        "unit/runtime/test_deliveries.py",
+        "unit/runtime/test_deliveries.py::test_given_back_it_comes_again_under_its_id_and_says_so",
     ),
     Mutation(
         "messages of another run are taken",
         "trinity_mq/runtime/deliveries.py",
         "    if not bus.is_foreign(delivery):\n        return False\n",
         "    if bus.run_id != delivery.run_id or not bus.is_foreign(delivery):\n        return False\n",
-        "unit/agents/test_run_identity.py",
+        "unit/agents/trainer/test_tap_position.py::test_the_run_that_was_met_first_is_kept_to_after_a_restart",
     ),
     # -- operators
     Mutation(
@@ -350,14 +352,14 @@ MUTATIONS = [
         f"{OPERATOR}/agent.py",
         "        await self._publisher.publish(manifest, batch, delivery.run_id)\n",
         "        await acknowledge(delivery)\n        await self._publisher.publish(manifest, batch, delivery.run_id)\n",
-        "unit/agents/operator",
+        "unit/agents/operator/test_operator.py::test_chunks_are_confirmed_before_the_ready_and_that_before_the_ack_and_the_queue_lives_a_second_more",
     ),
     Mutation(
         "a batch counts as published where there is no stream",
         f"{OPERATOR}/batch_publisher.py",
         '            raise RestartMe(f"{self._topology.ready.name} does not exist any more',
         '            log.warning(f"{self._topology.ready.name} does not exist any more',
-        "unit/agents/operator",
+        "unit/agents/operator/test_operator.py::test_nothing_is_acknowledged_or_deleted_when_nobody_keeps_what_is_ready",
     ),
     # -- bodies
     Mutation(
@@ -365,14 +367,14 @@ MUTATIONS = [
         "trinity_mq/experience/codec/body.py",
         "    if found != checksum:\n",
         "    if found == -checksum:\n",
-        "unit/experience/test_codec.py",
+        "unit/experience/test_hostile.py::test_every_flipped_bit_is_refused",
     ),
     Mutation(
         "a damaged blob is read",
         "trinity_mq/transport/blobs.py",
         " or hashlib.sha256(body).hexdigest() != reference.sha256:",
         ":",
-        "unit/transport/test_blobs.py",
+        "unit/transport/test_blobs.py::test_a_damaged_blob_is_told_by_size_and_checksum",
     ),
     # -- reviews
     Mutation(
@@ -380,14 +382,14 @@ MUTATIONS = [
         "trinity_mq/reviews/ledger.py",
         "        if earlier is not None:\n",
         "        if earlier is None and review is None:\n",
-        "unit/reviews/test_ledger.py",
+        "unit/reviews/test_ledger.py::test_the_first_verdict_counts_and_later_ones_are_told_why_not",
     ),
     Mutation(
         "a verdict counts twice where its message comes again",
         "trinity_mq/reviews/ledger.py",
         "        if message_id in self._ids:\n",
         "        if not message_id:\n",
-        "unit/reviews/test_ledger.py",
+        "unit/reviews/test_ledger.py::test_a_stream_read_again_from_its_beginning_changes_nothing",
     ),
     # -- sessions
     Mutation(
@@ -409,13 +411,13 @@ MUTATIONS = [
         "trinity_mq/gateway/access.py",
         "return scope in opened.scopes",
         "return bool(opened)",
-        "unit/gateway/test_app.py",
+        "unit/gateway/test_app.py::test_keys_and_scopes",
     ),
     Mutation(
         "what could not be given back is acknowledged",
         "trinity_mq/runtime/deliveries.py",
         "    if await publish_again(bus, delivery, past):\n",
         "    if await publish_again(bus, delivery, past) or past:\n",
-        "unit/runtime/test_deliveries.py",
+        "unit/runtime/test_deliveries.py::test_what_cannot_be_published_again_is_requeued",
     ),
 ]
