@@ -8,6 +8,8 @@ import secrets
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from pydantic import BaseModel
+
 from trinity_mq.gateway.session import Session
 from trinity_mq.messages.sessions import KeyScope
 from trinity_mq.runtime.errors import FatalError
@@ -18,6 +20,26 @@ LEAST_KEY = 16
 """Characters of a key that may make sessions: shorter ones can be tried out."""
 KEY_HEADERS = ("X-Session-Key", "x-api-key", "Authorization")
 SESSION_HEADER = "X-Session-ID"
+ROUTE_SCOPES: Mapping[str, KeyScope] = {
+    "call": "call",
+    "models": "call",
+    "show": "read",
+    "reward": "reward",
+    "end": "end",
+    "discard": "end",
+}
+"""Scope that every request to a route of a session needs."""
+FIELD_SCOPES: Mapping[str, Mapping[str, KeyScope]] = {
+    "reward": {"final": "end"},
+    "end": {"reward": "reward", "metrics": "reward", "replay": "replay"},
+}
+"""Further scope that a request needs by route and field, where the field differs from its default."""
+
+
+def further_scopes(route: str, body: BaseModel) -> list[KeyScope]:
+    """Return the scopes that a body needs beyond the scope of its route."""
+    sent = body.model_dump(exclude_defaults=True)
+    return [scope for field, scope in FIELD_SCOPES.get(route, {}).items() if field in sent]
 
 
 def new_session_id() -> str:
@@ -32,7 +54,7 @@ def new_key() -> str:
 
 def hash_of(key: str) -> str:
     """Return what is kept of a key."""
-    return hashlib.sha256(key.encode()).hexdigest()
+    return hashlib.sha256(key.encode(errors="surrogatepass")).hexdigest()  # a header may hold any bytes
 
 
 def given_key(headers: Mapping[str, str]) -> str:
@@ -81,9 +103,18 @@ class Access:
         given = hash_of(key)
         return any(hmac.compare_digest(given, known) for known in self._keys)
 
+    @property
+    def is_keyless(self) -> bool:
+        """Anybody who reaches the gateway may do everything."""
+        return self._keys is None
+
+    def is_key_of(self, session: Session, key: str) -> bool:
+        """Return whether a key is the session's own."""
+        opened = session.opened
+        return opened is not None and bool(opened.key_hash) and hmac.compare_digest(opened.key_hash, hash_of(key))
+
     def allows(self, session: Session, key: str, scope: KeyScope) -> bool:
         """Return whether a key may do something with a session."""
-        opened = session.opened
-        if opened is not None and opened.key_hash and hmac.compare_digest(opened.key_hash, hash_of(key)):
+        if self.is_key_of(session, key) and (opened := session.opened) is not None:
             return opened.may_replay if scope == "replay" else scope in opened.scopes
         return self.is_admin(key)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import json
 import random
 import time
 import uuid
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import structlog
@@ -34,6 +33,7 @@ from trinity_mq.messages import SessionCall, SessionEnd, SessionOpened, SessionR
 from trinity_mq.messages.sessions import SCOPES, KeyScope
 from trinity_mq.models.clients import VERSION_HEADER
 from trinity_mq.models.errors import EngineError, EngineLost, EngineNotReady, EngineRefused
+from trinity_mq.runtime.http_serving import JSON, JsonProblem, new_application, read_json, refuse_forged, route
 from trinity_mq.telemetry.trace_ids import TRACEPARENT, read_traceparent
 
 log = structlog.get_logger(__name__)
@@ -50,6 +50,10 @@ RETRIED_HEADER = "x-stainless-retry-count"
 """Header in which the SDKs of OpenAI and Anthropic count how often they have sent a request before."""
 SHUTDOWN_SECONDS = 10.0
 """Time that calls have to end when the gateway ends."""
+MAX_REPORTS = 10_000
+"""Rewards and ends of one session, besides its calls."""
+LONGEST_KEY = 100
+"""Bytes of a key of a reward that an event's id holds as they are."""
 GONE = 410
 """HTTP status of a call in a session that has ended."""
 
@@ -97,23 +101,23 @@ class GatewayApp:
     def application(self) -> web.Application:
         """Return the application."""
         settings = self.settings.gateway
-        made = web.Application(middlewares=[self._errors], client_max_size=settings.max_body_bytes)
+        made = new_application([self._errors], max_body=settings.max_body_bytes)
         made.add_routes(
             [
-                web.post("/sessions", self.open),
-                web.get("/sessions", self.list),
-                web.get("/s/{session}", self.show),
-                web.delete("/s/{session}", self.discard),
-                web.post("/s/{session}/reward", self.reward),
-                web.post("/s/{session}/end", self.end),
-                web.post("/feedback", self.feedback),
-                web.post("/commit", self.commit),
-                web.get("/health", self.health),
+                route("POST", "/sessions", self.open),
+                route("GET", "/sessions", self.list),
+                route("GET", "/s/{session}", self.show),
+                route("DELETE", "/s/{session}", self.discard),
+                route("POST", "/s/{session}/reward", self.reward),
+                route("POST", "/s/{session}/end", self.end),
+                route("POST", "/feedback", self.feedback),
+                route("POST", "/commit", self.commit),
+                route("GET", "/health", self.health),
             ]
         )
         for prefix in ("", "/s/{session}"):
-            made.add_routes([web.post(prefix + path, self.call) for path in PROTOCOLS])
-            made.add_routes([web.get(f"{prefix}/v1/models", self.models)])
+            made.add_routes([route("POST", prefix + path, self.call) for path in PROTOCOLS])
+            made.add_routes([route("GET", f"{prefix}/v1/models", self.models)])
         return made
 
     # -- sessions
@@ -194,38 +198,44 @@ class GatewayApp:
 
     async def show(self, request: web.Request) -> web.Response:
         """Return where a session is now."""
-        return web.json_response(shown(await self._session(request, "read")))
+        return web.json_response(shown(await self._session(request, "show")))
 
     async def reward(self, request: web.Request) -> web.Response:
         """Reward a session or one of its answers."""
         session = await self._session(request, "reward")
         body = await _parsed(request, RewardBody)
+        self._check_scopes(request, session, access.further_scopes("reward", body))
         event = SessionReward(session=session.id, **body.model_dump(exclude={"key"}))
-        return await self._said(session, event, f"reward-{session.id}-{body.key or uuid.uuid4().hex}")
+        return await self._said(
+            request, session, event, f"reward-{session.id}-{_part_of_id(body.key) or uuid.uuid4().hex}"
+        )
 
     async def end(self, request: web.Request) -> web.Response:
         """End a session."""
         session = await self._session(request, "end")
         body = await _parsed(request, EndBody)
-        if body.replay is not None:
-            await self._session(request, "replay")
-            if (reason := self.settings.replay_refusal(body.replay)) is not None:
-                raise Refused(403, reason, "not_allowed", param="replay")
+        self._check_scopes(request, session, access.further_scopes("end", body))
+        if body.replay is not None and (reason := self.settings.replay_refusal(body.replay)) is not None:
+            raise Refused(403, reason, "not_allowed", param="replay")
         event = SessionEnd(session=session.id, **body.model_dump(exclude={"replay"}), replay=body.replay)
         self._conversations.forget(session.id)
         digest = hashlib.sha256(body.model_dump_json().encode()).hexdigest()[:16]  # the same request again is no news
-        return await self._said(session, event, f"end-{session.id}-{digest}")
+        return await self._said(request, session, event, f"end-{session.id}-{digest}")
 
     async def discard(self, request: web.Request) -> web.Response:
         """Forget a session as far as it has not been trained on."""
-        session = await self._session(request, "end")
+        session = await self._session(request, "discard")
         event = SessionEnd(session=session.id, outcome="discard", reason="deleted")
-        return await self._said(session, event, f"end-{session.id}-discard")
+        return await self._said(request, session, event, f"end-{session.id}-discard")
 
-    async def _said(self, session: Session, event: Said, message_id: str) -> web.Response:
+    async def _said(self, request: web.Request, session: Session, event: Said, message_id: str) -> web.Response:
+        if len(session.events) >= self.settings.gateway.max_calls + MAX_REPORTS:
+            raise Refused(429, f"session {session.id} has {len(session.events)} events", "too_many_events")
         applied = await self.book.say(event, message_id)
         found = self.book.ledger.get(session.id) or session
-        answer = {"accepted": applied.taken != "refused", "repeated": applied.taken == "repeated", **shown(found)}
+        answer = {"accepted": applied.taken != "refused", "repeated": applied.taken == "repeated", "id": found.id}
+        if self._access.allows(found, access.given_key(request.headers), "read"):
+            answer |= shown(found)
         if applied.taken == "refused":
             return web.json_response({**answer, "error": _error(applied.reason, "too_late")}, status=409)
         return web.json_response(answer)
@@ -244,7 +254,7 @@ class GatewayApp:
                 unknown.append(name)
                 continue
             event = SessionReward(session=name, reward=body.reward, final=True, group=group)
-            applied = await self.book.say(event, f"feedback-{name}-{body.run_id}")
+            applied = await self.book.say(event, f"feedback-{name}-{_part_of_id(str(body.run_id))}")
             if applied.taken == "refused":
                 refused[name] = applied.reason
         status = 404 if unknown else 409 if refused else 200
@@ -270,7 +280,7 @@ class GatewayApp:
     async def models(self, request: web.Request) -> web.Response:
         """Return the one model there is."""
         if "session" in request.match_info:
-            await self._session(request, "call")
+            await self._session(request, "models")
         name = self.settings.model_name
         model = {"id": name, "object": "model", "created": 0, "owned_by": "trinity-mq", "display_name": name}
         return web.json_response({"object": "list", "data": [{**model, "type": "model"}], "has_more": False})
@@ -279,10 +289,11 @@ class GatewayApp:
         """Answer a request to the model, and record it where its session is recorded."""
         path = request.path[request.path.index("/v1/") :]
         protocol = PROTOCOLS[path]
-        body = _object(await request.read())
+        asking = await self._session_of_call(request)
+        body = await _read(request)
         wanted = protocol.request(body)
         call = protocol.new_id()
-        session = await self._session_of_call(request, call)
+        session = asking or await self._session_of_one_call(call)
         conversation = self._conversations.of(session)
         self._check_limits(session, conversation)
         asked = self._sampled_as_configured(session, wanted)
@@ -335,7 +346,7 @@ class GatewayApp:
                 await response.write(b"".join(events.closing(answer)))
             except EngineError as error:
                 log.warning("stream_broke_off", session=recording.session.id, reason=str(error))
-                await response.write(b"".join(events.failed(str(error), "engine_error")))
+                await response.write(b"".join(events.failed(public_words(error), "engine_error")))
         await response.write_eof()
         return response
 
@@ -393,8 +404,10 @@ class GatewayApp:
 
     # -- who asks
 
-    async def _session_of_call(self, request: web.Request, call: str) -> Session:
-        """Return the session of a request to the model: by path, by header, by key; else a new one of this call."""
+    async def _session_of_call(self, request: web.Request) -> Session | None:
+        """Return the session of a request to the model: by path, by header, by key; None: the call is a session of its
+        own.
+        """
         key = access.given_key(request.headers)
         name = request.match_info.get("session") or request.headers.get(SESSION_HEADER)
         if name:
@@ -403,10 +416,13 @@ class GatewayApp:
             found = await self.book.find_key(access.hash_of(key))
             if found is None:
                 raise Refused(401, "the session of this key is over, or not known here", "invalid_api_key")
-            if not self._access.allows(found, key, "call"):
-                raise Refused(403, "this key may not call the model", "scope_missing")
+            self._check_scopes(request, found, [access.ROUTE_SCOPES["call"]])
             return found
         self._admin(request)
+        return None
+
+    async def _session_of_one_call(self, call: str) -> Session:
+        """Begin a session that is one call."""
         opened, _ = self._opened(OpenBody(record="train" if not self.settings.compares_runs else "eval"))
         opened = opened.model_copy(
             update={"session": call, "key_hash": "", "ended": True, "record": "off" if opened.sampled_out else "train"}
@@ -417,20 +433,37 @@ class GatewayApp:
             raise Refused(503, "the session of this call is not known yet", "not_ready", retry_after=1)
         return found
 
-    async def _session(self, request: web.Request, scope: KeyScope, name: str | None = None) -> Session:
+    async def _session(self, request: web.Request, route: str, name: str | None = None) -> Session:
+        """Return the session of a request whose key has the scope of its route."""
         name = name or request.match_info["session"]
         key = access.given_key(request.headers)
-        session = await self.book.find(name)
-        if session is None:
-            if not self._access.is_admin(key):  # who guesses ids learns nothing
-                raise Refused(401, "wanted the key of the session", "invalid_api_key")
-            raise Refused(404, f"no session {name!r} is known here; POST /sessions makes one", "session_not_found")
-        if not self._access.allows(session, key, scope):
-            known = session.opened is not None and session.opened.key_hash == access.hash_of(key)
-            if known:
-                raise Refused(403, f"the key of session {name} lacks the scope {scope!r}", "scope_missing")
-            raise Refused(401, "wanted the key of the session", "invalid_api_key")
+        session = self.book.ledger.get(name)
+        if session is None or not self._access.is_key_of(session, key):
+            session = await (self._any_session(name) if self._access.is_admin(key) else self._own_session(name, key))
+        self._check_scopes(request, session, [access.ROUTE_SCOPES[route]])
         return session
+
+    async def _any_session(self, name: str) -> Session:
+        found = await self.book.find(name)
+        if found is None:
+            raise Refused(404, f"no session {name!r} is known here; POST /sessions makes one", "session_not_found")
+        return found
+
+    async def _own_session(self, name: str, key: str) -> Session:
+        """Return a session by its key. A key that is not known may be of a session that was begun through another
+        gateway a moment ago. It is waited for whether the id is known or not: whoever guesses ids learns nothing from
+        the time.
+        """
+        found = await self.book.find_key(access.hash_of(key)) if key.startswith(access.KEY_BEGINS) else None
+        if found is None or found.id != name:
+            raise Refused(401, "wanted the key of the session", "invalid_api_key")
+        return found
+
+    def _check_scopes(self, request: web.Request, session: Session, scopes: Sequence[KeyScope]) -> None:
+        key = access.given_key(request.headers)
+        lacking = [scope for scope in scopes if not self._access.allows(session, key, scope)]
+        if lacking:
+            raise Refused(403, f"the key of session {session.id} lacks the scope {lacking[0]!r}", "scope_missing")
 
     def _admin(self, request: web.Request) -> None:
         if not self._access.is_admin(access.given_key(request.headers)):
@@ -444,14 +477,21 @@ class GatewayApp:
         place = request.path.find("/v1/")
         protocol = PROTOCOLS.get(request.path[place:] if place >= 0 else "", PROTOCOLS[CHAT])
         try:
+            if self._access.is_keyless:
+                refuse_forged(request, self.settings.gateway.host_names, (JSON,))
             if not self.book.is_ready() and request.path != "/health":
                 raise Refused(503, "the gateway reads its sessions; ask again soon", "not_ready", retry_after=1)
             return await handler(request)
         except (Refused, BadRequest, BookUnavailable, EventTooLarge, EngineError, web.HTTPException) as error:
+            if isinstance(error, EngineError):
+                log.warning("call_failed", path=request.path, reason=str(error))
             refused = _refused_by(error, request)
         headers = {} if refused.retry_after is None else {"Retry-After": f"{max(1, round(refused.retry_after))}"}
         body = protocol.error(str(refused), refused.kind, refused.param)
-        return web.json_response(body, status=refused.status, headers=headers)
+        response = web.json_response(body, status=refused.status, headers=headers)
+        if not request.content.is_eof():
+            response.force_close()
+        return response
 
 
 def _refused_by(error: Exception, request: web.Request) -> Refused:
@@ -466,13 +506,27 @@ def _refused_by(error: Exception, request: web.Request) -> Refused:
         case EventTooLarge():
             return Refused(413, str(error), "too_large")
         case EngineNotReady():
-            return Refused(503, str(error), "engine_not_ready", retry_after=error.retry_after)
+            return Refused(503, public_words(error), "engine_not_ready", retry_after=error.retry_after)
         case EngineRefused():
-            return Refused(error.status if error.status >= 400 else 502, str(error), error.code or "engine_refused")
+            status = error.status if error.status >= 400 else 502
+            return Refused(status, public_words(error), error.code or "engine_refused")
         case web.HTTPException():
             return Refused(error.status, f"{request.method} {request.path}: {error.reason}", "http_error")
         case _:
-            return Refused(502, str(error), "engine_lost", retry_after=1)
+            return Refused(502, public_words(error), "engine_lost", retry_after=1)
+
+
+def public_words(error: Exception) -> str:
+    """Return what an agent is told about an engine's error: never the engine's address."""
+    match error:
+        case EngineError() if error.said:
+            return error.said
+        case EngineNotReady():
+            return "no engine is ready to answer now; ask again"
+        case EngineRefused():
+            return "the engine failed on this request; its log, and that of the gateway, say why"
+        case _:
+            return "the engine that was asked is lost; ask again"
 
 
 class _Recording:
@@ -550,18 +604,25 @@ def _version_of(answer: Mapping[str, Any]) -> dict[str, str]:
     return {} if version is None else {VERSION_HEADER: f"{version[0]}.{version[1]}"}
 
 
+def _part_of_id(key: str) -> str:
+    """Return a key as a part of a message id, which has few bytes: a digest of a longer one."""
+    return key if len(key.encode()) <= LONGEST_KEY else hashlib.sha256(key.encode()).hexdigest()
+
+
 def _error(message: str, kind: str) -> dict[str, Any]:
     return {"message": message, "type": kind, "code": kind}
 
 
-def _object(raw: bytes) -> dict[str, Any]:
+async def _read(request: web.Request) -> dict[str, Any]:
+    """Return the JSON object in a request's body.
+
+    Raises:
+        BadRequest: It is none, or holds a value that no message can hold.
+    """
     try:
-        fields = json.loads(raw or b"{}")
-    except (ValueError, RecursionError) as error:
-        raise BadRequest(f"the body is not JSON: {error}") from None
-    if not isinstance(fields, dict):
-        raise BadRequest(f"the body is a {type(fields).__name__}, wanted a JSON object")
-    return fields
+        return await read_json(request)
+    except JsonProblem as problem:
+        raise BadRequest(str(problem), problem.where or None) from None
 
 
 async def _parsed(request: web.Request, kind: type[Any]) -> Any:
@@ -571,7 +632,7 @@ async def _parsed(request: web.Request, kind: type[Any]) -> Any:
         BadRequest: It is none; names the field, what was sent and what is taken.
     """
     try:
-        return kind.model_validate(_object(await request.read()))
+        return kind.model_validate(await _read(request))
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])

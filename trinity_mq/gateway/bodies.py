@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from trinity_mq.gateway.reported import Metrics, Reward
 from trinity_mq.gateway.session import Session
 from trinity_mq.messages import SessionReplay
 from trinity_mq.messages.sessions import LONGEST_LABEL, KeyScope, Record
 
 MAX_LABELS = 32
 MAX_MESSAGES = 10_000
+MAX_SECONDS = 1e9
+"""Greatest time limit of a session, some thirty years."""
+MAX_CHOICES = 4096
+Text = Annotated[str, Field(max_length=LONGEST_LABEL)]
 
 
 class Body(BaseModel):
@@ -26,24 +31,24 @@ class OpenBody(Body):
     task: dict[str, Any] = Field(default_factory=dict)
     group: str = Field(default="", max_length=LONGEST_LABEL)
     group_size: int | None = Field(default=None, ge=1, le=4096)
-    labels: dict[str, str] = Field(default_factory=dict, max_length=MAX_LABELS)
-    ttl: float | None = Field(default=None, gt=0)
+    labels: dict[Text, Text] = Field(default_factory=dict, max_length=MAX_LABELS)
+    ttl: float | None = Field(default=None, gt=0, le=MAX_SECONDS)
     """Seconds for which it waits for a reward after its end."""
-    idle_ttl: float | None = Field(default=None, gt=0)
+    idle_ttl: float | None = Field(default=None, gt=0, le=MAX_SECONDS)
     record: Record = "train"
-    scopes: list[KeyScope] | None = None
+    scopes: list[KeyScope] | None = Field(default=None, max_length=MAX_LABELS)
 
 
 class RewardBody(Body):
     """``POST /s/<id>/reward``."""
 
-    reward: float = Field(allow_inf_nan=False)
-    call: str | int | None = None
-    choice: int | None = Field(default=None, ge=0)
+    reward: Reward
+    call: Text | Annotated[int, Field(ge=-MAX_MESSAGES, le=MAX_MESSAGES)] | None = None
+    choice: int | None = Field(default=None, ge=0, le=MAX_CHOICES)
     how: Literal["replace", "add"] = "replace"
     key: str = Field(default="", max_length=LONGEST_LABEL)
     """The same reward with the same key counts once."""
-    metrics: dict[str, float] = Field(default_factory=dict)
+    metrics: Metrics = Field(default_factory=dict)
     final: bool = False
 
 
@@ -51,8 +56,8 @@ class EndBody(Body):
     """``POST /s/<id>/end``."""
 
     outcome: Literal["done", "failed", "discard"] = "done"
-    reward: float | None = Field(default=None, allow_inf_nan=False)
-    metrics: dict[str, float] = Field(default_factory=dict)
+    reward: Reward | None = None
+    metrics: Metrics = Field(default_factory=dict)
     replay: SessionReplay | None = None
     reason: str = Field(default="", max_length=1000)
 
@@ -60,10 +65,10 @@ class EndBody(Body):
 class FeedbackBody(Body):
     """``POST /feedback``, in the form of Trinity-RFT."""
 
-    reward: float = Field(allow_inf_nan=False)
-    msg_ids: list[str] = Field(min_length=1, max_length=MAX_MESSAGES)
-    task_id: int | str = ""
-    run_id: int | str = 0
+    reward: Reward
+    msg_ids: list[Text] = Field(min_length=1, max_length=MAX_MESSAGES)
+    task_id: int | Text = ""
+    run_id: int | Text = 0
 
 
 def shown(session: Session) -> dict[str, Any]:

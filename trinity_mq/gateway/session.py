@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
+from trinity_mq.gateway.reported import bounded_reward, merge_metrics
 from trinity_mq.messages import (
     SessionCall,
     SessionEnd,
@@ -215,8 +216,8 @@ class Session:
                 self._end(SessionEnd(session=self.id), event.at)
         elif isinstance(body, SessionEnd):
             if body.reward is not None:
-                self.reward = body.reward
-            self.metrics |= body.metrics
+                self.reward = bounded_reward(body.reward)
+            merge_metrics(self.metrics, body.metrics)
             if self.end is None or body.outcome == "discard":
                 self._end(body, event.at)
         else:
@@ -228,13 +229,13 @@ class Session:
         self.end, self.ended_at = end, at
 
     def _rewarded(self, body: SessionReward) -> None:
-        self.metrics |= body.metrics
+        merge_metrics(self.metrics, body.metrics)
         self.group = self.group or body.group
         added = body.how == "add"
         if body.call is None:
-            self.reward = body.reward + (self.reward or 0.0) if added else body.reward
+            self.reward = bounded_reward(body.reward + (self.reward or 0.0) if added else body.reward)
             return
         call = self.call_of(body.call)
         assert call is not None  # else it would be too late
         key = call.call, body.choice
-        self.call_rewards[key] = body.reward + (self.call_rewards.get(key, 0.0) if added else 0.0)
+        self.call_rewards[key] = bounded_reward(body.reward + (self.call_rewards.get(key, 0.0) if added else 0.0))

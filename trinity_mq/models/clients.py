@@ -225,7 +225,14 @@ def engine_error(status: int, retry_after: str | None, answer: Any, url: str) ->
     error = answer.get("error", answer) if isinstance(answer, dict) else {}
     if not isinstance(error, dict):
         error = {"message": str(error)}
-    message = f"{url}: {error.get('message') or f'HTTP status {status}'}"
+    said = str(error.get("message") or f"HTTP status {status}")
+    found = _error_of(status, retry_after, error, f"{url}: {said}")
+    if 400 <= status < 500:
+        found.said = said
+    return found
+
+
+def _error_of(status: int, retry_after: str | None, error: Mapping[str, Any], message: str) -> EngineError:
     code = error.get("code")
     if status == 503:
         return EngineNotReady(message, _seconds(retry_after))

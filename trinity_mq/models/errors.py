@@ -18,6 +18,9 @@ class ModelError(FatalError):
 class EngineError(Exception):
     """Base of what an engine, or its absence, answers."""
 
+    said = ""
+    """Words of the engine about the request, without its address; empty: it said nothing about the request."""
+
 
 class EngineNotReady(EngineError):
     """The engine lives but serves nothing at present: it waits for weights, or is shutting down. Ask again later."""

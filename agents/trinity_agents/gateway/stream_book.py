@@ -14,6 +14,7 @@ from trinity_mq.bus import Bus, BusError, BusUnavailable, Delivery, Envelope, Me
 from trinity_mq.bus.base import HeaderValue
 from trinity_mq.gateway.book import BookUnavailable, EventTooLarge, Said
 from trinity_mq.gateway.ledger import Applied, Ledger
+from trinity_mq.gateway.reported import report_problem
 from trinity_mq.gateway.session import Event, Session
 from trinity_mq.messages import (
     DecodeError,
@@ -281,6 +282,14 @@ def _decoded(delivery: Delivery) -> Message:
     Raises:
         DecodeError: It is none, or none that its routing key allows.
     """
+    message = _message(delivery)
+    if delivery.routing_key == OUTSIDE and isinstance(message, SessionReward | SessionEnd):
+        if (problem := report_problem(message)) is not None:
+            raise DecodeError(problem)
+    return message
+
+
+def _message(delivery: Delivery) -> Message:
     kinds = KINDS.get(delivery.routing_key, {})
     if (kind := kinds.get(delivery.kind or "")) is not None:
         message = decode(delivery.body, kind, delivery.content_type)

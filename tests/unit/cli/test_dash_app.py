@@ -83,7 +83,7 @@ async def test_samples_and_curves() -> None:
 
 async def test_errors_say_what_was_wrong() -> None:
     async with served(operate=True) as (client, _, access, _):
-        key = {"X-TMQ-Key": access.key}
+        key = {"X-TMQ-Key": access.key, "Content-Type": "application/json"}
         for path, status, words in (
             ("/api/samples?after=x", 400, "wanted a number"),
             ("/api/sample?uid=none", 404, "is not kept"),

@@ -112,7 +112,8 @@ async def test_bodies_that_are_no_json_and_too_large() -> None:
     config = serving_config(gateway={"max_body_bytes": 2048})
     async with serving(say, config=config) as at:
         made = await at.open()
-        async with at.http.post(f"{made['base_url']}/chat/completions", data=b"\xff{") as response:
+        url, headers = f"{made['base_url']}/chat/completions", {"Content-Type": "application/json"}
+        async with at.http.post(url, data=b"\xff{", headers=headers) as response:
             assert response.status == 400
             assert "the body is not JSON" in (await response.json())["error"]["message"]
         long = {"messages": [{"role": "user", "content": "x" * 4000}]}

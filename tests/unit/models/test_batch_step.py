@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import threading
 from collections.abc import AsyncIterator, Sequence
 
@@ -11,7 +12,13 @@ import pytest
 
 from trinity_mq.models.engines.api_errors import ApiError
 from trinity_mq.models.engines.generation.batch_step import StaticBatcher
-from trinity_mq.models.engines.generation.request import Completion, GenerationListener, GenerationRequest, ScoreRequest
+from trinity_mq.models.engines.generation.request import (
+    Completion,
+    GenerationListener,
+    GenerationRequest,
+    ScoreRequest,
+    Token,
+)
 from trinity_mq.models.engines.state import EngineState
 
 
@@ -206,3 +213,72 @@ async def test_closing_cuts_off_a_round_that_takes_too_long() -> None:
         assert recorder.cancelled
         with pytest.raises(ApiError, match="shutting down"):
             await asked
+
+
+class Poisoned(Recorder):
+    """Fails on every batch step that holds a request for the token 13."""
+
+    def generate(
+        self, requests: Sequence[GenerationRequest], listener: GenerationListener | None = None
+    ) -> list[list[Completion]]:
+        answers = super().generate(requests, listener)
+        for number, request in enumerate(requests):
+            if listener is not None and listener.listens(number) and request.prompt == [3]:
+                listener.sampled([Token(number, 0, 1, 0.0, "stop")])
+        if any(request.prompt == [13] for request in requests):
+            raise RuntimeError("this request is not for me")
+        return answers
+
+
+@pytest.mark.parametrize("place", [0, 3, 6])
+async def test_a_request_that_fails_its_round_fails_alone(place: int) -> None:
+    recorder = Poisoned()
+    requests = [GenerationRequest(prompt=[4], max_tokens=1) for _ in range(7)]
+    requests[place] = GenerationRequest(prompt=[13], max_tokens=1)
+    async with running(recorder) as (rounds, _):
+        recorder.gate.clear()
+        first = asyncio.create_task(rounds.generate([ASK], None))
+        await asyncio.to_thread(recorder.started.wait, 10)
+        others = [asyncio.create_task(rounds.generate([request], None)) for request in requests]
+        await asyncio.sleep(0)
+        recorder.gate.set()
+        answers = await asyncio.gather(first, *others, return_exceptions=True)
+    failed = [number for number, answer in enumerate(answers[1:]) if isinstance(answer, BaseException)]
+    assert failed == [place]
+    assert "this request is not for me" in str(answers[1 + place])
+    assert max(recorder.rounds) == 7, "they did share a round"
+
+
+async def test_a_stream_without_a_token_begins_again_where_another_request_failed() -> None:
+    recorder = Poisoned()
+    async with running(recorder) as (rounds, _), rounds.stream(GenerationRequest([4], 1), None) as stream:
+        with pytest.raises(ApiError, match="this request is not for me"):
+            await rounds.generate([GenerationRequest(prompt=[13], max_tokens=1)], None)
+        assert await stream.begun() == (1, 2)
+        assert [tokens async for tokens in stream] == []
+        assert stream.answer.exception() is None
+    assert recorder.rounds == [2, 1, 1]
+
+
+async def test_a_stream_that_has_tokens_cannot_begin_again() -> None:
+    async with running(Poisoned()) as (rounds, _), rounds.stream(GenerationRequest([3], 1), None) as stream:
+        with pytest.raises(ApiError):
+            await rounds.generate([GenerationRequest(prompt=[13], max_tokens=1)], None)
+        with pytest.raises(ApiError, match="generation failed"):
+            [tokens async for tokens in stream]
+
+
+async def test_a_request_without_a_number_fails_alone() -> None:
+    class Nan(Recorder):
+        def generate(
+            self, requests: Sequence[GenerationRequest], listener: GenerationListener | None = None
+        ) -> list[list[Completion]]:
+            return [
+                [Completion([1], [math.nan if request.prompt == [13] else 0.0], "", "stop")] for request in requests
+            ]
+
+    async with running(Nan()) as (rounds, _):
+        asked = (rounds.generate([GenerationRequest(prompt=[each], max_tokens=1)], None) for each in (4, 13))
+        good, bad = await asyncio.gather(*asked, return_exceptions=True)
+    assert not isinstance(good, BaseException)
+    assert "the model gave no number" in str(bad)

@@ -11,6 +11,7 @@ import aiohttp
 import pytest
 import torch
 
+from trinity_mq.models.engines.server.openai.requests import MIN_TOP_P
 from trinity_mq.models.engines.server.server import EngineServer
 from trinity_mq.models.engines.torch.generator import TextGenerator
 
@@ -145,7 +146,13 @@ async def test_models_and_health(server: EngineServer) -> None:
         ({"n": 2000}, 400, "n", "max_batch_sequences=1024"),
         ({"temperature": -1}, 400, "temperature", "greater than or equal to 0"),
         ({"temperature": 1e-9}, 400, "temperature", "at least 0.001"),
-        ({"top_p": 0}, 400, "top_p", "greater than 0"),
+        ({"top_p": 0}, 400, "top_p", f"greater than or equal to {MIN_TOP_P:.30f}"),
+        ({"top_p": 1e-320}, 400, "top_p", f"greater than or equal to {MIN_TOP_P:.30f}"),
+        ({"temperature": 1e300}, 400, "temperature", "less than or equal to 100"),
+        ({"temperature": 10**40}, 400, "temperature", "an integer of 133 bits"),
+        ({"seed": 10**40}, 400, "seed", "an integer of 133 bits"),
+        ({"stop": ["x" * 1025]}, 400, "stop.0", "at most 1024 characters"),
+        ({"stop": "\ud800"}, 400, "stop", "half a surrogate pair"),
         ({"stop": [""]}, 400, "stop.0", "at least 1 character"),
         ({"messages": []}, 400, "messages", "at least 1 item"),
         ({"messages": [{"content": "x"}]}, 400, "messages.0.role", "wanted a role"),

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hmac
-import ipaddress
 import secrets
 from collections.abc import Awaitable, Callable
 
 from aiohttp import web
+
+from trinity_mq.config.hosts import is_loopback
+from trinity_mq.runtime.http_serving import refuse_forged
 
 KEY_PARAMETER, KEY_COOKIE, KEY_HEADER = "key", "tmq-dash", "X-TMQ-Key"
 POLICY = (
@@ -16,16 +18,6 @@ POLICY = (
 )
 """Content security policy: nothing is loaded from, or sent to, any other address."""
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether only programs on this machine reach ``host``."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 class PageAccess:
@@ -50,9 +42,8 @@ class PageAccess:
         """Refuse what is not allowed, and add the headers of security to all that is answered."""
         given = request.query.get(KEY_PARAMETER) or request.cookies.get(KEY_COOKIE) or ""
         knows = self._is_key(given)
-        if self._is_local and not is_loopback(_host_of(request)):
-            # a page of another site that resolves its name to 127.0.0.1
-            raise web.HTTPForbidden(text=f"Host is {request.host!r}, wanted 127.0.0.1 or localhost")
+        if self._is_local:
+            refuse_forged(request)
         if not (self._is_local or knows):
             raise web.HTTPUnauthorized(text="open the address with the key that `trinity-mq dash` printed")
         if request.method not in {"GET", "HEAD"}:
@@ -72,13 +63,6 @@ class PageAccess:
 
     def _is_key(self, given: str) -> bool:
         return hmac.compare_digest(given.encode(errors="replace"), self.key.encode())
-
-
-def _host_of(request: web.Request) -> str:
-    host = request.host
-    if host.startswith("["):
-        return host[1:].partition("]")[0]
-    return host.partition(":")[0]
 
 
 def _secure(response: web.StreamResponse) -> None:

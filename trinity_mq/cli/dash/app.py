@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict
@@ -23,6 +24,7 @@ from trinity_mq.cli.inspect.token_texts import TokenTexts
 from trinity_mq.cli.observe.curves import Curves
 from trinity_mq.cli.observe.observatory import Observatory
 from trinity_mq.cli.observe.samples import COLUMNS, MOST_ROWS, experience_at
+from trinity_mq.runtime.http_serving import new_application, read_json
 from trinity_mq.runtime.notify import Notifier
 from trinity_mq.telemetry.jsonline import dump_line
 from trinity_mq.telemetry.timeline import Span
@@ -73,7 +75,7 @@ class DashApp:
 
     def application(self) -> web.Application:
         """Return the application."""
-        made = web.Application(middlewares=[self._access.middleware, self._errors])
+        made = new_application([self._access.middleware, self._errors])
         made.add_routes(
             [
                 web.get("/", self.page),
@@ -209,7 +211,7 @@ class DashApp:
 
     async def replay(self, request: web.Request) -> web.Response:
         """Publish dead batches again."""
-        body = await _body(request)
+        body = await read_json(request)
         batches = body.get("batches", [])
         if not isinstance(batches, list):
             raise ValueError(f"batches is {batches!r}, wanted a list of batches")
@@ -221,7 +223,7 @@ class DashApp:
 
     async def give_verdict(self, request: web.Request) -> web.Response:
         """Give a verdict on a run."""
-        return _json(await self._actions.give_verdict(request.match_info["request"], await _body(request)))
+        return _json(await self._actions.give_verdict(request.match_info["request"], await read_json(request)))
 
     async def control(self, request: web.Request) -> web.Response:
         """Send a command to an agent."""
@@ -242,16 +244,12 @@ def _number(request: web.Request, name: str, default: float) -> float:
     if text is None:
         return default
     try:
-        return float(text)
-    except ValueError as error:
-        raise ValueError(f"{name} is {text!r}, wanted a number") from error
-
-
-async def _body(request: web.Request) -> dict[str, Any]:
-    body = await request.json()
-    if not isinstance(body, dict):
-        raise ValueError(f"the body is {type(body).__name__}, wanted a JSON object")
-    return body
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
+        raise ValueError(f"{name} is {text!r}, wanted a number")
+    return number
 
 
 def _activity(one: Span) -> dict[str, Any]:

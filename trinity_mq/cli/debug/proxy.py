@@ -16,6 +16,8 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
+from trinity_mq.runtime.http_serving import new_application, read_body, refuse_forged
+
 MAX_BODY = 64 * 1024**2
 NOT_PASSED = frozenset(
     {"accept-encoding", "connection", "content-length", "host", "keep-alive", "te", "trailer", "transfer-encoding"}
@@ -65,7 +67,7 @@ class RecordingProxy:
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[str]:
         """Serve, and yield the URL to use instead of the engine's."""
-        application = web.Application(client_max_size=MAX_BODY)
+        application = new_application(max_body=MAX_BODY)
         application.router.add_route("*", "/{path:.*}", self._pass_on)
         runner = web.AppRunner(application, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
         await runner.setup()
@@ -81,9 +83,10 @@ class RecordingProxy:
                 await runner.cleanup()
 
     async def _pass_on(self, request: web.Request) -> web.StreamResponse:
+        refuse_forged(request)
         loop = asyncio.get_running_loop()
         started = loop.time()
-        body = await request.read()
+        body = await read_body(request)
         call = Call(next(self._numbers), request.method, request.path, _json(body), engine=self._name)
         try:
             return await self._exchange(request, body, call)

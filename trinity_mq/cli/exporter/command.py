@@ -46,6 +46,8 @@ async def _serve(arguments: argparse.Namespace, run: str, slots: int | None) -> 
     from trinity_mq.cli.exporter.handler import metrics_handler
     from trinity_mq.cli.observe.observatory import Observatory
     from trinity_mq.cli.observe.sources import BrokerSource
+    from trinity_mq.config.hosts import is_loopback
+    from trinity_mq.runtime.http_serving import from_this_site, new_application
 
     observatory = Observatory(run)
 
@@ -54,7 +56,7 @@ async def _serve(arguments: argparse.Namespace, run: str, slots: int | None) -> 
         return None if found.broker.url is None else found
 
     find_target(arguments)  # a run that is not known is said at once
-    app = web.Application()
+    app = new_application([from_this_site] if is_loopback(arguments.host) else [])
     app.add_routes([web.get("/metrics", metrics_handler(RunCollector(observatory.view, time.time, slots)))])
     async with listening(app, arguments.host, arguments.port) as url:
         print(f"{run}: {url}/metrics", flush=True)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import ipaddress
 from pathlib import Path
 from typing import Literal
+from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
 from trinity_mq.config.base import Section
+from trinity_mq.config.hosts import is_loopback
 
 Merge = Literal["prefix", "per_call", "renderer"]
 
@@ -24,6 +25,10 @@ class GatewayConfig(Section):
     """Gateways that ``trinity-mq run`` starts; a process each, all of which know every session."""
     public_url: str = ""
     """Base URL by which agents reach the gateways, such as that of a balancer. Empty: host and port."""
+    allowed_hosts: list[str] = Field(default_factory=list)
+    """Further names of this machine that clients may call the gateway by where ``key_file`` is not set. Loopback names,
+    ``host`` and that of ``public_url`` always count. A request by another name may be a web page's, which has its own
+    name resolve to this machine, and is refused."""
     key_file: str | None = None
     """File with the keys, one a line, that may make sessions and see all of them. None: whoever reaches it may."""
     cert_file: str | None = None
@@ -81,12 +86,13 @@ class GatewayConfig(Section):
     @property
     def is_local(self) -> bool:
         """Only programs on this machine reach it."""
-        if self.host == "localhost":
-            return True
-        try:
-            return ipaddress.ip_address(self.host).is_loopback
-        except ValueError:
-            return False
+        return is_loopback(self.host)
+
+    @property
+    def host_names(self) -> frozenset[str]:
+        """Names by which clients may call it where nobody needs a key, besides those of loopback."""
+        named = urlsplit(self.public_url).hostname
+        return frozenset(name.lower() for name in (self.host, named, *self.allowed_hosts) if name)
 
     @model_validator(mode="after")
     def _safe(self) -> GatewayConfig:

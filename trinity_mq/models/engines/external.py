@@ -20,6 +20,7 @@ from trinity_mq.config import AuxiliaryModelConfig
 from trinity_mq.models.engines.api_errors import ApiError, bad_request, not_current, stopping
 from trinity_mq.models.engines.server.http_server import HttpServer, json_object, validated
 from trinity_mq.models.engines.server.openai.requests import ScoreBody
+from trinity_mq.runtime.http_serving import read_body
 
 log = structlog.get_logger(__name__)
 
@@ -167,7 +168,7 @@ class ExternalServer(HttpServer):
             raise stopping()
         if self.trouble is not None:
             raise not_current(f"auxiliary model {self.model.name!r}: {self.trouble}")
-        return json_object(await request.read())
+        return json_object(await read_body(request))
 
     def _for_them(self, body: dict[str, Any], path: str) -> dict[str, Any]:
         """Return a request as the server understands it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -88,6 +89,8 @@ class StaticBatcher:
         self._pause_control = PauseControl(self._stands_still)
         state.on_resume = self._resumed
         self._closing = False
+        self._part = 0
+        """Number of the latest part of a batch step that failed."""
         self._running_sequences = 0
 
     @property
@@ -227,7 +230,7 @@ class StaticBatcher:
             if not job.answer.done():
                 if problem := self._state.problem(job.pin):
                     job.answer.set_exception(problem)
-                elif jobs and sequences + job.sequences > self.max_sequences:
+                elif jobs and (sequences + job.sequences > self.max_sequences or job.part != jobs[0].part):
                     break
                 else:
                     jobs.append(job)
@@ -249,7 +252,7 @@ class StaticBatcher:
         for job in jobs:
             record("wait for company", job.since, time.monotonic(), batch=job.batch, wait=True)
             if job.stream is not None:
-                job.stream.put(version)
+                job.stream.begin(version)
         try:
             results = await loop.run_in_executor(self._worker, self._compute, jobs, loop, spans)
         except BatchCutOff:
@@ -259,6 +262,7 @@ class StaticBatcher:
                 failure = stopping()
             else:
                 log.exception("batch_step_failed", requests=len(jobs), sequences=self._running_sequences)
+                jobs = self._divided(jobs)
                 failure = ApiError(500, f"generation failed: {type(error).__name__}: {error}", code="generation_failed")
             for job in jobs:
                 if not job.answer.done():
@@ -277,9 +281,28 @@ class StaticBatcher:
             self._idle.set()
             self._still.set()
 
+    def _divided(self, jobs: list[Job]) -> list[Job]:
+        """Put the jobs of a batch step that failed back at the head of the queue, in two parts that are computed apart,
+        so that in the end the job that is at fault fails alone. Return the jobs that fail now: a single job, or streams
+        that have begun.
+        """
+        again = [job for job in jobs if not job.answer.done() and (job.stream is None or not job.stream.has_tokens)]
+        if len(jobs) == 1 or not again:
+            return jobs
+        for half in (again[len(again) // 2 :], again[: len(again) // 2]):
+            self._part += 1
+            for job in reversed(half):
+                job.part = self._part
+                self._pending.appendleft(job)
+        self._arrived.set()
+        return [job for job in jobs if job not in again]
+
     def _settle(self, job: Job, result: Any, spans: Spans) -> None:
         scored = isinstance(job.request, ScoreRequest)
-        if job.pin is not None and len(spans) > 1 and (problem := self._state.problem(job.pin)):
+        if not scored and any(math.isnan(math.fsum(completion.logprobs)) for completion in result):
+            lost = "generation failed: the model gave no number for a token of this request"
+            job.answer.set_exception(ApiError(500, lost, code="generation_failed"))
+        elif job.pin is not None and len(spans) > 1 and (problem := self._state.problem(job.pin)):
             job.answer.set_exception(problem)  # part of it is of another version
         elif scored:
             job.answer.set_result((result, spans[-1][1]))  # scores come after all that is sampled

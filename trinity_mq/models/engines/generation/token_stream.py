@@ -25,8 +25,17 @@ class TokenStream:
         self._news: asyncio.Queue[Version | list[Token] | None] = asyncio.Queue()
         self.answer.add_done_callback(lambda _: self._news.put_nowait(None))
 
+        self._has_begun = self.has_tokens = False
+
+    def begin(self, version: Version) -> None:
+        """Pass on the version that samples, once: a batch step that failed without a token is computed again."""
+        if not self._has_begun:
+            self._has_begun = True
+            self.put(version)
+
     def put(self, news: Version | list[Token]) -> None:
         """Pass on the version that samples, first of all, then tokens."""
+        self.has_tokens = self.has_tokens or isinstance(news, list)
         self._news.put_nowait(news)
 
     async def begun(self) -> Version:
@@ -92,6 +101,8 @@ class Job:
     stream: TokenStream | None = None
     batch: int | str | None = field(default_factory=batch_at_work)
     since: float = field(default_factory=time.monotonic)
+    part: int = 0
+    """Part of a batch step that failed, whose jobs are computed apart from others; 0: none."""
 
     @property
     def sequences(self) -> int:

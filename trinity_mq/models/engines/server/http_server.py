@@ -14,8 +14,11 @@ import structlog
 from aiohttp import web
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from trinity_mq.config.hosts import is_loopback
 from trinity_mq.models.engines.api_errors import ApiError, bad_request
 from trinity_mq.models.engines.state import Lease
+from trinity_mq.runtime import http_serving
+from trinity_mq.runtime.http_serving import JsonProblem, new_application, read_body, refuse_forged
 
 log = structlog.get_logger(__name__)
 
@@ -43,7 +46,7 @@ def guarded(token: str, handler: Handler) -> Handler:
 
     async def checked(request: web.Request) -> web.StreamResponse:
         scheme, _, given = request.headers.get("Authorization", "").partition(" ")
-        if scheme.lower() != "bearer" or not hmac.compare_digest(given.encode(), token.encode()):
+        if scheme.lower() != "bearer" or not hmac.compare_digest(given.encode(errors="surrogatepass"), token.encode()):
             raise ApiError(
                 401, "admin routes want 'Authorization: Bearer <token of the ready-file>'", code="invalid_token"
             )
@@ -70,12 +73,9 @@ def json_object(raw: bytes) -> dict[str, Any]:
         ApiError: 400; it is something else.
     """
     try:
-        fields = json.loads(raw)
-    except (ValueError, RecursionError) as error:
-        raise bad_request(f"the body is not JSON: {error}") from None
-    if not isinstance(fields, dict):
-        raise bad_request(f"the body is a {type(fields).__name__}, wanted a JSON object")
-    return fields
+        return http_serving.json_object(raw)
+    except JsonProblem as problem:
+        raise bad_request(str(problem), problem.where or None) from None
 
 
 def validated(fields: Mapping[str, Any], body: type[B]) -> B:
@@ -99,7 +99,7 @@ def validated(fields: Mapping[str, Any], body: type[B]) -> B:
 
 async def parsed(request: web.Request, body: type[B]) -> B:
     """Return the body of ``request``; raises :class:`ApiError` (400) where it is not one."""
-    return validated(json_object(await request.read() or b"{}"), body)
+    return validated(json_object(await read_body(request)), body)
 
 
 class HttpServer(ABC):
@@ -133,7 +133,7 @@ class HttpServer(ABC):
     async def run(self, ready: Callable[[str], None] = lambda url: None) -> str:
         """Serve; call ``ready`` with the URL when requests are taken. Returns why it ended."""
         self._lease = Lease(self._lease_seconds, lambda: self.stop("lease ran out"))
-        application = web.Application(middlewares=[errors_as_json], client_max_size=MAX_BODY)
+        application = new_application([errors_as_json, self._not_forged], max_body=MAX_BODY)
         application.add_routes(self.routes())
         application.add_routes(
             admin_routes(self._token, gets={"state": self._state}, posts={"lease": self._renew, "shutdown": self._end})
@@ -151,6 +151,12 @@ class HttpServer(ABC):
             self._lease.end()
             await runner.cleanup()
         return self._reason
+
+    @web.middleware
+    async def _not_forged(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        if is_loopback(self._host):
+            refuse_forged(request)
+        return await handler(request)
 
     def answer(self, **fields: Any) -> web.Response:
         """Return an admin answer."""

@@ -68,6 +68,7 @@ def _choose(
         # strictly below the total, so that rounding never points behind the last token
         target = torch.minimum(uniforms * total, torch.nextafter(total, torch.zeros_like(total)))
         tokens = torch.searchsorted(cumulative, target[:, None], right=True)[:, 0]
+        tokens = tokens.clamp(max=logits.shape[-1] - 1)  # a row without a number must not fail the others
         if bool(greedy.any()):
             tokens = torch.where(of_samples(greedy), of_samples(logprobs.argmax(-1)), tokens)
     if source is None:
@@ -86,6 +87,7 @@ def _nucleus(probabilities: Tensor, top_p: Tensor) -> Tensor:
     ordered, order = probabilities.sort(dim=-1, descending=True)
     before = ordered.cumsum(-1, dtype=torch.float64) - ordered
     kept = torch.where(before < top_p[:, None].double(), ordered, torch.zeros_like(ordered))
+    kept[:, 0] = ordered[:, 0]  # the likeliest token, however small top_p is
     nucleus = torch.zeros_like(probabilities).scatter_(-1, order, kept)
     return torch.where((top_p < 1)[:, None], nucleus, probabilities)
 

@@ -31,11 +31,14 @@ from trinity_mq.models.engines.server.openai.streaming import Chunks, send
 from trinity_mq.models.engines.server.openai.tools import checked_tools
 from trinity_mq.models.engines.state import EngineState
 from trinity_mq.models.group_format import GROUP_PATH, GROUPS_HEADER, pack_body
+from trinity_mq.runtime.http_serving import read_body
 from trinity_mq.telemetry.trace import span, works_for
 
 PIN_HEADER = "X-TMQ-Version"
 LOGPROBS_HEADER, LOGPROBS_AS_NUMBERS = "X-TMQ-Logprobs", "numbers"
 """Leave out ``logprobs`` with their texts where ``token_logprobs`` say the same: what our own clients ask for."""
+LONGEST_NUMBER = 18
+"""Digits of a number in :data:`PIN_HEADER`."""
 SEED_MASK = (1 << 63) - 1
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
@@ -108,7 +111,7 @@ class OpenAIApi:
     async def chat(self, request: web.Request) -> web.StreamResponse:
         """Answer a conversation."""
         pin = self._admitted(request.headers)
-        received = await request.read()
+        received = await read_body(request)
         with span("parse request", size=len(received)):
             chat = self._chat(json_object(received), request.headers)
         if chat.body.stream:
@@ -122,7 +125,7 @@ class OpenAIApi:
     async def completions(self, request: web.Request) -> web.StreamResponse:
         """Continue prompts."""
         pin = self._admitted(request.headers)
-        asked = self._completion(json_object(await request.read()), request.headers)
+        asked = self._completion(json_object(await read_body(request)), request.headers)
         if asked.body.stream:
             if len(asked.prompts) > 1:
                 raise bad_request(
@@ -239,7 +242,7 @@ class OpenAIApi:
 
     async def tokenize(self, request: web.Request) -> web.Response:
         """Return a text, or a conversation with the mask of what the assistant wrote, as tokens."""
-        body = parse(await request.read(), TokenizeBody)
+        body = parse(await read_body(request), TokenizeBody)
         if (body.prompt is None) == (body.messages is None):
             raise bad_request("give either prompt or messages")
         answer: dict[str, Any] = {"max_model_len": self._max_model_len}
@@ -256,7 +259,7 @@ class OpenAIApi:
     async def logprobs(self, request: web.Request) -> web.Response:
         """Return the logprob of every given token after the first."""
         pin = self._admitted(request.headers)
-        body = parse(await request.read(), ScoreBody)
+        body = parse(await read_body(request), ScoreBody)
         self._check_prompt(body.tokens, self._max_model_len, "tokens")
         [(logprobs, version)] = await self._batcher.score([ScoreRequest(body.tokens, body.temperature)], pin)
         return self._json({"logprobs": logprobs, "weight_version": list(version)}, version)
@@ -362,6 +365,6 @@ def parse_pin(text: str | None) -> Version | None:
     if text is None:
         return None
     generation, _, step = text.partition(".")
-    if not (generation.isdecimal() and step.isdecimal()):
+    if not all(part.isdecimal() and len(part) <= LONGEST_NUMBER for part in (generation, step)):
         raise bad_request(f"{PIN_HEADER} is {text!r}, wanted generation.step such as 1.25", PIN_HEADER)
     return int(generation), int(step)

@@ -20,6 +20,7 @@ from trinity_mq.models.group_format import (
     pack_body,
     unpack_requests,
 )
+from trinity_mq.runtime.http_serving import read_body
 
 log = structlog.get_logger(__name__)
 
@@ -45,7 +46,7 @@ async def answer_group(
         ApiError: 400; it is no group.
     """
     try:
-        asked = unpack_requests(await request.read())
+        asked = unpack_requests(await read_body(request))
     except ValueError as error:
         raise bad_request(str(error)) from None
     response = web.StreamResponse(headers={"Content-Type": CONTENT_TYPE})

@@ -13,7 +13,11 @@ from trinity_mq.models.engines.server.http_server import Body, json_object, vali
 from trinity_mq.models.engines.server.openai.tools import checked_calls, checked_tools
 
 MAX_STOPS = 16
-MIN_TEMPERATURE = 1e-3
+LONGEST_STOP = 1024
+"""Characters of a stop string: each step decodes about so many tokens of a row that has one."""
+MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-3, 100.0
+MIN_TOP_P = 1e-30
+"""Smaller numbers come near to the least that float32 holds, in which engines compute."""
 
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "audio": (),
@@ -58,7 +62,11 @@ def _stops(value: Any) -> Any:
     return (value,) if isinstance(value, str) else value
 
 
-Stops = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(_stops), Field(max_length=MAX_STOPS)]
+Stops = Annotated[
+    tuple[Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)], ...],
+    BeforeValidator(_stops),
+    Field(max_length=MAX_STOPS),
+]
 
 
 def _temperature(value: float) -> float:
@@ -69,7 +77,7 @@ def _temperature(value: float) -> float:
     return value
 
 
-Temperature = Annotated[float, Field(ge=0, allow_inf_nan=False), AfterValidator(_temperature)]
+Temperature = Annotated[float, Field(ge=0, le=MAX_TEMPERATURE, allow_inf_nan=False), AfterValidator(_temperature)]
 
 
 class StreamOptions(BaseModel):
@@ -85,7 +93,7 @@ class SamplingBody(Body):
     model: str = ""
     n: int = Field(default=1, ge=1)
     temperature: Temperature = 1.0
-    top_p: float = Field(default=1.0, gt=0, le=1, allow_inf_nan=False)
+    top_p: float = Field(default=1.0, ge=MIN_TOP_P, le=1, allow_inf_nan=False)
     max_tokens: int | None = Field(default=None, ge=1)
     stop: Stops = ()
     seed: int | None = None

@@ -1,0 +1,443 @@
+"""The gateway against strangers: scopes, forged requests, bodies without a key, guessed ids, rubbish in every place."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from typing import Any
+
+import aiohttp
+import pytest
+
+from tests.unit.gateway.serving import Serving, serving, serving_config
+from trinity_mq.gateway.access import KEY_BEGINS
+from trinity_mq.gateway.app import PROTOCOLS
+from trinity_mq.gateway.reported import MAX_METRICS, MAX_REWARD
+from trinity_mq.gateway.session import Session
+from trinity_mq.messages.sessions import SCOPES
+
+ASK = {"messages": [{"role": "user", "content": "2+3?"}]}
+ADMIN = "an admin's secret key"
+JSON = {"Content-Type": "application/json"}
+
+
+def say(prompt: str) -> str:
+    return "5"
+
+
+@pytest.mark.parametrize(
+    ("verb", "path", "body", "scopes"),
+    [
+        ("POST", "/reward", {"reward": 1}, {"reward"}),
+        ("POST", "/reward", {"reward": 1, "final": False}, {"reward"}),
+        ("POST", "/reward", {"reward": 1, "final": True}, {"reward", "end"}),
+        ("POST", "/end", {}, {"end"}),
+        ("POST", "/end", {"reward": None, "metrics": {}}, {"end"}),
+        ("POST", "/end", {"reward": 1}, {"reward", "end"}),
+        ("POST", "/end", {"reward": 0}, {"reward", "end"}),
+        ("POST", "/end", {"metrics": {"tries": 1}}, {"reward", "end"}),
+        ("DELETE", "", None, {"end"}),
+        ("GET", "", None, {"read"}),
+        ("GET", "/v1/models", None, {"call"}),
+        ("POST", "/v1/chat/completions", ASK, {"call"}),
+    ],
+)
+async def test_each_request_wants_the_scopes_of_what_it_does(verb: str, path: str, body: Any, scopes: set[str]) -> None:
+    async with serving(say, admin=ADMIN) as at:
+        for lacking in SCOPES:
+            made = await at.open(key=ADMIN, scopes=[scope for scope in SCOPES if scope != lacking])
+            headers = {"Authorization": f"Bearer {made['key']}"}
+            async with at.http.request(verb, f"{at.url}/s/{made['id']}{path}", json=body, headers=headers) as response:
+                answer = await response.json()
+            assert response.status == (403 if lacking in scopes else 200), (lacking, answer)
+            if response.status == 403:
+                assert f"lacks the scope {lacking!r}" in answer["error"]["message"]
+                session = at.session(made["id"])
+                assert (session.end, session.reward, session.metrics) == (None, None, {})
+
+
+async def test_an_answer_tells_the_state_to_those_who_may_read() -> None:
+    async with serving(say, admin=ADMIN) as at:
+        made = await at.open(key=ADMIN, scopes=["reward"], labels={"who": "secret"})
+        _, answer = await at.post(f"/s/{made['id']}/reward", {"reward": 1}, key=made["key"])
+        assert answer == {"accepted": True, "repeated": False, "id": made["id"]}
+        _, answer = await at.post(f"/s/{made['id']}/reward", {"reward": 1}, key=ADMIN)
+        assert answer["labels"] == {"who": "secret"}
+
+
+FORGED = [
+    ({"Host": "evil.example:8710"}, 403),
+    ({"Host": "127.0.0.1.evil.example"}, 403),
+    ({"Host": ""}, 403),
+    ({"Host": "0.0.0.0:8710"}, 403),
+    ({"Origin": "https://evil.example"}, 403),
+    ({"Origin": "null"}, 403),
+    ({"Sec-Fetch-Site": "cross-site"}, 403),
+    ({"Content-Type": "text/plain"}, 415),
+    ({"Content-Type": "application/x-www-form-urlencoded"}, 415),
+    ({"Content-Type": "multipart/form-data; boundary=x"}, 415),
+    ({"Content-Type": ""}, 415),
+]
+OWN = [
+    {},
+    {"Host": "localhost:8710"},
+    {"Host": "[::1]:8710"},
+    {"Host": "GATEWAY.local"},
+    {"Host": "public.example"},
+    {"Origin": "http://localhost:3000", "Sec-Fetch-Site": "same-site"},
+    {"Sec-Fetch-Site": "none"},
+    {"Content-Type": "application/json; charset=utf-8"},
+]
+
+
+async def test_a_gateway_without_keys_refuses_what_a_web_page_can_send() -> None:
+    gateway = {"allowed_hosts": ["gateway.local"], "public_url": "https://public.example/path"}
+    async with serving(say, config=serving_config(gateway=gateway)) as at:
+        for headers, wanted in FORGED:
+            for body in (b"{}", b""):
+                if wanted == 415 and not (body or headers["Content-Type"]):
+                    continue  # neither a body nor a type: what `curl -X POST` sends
+                status, answer = await _raw(at, "POST", "/sessions", {**JSON, **headers}, body)
+                assert status == wanted, (headers, body, answer)
+        assert len(at.book.ledger.live) == 0
+        for headers in OWN:
+            assert (await _raw(at, "POST", "/sessions", {**JSON, **headers}, b"{}"))[0] == 201, headers
+        assert (await _raw(at, "POST", "/commit", {}, b""))[0] == 200, "an empty body needs no type"
+    async with serving(say, admin=ADMIN) as at:  # no page has the key
+        headers = {"Host": "balancer.example", "Authorization": f"Bearer {ADMIN}", "Content-Type": "text/plain"}
+        assert (await _raw(at, "POST", "/sessions", headers, b"{}"))[0] == 201
+
+
+async def _raw(at: Serving, verb: str, path: str, headers: dict[str, str], body: bytes = b"") -> tuple[int, str]:
+    """Send exactly these headers (an empty one is left out, but for Host); return status and answer."""
+    sent = {"Host": at.url.removeprefix("http://"), **headers}
+    lines = [
+        f"{verb} {path} HTTP/1.1",
+        *(f"{name}: {value}" for name, value in sent.items() if value or name == "Host"),
+    ]
+    head = "\r\n".join([*lines, f"Content-Length: {len(body)}", "Connection: close", "", ""])
+    return await _exchange(at, head.encode("utf-8", "surrogateescape") + body)
+
+
+async def _exchange(at: Serving, data: bytes) -> tuple[int, str]:
+    host, _, port = at.url.removeprefix("http://").partition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    try:
+        writer.write(data)
+        async with asyncio.timeout(10):
+            answer = await reader.read()
+    finally:
+        writer.close()
+    return int(answer.split()[1]), answer.decode(errors="replace")
+
+
+ROUTES = [
+    ("POST", "/sessions"),
+    ("POST", "/s/{id}/reward"),
+    ("POST", "/s/{id}/end"),
+    ("POST", "/s/unknown/end"),
+    ("DELETE", "/s/{id}"),
+    ("POST", "/feedback"),
+    ("POST", "/commit"),
+    *(("POST", f"{prefix}{path}") for prefix in ("", "/s/{id}", "/s/unknown") for path in PROTOCOLS),
+]
+
+
+@pytest.mark.parametrize("expects", [False, True])
+async def test_strangers_are_refused_before_their_body_comes(expects: bool) -> None:
+    async with serving(say, admin=ADMIN) as at:
+        made = await at.open(key=ADMIN)
+        host, _, port = at.url.removeprefix("http://").partition(":")
+        for verb, path in ROUTES:
+            for key in ("", "Authorization: Bearer wrong\r\n", f"Authorization: Bearer {KEY_BEGINS}wrong\r\n"):
+                head = f"{verb} {path.format(id=made['id'])} HTTP/1.1\r\nHost: x\r\n{key}"
+                head += "Expect: 100-continue\r\n" if expects else ""
+                head += "Content-Type: application/json\r\nContent-Length: 8000000\r\n\r\n"
+                reader, writer = await asyncio.open_connection(host, int(port))
+                writer.write(head.encode() + (b"" if expects else b'"aaa'))
+                async with asyncio.timeout(5):
+                    answer = await reader.readuntil(b"\r\n\r\n")
+                writer.close()
+                assert answer.startswith(b"HTTP/1.1 401 "), (verb, path, key, answer)
+                assert b"Connection: close" in answer
+
+
+async def test_a_client_that_asks_before_it_sends_is_told_to_go_on() -> None:
+    async with serving(say, admin=ADMIN) as at:
+        made = await at.open(key=ADMIN)
+        headers = {**JSON, "Authorization": f"Bearer {made['key']}"}
+        url = f"{made['base_url']}/chat/completions"
+        async with at.http.post(url, data=json.dumps(ASK), headers=headers, expect100=True) as response:
+            assert response.status == 200
+        status, _ = await _raw(at, "POST", f"/s/{made['id']}/end", {**headers, "Expect": "200-maybe"}, b"{}")
+        assert status == 417
+
+
+async def test_the_time_of_an_answer_does_not_tell_which_ids_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stream's book waits for what it does not know: it must be asked the same, whether an id exists or not."""
+    async with serving(say, admin=ADMIN) as at:
+        made, other = await at.open(key=ADMIN), await at.open(key=ADMIN)
+        await at.post(f"/s/{made['id']}/end", {"outcome": "discard"}, key=ADMIN)
+        asked: list[str] = []
+
+        async def find(session: str) -> Session | None:
+            asked.append("session")
+            return at.book.ledger.get(session)
+
+        async def find_key(key_hash: str) -> Session | None:
+            asked.append("key")
+            return at.book.ledger.of_key(key_hash)
+
+        monkeypatch.setattr(at.book, "find", find)
+        monkeypatch.setattr(at.book, "find_key", find_key)
+        for key, lookups in (("", []), ("guess", []), (f"{KEY_BEGINS}guess", ["key"]), (other["key"], ["key"])):
+            seen = []
+            for name in (made["id"], "0" * 32):
+                asked.clear()
+                status, answer = await at.get(f"/s/{name}", key=key)
+                seen.append((status, answer, list(asked)))
+            assert seen[0] == seen[1]
+            assert seen[0][0] == 401
+            assert seen[0][2] == lookups
+        asked.clear()
+        assert (await at.get(f"/s/{made['id']}", key=made["key"]))[0] == 200
+        assert asked == [], "who has the key of a session that is known here waits for nothing"
+
+
+@pytest.mark.parametrize(
+    "metrics",
+    [
+        {"reward": 1.0},
+        {"reward:sum": 1.0},
+        {"time/run_execution": 1.0},
+        {"session_calls": 1.0},
+        {"response_tokens:sum": 1.0},
+        {"slices/finished": 1.0},
+        {"": 1.0},
+        {"x" * 101: 1.0},
+        {"a b": 1.0},
+        {"\x1b[2J": 1.0},
+        {"tries": "nan"},
+        {"tries": "inf"},
+        {"tries": 1e31},
+        {f"m{number}": 1.0 for number in range(MAX_METRICS + 1)},
+    ],
+)
+async def test_metrics_of_agents_are_finite_few_and_never_the_runs_own(metrics: dict[str, Any]) -> None:
+    async with serving(say) as at:
+        made = await at.open()
+        for path, body in (("reward", {"reward": 1}), ("end", {})):
+            status, answer = await at.post(f"/s/{made['id']}/{path}", {**body, "metrics": metrics})
+            assert status == 400, answer
+            assert "metric" in answer["error"]["message"]
+        assert at.session(made["id"]).metrics == {}
+        good = {"tries": 2, "judge/score:max": 0.5, "x@1": -1e30}
+        assert (await at.post(f"/s/{made['id']}/end", {"metrics": good}))[1]["metrics"] == good
+
+
+async def test_many_reports_leave_metrics_and_rewards_bounded() -> None:
+    async with serving(say) as at:
+        made = await at.open()
+        for number in range(3):
+            metrics = {f"m{number}.{each}": 1.0 for each in range(MAX_METRICS - 10)}
+            body = {"reward": MAX_REWARD, "how": "add", "metrics": metrics}
+            assert (await at.post(f"/s/{made['id']}/reward", body))[0] == 200
+        session = at.session(made["id"])
+        assert len(session.metrics) == MAX_METRICS
+        assert session.reward == MAX_REWARD
+
+
+BIG, HALF = 10**40, "\ud800"
+VALUES: list[Any] = [BIG, -BIG, 1 << 64, 1e308, HALF, "\x00", "\x1b[2J", "x" * 300_000, None, True, [], {}, [HALF]]
+VALUES += [{HALF: 1}, {"a": {"b": [BIG]}}, "nan", "-inf", -1, 0.5]
+FIELDS = {
+    "/sessions": ["task", "group", "group_size", "labels", "ttl", "idle_ttl", "record", "scopes"],
+    "/s/{id}/reward": ["reward", "call", "choice", "how", "key", "metrics", "final"],
+    "/s/{id}/end": ["outcome", "reward", "metrics", "replay", "reason"],
+    "/feedback": ["reward", "msg_ids", "task_id", "run_id"],
+}
+ASKED = "messages input prompt system instructions tools tool_choice stream_options metadata model temperature top_p n "
+ASKED += "max_tokens max_completion_tokens stop stop_sequences seed logprobs top_logprobs top_k min_p user stream "
+ASKED += "logit_bias presence_penalty frequency_penalty repetition_penalty continue_tokens response_format"
+FIELDS |= {f"/s/{{id}}{path}": ASKED.split() for path in PROTOCOLS}
+BASE: dict[str, Any] = {
+    "/s/{id}/reward": {"reward": 1},
+    "/feedback": {"reward": 1, "msg_ids": ["m"]},
+    "/s/{id}/v1/completions": {"prompt": "x"},
+    "/s/{id}/v1/responses": {"input": "x"},
+    "/s/{id}/v1/messages": {**ASK, "max_tokens": 3},
+    "/s/{id}/v1/chat/completions": ASK,
+}
+BODIES = [
+    b"[" * 100_000,
+    b'{"a":' * 100_000,
+    b'{"messages": ' + b"[" * 500 + b"]" * 500 + b', "task": ' + b"[" * 500 + b"]" * 500 + b"}",
+    b'{"reward": NaN, "messages": NaN, "task": {"a": Infinity}}',
+    b'{"reward": 1e999, "temperature": 1e999, "task": {"a": -1e999}}',
+    b'{"reward": ' + b"9" * 5000 + b"}",
+    b'{"task": "\xed\xa0\x80"}',
+    '{"task": {}}'.encode("utf-16"),
+    b"\xff\xfe",
+    b"null",
+    b'"x"',
+    b"\x00",
+    b"{}{}",
+]
+"""Bodies that are refused on every route that takes one."""
+
+
+def _faults(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.exc_info or record.levelno >= logging.ERROR]
+
+
+async def test_no_value_in_a_body_is_a_fault(caplog: pytest.LogCaptureFixture) -> None:
+    async with serving(say, config=serving_config(gateway={"calls_per_minute": 10**6, "max_calls": 10**6})) as at:
+        made = await at.open(record="eval")
+        for route, fields in FIELDS.items():
+            path = route.format(id=made["id"])
+            for body in BODIES:
+                status, answer = await _send(at, path, body)
+                assert 400 <= status < 500, (path, body[:60], answer)
+            for field in fields:
+                for value in VALUES:
+                    body = json.dumps({**BASE.get(route, {}), field: value}).encode()
+                    status, answer = await _send(at, path, body)
+                    assert status < 500, (path, field, value, answer)
+                    if value in (BIG, -BIG, 1 << 64, HALF):
+                        assert status == 400, (path, field, value, answer)
+                        assert field in answer, (path, field, value, answer)
+    assert _faults(caplog) == []
+
+
+async def _send(at: Serving, path: str, body: bytes) -> tuple[int, str]:
+    async with at.http.post(at.url + path, data=body, headers=JSON) as response:
+        return response.status, await response.text()
+
+
+HEADERS = [
+    {"Authorization": "\udcff"},
+    {"Authorization": "Bearer \udced\udca0\udc80"},
+    {"Authorization": "Bearer " + "x" * 8000},
+    {"Authorization": "Bearer"},
+    {"x-api-key": "\udcff"},
+    {"X-Session-Key": f"{KEY_BEGINS}\udcff"},
+    {"X-Session-ID": "\udcff"},
+    {"X-Session-ID": "../" * 50},
+    {"traceparent": "\udcff"},
+    {"x-stainless-retry-count": "\udcff"},
+    {"Host": "\udcff"},
+    {"Host": "[::1"},
+    {"Origin": "http://[\udcff"},
+    {"Content-Type": "\udcff"},
+    {"Content-Encoding": "gzip"},
+    {"Content-Encoding": "br"},
+    {"Content-Encoding": "\udcff"},
+    {"Expect": "\udcff"},
+]
+PATHS = ["/s/%FF", "/s/%00", "/s/" + "x" * 4000, "/s/%ED%A0%80/v1/models", "/sessions?%FF=%FF&limit=" + "9" * 100]
+PATHS += ["/sessions?state=%00", "/s/../../x", "/%ff", "//", "/s//", "/v1/%FF", "/sessions?limit=\u00b2"]
+
+
+@pytest.mark.parametrize("admin", ["", ADMIN])
+async def test_no_byte_in_a_head_is_a_fault(admin: str, caplog: pytest.LogCaptureFixture) -> None:
+    async with serving(say, admin=admin) as at:
+        made = await at.open(key=admin)
+        known = {"Authorization": f"Bearer {admin}"} if admin else {}
+        for headers in HEADERS:
+            for verb, path in (*ROUTES, ("GET", "/s/{id}"), ("GET", "/sessions"), ("GET", "/v1/models")):
+                sent = {**JSON, **known, **headers}
+                status, answer = await _raw(
+                    at, verb, path.format(id=made["id"]), sent, b"{}" if verb == "POST" else b""
+                )
+                assert status < 500, (headers, path, answer)
+        for path in PATHS:
+            for verb in ("GET", "POST", "DELETE", "PUT"):
+                status, answer = await _raw(at, verb, path, {**JSON, **known})
+                assert status < 500, (path, answer)
+        twice = f"GET /sessions HTTP/1.1\r\nHost: localhost\r\nHost: evil.example\r\n{_line(known)}"
+        twice += "Connection: close\r\n\r\n"
+        assert (await _exchange(at, twice.encode()))[0] in ({200, 400} if admin else {400, 403})
+        chunked = f"POST /sessions HTTP/1.1\r\nHost: localhost\r\n{_line(known)}Content-Type: application/json\r\n"
+        chunked += "Transfer-Encoding: chunked\r\nConnection: close\r\n\r\nzz\r\n"
+        assert (await _exchange(at, chunked.encode()))[0] == 400
+    assert _faults(caplog) == []
+
+
+def _line(headers: dict[str, str]) -> str:
+    return "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+
+
+async def test_agents_never_hear_the_engines_address() -> None:
+    async with serving(say, timeout=0.2) as at:
+        made = await at.open(record="eval")
+        address = at.engines.models[0].url.removeprefix("http://")
+        for path in PROTOCOLS:
+            for streams in (False, True):
+                for value in (-1, "hot"):
+                    body = {**BASE[f"/s/{{id}}{path}"], "temperature": value, "stream": streams}
+                    status, answer = await at.post(f"/s/{made['id']}{path}", body)
+                    assert status == 400, answer
+                    assert address not in json.dumps(answer)
+        text = json.dumps((await at.post(f"/s/{made['id']}/v1/chat/completions", {**ASK, "temperature": -1}))[1])
+        assert "temperature: Input should be greater than or equal to 0" in text, "the engine's words stay"
+        at.engines.models = [type(at.engines.models[0])("gone", "http://127.0.0.1:9", "gone")]
+        for path in PROTOCOLS:
+            for streams in (False, True):
+                body = {**BASE[f"/s/{{id}}{path}"], "stream": streams}
+                async with at.http.post(f"{at.url}/s/{made['id']}{path}", json=body) as response:
+                    assert "127.0.0.1" not in await response.text()
+
+
+async def test_a_body_that_stops_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trinity_mq.runtime.http_serving.BODY_SECONDS", 0.2)
+    async with serving(say) as at:
+        head = "POST /sessions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 9\r\n"
+        status, answer = await _exchange_open(at, (head + "\r\n{").encode())
+        assert status == 408, answer
+        assert "the body was not complete within 0.2 s" in answer
+
+
+async def _exchange_open(at: Serving, data: bytes) -> tuple[int, str]:
+    """Return the head and body of an answer without waiting for the end of the connection."""
+    host, _, port = at.url.removeprefix("http://").partition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(data)
+    async with asyncio.timeout(5):
+        head = await reader.readuntil(b"\r\n\r\n")
+        answer = head + await reader.read(65536)
+    writer.close()
+    return int(answer.split()[1]), answer.decode()
+
+
+async def test_a_reward_with_a_long_key_counts_once_too() -> None:
+    """An id of more than 255 bytes has no place in a message."""
+    async with serving(say) as at:
+        made = await at.open()
+        ids: list[str] = []
+        say_before = at.book.say
+
+        async def noting(event: Any, message_id: str) -> Any:
+            ids.append(message_id)
+            return await say_before(event, message_id)
+
+        at.book.say = noting  # type: ignore[method-assign]
+        for key in ("\u00e9" * 200, "\u00e9" * 200, "k" * 200):
+            await at.post(f"/s/{made['id']}/reward", {"reward": 1, "how": "add", "key": key})
+        assert at.session(made["id"]).reward == 2.0
+        assert max(len(name.encode()) for name in ids) < 200
+
+
+async def test_connections_without_a_whole_head_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trinity_mq.runtime.http_serving.HEAD_SECONDS", 0.3)
+    async with serving(say) as at:
+        host, _, port = at.url.removeprefix("http://").partition(":")
+        whole = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+        for data in (b"", b"GET /health HTTP/1.1\r\nHost: x\r\nX-a: ", whole, whole + b"GET /health HTTP/1.1\r\nX:"):
+            reader, writer = await asyncio.open_connection(host, int(port))
+            writer.write(data)
+            async with asyncio.timeout(5):
+                await reader.read()
+            writer.close()
+        async with aiohttp.ClientSession() as http, http.get(f"{at.url}/health") as response:
+            assert response.status == 200

@@ -1,0 +1,72 @@
+"""Rules of rewards and metrics that agents and rewarders report."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Annotated
+
+from pydantic import AfterValidator, Field
+
+from trinity_mq.messages import SessionEnd, SessionReward
+
+MAX_METRICS = 64
+"""Metrics of a session."""
+MAX_METRIC, MAX_REWARD = 1e30, 1e9
+"""Greatest size of a metric, and of a reward."""
+LONGEST_METRIC = 100
+"""Characters of a metric's name."""
+_NAME = re.compile(r"[A-Za-z0-9_.@-]+(/[A-Za-z0-9_.@-]+)*(:(mean|sum|max|min|last))?")
+_RESERVED = re.compile(
+    r"(reward|response_tokens|finished_task_count|finished_runs)(:.*)?|session_.*|(time|slices|failures|taskset|version)/.*"
+)
+"""Names that a run gives metrics of its own."""
+
+
+def metric_problem(name: str, value: float) -> str | None:
+    """Return why a metric is refused, None if it is not."""
+    if len(name) > LONGEST_METRIC or not _NAME.fullmatch(name):
+        return (
+            f"metric {name[:LONGEST_METRIC]!r}: wanted at most {LONGEST_METRIC} letters, digits and _ . @ -, with / "
+            "between parts, and :sum or such at the end"
+        )
+    if _RESERVED.fullmatch(name):
+        return f"metric {name!r} is a name of the run's own; choose another"
+    if not abs(value) <= MAX_METRIC:
+        return f"metric {name!r} is {value}, wanted a number from {-MAX_METRIC:g} to {MAX_METRIC:g}"
+    return None
+
+
+def _checked_metrics(metrics: dict[str, float]) -> dict[str, float]:
+    for name, value in metrics.items():
+        if problem := metric_problem(name, value):
+            raise ValueError(problem)
+    return metrics
+
+
+Metrics = Annotated[dict[str, float], Field(max_length=MAX_METRICS), AfterValidator(_checked_metrics)]
+Reward = Annotated[float, Field(ge=-MAX_REWARD, le=MAX_REWARD, allow_inf_nan=False)]
+
+
+def report_problem(event: SessionReward | SessionEnd) -> str | None:
+    """Return why a reward or an end that another program published is refused, None if it is not."""
+    if event.reward is not None and not abs(event.reward) <= MAX_REWARD:
+        return f"reward is {event.reward}, wanted a number from {-MAX_REWARD:g} to {MAX_REWARD:g}"
+    if len(event.metrics) > MAX_METRICS:
+        return f"{len(event.metrics)} metrics, wanted at most {MAX_METRICS}"
+    return next((problem for item in event.metrics.items() if (problem := metric_problem(*item))), None)
+
+
+def merge_metrics(metrics: dict[str, float], reported: Mapping[str, float]) -> None:
+    """Add reported metrics to those of a session. Metrics that are refused today are left out: an older release, or
+    many reports, may have put them on the stream.
+    """
+    for name, value in reported.items():
+        if metric_problem(name, value) is None and (name in metrics or len(metrics) < MAX_METRICS):
+            metrics[name] = value
+
+
+def bounded_reward(reward: float) -> float:
+    """Return a reward within the bounds, as a sum of several may not be."""
+    return 0.0 if math.isnan(reward) else max(-MAX_REWARD, min(reward, MAX_REWARD))

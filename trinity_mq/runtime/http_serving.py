@@ -1,0 +1,242 @@
+"""Rules of every HTTP server here: time limits of a connection, reading a body, and requests that a browser forged."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import math
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+from urllib.parse import urlsplit
+
+from aiohttp import hdrs, web
+from aiohttp.http_exceptions import HttpProcessingError
+from aiohttp.typedefs import Handler, Middleware
+from multidict import CIMultiDictProxy
+
+from trinity_mq.config.hosts import is_loopback
+
+HEAD_SECONDS = 65.0
+"""Seconds that a connection may wait for a complete head of a request. It is longer than the 60 s for which balancers
+keep an idle connection, and than our own clients do."""
+BODY_SECONDS = 120.0
+"""Seconds for the whole body of a request."""
+LARGE_BODY = 256 * 1024
+"""Bytes of a body from which on it is checked in a thread."""
+MAX_DEPTH = 64
+"""Levels of nested lists and objects in a body."""
+LEAST_INTEGER, GREATEST_INTEGER = -(1 << 63), (1 << 64) - 1
+"""Range of integers that MessagePack holds."""
+LONGEST_NAME = 40
+"""Characters of a name that the path of a value shows."""
+FORM_TYPES = frozenset({"text/plain", "multipart/form-data", "application/x-www-form-urlencoded"})
+"""Content types that a page may send to another site without asking that site first."""
+JSON = "application/json"
+
+
+def new_application(
+    middlewares: Iterable[Middleware] = (), *, max_body: int = 1024**2, seconds: float | None = None
+) -> web.Application:
+    """Return an application whose connections are closed when no complete head of a request comes in time.
+
+    Args:
+        middlewares: Its middlewares, the outermost first.
+        max_body: Bytes of one request.
+        seconds: Time limit of a head; None: :data:`HEAD_SECONDS`.
+    """
+    limits = {"keepalive_timeout": HEAD_SECONDS if seconds is None else seconds, "logger": _SERVER_LOG}
+    return web.Application(middlewares=middlewares, client_max_size=max_body, handler_args=limits)
+
+
+NOT_HTTP = (web.RequestPayloadError, HttpProcessingError)
+"""Errors of bytes that are no HTTP."""
+
+
+def _is_own_fault(record: logging.LogRecord) -> bool:
+    """Return whether a log record is not of bytes that are no HTTP: a client could fill the log with those."""
+    return not (record.exc_info and isinstance(record.exc_info[1], NOT_HTTP))
+
+
+_SERVER_LOG = logging.getLogger("trinity_mq.http")
+_SERVER_LOG.addFilter(_is_own_fault)
+
+
+def route(method: str, path: str, handler: Handler) -> web.RouteDef:
+    """Return a route whose handler decides whether a client that sent ``Expect`` shall send its body."""
+    return web.route(method, path, handler, expect_handler=_expect_later)
+
+
+async def _expect_later(_: web.Request) -> None:
+    """Answer ``Expect`` in :func:`read_body`."""
+
+
+async def read_body(request: web.Request) -> bytes:
+    """Return the body of a request.
+
+    Raises:
+        web.HTTPRequestTimeout: It was not there within :data:`BODY_SECONDS`.
+        web.HTTPBadRequest: It breaks the rules of HTTP.
+        web.HTTPExpectationFailed: The client expects something unknown.
+    """
+    if expected := request.headers.get(hdrs.EXPECT):
+        await _answer_expect(request, expected)
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            return await request.read()
+    except TimeoutError:
+        raise web.HTTPRequestTimeout(reason=f"the body was not complete within {BODY_SECONDS:g} s") from None
+    except NOT_HTTP as error:
+        raise web.HTTPBadRequest(reason=f"the body cannot be read: {type(error).__name__}") from None
+
+
+async def _answer_expect(request: web.Request, expected: str) -> None:
+    if expected.lower() != "100-continue":
+        raise web.HTTPExpectationFailed(reason="the only expectation that is known is 100-continue")
+    await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+    request.writer.output_size = 0
+
+
+class JsonProblem(ValueError):
+    """A body that is not taken; the message names the value's path, which is also in ``where``."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.path: list[str] = []
+
+    @property
+    def where(self) -> str:
+        """Path of the value, such as ``messages.0.content``; empty: the body itself."""
+        return ".".join(self.path)
+
+    def __str__(self) -> str:
+        """Return the problem after the path."""
+        return f"{self.where}: {super().__str__()}" if self.path else super().__str__()
+
+
+async def read_json(request: web.Request) -> dict[str, Any]:
+    """Return the JSON object in the body of a request, an empty one without a body; errors as :func:`read_body`.
+
+    Raises:
+        JsonProblem: The body is not a JSON object, or holds a value that no message can hold.
+    """
+    raw = await read_body(request)
+    return json_object(raw) if len(raw) < LARGE_BODY else await asyncio.to_thread(json_object, raw)
+
+
+def json_object(raw: bytes) -> dict[str, Any]:
+    """Return a JSON object, an empty one where there are no bytes; errors as :func:`read_json`."""
+    try:
+        fields = json.loads(raw.decode("utf-8-sig") or "{}", parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        raise JsonProblem(f"the body is not JSON: {error}") from None
+    if not isinstance(fields, dict):
+        raise JsonProblem(f"the body is a {type(fields).__name__}, wanted a JSON object")
+    check_value(fields)
+    return fields
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"it holds {name}, wanted a finite number")
+
+
+def check_value(value: Any, depth: int = MAX_DEPTH) -> None:
+    """Check that a message can hold a value of JSON.
+
+    Raises:
+        JsonProblem: It holds an integer beyond 64 bits, a number that is not finite, half a surrogate pair, or more
+            than ``depth`` levels.
+    """
+    if isinstance(value, str):
+        _check_text(value)
+    elif isinstance(value, int):
+        if not LEAST_INTEGER <= value <= GREATEST_INTEGER:
+            raise JsonProblem(f"an integer of {value.bit_length()} bits, wanted one of at most 64")
+    elif isinstance(value, float):
+        if not math.isfinite(value):
+            raise JsonProblem(f"{value}, wanted a finite number")
+    elif isinstance(value, dict | list):
+        if depth == 0:
+            raise JsonProblem(f"more than {MAX_DEPTH} levels of lists and objects")
+        _check_items(value, depth - 1)
+
+
+def _check_items(value: dict[str, Any] | list[Any], depth: int) -> None:
+    for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+        try:
+            if isinstance(key, str):
+                _check_text(key)
+            check_value(item, depth)
+        except JsonProblem as problem:
+            problem.path.insert(0, str(key).encode("ascii", "backslashreplace").decode()[:LONGEST_NAME])
+            raise
+
+
+def _check_text(text: str) -> None:
+    if text.isascii():
+        return
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise JsonProblem(f"half a surrogate pair at character {error.start}, wanted Unicode text") from None
+
+
+def refuse_forged(request: web.Request, hosts: Collection[str] = (), types: Collection[str] = ()) -> None:
+    """Refuse a request that a page of another site may have had a browser send. For servers that give rights to whoever
+    reaches them.
+
+    Args:
+        request: The request.
+        hosts: Names in ``Host`` and ``Origin`` besides those of loopback.
+        types: Content types of bodies; empty: every type that a page must ask for.
+
+    Raises:
+        web.HTTPForbidden: ``Host`` or ``Origin`` is a strange name, or the browser says that the site is another one.
+        web.HTTPUnsupportedMediaType: The body is of a type that a page may send without asking.
+    """
+    if refused := forged(request.method, request.headers, hosts, types):
+        kind, reason = refused
+        raise kind(reason=reason, text=reason)
+
+
+@web.middleware
+async def from_this_site(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Middleware of :func:`refuse_forged` for a server on loopback."""
+    refuse_forged(request)
+    return await handler(request)
+
+
+def forged(
+    method: str, headers: CIMultiDictProxy[str], hosts: Collection[str], types: Collection[str]
+) -> tuple[type[web.HTTPForbidden | web.HTTPUnsupportedMediaType], str] | None:
+    """Return the error and its reason for :func:`refuse_forged`; None: the request is not refused."""
+    if not all(_is_among(f"//{name}", hosts) for name in headers.getall(hdrs.HOST, [""])):
+        seen = headers.get(hdrs.HOST)
+        return web.HTTPForbidden, f"Host is {seen!a}, wanted 127.0.0.1, localhost or a name that is configured"
+    if (origin := headers.get(hdrs.ORIGIN)) is not None and not _is_among(origin, hosts):
+        return web.HTTPForbidden, f"Origin is {origin!a}: pages of other sites are refused"
+    navigates = method == hdrs.METH_GET and headers.get("Sec-Fetch-Mode") == "navigate"
+    if headers.get("Sec-Fetch-Site") == "cross-site" and not navigates:
+        return web.HTTPForbidden, "Sec-Fetch-Site is cross-site: pages of other sites are refused"
+    if method not in {hdrs.METH_GET, hdrs.METH_HEAD} and (problem := _type_problem(headers, types)):
+        return web.HTTPUnsupportedMediaType, problem
+    return None
+
+
+def _type_problem(headers: Mapping[str, str], types: Collection[str]) -> str | None:
+    kind = headers.get(hdrs.CONTENT_TYPE, "").partition(";")[0].strip().lower()
+    has_body = headers.get(hdrs.CONTENT_LENGTH, "0") != "0" or hdrs.TRANSFER_ENCODING in headers
+    if kind in types or (not kind and not has_body):
+        return None
+    if kind and kind not in FORM_TYPES and not (types and has_body):
+        return None
+    return f"Content-Type is {kind!a}, wanted {' or '.join(types or (JSON,))}"
+
+
+def _is_among(url: str, hosts: Collection[str]) -> bool:
+    """Return whether the host of a URL is this machine's loopback or among ``hosts``."""
+    try:
+        host = (urlsplit(url).hostname or "").rstrip(".")
+    except ValueError:
+        return False
+    return is_loopback(host) or host in hosts
