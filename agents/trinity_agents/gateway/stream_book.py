@@ -283,9 +283,10 @@ def _decoded(delivery: Delivery) -> Message:
         DecodeError: It is none, or none that its routing key allows.
     """
     message = _message(delivery)
-    if delivery.routing_key == OUTSIDE and isinstance(message, SessionReward | SessionEnd):
-        if (problem := report_problem(message)) is not None:
-            raise DecodeError(problem)
+    if delivery.routing_key != OUTSIDE or not isinstance(message, SessionReward | SessionEnd):
+        return message
+    if (problem := report_problem(message)) is not None:
+        raise DecodeError(problem)
     return message
 
 

@@ -19,10 +19,13 @@ BODIES: dict[str, Any] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "2+3?"}]},
     "/reward": {"reward": 1.0},
     "/end": {"outcome": "done"},
+    "/reward with `final`": {"reward": 1.0, "final": True},
+    "/end with a reward": {"reward": 1.0},
+    "/end with metrics": {"metrics": {"tries": 1.0}},
     "/end with a replay": {"replay": {"workflow": "async_simple_workflow", "runs": 2}},
     "/feedback": {"reward": 1.0, "msg_ids": ["unknown"]},
 }
-ALLOWED = re.compile(r"`(GET|POST|DELETE) ([^`]+)`( with a replay)?")
+ALLOWED = re.compile(r"`(GET|POST|DELETE) ([^`]+)`( with (?:a replay|a reward|metrics|`final`))?")
 
 
 async def is_allowed(at: Serving, request: str, key: str, session: str) -> bool:

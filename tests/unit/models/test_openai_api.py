@@ -220,6 +220,24 @@ async def test_bodies_that_are_no_json_and_routes_that_are_not_there(server: Eng
             assert response.content_type == "application/json"
 
 
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"Host": "evil.example"}, 403),
+        ({"Origin": "https://evil.example"}, 403),
+        ({"Sec-Fetch-Site": "cross-site"}, 403),
+        ({"Content-Type": "text/plain"}, 415),
+        ({"Authorization": "Bearer \u00ff"}, 200),
+    ],
+)
+async def test_what_a_web_page_can_send_is_refused(server: EngineServer, headers: dict[str, str], status: int) -> None:
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(f"{server.url}/v1/chat/completions", json=question(), headers=headers) as response,
+    ):
+        assert response.status == status, await response.text()
+
+
 async def test_503_until_current(serving: Any, shared_generator: TextGenerator) -> None:
     async with serving(shared_generator, version=None) as server, aiohttp.ClientSession() as session:
         for path, body in (

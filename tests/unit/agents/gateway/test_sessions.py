@@ -160,16 +160,22 @@ def test_rewards_come_as_json_from_any_program() -> None:
             await publish(forged, "m7", "sessions_decided")
             replay = {"workflow": "async_simple_workflow", "runs": 2}
             await publish({"session": "a", "replay": replay}, "m8", "session_end")
+            await publish({"session": "a", "reward": 1, "metrics": {"reward": 9}}, "m9", "session_reward")
+            await publish({"session": "a", "reward": 1, "metrics": {"tries": 1e300}}, "m10", "session_reward")
+            await publish({"session": "a", "reward": 1e300}, "m11", "session_end")
             await publish({"kind": "session_end", "session": "a"}, "m6")
             await until(book, lambda: state(book, "a") == "trained")
             found = book.ledger.get("a")
             assert found is not None
-            assert found.reward == 0.5
+            assert (found.reward, found.metrics) == (0.5, {})
             assert found.replay is None, "a rewarder may not replay"
-            await until(book, lambda: len(world.dead) == 5)
+            await until(book, lambda: len(world.dead) == 8)
         assert sorted(reason[:24] for reason in world.dead) == [
             "does not decode: a repla",
             "does not decode: a sessi",
+            "does not decode: metric ",
+            "does not decode: metric ",
+            "does not decode: reward ",
             "does not decode: session",
             "does not decode: unknown",
             "no session 'nobody' is k",
@@ -178,7 +184,7 @@ def test_rewards_come_as_json_from_any_program() -> None:
             await world.session(book, "b")
             await book.say(SessionEnd(session="b", reward=1.0), "end-b")
             await until(book, lambda: state(book, "b") == "trained")
-            assert len(world.dead) == 5, "told once, whoever reads the stream anew"
+            assert len(world.dead) == 8, "told once, whoever reads the stream anew"
 
     run_virtually(story())
 
