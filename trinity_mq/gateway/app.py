@@ -33,7 +33,7 @@ from trinity_mq.messages import SessionCall, SessionEnd, SessionOpened, SessionR
 from trinity_mq.messages.sessions import SCOPES, KeyScope
 from trinity_mq.models.clients import VERSION_HEADER
 from trinity_mq.models.errors import EngineError, EngineLost, EngineNotReady, EngineRefused
-from trinity_mq.runtime.http_serving import JSON, JsonProblem, new_application, read_json, refuse_forged, route
+from trinity_mq.runtime.http.serving import JSON, JsonProblem, new_application, read_json, refuse_forged, route
 from trinity_mq.telemetry.trace_ids import TRACEPARENT, read_traceparent
 
 log = structlog.get_logger(__name__)

@@ -14,7 +14,7 @@ from trinity_mq.bus import Bus, BusError, BusUnavailable, Delivery, Envelope, Me
 from trinity_mq.bus.base import HeaderValue
 from trinity_mq.gateway.book import BookUnavailable, EventTooLarge, Said
 from trinity_mq.gateway.ledger import Applied, Ledger
-from trinity_mq.gateway.reported import report_problem
+from trinity_mq.gateway.rules.reported import report_problem
 from trinity_mq.gateway.session import Event, Session
 from trinity_mq.messages import (
     DecodeError,

@@ -24,7 +24,7 @@ from trinity_mq.cli.inspect.token_texts import TokenTexts
 from trinity_mq.cli.observe.curves import Curves
 from trinity_mq.cli.observe.observatory import Observatory
 from trinity_mq.cli.observe.samples import COLUMNS, MOST_ROWS, experience_at
-from trinity_mq.runtime.http_serving import new_application, read_json
+from trinity_mq.runtime.http.serving import new_application, read_json
 from trinity_mq.runtime.notify import Notifier
 from trinity_mq.telemetry.jsonline import dump_line
 from trinity_mq.telemetry.timeline import Span

@@ -47,7 +47,7 @@ async def _serve(arguments: argparse.Namespace, run: str, slots: int | None) -> 
     from trinity_mq.cli.observe.observatory import Observatory
     from trinity_mq.cli.observe.sources import BrokerSource
     from trinity_mq.config.hosts import is_loopback
-    from trinity_mq.runtime.http_serving import from_this_site, new_application
+    from trinity_mq.runtime.http.serving import from_this_site, new_application
 
     observatory = Observatory(run)
 

@@ -17,8 +17,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from trinity_mq.config.hosts import is_loopback
 from trinity_mq.models.engines.api_errors import ApiError, bad_request
 from trinity_mq.models.engines.state import Lease
-from trinity_mq.runtime import http_serving
-from trinity_mq.runtime.http_serving import JsonProblem, new_application, read_body, refuse_forged
+from trinity_mq.runtime.http import serving as http_serving
+from trinity_mq.runtime.http.serving import JsonProblem, new_application, read_body, refuse_forged
 
 log = structlog.get_logger(__name__)
 

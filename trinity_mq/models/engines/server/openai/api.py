@@ -31,7 +31,7 @@ from trinity_mq.models.engines.server.openai.streaming import Chunks, send
 from trinity_mq.models.engines.server.openai.tools import checked_tools
 from trinity_mq.models.engines.state import EngineState
 from trinity_mq.models.group_format import GROUP_PATH, GROUPS_HEADER, pack_body
-from trinity_mq.runtime.http_serving import read_body
+from trinity_mq.runtime.http.serving import read_body
 from trinity_mq.telemetry.trace import span, works_for
 
 PIN_HEADER = "X-TMQ-Version"

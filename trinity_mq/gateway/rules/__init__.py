@@ -1,0 +1,1 @@
+"""Rules of what sessions take from outside."""

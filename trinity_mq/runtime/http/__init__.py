@@ -1,0 +1,1 @@
+"""HTTP servers: what all of them have in common."""
