@@ -544,6 +544,13 @@ CASES: dict[tuple[str, int], dict[str, dict[str, Any]]] = {
             "at": 1.5,
             "traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
         },
+        "repeated": {
+            "session": "s",
+            "call": "c2",
+            "at": 1.5,
+            "supersedes": "c",
+            "digest": "9f86d081884c7d659a2feaa0c55ad015",
+        },
     },
     ("session_reward", 1): {
         "minimal": {"session": "s", "reward": 1.5},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import random
 import time
@@ -20,7 +21,7 @@ from trinity_mq.gateway import access
 from trinity_mq.gateway.behind import is_recorded, recorded_share
 from trinity_mq.gateway.bodies import EndBody, FeedbackBody, OpenBody, RewardBody, shown
 from trinity_mq.gateway.book import Book, BookUnavailable, EventTooLarge, Said
-from trinity_mq.gateway.conversations import Conversation, Conversations, digest_of
+from trinity_mq.gateway.conversations import Conversation, Conversations, Try, digest_of
 from trinity_mq.gateway.engines import EngineCalls
 from trinity_mq.gateway.protocols.anthropic import AnthropicProtocol
 from trinity_mq.gateway.protocols.base import BadRequest, EngineRequest, Protocol
@@ -295,22 +296,24 @@ class GatewayApp:
         call = protocol.new_id()
         session = asking or await self._session_of_one_call(call)
         conversation = self._conversations.of(session)
-        self._check_limits(session, conversation)
-        asked = self._sampled_as_configured(session, wanted)
-        if self.settings.gateway.merge == "renderer" and (before := _tokens_before(asked, conversation)):
-            asked.body["continue_tokens"] = before
-        recording = _Recording(self, session, conversation, request, asked, call, path)
-        self.asking += 1
-        try:
-            if wanted.streams:
-                return await self._stream(request, protocol, body, asked, recording)
-            answer, engine = await self._engines.ask(asked.path, asked.body, conversation.engine, recording.trace)
-            conversation.engine = engine.id
-            recorded = await recording.keep(answer)
-            headers = {RECORDED_HEADER: recorded, SESSION_HEADER: session.id, **_version_of(answer)}
-            return web.json_response(protocol.answer(answer, call, body), headers=headers)
-        finally:
-            self.asking -= 1
+        is_retry = request.headers.get(RETRIED_HEADER, "0") not in {"", "0"}
+        with conversation.trying(call, digest_of(path, body), is_retry=is_retry) as current:
+            self._check_limits(session, conversation)
+            asked = self._sampled_as_configured(session, wanted)
+            if self.settings.gateway.merge == "renderer" and (before := _tokens_before(asked, conversation)):
+                asked.body["continue_tokens"] = before
+            recording = _Recording(self, session, conversation, request, asked, current, path)
+            self.asking += 1
+            try:
+                if wanted.streams:
+                    return await self._stream(request, protocol, body, asked, recording)
+                answer, engine = await self._engines.ask(asked.path, asked.body, conversation.engine, recording.trace)
+                conversation.engine = engine.id
+                recorded = await recording.keep(answer)
+                headers = {RECORDED_HEADER: recorded, SESSION_HEADER: session.id, **_version_of(answer)}
+                return web.json_response(protocol.answer(answer, call, body), headers=headers)
+            finally:
+                self.asking -= 1
 
     async def _stream(
         self,
@@ -396,11 +399,15 @@ class GatewayApp:
     async def keep(self, call: SessionCall) -> bool:
         """Record an answer; return whether it is sure to be kept."""
         kept = await self.book.record(call)
-        self.counts["calls"] += 1
-        self.counts["unrecorded"] += not kept
+        self.count_call(is_kept=kept)
         if call.break_cause:
             self.counts[f"breaks_{call.break_cause}"] += 1
         return kept
+
+    def count_call(self, *, is_kept: bool) -> None:
+        """Count an answer of a session that is recorded."""
+        self.counts["calls"] += 1
+        self.counts["unrecorded"] += not is_kept
 
     # -- who asks
 
@@ -427,11 +434,11 @@ class GatewayApp:
         opened = opened.model_copy(
             update={"session": call, "key_hash": "", "ended": True, "record": "off" if opened.sampled_out else "train"}
         )
-        await self.book.open(opened)
-        found = await self.book.find(call)
-        if found is None:
-            raise Refused(503, "the session of this call is not known yet", "not_ready", retry_after=1)
-        return found
+        with contextlib.suppress(BookUnavailable, TimeoutError):
+            async with asyncio.timeout(self.settings.gateway.record_timeout):
+                await self.book.open(opened, at_once=True)
+        # answers do not wait for a broker that is away: a session that is not kept has no beginning
+        return self.book.ledger.get(call) or Session(call, opened if opened.record == "off" else None)
 
     async def _session(self, request: web.Request, route: str, name: str | None = None) -> Session:
         """Return the session of a request whose key has the scope of its route."""
@@ -539,14 +546,11 @@ class _Recording:
         conversation: Conversation,
         request: web.Request,
         asked: EngineRequest,
-        call: str,
+        current: Try,
         path: str,
     ) -> None:
-        self.session, self.conversation, self.call = session, conversation, call
-        self._app, self._asked, self._path = app, asked, path
-        self._digest = digest_of(path, asked.body)
-        retried = request.headers.get(RETRIED_HEADER, "0")
-        self._supersedes = conversation.asked.get(self._digest, "") if retried not in {"", "0"} else ""
+        self.session, self.conversation, self.call = session, conversation, current.call
+        self._app, self._asked, self._path, self._try = app, asked, path, current
         outside = request.headers.get(TRACEPARENT, "")
         self.trace = {TRACEPARENT: outside} if read_traceparent(outside) else {}
         """Header by which an engine with OpenTelemetry goes on with the caller's trace; empty: the caller has none."""
@@ -558,7 +562,10 @@ class _Recording:
             EngineRefused: It has no tokens to record.
         """
         opened = self.session.opened
-        if opened is None or opened.record == "off":
+        if opened is None:
+            self._app.count_call(is_kept=False)
+            return "no"
+        if opened.record == "off":
             return "off"
         event, turn = recorded_call(
             answer,
@@ -569,14 +576,15 @@ class _Recording:
             at=self._app.clock(),
             request=self._asked.body,
             temperature=_temperature(self._asked.body),
-            supersedes=self._supersedes,
+            digest=self._try.digest,
             traceparent=self.trace.get(TRACEPARENT, ""),
         )
-        if not await self._app.keep(event):
+        session = self._app.book.ledger.get(self.session.id) or self.session
+        repeated = self.conversation.repeated_by(self._try, session.calls.values())
+        self._try.is_recorded = True  # from now on, whether or not somebody waits for it
+        if not await self._app.keep(event.model_copy(update={"supersedes": repeated})):
             return "no"
-        # what was not kept, no later call may refer to
-        self.conversation.turns.append(turn)
-        self.conversation.asked[self._digest] = self.call
+        self.conversation.turns.append(turn)  # what was not kept, no later call may refer to
         return "yes"
 
 

@@ -34,8 +34,12 @@ class Book(Protocol):
 
     ledger: Ledger
 
-    async def open(self, opened: SessionOpened) -> None:
+    async def open(self, opened: SessionOpened, *, at_once: bool = False) -> None:
         """Begin a session.
+
+        Args:
+            opened: Its beginning.
+            at_once: Do not wait for storage that is known to be away.
 
         Raises:
             BookUnavailable: It cannot be kept now.
@@ -75,7 +79,7 @@ class MemoryBook:
         self._clock = clock
         self._offsets = itertools.count()
 
-    async def open(self, opened: SessionOpened) -> None:
+    async def open(self, opened: SessionOpened, *, at_once: bool = False) -> None:
         self._apply(opened, f"opened-{opened.session}")
 
     async def find(self, session: str) -> Session | None:

@@ -2,19 +2,40 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from collections import OrderedDict, deque
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from trinity_mq.gateway.recorded_call import KEPT_TURNS, Answers, Turn
 from trinity_mq.gateway.session import Session
+from trinity_mq.messages import SessionCall
 
 REMEMBERED = 20_000
 """Sessions whose conversation is kept. That of another one is worked out from its events when it calls."""
 MINUTE = 60.0
+
+
+REMEMBERED_TRIES = 64
+"""Failed requests of a session that a repeat may be of."""
+
+
+@dataclass(slots=True, eq=False)
+class Try:
+    """One request to the model. A client that gives it up may repeat it."""
+
+    call: str
+    digest: str
+    """The same text for the same request."""
+    is_retry: bool
+    """Its client says that it has sent the request before."""
+    siblings: set[str] = field(default_factory=set)
+    """Calls that asked the same while it was under way: none of them is what it repeats."""
+    is_recorded: bool = False
+    """Its answer was handed to the book, and may be kept."""
 
 
 @dataclass(slots=True)
@@ -22,8 +43,10 @@ class Conversation:
     """State of one session between its calls."""
 
     turns: deque[Turn] = field(default_factory=lambda: deque(maxlen=KEPT_TURNS))
-    asked: dict[str, str] = field(default_factory=dict)
-    """Calls by what was asked."""
+    under_way: dict[str, Try] = field(default_factory=dict)
+    """Requests without an answer, by call."""
+    failed: deque[Try] = field(default_factory=lambda: deque(maxlen=REMEMBERED_TRIES))
+    """Requests whose client got no answer, as far as this gateway knows, and which nothing has repeated yet."""
     engine: str = ""
     """Id of the engine that answered last."""
     calls: int = 0
@@ -35,6 +58,44 @@ class Conversation:
         while self.times and now - self.times[0] > MINUTE:
             self.times.popleft()
         return 0.0 if len(self.times) < per_minute else MINUTE - (now - self.times[0])
+
+    @contextlib.contextmanager
+    def trying(self, call: str, digest: str, *, is_retry: bool) -> Iterator[Try]:
+        """Note a request while it is under way, and that it failed where an error or its client ends it."""
+        mine = Try(call, digest, is_retry)
+        for other in self.under_way.values():
+            if other.digest == digest:
+                other.siblings.add(call)
+                mine.siblings.add(other.call)
+        self.under_way[call] = mine
+        try:
+            yield mine
+        except BaseException:
+            self.failed.append(mine)
+            raise
+        finally:
+            del self.under_way[call]
+
+    def repeated_by(self, mine: Try, calls: Collection[SessionCall]) -> str:
+        """Return the call whose answer a request replaces, empty where there is none, and note that it is repeated.
+
+        A request that failed here is what an equal one repeats, the recorded first. Else a client that says that it
+        repeats may have lost an answer that was given, here or by another gateway: the latest to the same request. An
+        answer to a request that was under way at the same time is another's.
+
+        Args:
+            mine: The request.
+            calls: The recorded calls of the session.
+        """
+        failed = sorted((one for one in self.failed if one.digest == mine.digest), key=lambda one: not one.is_recorded)
+        if failed:
+            self.failed.remove(failed[0])
+            return failed[0].call if failed[0].is_recorded else ""
+        if not mine.is_retry:
+            return ""
+        replaced = {call.supersedes for call in calls} | mine.siblings
+        equal = [call.call for call in calls if call.digest == mine.digest and call.call not in replaced]
+        return equal[-1] if equal else ""
 
 
 class Conversations:
@@ -73,4 +134,4 @@ def _from_events(session: Session) -> Conversation:
 
 def digest_of(path: str, body: Mapping[str, Any]) -> str:
     """Return the same text for the same request."""
-    return hashlib.sha256(f"{path}\n{json.dumps(body, sort_keys=True)}".encode()).hexdigest()
+    return hashlib.sha256(f"{path}\n{json.dumps(body, sort_keys=True)}".encode()).hexdigest()[:32]

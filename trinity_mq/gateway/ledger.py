@@ -10,21 +10,19 @@ under its own message ids, with the offsets of the first copies: the state stays
 
 from __future__ import annotations
 
-import hashlib
+import contextlib
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from trinity_mq.gateway.agenda import Agenda
 from trinity_mq.gateway.session import Event, Session
 from trinity_mq.messages import SessionCall, SessionEnd, SessionOpened, SessionRefused, SessionsDecided, SessionsTrained
-from trinity_mq.messages.sessions import Drop
 from trinity_mq.messages.tasks import SubmissionOutcome
 
 KEPT_SETTLED = 100_000
 """Settled sessions about which people may still ask."""
-LEAST_GROUP = 2
-"""Sessions that can be compared with each other; a group that has waited long enough needs no more."""
 
 Taken = Literal["new", "repeated", "refused", "unknown"]
 
@@ -58,8 +56,13 @@ class Ledger:
         """Sessions that became a task, by its submission's id, until they are settled."""
         self._tickets: dict[str, list[Session]] = {}
         """Sessions by the ticket of their batch, the settled ones too, as far as they are kept."""
+        self._outcomes: OrderedDict[str, SubmissionOutcome] = OrderedDict()
+        """Outcomes of submissions whose decision has not been read, by the submission's id."""
         self._trained: OrderedDict[str, SessionsTrained] = OrderedDict()
         """Outcomes of batches in the trainer, by ticket: those of the tasks may be read before or after."""
+        self._new_tasks: dict[str, None] = {}
+        """Submissions that were decided since :meth:`take_new_tasks`."""
+        self._agenda = Agenda(self.live)
         self._keys: dict[str, Session] = {}
         """Live sessions by the hash of their key."""
         self.kept_bytes = 0
@@ -101,6 +104,8 @@ class Ledger:
             return self._open(event, body)
         if session is None:
             if (settled := self._settled.get(body.session)) is not None:
+                if settled.has(event):
+                    return Applied("repeated")
                 return Applied("refused", reason=settled.too_late(body) or "")
             self._unknown.setdefault(body.session, _Unknown()).events.append(event)
             return Applied("unknown", reason=f"no session {body.session!r} is known here; POST /sessions makes one")
@@ -115,7 +120,7 @@ class Ledger:
         earlier = self._unknown.pop(body.session, _Unknown()).events
         applied = self._add(session, event)
         for one in earlier:
-            self._add(session, one)
+            self.apply(one)
         return applied
 
     def _repeat(self, session: Session | None, event: Event) -> Applied:
@@ -123,25 +128,31 @@ class Ledger:
         retention has cut the first: one that is carried says where it was.
         """
         for known in () if session is None else tuple(session.events):
-            if known.message_id != event.message_id:
+            if not known.is_copy_of(event):
                 continue
             if event.origin < known.origin and session is not None:
-                was_over = session.end is not None
-                session.replace(known, event)
-                self.over += (session.end is not None) - was_over
+                with self._changing(session):
+                    session.replace(known, event)
             else:
                 known.position = event.position
         return Applied("repeated")
 
+    @contextlib.contextmanager
+    def _changing(self, session: Session) -> Iterator[None]:
+        """Keep the counts right while a session changes, and have it looked at."""
+        was_over = session.end is not None
+        yield
+        self.over += (session.end is not None) - was_over
+        self._agenda.touch(session)
+
     def _add(self, session: Session, event: Event) -> Applied:
-        if session.has(event.message_id):
+        if session.has(event):
             return self._repeat(session, event)
         is_newest = not session.events or event.origin > session.events[-1].origin
         if is_newest and (reason := session.too_late(event.body)) is not None:  # else it is judged in its place
             return Applied("refused", reason=reason)
-        was_over = session.end is not None
-        session.add(event)
-        self.over += (session.end is not None) - was_over
+        with self._changing(session):
+            session.add(event)
         self.kept_bytes += event.size
         if isinstance(event.body, SessionCall):
             self.counts["calls"] += 1
@@ -149,29 +160,79 @@ class Ledger:
         return Applied("new")
 
     def _apply_decision(self, event: Event, body: SessionsDecided) -> Applied:
-        is_new = False
-        for name in body.sessions:
-            session = self.live.get(name)
-            if session is None:
-                if name not in self._settled:
-                    self._unknown.setdefault(name, _Unknown()).decided = True
-                    self._unknown[name].events.append(event)
-                continue
-            if session.decided is not None or session.has(event.message_id):
+        """Take in a decision once all of its sessions are known. It counts as a whole or not at all: of two decisions
+        about a session the earlier one counts, and the sessions that only the later one names stay undecided.
+        """
+        if (unknown := self._wait_for_sessions(event, body)) is not None:
+            return Applied("unknown", reason=f"no session {unknown!r} is known here")
+        sessions = [session for name in body.sessions if (session := self.get(name)) is not None]
+        if all(session.decided == body for session in sessions):
+            for session in sessions:
                 self._repeat(session, event)
-                continue
-            is_new = True
-            session.add(replace(event))  # each session has its own copy, whose position changes
+            return Applied("repeated")
+        for session in sessions:
+            earlier = session.decision
+            if session.is_settled or (earlier is not None and earlier.origin <= event.origin):
+                return Applied("refused", reason=f"session {session.id} was decided before: it is {session.state}")
+        for session in sessions:
+            self._withdraw_decision(session)
+        for session in sessions:
+            with self._changing(session):
+                session.add(replace(event))  # each session has its own copy, whose position changes
             self.kept_bytes += event.size
-            if body.submission:
-                self._submissions.setdefault(body.submission, []).append(session)
-                self.waiting += 1
+        self._begin_task(body.submission, sessions)
+        for session in sessions:
             self._settle(session)
-        return Applied("new" if is_new else "repeated")
+        return Applied("new")
+
+    def _wait_for_sessions(self, event: Event, body: SessionsDecided) -> str | None:
+        """Keep a decision until the last of its sessions is known; return one that is not, None where all are."""
+        unknown = [name for name in body.sessions if self.get(name) is None]
+        for name in unknown:
+            later = self._unknown.setdefault(name, _Unknown())
+            later.decided = True
+            if not any(known is event for known in later.events):
+                later.events.append(event)
+        return unknown[0] if unknown else None
+
+    def _begin_task(self, submission: str, sessions: list[Session]) -> None:
+        if not submission:
+            return
+        self._submissions[submission] = sessions
+        self._new_tasks[submission] = None
+        self.waiting += len(sessions)
+        if (outcome := self._outcomes.pop(submission, None)) is not None:
+            self.apply_outcome(outcome)
+
+    def _withdraw_decision(self, session: Session) -> None:
+        """Undo the decision about a session, which an earlier one, read later, makes void."""
+        if (event := session.decision) is None or not isinstance(event.body, SessionsDecided):
+            return
+        for name in event.body.sessions:
+            member = self.live.get(name)
+            known = None if member is None else member.decision
+            if member is None or known is None or known.body != event.body:
+                continue
+            with self._changing(member):
+                member.withdraw(known)
+            member.batch = None
+            self.kept_bytes -= known.size
+            self.waiting -= bool(event.body.submission)
+        self._forget_task(event.body.submission)
+
+    def _forget_task(self, submission: str) -> None:
+        self._submissions.pop(submission, None)
+        self._new_tasks.pop(submission, None)
 
     def apply_outcome(self, outcome: SubmissionOutcome) -> None:
         """Take in what a batch made of a task."""
         sessions = list(self._submissions.get(outcome.submission_id, ()))
+        self._new_tasks.pop(outcome.submission_id, None)
+        if not sessions:
+            self._outcomes[outcome.submission_id] = outcome
+            while len(self._outcomes) > KEPT_SETTLED:
+                self._outcomes.popitem(last=False)
+            return
         trained = self._trained.get(outcome.ticket) if outcome.ticket else None
         known = self._tickets.setdefault(outcome.ticket, []) if outcome.ticket else []
         for session in sessions:
@@ -197,6 +258,7 @@ class Ledger:
         """Take in that groups wait no longer for further members."""
         for session in self.live.values():
             session.committed = session.committed or (session.end is not None and session.has_reward)
+            self._agenda.touch(session)
 
     def apply_refused(self, refused: SessionRefused) -> None:
         """Forget an event that was refused before."""
@@ -217,14 +279,23 @@ class Ledger:
         if session.state == "evaluated" and session.reward is not None:
             self.evaluated.append(session.reward)
         if session.decided is not None and session.decided.submission:
-            self._submissions.pop(session.decided.submission, None)
+            self._forget_task(session.decided.submission)
             self.waiting -= 1
+        self._agenda.forget(session)
         session.forget_events()
         self._settled[session.id] = session
         while len(self._settled) > KEPT_SETTLED:
             _, oldest = self._settled.popitem(last=False)
             if oldest.batch is not None:
                 self._tickets.pop(oldest.batch.ticket, None)
+
+    def remember(self, sessions: Iterable[Session]) -> None:
+        """Take in sessions of an earlier ledger, all of which are over by now, as far as they are not known here."""
+        for session in sessions:
+            if self.get(session.id) is None:
+                session.lost = not session.is_settled
+                session.forget_events()
+                self._settled[session.id] = session
 
     # -- out
 
@@ -246,30 +317,22 @@ class Ledger:
         """Return the tasks, by submission, of which no batch has reported yet."""
         return [(name, list(found)) for name, found in self._submissions.items() if found[0].batch is None]
 
+    def take_new_tasks(self) -> list[str]:
+        """Return, once, the submissions that were decided since the last call and of which no batch has reported."""
+        names = list(self._new_tasks)
+        self._new_tasks.clear()
+        return names
+
+    def sessions_of(self, submission: str) -> list[Session]:
+        """Return the sessions of a task; none once a batch has reported of it."""
+        sessions = self._submissions.get(submission, [])
+        return list(sessions) if sessions and sessions[0].batch is None else []
+
     def due(self, now: float) -> list[SessionsDecided | SessionEnd]:
         """Return the events that are to be published now: ends of sessions whose time is over, and what becomes of
-        those that are over.
+        those that are over. It looks at those alone that changed or whose time has come; :func:`all_due` looks at all.
         """
-        found: list[SessionsDecided | SessionEnd] = []
-        groups: dict[str, list[Session]] = {}
-        for session in self.live.values():
-            opened = session.opened
-            if opened is None or session.decided is not None:
-                continue
-            if session.end is None:
-                if now - session.last_at > opened.idle_ttl:
-                    reason = f"nothing came for {opened.idle_ttl:g} s"
-                    found.append(SessionEnd(session=session.id, reason=reason))
-                continue
-            if (drop := _drop(session, opened, now)) is not None:
-                found.append(SessionsDecided(sessions=[session.id], dropped=drop[0], reason=drop[1]))
-            elif session.replay is not None or (session.has_reward and not session.group):
-                found.append(_task([session]))
-            elif session.has_reward:
-                groups.setdefault(session.group, []).append(session)
-        for members in groups.values():
-            found += _grouped(sorted(members, key=lambda one: one.ripe_at), now)
-        return found
+        return self._agenda.due(now)
 
     def to_carry(self, before: float) -> list[Session]:
         """Return the live sessions of which something lies before a position on the stream, for publishing all their
@@ -277,54 +340,3 @@ class Ledger:
         """
         found = [session for session in self.live.values() if session.first_position < before]
         return sorted(found, key=lambda one: one.first_position)
-
-
-def _drop(session: Session, opened: SessionOpened, now: float) -> tuple[Drop, str] | None:
-    """Return why a session that is over never becomes a task, None while it may."""
-    end = session.end
-    assert end is not None
-    over = now - session.ended_at > opened.reward_ttl
-    if end.outcome == "discard":
-        return "discarded", end.reason
-    if opened.record == "off":
-        return "not recorded", "training was behind" if opened.sampled_out else ""
-    if not session.calls:
-        return "no answers", end.reason or "it ended before the model was asked"
-    if session.replay is not None:
-        return None
-    if opened.record == "eval":
-        return ("evaluation", "") if session.has_reward or over or end.outcome == "failed" else None
-    if end.outcome == "failed" and not session.has_reward:
-        return "failed", end.reason
-    if not session.has_reward and over:
-        return "no reward", f"no reward came within {opened.reward_ttl:g} s"
-    return None
-
-
-def _grouped(members: Sequence[Session], now: float) -> list[SessionsDecided]:
-    """Return the tasks of a group's members that are over and have rewards, and what becomes of those left."""
-    found: list[SessionsDecided] = []
-    left = list(members)
-    while left:
-        opened = left[0].opened
-        assert opened is not None
-        if len(left) >= opened.group_size:
-            found.append(_task(left[: opened.group_size]))
-            del left[: opened.group_size]
-            continue
-        if now - left[0].ripe_at > opened.reward_ttl or (left[0].committed and len(left) >= LEAST_GROUP):
-            if len(left) >= LEAST_GROUP:
-                found.append(_task(left))
-            else:
-                reason = (
-                    f"{len(left)} of {opened.group_size} sessions of {left[0].group!r} within {opened.reward_ttl:g} s"
-                )
-                found.append(SessionsDecided(sessions=[left[0].id], dropped="group not full", reason=reason))
-        break
-    return found
-
-
-def _task(sessions: Sequence[Session]) -> SessionsDecided:
-    names = [session.id for session in sessions]
-    digest = hashlib.sha256("\n".join(names).encode()).hexdigest()[:24]
-    return SessionsDecided(sessions=names, submission=f"sessions-{digest}")

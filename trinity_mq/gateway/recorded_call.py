@@ -40,7 +40,7 @@ def recorded_call(
     at: float,
     request: Mapping[str, Any],
     temperature: float,
-    supersedes: str = "",
+    digest: str = "",
     traceparent: str = "",
 ) -> tuple[SessionCall, Turn]:
     """Return the event of an answer, and its turn, with which later calls are compared.
@@ -54,7 +54,7 @@ def recorded_call(
         at: Seconds since the epoch.
         request: Body of the request as the engine got it.
         temperature: At which it was sampled.
-        supersedes: The call that its client repeated with this one.
+        digest: The same text for the same request.
         traceparent: Header of the request; empty: it had none.
 
     Raises:
@@ -91,7 +91,7 @@ def recorded_call(
         prompt_text=prompt_text if continued is None else "",
         choices=[_sampled(choice, text) for choice, text in zip(choices, texts, strict=True)],
         version=None if version is None else (version[0], version[1]),
-        supersedes=supersedes,
+        digest=digest,
         break_cause=cause,
         request={} if earlier else {name: request[name] for name in ("messages", "tools", "prompt") if name in request},
         traceparent=traceparent,

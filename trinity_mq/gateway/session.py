@@ -42,6 +42,13 @@ class Event:
     body: Body
     size: int
     """Bytes of the message."""
+    outside: bool = False
+    """Another program than a gateway published it, and chose its message id."""
+
+    def is_copy_of(self, other: Event) -> bool:
+        """Return whether both are the same event. An id that an outsider chose never equals an id of a gateway."""
+        same_id = self.message_id == other.message_id and self.outside == other.outside
+        return same_id or self.origin == other.origin
 
 
 @dataclass(slots=True)
@@ -75,6 +82,10 @@ class Session:
     trained: SessionsTrained | None = None
     counts: tuple[int, int] = (0, 0)
     """Calls and sampled tokens, kept when the events are not."""
+    lost: bool = False
+    """What became of it is not known: it was settled while nobody here read the stream, and retention has cut how."""
+    taken_outside: frozenset[str] = frozenset()
+    """Message ids of the events that outsiders published, kept when the events are not."""
 
     @property
     def state(self) -> State:
@@ -92,6 +103,8 @@ class Session:
     @property
     def why(self) -> str:
         """The reason of its state in one line; empty where the state says all."""
+        if self.lost:
+            return "settled since then, while this gateway read nothing; retention has cut how"
         if self.state == "dropped" and self.decided is not None and not self.decided.submission:
             return self.decided.reason or str(self.decided.dropped)
         if self.trained is not None and self.state == "dropped":
@@ -107,7 +120,7 @@ class Session:
     @property
     def is_settled(self) -> bool:
         """Nothing is to be done about it any more."""
-        return self.state in SETTLED
+        return self.lost or self.state in SETTLED
 
     @property
     def has_reward(self) -> bool:
@@ -146,12 +159,21 @@ class Session:
         """Number of its calls."""
         return len(self.calls) if self.events else self.counts[0]
 
-    def has(self, message_id: str) -> bool:
+    @property
+    def decision(self) -> Event | None:
+        """The event that decided about it; None: there is none, or it is settled."""
+        return next((event for event in reversed(self.events) if isinstance(event.body, SessionsDecided)), None)
+
+    def has(self, event: Event) -> bool:
         """Return whether it has this event already."""
-        return any(event.message_id == message_id for event in self.events)
+        if event.outside and event.message_id in self.taken_outside:
+            return True
+        return any(known.is_copy_of(event) for known in self.events)
 
     def too_late(self, body: Body) -> str | None:
         """Return why it takes an event no more, None while it does."""
+        if self.lost:
+            return f"session {self.id} is {self.why}: what comes now changes nothing"
         if isinstance(body, SessionCall | SessionReward | SessionEnd) and self.decided is not None:
             where = f" in train step {self.trained.step}" if self.state == "trained" and self.trained else ""
             return f"session {self.id} is {self.state}{where}: what comes now changes nothing"
@@ -188,6 +210,11 @@ class Session:
         bisect.insort(self.events, event, key=lambda one: one.origin)
         self._begin_again()
 
+    def withdraw(self, known: Event) -> None:
+        """Forget an event, and what followed from it."""
+        self.events.remove(known)
+        self._begin_again()
+
     def _begin_again(self) -> None:
         self.calls, self.call_rewards, self.metrics = {}, {}, {}
         self.reward, self.end, self.decided, self.last_at, self.ripe_at = None, None, None, 0.0, math.inf
@@ -199,6 +226,7 @@ class Session:
     def forget_events(self) -> None:
         """Keep what people ask for and nothing else: it is settled."""
         self.counts = (self.asked, self.sampled_tokens)
+        self.taken_outside |= frozenset(event.message_id for event in self.events if event.outside)
         self.events, self.calls = [], {}
 
     def _then(self, event: Event) -> None:

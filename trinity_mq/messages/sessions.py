@@ -105,6 +105,8 @@ class SessionCall(Message):
     it does, or is the first."""
     request: dict[str, Any] = Field(default_factory=dict)
     """``messages`` and ``tools``, or ``prompt``, of the first request, for a replay; empty: not kept."""
+    digest: str = ""
+    """Text that is the same for the same request, by which any gateway knows a repeat; empty: not known."""
     traceparent: str = ""
     """Header of the request (W3C Trace Context), by which its trace and that of the batch are linked; empty: none."""
 

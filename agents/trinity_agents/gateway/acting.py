@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable
 
 import structlog
 
-from trinity_agents.gateway.stream_book import AT, EVENT, ORIGIN, StreamBook
-from trinity_mq.bus import Bus, BusUnavailable, Incoming, MessageTooLarge, StreamCut, Topology
-from trinity_mq.bus.topology import BY_GATEWAY
+from trinity_agents.gateway.stream_book import EVENT, OUTSIDE, StreamBook
+from trinity_agents.gateway.submissions import Submissions, all_of, task_of
+from trinity_mq.bus import Bus, BusUnavailable, Incoming, StreamCut, Topology
 from trinity_mq.config import Config
 from trinity_mq.gateway.book import BookUnavailable
-from trinity_mq.gateway.recorded_call import RECORDED_SESSIONS
-from trinity_mq.gateway.session import Event, Session
+from trinity_mq.gateway.session import Event
 from trinity_mq.messages import (
     DecodeError,
     Progress,
@@ -27,16 +25,12 @@ from trinity_mq.messages import (
     SessionRefused,
     SessionsDecided,
     SessionsTrained,
-    SubmissionOutcome,
-    TaskBody,
-    TaskSubmission,
     decode,
     encode,
 )
-from trinity_mq.rewards.outsiders import NotAllowed, allowed_task
-from trinity_mq.runtime.deliveries import dead_letter, envelope
-from trinity_mq.runtime.errors import first_leaf
-from trinity_mq.telemetry.trace_ids import TRACEPARENT
+from trinity_mq.runtime.deliveries import dead_letter
+
+__all__ = ["Acting", "task_of"]
 
 log = structlog.get_logger(__name__)
 
@@ -44,12 +38,13 @@ TICK = 1.0
 """Seconds between two looks at limits of time."""
 MIN_GAP = 0.05
 """Least seconds between two looks: sessions change hundreds of times a second, and each look is at all of them."""
-REPLAYED = ("messages", "tools", "prompt")
-"""Parts of a session's first request that the record of its replay has."""
-AT_ONCE = 64
-"""Publishes under way at a time."""
-RESUBMIT_SECONDS = 600.0
-"""Seconds after which a task whose outcome has not come is submitted once more; the explorer knows those it has."""
+LONGEST_STEP = 10.0
+"""Seconds between two looks at the clock beyond which the process did not run: limits of time stand still."""
+TELL_SECONDS = 30.0
+"""Seconds between two marks that say until when limits of time ran. What passes between the last one and the next start
+of a gateway does not count."""
+TOLD_PAUSE = 1.0
+"""Seconds of pauses that are told at once."""
 
 
 class Acting:
@@ -62,6 +57,7 @@ class Acting:
         book: The sessions.
         agent_id: Id of the gateway.
         clock: Returns seconds since the epoch.
+        may_act: Returns whether it is still the acting gateway, as far as it knows.
     """
 
     def __init__(
@@ -73,16 +69,23 @@ class Acting:
         *,
         agent_id: str,
         clock: Callable[[], float] = time.time,
+        may_act: Callable[[], bool] = lambda: True,
     ) -> None:
         self._config, self._bus, self._topology, self._book = config, bus, topology, book
-        self._id, self._clock = agent_id, clock
-        self._submitted: dict[str, float] = {}
-        """Loop times of submissions by id."""
+        self._id, self._clock, self._may_act = agent_id, clock, may_act
+        self._submissions = Submissions(config, bus, topology, book)
         self._looked = 0
         """Position at which was last looked for sessions to be published again."""
+        self._stepped_at = clock()
+        """Time of the latest look at the clock."""
+        self._was_usable = bus.usable
+        self._told: tuple[float, float] | None = None
+        """Time at which the pauses were last told, and their seconds."""
 
     async def run(self) -> None:
         """Act until cancelled."""
+        if self._book.time:  # nobody acted since the latest event
+            self._book.paused += max(0.0, self._clock() - self._book.time)
         async with asyncio.TaskGroup() as group:
             group.create_task(self._decide(), name="decide")
             group.create_task(self._follow_results(), name="follow results")
@@ -107,19 +110,43 @@ class Acting:
 
     async def once(self) -> None:
         """Do what is due now."""
+        self._count_time()
+        if not (self._book.is_ready() and self._bus.usable):
+            return
+        await self._tell_time()
         await self._refuse()
-        due = self._book.ledger.due(self._clock())
-        await _all(self._book.say(event, _id_of(event)) for event in due)
-        queued = self._book.ledger.queued()
-        await _all(self._submit(*one) for one in queued)
-        self._submitted = {name: self._submitted[name] for name, _ in queued if name in self._submitted}
+        due = self._book.ledger.due(self._book.now())
+        await all_of(self._book.say(event, _id_of(event)) for event in due)
         await self._carry()
+        await self._submissions.submit()
+
+    # -- time
+
+    def _count_time(self) -> None:
+        """Let limits of time stand still while the broker is away, or this process does not run."""
+        now, is_usable = self._clock(), self._bus.usable
+        step = max(0.0, now - self._stepped_at)
+        if step > LONGEST_STEP or not (is_usable and self._was_usable):
+            self._book.paused += step
+        self._stepped_at, self._was_usable = now, is_usable
+
+    async def _tell_time(self) -> None:
+        now, paused = self._clock(), self._book.paused
+        if self._told is not None:
+            told_at, told = self._told
+            is_news = paused - told >= TOLD_PAUSE
+            if not is_news and (not self._book.ledger.live or now - told_at < TELL_SECONDS):
+                return
+        await self._book.tell_time()
+        self._told = (now, paused)
+
+    # -- what nobody takes
 
     async def _refuse(self) -> None:
         """Dead-letter what no session takes, and say so on the stream, for whoever reads it anew."""
-        unreadable, self._book.unreadable = self._book.unreadable, []
-        for one in unreadable:
-            await self._refused(one.offset, one.delivery, f"does not decode: {one.reason}")
+        not_taken, self._book.not_taken = self._book.not_taken, []
+        for one in not_taken:
+            await self._refused(one.offset, one.delivery, one.reason)
         for event in self._book.ledger.take_unknown():
             reason = f"no session {getattr(event.body, 'session', '')!r} is known; POST /sessions makes one"
             await self._refused(event.origin, _incoming(event, self._topology), reason)
@@ -128,56 +155,30 @@ class Acting:
         await dead_letter(self._bus, self._topology, what, reason, self._id)
         await self._book.publish(SessionRefused(offset=offset, reason=reason), f"refused-{offset}")
 
-    async def _submit(self, submission: str, sessions: Sequence[Session]) -> None:
-        """Hand the task of some sessions to the explorer, which takes it once."""
-        now = asyncio.get_running_loop().time()
-        if now - self._submitted.get(submission, -RESUBMIT_SECONDS) < RESUBMIT_SECONDS:
-            return
-        try:
-            task = task_of(sessions, self._config)
-        except NotAllowed as error:
-            await self._failed(submission, "not-allowed", str(error))
-            self._submitted[submission] = now
-            return
-        message = TaskSubmission(task=task, submission_id=submission, exact_runs=True)
-        outside = next((session.traceparent for session in sessions if session.traceparent), "")
-        made = envelope(
-            message,
-            message_id=submission,
-            headers={TRACEPARENT: outside} if outside else None,
-            reply_to=self._topology.sessions.name,
-            correlation_id=submission,
-        )
-        try:
-            if len(encode(message.task)) > (limit := self._config.broker.max_task_bytes):
-                raise MessageTooLarge(
-                    f"its answers take more than the {limit} bytes of a task (broker.max_message_bytes)"
-                )
-            if not await self._bus.publish(self._topology.exchange("tasks"), BY_GATEWAY, made):
-                await self._bus.declare(self._topology.submitted)
-                return
-        except MessageTooLarge as error:
-            await self._failed(submission, "too-large", str(error))
-        self._submitted[submission] = now
-
-    async def _failed(self, submission: str, why: str, reason: str) -> None:
-        """Say on the stream that sessions cannot become a task."""
-        failed = SubmissionOutcome(submission_id=submission, batch="", ticket="", outcome="failed", message=reason)
-        await self._book.publish(failed, f"{why}-{submission}")
+    # -- retention
 
     async def _carry(self) -> None:
         """Publish the events of sessions again that retention would cut before they are settled."""
         kept = self._topology.sessions_max_bytes
         if self._book.position - self._looked < kept // 8:
             return
+        await self._book.catch_up()  # what was settled elsewhere, as while this process was frozen, must not come back
+        if not self._may_act():
+            return
         self._looked = self._book.position
         # of all that is kept: a quarter until an event is due, an eighth until it is looked at, a quarter of others
         # that go first (gateway.max_kept_bytes); the broker cuts segments of at most a quarter
-        for session in self._book.ledger.to_carry(self._looked - kept // 4):
+        carried = self._book.ledger.to_carry(self._looked - kept // 4)
+        for session in carried:
             log.info("session_carried", session=session.id, events=len(session.events), bytes=session.size)
             for event in list(session.events):
-                headers: dict[str, str | int | float | bool] = {ORIGIN: event.origin, AT: event.at}
-                await self._book.publish(event.body, event.message_id, headers, at=event.at)
+                await self._book.carry(event)
+        outcomes = {session.batch.submission_id: session.batch for session in carried if session.batch is not None}
+        for submission, outcome in outcomes.items():
+            await self._book.publish(outcome, f"outcome-{submission}")
+        trained = {session.trained.ticket: session.trained for session in carried if session.trained is not None}
+        for one in trained.values():  # settled meanwhile
+            await self._book.publish(one, _trained_id(one))
 
     # -- what became of batches
 
@@ -209,67 +210,7 @@ class Acting:
             reason=progress.reason or "",
             offset=offset,
         )
-        name = f"trained-{progress.ticket}-{progress.generation}-{progress.step}"
-        await self._through_outages(lambda: self._book.publish(trained, name))
-
-
-async def _all(work: Iterable[Coroutine[Any, Any, object]]) -> None:
-    """Await all work, :data:`AT_ONCE` at a time. The first error ends it, as it is."""
-    waiting = list(work)
-    try:
-        while waiting:
-            now, waiting = waiting[:AT_ONCE], waiting[AT_ONCE:]
-            async with asyncio.TaskGroup() as group:
-                for one in now:
-                    group.create_task(one)
-    except ExceptionGroup as errors:
-        raise first_leaf(errors) from None
-    finally:
-        for one in waiting:
-            one.close()
-
-
-def task_of(sessions: Sequence[Session], config: Config) -> TaskBody:
-    """Return the task that some sessions become: their recorded answers, or the replay of the first request.
-
-    Raises:
-        NotAllowed: The replay names or sets something that ``outsiders`` does not open.
-    """
-    first = sessions[0]
-    if first.replay is not None:
-        return _replay(first, config)
-    record = [
-        {
-            "id": session.id,
-            "calls": [encode(call) for call in session.calls.values()],
-            "reward": session.reward,
-            "call_rewards": [[call, choice, reward] for (call, choice), reward in session.call_rewards.items()],
-            "metrics": session.metrics,
-            "labels": {} if session.opened is None else session.opened.labels,
-        }
-        for session in sessions
-    ]
-    gateway = config.gateway
-    raw_task = {"sessions": record, "merge": gateway.merge, "turn_discount": gateway.turn_discount}
-    return TaskBody(workflow=RECORDED_SESSIONS, raw_task=raw_task, repeat_times=len(sessions))
-
-
-def _replay(session: Session, config: Config) -> TaskBody:
-    replay = session.replay
-    assert replay is not None
-    taskset = config.buffer.training_tasksets[0]
-    request = next((call.request for call in session.calls.values() if call.request), {})
-    asked = [message for message in request.get("messages") or () if message.get("role") == "user"]
-    question = asked[-1].get("content") if asked else request.get("prompt", "")
-    task = {} if session.opened is None else session.opened.task
-    asked_for = {name: request[name] for name in REPLAYED if name in request}
-    body = TaskBody(
-        workflow=replay.workflow,
-        workflow_args=replay.workflow_args,
-        raw_task={taskset.format.prompt_key: question, **asked_for, **task},
-        repeat_times=replay.runs,
-    )
-    return allowed_task(config, body)
+        await self._through_outages(lambda: self._book.publish(trained, _trained_id(trained)))
 
 
 def _id_of(event: SessionsDecided | SessionEnd) -> str:
@@ -278,12 +219,16 @@ def _id_of(event: SessionsDecided | SessionEnd) -> str:
     return f"decided-{event.submission or event.sessions[0]}"
 
 
+def _trained_id(trained: SessionsTrained) -> str:
+    return f"trained-{trained.ticket}-{trained.generation}-{trained.step}"
+
+
 def _incoming(event: Event, topology: Topology) -> Incoming:
     body = event.body
     return Incoming(
         body=encode(body),
         exchange=topology.exchange("sessions"),
-        routing_key=EVENT,
+        routing_key=OUTSIDE if event.outside else EVENT,
         queue=topology.sessions.name,
         message_id=event.message_id,
         content_type="application/msgpack",

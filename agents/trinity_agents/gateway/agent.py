@@ -165,12 +165,19 @@ class Gateway(Agent):
     async def _act(self, book: StreamBook) -> None:
         """Act for the run while no other gateway does."""
         await book.changed.until(book.is_ready)
-        book.ledger.evaluated.clear()  # reported by earlier gateways
         self.heartbeat_now()
         if not await self.take_lock("gateway", "working", "", until=self.draining.is_set):
             return
         self._acts = True
-        acting = Acting(self.config, self.bus, self.topology, book, agent_id=self.id, clock=self._clock)
+        acting = Acting(
+            self.config,
+            self.bus,
+            self.topology,
+            book,
+            agent_id=self.id,
+            clock=self._clock,
+            may_act=lambda: self.lock is not None and self.lock.held,
+        )
         await self.with_background(self.restart_without_lock(), acting.run())
 
     async def _follow_engines(self) -> None:

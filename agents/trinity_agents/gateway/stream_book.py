@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
+import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -39,8 +41,13 @@ log = structlog.get_logger(__name__)
 
 EVENT, OUTSIDE, OUTCOME = "event", "session", "outcome"
 """Routing keys: of what gateways publish, of rewards and ends by other programs, of what batches made of tasks."""
-ORIGIN, AT = "origin", "at"
-"""Headers of events of gateways: the offset of an event's first copy, and its time in seconds since the epoch."""
+ORIGIN, AT, AT_MS = "origin", "at", "at-ms"
+"""Headers of events of gateways: the offset of an event's first copy, and its time since the epoch, in whole seconds
+and in milliseconds. Release 0.1.0 reads the seconds alone; AMQP would carry a float of them in 32 bits."""
+BY = "by"
+"""Header of an event that a gateway published again: the routing key of its first copy, where an outsider sent it."""
+PAUSED_MS = "paused-ms"
+"""Header of events of gateways: milliseconds since the run began for which limits of time of sessions stood still."""
 FROM_OUTSIDE = (SessionReward, SessionEnd)
 KINDS: Mapping[str, Mapping[str, type[Message]]] = {
     OUTSIDE: {kind.kind: kind for kind in FROM_OUTSIDE},
@@ -65,11 +72,15 @@ KNOWN_WITHIN = 2.0
 """Seconds to wait for a session that was begun through another gateway a moment ago."""
 SAID_WITHIN = 30.0
 """Seconds to wait for the effect of a reward or an end."""
+MOST_UNCONFIRMED = 64 * 1024**2
+"""Bytes of answers that wait for the broker at a time; what comes beyond is given as not recorded."""
+PUBLISH_COST = 4096
+"""Bytes that a publish takes while it waits, besides those of its body."""
 
 
 @dataclass(frozen=True, slots=True)
-class Unreadable:
-    """A message on the stream that is no event."""
+class NotTaken:
+    """A message on the stream that is no event, or an outsider's event that its session refused."""
 
     offset: int
     delivery: Delivery
@@ -85,6 +96,7 @@ class StreamBook:
         record_timeout: Seconds for the confirm of an answer.
         tasks: Publishes that nobody waits for any more run here.
         clock: Returns seconds since the epoch.
+        most_unconfirmed: Bytes of answers that may wait for the broker.
     """
 
     def __init__(
@@ -95,28 +107,41 @@ class StreamBook:
         record_timeout: float,
         tasks: asyncio.TaskGroup,
         clock: Callable[[], float] = time.time,
+        most_unconfirmed: int = MOST_UNCONFIRMED,
     ) -> None:
         self.ledger = Ledger()
         self.changed = Notifier()
         """Notified after each event that was read."""
         self.position = 0
         """Bytes of all events read so far."""
-        self.unreadable: list[Unreadable] = []
+        self.not_taken: list[NotTaken] = []
+        """Messages for the acting gateway to dead-letter."""
+        self.paused = 0.0
+        """Seconds for which limits of time stood still: nobody could have kept to them."""
+        self.time = 0.0
+        """Time of the latest event in seconds since the epoch, 0 before the first one."""
         self._bus, self._topology, self._clock, self._tasks = bus, topology, clock, tasks
         self._record_timeout = record_timeout
         self._ready = False
-        self._time = 0.0
-        """Time of the latest event."""
+        self._most_unconfirmed, self._unconfirmed = most_unconfirmed, 0
         self._waiting: dict[str, list[asyncio.Future[Applied]]] = {}
         """Callers that wait for the effect of an event, by message id."""
         self._offset = 0
+        self._earlier: dict[str, Session] = {}
+        """Sessions of the ledger before this one, until the book is ready again."""
 
     def is_ready(self) -> bool:
         return self._ready
 
+    def now(self) -> float:
+        """Return the time by which sessions are judged: seconds since the epoch without those that do not count."""
+        return self._clock() - self.paused
+
     # -- out
 
-    async def open(self, opened: SessionOpened) -> None:
+    async def open(self, opened: SessionOpened, *, at_once: bool = False) -> None:
+        if at_once and not self._bus.usable:
+            raise BookUnavailable(self._refusal)
         await self._kept(opened, f"opened-{opened.session}")
 
     async def find(self, session: str) -> Session | None:
@@ -132,13 +157,40 @@ class StreamBook:
         return look()
 
     async def record(self, call: SessionCall) -> bool:
-        publishing = self._tasks.create_task(self._publish_call(call), name="record call")
+        try:
+            message = envelope(call, message_id=call.message_id, headers=self._stamps())
+        except (ValueError, OverflowError) as error:
+            return _not_recorded(call, str(error))
+        cost = len(message.body) + PUBLISH_COST
+        if self._unconfirmed + cost > self._most_unconfirmed:
+            return _not_recorded(call, f"{self._unconfirmed} bytes of answers wait for the broker already")
+        self._unconfirmed += cost
+        publishing = self._tasks.create_task(self._publish_call(call.session, call.call, message), name="record call")
+        publishing.add_done_callback(lambda _: self._confirmed(cost))
+        del call  # while its publish waits, its body is kept and nothing else of it
         # of a broker that is away it is known already that it does not confirm in time
         done, _ = await asyncio.wait([publishing], timeout=self._record_timeout if self._bus.usable else 0.0)
         return bool(done) and publishing.result()
 
+    def _confirmed(self, cost: int) -> None:
+        self._unconfirmed -= cost
+
     async def say(self, event: Said | SessionsDecided, message_id: str) -> Applied:
         return await self._kept(event, message_id)
+
+    async def catch_up(self) -> None:
+        """Return once all that is on the stream now has been read.
+
+        Raises:
+            BookUnavailable: It was not read in time.
+        """
+        mark = Mark(nonce=uuid.uuid4().hex)
+        await self._kept(mark, f"mark-{mark.nonce}")
+
+    async def tell_time(self) -> None:
+        """Publish for how long limits of time have stood still; raises as :meth:`publish`."""
+        mark = Mark(nonce=uuid.uuid4().hex)
+        await self.publish(mark, f"time-{mark.nonce}")
 
     async def publish(
         self,
@@ -154,18 +206,31 @@ class StreamBook:
             BusUnavailable: It was not confirmed in time.
             MessageTooLarge: It is too large.
         """
-        stamped: dict[str, HeaderValue] = {AT: self._clock() if at is None else at, **(headers or {})}
+        stamped = {**self._stamps(at), **(headers or {})}
         await self._publish(envelope(message, message_id=message_id, headers=stamped))
+
+    async def carry(self, event: Event) -> None:
+        """Publish a copy of an event that retention is about to cut; raises as :meth:`publish`. Release 0.1.0, which
+        knows of no time that does not count, takes the session for as old as it is here.
+        """
+        headers: dict[str, HeaderValue] = {ORIGIN: event.origin}
+        if event.outside:
+            headers[BY] = OUTSIDE
+        await self.publish(event.body, event.message_id, headers, at=event.at + self.paused)
+
+    def _stamps(self, at: float | None = None) -> dict[str, HeaderValue]:
+        at = self._clock() if at is None else at
+        return {AT: round(at), AT_MS: round(at * 1000), PAUSED_MS: round(self.paused * 1000)}
 
     async def _publish(self, message: Envelope) -> None:
         while not await self._bus.publish(self._topology.exchange("sessions"), EVENT, message):
             await self._bus.declare(self._topology.sessions)  # it was deleted under us
 
-    async def _publish_call(self, call: SessionCall) -> bool:
+    async def _publish_call(self, session: str, call: str, message: Envelope) -> bool:
         try:
-            await self.publish(call, call.message_id)
+            await self._publish(message)
         except (BusError, ValueError) as error:
-            log.warning("call_not_recorded", session=call.session, call=call.call, reason=str(error))
+            log.warning("call_not_recorded", session=session, call=call, reason=str(error))
             return False
         return True
 
@@ -203,17 +268,22 @@ class StreamBook:
             async with asyncio.timeout(self._record_timeout):
                 await self._bus.wait_usable()
         except (TimeoutError, BusUnavailable):
-            trouble = self._bus.trouble or "it was away for a moment"
-            raise BookUnavailable(f"the broker keeps nothing now: {trouble}; say it again later") from None
+            raise BookUnavailable(self._refusal) from None
+
+    @property
+    def _refusal(self) -> str:
+        return f"the broker keeps nothing now: {self._bus.trouble or 'it was away for a moment'}; say it again later"
 
     # -- in
 
     async def follow(self) -> None:
-        """Read the stream from its beginning, for ever; the book is ready once all that was there has been read."""
-        mark = new_mark()
-        await self._bus.declare(self._topology.sessions)
-        await self._publish(mark)
+        """Read the stream from its beginning, for ever; the book is ready once all that was there has been read. Where
+        retention has cut what comes next, what became of the sessions lies there too: the book is built anew.
+        """
         while True:
+            mark = new_mark()
+            await self._bus.declare(self._topology.sessions)
+            await self._publish(mark)
             try:
                 async with await self._bus.consume(self._topology.sessions, offset=self._offset) as feed:
                     async for delivery in feed:
@@ -221,7 +291,16 @@ class StreamBook:
                     return
             except StreamCut as cut:
                 log.info("sessions_cut", asked=cut.asked, got=cut.got)
-                self._offset = cut.got
+                self._begin_anew(cut.got)
+
+    def _begin_anew(self, offset: int) -> None:
+        """Forget all sessions, to read them from an offset on. Callers that wait are answered when their event is read
+        again; if it was cut, their time runs out and they say it again.
+        """
+        self._earlier |= {session.id: session for session in self.ledger}
+        self.ledger, self._ready, self._offset = Ledger(), False, offset
+        self.not_taken.clear()
+        self.changed.notify()
 
     def _read(self, delivery: Delivery, mark: str) -> None:
         offset = delivery.offset or 0
@@ -231,6 +310,9 @@ class StreamBook:
             self._take(delivery, offset)
         if delivery.message_id == mark and not self._ready:
             self._ready = True
+            self.ledger.remember(self._earlier.values())
+            self._earlier.clear()
+            self.ledger.evaluated.clear()  # reported by earlier gateways, or by this one
             log.info("sessions_read", live=len(self.ledger.live), bytes=self.position)
         self.changed.notify()
 
@@ -238,17 +320,34 @@ class StreamBook:
         try:
             message = _decoded(delivery)
         except DecodeError as error:
-            self.unreadable.append(Unreadable(offset, delivery, str(error)))
+            self.not_taken.append(NotTaken(offset, delivery, f"does not decode: {error}"))
             return
-        given = delivery.headers.get(AT) if delivery.routing_key == EVENT else None
-        if isinstance(given, int | float):
-            self._time = max(self._time, float(given))
-        elif self._ready:  # of somebody else, who gives no time
-            self._time = max(self._time, self._clock())
-        applied = self._apply(message, delivery, offset, float(given) if isinstance(given, int | float) else self._time)
+        is_own = delivery.routing_key == EVENT
+        applied = self._apply(message, delivery, offset, self._counted_time(delivery) if is_own else self._present())
+        if not is_own:
+            if applied.taken == "refused":
+                self.not_taken.append(NotTaken(offset, delivery, applied.reason))
+            return
         for waiting in self._waiting.pop(delivery.message_id or "", ()):
             if not waiting.done():
                 waiting.set_result(applied)
+
+    def _counted_time(self, delivery: Delivery) -> float:
+        """Return the time of a gateway's event without the time that does not count."""
+        at, paused = _time_of(delivery), delivery.headers.get(PAUSED_MS)
+        if at is None:
+            return self._present()
+        self.time = max(self.time, at)
+        if not isinstance(paused, int):  # of release 0.1.0
+            return at - self.paused
+        self.paused = max(self.paused, paused / 1000)
+        return at - paused / 1000
+
+    def _present(self) -> float:
+        """Return the time of an event that has none; that of the latest event while earlier ones are read."""
+        if self._ready:
+            self.time = max(self.time, self._clock())
+        return self.time - self.paused
 
     def _apply(self, message: Message, delivery: Delivery, offset: int, at: float) -> Applied:
         ledger = self.ledger
@@ -261,9 +360,10 @@ class StreamBook:
                 ledger.apply_committed()
             case SessionRefused():
                 ledger.apply_refused(message)
-                self.unreadable = [one for one in self.unreadable if one.offset != message.offset]
+                self.not_taken = [one for one in self.not_taken if one.offset != message.offset]
             case SessionOpened() | SessionCall() | SessionReward() | SessionEnd() | SessionsDecided():
-                origin = delivery.headers.get(ORIGIN) if delivery.routing_key == EVENT else None
+                is_own = delivery.routing_key == EVENT
+                origin = delivery.headers.get(ORIGIN) if is_own else None
                 event = Event(
                     origin if isinstance(origin, int) else offset,
                     self.position - len(delivery.body),
@@ -271,6 +371,7 @@ class StreamBook:
                     at,
                     message,
                     len(delivery.body),
+                    not is_own or delivery.headers.get(BY) == OUTSIDE,
                 )
                 return ledger.apply(event)
         return Applied("new")
@@ -302,3 +403,16 @@ def _message(delivery: Delivery) -> Message:
     if delivery.routing_key == OUTSIDE and isinstance(message, SessionEnd) and message.replay is not None:
         raise DecodeError("a replay by message, which no key allows: ask a gateway's POST /s/<id>/end for it")
     return message
+
+
+def _not_recorded(call: SessionCall, reason: str) -> bool:
+    log.warning("call_not_recorded", session=call.session, call=call.call, reason=reason)
+    return False
+
+
+def _time_of(delivery: Delivery) -> float | None:
+    """Return the time that a gateway gave its event in seconds since the epoch, None where it gave none."""
+    exact, seconds = delivery.headers.get(AT_MS), delivery.headers.get(AT)
+    if isinstance(exact, int):
+        return exact / 1000
+    return float(seconds) if isinstance(seconds, int | float) and math.isfinite(seconds) else None

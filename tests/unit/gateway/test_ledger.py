@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from trinity_mq.gateway.agenda import all_due
 from trinity_mq.gateway.ledger import Ledger
-from trinity_mq.gateway.session import Body, Event
+from trinity_mq.gateway.session import Body, Event, Session
 from trinity_mq.messages import (
     SampledChoice,
     SessionCall,
@@ -397,3 +398,131 @@ def test_every_session_comes_to_one_end(seed: int) -> None:
     assert stream.ledger.live == {}
     assert {one.state for one in stream.ledger} <= {"trained", "evaluated", "dropped"}
     assert stream.ledger.kept_bytes == 0
+
+
+def over(stream: Stream, name: str, **fields: object) -> None:
+    stream.open(name, **fields)
+    stream.ask(name)
+    stream.end(name, reward=1.0)
+
+
+def decide(stream: Stream, *names: str) -> str:
+    submission = "task-" + "-".join(names)
+    return stream.put(SessionsDecided(sessions=list(names), submission=submission), f"decided-{submission}")
+
+
+def tasks(ledger: Ledger) -> dict[str, list[str]]:
+    return {name: [session.id for session in sessions] for name, sessions in ledger.queued()}
+
+
+def test_of_two_decisions_about_a_session_the_first_counts_and_the_second_as_a_whole_does_not() -> None:
+    stream = Stream()
+    for name in "abc":
+        over(stream, name, group="g", group_size=2)
+    assert decide(stream, "a", "b") == "new"
+    assert decide(stream, "b", "c") == "refused", "by a gateway that was frozen"
+    assert tasks(stream.ledger) == {"task-a-b": ["a", "b"]}
+    assert (stream.state("c"), stream.ledger.waiting) == ("parked", 2)
+    assert decide(stream, "a", "b") == "repeated"
+    over(stream, "d", group="g", group_size=2)
+    assert decide(stream, "c", "d") == "new"
+    assert tasks(stream.ledger) == {"task-a-b": ["a", "b"], "task-c-d": ["c", "d"]}
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_first_decision_counts_in_whatever_order_copies_are_read(seed: int) -> None:
+    stream = Stream()
+    for name in "abc":
+        over(stream, name, group="g", group_size=2)
+    decide(stream, "a", "b")
+    late = decide(stream, "b", "c")
+    assert late == "refused"
+    events = [event for event in stream.events if isinstance(event, Event)]
+    second = events.pop()
+    copies = list("abc")
+    random.Random(seed).shuffle(copies)
+    carried = [event for name in copies for event in stream.ledger.live[name].events]
+    for cut in range(len(events) + 1):
+        fresh = read([*events[cut:], second, *carried])
+        assert tasks(fresh) == {"task-a-b": ["a", "b"]}
+        assert (fresh.live["c"].state, fresh.waiting) == ("parked", 2)
+        assert fresh.kept_bytes == stream.ledger.kept_bytes
+
+
+def test_a_decision_whose_other_sessions_are_settled_and_cut_does_not_count() -> None:
+    stream = Stream()
+    for name in "abc":
+        over(stream, name, group="g", group_size=2)
+    decide(stream, "a", "b")
+    decide(stream, "b", "c")
+    second = stream.events[-1]
+    stream.outcome("task-a-b")
+    stream.train("task-a-b")
+    fresh = read([second, *stream.ledger.live["c"].events])
+    assert (tasks(fresh), fresh.live["c"].state) == ({}, "parked")
+
+
+def test_a_decision_that_is_read_before_its_sessions_becomes_a_task() -> None:
+    stream = Stream()
+    over(stream, "a")
+    decide(stream, "a")
+    stream.outcome("task-a")
+    opened, call, end, decision, outcome = stream.events
+    fresh = read([decision, outcome, opened, call, end, decision])
+    assert (fresh.live["a"].state, fresh.waiting) == ("batched", 1)
+    fresh.apply_trained(SessionsTrained(ticket="t-task-a", outcome="trained", generation=1, step=3))
+    assert (fresh.get("a").state, fresh.waiting) == ("trained", 0)  # type: ignore[union-attr]
+
+
+def comparable(events: list[SessionEnd | SessionsDecided]) -> list[str]:
+    return sorted(repr(event) for event in events)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(0, 10**9))
+def test_what_is_due_is_the_same_whether_all_or_only_the_changed_sessions_are_looked_at(seed: int) -> None:
+    draw, stream, names = random.Random(seed), Stream(), [f"s{number}" for number in range(8)]
+    for _ in range(80):
+        name, what = draw.choice(names), draw.random()
+        if what < 0.3:
+            size = draw.choice([1, 2, 3])
+            group = draw.choice(["", "g", "h"]) if size > 1 else ""
+            limits = {"idle_ttl": draw.choice([5.0, 60.0]), "reward_ttl": draw.choice([20.0, 200.0])}
+            stream.open(name, record=draw.choice(["train", "train", "eval"]), group=group, group_size=size, **limits)
+        elif what < 0.5:
+            stream.ask(name, f"c{draw.randrange(3)}")
+        elif what < 0.65:
+            stream.reward(name, 1.0, final=draw.random() < 0.3)
+        elif what < 0.75:
+            stream.end(name, outcome=draw.choice(["done", "failed"]), reward=draw.choice([None, 1.0]))
+        elif what < 0.8:
+            stream.ledger.apply_committed()
+        elif what < 0.9:
+            stream.now += draw.choice([0.5, 7.0, 100.0])
+        due = stream.ledger.due(stream.now)
+        assert comparable(due) == comparable(all_due(stream.ledger.live.values(), stream.now))
+        assert comparable(stream.ledger.due(stream.now)) == comparable(due), "until it has its effect"
+        for event in draw.sample(due, draw.randint(0, len(due))):
+            stream.put(event)
+
+
+def test_a_look_costs_what_changed_and_not_what_waits() -> None:
+    stream = Stream()
+    for number in range(500):
+        over(stream, f"s{number}")
+    stream.act()
+    assert stream.ledger.waiting == 500
+    looked = list[str]()
+    ledger = stream.ledger
+    live = ledger._agenda._live
+
+    class Watched(dict[str, Session]):
+        def get(self, name: str, default: object = None) -> Session | None:  # type: ignore[override]
+            looked.append(name)
+            return live.get(name)
+
+    ledger.due(stream.now)
+    ledger._agenda._live = Watched(live)
+    over(stream, "news")
+    assert len(ledger.due(stream.now)) == 1
+    assert looked == ["news"]

@@ -1,0 +1,209 @@
+"""Submits the tasks that sessions become to the explorer, each once as far as the queue tells."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Iterable, Sequence
+from typing import TypeVar
+
+import structlog
+
+from trinity_agents.gateway.stream_book import StreamBook
+from trinity_mq.bus import Bus, BusUnavailable, MessageTooLarge, Topology
+from trinity_mq.bus.topology import BY_GATEWAY
+from trinity_mq.config import Config
+from trinity_mq.gateway.ledger import Ledger
+from trinity_mq.gateway.recorded_call import RECORDED_SESSIONS
+from trinity_mq.gateway.session import Session
+from trinity_mq.messages import SubmissionOutcome, TaskBody, TaskSubmission, encode
+from trinity_mq.rewards.outsiders import NotAllowed, allowed_task
+from trinity_mq.runtime.deliveries import envelope
+from trinity_mq.runtime.errors import first_leaf
+from trinity_mq.telemetry.trace_ids import TRACEPARENT
+
+log = structlog.get_logger(__name__)
+
+T = TypeVar("T")
+
+REPLAYED = ("messages", "tools", "prompt")
+"""Parts of a session's first request that the record of its replay has."""
+AT_ONCE = 64
+"""Publishes under way at a time."""
+RESUBMIT_SECONDS = 600.0
+"""Seconds after which a task whose outcome has not come is submitted once more, where the queue holds fewer messages
+than tasks wait: its copy may be lost. The explorer knows those it has."""
+CHECK_SECONDS = 60.0
+"""Seconds between two looks for such tasks."""
+SUBMIT_WITHIN = 10.0
+"""Seconds for the confirm of a submission."""
+FULL_SECONDS = 30.0
+"""Seconds until a queue that took no submission is tried again."""
+
+
+class Submissions:
+    """The tasks of one acting gateway in the explorer's queue.
+
+    A successor cannot know which of the tasks that wait were submitted. It submits as many again as tasks wait beyond
+    the messages in the queue, so that the queue never holds more messages than tasks wait, others' and these together.
+
+    Args:
+        config: The run's configuration.
+        bus: A connected bus.
+        topology: The run's names.
+        book: The sessions.
+    """
+
+    def __init__(self, config: Config, bus: Bus, topology: Topology, book: StreamBook) -> None:
+        self._config, self._bus, self._topology, self._book = config, bus, topology, book
+        self._ledger: Ledger | None = None
+        self._waiting: dict[str, None] = {}
+        """Submissions to be published, in their order."""
+        self._submitted: dict[str, float] = {}
+        """Loop times of submissions by id, of those of earlier gateways too."""
+        self._checked = self._tried_again = float("-inf")
+
+    async def submit(self) -> None:
+        """Submit new tasks, and those again of which the queue can have lost the copy."""
+        now = asyncio.get_running_loop().time()
+        ledger = self._book.ledger
+        if ledger is not self._ledger:  # at the beginning, and where the ledger was built anew
+            self._ledger = ledger
+            ledger.take_new_tasks()
+            earlier = [name for name, _ in ledger.queued() if name not in self._submitted]
+            await self._again(earlier[::-1], now)  # the last ones an earlier gateway may not have come to
+        elif now - self._checked >= CHECK_SECONDS:
+            self._checked = now
+            queued = {name for name, _ in ledger.queued()}
+            self._submitted = {name: at for name, at in self._submitted.items() if name in queued}
+            overdue = [name for name, at in self._submitted.items() if now - at >= RESUBMIT_SECONDS]
+            await self._again(sorted(overdue, key=self._submitted.__getitem__), now)
+        self._waiting |= dict.fromkeys(ledger.take_new_tasks())
+        if now >= self._tried_again:
+            await self._publish_waiting(ledger, now)
+
+    async def _again(self, names: Sequence[str], now: float) -> None:
+        """Have the first of these tasks published again, as many as the queue cannot hold."""
+        if not names:
+            return
+        depth = await self._bus.depth(self._topology.submitted.name) or 0
+        lost = max(0, len(self._book.ledger.queued()) - depth)
+        self._submitted |= dict.fromkeys(names, now)
+        self._waiting |= dict.fromkeys(names[:lost])
+
+    async def _publish_waiting(self, ledger: Ledger, now: float) -> None:
+        names = list(self._waiting)
+        for begin in range(0, len(names), AT_ONCE):
+            some = [
+                (name, sessions) for name in names[begin : begin + AT_ONCE] if (sessions := ledger.sessions_of(name))
+            ]
+            taken = await all_of(self._publish(*one) for one in some)
+            accepted = {name for (name, _), is_taken in zip(some, taken, strict=True) if is_taken}
+            self._submitted |= dict.fromkeys(accepted, now)
+            for name in names[begin : begin + AT_ONCE]:
+                if name in accepted or not ledger.sessions_of(name):
+                    self._waiting.pop(name, None)
+            if not all(taken):
+                self._tried_again = now + FULL_SECONDS
+                return
+
+    async def _publish(self, submission: str, sessions: Sequence[Session]) -> bool:
+        """Hand the task of some sessions to the explorer, which takes it once; return whether the queue has it. A task
+        of which a batch has reported has no sessions here.
+        """
+        if not sessions:
+            return True
+        try:
+            task = task_of(sessions, self._config)
+        except NotAllowed as error:
+            await self._failed(submission, "not-allowed", str(error))
+            return True
+        message = TaskSubmission(task=task, submission_id=submission, exact_runs=True)
+        outside = next((session.traceparent for session in sessions if session.traceparent), "")
+        made = envelope(
+            message,
+            message_id=submission,
+            headers={TRACEPARENT: outside} if outside else None,
+            reply_to=self._topology.sessions.name,
+            correlation_id=submission,
+        )
+        try:
+            if len(encode(message.task)) > (limit := self._config.broker.max_task_bytes):
+                raise MessageTooLarge(
+                    f"its answers take more than the {limit} bytes of a task (broker.max_message_bytes)"
+                )
+            exchange = self._topology.exchange("tasks")
+            while not await self._bus.publish(exchange, BY_GATEWAY, made, timeout=SUBMIT_WITHIN):
+                await self._bus.declare(self._topology.submitted)
+        except MessageTooLarge as error:
+            await self._failed(submission, "too-large", str(error))
+        except BusUnavailable as error:
+            if not self._bus.usable:
+                raise
+            log.warning("submission_waits", submission=submission, reason=str(error))
+            return False
+        return True
+
+    async def _failed(self, submission: str, why: str, reason: str) -> None:
+        """Say on the stream that sessions cannot become a task."""
+        failed = SubmissionOutcome(submission_id=submission, batch="", ticket="", outcome="failed", message=reason)
+        await self._book.publish(failed, f"{why}-{submission}")
+
+
+async def all_of(work: Iterable[Coroutine[object, object, T]]) -> list[T]:
+    """Await all work, :data:`AT_ONCE` at a time, and return the results. The first error ends it, as it is."""
+    waiting, results = list(work), list[T]()
+    try:
+        while waiting:
+            now, waiting = waiting[:AT_ONCE], waiting[AT_ONCE:]
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(one) for one in now]
+            results += [task.result() for task in tasks]
+    except ExceptionGroup as errors:
+        raise first_leaf(errors) from None
+    finally:
+        for one in waiting:
+            one.close()
+    return results
+
+
+def task_of(sessions: Sequence[Session], config: Config) -> TaskBody:
+    """Return the task that some sessions become: their recorded answers, or the replay of the first request.
+
+    Raises:
+        NotAllowed: The replay names or sets something that ``outsiders`` does not open.
+    """
+    first = sessions[0]
+    if first.replay is not None:
+        return _replay(first, config)
+    record = [
+        {
+            "id": session.id,
+            "calls": [encode(call) for call in session.calls.values()],
+            "reward": session.reward,
+            "call_rewards": [[call, choice, reward] for (call, choice), reward in session.call_rewards.items()],
+            "metrics": session.metrics,
+            "labels": {} if session.opened is None else session.opened.labels,
+        }
+        for session in sessions
+    ]
+    gateway = config.gateway
+    raw_task = {"sessions": record, "merge": gateway.merge, "turn_discount": gateway.turn_discount}
+    return TaskBody(workflow=RECORDED_SESSIONS, raw_task=raw_task, repeat_times=len(sessions))
+
+
+def _replay(session: Session, config: Config) -> TaskBody:
+    replay = session.replay
+    assert replay is not None
+    taskset = config.buffer.training_tasksets[0]
+    request = next((call.request for call in session.calls.values() if call.request), {})
+    asked = [message for message in request.get("messages") or () if message.get("role") == "user"]
+    question = asked[-1].get("content") if asked else request.get("prompt", "")
+    task = {} if session.opened is None else session.opened.task
+    asked_for = {name: request[name] for name in REPLAYED if name in request}
+    body = TaskBody(
+        workflow=replay.workflow,
+        workflow_args=replay.workflow_args,
+        raw_task={taskset.format.prompt_key: question, **asked_for, **task},
+        repeat_times=replay.runs,
+    )
+    return allowed_task(config, body)

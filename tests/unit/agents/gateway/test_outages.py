@@ -1,0 +1,467 @@
+"""Sessions over outages: gateways that were away or frozen, queues that are full or purged, time that nobody had."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from tests.unit.agents.gateway.world import HOUR, World, config, until
+from trinity_agents.gateway.acting import Acting
+from trinity_agents.gateway.stream_book import StreamBook
+from trinity_agents.gateway.submissions import RESUBMIT_SECONDS
+from trinity_mq.bus import BusUnavailable, Envelope
+from trinity_mq.bus.memory.bus import MemoryBus
+from trinity_mq.bus.topology import BY_GATEWAY
+from trinity_mq.gateway.agenda import _task
+from trinity_mq.gateway.book import BookUnavailable
+from trinity_mq.gateway.session import Session
+from trinity_mq.messages import SessionEnd, SessionReward, SubmissionOutcome
+from trinity_mq.runtime.deliveries import envelope
+from trinity_mq.testing.virtual_time import run_virtually
+
+SMALL = 40_000
+"""Bytes that a stream keeps."""
+GROUP = {"group": "g", "group_size": 2}
+
+
+def state(book: StreamBook, name: str) -> str:
+    found = book.ledger.get(name)
+    assert found is not None
+    return str(found.state)
+
+
+async def end(book: StreamBook, name: str, reward: float | None = 1.0) -> None:
+    await book.say(SessionEnd(session=name, reward=reward), f"end-{name}")
+
+
+async def live_on(world: World, book: StreamBook, rounds: int = 60) -> None:
+    """Have sessions come and go, so that retention cuts several times what the stream keeps."""
+    for number in range(rounds):
+        await world.session(book, f"x{number}", size=100, record="eval")
+        await end(book, f"x{number}")
+        await until(book, lambda name=f"x{number}": state(book, name) == "evaluated")  # type: ignore[misc]
+
+
+def queued(world: World) -> list[str]:
+    messages = world.broker.queues[world.topology.submitted.name].messages  # type: ignore[attr-defined]
+    return [str(message.message_id) for message in messages]
+
+
+def groups_of(world: World) -> list[list[str]]:
+    return [[one["id"] for one in message.task.raw_task["sessions"]] for message in world.accepted.values()]
+
+
+# -- gateways that were away
+
+
+def test_a_gateway_that_is_back_after_retention_builds_its_sessions_anew() -> None:
+    async def story() -> None:
+        world, second_bus = World(sessions_max_bytes=SMALL), None
+        async with world.running():
+            second_bus = world.bus()
+            async with world.gateway(acts=False, bus=second_bus) as second:
+                async with world.gateway() as first:
+                    await world.session(first, "s1", **GROUP)
+                    await end(first, "s1")
+                    await world.session(first, "stays", idle_ttl=9 * HOUR)
+                    await until(second, lambda: second.ledger.get("stays") is not None)
+                    world.broker.drop(second_bus, delay=None)
+                    await world.session(first, "s2", **GROUP)
+                    await end(first, "s2")
+                    await until(first, lambda: state(first, "s2") == "trained")
+                    await live_on(world, first)
+                    world.broker.restore(second_bus)
+                    await until(second, lambda: not second.is_ready())
+                    await until(second, second.is_ready)
+                    assert set(second.ledger.live) == {"stays"}
+                    lost = second.ledger.get("s1")
+                    assert lost is not None
+                    assert "retention" in lost.why
+                    assert (await second.say(SessionReward(session="s1", reward=9.0), "late")).taken == "refused"
+                acting = Acting(
+                    world.config, second_bus, world.topology, second, agent_id="gateway-1", clock=world.clock
+                )
+                task = asyncio.create_task(acting.run())
+                await world.session(second, "s3", **GROUP)
+                await end(second, "s3", 0.5)
+                await asyncio.sleep(60)
+                task.cancel()
+                assert state(second, "s3") == "parked"
+        assert groups_of(world) == [["s1", "s2"]]
+
+    run_virtually(story())
+
+
+def test_a_gateway_decides_nothing_while_it_builds_its_sessions_anew() -> None:
+    async def story() -> None:
+        world = World()
+        async with world.running(), world.gateway(acts=False) as book:
+            await world.session(book, "a")
+            await end(book, "a")
+            acting = Acting(world.config, book._bus, world.topology, book, agent_id="g", clock=world.clock)
+            book._ready = False
+            await acting.once()
+            assert state(book, "a") == "parked"
+            book._ready = True
+            await acting.once()
+            assert state(book, "a") == "queued"
+
+    run_virtually(story())
+
+
+def test_a_frozen_gateway_does_not_bring_back_what_was_settled_meanwhile() -> None:
+    async def story() -> None:
+        world = World(sessions_max_bytes=SMALL)
+        async with world.running(), world.gateway() as first, world.gateway(acts=False) as frozen:
+            await world.session(first, "a")
+            await until(frozen, lambda: frozen.ledger.get("a") is not None)
+            holds = [True]
+            acting = Acting(
+                world.config,
+                frozen._bus,
+                world.topology,
+                frozen,
+                agent_id="frozen",
+                clock=world.clock,
+                may_act=lambda: holds[0],
+            )
+            frozen.position += SMALL
+            holds[0] = False  # its connection is lost: it learns so when it publishes its mark
+            published = len(world.broker.queues[world.topology.sessions.name].messages)  # type: ignore[attr-defined]
+            await acting._carry()
+            stream = world.broker.queues[world.topology.sessions.name].messages  # type: ignore[attr-defined]
+            assert [message.headers["kind"] for message in stream[published:]] == ["mark"]
+            holds[0] = True
+            await acting._carry()
+            assert stream[0].headers["kind"] == "mark"
+            after = world.broker.queues[world.topology.sessions.name].messages  # type: ignore[attr-defined]
+            assert [message.message_id for message in after[published + 2 :]] == ["opened-a", "call-a-call-0"]
+
+    run_virtually(story())
+
+
+# -- submissions
+
+
+def test_a_task_waits_in_the_queue_once_however_long_training_is_behind() -> None:
+    async def story() -> None:
+        world = World()
+        bus = world.bus()
+        await bus.connect()
+        await bus.declare(*world.topology.durable, world.topology.sessions)
+        async with world.gateway() as book:
+            for number in range(20):
+                await world.session(book, f"s{number}")
+                await end(book, f"s{number}")
+            await asyncio.sleep(12 * HOUR)
+            assert len(queued(world)) == len(set(queued(world))) == 20
+        for _ in range(5):  # gateways come and go meanwhile
+            async with world.gateway():
+                await asyncio.sleep(2 * RESUBMIT_SECONDS)
+        assert len(queued(world)) == len(set(queued(world))) == 20
+        await bus.close()
+
+    run_virtually(story(), limit=1e6)
+
+
+@pytest.mark.parametrize("deleted", [False, True])
+def test_tasks_whose_queue_was_emptied_are_submitted_again(deleted: bool) -> None:
+    async def story() -> None:
+        world = World()
+        bus = world.bus()
+        await bus.connect()
+        await bus.declare(*world.topology.durable, world.topology.sessions)
+        async with world.gateway() as book:
+            for number in range(5):
+                await world.session(book, f"s{number}")
+                await end(book, f"s{number}")
+            await until(book, lambda: book.ledger.waiting == 5)
+            await asyncio.sleep(10)
+            before = queued(world)
+            if deleted:
+                world.broker.delete(world.topology.submitted.name)
+            else:
+                world.broker.queues[world.topology.submitted.name]._ready.clear()  # type: ignore[attr-defined]
+            await asyncio.sleep(2 * RESUBMIT_SECONDS)
+            assert sorted(queued(world)) == sorted(before)
+        await bus.close()
+
+    run_virtually(story(), limit=1e6)
+
+
+class FullBus(MemoryBus):
+    """A bus whose broker takes no submissions."""
+
+    is_full = True
+    refused = 0
+
+    async def publish(
+        self, exchange: str, routing_key: str, envelope: Envelope, *, timeout: float | None = None
+    ) -> bool:
+        if routing_key == BY_GATEWAY and self.is_full:
+            self.refused += 1
+            await asyncio.sleep(timeout or 300.0)
+            raise BusUnavailable("not confirmed in time: the queue is full")
+        return await super().publish(exchange, routing_key, envelope, timeout=timeout)
+
+
+def test_a_full_queue_holds_nothing_else_up() -> None:
+    async def story() -> None:
+        world = World()
+        bus: FullBus = world.bus(FullBus)
+        async with world.running(), world.gateway(bus=bus) as book:
+            await world.session(book, "a")
+            await end(book, "a")
+            await until(book, lambda: bus.refused == 1)
+            await world.session(book, "b", record="eval")
+            await end(book, "b")
+            await until(book, lambda: state(book, "b") == "evaluated", 30)
+            await asyncio.sleep(300)
+            assert 5 < bus.refused < 20
+            bus.is_full = False
+            await until(book, lambda: state(book, "a") == "trained")
+
+    run_virtually(story())
+
+
+# -- retention
+
+
+def test_the_outcome_of_a_batch_outlives_the_retention_of_the_stream() -> None:
+    async def story() -> None:
+        world = World(sessions_max_bytes=SMALL)
+        world.answers = False
+        async with world.running() as bus, world.gateway() as book:
+            await world.session(book, "a")
+            await end(book, "a")
+            await until(book, lambda: len(world.accepted) == 1)
+            (message,) = world.accepted.values()
+            outcome = SubmissionOutcome(
+                submission_id=message.submission_id or "", batch=1, ticket="t", outcome="finished", completed_runs=1
+            )
+            await bus.publish(world.topology.exchange("sessions"), "outcome", envelope(outcome, message_id="o"))
+            await until(book, lambda: state(book, "a") == "batched")
+            await live_on(world, book)
+            async with world.gateway(acts=False) as fresh:
+                assert state(fresh, "a") == "batched"
+                found = fresh.ledger.get("a")
+                assert found is not None
+                assert found.batch == outcome
+
+    run_virtually(story())
+
+
+# -- time
+
+
+def test_limits_of_time_stand_still_while_the_broker_is_away() -> None:
+    async def story() -> None:
+        world = World()
+        async with world.running(), world.gateway() as book:
+            await world.session(book, "asks")
+            await world.session(book, "waits", reward_ttl=HOUR)
+            await end(book, "waits", None)
+            world.broker.drop(book._bus, delay=None)  # type: ignore[arg-type]
+            for _ in range(65):
+                await asyncio.sleep(60)
+                await book.record(world.call("asks", 2))
+            with pytest.raises(BookUnavailable):
+                await book.say(SessionReward(session="waits", reward=1.0), "r")
+            world.broker.restore(book._bus)  # type: ignore[arg-type]
+            await asyncio.sleep(60)
+            assert (state(book, "asks"), state(book, "waits")) == ("open", "parked")
+            await until(book, lambda: state(book, "waits") == "dropped", HOUR)
+
+    run_virtually(story())
+
+
+def test_limits_of_time_stand_still_while_no_gateway_runs() -> None:
+    async def story() -> None:
+        world = World()
+        async with world.running():
+            async with world.gateway() as book:
+                await world.session(book, "a", reward_ttl=10 * HOUR)
+                await end(book, "a", None)
+                await asyncio.sleep(4 * HOUR)
+            await asyncio.sleep(60 * HOUR)
+            async with world.gateway() as book:
+                await asyncio.sleep(5 * HOUR)
+                assert state(book, "a") == "parked"
+            await asyncio.sleep(60 * HOUR)
+            async with world.gateway() as book:
+                await asyncio.sleep(0.5 * HOUR)
+                assert state(book, "a") == "parked"
+                await until(book, lambda: state(book, "a") == "dropped", HOUR)
+
+    run_virtually(story(), limit=1e6)
+
+
+def test_limits_of_time_stand_still_while_the_acting_gateway_is_frozen() -> None:
+    async def story() -> None:
+        world = World()
+        thawed = [0.0]
+        async with world.running(), world.gateway(acts=False) as book:
+            clock = world.clock
+            book._clock = lambda: clock() + thawed[0]
+            acting = Acting(world.config, book._bus, world.topology, book, agent_id="g", clock=book._clock)
+            task = asyncio.create_task(acting.run())
+            await world.session(book, "a")
+            thawed[0] = 2 * HOUR
+            await asyncio.sleep(10)
+            assert state(book, "a") == "open"
+            task.cancel()
+
+    run_virtually(story())
+
+
+def test_what_is_carried_is_as_old_as_it_was() -> None:
+    async def story() -> None:
+        world = World(sessions_max_bytes=SMALL)
+        async with world.running():
+            async with world.gateway() as book:
+                await world.session(book, "a", reward_ttl=5 * HOUR)
+                await end(book, "a", None)
+                await asyncio.sleep(2 * HOUR)
+            await asyncio.sleep(60 * HOUR)
+            async with world.gateway() as book:
+                await live_on(world, book)
+            async with world.gateway() as book:
+                await asyncio.sleep(2.5 * HOUR)
+                assert state(book, "a") == "parked"
+                await until(book, lambda: state(book, "a") == "dropped", HOUR)
+
+    run_virtually(story(), limit=1e6)
+
+
+def test_times_are_whole_seconds_for_release_0_1_0_and_exact_for_us() -> None:
+    async def story() -> None:
+        world = World()
+        async with world.running() as bus, world.gateway(acts=False) as book:
+            await asyncio.sleep(0.75)
+            await world.session(book, "a", calls=0)
+            stream = world.broker.queues[world.topology.sessions.name].messages  # type: ignore[attr-defined]
+            headers = stream[-1].headers
+            exact = headers["at-ms"]
+            assert isinstance(exact, int)
+            assert exact / 1000 == pytest.approx(world.clock(), abs=0.5)
+            assert headers["at"] == round(exact / 1000)
+            assert type(headers["at"]) is int
+            session = book.ledger.get("a")
+            assert session is not None
+            assert session.last_at == exact / 1000
+            old = envelope(SessionEnd(session="a"), message_id="end-a", headers={"at": 1e9 + 7.5})
+            await bus.publish(world.topology.exchange("sessions"), "event", old)
+            await until(book, lambda: session.end is not None)
+            assert session.ended_at == 1e9 + 7.5
+
+    run_virtually(story())
+
+
+# -- what others send
+
+
+async def reward(bus: Any, world: World, message_id: str = "", **body: Any) -> None:
+    raw = json.dumps(body).encode()
+    given = {"message_id": message_id} if message_id else {}
+    message = Envelope(body=raw, kind="session_reward", content_type="application/json", **given)
+    await bus.publish(world.topology.exchange("sessions"), "session", message)
+
+
+def test_refused_rewards_become_dead_letters_once() -> None:
+    async def story() -> None:
+        world = World()
+        async with world.running() as bus:
+            async with world.gateway() as book:
+                await world.session(book, "s1")
+                await world.session(book, "s2")
+                await reward(bus, world, "first", session="s1", reward=1.0, final=True)
+                await until(book, lambda: state(book, "s1") == "trained")
+                await reward(bus, world, "late", session="s1", reward=-1.0)
+                await reward(bus, world, "first", session="s1", reward=1.0)  # its confirm was lost
+                await reward(bus, world, "typo", session="s2", reward=1.0, call="chatcmpl-typo")
+                await reward(bus, world, "nobody", session="s3", reward=1.0)
+                await asyncio.sleep(30)
+            async with world.gateway() as book:
+                await asyncio.sleep(30)
+            assert sorted(reason[:23] for reason in world.dead) == [
+                "no session 's3' is know",
+                "session s1 is trained i",
+                "session s2 has no call ",
+            ]
+
+    run_virtually(story())
+
+
+@pytest.mark.parametrize("taken", ["decided", "end-a-idle", "opened-b", "call", "end-a"])
+def test_the_id_of_an_outsiders_message_blocks_nothing_of_ours(taken: str) -> None:
+    async def story() -> None:
+        world = World()
+        async with world.running() as bus, world.gateway() as book:
+            await world.session(book, "a", idle_ttl=60.0)
+            call = world.call("a", 2)
+            ids = {"decided": f"decided-{_task([Session('a')]).submission}", "call": call.message_id}
+            await reward(bus, world, ids.get(taken, taken), session="a", reward=0.5)
+            await until(book, lambda: book.ledger.live["a"].has_reward)
+            assert await book.record(call)
+            await until(book, lambda: len(book.ledger.live["a"].calls) == 2)
+            await world.session(book, "b")
+            if taken == "end-a":
+                await end(book, "a", None)
+            await until(book, lambda: state(book, "a") == "trained", 120)
+            assert state(book, "b") == "open"
+
+    run_virtually(story())
+
+
+def test_an_outsiders_reward_that_was_carried_counts_once() -> None:
+    async def story() -> None:
+        world = World(sessions_max_bytes=SMALL)
+        async with world.running() as bus, world.gateway() as book:
+            await world.session(book, "a")
+            await reward(bus, world, "r", session="a", reward=1.0, how="add")
+            await reward(bus, world, session="a", reward=1.0, how="add")
+            await live_on(world, book)
+            async with world.gateway(acts=False) as fresh:
+                await reward(bus, world, "r", session="a", reward=1.0, how="add")
+                await end(book, "a", None)
+                for one in (book, fresh):
+                    await until(one, lambda one=one: state(one, "a") == "trained")  # type: ignore[misc]
+                    found = one.ledger.get("a")
+                    assert found is not None
+                    assert found.reward == 2.0
+
+    run_virtually(story())
+
+
+# -- memory
+
+
+def test_answers_that_wait_for_the_broker_are_bounded() -> None:
+    async def story() -> None:
+        world = World(config())
+        async with world.running() as bus, world.gateway(acts=False) as first:
+            await world.session(first, "a")
+            async with asyncio.TaskGroup() as group:
+                book = StreamBook(
+                    first._bus,
+                    world.topology,
+                    record_timeout=2.0,
+                    tasks=group,
+                    clock=world.clock,
+                    most_unconfirmed=100_000,
+                )
+                world.broker.block()
+                for _ in range(200):
+                    assert not await book.record(world.call("a", 100))
+                await asyncio.sleep(0)
+                waiting = sum(task.get_name() == "record call" for task in asyncio.all_tasks())
+                assert 10 < waiting < 25
+                world.broker.unblock()
+                await until(first, lambda: len(first.ledger.live["a"].calls) == 1 + waiting)
+                assert await book.record(world.call("a", 100))
+            assert bus.usable
+
+    run_virtually(story())

@@ -1,0 +1,188 @@
+"""Requests that a client repeats: the answer that it got is trained on, and no other request's."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import aiohttp
+import pytest
+
+from tests.unit.gateway.serving import Serving, serving, serving_config
+from trinity_mq.gateway.book import BookUnavailable
+from trinity_mq.workflows.sessions.assembly import session_experiences
+
+ASK = {"messages": [{"role": "user", "content": "hi"}]}
+AGAIN = {"x-stainless-retry-count": "1"}
+
+
+class Hold:
+    """Makes the n-th use of a coroutine function wait until its caller gives up, behind its effect or before it."""
+
+    def __init__(self, work: Callable[..., Awaitable[Any]], number: int, *, behind: bool) -> None:
+        self._work, self._number, self._behind = work, number, behind
+        self._uses = 0
+        self.entered, self.left = asyncio.Event(), asyncio.Event()
+
+    async def __call__(self, *args: Any) -> Any:
+        self._uses += 1
+        if self._uses != self._number:
+            return await self._work(*args)
+        if self._behind:
+            await self._work(*args)
+        self.entered.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.left.set()
+
+
+async def ask(at: Serving, session: str, headers: dict[str, str] | None = None) -> str:
+    url = f"{at.url}/s/{session}/v1/chat/completions"
+    async with at.http.post(url, json=ASK, headers=headers) as response:
+        assert response.status == 200
+        text: str = (await response.json())["choices"][0]["message"]["content"]
+        return text
+
+
+async def give_up(at: Serving, session: str, hold: Hold) -> None:
+    """Ask, and leave once the request is where it is held."""
+    asking = asyncio.create_task(ask(at, session))
+    await hold.entered.wait()
+    asking.cancel()
+    await hold.left.wait()
+    await asyncio.gather(asking, return_exceptions=True)
+
+
+def trained_on(at: Serving, session: str) -> list[str]:
+    calls = list(at.session(session).calls.values())
+    found = session_experiences(calls, reward=1.0, call_rewards={}, merge="prefix", turn_discount=1.0)
+    return [one.response_text or "" for one in found]
+
+
+def hold_record(at: Serving, number: int) -> Hold:
+    hold = Hold(at.book.record, number, behind=True)
+    at.book.record = hold  # type: ignore[method-assign]
+    return hold
+
+
+def hold_engine(at: Serving, number: int) -> Hold:
+    hold = Hold(at.app._engines.ask, number, behind=False)
+    at.app._engines.ask = hold  # type: ignore[method-assign]
+    return hold
+
+
+@pytest.mark.parametrize("headers", [AGAIN, {}])
+async def test_an_answer_whose_client_left_during_the_confirm_is_not_trained_on_beside_its_repeat(
+    headers: dict[str, str],
+) -> None:
+    async with serving(["one", "two"]) as at:
+        name = (await at.open())["id"]
+        await give_up(at, name, hold_record(at, 1))
+        assert await ask(at, name, headers) == "two"
+        assert len(at.session(name).calls) == 2
+        assert trained_on(at, name) == ["two"]
+
+
+async def test_a_repeat_that_reaches_another_gateway_replaces_the_answer_as_well() -> None:
+    async with serving(["one", "two"]) as at:
+        name = (await at.open())["id"]
+        await give_up(at, name, hold_record(at, 1))
+        at.app._conversations.forget(name)  # the other gateway has read the events, and saw no client leave
+        await ask(at, name, AGAIN)
+        assert trained_on(at, name) == ["two"]
+
+
+async def test_the_repeat_of_a_request_without_an_answer_leaves_that_of_its_sibling() -> None:
+    async with serving(["one", "two", "three"]) as at:
+        name = (await at.open())["id"]
+        hold = hold_engine(at, 2)
+        assert await ask(at, name) == "one"
+        await give_up(at, name, hold)
+        assert await ask(at, name, AGAIN) == "two"
+        assert trained_on(at, name) == ["one", "two"]
+
+
+async def test_parallel_equal_requests_are_all_trained_on() -> None:
+    async with serving(lambda prompt: "same") as at:
+        name = (await at.open())["id"]
+        answers = await asyncio.gather(*(ask(at, name) for _ in range(3)))
+        assert trained_on(at, name) == answers == ["same"] * 3
+
+
+async def test_a_repeat_does_not_replace_the_answer_to_a_request_that_was_under_way_beside_it() -> None:
+    async with serving(lambda prompt: "same") as at:
+        name = (await at.open())["id"]
+        entered, release = asyncio.Event(), asyncio.Event()
+        engine = at.app._engines.ask
+
+        async def slowly(*args: Any) -> Any:
+            entered.set()
+            await release.wait()
+            return await engine(*args)
+
+        at.app._engines.ask = slowly  # type: ignore[method-assign]
+        repeat = asyncio.create_task(ask(at, name, AGAIN))  # its first try was lost before any gateway got it
+        await entered.wait()
+        at.app._engines.ask = engine  # type: ignore[method-assign]
+        await ask(at, name)
+        release.set()
+        await repeat
+        assert len(trained_on(at, name)) == 2
+
+
+async def test_a_request_that_failed_and_its_repeat_leave_the_answer_to_an_equal_one() -> None:
+    async with serving(["one", "two"]) as at:
+        name = (await at.open())["id"]
+        await ask(at, name)
+        engine = at.app._engines.ask
+
+        async def broken(*args: Any) -> Any:
+            at.app._engines.ask = engine  # type: ignore[method-assign]
+            raise ConnectionError("the engine is away")
+
+        at.app._engines.ask = broken  # type: ignore[method-assign]
+        async with at.http.post(f"{at.url}/s/{name}/v1/chat/completions", json=ASK) as response:
+            assert response.status >= 500
+        await ask(at, name, AGAIN)
+        assert trained_on(at, name) == ["one", "two"]
+
+
+async def test_a_second_repeat_replaces_the_first_one() -> None:
+    async with serving(["one", "two", "three"]) as at:
+        name = (await at.open())["id"]
+        for number in range(3):
+            await ask(at, name, {"x-stainless-retry-count": f"{number}"})
+        first, second, third = at.session(name).calls.values()
+        assert [second.supersedes, third.supersedes] == [first.call, second.call]
+        assert trained_on(at, name) == ["three"]
+
+
+async def test_an_agent_without_a_session_is_answered_while_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serving(lambda prompt: "hello") as at:
+
+        async def away(*args: object, **options: object) -> None:
+            raise BookUnavailable("the broker is away")
+
+        monkeypatch.setattr(at.book, "open", away)
+        async with at.http.post(f"{at.url}/v1/chat/completions", json=ASK) as response:
+            assert response.status == 200
+            assert response.headers["X-TMQ-Recorded"] == "no"
+            assert (await response.json())["choices"][0]["message"]["content"] == "hello"
+        assert (at.app.counts["calls"], at.app.counts["unrecorded"]) == (1, 1)
+        assert list(at.book.ledger) == []
+
+
+async def test_an_agent_without_a_session_waits_no_longer_than_for_a_confirm(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = serving_config(gateway={"record_timeout": 0.05})
+    async with serving(lambda prompt: "hello", config=config) as at:
+
+        async def stuck(*args: object, **options: object) -> None:
+            await asyncio.Event().wait()
+
+        monkeypatch.setattr(at.book, "open", stuck)
+        async with at.http.post(
+            f"{at.url}/v1/chat/completions", json=ASK, timeout=aiohttp.ClientTimeout(total=10)
+        ) as response:
+            assert response.headers["X-TMQ-Recorded"] == "no"

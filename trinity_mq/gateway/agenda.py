@@ -1,0 +1,196 @@
+"""Works out what is due about sessions: ends of those whose time is over, and what becomes of those that are over."""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+from trinity_mq.gateway.session import Session
+from trinity_mq.messages import SessionEnd, SessionOpened, SessionsDecided
+from trinity_mq.messages.sessions import Drop
+
+LEAST_GROUP = 2
+"""Sessions that can be compared with each other; a group that has waited long enough needs no more."""
+EARLY = 1e-3
+"""Seconds before a limit of time at which a session is looked at: sums of floats are not exact."""
+
+
+class Agenda:
+    """What is due about sessions, at a cost that follows from how many changed, not from how many there are.
+
+    Args:
+        live: Sessions that are not settled, by id, as their ledger keeps them.
+    """
+
+    def __init__(self, live: Mapping[str, Session]) -> None:
+        self._live = live
+        self._changed: dict[str, None] = {}
+        """Sessions to be looked at, in the order in which they changed."""
+        self._changed_groups: dict[str, None] = {}
+        self._limits: list[tuple[float, str]] = []
+        """Heap of the times at which sessions are to be looked at though nothing changes them."""
+        self._limit_of: dict[str, float] = {}
+        """The earliest time on the heap, by session."""
+        self._members: dict[str, dict[str, Session]] = {}
+        """Sessions that wait for the others of their group, by group."""
+        self._group_of: dict[str, str] = {}
+
+    def touch(self, session: Session) -> None:
+        """Note that a session has changed."""
+        self._changed[session.id] = None
+
+    def forget(self, session: Session) -> None:
+        """Forget a session that is settled."""
+        self._changed.pop(session.id, None)
+        self._limit_of.pop(session.id, None)
+        self._sort_in(session.id, None, waits=False)
+
+    def due(self, now: float) -> list[SessionsDecided | SessionEnd]:
+        """Return what is due; the same again until it has had its effect."""
+        while self._limits and self._limits[0][0] <= now + EARLY:
+            _, name = heapq.heappop(self._limits)
+            self._limit_of.pop(name, None)
+            self._changed[name] = None
+        events: list[SessionsDecided | SessionEnd] = []
+        for name in list(self._changed):
+            session = self._live.get(name)
+            event = None if session is None else due_alone(session, now)
+            self._sort_in(name, session, waits=event is None)
+            if event is None:
+                del self._changed[name]
+                self._wait(session)
+            else:
+                events.append(event)
+        for group in list(self._changed_groups):
+            found = due_in_group(self._members.get(group, {}).values(), now)
+            events += found
+            if not found:
+                del self._changed_groups[group]
+        return events
+
+    def _sort_in(self, name: str, session: Session | None, *, waits: bool) -> None:
+        """Put a session among those of its group, or take it out."""
+        before = self._group_of.pop(name, "")
+        if before:
+            self._members[before].pop(name, None)
+            self._changed_groups[before] = None
+            if not self._members[before]:
+                del self._members[before]
+        if session is not None and waits and waits_for_group(session):
+            self._group_of[name] = session.group
+            self._members.setdefault(session.group, {})[name] = session
+            self._changed_groups[session.group] = None
+
+    def _wait(self, session: Session | None) -> None:
+        limit = math.inf if session is None else next_limit(session)
+        if session is not None and limit < self._limit_of.get(session.id, math.inf):
+            self._limit_of[session.id] = limit
+            heapq.heappush(self._limits, (limit, session.id))
+        if len(self._limits) > 2 * len(self._live) + 64:  # most are of sessions that are settled
+            self._limits = [(limit, name) for name, limit in self._limit_of.items()]
+            heapq.heapify(self._limits)
+
+
+def all_due(sessions: Iterable[Session], now: float) -> list[SessionsDecided | SessionEnd]:
+    """Return what is due about all of these sessions: what :class:`Agenda` finds with less work."""
+    events: list[SessionsDecided | SessionEnd] = []
+    groups: dict[str, list[Session]] = {}
+    for session in sessions:
+        if (event := due_alone(session, now)) is not None:
+            events.append(event)
+        elif waits_for_group(session):
+            groups.setdefault(session.group, []).append(session)
+    for members in groups.values():
+        events += due_in_group(members, now)
+    return events
+
+
+def due_alone(session: Session, now: float) -> SessionsDecided | SessionEnd | None:
+    """Return what is due about a session whatever the others of its group do."""
+    opened = session.opened
+    if opened is None or session.decided is not None:
+        return None
+    if session.end is None:
+        if now - session.last_at <= opened.idle_ttl:
+            return None
+        return SessionEnd(session=session.id, reason=f"nothing came for {opened.idle_ttl:g} s")
+    if (drop := _drop(session, opened, now)) is not None:
+        return SessionsDecided(sessions=[session.id], dropped=drop[0], reason=drop[1])
+    if session.replay is not None or (session.has_reward and not session.group):
+        return _task([session])
+    return None
+
+
+def waits_for_group(session: Session) -> bool:
+    """Return whether a session about which nothing is due alone may become a task with others."""
+    opened = session.opened
+    is_open = opened is None or session.decided is not None or session.end is None
+    return not is_open and session.has_reward and bool(session.group)
+
+
+def next_limit(session: Session) -> float:
+    """Return the next time at which something may be due though nothing happens to the session."""
+    opened = session.opened
+    if opened is None or session.decided is not None:
+        return math.inf
+    if session.end is None:
+        return session.last_at + opened.idle_ttl
+    return (session.ripe_at if waits_for_group(session) else session.ended_at) + opened.reward_ttl
+
+
+def due_in_group(members: Iterable[Session], now: float) -> list[SessionsDecided]:
+    """Return the tasks of those members of a group that are over and have rewards, the first of them first."""
+    return _grouped(sorted(members, key=lambda one: (one.ripe_at, one.events[0].origin)), now)
+
+
+def _drop(session: Session, opened: SessionOpened, now: float) -> tuple[Drop, str] | None:
+    """Return why a session that is over never becomes a task, None while it may."""
+    end = session.end
+    assert end is not None
+    over = now - session.ended_at > opened.reward_ttl
+    if end.outcome == "discard":
+        return "discarded", end.reason
+    if opened.record == "off":
+        return "not recorded", "training was behind" if opened.sampled_out else ""
+    if not session.calls:
+        return "no answers", end.reason or "it ended before the model was asked"
+    if session.replay is not None:
+        return None
+    if opened.record == "eval":
+        return ("evaluation", "") if session.has_reward or over or end.outcome == "failed" else None
+    if end.outcome == "failed" and not session.has_reward:
+        return "failed", end.reason
+    if not session.has_reward and over:
+        return "no reward", f"no reward came within {opened.reward_ttl:g} s"
+    return None
+
+
+def _grouped(members: Sequence[Session], now: float) -> list[SessionsDecided]:
+    """Return the tasks of a group's members that are over and have rewards, and what becomes of those left."""
+    found: list[SessionsDecided] = []
+    left = list(members)
+    while left:
+        opened = left[0].opened
+        assert opened is not None
+        if len(left) >= opened.group_size:
+            found.append(_task(left[: opened.group_size]))
+            del left[: opened.group_size]
+            continue
+        if now - left[0].ripe_at > opened.reward_ttl or (left[0].committed and len(left) >= LEAST_GROUP):
+            if len(left) >= LEAST_GROUP:
+                found.append(_task(left))
+            else:
+                reason = (
+                    f"{len(left)} of {opened.group_size} sessions of {left[0].group!r} within {opened.reward_ttl:g} s"
+                )
+                found.append(SessionsDecided(sessions=[left[0].id], dropped="group not full", reason=reason))
+        break
+    return found
+
+
+def _task(sessions: Sequence[Session]) -> SessionsDecided:
+    names = [session.id for session in sessions]
+    digest = hashlib.sha256("\n".join(names).encode()).hexdigest()[:24]
+    return SessionsDecided(sessions=names, submission=f"sessions-{digest}")
