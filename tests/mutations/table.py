@@ -384,13 +384,6 @@ MUTATIONS = [
         "        if earlier is None and review is None:\n",
         "unit/reviews/test_ledger.py::test_the_first_verdict_counts_and_later_ones_are_told_why_not",
     ),
-    Mutation(
-        "a verdict counts twice where its message comes again",
-        "trinity_mq/reviews/ledger.py",
-        "        if message_id in self._ids:\n",
-        "        if not message_id:\n",
-        "unit/reviews/test_ledger.py::test_a_stream_read_again_from_its_beginning_changes_nothing",
-    ),
     # -- sessions
     Mutation(
         "every gateway acts without a lock",
@@ -409,8 +402,8 @@ MUTATIONS = [
     Mutation(
         "a key may do everything in its session",
         "trinity_mq/gateway/access.py",
-        "return scope in opened.scopes",
-        "return bool(opened)",
+        "else scope in opened.scopes",
+        "else bool(opened)",
         "unit/gateway/test_app.py::test_keys_and_scopes",
     ),
     Mutation(
@@ -419,5 +412,27 @@ MUTATIONS = [
         "    if await publish_again(bus, delivery, past):\n",
         "    if await publish_again(bus, delivery, past) or past:\n",
         "unit/runtime/test_deliveries.py::test_what_cannot_be_published_again_is_requeued",
+    ),
+    # -- outsiders
+    Mutation(
+        "outsiders name any workflow and reward",
+        "trinity_mq/rewards/outsiders.py",
+        "    if name not in allowed:\n",
+        "    if not name:\n",
+        "unit/rewards/test_outsiders.py::test_what_is_not_open_is_refused_with_the_setting_that_opens_it",
+    ),
+    Mutation(
+        "outsiders set any argument",
+        "trinity_mq/rewards/outsiders.py",
+        "    if closed:\n",
+        "    if closed and not given:\n",
+        "unit/rewards/test_outsiders.py::test_what_is_not_open_is_refused_with_the_setting_that_opens_it",
+    ),
+    Mutation(
+        "a reward of any class is made before it is looked at",
+        "trinity_mq/rewards/registry.py",
+        "        if inspect.isclass(found):\n",
+        "        if found is None:\n",
+        "unit/rewards/test_registry.py::test_a_class_of_another_kind_is_not_made",
     ),
 ]
