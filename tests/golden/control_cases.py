@@ -196,6 +196,14 @@ CASES: dict[tuple[str, int], dict[str, dict[str, Any]]] = {
             "metrics": {"rollout/filtered_groups": 27.0},
             "filtered_groups": 27,
         },
+        "other_chain": {
+            "batch": 18,
+            "ticket": "5f0c9a52d1f64c0e8a3b1d2e4f506174",
+            "op": "9d1d",
+            "chunks": 1,
+            "experiences": 40,
+            "other_chain": True,
+        },
     },
     ("experience_reference", 1): {
         "minimal": {"url": "file:///data/tmq/x", "bytes": 1, "sha256": "0" * 64},
@@ -426,6 +434,15 @@ CASES: dict[tuple[str, int], dict[str, dict[str, Any]]] = {
             "lease": 10.0,
             "state": "working",
             "detail": {"dropped_dead": 3},
+        },
+        "explorer_chain": {
+            "role": "explorer",
+            "id": "explorer-0",
+            "seq": 9,
+            "incarnation": "b7e1",
+            "lease": 10.0,
+            "state": "working",
+            "detail": {"chain": "9f86d081884c7d65"},
         },
         "explorer_lost_slices": {
             "role": "explorer",

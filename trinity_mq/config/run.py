@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -437,6 +439,15 @@ class Config(Section):
     def takes_any_age(self) -> bool:
         """Data are trained on however old they are."""
         return self.mode == "train" or (self.mode == "serve" and self.synchronizer.max_staleness is None)
+
+    @property
+    def chain_digest(self) -> str:
+        """Digest of the settings by which operators change a batch: ``operator.operators`` and the estimator. Defaults
+        are left out, so that releases with further settings agree.
+        """
+        parts = (self.algorithm.estimator, *self.operator.operators)
+        chain = [part.model_dump(mode="json", exclude_defaults=True) for part in parts]
+        return hashlib.sha256(json.dumps(chain, sort_keys=True).encode()).hexdigest()[:16]
 
     @property
     def max_refill(self) -> int:

@@ -66,6 +66,8 @@ class BatchReady(Message):
     reason: str | None = None
     filtered_groups: int = Field(default=0, ge=0)
     """Groups that came into the operator chain and of which it kept no experience."""
+    other_chain: bool = False
+    """The operator's configuration of operators and estimator was not the explorer's, as in another run of the name."""
 
 
 class ExperienceReference(Message):

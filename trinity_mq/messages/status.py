@@ -97,6 +97,8 @@ class ExplorerStatus(SchedulerStatus):
     """Id of the run, born with the explorer's first state; empty: this explorer waits for another one to end."""
     place: str = ""
     """Host and run folder of this explorer; empty: not known."""
+    chain: str = ""
+    """Digest of the explorer's configuration of operators and estimator; empty: not known."""
     ready_offset: int = 0
     """Offset of the ready stream at which the run begins: what lies before is an earlier run's."""
     left_over: int = 0

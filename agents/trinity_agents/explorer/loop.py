@@ -71,7 +71,7 @@ class ExplorerLoop:
         checkpoints: Mapping[int, str] | None = None,
     ) -> None:
         self.agent, self.state, self._file = agent, state, file
-        self._place = place(agent.config.path)
+        self._place, self._chain = place(agent.config.path), agent.config.chain_digest
         self._trainer_moved = (0, 0, 0)
         """Generation, progress and step that the trainer reported last."""
         config, woken = agent.config, agent.woken
@@ -141,6 +141,7 @@ class ExplorerLoop:
             open=self.dispatcher.open_tickets,
             run_id=self.state.run_id,
             place=self._place,
+            chain=self._chain,
             ready_offset=self.state.ready_offset,
             left_over=self.state.left_over,
             opened=self.state.opened,

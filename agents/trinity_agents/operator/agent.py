@@ -71,7 +71,9 @@ class Operator(Agent):
         self._restart_reason: RestartMe | None = None
         self._store = store = open_store(config.broker, topology.run)
         self._chain = ChainRun(config, bus, topology, store, self.peers, clock)
-        self._publisher = BatchPublisher(bus, topology, store)
+        self._publisher = BatchPublisher(bus, topology, store, self._has_other_chain)
+        self._digest = config.chain_digest
+        self._told_other_chain = False
         self._reader = BatchReader(
             bus,
             topology,
@@ -110,6 +112,17 @@ class Operator(Agent):
                 await give_back(self.bus, self._delivery)
         if self._restart_reason is not None:
             raise self._restart_reason
+
+    def _has_other_chain(self) -> bool:
+        """Return whether the explorer of the run announces another configuration of operators and estimator."""
+        differs = self.peers.explorer.chain not in {"", self._digest}
+        if differs and not self._told_other_chain:
+            self._told_other_chain = True
+            do = "start this operator with the configuration of the run, or the explorer anew with this one"
+            log.warning(
+                "other_chain", operator=self.id, reason="operator.operators or algorithm.estimator differ", do=do
+            )
+        return differs
 
     def _is_over(self) -> bool:
         return self._restart_reason is not None or self.draining.is_set() or self.peers.explorer.finished

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import structlog
@@ -28,9 +28,19 @@ REASON_LIMIT = 2000
 
 
 class BatchPublisher:
-    """Publishes for one operator."""
+    """Publishes for one operator.
 
-    def __init__(self, bus: Bus, topology: Topology, store: BlobStore | None) -> None:
+    Args:
+        bus: A connected bus.
+        topology: The run's names.
+        store: Blobs of the run.
+        has_other_chain: Whether the operator's configuration is not the explorer's.
+    """
+
+    def __init__(
+        self, bus: Bus, topology: Topology, store: BlobStore | None, has_other_chain: Callable[[], bool] = lambda: False
+    ) -> None:
+        self._has_other_chain = has_other_chain
         self._bus, self._topology, self._store = bus, topology, store
         self._lent: set[str] = set()
         """Tickets of which submitters were sent references: their blobs are left to the sweep, an hour later."""
@@ -72,6 +82,7 @@ class BatchPublisher:
             experiences=batch.experiences,
             metrics={**manifest.metrics, **batch.metrics},
             filtered_groups=batch.filtered_groups,
+            other_chain=self._has_other_chain(),
             reason=None if batch.experiences else empty_reason(manifest, batch.metrics),
         )
 

@@ -40,6 +40,8 @@ class StreamSet:
     """It is the first one of its ticket there."""
     uids: frozenset[str] | None
     """Experiences in it; None: a chunk could not be read."""
+    other_chain: bool = False
+    """Its operator had another configuration than the explorer."""
 
 
 @dataclass
@@ -248,6 +250,8 @@ class Auditor:
                 yield f"progress {entry['progress']} was decided by set {entry['op']}, which {where}"
                 continue
             compared += 1
+            if found.other_chain:
+                yield f"progress {entry['progress']}: its operator had another configuration than the run's explorer"
             if place is not None and place["offset"] != found.offset:
                 yield f"progress {entry['progress']}: its BatchReady lies at {found.offset}, not at {place['offset']}"
             if found.uids is None:

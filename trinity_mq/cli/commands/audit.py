@@ -178,7 +178,8 @@ class StreamReader:
             return
         found = [chunks[n] for n in range(message.chunks)]
         uids = None if None in found else frozenset(uid for chunk in found for uid in chunk or ())
-        self.content.sets[key] = StreamSet(delivery.offset, message.ticket not in self._tickets, uids)
+        is_first = message.ticket not in self._tickets
+        self.content.sets[key] = StreamSet(delivery.offset, is_first, uids, message.other_chain)
         self._tickets.add(message.ticket)
 
     async def _uids(self, delivery: Delivery) -> list[str] | None:

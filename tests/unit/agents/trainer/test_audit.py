@@ -19,6 +19,7 @@ from trinity_agents.trainer.audit import Auditor, StreamContent, as_json, verdic
 from trinity_mq.bus.streams import read_up_to_now
 from trinity_mq.cli.commands.audit import StreamReader
 from trinity_mq.cli.main import main
+from trinity_mq.messages import BatchReady
 from trinity_mq.runtime.deliveries import new_mark
 from trinity_mq.testing.virtual_time import run_virtually
 from trinity_mq.training.checkpoints.checkpoint import STATE_FILE, find_checkpoints
@@ -110,6 +111,30 @@ def test_a_run_whose_trainer_was_killed_twice_is_proven(finished: tuple[Path, St
     assert texts["experiences"] == f"{BATCHES * 4} experiences, each trained on once, in its own batch"
     assert texts["stream"] == f"{BATCHES} batches hold only experiences of the set that decides their ticket"
     assert as_json(newest)["faults"] is False
+
+
+def test_batches_that_an_operator_of_another_configuration_processed_are_faults(tmp_path: Path) -> None:
+    """Started by hand in a folder that names no run, it follows the explorer that holds the lock."""
+    sim = Simulation(tmp_path, SETTINGS, batches=BATCHES)
+    other = ("algorithm.estimator.kind=group", "algorithm.estimator.scale=batch")
+    stranger = Simulation(tmp_path, (*SETTINGS, *other), batches=BATCHES, broker=sim.broker)
+    sim.operators = 0
+    processed: list[bool] = []
+
+    async def operators() -> None:
+        first = asyncio.get_running_loop().create_task(stranger.make_operator().run())
+        await until(lambda: bool(sim.trainers) and sim.trainer.loop.progress >= 2)
+        assert await killed(first)
+        processed.extend(one.other_chain for one in sim.published(BatchReady))
+        await sim.make_operator().run()
+
+    run_virtually(sim.run(beside=operators), limit=1000)
+    assert len(processed) >= 2
+    assert all(processed)
+    found = audited(tmp_path, content_of(sim))
+    lines = faults(found).splitlines()
+    assert len(lines) == len(processed) < BATCHES
+    assert all("another configuration than the run's explorer" in line for line in lines)
 
 
 def double_an_experience(folder: Path) -> None:
