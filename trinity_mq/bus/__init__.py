@@ -8,8 +8,6 @@ from trinity_mq.bus.base import (
     BusUnavailable,
     Consumer,
     Delivery,
-    Envelope,
-    HeaderValue,
     Incoming,
     Lock,
     LockHeld,
@@ -19,6 +17,7 @@ from trinity_mq.bus.base import (
     StreamCut,
 )
 from trinity_mq.bus.connect import create_bus
+from trinity_mq.bus.properties import Envelope, HeaderValue
 from trinity_mq.bus.topology import Binding, Queue, Topology, batch_key
 
 __all__ = [

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import time
-import uuid
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Self
 
-from trinity_mq.bus.properties import publishable, short_property
+from trinity_mq.bus.properties import Envelope, publishable, short_property
 from trinity_mq.bus.topology import Queue, Topology
 from trinity_mq.telemetry.trace import record
 
 if TYPE_CHECKING:
     from trinity_mq.config.bus import BrokerConfig  # pydantic takes longer to import than all of this
 
-HeaderValue = str | int | float | bool
 Answer = Literal["ack", "reject", "requeue"]
 
 BLOCKED = "the broker blocks publishers: memory or disk alarm (free some, or see `rabbitmqctl status`)"
@@ -60,27 +58,6 @@ class LockHeld(BusError):
 
 class MessageTooLarge(BusError):
     """A body over ``max_message_bytes``; refused before it reaches the channel, which it would close."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Envelope:
-    """An outgoing message."""
-
-    body: bytes
-    kind: str
-    """Also sent as header ``kind``."""
-    message_id: str = field(default_factory=lambda: uuid.uuid4().hex)
-    """Deterministic where a repeat must be recognised (protocol.md section 1)."""
-    content_type: str = "application/msgpack"
-    headers: Mapping[str, HeaderValue] = field(default_factory=dict)
-    correlation_id: str | None = None
-    reply_to: str | None = None
-
-    def of_run(self, run_id: str | None) -> Envelope:
-        """Return the message with the header ``run_id``, as it is where it has one or no run is given."""
-        if run_id is None or "run_id" in self.headers:
-            return self
-        return replace(self, headers={**self.headers, "run_id": run_id})
 
 
 @dataclass(slots=True, kw_only=True)

@@ -1,14 +1,14 @@
-"""Rules for the properties and headers of every message that is published: lengths, types, ranges."""
+"""An outgoing message, and the rules for its properties and headers: lengths, types, ranges."""
 
 from __future__ import annotations
 
 import hashlib
+import uuid
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
-from typing import TYPE_CHECKING, TypeGuard
+from dataclasses import dataclass, field, replace
+from typing import TypeGuard
 
-if TYPE_CHECKING:
-    from trinity_mq.bus.base import Envelope, HeaderValue
+HeaderValue = str | int | float | bool
 
 MAX_PROPERTY = 255
 """Bytes of UTF-8 in a property or routing key: AMQP's short strings."""
@@ -23,6 +23,27 @@ KEPT_OF_ID = 160
 MAX_INT = 2**63 - 1
 FIXED_BYTES = 16
 """Bytes that a header takes besides its name and text, at most."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Envelope:
+    """An outgoing message."""
+
+    body: bytes
+    kind: str
+    """Also sent as header ``kind``."""
+    message_id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    """Deterministic where a repeat must be recognised (protocol.md section 1)."""
+    content_type: str = "application/msgpack"
+    headers: Mapping[str, HeaderValue] = field(default_factory=dict)
+    correlation_id: str | None = None
+    reply_to: str | None = None
+
+    def of_run(self, run_id: str | None) -> Envelope:
+        """Return the message with the header ``run_id``, as it is where it has one or no run is given."""
+        if run_id is None or "run_id" in self.headers:
+            return self
+        return replace(self, headers={**self.headers, "run_id": run_id})
 
 
 class PropertyError(ValueError):

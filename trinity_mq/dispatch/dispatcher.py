@@ -23,7 +23,7 @@ from typing import Any
 import structlog
 
 from trinity_mq.bus import Bus, BusRefused, BusUnavailable, Consumer, Delivery, Envelope, MessageTooLarge, Topology
-from trinity_mq.bus.base import HeaderValue
+from trinity_mq.bus.properties import HeaderValue
 from trinity_mq.bus.streams import next_or_quiet
 from trinity_mq.bus.topology import batch_key
 from trinity_mq.config import Config

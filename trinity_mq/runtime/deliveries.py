@@ -15,8 +15,7 @@ from pathlib import Path
 import structlog
 
 from trinity_mq.bus import Bus, BusError, Delivery, Envelope, Incoming, StaleDelivery, Topology
-from trinity_mq.bus.base import HeaderValue
-from trinity_mq.bus.properties import clamped, header_text, outside_headers, said_left_out
+from trinity_mq.bus.properties import HeaderValue, clamped, header_text, outside_headers, said_left_out
 from trinity_mq.messages import CONTENT_TYPE, DecodeError, Mark, Message, NewerBodyError, decode, decode_any, encode
 from trinity_mq.telemetry.trace import parent_header
 

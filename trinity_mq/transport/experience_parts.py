@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 
 from trinity_mq.bus import Envelope, Incoming, MessageTooLarge
-from trinity_mq.bus.base import HeaderValue
+from trinity_mq.bus.properties import HeaderValue
 from trinity_mq.experience import DecodeError, EncodeError, Experience, ExperienceBatch
 from trinity_mq.messages import BatchClosed, TaskSlice, Version, encode
 from trinity_mq.runtime.deliveries import EXPERIENCES, REFERENCE

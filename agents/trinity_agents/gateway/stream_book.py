@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import structlog
 
 from trinity_mq.bus import Bus, BusError, BusUnavailable, Delivery, Envelope, MessageTooLarge, StreamCut, Topology
-from trinity_mq.bus.base import HeaderValue
+from trinity_mq.bus.properties import HeaderValue
 from trinity_mq.gateway.book import BookUnavailable, EventTooLarge, Said
 from trinity_mq.gateway.ledger import Applied, Ledger
 from trinity_mq.gateway.rules.reported import report_problem

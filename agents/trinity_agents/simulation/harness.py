@@ -15,9 +15,9 @@ from trinity_agents.explorer.state import ExplorerState, StateFile
 from trinity_agents.operator.agent import Operator
 from trinity_agents.trainer.agent import Trainer
 from trinity_mq.bus import Binding, Bus, Queue, Topology
-from trinity_mq.bus.base import HeaderValue
 from trinity_mq.bus.memory.bus import MemoryBroker, MemoryBus
 from trinity_mq.bus.memory.queues import Stored, StreamQueue, WorkQueue
+from trinity_mq.bus.properties import HeaderValue
 from trinity_mq.config import Config, load_config
 from trinity_mq.messages import Message, TaskBody, TaskResults, TaskSlice, TaskSubmission, decode_any
 from trinity_mq.runtime.deliveries import EXPERIENCES, envelope

@@ -14,12 +14,12 @@ from trinity_mq.bus.base import (
     BusRefused,
     BusUnavailable,
     Consumer,
-    Envelope,
     Lock,
     LockHeld,
     QueueGone,
 )
 from trinity_mq.bus.memory.queues import MemoryConsumer, MemoryQueue, Stored, StreamQueue, WorkQueue
+from trinity_mq.bus.properties import Envelope
 from trinity_mq.bus.topology import Queue, Topology
 from trinity_mq.config.bus import BrokerConfig
 

@@ -18,11 +18,11 @@ from trinity_mq.bus.base import (
     BusRefused,
     BusUnavailable,
     Consumer,
-    Envelope,
     Lock,
     LockHeld,
     QueueGone,
 )
+from trinity_mq.bus.properties import Envelope
 from trinity_mq.bus.rabbit.admin import Admin
 from trinity_mq.bus.rabbit.connection import BrokerConnectError, BrokerConnection, Locked, OwnQueueLost, open_connection
 from trinity_mq.bus.rabbit.consumer import RabbitConsumer

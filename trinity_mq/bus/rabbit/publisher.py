@@ -9,7 +9,8 @@ from aiormq import spec
 from aiormq.channel import Channel
 from aiormq.exceptions import ChannelAccessRefused, DeliveryError, PublishError
 
-from trinity_mq.bus.base import CLOSED, BusUnavailable, Envelope
+from trinity_mq.bus.base import CLOSED, BusUnavailable
+from trinity_mq.bus.properties import Envelope
 from trinity_mq.bus.rabbit.connection import BrokerConnectError, BrokerConnection, amqp_errors
 from trinity_mq.bus.rabbit.content_headers import Properties
 from trinity_mq.bus.retry import retrying
