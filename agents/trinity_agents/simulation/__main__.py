@@ -24,6 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen.add_argument("--seed", type=int, help="play one seed, and show its schedule and its last events")
     chosen.add_argument("--seeds", type=_range, metavar="FIRST:END", help="play the seeds from FIRST to END - 1")
     parser.add_argument("--faults", type=_places, help="with --seed: only these of its faults, such as 0,3, or none")
+    parser.add_argument("--sessions", action="store_true", help="runs in mode serve, with gateways and their users")
     parser.add_argument("--no-shrink", action="store_true", help="do not look for fewer faults that fail as well")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes (all cores)")
     parser.add_argument("--table", type=Path, help="write the states reached into this file, as Markdown")
@@ -36,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _play_one(options: argparse.Namespace) -> int:
-    schedule = draw(options.seed)
+    schedule = draw(options.seed, sessions=options.sessions)
     try:
         one = play(schedule if options.faults is None else schedule.only(options.faults))
     except ValueError as error:
@@ -58,7 +59,7 @@ def _play_many(options: argparse.Namespace) -> int:
             sys.stderr.write(f"\r{count} of {len(options.seeds)} seeds")
             sys.stderr.flush()
 
-    coverage, failed = explore_in_processes(options.seeds, options.workers, done)
+    coverage, failed = explore_in_processes(options.seeds, options.workers, done, sessions=options.sessions)
     table = coverage.table()
     if options.table is not None:
         options.table.write_text(table + "\n", encoding="utf-8")

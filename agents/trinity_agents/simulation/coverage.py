@@ -49,12 +49,29 @@ STATES: Mapping[str, tuple[str, ...]] = {
     "work of trainer and operator": ("none", "batch", "step", "sync", "save", "final"),
 }
 """By machine, its states; an agent's are those of its heartbeats and the ends of its lives."""
+SESSION_STATES: Mapping[str, tuple[str, ...]] = {
+    "gateway": ("starting", "holding", "working", *ENDS),
+    "session": ("open", "parked", "queued", "batched", "trained", "evaluated", "dropped"),
+    "users": (
+        *("asked again", "asked again elsewhere", "equal requests at once", "one call, and feedback"),
+        *("rewarded late", "rewarded behind the cut", "rewarded twice", "an answer rewarded", "rewarded over AMQP"),
+        *("rewarded after the end", "rewarded wrongly", "vanishes", "discarded", "failed"),
+    ),
+    "events of sessions": (
+        *("published again", "refused", "cut by retention", "answer superseded", "call not received"),
+        *("decided twice", "acted after another"),
+    ),
+}
+"""Those that only runs with sessions have."""
+ALL_STATES: Mapping[str, tuple[str, ...]] = {**STATES, **SESSION_STATES}
 
 
 @dataclass
 class Coverage:
     """Transitions by machine, and in how many seeds each was seen."""
 
+    states: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: STATES)
+    """Those that there are."""
     seeds: int = 0
     seen: Counter[Transition] = field(default_factory=Counter)
     """Seeds in which a transition was seen."""
@@ -77,14 +94,14 @@ class Coverage:
         """Return the states that no seed reached, as ``machine: state``."""
         return [
             f"{machine}: {state}"
-            for machine, states in STATES.items()
+            for machine, states in self.states.items()
             for state in states
             if state not in self.reached(machine)
         ]
 
     def rows(self) -> Iterator[tuple[str, str, str]]:
         """Return, for each state, how many seeds came to it and from where."""
-        for machine, states in STATES.items():
+        for machine, states in self.states.items():
             for state in (*states, *sorted(self.reached(machine) - set(states))):
                 before = Counter({b or "begins": n for (m, b, a), n in self.seen.items() if (m, a) == (machine, state)})
                 origins = ", ".join(f"{one} {count}" for one, count in before.most_common())

@@ -6,11 +6,14 @@ import multiprocessing
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
-from trinity_agents.simulation.coverage import Coverage, Transition
+from trinity_agents.simulation.coverage import ALL_STATES, STATES, Coverage, Transition
 from trinity_agents.simulation.invariants import NO_ERROR, NO_FAILURE, NO_HANG, Evidence, violations
 from trinity_agents.simulation.schedule import Schedule, draw
 from trinity_agents.simulation.scheduled_run import AgentFailed, Hang, ScheduledRun, played
+from trinity_agents.simulation.session_invariants import SessionEvidence, note_sessions, session_violations
+from trinity_agents.simulation.session_run import SessionRun
 from trinity_mq.testing.virtual_time import StandsStill
 
 SHOWN = 8
@@ -49,9 +52,11 @@ class Played:
         return "\n".join([*lines, f"again: {self.schedule.command}"])
 
 
-def play(schedule: Schedule | int, kind: type[ScheduledRun] = ScheduledRun) -> Played:
+def play(schedule: Schedule | int, kind: type[ScheduledRun] | None = None) -> Played:
     """Play a schedule, or that of a seed, and check the invariants."""
     schedule = draw(schedule) if isinstance(schedule, int) else schedule
+    if kind is None:
+        kind = ScheduledRun if schedule.sessions is None else SessionRun
     try:
         return played(schedule, _judge, kind)
     except StandsStill as error:
@@ -59,7 +64,7 @@ def play(schedule: Schedule | int, kind: type[ScheduledRun] = ScheduledRun) -> P
 
 
 def _judge(run: ScheduledRun, error: BaseException | None) -> Played:
-    evidence = Evidence(run)
+    evidence = SessionEvidence(run) if isinstance(run, SessionRun) else Evidence(run)
     if isinstance(error, Hang):
         found = [(NO_HANG, f"not over after {run.seconds:.0f} virtual seconds: {error}")]
     elif isinstance(error, AgentFailed):
@@ -67,13 +72,15 @@ def _judge(run: ScheduledRun, error: BaseException | None) -> Played:
     elif error is not None:
         found = [(NO_ERROR, f"{type(error).__name__}: {error!r}")]
     else:
-        found = violations(evidence)
+        found = session_violations(evidence) if isinstance(evidence, SessionEvidence) else violations(evidence)
+    if isinstance(evidence, SessionEvidence):
+        note_sessions(evidence)
     run.observer.read(evidence.messages)
     trail = [f"{time:9.3f} {who:<12} {text}" for time, who, text in run.faults.trail]
     return Played(run.schedule, found, trail, run.observer.transitions, run.seconds)
 
 
-def shrink(failed: Played, kind: type[ScheduledRun] = ScheduledRun) -> Played:
+def shrink(failed: Played, kind: type[ScheduledRun] | None = None) -> Played:
     """Return the failure of the schedule with as few faults as violate the same invariant: each is left out in turn,
     until none can be.
     """
@@ -88,11 +95,13 @@ def shrink(failed: Played, kind: type[ScheduledRun] = ScheduledRun) -> Played:
     return left
 
 
-def explore(seeds: Iterable[int], kind: type[ScheduledRun] = ScheduledRun) -> tuple[Coverage, list[Played]]:
-    """Play seeds one after the other; returns the states that they reached and those that failed."""
-    coverage, failed = Coverage(), []
+def explore(seeds: Iterable[int], *, sessions: bool = False) -> tuple[Coverage, list[Played]]:
+    """Play seeds, or those of runs with sessions, one after the other; returns the states that they reached and those
+    that failed.
+    """
+    coverage, failed = Coverage(states=ALL_STATES if sessions else STATES), []
     for seed in seeds:
-        one = play(seed, kind)
+        one = play(draw(seed, sessions=sessions))
         coverage.add(one.transitions)
         if one.violations:
             failed.append(one)
@@ -100,20 +109,23 @@ def explore(seeds: Iterable[int], kind: type[ScheduledRun] = ScheduledRun) -> tu
 
 
 def explore_in_processes(
-    seeds: Sequence[int], workers: int, done: Callable[[int, list[Played]], None]
+    seeds: Sequence[int], workers: int, done: Callable[[int, list[Played]], None], *, sessions: bool = False
 ) -> tuple[Coverage, list[Played]]:
     """Play seeds in so many processes.
 
     Args:
         seeds: The seeds.
         workers: Processes.
+        sessions: Those of runs with sessions.
         done: Called after each chunk with the number of seeds played so far and those of the chunk that failed.
     """
-    coverage, failed, count = Coverage(), [], 0
+    coverage, failed, count = Coverage(states=ALL_STATES if sessions else STATES), [], 0
     chunks = [list(chunk) for chunk in _chunks(seeds)]
     with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
         try:
-            for chunk, (reached, wrong) in zip(chunks, pool.map(explore, chunks), strict=True):
+            for chunk, (reached, wrong) in zip(
+                chunks, pool.map(partial(explore, sessions=sessions), chunks), strict=True
+            ):
                 coverage.merge(reached)
                 failed += wrong
                 count += len(chunk)

@@ -101,6 +101,8 @@ class FaultyBus(MemoryBus):
         self.killed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.died_at: str | None = None
         self._on_end = on_end
+        self.on_publish: Callable[[FaultyBus, Envelope], None] | None = None
+        """Is told of each publish, before the broker gets it."""
         self._unconfirmed: list[float] = []
         """Seconds after which each of the next publishes is repeated."""
 
@@ -179,6 +181,8 @@ class FaultyBus(MemoryBus):
             return await super().publish(exchange, routing_key, envelope, timeout=timeout)
         await self.point(f"before publishing {envelope.kind}")
         await self._dawdle()
+        if self.on_publish is not None:
+            self.on_publish(self, envelope)
         routed = await super().publish(exchange, routing_key, envelope, timeout=timeout)
         if routing_key not in UNTOLD:
             self.faults.note(self.who, f"published {envelope.kind} {routing_key} {envelope.message_id or ''}")

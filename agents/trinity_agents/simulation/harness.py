@@ -83,6 +83,8 @@ class Simulation:
     )
     taskset: bool = True
     """Whether the explorer has a taskset; without one it waits for submissions."""
+    recorded: tuple[str, ...] = ("tasks", "batches", "results", "ready", "sync", "dead")
+    """Exchanges of which every message is kept."""
     explorers: list[Explorer] = field(default_factory=list)
     trainers: list[Trainer] = field(default_factory=list)
     learners: list[FakeLearner] = field(default_factory=list)
@@ -225,8 +227,7 @@ class Simulation:
 
     async def record_messages(self) -> None:
         """Keep a copy of every message published from now on."""
-        names = ("tasks", "batches", "results", "ready", "sync", "dead")
-        bindings = tuple(Binding(self.topology.exchange(name), "#") for name in names)
+        bindings = tuple(Binding(self.topology.exchange(name), "#") for name in self.recorded)
         bus = await self.client()
         await bus.declare(*self.topology.durable, Queue(name=self.topology.prefix + RECORDED, bindings=bindings))
 

@@ -222,14 +222,15 @@ def trained_once(found: Evidence) -> Faults:
     in_order = batches if settings.style == "fixed" else sorted(batches, key=lambda one: int(str(one)))
     if in_order != list(range(1, settings.batches + 1)):
         yield f"batches consumed in this order: {batches}"
-    uids = Counter(uid for entry in history for uid in _uids(entry))
+    uids = Counter(uid for entry in history for uid in uids_of(entry))
     if twice := [uid for uid, times in uids.items() if times > 1]:
         yield f"trained on twice: {twice}"
     for entry in history:
         yield from _entry(found, entry)
 
 
-def _uids(entry: Mapping[str, object]) -> list[str]:
+def uids_of(entry: Mapping[str, object]) -> list[str]:
+    """Return the ids of the experiences that a history entry says were trained on."""
     uids = entry["uids"]
     assert isinstance(uids, list)
     return uids
@@ -256,7 +257,7 @@ def _entry(found: Evidence, entry: Mapping[str, object]) -> Faults:
             yield f"batch {batch} was skipped, though it can have killed no two trainers"
         return
     rids = Counter(experiences.ids("rid"))
-    trained = Counter("/".join(uid.split("/")[:3]) for uid in _uids(entry))
+    trained = Counter("/".join(uid.split("/")[:3]) for uid in uids_of(entry))
     left_out = rids - trained
     if trained - rids:
         yield f"batch {batch}: trained beyond what was decided: {dict(trained - rids)}"
@@ -283,7 +284,7 @@ def fresh_enough(found: Evidence) -> Faults:
     bound, step = found.run.config.synchronizer.effective_max_staleness, 0
     for entry in history:
         batch = int(str(entry["batch"]))
-        trained = {"/".join(uid.split("/")[:3]) for uid in _uids(entry)}
+        trained = {"/".join(uid.split("/")[:3]) for uid in uids_of(entry)}
         if batch in found.processed:
             for one in found.processed[batch][1]:
                 oldest = min(one.versions or [(0, 0, step)], key=lambda row: row[1:])[2]

@@ -7,10 +7,10 @@ from collections.abc import Collection
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
-Role = Literal["explorer", "runner", "operator", "trainer", "engine"]
+Role = Literal["explorer", "runner", "operator", "trainer", "engine", "gateway"]
 Style = Literal["fixed", "trainer_driven", "explorer_driven", "fully_async"]
 
-POINTS: dict[Role, int] = {"explorer": 130, "runner": 90, "operator": 70, "trainer": 110, "engine": 40}
+POINTS: dict[Role, int] = {"explorer": 130, "runner": 90, "operator": 70, "trainer": 110, "engine": 40, "gateway": 600}
 """About as many points as the agents of a role pass in a run; a fault drawn beyond them does not happen."""
 LENGTH = 12.0
 """Seconds of a run within which faults that come by time begin."""
@@ -243,6 +243,36 @@ Fault = (
 
 
 @dataclass(frozen=True, slots=True)
+class Sessions:
+    """Gateways of a run in mode ``serve``, and what their users do."""
+
+    gateways: int
+    grouped: bool
+    """Sessions are compared with each other, ``Settings.repeat`` of a group."""
+    users: int
+    """Programs that have sessions, each one after the other."""
+    sessions: int
+    """Sessions of each."""
+    within: float
+    """Seconds within which users begin."""
+    idle_ttl: float
+    reward_ttl: float
+    record_timeout: float
+    max_bytes: int
+    """Bytes that the stream of sessions keeps."""
+    noise: float
+    """Seconds between two sessions that are evaluated, and fill the stream; 0: none."""
+    parked: int
+    """Users whose first session is rewarded only after the stream was cut."""
+
+    def gateway(self, repeat: int) -> dict[str, Any]:
+        """Return the section ``gateway``."""
+        size = {"group_size": repeat} if self.grouped else {}
+        ttl = {"idle_ttl": self.idle_ttl, "reward_ttl": self.reward_ttl, "record_timeout": self.record_timeout}
+        return {"port": 0, "batch_wait": 3.0, "not_ready_timeout": 20.0, **ttl, **size}
+
+
+@dataclass(frozen=True, slots=True)
 class Schedule:
     """A run's configuration and faults."""
 
@@ -251,6 +281,8 @@ class Schedule:
     faults: tuple[Fault, ...]
     kept: tuple[int, ...] | None = None
     """Places, among the faults that the seed draws, of those here; None: these are all."""
+    sessions: Sessions | None = None
+    """Gateways and their users, of a run in mode ``serve``; None: its tasks are those of a taskset."""
 
     def only(self, places: Collection[int]) -> Schedule:
         """Return the schedule with those of the seed's faults that are at ``places``.
@@ -258,7 +290,7 @@ class Schedule:
         Raises:
             ValueError: The seed draws fewer.
         """
-        drawn = draw(self.seed)
+        drawn = draw(self.seed, sessions=self.sessions is not None)
         if wrong := sorted(place for place in places if not 0 <= place < len(drawn.faults)):
             raise ValueError(
                 f"seed {self.seed} draws faults 0 to {len(drawn.faults) - 1}; there is no fault {wrong[0]}"
@@ -275,7 +307,8 @@ class Schedule:
     def command(self) -> str:
         """The command that plays it again."""
         chosen = "" if self.kept is None else f" --faults {','.join(map(str, self.kept)) or 'none'}"
-        return f"python -m trinity_agents.simulation --seed {self.seed}{chosen}"
+        kind = "" if self.sessions is None else " --sessions"
+        return f"python -m trinity_agents.simulation{kind} --seed {self.seed}{chosen}"
 
     def of(self, *kinds: type[Fault]) -> list[Fault]:
         """Return the faults of these kinds."""
@@ -283,12 +316,23 @@ class Schedule:
 
     def lines(self) -> list[str]:
         """Return it for a person: the settings, and each fault with its place."""
-        shown = ", ".join(f"{one.name}={getattr(self.settings, one.name)!r}" for one in fields(self.settings))
-        return [shown, *(f"{place:>3}  {fault}" for place, fault in zip(self.places, self.faults, strict=True))]
+        shown = [_fields_of(self.settings), *([] if self.sessions is None else [_fields_of(self.sessions)])]
+        return [*shown, *(f"{place:>3}  {fault}" for place, fault in zip(self.places, self.faults, strict=True))]
 
 
-def draw(seed: int) -> Schedule:
-    """Return the schedule of a seed; the same one for ever, as long as this function is not changed."""
+def _fields_of(part: Settings | Sessions) -> str:
+    return ", ".join(f"{one.name}={getattr(part, one.name)!r}" for one in fields(part))
+
+
+def draw(seed: int, *, sessions: bool = False) -> Schedule:
+    """Return the schedule of a seed; the same one for ever, as long as this function is not changed.
+
+    Args:
+        seed: The seed.
+        sessions: Of a run in mode ``serve``; its seeds are others than those of runs with a taskset.
+    """
+    if sessions:
+        return _with_sessions(seed)
     dice = random.Random(seed)
     settings = _settings(dice)
     return Schedule(seed, settings, tuple(_faults(dice, settings)))
@@ -385,4 +429,81 @@ def _rare(dice: random.Random, settings: Settings) -> list[Fault]:
         faults.append(Outage(at(), dice.choice([1.0, 10.0, 40.0])))
     if dice.random() < 0.05:
         faults.append(DeadlyBatch(dice.randrange(1, settings.batches + 1)))
+    return faults
+
+
+SESSIONS_LENGTH = 60.0
+"""Seconds of a run with sessions within which faults that come by time begin."""
+UNKEPT = 1 << 28
+"""Bytes of a stream of sessions of which nothing is cut."""
+CUT = 384 * 1024
+"""Bytes of one whose beginning is cut: its quarters are longer than a gateway is away."""
+
+
+def _with_sessions(seed: int) -> Schedule:
+    dice = random.Random(f"{seed}/sessions")
+    drawn, cut = _settings(dice), dice.random() < 0.4
+    grouped = dice.random() < 0.4
+    settings = replace(
+        drawn,
+        max_staleness=None,
+        cut_off="never",
+        empty=0.0,
+        failing=0.0,
+        crashing=0.0,
+        batch_timeout=400.0,
+        operator_deadline=60.0,
+        batches=dice.choice([8, 10, 14]) if cut else dice.choice([3, 4, 6, 8]),
+        tasks=dice.choice([1, 2, 3]),
+        repeat=dice.choice([2, 2, 3]) if grouped else 1,
+        slice_runs=dice.choice([1, 2, 4]),
+    )
+    sessions = Sessions(
+        gateways=dice.choice([1, 2, 2]),
+        grouped=grouped,
+        users=dice.randrange(3, 5) if cut else dice.randrange(3, 9),
+        sessions=dice.choice([1, 2]) if cut else dice.choice([1, 2, 3]),
+        within=dice.choice([5.0, 30.0, 60.0]),
+        idle_ttl=dice.choice([15.0, 60.0]),
+        reward_ttl=260.0 if cut else dice.choice([20.0, 90.0]),
+        record_timeout=dice.choice([0.2, 2.0]),
+        max_bytes=CUT if cut else UNKEPT,
+        noise=3.0 if cut else 0.0,
+        parked=dice.choice([1, 2]) if cut else 0,
+    )
+    return Schedule(seed, settings, tuple(_session_faults(dice, sessions)), sessions=sessions)
+
+
+def _session_faults(dice: random.Random, sessions: Sessions) -> list[Fault]:
+    if dice.random() < 0.1:
+        return []
+    roles: list[Role] = ["gateway", "explorer", "runner", "operator", "trainer"]
+
+    def role() -> Role:
+        return dice.choices(roles, [10, 3, 1, 1, 2])[0]
+
+    def point(one: Role) -> int:
+        return dice.randrange(POINTS[one] * (2 if sessions.noise and one == "gateway" else 1))
+
+    def at() -> float:
+        return round(dice.uniform(0.0, SESSIONS_LENGTH * (3 if sessions.noise else 1)), 2)
+
+    def some(*counts: int) -> list[Role]:
+        return [role() for _ in range(dice.choice(counts))]
+
+    faults: list[Fault] = []
+    if dice.random() < 0.4:
+        faults.append(Jitter(dice.choice([0.05, 0.2]), dice.choice([0.01, 0.1])))
+    if dice.random() < 0.4:
+        faults.append(Repeats(dice.choice([0.05, 0.3])))
+    faults += [Kill(one, point(one)) for one in some(0, 1, 1, 2, 3, 5)]
+    faults += [Freeze(one, point(one), dice.choice([0.5, 4.0, 15.0, 45.0])) for one in some(0, 0, 1, 2)]
+    faults += [LostConfirm(one, point(one), dice.choice([0.0, 0.1, 3.0])) for one in some(3)]
+    faults += [Delay(one, point(one), dice.choice([0.2, 2.0, 8.0])) for one in some(0, 1, 3, 6)]
+    faults += [Drain(role(), at()) for _ in range(dice.choice([0, 0, 0, 1]))]
+    faults += [Cut(role(), at(), dice.choice([0.3, 3.0, 15.0, 40.0])) for _ in range(dice.choice([0, 1, 1, 2]))]
+    if sessions.noise and dice.random() < 0.5:
+        faults.append(Cut("gateway", at(), 170.0))  # longer than the stream keeps anything
+    faults += [BrokerRestart(at(), dice.choice([0.5, 2.0, 12.0])) for _ in range(dice.choice([0, 0, 1]))]
+    faults += [Alarm(at(), dice.choice([0.5, 5.0, 20.0])) for _ in range(dice.choice([0, 0, 0, 1]))]
     return faults

@@ -9,7 +9,7 @@ import tempfile
 import uuid
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -153,7 +153,7 @@ class ScheduledRun(Simulation):
             agent_id=name,
             engines=list(self.engines.values())[:2],
             folder=self.folder,
-            taskset=NumberedTasks(self.schedule.settings.repeat),
+            taskset=NumberedTasks(self.schedule.settings.repeat) if self.taskset else None,
             eval_sets=self.eval_sets,
             metrics=self,  # type: ignore[arg-type]
         )
@@ -296,6 +296,7 @@ class ScheduledRun(Simulation):
             others.append(group.create_task(self.keep("trainer-0", self.new_trainer)))
             if settings.engines > 2:
                 others.append(group.create_task(self.keep("host-0", self.new_host)))
+            others += self.further(group)
             beside = group.create_task(self._at_their_time())
             await asyncio.wait(explorers)
             await asyncio.wait(others, timeout=END_PATIENCE)
@@ -303,6 +304,14 @@ class ScheduledRun(Simulation):
             beside.cancel()
             if self.broker.blocked:
                 self.broker.unblock()
+
+    def surroundings(self) -> AbstractContextManager[None]:
+        """Return what is in place while it runs."""
+        return nullcontext()
+
+    def further(self, group: asyncio.TaskGroup) -> list[asyncio.Task[None]]:
+        """Begin what takes part beside the agents of every run; return what ends by itself."""
+        return []
 
     def waiting(self) -> list[str]:
         """Return who waits for what, and what lies in the queues."""
@@ -387,5 +396,5 @@ def played(schedule: Schedule, judge: Callable[[ScheduledRun, BaseException | No
             finally:
                 await run.bury()
 
-        with run.observer.watching():
+        with run.observer.watching(), run.surroundings():
             return run_virtually(to_the_end())

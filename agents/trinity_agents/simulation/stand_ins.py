@@ -18,6 +18,7 @@ from trinity_agents.runner.process_pool import ChildDied
 from trinity_agents.simulation.schedule import Settings
 from trinity_mq.experience import EID, Experience
 from trinity_mq.messages import TaskSlice, Version
+from trinity_mq.gateway.recorded_call import RECORDED_SESSIONS
 from trinity_mq.models import InferenceModel
 from trinity_mq.models.engines.host.admin_client import ReceiveFailed
 from trinity_mq.models.errors import EngineLost, VersionMismatch
@@ -26,6 +27,8 @@ from trinity_mq.rollout.status import Failure, SliceOutcome
 from trinity_mq.runtime.notify import Notifier
 from trinity_mq.sync.channels.base import ChannelError
 from trinity_mq.testing.fakes import FakeChannel, FakeEngine, FakeLearner
+from trinity_mq.workflows import Task, TaskError
+from trinity_mq.workflows.sessions.recorded import RecordedSessionsWorkflow
 
 TOKENS = 2
 """Tokens that a run samples."""
@@ -343,6 +346,8 @@ class Workflows:
         if self._is_away():
             results.add_failure(Failure("the sandbox is away", "sandbox"))
             return False
+        if task_slice.task.workflow == RECORDED_SESSIONS:
+            return await self._recorded(task_slice, run, results)
         is_training = task_slice.lane == "train"
         if is_training and self.fails(task_slice.batch, task_slice.task_id, run):
             results.add_failure(Failure("the workflow failed by lot", "workflow"))
@@ -358,6 +363,23 @@ class Workflows:
             else:
                 break
         results.keep(run, [experience_of(task_slice, run, sampled)], {"reward": float(run % 2), "accuracy": 1.0})
+        return True
+
+    async def _recorded(self, task_slice: TaskSlice, run: int, results: RunResults) -> bool:
+        """Make the experiences of a session as its workflow does."""
+        nothing: Any = None
+        workflow = RecordedSessionsWorkflow(
+            task=Task.from_body(task_slice.task, task_slice.batch, task_slice.task_id), model=nothing
+        )
+        workflow.set_repeat_times(1, run)
+        try:
+            found = await workflow.run_async()
+        except TaskError as error:
+            results.add_failure(Failure(str(error), "workflow"))
+            return True
+        for experience in found:
+            experience.eid.batch, experience.eid.task = task_slice.batch, task_slice.task_id
+        results.keep(run, found, {"reward": float(found[-1].reward or 0.0)})
         return True
 
 

@@ -1,0 +1,298 @@
+"""Invariants of a run with sessions: what its gateways, its users and its trainer say of each session agrees."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping
+from functools import cached_property
+
+from trinity_agents.simulation import invariants
+from trinity_agents.simulation.gateways import answer_of, version_of
+from trinity_agents.simulation.invariants import GIVEN_UP, Evidence, Faults
+from trinity_agents.simulation.session_oracle import Oracle, OracleSession
+from trinity_agents.simulation.session_run import SessionRun
+from trinity_agents.simulation.stand_ins import PROMPT
+from trinity_agents.simulation.users import Asked, Diary
+from trinity_agents.trainer.history import HistoryError
+from trinity_mq.experience import Experience
+from trinity_mq.messages import BatchReady, SyncEvent
+
+OF_SESSIONS = {"session_call", "session_reward", "session_end", "sessions_decided"}
+"""Kinds of events that a session may refuse."""
+
+
+class SessionEvidence(Evidence):
+    """Evidence of a run with sessions."""
+
+    run: SessionRun
+
+    @cached_property
+    def oracle(self) -> Oracle:
+        """The sessions, from the whole log."""
+        return Oracle(self.run.log())
+
+    @cached_property
+    def learned(self) -> list[Experience]:
+        """What the final checkpoint was trained on, in order."""
+        try:
+            uids = Counter(uid for entry in self.history for uid in invariants.uids_of(entry))
+        except HistoryError:
+            return []  # said elsewhere
+        known = [one for _, experiences in self.processed.values() for one in experiences]
+        return [one for one in known for _ in range(uids[one.eid.uid])]
+
+    @cached_property
+    def answers(self) -> Mapping[int, list[float]]:
+        """Rewards with which each answer was trained on, by its number."""
+        found: defaultdict[int, list[float]] = defaultdict(list)
+        for one in self.learned:
+            for number in sorted({answer_of(token) for token, _ in sampled(one)}):
+                found[number].append(float(one.reward or 0.0))
+        return dict(found)
+
+    @cached_property
+    def requests(self) -> list[tuple[Diary, Asked]]:
+        """Every request that users made in sessions, and the session's diary."""
+        users = self.run.users
+        return [] if users is None else [(diary, asked) for diary in users.diaries for asked in diary.asked]
+
+
+def sampled(one: Experience) -> list[tuple[int, int]]:
+    """Return the tokens of an experience that an engine sampled, and their places."""
+    tokens = [int(token) for token in one.tokens[one.prompt_length :]]
+    mask = [True] * len(tokens) if one.action_mask is None else [bool(flag) for flag in one.action_mask]
+    return [(token, place) for place, (token, is_own) in enumerate(zip(tokens, mask, strict=True)) if is_own]
+
+
+def sessions_settle(found: SessionEvidence) -> Faults:
+    """Each session of a user ends in one state that nothing changes any more, unless the run ended before."""
+    if found.run.unsettled:
+        states = {name: found.oracle.sessions[name].state for name in found.run.unsettled if _known(found, name)}
+        yield f"sessions that were not settled in time: {states}"
+    for one in found.oracle.sessions.values():
+        if one.path[-1] == "queued" and not found.run.ended_before(one.decided_at):
+            yield f"session {one.id} is queued for ever"
+
+
+def _known(found: SessionEvidence, name: str) -> bool:
+    return name in found.oracle.sessions
+
+
+def sessions_decided_once(found: SessionEvidence) -> Faults:
+    """A session has one decision, and the sessions of one decision are of one group and share it."""
+    for name, members in found.oracle.tasks.items():
+        decided = members[0].decided
+        assert decided is not None
+        if sorted(decided.sessions) != sorted(one.id for one in members):
+            yield f"{name} was decided about {decided.sessions}, and is of {[one.id for one in members]}"
+        if len({one.opened.group for one in members}) > 1 or (len(members) > 1 and not members[0].opened.group):
+            yield f"{name} compares sessions of other groups: {[(one.id, one.opened.group) for one in members]}"
+        if len(members) > members[0].opened.group_size:
+            yield f"{name} has {len(members)} sessions, a group {members[0].opened.group_size}"
+
+
+def gateways_agree(found: SessionEvidence) -> Faults:
+    """Each gateway that ended by itself knows the sessions as its events, all of them from the first one, make them."""
+    log = found.run.log()
+    for gateway in found.run.at_the_end:
+        book = gateway.book
+        if book is None or not book.is_ready():
+            continue
+        oracle = Oracle(log[: found.run.read_by(gateway)])
+        for one in oracle.sessions.values():
+            session = book.ledger.get(one.id)
+            if session is None:
+                if not one.is_settled:
+                    yield f"{gateway.life.who} does not know session {one.id}, which is {one.state}"
+            elif (session.state, session.reward) != (one.state, one.reward):
+                yield (
+                    f"{gateway.life.who} has session {one.id} as {session.state} with reward {session.reward}, it is "
+                    f"{one.state} with {one.reward} ({' > '.join(one.path)})"
+                )
+
+
+def trained_as_decided(found: SessionEvidence) -> Faults:
+    """A session that is trained was trained on with all its answers, each once and with its reward; another one was
+    not, and says why.
+    """
+    for one in found.oracle.sessions.values():
+        trained = {number: found.answers[number] for number in _numbers(one) if number in found.answers}
+        if one.state == "trained":
+            expected = {number: [worth] for number, worth in one.worth.items()}
+            if {number: sorted(rewards) for number, rewards in trained.items()} != _merged(found, expected):
+                yield f"session {one.id} was trained on as {trained}, wanted {expected}"
+        elif trained:
+            yield f"session {one.id} is {one.state}, and was trained on: {trained}"
+    unknown = set(found.answers) - {number for one in found.oracle.sessions.values() for number in _numbers(one)}
+    if unknown:
+        yield f"answers {sorted(unknown)} were trained on, and belong to no session"
+    for gateway in found.run.at_the_end:
+        for session in () if gateway.book is None else gateway.book.ledger:
+            if session.state == "dropped" and not session.why:
+                yield f"{gateway.life.who} does not say why session {session.id} was dropped"
+
+
+def _numbers(one: OracleSession) -> list[int]:
+    return [answer_of(call.choices[0].ids[0]) for call in one.calls.values()]
+
+
+def _merged(found: SessionEvidence, expected: Mapping[int, list[float]]) -> Mapping[int, list[float]]:
+    """Return the rewards of answers, as those have them that were merged: a turn has that of the last one."""
+    merged = dict(expected)
+    for one in found.learned:
+        numbers = list(dict.fromkeys(answer_of(token) for token, _ in sampled(one)))
+        if numbers[-1] in expected:
+            merged |= {number: expected[numbers[-1]] for number in numbers if number in expected}
+    return merged
+
+
+def requests_trained_once(found: SessionEvidence) -> Faults:
+    """Of the answers to a request that was made again one is trained on at most, and where its client got one, that
+    one. What arrived as recorded is not lost.
+    """
+    for diary, asked in found.requests:
+        trained = [number for number in found.run.clients.answers[asked.text] if number in found.answers]
+        what = f"session {diary.id}: {asked.text}, made {asked.tries} times,"
+        if len(trained) > asked.equal:
+            yield f"{what} was trained on with the answers {trained}"
+        if asked.equal == 1 and asked.answers and set(trained) - set(asked.answers):
+            yield f"{what} was answered with {list(asked.answers)}, trained on was {trained}"
+        session = found.oracle.sessions.get(diary.id)
+        if session is None or session.state != "trained" or session.reward is None:
+            continue
+        lost = [number for number, said in asked.answers.items() if said == "yes" and number not in found.answers]
+        if lost and asked.tries == asked.equal:
+            yield f"{what} was answered with {lost} as recorded, which was not trained on"
+
+
+def rewards_as_accepted(found: SessionEvidence) -> Faults:
+    """A reward that its sender was told is accepted was taken, and one that was refused was not."""
+    for diary in () if found.run.users is None else found.run.users.diaries:
+        session = found.oracle.sessions.get(diary.id)
+        if session is None:
+            yield f"session {diary.id} was made, and is not on the stream"
+            continue
+        for told in diary.rewards:
+            if told.accepted is True and told.reward not in session.accepted:
+                yield f"session {diary.id}: reward {told.reward} was accepted, taken were {session.accepted}"
+            if told.accepted is False and told.reward in session.accepted:
+                yield f"session {diary.id}: reward {told.reward} was refused, and taken"
+
+
+def refused_are_dead(found: SessionEvidence) -> Faults:
+    """What other programs said and no session took is a dead letter; nothing else of sessions is one."""
+    refused = {name for name, _, _ in found.oracle.refused}
+    outside = {name for name, _, key in found.oracle.refused if key == "session"}
+    dead = {str(stored.message_id) for stored in found.run.waiting_in("dead")}
+    dead_of_sessions = {
+        str(stored.message_id) for stored in found.run.waiting_in("dead") if stored.headers.get("kind") in OF_SESSIONS
+    }
+    if found.run.unsettled or found.run.gateways_ended_late:
+        return
+    late = {str(stored.message_id) for stored in found.run.log() if found.run.ended_before(stored.offset or 0)}
+    if lost := sorted(name for name in outside - late if not any(name in one for one in dead)):
+        yield f"refused, and no dead letters: {lost}"
+    if wrong := sorted(one for one in dead_of_sessions if not any(name in one for name in refused)):
+        yield f"dead letters though a session took them: {wrong}"
+
+
+def one_acts(found: SessionEvidence) -> Faults:
+    """Only a gateway that has held the lock decides and submits."""
+    yield from found.run.unlocked
+
+
+def few_copies(found: SessionEvidence) -> Faults:
+    """A life of a gateway submits a task once in the time of a run."""
+    for (who, name), times in found.run.submitted.items():
+        if times > 1 + found.run.seconds // 600:
+            yield f"{who} submitted {name} {times} times"
+
+
+def batch_is_its_sessions(found: SessionEvidence) -> Faults:
+    """The set that decides a batch holds experiences of all runs that its manifest lists, and of no others."""
+    least = found.run.config.algorithm.effective_min_group_runs if found.run.sessions.grouped else 1
+    if sorted(found.processed) != sorted(found.manifest):
+        yield f"batches that were decided: {sorted(found.processed)}"
+    for batch, (ready, experiences) in found.processed.items():
+        manifest = found.manifest.get(batch)
+        if manifest is None or ready.ticket != manifest.ticket:
+            yield f"batch {batch} was decided for ticket {ready.ticket}, closed for {manifest and manifest.ticket}"
+        elif ready.state not in GIVEN_UP:
+            runs = [(one.task_id, run) for one in manifest.accepted for run in one.runs]
+            groups = Counter(task for task, _ in runs)
+            expected = {f"{batch}/{task}/{run}" for task, run in runs if groups[task] >= least}
+            if (rids := set(experiences.ids("rid"))) != expected:
+                yield f"batch {batch}: beyond the manifest {sorted(rids - expected)}, missing {sorted(expected - rids)}"
+
+
+def tokens_of_their_weights(found: SessionEvidence) -> Faults:
+    """Each token was sampled by the weights that its experience names, and a trainer had offered these."""
+    offered = {event.version for event in found.messages if isinstance(event, SyncEvent) and event.verb == "prepare"}
+    for batch, (_, experiences) in found.processed.items():
+        for one in experiences:
+            assert list(one.tokens[: len(PROMPT)]) == list(PROMPT)
+            for token, place in sampled(one):
+                named = [(generation, step) for first, generation, step in one.versions or [] if first <= place]
+                if not named or named[-1] != version_of(token) or named[-1] not in offered:
+                    yield f"batch {batch}: token {place} of {one.eid.rid} is of {version_of(token)}, named {named}"
+
+
+def dead_letters_accounted_for(found: SessionEvidence) -> Faults:
+    """Beside events of sessions, in ``dead`` are only slices reported as poisoned, and batches given up or skipped."""
+    poisoned = {result.ticket for result in found.results if result.outcome == "poisoned"}
+    given_up = {one.ticket for one in found.messages if isinstance(one, BatchReady) and one.state in GIVEN_UP}
+    skipped = {one.ticket for one in found.progress if one.outcome == "skipped"}
+    known: dict[str, set[str]] = {"task_slice": poisoned, "batch_closed": given_up, "batch_ready": skipped}
+    for headers in found.run.dead_letters():
+        kind, ticket = str(headers.get("kind")), str(headers.get("ticket"))
+        if kind not in OF_SESSIONS and ticket not in known.get(kind, set()):
+            yield f"a {kind} of ticket {ticket}: {headers.get('dead-reason')}"
+
+
+SESSION_INVARIANTS: Mapping[str, Callable[[SessionEvidence], Faults]] = {
+    "the run is over": invariants.run_is_over,
+    "no task is left": invariants.no_task_is_left,
+    "sessions settle": sessions_settle,
+    "sessions are decided once": sessions_decided_once,
+    "gateways agree": gateways_agree,
+    "only one gateway acts": one_acts,
+    "few copies are submitted": few_copies,
+    "requests are trained on once": requests_trained_once,
+    "rewards as accepted": rewards_as_accepted,
+    "trained as decided": trained_as_decided,
+    "refused events are dead letters": refused_are_dead,
+    "one manifest a batch": invariants.one_manifest,
+    "a batch is its sessions": batch_is_its_sessions,
+    "trained on once": invariants.trained_once,
+    "tokens of the weights they name": tokens_of_their_weights,
+    "versions in order": invariants.versions_in_order,
+    "dead letters accounted for": dead_letters_accounted_for,
+    "queues are empty": invariants.queues_are_empty,
+}
+"""By name, in the order in which they are checked."""
+
+
+def session_violations(found: SessionEvidence) -> list[tuple[str, str]]:
+    """Return what is violated, as :func:`trinity_agents.simulation.invariants.violations` does."""
+    return [(name, text) for name, check in SESSION_INVARIANTS.items() for text in check(found)]
+
+
+def note_sessions(found: SessionEvidence) -> None:
+    """Note, for the coverage, through which states sessions went, and what happened to their events."""
+    note, oracle = found.run.observer.note, found.oracle
+    for one in oracle.sessions.values():
+        for before, after in zip(("", *one.path), one.path, strict=False):
+            note("session", before, after)
+    calls = [call for one in oracle.sessions.values() for call in one.calls.values()]
+    acting = [gateway.life.who for gateway in found.run.gateways if gateway.lock is not None]
+    for what, happened in (
+        ("published again", oracle.copies),
+        ("refused", oracle.refused),
+        ("cut by retention", found.run.is_cut),
+        ("answer superseded", any(call.supersedes for call in calls)),
+        ("call not received", any(not asked.answers for _, asked in found.requests)),
+        ("decided twice", oracle.contradictions),
+        ("acted after another", len(acting) > 1),
+    ):
+        if happened:
+            note("events of sessions", "", what)

@@ -1,0 +1,222 @@
+"""Sessions worked out from the whole log of their stream, by the rules of docs/protocol.md and docs/serving.md and by
+none of the library's code: what gateways, which read what retention has left of it, are compared with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from trinity_agents.simulation.gateways import answer_of
+from trinity_mq.bus.memory.queues import Stored
+from trinity_mq.messages import (
+    DecodeError,
+    Message,
+    SessionCall,
+    SessionEnd,
+    SessionOpened,
+    SessionReward,
+    SessionsDecided,
+    SessionsTrained,
+    SubmissionOutcome,
+    decode,
+    decode_any,
+)
+
+OUTSIDE: Mapping[str, type[Message]] = {"session_reward": SessionReward, "session_end": SessionEnd}
+"""Kinds that other programs than gateways may publish."""
+Event = SessionCall | SessionReward | SessionEnd
+
+
+@dataclass
+class OracleSession:
+    """A session."""
+
+    id: str
+    opened: SessionOpened
+    began: int
+    """Offset of its beginning."""
+    calls: dict[str, SessionCall] = field(default_factory=dict)
+    reward: float | None = None
+    call_rewards: dict[str, float] = field(default_factory=dict)
+    accepted: list[float] = field(default_factory=list)
+    """Rewards that it took, in order."""
+    ends: list[str] = field(default_factory=list)
+    """Outcomes of its ends, in order."""
+    decided: SessionsDecided | None = None
+    decided_at: int = -1
+    batch: SubmissionOutcome | None = None
+    trained: SessionsTrained | None = None
+    path: list[str] = field(default_factory=lambda: ["open"])
+    """States that it went through."""
+
+    @property
+    def state(self) -> str:
+        """Its state, named as in docs/serving.md."""
+        if self.trained is not None and self.trained.outcome == "trained":
+            return "trained"
+        if self.decided is not None and not self.decided.submission:
+            return "evaluated" if self.decided.dropped == "evaluation" else "dropped"
+        if self.trained is not None or (self.batch is not None and not self.batch.completed_runs):
+            return "dropped"
+        if self.decided is not None:
+            return "queued" if self.batch is None else "batched"
+        return "parked" if self.ends else "open"
+
+    @property
+    def is_settled(self) -> bool:
+        """Nothing is to be done about it."""
+        return self.state in {"trained", "evaluated", "dropped"}
+
+    @property
+    def worth(self) -> dict[int, float]:
+        """The rewards of its answers, by number; without those that are not trained on."""
+        superseded = {call.supersedes for call in self.calls.values()}
+        found: dict[int, float] = {}
+        following = self.reward
+        for name, call in reversed(self.calls.items()):
+            worth = self.call_rewards.get(name, following)
+            if name not in superseded and worth is not None:
+                found[answer_of(call.choices[0].ids[0])] = following = worth
+        return found
+
+    def refuses(self, body: Event) -> bool:
+        """Return whether an event comes too late, or names a call that there is not."""
+        if self.decided is not None:
+            return True
+        if isinstance(body, SessionEnd) and self.ends:
+            if body.outcome == "discard":
+                return False
+            is_news = body.outcome == "done" == self.ends[-1] and body.reward is not None and self.reward is None
+            return not is_news
+        return isinstance(body, SessionReward) and isinstance(body.call, str) and body.call not in self.calls
+
+    def take(self, body: Event) -> None:
+        """Take an event in."""
+        if isinstance(body, SessionCall):
+            self.calls.setdefault(body.call, body)
+            self._end("done", unless=not self.opened.ended)
+        elif isinstance(body, SessionEnd):
+            if body.reward is not None:
+                self._rewarded(body.reward)
+            self._end(body.outcome, unless=bool(self.ends) and body.outcome != "discard")
+        elif body.call is not None:
+            self.call_rewards[str(body.call)] = body.reward
+            self.accepted.append(body.reward)
+        else:
+            self._rewarded(body.reward + (self.reward or 0.0) if body.how == "add" else body.reward, said=body.reward)
+            self._end("done", unless=not body.final)
+
+    def _rewarded(self, reward: float, said: float | None = None) -> None:
+        self.reward = reward
+        self.accepted.append(reward if said is None else said)
+
+    def _end(self, outcome: str, *, unless: bool) -> None:
+        if not unless and not (self.ends and outcome == "done"):
+            self.ends.append(outcome)
+
+
+class Oracle:
+    """The sessions of a run.
+
+    Args:
+        log: All messages that were ever on the stream, in order.
+    """
+
+    def __init__(self, log: Iterable[Stored]) -> None:
+        self.sessions: dict[str, OracleSession] = {}
+        self.refused: list[tuple[str, str, str]] = []
+        """Message id, kind and routing key of what no session took."""
+        self.contradictions: list[str] = []
+        """Second decisions about a session."""
+        self.copies = 0
+        """Messages that repeat an earlier one."""
+        self._known: set[tuple[str, str]] = set()
+        self._early: dict[str, list[tuple[Stored, Event]]] = {}
+        """Events of sessions that have not begun."""
+        self._trained: dict[str, SessionsTrained] = {}
+        for stored in log:
+            self._read(stored)
+        for waiting in self._early.values():
+            self.refused += [_named(stored) for stored, _ in waiting]
+
+    def _read(self, stored: Stored) -> None:
+        try:
+            body = _decoded(stored)
+        except DecodeError:
+            self.refused.append(_named(stored))
+            return
+        if stored.routing_key == "session" and body.kind not in OUTSIDE:
+            self.refused.append(_named(stored))
+            return
+        name = body.kind, str(stored.message_id)
+        if name in self._known:
+            self.copies += 1
+            return
+        self._known.add(name)
+        self._apply(stored, body)
+        for one in self.sessions.values():
+            if one.state != one.path[-1]:
+                one.path.append(one.state)
+
+    def _apply(self, stored: Stored, body: Message) -> None:
+        match body:
+            case SessionOpened():
+                opened = self.sessions[body.session] = OracleSession(body.session, body, stored.offset or 0)
+                for early, event in self._early.pop(opened.id, ()):
+                    self._event(early, event)
+            case SessionCall() | SessionReward() | SessionEnd():
+                self._event(stored, body)
+            case SessionsDecided():
+                self._decided(stored, body)
+            case SubmissionOutcome():
+                for one in self._of_submission(body.submission_id):
+                    one.batch = one.batch or body
+                    one.trained = one.trained or self._trained.get(one.batch.ticket)
+            case SessionsTrained():
+                self._trained[body.ticket] = body
+                for one in self.sessions.values():
+                    if one.batch is not None and one.batch.ticket == body.ticket:
+                        one.trained = body
+            case _:
+                pass
+
+    def _event(self, stored: Stored, body: Event) -> None:
+        session = self.sessions.get(body.session)
+        if session is None:
+            self._early.setdefault(body.session, []).append((stored, body))
+        elif session.refuses(body):
+            self.refused.append(_named(stored))
+        else:
+            session.take(body)
+
+    def _decided(self, stored: Stored, body: SessionsDecided) -> None:
+        for name in body.sessions:
+            session = self.sessions[name]
+            if session.decided is None:
+                session.decided, session.decided_at = body, stored.offset or 0
+            elif session.decided != body:
+                self.contradictions.append(f"{name} was decided as {session.decided} and as {body}")
+
+    def _of_submission(self, submission: str) -> list[OracleSession]:
+        return [one for one in self.sessions.values() if one.decided and one.decided.submission == submission]
+
+    @property
+    def tasks(self) -> Mapping[str, list[OracleSession]]:
+        """Sessions by the submission that they became."""
+        found: dict[str, list[OracleSession]] = {}
+        for one in self.sessions.values():
+            if one.decided is not None and one.decided.submission:
+                found.setdefault(one.decided.submission, []).append(one)
+        return found
+
+
+def _decoded(stored: Stored) -> Message:
+    kind = OUTSIDE.get(str(stored.headers.get("kind")))
+    if kind is not None:
+        return decode(stored.body, kind, stored.content_type)
+    return decode_any(stored.body, stored.content_type)
+
+
+def _named(stored: Stored) -> tuple[str, str, str]:
+    return str(stored.message_id), str(stored.headers.get("kind")), stored.routing_key

@@ -1,0 +1,224 @@
+"""A whole run in mode ``serve`` under a schedule: real gateways and their users beside the agents of every run."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+from trinity_agents.explorer import task_source
+from trinity_agents.gateway import agent as gateway_agent
+from trinity_agents.simulation.faulty_bus import FaultyBus
+from trinity_agents.simulation.gateways import SimulatedClients, SimulatedGateway
+from trinity_agents.simulation.schedule import Sessions
+from trinity_agents.simulation.scheduled_run import ScheduledRun
+from trinity_agents.simulation.users import Users
+from trinity_mq.bus import Binding, Envelope, Queue, Topology
+from trinity_mq.bus.memory.queues import Stored, StreamQueue
+from trinity_mq.gateway import access
+from trinity_mq.runtime.agent import Agent
+
+EPOCH = 1e9
+"""Seconds since the epoch at which a run begins."""
+LOG = "sessions-log"
+"""Name, behind the run's prefix, of the stream that keeps every event of sessions."""
+SETTLED_WITHIN = 500.0
+"""Seconds after the end of all users within which their sessions are settled."""
+FILLERS = 3
+UNGROUPED = {"estimator": {"kind": "group", "baseline": "none", "scale": "none"}}
+
+
+@dataclass
+class SessionRun(ScheduledRun):
+    """A run in mode ``serve``."""
+
+    taskset: bool = False
+    recorded: tuple[str, ...] = ("tasks", "batches", "results", "ready", "sync")
+    gateways: list[SimulatedGateway] = field(default_factory=list)
+    """Every life of each."""
+    users: Users | None = None
+    unsettled: list[str] = field(default_factory=list)
+    """Sessions that were not settled in time."""
+    unlocked: list[str] = field(default_factory=list)
+    """Publishes of a gateway that never held the lock under which one acts."""
+    log_at_end: int | None = None
+    """Events of sessions when the explorer announced the end of the run; None: it did not."""
+    submitted: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """Publishes of a task, by the life of the gateway and the task's id."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.topology = Topology("sim", sessions_max_bytes=self.sessions.max_bytes)
+        self.clients = SimulatedClients(self.engines)
+
+    @property
+    def sessions(self) -> Sessions:
+        """What the schedule says about them."""
+        assert self.schedule.sessions is not None
+        return self.schedule.sessions
+
+    def settings(self) -> dict[str, Any]:
+        """Return the schedule's configuration."""
+        found, sessions = super().settings(), self.sessions
+        if not sessions.grouped:
+            found["algorithm"] |= UNGROUPED
+        return {**found, "mode": "serve", "gateway": sessions.gateway(self.schedule.settings.repeat)}
+
+    @contextmanager
+    def surroundings(self) -> Iterator[None]:
+        """Draw ids of sessions and keys by the seed, and have the explorer wait in virtual time."""
+        dice = random.Random(f"{self.schedule.seed}/ids")
+
+        def drawn_id() -> str:
+            return f"{dice.getrandbits(128):032x}"
+
+        virtual = SimpleNamespace(monotonic=lambda: asyncio.get_running_loop().time())
+        with (
+            mock.patch.object(access, "new_session_id", drawn_id),
+            mock.patch.object(access, "new_key", lambda: access.KEY_BEGINS + drawn_id()),
+            mock.patch.object(task_source, "time", virtual),
+            mock.patch.object(gateway_agent, "EngineClients", lambda: self.clients),
+        ):
+            yield
+
+    def new_gateway(self, name: str) -> Agent:
+        """Return a gateway."""
+        life = self.life("gateway", name)
+        life.on_publish = self._published
+        epoch: Callable[[], float] = lambda: EPOCH + asyncio.get_running_loop().time()  # noqa: E731  # short
+        gateway = SimulatedGateway(self.config, bus=life, topology=self.topology, agent_id=name, clock=epoch)
+        gateway.life = life
+        self.gateways.append(gateway)
+        return gateway
+
+    def _published(self, life: FaultyBus, envelope: Envelope) -> None:
+        """Note what only the gateway that acts may publish."""
+        if envelope.kind == "task_submission":
+            self.submitted[life.who, str(envelope.message_id)] += 1
+        gateway = next(one for one in self.gateways if one.life is life)
+        acts = envelope.kind in {"task_submission", "sessions_decided", "sessions_trained", "session_refused"}
+        if acts and gateway.lock is None:
+            self.unlocked.append(f"{life.who} published {envelope.kind} {envelope.message_id}")
+
+    def new_explorer(self, name: str) -> Agent:
+        """Return an explorer, whose announcement of the end is noted."""
+        explorer = super().new_explorer(name)
+        self.lives[-1].on_publish = self._announced
+        return explorer
+
+    def _announced(self, life: FaultyBus, envelope: Envelope) -> None:
+        if envelope.kind == "run_end" and self.log_at_end is None:
+            self.log_at_end = len(self.log())
+
+    def living_gateways(self) -> Sequence[SimulatedGateway]:
+        """Return the gateways that take requests, those that stand still too."""
+        return [
+            one
+            for _, one in sorted(self.living.items())
+            if isinstance(one, SimulatedGateway) and one.http is not None and not one.life.dead
+        ]
+
+    async def record_messages(self) -> None:
+        """Keep a copy of every message, and the whole log of sessions beside their stream, with the same offsets."""
+        await super().record_messages()
+        bus = await self.client()
+        bindings = (Binding(self.topology.exchange("sessions"), "#"),)
+        await bus.declare(
+            self.topology.sessions, Queue(name=self.topology.prefix + LOG, kind="stream", bindings=bindings)
+        )
+
+    def log(self) -> list[Stored]:
+        """Return all events of sessions, in order."""
+        queue = self.broker.queues[self.topology.prefix + LOG]
+        assert isinstance(queue, StreamQueue)
+        return queue.messages
+
+    # -- what came of it
+
+    @property
+    def at_the_end(self) -> list[SimulatedGateway]:
+        """The last life of each gateway, where it ended by itself."""
+        last = {gateway.id: gateway for gateway in self.gateways}
+        return [gateway for gateway in last.values() if not gateway.life.dead and gateway.state == "finished"]
+
+    def read_by(self, gateway: SimulatedGateway) -> int:
+        """Return the offset of the first event that a gateway has not read."""
+        assert gateway.book is not None
+        return gateway.book._offset  # noqa: SLF001  # nothing else needs it
+
+    def ended_before(self, offset: int) -> bool:
+        """Return whether the last gateway had read no further than this, or the explorer took no task any more."""
+        ended = self.log_at_end
+        return ended is not None and offset >= ended
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether retention has cut the beginning of the stream of sessions."""
+        queue = self.broker.queues[self.topology.sessions.name]
+        assert isinstance(queue, StreamQueue)
+        return queue.end > queue.depth
+
+    @property
+    def gateways_ended_late(self) -> bool:
+        """No gateway ended by itself."""
+        return not self.at_the_end
+
+    def further(self, group: asyncio.TaskGroup) -> list[asyncio.Task[None]]:
+        """Begin the gateways and their users."""
+        group.create_task(self._population())
+        return [group.create_task(self.keep(f"gateway-{n}", self.new_gateway)) for n in range(self.sessions.gateways)]
+
+    async def _population(self) -> None:
+        """Have users until the run is over."""
+        live, over = asyncio.create_task(self._live()), asyncio.create_task(self.over.wait())
+        await asyncio.wait([live, over], return_when=asyncio.FIRST_COMPLETED)
+        for task in (live, over):
+            task.cancel()
+        await asyncio.wait([live, over])
+        if not live.cancelled():
+            live.result()
+
+    async def _live(self) -> None:
+        self.users = users = Users(
+            self.sessions,
+            self.schedule.settings.repeat,
+            random.Random(f"{self.schedule.seed}/users"),
+            self.living_gateways,
+            await self.client(),
+            self.topology,
+            lambda what: self.observer.note("users", "", what),
+        )
+        async with asyncio.TaskGroup() as beside:
+            noise = beside.create_task(users.noise()) if self.sessions.noise else None
+            async with asyncio.TaskGroup() as group:
+                for number in range(self.sessions.users):
+                    group.create_task(users.user(number))
+            if noise is not None:
+                noise.cancel()
+            await self._until_settled(users)
+            for _ in range(FILLERS):
+                beside.create_task(users.filler())
+
+    async def _until_settled(self, users: Users) -> None:
+        """Wait until a gateway knows all sessions of users as settled."""
+        names = [diary.id for diary in users.diaries]
+        deadline = asyncio.get_running_loop().time() + SETTLED_WITHIN
+        while (left := self._unsettled(names)) and asyncio.get_running_loop().time() < deadline:
+            names = left
+            await asyncio.sleep(1.0)
+        self.unsettled = left
+
+    def _unsettled(self, names: Sequence[str]) -> list[str]:
+        books = [gateway.book for gateway in self.living_gateways() if gateway.book is not None]
+        return [name for name in names if not any(_is_settled(book, name) for book in books)]
+
+
+def _is_settled(book: Any, name: str) -> bool:
+    session = book.ledger.get(name)
+    return session is not None and bool(session.is_settled)

@@ -1,0 +1,353 @@
+"""Users of a simulated run's gateways: programs that have sessions, ask again as an SDK does, and reward in every way.
+Each keeps a diary of what it was told, which the invariants compare with what was trained on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import random
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from trinity_agents.simulation.gateways import Reply, SimulatedGateway, answer_of
+from trinity_agents.simulation.schedule import Sessions
+from trinity_mq.bus import Bus, Envelope, Topology
+
+TRIES = 6
+"""Tries of a request, as an SDK makes with max_retries."""
+TIMEOUTS = (0.15, 1.0, 8.0, 40.0)
+"""Seconds after which users give a request up, and make it again."""
+PAUSES = (0.0, 0.2, 1.0, 4.0)
+PADDING = 8000
+"""Characters of a request that fills the stream."""
+WORTH = 1 / 64
+"""Rewards are multiples of it, each another one, so that a float holds them."""
+REPEATED = frozenset({408, 429, 500, 502, 503, 504})
+"""Statuses after which an SDK asks again."""
+
+
+@dataclass
+class Asked:
+    """A request to the model, and what its client got."""
+
+    text: str
+    """Its last message, which no other request has."""
+    tries: int = 0
+    equal: int = 1
+    """Equal requests at the same time."""
+    answers: dict[int, str] = field(default_factory=dict)
+    """Numbers of the answers that arrived, and whether they are recorded, as the gateway says."""
+
+
+@dataclass
+class Said:
+    """A reward, and what its sender was told."""
+
+    reward: float
+    accepted: bool | None = None
+    """None: no answer came, or it was said over AMQP."""
+    call: str | None = None
+
+
+@dataclass
+class Diary:
+    """A user's knowledge about one session."""
+
+    id: str
+    record: str
+    group: str
+    story: str
+    key: str = ""
+    asked: list[Asked] = field(default_factory=list)
+    rewards: list[Said] = field(default_factory=list)
+    messages: list[dict[str, str]] = field(default_factory=list)
+    """The conversation so far."""
+    call: str = ""
+    """Id of the latest answer."""
+
+
+class Users:
+    """All users of a run.
+
+    Args:
+        sessions: What they do.
+        dice: Draws it.
+        gateways: Returns the gateways that live.
+        bus: A client's connection, for what is said over AMQP.
+        topology: The run's names.
+        note: Is told of what happened, for the coverage.
+    """
+
+    def __init__(
+        self,
+        sessions: Sessions,
+        group_size: int,
+        dice: random.Random,
+        gateways: Callable[[], Sequence[SimulatedGateway]],
+        bus: Bus,
+        topology: Topology,
+        note: Callable[[str], None],
+    ) -> None:
+        self._sessions, self._group_size, self._dice, self._gateways = sessions, group_size, dice, gateways
+        self._bus, self._topology, self._note = bus, topology, note
+        self._requests, self._rewards = itertools.count(1), itertools.count(1)
+        self._groups = itertools.count(1)
+        self.diaries: list[Diary] = []
+        self.wrong: list[str] = []
+        """Message ids of events over AMQP that no session can take."""
+        self._stories: Mapping[str, Callable[[Diary], Awaitable[None]]] = {
+            "ends with a reward": self._ends_with_reward,
+            "rewarded late": self._rewarded_late,
+            "rewarded, then ended": self._rewarded_then_ended,
+            "rewarded twice": self._rewarded_twice,
+            "each answer rewarded": self._answers_rewarded,
+            "rewarded over AMQP": self._over_amqp,
+            "rewarded after the decision": self._after_decision,
+            "rewarded wrongly": self._wrongly,
+            "vanishes": self._vanishes,
+            "discarded": self._discarded,
+            "failed": self._failed,
+        }
+
+    async def user(self, number: int) -> None:
+        """Have sessions, one after the other."""
+        await asyncio.sleep(self._dice.uniform(0.0, self._sessions.within))
+        for n in range(self._sessions.sessions):
+            if number < self._sessions.parked and not n:
+                await self._group_of(self._parked)
+            elif not self._sessions.grouped and self._dice.random() < 0.15:
+                await self._one_call()
+            else:
+                await self._group_of(self._by_lot)
+            await asyncio.sleep(self._dice.choice(PAUSES))
+
+    async def filler(self) -> None:
+        """Have sessions that end with a reward, so that the run comes to its last batch."""
+        while True:
+            await self._group_of(self._ends_with_reward)
+            await asyncio.sleep(0.2)
+
+    async def noise(self) -> None:
+        """Have sessions that are evaluated, and fill the stream."""
+        while True:
+            diary = await self._open("eval", "")
+            if diary is not None:
+                await self._ask(diary, padding=PADDING)
+                await self._post(diary, "end", {"reward": 0.5})
+            await asyncio.sleep(self._sessions.noise)
+
+    # -- sessions
+
+    async def _by_lot(self, diary: Diary) -> None:
+        diary.story = self._dice.choice(list(self._stories))
+        await self._stories[diary.story](diary)
+
+    async def _group_of(self, story: Callable[[Diary], Awaitable[None]]) -> None:
+        """Have a session or, where sessions are compared, all those of a group at once."""
+        if not self._sessions.grouped:
+            record = self._dice.choice(["train"] * 6 + ["eval", "off"]) if story == self._by_lot else "train"
+            await self._have(record, "", story)
+            return
+        group = f"group-{next(self._groups)}"
+        lacking = story == self._by_lot and self._dice.random() < 0.1
+        async with asyncio.TaskGroup() as members:
+            for _ in range(self._group_size - lacking):
+                members.create_task(self._have("train", group, story))
+            if story == self._by_lot and self._dice.random() < 0.2:
+                members.create_task(self._have("train", group, story))
+
+    async def _have(self, record: str, group: str, story: Callable[[Diary], Awaitable[None]]) -> None:
+        diary = await self._open(record, group)
+        if diary is None:
+            return
+        self.diaries.append(diary)
+        for _ in range(self._dice.choice([1, 1, 2, 3])):
+            await self._ask(diary)
+            await asyncio.sleep(self._dice.choice(PAUSES))
+        await story(diary)
+
+    async def _open(self, record: str, group: str) -> Diary | None:
+        asked = {"record": record, **({"group": group} if group else {})}
+        reply = await self._send("POST", "/sessions", asked, {})
+        if reply is None or reply.status != 201:
+            return None
+        return Diary(reply.body["id"], record, group, "", reply.body["key"])
+
+    async def _ask(self, diary: Diary, padding: int = 0) -> None:
+        """Ask the model; now and then twice the same at once."""
+        equal = 2 if not padding and self._dice.random() < 0.1 else 1
+        text = f"request {next(self._requests)}" + " " * padding
+        asked = Asked(text, equal=equal)
+        diary.asked.append(asked)
+        messages = [*diary.messages, {"role": "user", "content": text}]
+        path = f"/s/{diary.id}/v1/chat/completions"
+        if equal > 1:
+            self._note("equal requests at once")
+
+        async def once() -> Reply | None:
+            return await self._send("POST", path, {"messages": messages}, _key(diary), asked)
+
+        for reply in await asyncio.gather(*[once() for _ in range(equal)]):
+            if reply is None or reply.status != 200:
+                continue
+            said = reply.body["choices"][0]["message"]["content"]
+            asked.answers[answer_of(int(said.split()[0]))] = reply.headers.get("X-TMQ-Recorded", "")
+            diary.call = reply.body["id"]
+            diary.messages = [*messages, {"role": "assistant", "content": said}]
+
+    async def _one_call(self) -> None:
+        """Ask without a session, and reward the answer by its id."""
+        asked = Asked(f"request {next(self._requests)}")
+        body = {"messages": [{"role": "user", "content": asked.text}]}
+        reply = await self._send("POST", "/v1/chat/completions", body, {}, asked)
+        if reply is None or reply.status != 200:
+            return
+        diary = Diary(reply.body["id"], "train", "", "one call", asked=[asked])
+        said = reply.body["choices"][0]["message"]["content"]
+        asked.answers[answer_of(int(said.split()[0]))] = reply.headers.get("X-TMQ-Recorded", "")
+        self.diaries.append(diary)
+        await asyncio.sleep(self._dice.choice(PAUSES))
+        told = self._new_reward(diary)
+        reply = await self._send("POST", "/feedback", {"reward": told.reward, "msg_ids": [diary.id]}, {})
+        _note_answer(told, reply)
+        self._note("one call, and feedback")
+
+    # -- how they end
+
+    async def _ends_with_reward(self, diary: Diary) -> None:
+        await self._end_with(diary)
+
+    async def _rewarded_late(self, diary: Diary) -> None:
+        await self._post(diary, "end", {})
+        await asyncio.sleep(self._dice.choice([3.0, 12.0, 30.0]))
+        await self._reward(diary)
+        self._note("rewarded late")
+
+    async def _parked(self, diary: Diary) -> None:
+        """Be rewarded after the beginning of the stream has been cut."""
+        diary.story = "parked"
+        await self._post(diary, "end", {})
+        await asyncio.sleep(self._dice.choice([150.0, 220.0]))
+        await self._reward(diary)
+        self._note("rewarded behind the cut")
+
+    async def _rewarded_then_ended(self, diary: Diary) -> None:
+        await self._reward(diary)
+        await self._post(diary, "end", {})
+
+    async def _rewarded_twice(self, diary: Diary) -> None:
+        await self._reward(diary)
+        await asyncio.sleep(self._dice.choice(PAUSES))
+        await self._reward(diary, how=self._dice.choice(["replace", "add"]))
+        await self._post(diary, "end", {})
+        self._note("rewarded twice")
+
+    async def _answers_rewarded(self, diary: Diary) -> None:
+        if diary.call:
+            await self._reward(diary, call=diary.call)
+        await self._end_with(diary)
+        self._note("an answer rewarded")
+
+    async def _over_amqp(self, diary: Diary) -> None:
+        told = self._new_reward(diary)
+        final = self._dice.random() < 0.5
+        await self._publish("session_reward", session=diary.id, reward=told.reward, final=final)
+        if not final:
+            await self._post(diary, "end", {})
+        self._note("rewarded over AMQP")
+
+    async def _after_decision(self, diary: Diary) -> None:
+        await self._end_with(diary)
+        await asyncio.sleep(self._dice.choice([2.0, 8.0]))
+        if self._dice.random() < 0.5:
+            await self._reward(diary)
+        else:
+            told = self._new_reward(diary)
+            await self._publish("session_reward", session=diary.id, reward=told.reward)
+        self._note("rewarded after the end")
+
+    async def _wrongly(self, diary: Diary) -> None:
+        await self._post(diary, "reward", {"reward": "much"})
+        self.wrong += [
+            await self._publish("session_reward", session="nobody", reward=1.0),
+            await self._publish("session_reward", session=diary.id, reward=1.0, call="chatcmpl-typo"),
+            await self._publish("session_reward", session=diary.id, reward="much"),
+        ]
+        await self._end_with(diary)
+        self._note("rewarded wrongly")
+
+    async def _vanishes(self, diary: Diary) -> None:
+        self._note("vanishes")
+
+    async def _discarded(self, diary: Diary) -> None:
+        if self._dice.random() < 0.5:
+            await self._post(diary, "end", {})
+        await self._send("DELETE", f"/s/{diary.id}", {}, _key(diary))
+        self._note("discarded")
+
+    async def _failed(self, diary: Diary) -> None:
+        await self._post(diary, "end", {"outcome": "failed", "reason": "the agent failed"})
+        self._note("failed")
+
+    # -- requests
+
+    def _new_reward(self, diary: Diary, call: str | None = None) -> Said:
+        told = Said(next(self._rewards) * WORTH, call=call)
+        diary.rewards.append(told)
+        return told
+
+    async def _reward(self, diary: Diary, call: str | None = None, how: str = "replace") -> None:
+        told = self._new_reward(diary, call)
+        body = {"reward": told.reward, "key": f"{told.reward}", "how": how, **({} if call is None else {"call": call})}
+        _note_answer(told, await self._post(diary, "reward", body))
+
+    async def _end_with(self, diary: Diary) -> None:
+        told = self._new_reward(diary)
+        _note_answer(told, await self._post(diary, "end", {"reward": told.reward}))
+
+    async def _post(self, diary: Diary, what: str, body: Mapping[str, Any]) -> Reply | None:
+        return await self._send("POST", f"/s/{diary.id}/{what}", body, _key(diary))
+
+    async def _publish(self, kind: str, **fields: Any) -> str:
+        """Say something as a program with a connection to the broker does; returns the message's id."""
+        name = f"outside-{next(self._requests)}"
+        sent = Envelope(body=json.dumps(fields).encode(), kind=kind, content_type="application/json", message_id=name)
+        await self._bus.publish(self._topology.exchange("sessions"), "session", sent)
+        return name
+
+    async def _send(
+        self, method: str, path: str, body: Mapping[str, Any], headers: Mapping[str, str], asked: Asked | None = None
+    ) -> Reply | None:
+        """Make a request, again as an SDK does where no answer comes or it says so, perhaps at another gateway."""
+        chosen: SimulatedGateway | None = None
+        sent_to = None
+        for tries in range(TRIES):
+            living = list(self._gateways())
+            if living and (chosen not in living or self._dice.random() < 0.5):
+                chosen = self._dice.choice(living)
+            if chosen is not None and chosen in living:
+                if asked is not None:
+                    asked.tries += 1
+                if tries and sent_to is not None and asked is not None:
+                    self._note("asked again" if sent_to == chosen.id else "asked again elsewhere")
+                sent_to = chosen.id
+                counted = {**headers, "x-stainless-retry-count": str(tries)}
+                timeout = self._dice.choices(TIMEOUTS, [1, 2, 4, 4])[0]
+                reply = await chosen.request(method, path, body, counted, timeout)
+                if reply is not None and reply.status not in REPEATED:
+                    return replace(reply, tries=tries + 1)
+            await asyncio.sleep(0.5 * 2 ** min(tries, 3) * self._dice.uniform(0.75, 1.0))
+        return None
+
+
+def _key(diary: Diary) -> dict[str, str]:
+    return {"Authorization": f"Bearer {diary.key}"}
+
+
+def _note_answer(told: Said, reply: Reply | None) -> None:
+    """Note what a sender knows now: that a repeat is refused says nothing about an earlier try without an answer."""
+    if reply is not None and (reply.status == 200 or reply.tries == 1):
+        told.accepted = reply.status == 200
