@@ -78,12 +78,15 @@ class SessionRun(ScheduledRun):
         def drawn_id() -> str:
             return f"{dice.getrandbits(128):032x}"
 
+        def drawn_key() -> str:
+            return access.KEY_BEGINS + drawn_id()
+
         virtual = SimpleNamespace(monotonic=lambda: asyncio.get_running_loop().time())
         with (
             mock.patch.object(access, "new_session_id", drawn_id),
-            mock.patch.object(access, "new_key", lambda: access.KEY_BEGINS + drawn_id()),
+            mock.patch.object(access, "new_key", drawn_key),
             mock.patch.object(task_source, "time", virtual),
-            mock.patch.object(gateway_agent, "EngineClients", lambda: self.clients),
+            mock.patch.object(gateway_agent, "EngineClients", return_value=self.clients),
         ):
             yield
 
