@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import sys
@@ -12,6 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
+from trinity_mq.local_broker.ports import free_ports
 from trinity_mq.testing.runs import LocalRun
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -26,6 +28,15 @@ ALWAYS = {
     "tokens were sampled by the weights they name",
     "audit of the newest checkpoint",
     "dead letters accounted for",
+}
+OF_SESSIONS = {
+    "points inside agents were hit",
+    "no session trained on twice",
+    "one decision about each session",
+    "recorded sessions are trained on",
+    "answers trained on once",
+    "clients were told the truth",
+    "no session waits for ever",
 }
 
 pytestmark = [pytest.mark.chaos, pytest.mark.e2e]
@@ -119,6 +130,42 @@ async def test_a_run_that_runs_already_goes_on_afterwards(tmp_path: Path) -> Non
         )
         seen = max(step for step, _ in run.values("trainer/step"))
         await run.until_progress(seen + 3, 60.0)
+
+
+def neighbouring_ports() -> int:
+    """Return a free port whose next one is free too."""
+    ports = sorted(free_ports(20))
+    return next(port for port, after in itertools.pairwise(ports) if after == port + 1)
+
+
+@pytest.mark.extended
+@pytest.mark.timeout(400)
+async def test_two_gateways_are_killed_inside_while_agents_hold_sessions(tmp_path: Path) -> None:
+    file = schedule(
+        tmp_path / "schedule.json",
+        {"role": "gateway", "kind": "kill", "point": "decision_confirmed"},
+        {"role": "gateway", "kind": "freeze", "seconds": 1.5, "point": "answer_confirmed"},
+        {"role": "runner", "kind": "kill", "point": "result_confirmed"},
+        {"role": "explorer", "kind": "cut", "seconds": 0.5, "point": "submission_unacknowledged"},
+        {"role": "gateway", "kind": "restart", "point": "task_confirmed"},
+    )
+    run = tmp_path / "run"
+    words = (
+        *(str(EXAMPLES / "serve.yaml"), f"run_dir={run}", "mode=serve", "gateway.num_gateways=2"),
+        *(f"gateway.port={neighbouring_ports()}", "gateway.batch_wait=1", "buffer.batch_size=16"),
+        *("trainer.save_interval=5", "explorer.eval_on_startup=false", "explorer.eval_interval=10000"),
+        *("--after", "2", "--schedule", str(file), "--further", "3"),
+    )
+    code, report, said = await command(*words)
+    assert code == 0, f"{said}\n{json.dumps(report, indent=2)}"
+    assert [fault["inside"] for fault in report["faults"]] == [True] * 5, report
+    assert judged(report) == dict.fromkeys([*ALWAYS, *OF_SESSIONS, "no process left"], "holds"), report
+    assert report["traffic"]["recorded"] > 100
+    assert report["traffic"]["repeated"] > 10
+    assert report["by_role"]["gateway"] == [
+        {"kill": 1, "freeze": 1, "restart": 1},
+        {"decision_confirmed": 1, "answer_confirmed": 1, "task_confirmed": 1},
+    ]
 
 
 @pytest.mark.extended

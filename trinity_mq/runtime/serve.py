@@ -28,6 +28,7 @@ from trinity_mq.runtime.errors import (
     first_leaf,
 )
 from trinity_mq.runtime.event_loop import run_on_fast_loop
+from trinity_mq.runtime.marked_points import marked
 from trinity_mq.runtime.plugins import add_plugins
 from trinity_mq.runtime.process import die_with_parent, disk_full, give_back_freed_memory, when_parent_ends
 from trinity_mq.runtime.processes.supervisor import PARENT_VARIABLE
@@ -112,6 +113,7 @@ async def _serve(
 ) -> None:
     topology = Topology.of(config)
     agent = build(create_bus(config.broker, topology, agent_id), topology)
+    marked(agent.bus, agent.role, agent_id)
     if agent.role != "explorer":  # the explorer tells agents that cannot see the folder
         agent.run_folder = config.path
     loop = asyncio.get_running_loop()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
+from trinity_mq.runtime.marked_points import passed
 from trinity_mq.runtime.notify import Notifier
 from trinity_mq.training.checkpoints.checkpoint import CheckpointStore, TrainerState, Writer
 from trinity_mq.training.learner import Learner
@@ -68,4 +69,5 @@ class CheckpointSaver:
     async def _write(self, write: Writer, state: TrainerState, committed: Committed) -> None:
         started = asyncio.get_running_loop().time()
         await self._store.save(write, state)
+        passed("saved checkpoint")
         await committed(state, asyncio.get_running_loop().time() - started)

@@ -26,6 +26,8 @@ EPILOG = (
     "line on stderr says why"
 )
 
+DEFAULT_CLIENTS = 8
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``trinity-mq chaos``."""
@@ -71,6 +73,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         help=f"train steps after the last fault (default: to the run's end; {FURTHER_STEPS} of one that was running)",
     )
+    parser.add_argument(
+        "--inside",
+        metavar="SHARE",
+        type=float,
+        help="share of the faults at points inside agents, of a run that is started (default: 0.5 in mode serve)",
+    )
+    parser.add_argument(
+        "--clients",
+        metavar="N",
+        type=int,
+        default=DEFAULT_CLIENTS,
+        help="agents that hold sessions meanwhile, in mode serve (default: %(default)s)",
+    )
     parser.add_argument("--fresh", action="store_true", help="move the run's folder aside first, as `run --fresh` does")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     add_broker(parser)
@@ -104,6 +119,8 @@ async def _play(arguments: argparse.Namespace) -> tuple[Outcome, Path]:
         timeout=arguments.timeout,
         after=arguments.after,
         further=arguments.further,
+        inside=arguments.inside,
+        clients=arguments.clients,
     )
     if arguments.compose is not None:
         return await elsewhere(arguments, wishes, ComposeTargets(arguments.compose), tell)
@@ -134,6 +151,8 @@ def _again(arguments: argparse.Namespace, overrides: Sequence[str], schedule: Sc
             words += [f"--{name}", getattr(arguments, name)] if getattr(arguments, name) != default else []
     words += ["--after", str(arguments.after), "--timeout", f"{arguments.timeout:g}"]
     words += [] if arguments.further is None else ["--further", str(arguments.further)]
+    words += [] if arguments.inside is None else ["--inside", f"{arguments.inside:g}"]
+    words += [] if arguments.clients == DEFAULT_CLIENTS else ["--clients", str(arguments.clients)]
     words += ["--fresh"] if arguments.attach is arguments.compose is arguments.kubernetes is None else []
     return shlex.join(words)
 
@@ -155,9 +174,12 @@ def _check(arguments: argparse.Namespace) -> None:
         ("kills", arguments.kills, 1),
         ("after", arguments.after, 1),
         ("every", arguments.every, 0),
+        ("clients", arguments.clients, 0),
     ):
         if value < least:
             raise CommandError(f"--{name} is {value:g}, wanted at least {least}")
+    if arguments.inside is not None and not 0 <= arguments.inside <= 1:
+        raise CommandError(f"--inside is {arguments.inside:g}, wanted a share from 0 to 1")
     if arguments.timeout <= 0:
         raise CommandError(f"--timeout is {arguments.timeout:g}, wanted more than 0 seconds")
     for name, known in (("kinds", tuple(KINDS)), ("roles", ROLES)):

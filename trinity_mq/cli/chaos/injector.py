@@ -8,6 +8,8 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from trinity_mq.cli.chaos.marks import Hit, Marks
+from trinity_mq.cli.chaos.points import INSIDE
 from trinity_mq.cli.chaos.schedule import ENDS, Fault
 from trinity_mq.cli.chaos.targets.base import NotOursError, Targets, Victim
 from trinity_mq.cli.chaos.witness import Beat, Witness
@@ -17,6 +19,7 @@ POINT_SECONDS = 30.0
 """Seconds for which a marked point is waited for; the fault is done all the same then."""
 FIND_SECONDS = 0.5
 """Seconds between two looks for a living process of a role."""
+POINT_MISSED = "its point did not come"
 TRIES = 5
 """Victims that may end under our hands before a fault is given up."""
 
@@ -33,6 +36,8 @@ class Done:
     """Why it was not done; or that its marked point did not come."""
     ended: float | None = None
     """When a fault that lasts was ended by us."""
+    is_inside: bool = False
+    """Its victim had stopped itself at the fault's point."""
     known: frozenset[tuple[str, str]] = frozenset()
     """Agents and lives that were known when it was done."""
     back: float | None = None
@@ -56,6 +61,7 @@ class Injector:
         tell: Called with a line for each act.
         budget: By role, how many times a process may be ended within so many seconds, where its supervisor gives up
             after more; None: any number.
+        marks: Arms points inside agents; None: the run was started without, and none of them comes.
     """
 
     def __init__(
@@ -66,9 +72,10 @@ class Injector:
         timeout: float,
         tell: Callable[[str], None],
         budget: tuple[int, float] | None = None,
+        marks: Marks | None = None,
     ) -> None:
         self._targets, self._witness, self._timeout, self._tell = targets, witness, timeout, tell
-        self._budget = budget
+        self._budget, self._marks = budget, marks
         self._clock = asyncio.get_running_loop().time
         self._lasting: dict[str, tuple[Victim, str]] = {}
         self._relieving: list[asyncio.Task[None]] = []
@@ -136,12 +143,15 @@ class Injector:
             if self._is_spent(victim, fault):
                 done.note = f"{victim.name} was ended so often that its supervisor would give up"
                 return
-            if fault.point is not None and not done.note and not await self._passed(fault, over):
-                done.note = "its point did not come"
+            if fault.point is not None and not done.note:
+                stopped = await self._at_point(done, victim, over)
+                if stopped is None:
+                    done.note = POINT_MISSED
+                victim = stopped or victim
             done.known = frozenset(self._witness.lives)
             done.victim, done.at = victim, self._clock()
             try:
-                await self._targets.strike(victim, fault.kind)
+                await self._strike(done, victim)
             except NotOursError as error:  # it ended while we waited: another one, at once
                 done.at, done.victim = None, None
                 self._tell(str(error))
@@ -183,6 +193,32 @@ class Injector:
                         return found[min(int(fault.pick * len(found)), len(found) - 1)]
                     await asyncio.sleep(FIND_SECONDS)  # processes tell nobody that they have started
         return None
+
+    async def _strike(self, done: Done, victim: Victim) -> None:
+        """Do the fault, and have a victim that stopped itself at its point go on where it outlives that."""
+        try:
+            await self._targets.strike(victim, done.fault.kind)
+        finally:
+            if done.is_inside and done.fault.kind not in {"kill", "freeze"}:
+                await self._relieve(victim, "freeze")
+
+    async def _at_point(self, done: Done, chosen: Victim, over: Callable[[], bool]) -> Victim | None:
+        """Wait for the marked point of a fault, and return its victim: the chosen one, or the one that has stopped
+        itself at a point inside. None: the point did not come.
+        """
+        fault = done.fault
+        if fault.point is None or fault.point not in INSIDE:
+            return chosen if await self._passed(fault, over) else None
+        if self._marks is None:
+            return None
+        hit = await self._marks.hit(fault.point, fault.occurrence, over, POINT_SECONDS)
+        stopped = None if hit is None else await self._stopped(fault.role, hit)
+        done.is_inside = stopped is not None
+        return stopped
+
+    async def _stopped(self, role: str, hit: Hit) -> Victim | None:
+        there = await self._targets.find(role)
+        return next((one for one in there if one.agent == hit.agent and _is_process(one, hit.pid)), None)
 
     async def _passed(self, fault: Fault, over: Callable[[], bool]) -> bool:
         """Wait for the marked point of a fault; False: it did not come."""
@@ -255,3 +291,7 @@ class Injector:
 def by_role(done: Iterable[Done]) -> dict[str, int]:
     """Return how many faults were done to each role that end or interrupt it."""
     return dict(Counter(one.fault.role for one in done if one.at is not None))
+
+
+def _is_process(victim: Victim, pid: int) -> bool:
+    return victim.identity.partition("@")[0] == str(pid)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from trinity_mq.bus.addresses import URL_VARIABLE, each
@@ -18,6 +19,7 @@ from trinity_mq.cli.chaos.targets.local import MARK_VARIABLE
 from trinity_mq.cli.errors import CommandError
 from trinity_mq.cli.run_folder import RunFolder
 from trinity_mq.config import Config
+from trinity_mq.runtime.marked_points import POINTS_VARIABLE
 from trinity_mq.testing.tcp_proxy import CuttingProxy
 
 RESTARTS = ("supervisor.max_restarts=100000", "supervisor.restart_window=5")
@@ -67,7 +69,7 @@ def settings(overrides: Sequence[str]) -> list[str]:
 
 @contextlib.asynccontextmanager
 async def launched(
-    config: Config, words: Sequence[str], url: str | None, tell: Callable[[str], None]
+    config: Config, words: Sequence[str], url: str | None, points: Path, tell: Callable[[str], None]
 ) -> AsyncIterator[Launched]:
     """Start a run, and end it on leaving.
 
@@ -75,6 +77,7 @@ async def launched(
         config: The run's, with :func:`settings`.
         words: The command line of ``trinity-mq run``.
         url: Of the broker; None: a private node in the run's folder.
+        points: Folder in which points inside its agents are armed.
         tell: Called with a line for a person.
 
     Raises:
@@ -101,7 +104,12 @@ async def launched(
             stdin=subprocess.PIPE,  # it drains when we end, however we do
             stdout=output,
             stderr=subprocess.STDOUT,
-            env={**os.environ, MARK_VARIABLE: mark, URL_VARIABLE: url if proxy is None else proxy.url},
+            env={
+                **os.environ,
+                MARK_VARIABLE: mark,
+                POINTS_VARIABLE: str(points.absolute()),
+                URL_VARIABLE: url if proxy is None else proxy.url,
+            },
             start_new_session=True,  # Ctrl-C is ours
         )  # fmt: skip
         run = Launched(process, url, mark, proxy, is_private)

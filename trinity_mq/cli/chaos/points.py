@@ -13,6 +13,9 @@ from trinity_mq.messages import (
     Heartbeat,
     Progress,
     RunnerStatus,
+    SessionCall,
+    SessionsDecided,
+    SessionsTrained,
     SyncEvent,
     TaskResult,
     TaskResults,
@@ -44,9 +47,80 @@ POINTS: Mapping[str, Point] = {
     "sync_applied": Point("an engine holds new weights that are not committed", ("trainer", "engine", "explorer")),
     "sync_commit": Point("a version was just committed", ("trainer", "engine", "runner", "explorer")),
     "evaluating": Point("an evaluation was asked for or began", ("explorer", "engine", "runner")),
-    "agent_back": Point("an agent that had died is back", ("explorer", "runner", "operator", "trainer")),
+    "agent_back": Point("an agent that had died is back", ("explorer", "runner", "operator", "trainer", "gateway")),
+    "session_answered": Point("an answer of a session is on its stream, its client may not have it", ("gateway",)),
+    "sessions_decided": Point("it is decided about sessions, their task is not submitted", ("gateway",)),
+    "sessions_trained": Point("sessions were told that they are trained on", ("gateway",)),
 }
+
+
+@dataclass(frozen=True)
+class InsidePoint:
+    """A moment inside an agent, which no message shows: it stops itself there (trinity_mq/runtime/marked_points.py)."""
+
+    text: str
+    """The moment, in words."""
+    role: str
+    """The role whose agents pass it."""
+    passed: str
+    """What they pass: ``confirmed KIND``, ``acknowledging KIND``, or a name of their own."""
+
+
+INSIDE: Mapping[str, InsidePoint] = {
+    "parts_confirmed": InsidePoint("parts are confirmed, their result is not", "runner", "confirmed experience_part"),
+    "result_confirmed": InsidePoint(
+        "a result is confirmed, its slice unacknowledged", "runner", "confirmed task_result"
+    ),
+    "slice_unacknowledged": InsidePoint("a slice is about to be acknowledged", "runner", "acknowledging task_slice"),
+    "chunk_confirmed": InsidePoint(
+        "a chunk is confirmed, its batch_ready is not", "operator", "confirmed experience_chunk"
+    ),
+    "ready_confirmed": InsidePoint(
+        "a batch_ready is confirmed, its manifest unacknowledged", "operator", "confirmed batch_ready"
+    ),
+    "manifest_unacknowledged": InsidePoint(
+        "a manifest is about to be acknowledged", "operator", "acknowledging batch_closed"
+    ),
+    "submission_unacknowledged": InsidePoint(
+        "a submission is saved and not acknowledged", "explorer", "acknowledging task_submission"
+    ),
+    "slices_confirmed": InsidePoint("slices are confirmed", "explorer", "confirmed task_slice"),
+    "manifest_confirmed": InsidePoint("a manifest is confirmed", "explorer", "confirmed batch_closed"),
+    "outcome_confirmed": InsidePoint(
+        "a submission's outcome is confirmed, and not noted", "explorer", "confirmed submission_outcome"
+    ),
+    "progress_confirmed": InsidePoint("progress is confirmed, its checkpoint is not", "trainer", "confirmed progress"),
+    "checkpoint_saved": InsidePoint("a checkpoint is written, nothing knows of it", "trainer", "saved checkpoint"),
+    "opened_confirmed": InsidePoint(
+        "a session's beginning is confirmed, its client has no answer", "gateway", "confirmed session_opened"
+    ),
+    "answer_confirmed": InsidePoint("an answer is confirmed, its client has none", "gateway", "confirmed session_call"),
+    "reward_confirmed": InsidePoint(
+        "a reward is confirmed, its client has no answer", "gateway", "confirmed session_reward"
+    ),
+    "end_confirmed": InsidePoint("an end is confirmed, its client has no answer", "gateway", "confirmed session_end"),
+    "decision_confirmed": InsidePoint(
+        "a decision is confirmed, its task is not submitted", "gateway", "confirmed sessions_decided"
+    ),
+    "task_confirmed": InsidePoint("a session's task is confirmed", "gateway", "confirmed task_submission"),
+    "trained_confirmed": InsidePoint(
+        "what the trainer made of sessions is confirmed", "gateway", "confirmed sessions_trained"
+    ),
+}
+"""Points between the confirm of a publish and the acknowledgement of the delivery that it answers."""
 SYNC_POINTS = {"prepare": "sync_prepare", "go": "sync_go", "applied": "sync_applied", "commit": "sync_commit"}
+
+SHOWN_BY: Mapping[type, str] = {
+    TaskResult: "result_published",
+    TaskResults: "result_published",
+    BatchClosed: "batch_closed",
+    BatchReady: "batch_ready",
+    Progress: "step_done",
+    SessionCall: "session_answered",
+    SessionsDecided: "sessions_decided",
+    SessionsTrained: "sessions_trained",
+}
+"""Points by the kind of message that shows them."""
 
 
 class PointWatch:
@@ -78,19 +152,11 @@ class PointWatch:
 
     def _of(self, message: object) -> list[str]:
         match message:
-            case TaskResult() | TaskResults():
-                return ["result_published"]
-            case BatchClosed():
-                return ["batch_closed"]
-            case BatchReady():
-                return ["batch_ready"]
-            case Progress():
-                return ["step_done"]
             case SyncEvent():
                 return self._of_sync(message)
             case Heartbeat():
                 return list(self._of_heartbeat(message))
-        return []
+        return [SHOWN_BY[type(message)]] if type(message) in SHOWN_BY else []
 
     def _of_sync(self, event: SyncEvent) -> list[str]:
         name = SYNC_POINTS.get(event.verb)
@@ -121,3 +187,8 @@ class PointWatch:
 def points_for(role: str) -> list[str]:
     """Return the names of the points at which a fault of ``role`` makes sense, in the table's order."""
     return [name for name, point in POINTS.items() if role in point.roles]
+
+
+def inside_points_for(role: str) -> list[str]:
+    """Return the names of the points inside the agents of ``role``, in the table's order."""
+    return [name for name, point in INSIDE.items() if point.role == role]

@@ -39,6 +39,8 @@ class ProcessedSet:
     """Versions of the weights that its tokens name."""
     unread: int = 0
     """Chunks that could not be read."""
+    sessions: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    """Session and tokens of each experience that a gateway's session became."""
 
 
 @dataclass
@@ -152,12 +154,14 @@ class _Reader:
         runs: list[tuple[str, str, int, int]] = []
         versions: set[Version] = set()
         unread = 0
+        sessions: list[tuple[str, tuple[int, ...]]] = []
         for n in range(ready.chunks):
             batch = chunks[n]
             if batch is None:
                 unread += 1
                 continue
             uids += batch.ids("uid")
+            sessions += _sessions_of(batch)
             columns = [batch.values(f"eid.{name}") for name in ("batch", "task", "run", "step")]
             runs += [(str(b), str(t), int(r), int(s)) for b, t, r, s in zip(*columns, strict=True)]
             for place, rows in enumerate(batch.values("versions")):
@@ -172,6 +176,7 @@ class _Reader:
             tuple(runs),
             frozenset(versions),
             unread,
+            tuple(sessions),
         )
         self._decided.add(ready.ticket)
         self.record.sets.append(found)
@@ -197,3 +202,8 @@ class _Reader:
         except DecodeError as error:
             self.record.undecodable.append(f"{delivery.queue}, offset {delivery.offset}: {error}")
             return None
+
+
+def _sessions_of(batch: ExperienceBatch) -> list[tuple[str, tuple[int, ...]]]:
+    named = [(place, (info or {}).get("session")) for place, info in enumerate(batch.values("info"))]
+    return [(name, tuple(batch[place].tokens.tolist())) for place, name in named if isinstance(name, str)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -30,6 +31,7 @@ def lines(outcome: Outcome, schedule: Path, again: str) -> Iterator[str]:
         for line in verdict.evidence:
             yield f"{'':<11}    {line}"
     yield ""
+    yield from _counts(outcome)
     yield _summary(outcome)
     if (left := len(outcome.schedule.faults) - len(_struck(outcome))) > 0:
         yield (
@@ -50,6 +52,8 @@ def as_json(outcome: Outcome, schedule: Path, again: str) -> Mapping[str, Any]:
         "steps": outcome.steps,
         "steps_per_minute": {"before": outcome.rate_before, "while": outcome.rate_while},
         "faults": [_as_json(done, outcome.began) for done in outcome.done],
+        "by_role": _by_role(outcome),
+        "traffic": None if outcome.traffic is None else dict(outcome.traffic.counts),
         "invariants": [asdict(verdict) for verdict in outcome.verdicts],
         "seed": outcome.schedule.seed,
         "schedule": str(schedule),
@@ -65,6 +69,7 @@ def _as_json(done: Done, began: float) -> Mapping[str, Any]:
         "back": _since(done.back, began),
         "recovered": _since(done.recovered, began),
         "note": done.note,
+        "inside": done.is_inside,
     }
 
 
@@ -88,6 +93,27 @@ def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
     widths = [max(len(row[column]) for row in rows) for column in range(len(HEADS))]
     for row in rows:
         yield "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
+
+
+def _counts(outcome: Outcome) -> Iterator[str]:
+    """Yield how many faults were done to whom, at which points, and what clients were told."""
+    for role, (kinds, points) in _by_role(outcome).items():
+        at = ", ".join(f"{count} at {point}" for point, count in points.items())
+        yield f"{role:<9}  {', '.join(f'{count} {kind}' for kind, count in kinds.items())}{'; ' if at else ''}{at}"
+    if outcome.traffic is not None:
+        yield f"clients    {', '.join(f'{count} {what}' for what, count in outcome.traffic.counts.items())}"
+    yield ""
+
+
+def _by_role(outcome: Outcome) -> dict[str, tuple[dict[str, int], dict[str, int]]]:
+    """Return, by role, the faults that were done by kind, and at which marked points."""
+    kinds: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    points: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    for done in _struck(outcome):
+        kinds[done.fault.role][done.fault.kind] += 1
+        if done.fault.point is not None and not done.note:
+            points[done.fault.role][done.fault.point] += 1
+    return {role: (dict(kinds[role].most_common()), dict(points[role].most_common())) for role in sorted(kinds)}
 
 
 def _summary(outcome: Outcome) -> str:

@@ -14,7 +14,9 @@ from pathlib import Path
 from trinity_mq.bus import Bus, BusUnavailable, Topology
 from trinity_mq.bus.addresses import Addresses
 from trinity_mq.cli.broker.connection import connected, find_target, reached
+from trinity_mq.cli.chaos.clients import clients_of
 from trinity_mq.cli.chaos.launch import Launched, launched, settings
+from trinity_mq.cli.chaos.marks import Marks
 from trinity_mq.cli.chaos.schedule import Schedule, draw, load, save
 from trinity_mq.cli.chaos.targets.base import Targets
 from trinity_mq.cli.chaos.targets.local import LocalTargets
@@ -34,6 +36,10 @@ FOLDER = "chaos"
 """Below the run's folder: schedule and report."""
 FURTHER_STEPS = 5
 """Train steps after the last fault of a run that was not started for the trial."""
+POINTS_FOLDER = "points"
+"""Below that folder: points inside agents that are armed."""
+INSIDE_SHARE = 0.5
+"""Share of the faults at points inside agents, in mode ``serve``."""
 RESTART_SECONDS = 10.0
 """Seconds in which the broker must take a request for a restart."""
 END_SECONDS = 90.0
@@ -57,6 +63,10 @@ class Wishes:
     timeout: float
     after: int
     further: int | None
+    inside: float | None
+    """Share of the faults at points inside agents; None: the mode's."""
+    clients: int
+    """Agents that hold sessions, in mode ``serve``."""
 
 
 async def started(arguments: argparse.Namespace, wishes: Wishes, tell: Tell) -> tuple[Outcome, Path]:
@@ -76,11 +86,14 @@ async def started(arguments: argparse.Namespace, wishes: Wishes, tell: Tell) -> 
         for line in await asyncio.to_thread(start_anew, config, RunFolder(config)):
             tell(line)
     words = [arguments.target, *arguments.overrides]
-    async with launched(config, words, url, tell) as run:
+    marks = Marks(config.path / FOLDER / POINTS_FOLDER)
+    async with launched(config, words, url, marks.folder, tell) as run:
         broker = config.broker.model_copy(update={"url": run.url, "url_file": None})
         async with connected(config.name, broker, "chaos") as (bus, topology):
             targets = _local(config, run.process.pid, bus, topology, run)
-            plan = _plan(wishes, targets, config, config.path / FOLDER, tell)
+            serves = config.mode == "serve"  # nothing ends it
+            further = FURTHER_STEPS if serves else None
+            plan = _plan(wishes, targets, config, config.path / FOLDER, tell, further, marks=marks)
             weights = _weights(config)
             ended = asyncio.create_task(run.process.wait(), name="the run's end")
             try:
@@ -208,6 +221,7 @@ def _plan(
     tell: Tell,
     further: int | None = None,
     budget: tuple[int, float] | None = None,
+    marks: Marks | None = None,
 ) -> Plan:
     """Return the plan of a trial, and write its schedule into ``folder``.
 
@@ -226,7 +240,8 @@ def _plan(
             f"{targets.where}"
         )
     if wishes.file is None:
-        schedule = draw(wishes.seed, wishes.count, possible, wishes.every)
+        share = wishes.inside if wishes.inside is not None else INSIDE_SHARE * (config.mode == "serve")
+        schedule = draw(wishes.seed, wishes.count, possible, wishes.every, 0.0 if marks is None else share)
     else:
         read = load(wishes.file)
         kept = [fault for fault in read.faults if fault.kind in possible.get(fault.role, ())]
@@ -244,4 +259,6 @@ def _plan(
         after=wishes.after,
         further=wishes.further if wishes.further is not None else further,
         budget=budget,
+        marks=marks,
+        clients=clients_of(config, schedule.seed or 0, wishes.clients, tell) if targets.is_local else None,
     )

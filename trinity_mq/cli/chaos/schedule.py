@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from trinity_mq.cli.chaos.points import POINTS, points_for
+from trinity_mq.cli.chaos.points import INSIDE, POINTS, inside_points_for, points_for
 from trinity_mq.cli.errors import CommandError
 from trinity_mq.runtime.process import write_atomic
 
@@ -19,7 +19,7 @@ KINDS: Mapping[str, str] = {
     "cut": "its connections to the broker are reset; the broker's: everybody's, and new ones are refused for seconds",
     "restart": "SIGTERM and a new start, as a deployment does it",
 }
-ROLES = ("explorer", "runner", "operator", "trainer", "engine", "broker")
+ROLES = ("explorer", "runner", "operator", "trainer", "engine", "broker", "gateway")
 WEIGHTS: Mapping[str, int] = {"kill": 5, "freeze": 2, "cut": 2, "restart": 1}
 """Relative frequency at which each kind is drawn."""
 BROKER_SHARE = 0.4
@@ -71,7 +71,7 @@ class Schedule:
     drawn_from: Mapping[str, Any] = field(default_factory=dict)
 
 
-def draw(seed: int, count: int, possible: Mapping[str, Sequence[str]], every: float) -> Schedule:
+def draw(seed: int, count: int, possible: Mapping[str, Sequence[str]], every: float, inside: float = 0.0) -> Schedule:
     """Return the schedule of a seed: the same arguments give the same one, on every machine.
 
     Args:
@@ -79,6 +79,7 @@ def draw(seed: int, count: int, possible: Mapping[str, Sequence[str]], every: fl
         count: How many faults.
         possible: By role, the kinds of faults that can be done to it.
         every: Mean seconds from the recovery of one fault to the next.
+        inside: Share of the faults that strike at a point inside an agent, of those to roles that have some.
 
     Raises:
         ValueError: Nothing is possible.
@@ -92,7 +93,27 @@ def draw(seed: int, count: int, possible: Mapping[str, Sequence[str]], every: fl
         ended = bool(faults) and faults[-1].kind in ENDS and faults[-1].role in POINTS[AGENT_BACK].roles
         faults.append(_draw_one(dice, number, roles, possible, every, ended=ended))
     wanted = {"count": count, "every": every, "possible": {role: list(possible[role]) for role in roles}}
+    if inside:
+        return Schedule(_inside(faults, seed, inside), seed, {**wanted, "inside": inside})
     return Schedule(faults, seed, wanted)
+
+
+def _inside(faults: Sequence[Fault], seed: int, share: float) -> list[Fault]:
+    """Return the faults, some of them moved to points inside agents: each point of a role before one comes again."""
+    dice = random.Random(f"trinity-mq chaos {FORMAT} {seed} inside")  # of its own: the others stay as they were
+    left: dict[str, list[str]] = {}
+    moved: list[Fault] = []
+    for fault in faults:
+        chance, occurrence = dice.random(), dice.randint(1, MOST_OCCURRENCES)
+        names = inside_points_for(fault.role)
+        if not names or chance >= share or fault.point == AGENT_BACK:
+            moved.append(fault)
+            continue
+        waiting = left.setdefault(fault.role, [])
+        if not waiting:
+            waiting += dice.sample(names, len(names))
+        moved.append(replace(fault, point=waiting.pop(), occurrence=occurrence))
+    return moved
 
 
 def _draw_one(
@@ -166,8 +187,11 @@ def _check(fault: Fault, path: Path) -> None:
         wrong.append(f"role is {fault.role!r}, wanted one of {', '.join(ROLES)}")
     if fault.kind not in KINDS:
         wrong.append(f"kind is {fault.kind!r}, wanted one of {', '.join(KINDS)}")
-    if fault.point is not None and fault.point not in POINTS:
-        wrong.append(f"point is {fault.point!r}, wanted null or one of {', '.join(POINTS)}")
+    if fault.point is not None and fault.point not in {**POINTS, **INSIDE}:
+        wrong.append(f"point is {fault.point!r}, wanted null or one of {', '.join((*POINTS, *INSIDE))}")
+    inside = INSIDE.get(fault.point or "")
+    if inside is not None and inside.role != fault.role:
+        wrong.append(f"point is {fault.point!r}, which only a {inside.role} passes, not a {fault.role}")
     if not 0 <= fault.pick <= 1 or fault.wait < 0 or fault.seconds < 0 or fault.occurrence < 1:
         wrong.append("pick must be from 0 to 1, wait and seconds at least 0, occurrence at least 1")
     if wrong:

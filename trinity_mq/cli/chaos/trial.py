@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,10 +12,15 @@ from pathlib import Path
 from trinity_mq.bus import Bus, BusError, Topology
 from trinity_mq.cli.broker.connection import saved_run_id
 from trinity_mq.cli.chaos import invariants
+from trinity_mq.cli.chaos.clients import Clients, Traffic
 from trinity_mq.cli.chaos.injector import Done, Injector, by_role
 from trinity_mq.cli.chaos.invariants import Expected, Strikes, Verdict
+from trinity_mq.cli.chaos.marks import Marks
+from trinity_mq.cli.chaos.points import INSIDE
 from trinity_mq.cli.chaos.record import read_record
 from trinity_mq.cli.chaos.schedule import Schedule
+from trinity_mq.cli.chaos.session_invariants import judge_sessions
+from trinity_mq.cli.chaos.session_record import read_sessions
 from trinity_mq.cli.chaos.targets.base import Targets
 from trinity_mq.cli.chaos.tokens import KeptWeights, check_tokens
 from trinity_mq.cli.chaos.witness import Witness, watch
@@ -46,6 +52,10 @@ class Plan:
     further: int | None
     """Train steps after the last fault; None: to the run's end."""
     budget: tuple[int, float] | None = None
+    marks: Marks | None = None
+    """Arms points inside agents."""
+    clients: Clients | None = None
+    """Hold sessions meanwhile, in mode ``serve``."""
 
 
 @dataclass
@@ -68,6 +78,8 @@ class Outcome:
     verdicts: list[Verdict] = field(default_factory=list)
     over: bool = False
     """The run came to its end."""
+    traffic: Traffic | None = None
+    """What clients of sessions were told."""
     stands_still: bool = False
     """It had recovered from all faults, and then made no train step in time."""
 
@@ -103,7 +115,7 @@ async def play(
     """
     loop = asyncio.get_running_loop()
     witness = Witness()
-    injector = Injector(targets, witness, timeout=plan.timeout, tell=tell, budget=plan.budget)
+    injector = Injector(targets, witness, timeout=plan.timeout, tell=tell, budget=plan.budget, marks=plan.marks)
     outcome = Outcome(plan.schedule, targets.where, witness, injector.done, loop.time())
 
     def over() -> bool:
@@ -114,11 +126,16 @@ async def play(
             group.create_task(watch(bus, topology, witness), name="watch"),
             group.create_task(_look(witness, weights), name="look"),
         ]
+        asking = None if plan.clients is None else group.create_task(plan.clients.work(), name="clients")
         await _first_steps(witness, plan.after, over)
         tell(f"the run has made {plan.after} train steps; {len(plan.schedule.faults)} faults follow")
         await injector.run(plan.schedule.faults, over=over)
         if injector.stuck is None:
             outcome.stands_still = not await _go_on(witness, plan, over)
+        if asking is not None and plan.clients is not None:
+            tell("the clients hold their sessions to the end, and wait until these are settled")
+            await plan.clients.finish(asking, plan.timeout)
+            outcome.traffic = plan.clients.traffic
         for task in watching:
             task.cancel()
     outcome.seconds, outcome.steps, outcome.over = loop.time() - outcome.began, len(witness.steps), over()
@@ -221,8 +238,11 @@ async def judge(
         weights.look()
     expected = Expected(tasks=_tasks(config), keeps_all=not config.operator.operators)
     add(_recovered(outcome, code))
+    if any(fault.point in INSIDE for fault in outcome.schedule.faults):
+        add(_points_passed(outcome))
     try:
         record = await read_record(bus, topology, store, weights.folders if weights is not None else ())
+        sessions = await read_sessions(bus, topology) if config.mode == "serve" else None
         found, total = await letters(bus, topology, MOST_LETTERS)
     except BusError as error:
         add(Verdict("streams can be read", "violated", "1 violation", (str(error),)))
@@ -230,6 +250,8 @@ async def judge(
     add(invariants.decodes(record))
     add(invariants.one_outcome(record, expected))
     add(invariants.trained_once(record))
+    if sessions is not None:
+        outcome.verdicts += judge_sessions(outcome.traffic, sessions, record)
     add(invariants.versions_rise(record, witness.commits, witness.committed, witness.served))
     add(invariants.versions_existed(record))
     if weights is not None:
@@ -270,6 +292,18 @@ def _recovered(outcome: Outcome, code: int | None) -> Verdict:
     if not violations and not struck:
         return Verdict("the run recovers", "not checked", "no fault was done")
     return invariants.judged("the run recovers", violations, f"from each of {len(struck)} faults")
+
+
+def _points_passed(outcome: Outcome) -> Verdict:
+    """Each point inside an agent that the schedule asks for was hit, by one of its faults at least."""
+    asked = Counter(fault.point for fault in outcome.schedule.faults if fault.point in INSIDE)
+    hit = Counter(done.fault.point for done in outcome.done if done.is_inside)
+    missed = [f"{point} ({INSIDE[str(point)].text}): asked for {times} times" for point, times in asked.items()]
+    return invariants.judged(
+        "points inside agents were hit",
+        [line for line, point in zip(missed, asked, strict=True) if not hit[point]],
+        f"{len(asked)} points, {hit.total()} of {asked.total()} faults",
+    )
 
 
 async def _audited(bus: Bus, topology: Topology, run_dir: Path, store: BlobStore | None) -> Verdict:

@@ -26,7 +26,10 @@ from trinity_mq.messages import (
 from trinity_mq.runtime.deliveries import EXPERIENCES, REFERENCE, acknowledge
 from trinity_mq.runtime.notify import Notifier
 
-LISTENS = (("telemetry", "beat.#"), ("sync", "#"), ("batches", "#"), ("results", "#"), ("ready", "#"))
+LISTENS = (
+    ("telemetry", "beat.#"),
+    *((name, "#") for name in ("sync", "batches", "results", "ready", "sessions")),
+)
 """Exchanges and routing patterns that are listened to."""
 
 

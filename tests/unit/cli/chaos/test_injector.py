@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
+import pytest
+
 from trinity_mq.cli.chaos.injector import Done, Injector, by_role
+from trinity_mq.cli.chaos.marks import Hit, Marks
 from trinity_mq.cli.chaos.schedule import Fault
 from trinity_mq.cli.chaos.targets.base import NotOursError, Victim
 from trinity_mq.cli.chaos.witness import Witness
@@ -24,6 +28,7 @@ class Run:
     """A run of a trainer and two runners that beats, and trains while all of it lives; the targets of an injector."""
 
     where = "a test"
+    is_local = False
     possible: ClassVar[dict[str, Sequence[str]]] = {}
 
     def __init__(self, witness: Witness) -> None:
@@ -215,3 +220,56 @@ def test_a_process_is_not_ended_more_often_than_its_supervisor_bears() -> None:
     assert len(run.acts) == 2
     assert [one.at is None for one in done] == [False, False, True, True]
     assert "its supervisor would give up" in done[2].note
+
+
+class StoppedAt(Marks):
+    """Says that an agent has stopped itself at every point, or that none has."""
+
+    def __init__(self, hit: Hit | None) -> None:
+        self.answer, self.asked = hit, list[tuple[str, int]]()
+
+    async def hit(self, point: str, occurrence: int, over: Callable[[], bool], seconds: float) -> Hit | None:
+        self.asked.append((point, occurrence))
+        return self.answer
+
+
+class Processes(Run):
+    """The same, by process id."""
+
+    async def find(self, role: str) -> list[Victim]:
+        return [replace(one, identity=f"{7 + self.lives[one.name]}@1") for one in await super().find(role)]
+
+
+def at_point(kind: str, hit: Hit | None) -> tuple[Run, Done, StoppedAt]:
+    async def main() -> tuple[Run, Done, StoppedAt]:
+        witness, marks = Witness(), StoppedAt(hit)
+        run = Processes(witness)
+        injector = Injector(run, witness, timeout=60.0, tell=lambda _line: None, marks=marks)
+        going = asyncio.create_task(run.go())
+        await asyncio.sleep(3.5)
+        strikes = fault(1, "runner", kind, point="result_confirmed", occurrence=2, seconds=1.0)
+        await injector.run([strikes], over=lambda: False)
+        going.cancel()
+        return run, injector.done[0], marks
+
+    return run_virtually(main(), limit=1000)
+
+
+def test_who_stopped_itself_at_the_point_is_the_victim_and_not_the_one_that_was_picked() -> None:
+    run, done, marks = at_point("kill", Hit("runner-1", 8))
+    assert marks.asked == [("result_confirmed", 2)]
+    assert run.acts == [(4.5, "kill", "runner-1")]
+    assert (done.is_inside, done.note) == (True, "")
+
+
+def test_a_victim_that_outlives_the_fault_goes_on_from_its_point() -> None:
+    run, done, _ = at_point("restart", Hit("runner-1", 8))
+    assert run.acts == [(4.5, "restart", "runner-1"), (4.5, "end of freeze", "runner-1")]
+    assert done.is_inside
+
+
+@pytest.mark.parametrize("hit", [None, Hit("runner-1", 99)])
+def test_a_point_inside_that_nobody_passes_is_said_and_does_not_count(hit: Hit | None) -> None:
+    run, done, _ = at_point("kill", hit)
+    assert run.acts == [(4.5, "kill", "runner-0")]
+    assert (done.is_inside, done.note) == (False, "its point did not come")

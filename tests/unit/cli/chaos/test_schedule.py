@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from trinity_mq.cli.chaos.points import POINTS
+from trinity_mq.cli.chaos.points import INSIDE, POINTS
 from trinity_mq.cli.chaos.schedule import ENDS, KINDS, ROLES, Schedule, draw, load, save
 from trinity_mq.cli.errors import CommandError
 
@@ -24,7 +24,7 @@ def test_a_seed_repeats_its_schedule_and_others_differ() -> None:
 
 def test_the_schedule_of_a_seed_is_the_same_in_every_release() -> None:
     """Who reports a seed must get the same faults back; a change of drawing is a new format."""
-    first = draw(7, 3, EVERYTHING, 3.0).faults
+    first = draw(7, 3, {role: kinds for role, kinds in EVERYTHING.items() if role != "gateway"}, 3.0).faults
     assert [(one.role, one.kind, one.point, one.wait) for one in first] == [
         ("engine", "kill", None, 2.285),
         ("runner", "kill", None, 2.673),
@@ -103,3 +103,25 @@ def test_the_file_is_json_for_other_programs(tmp_path: Path) -> None:
     data = json.loads((tmp_path / "schedule.json").read_text())
     assert data["drawn_from"]["count"] == 2
     assert [line["number"] for line in data["faults"]] == [1, 2]
+
+
+def test_points_inside_agents_are_drawn_evenly_and_change_nothing_else() -> None:
+    plain, moved = draw(5, 600, EVERYTHING, 1.0).faults, draw(5, 600, EVERYTHING, 1.0, inside=0.5).faults
+    assert draw(5, 600, EVERYTHING, 1.0, inside=0.5).faults == moved
+    for before, after in zip(plain, moved, strict=True):
+        assert replace(after, point=before.point, occurrence=before.occurrence) == before
+    inside = [one for one in moved if one.point in INSIDE]
+    assert {one.point for one in inside} == set(INSIDE)
+    assert all(INSIDE[str(one.point)].role == one.role for one in inside)
+    of_gateways = Counter(one.point for one in inside if one.role == "gateway")
+    assert max(of_gateways.values()) - min(of_gateways.values()) <= 1
+    with_some = [one for one in plain if one.role in {point.role for point in INSIDE.values()}]
+    assert 0.4 < len(inside) / len(with_some) < 0.55
+
+
+def test_a_point_inside_another_role_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "schedule.json"
+    fault = {"number": 1, "wait": 0, "role": "runner", "kind": "kill", "pick": 0, "point": "decision_confirmed"}
+    path.write_text(json.dumps({"format": 1, "faults": [fault]}))
+    with pytest.raises(CommandError, match="which only a gateway passes, not a runner"):
+        load(path)

@@ -9,7 +9,7 @@ import pytest
 from trinity_mq.cli.chaos.injector import Done
 from trinity_mq.cli.chaos.schedule import Fault, Schedule
 from trinity_mq.cli.chaos.targets.base import Victim
-from trinity_mq.cli.chaos.trial import Outcome, Plan, _first_steps, _go_on, _rates, _recovered
+from trinity_mq.cli.chaos.trial import Outcome, Plan, _first_steps, _go_on, _points_passed, _rates, _recovered
 from trinity_mq.cli.chaos.witness import Witness
 from trinity_mq.cli.errors import CommandError
 from trinity_mq.messages import Progress
@@ -83,3 +83,16 @@ def test_rates_are_those_before_the_first_fault_and_while_there_were_some() -> N
     done = [Done(FAULT, 7.0, recovered=13.0), Done(FAULT, 14.0, recovered=19.0)]
     assert _rates(done, witness) == (60.0, 10.0)
     assert _rates([Done(FAULT)], witness) == (None, None)
+
+
+def test_a_point_inside_agents_that_was_asked_for_and_never_hit_is_a_violation() -> None:
+    faults = [
+        Fault(number=number, wait=0.0, role="gateway", kind="kill", pick=0.0, point=point)
+        for number, point in enumerate(("decision_confirmed", "decision_confirmed", "task_confirmed"), 1)
+    ]
+    done = [Done(faults[0], 1.0), Done(faults[1], 2.0, is_inside=True), Done(faults[2], 3.0)]
+    verdict = _points_passed(Outcome(Schedule(faults), "a test", Witness(), done))
+    assert verdict.result == "violated"
+    assert verdict.evidence == ("task_confirmed (a session's task is confirmed): asked for 1 times",)
+    done[2].is_inside = True
+    assert _points_passed(Outcome(Schedule(faults), "a test", Witness(), done)).text == "2 points, 2 of 3 faults"

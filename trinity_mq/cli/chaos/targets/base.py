@@ -31,6 +31,8 @@ class Targets(Protocol):
 
     where: str
     """For people, such as ``compose project trinity-mq``."""
+    is_local: bool
+    """Its processes are on this machine, and its gateways can be reached from here."""
 
     @property
     def possible(self) -> Mapping[str, Sequence[str]]:

@@ -53,6 +53,8 @@ class LocalTargets:
         CommandError: This system cannot name processes safely (not Linux).
     """
 
+    is_local = True
+
     def __init__(
         self,
         run_dir: Path,
@@ -81,7 +83,7 @@ class LocalTargets:
         """By role, the kinds of faults."""
         cut = ("cut",) if self._proxy is not None else ()
         agent = ("kill", "freeze", *cut, "restart")
-        agents = dict.fromkeys(("explorer", "runner", "operator", "trainer"), agent)
+        agents = dict.fromkeys(("explorer", "runner", "operator", "trainer", "gateway"), agent)
         return {
             **agents,
             "engine": ("kill", "freeze", "restart"),

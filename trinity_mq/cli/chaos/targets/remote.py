@@ -13,7 +13,7 @@ from trinity_mq.cli.errors import CommandError
 
 COMMAND_SECONDS = 60.0
 """Seconds that ``docker`` or ``kubectl`` may take."""
-AGENT_ROLES = ("explorer", "runner", "operator", "trainer")
+AGENT_ROLES = ("explorer", "runner", "operator", "trainer", "gateway")
 PROJECT_LABEL, SERVICE_LABEL = "com.docker.compose.project", "com.docker.compose.service"
 SHORT_ID = 12
 """Digits of a container's id in its host name, which is in the ids of its agents."""
@@ -71,6 +71,8 @@ class ComposeTargets:
     Args:
         project: The project's name.
     """
+
+    is_local = False
 
     def __init__(self, project: str) -> None:
         self.where = f"compose project {project}"
@@ -165,6 +167,8 @@ class KubernetesTargets:
         namespace: The pods' namespace.
         selectors: Label selectors of agents and broker.
     """
+
+    is_local = False
 
     def __init__(self, namespace: str, selectors: Sequence[str] = SELECTORS) -> None:
         self.where = f"pods of namespace {namespace}"

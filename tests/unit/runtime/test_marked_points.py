@@ -1,0 +1,141 @@
+"""An agent stops itself between a publish's confirm and an acknowledgement where that is armed, and nowhere else."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from trinity_mq.bus import Bus, Topology
+from trinity_mq.bus.memory.bus import MemoryBroker, MemoryBus
+from trinity_mq.cli.chaos.marks import Hit, Marks
+from trinity_mq.cli.chaos.points import INSIDE
+from trinity_mq.config.bus import BrokerConfig
+from trinity_mq.messages import BatchClosed, TaskResult, TaskResults
+from trinity_mq.runtime import marked_points
+from trinity_mq.runtime.deliveries import acknowledge, envelope
+from trinity_mq.runtime.marked_points import POINTS_VARIABLE, MarkedPoints, mark_bus, marked
+from trinity_mq.testing.virtual_time import run_virtually
+
+TOPOLOGY = Topology("run")
+RESULT = TaskResult(batch=1, ticket="t", task_id=1, attempt="a", outcome="finished")
+
+
+async def connected() -> Bus:
+    bus = MemoryBus(MemoryBroker(), TOPOLOGY, config=BrokerConfig())
+    await bus.connect()
+    await bus.declare(*TOPOLOGY.durable)
+    return bus
+
+
+def armed(folder: Path, point: str, occurrence: int = 1) -> Path:
+    path = folder / f"{INSIDE[point].role} {INSIDE[point].passed}{marked_points.ARMED}"
+    path.write_text(f"t {occurrence}")
+    return path
+
+
+def test_it_stops_at_the_occurrence_that_is_armed_after_the_confirm(tmp_path: Path) -> None:
+    stops: list[int] = []
+
+    async def play() -> None:
+        bus = await connected()
+        stream = await bus.consume(TOPOLOGY.results, offset=0)
+
+        def stop() -> None:
+            count = 0
+            while stream.get_nowait() is not None:
+                count += 1
+            stops.append(count)
+
+        mark_bus(bus, MarkedPoints(tmp_path, "runner", "runner-0", stop))
+        path = armed(tmp_path, "result_confirmed", occurrence=2)
+        for number, message in enumerate((RESULT, TaskResults(results=[RESULT]), RESULT)):
+            await bus.publish(TOPOLOGY.exchange("results"), "1", envelope(message, message_id=f"m{number}"))
+            await asyncio.sleep(0)
+        assert not path.exists()
+
+    run_virtually(play(), limit=100)
+    assert len(stops) == 1, "once, and what holds several is one"
+    assert (tmp_path / f"t runner-0 {os.getpid()}{marked_points.HIT}").exists()
+
+
+def test_it_stops_before_the_acknowledgement_and_the_message_is_still_its_own(tmp_path: Path) -> None:
+    seen: list[str] = []
+
+    async def play() -> None:
+        bus = await connected()
+        mark_bus(bus, MarkedPoints(tmp_path, "operator", "operator-0", lambda: seen.append("stopped")))
+        armed(tmp_path, "manifest_unacknowledged")
+        await bus.publish(TOPOLOGY.exchange("batches"), "closed", envelope(BatchClosed(batch=1, ticket="t")))
+        async with await bus.consume(TOPOLOGY.closed) as feed:
+            delivery = await anext(feed)
+            ack = delivery._settle
+
+            async def settle(answer: str) -> None:
+                seen.append(answer)
+                await ack(answer)  # type: ignore[arg-type]
+
+            delivery._settle = settle  # type: ignore[method-assign,assignment]
+            assert await acknowledge(delivery)
+
+    run_virtually(play(), limit=100)
+    assert seen == ["stopped", "ack"]
+
+
+def test_points_of_another_role_and_of_another_name_pass_by(tmp_path: Path) -> None:
+    stops: list[str] = []
+    points = MarkedPoints(tmp_path, "gateway", "gateway-0", lambda: stops.append("stopped"))
+    armed(tmp_path, "result_confirmed")
+    armed(tmp_path, "answer_confirmed")
+    points.passed("confirmed task_result")
+    points.passed("confirmed session_opened")
+    assert stops == []
+    points.passed("confirmed session_call")
+    assert stops == ["stopped"]
+
+
+def test_of_two_agents_one_stops(tmp_path: Path) -> None:
+    stops: list[str] = []
+
+    def stops_as(name: str) -> Callable[[], None]:
+        return lambda: stops.append(name)
+
+    agents = [MarkedPoints(tmp_path, "gateway", name, stops_as(name)) for name in ("gateway-0", "gateway-1")]
+    armed(tmp_path, "decision_confirmed")
+    for agent in agents:
+        agent.passed("confirmed sessions_decided")
+    assert stops == ["gateway-0"]
+
+
+def test_without_the_variable_nothing_is_wrapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(marked_points, "_points", [])
+    monkeypatch.delenv(POINTS_VARIABLE, raising=False)
+
+    async def play() -> None:
+        bus = await connected()
+        marked(bus, "runner", "runner-0")
+        assert "publish" not in vars(bus)
+        assert marked_points._points == []
+        monkeypatch.setenv(POINTS_VARIABLE, str(tmp_path))
+        marked(bus, "runner", "runner-0")
+        assert "publish" in vars(bus)
+
+    run_virtually(play(), limit=100)
+
+
+async def test_whoever_arms_is_told_who_stopped_and_disarms_what_nobody_passed(tmp_path: Path) -> None:
+    marks = Marks(tmp_path)
+    agent = MarkedPoints(tmp_path, "trainer", "trainer-0", lambda: None)
+
+    async def pass_it() -> None:
+        agent.passed("saved checkpoint")  # begins once the point is armed and is waited for
+
+    passing = asyncio.create_task(pass_it())
+    assert await marks.hit("checkpoint_saved", 1, lambda: False, 5.0) == Hit("trainer-0", os.getpid())
+    await passing
+    assert await marks.hit("checkpoint_saved", 1, lambda: False, 0.0) is None
+    assert await marks.hit("checkpoint_saved", 1, lambda: True, 5.0) is None
+    assert list(tmp_path.iterdir()) == []

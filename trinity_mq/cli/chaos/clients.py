@@ -1,0 +1,313 @@
+"""Agents for a trial of mode ``serve``: they hold sessions through all gateways, and note what they were told."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import ssl
+import uuid
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from trinity_mq.config import Config
+from trinity_mq.gateway.app import RECORDED_HEADER, RETRIED_HEADER
+from trinity_mq.gateway.session import SETTLED
+from trinity_mq.gateway.settings import AppSettings
+
+AGAIN_SECONDS = 0.25
+"""Until a request that found nobody is sent again."""
+REQUEST_SECONDS = 8.0
+"""Longest wait for an answer: a gateway may be frozen."""
+PAUSE_SECONDS = 0.4
+"""Mean time between two sessions of one client."""
+IDLE_TTL, REWARD_TTL = 120.0, 90.0
+"""Seconds that are asked for with each session: longer than an outage."""
+PASSING = {429, 502, 503, 504}
+UNKNOWN = {401, 403, 404}
+"""Answers of a gateway that does not know a session: where they stay, the session is lost."""
+UNKNOWN_SECONDS = 45.0
+WAYS = ("with the end", "with the end", "before", "late", "twice", "of the call", "none", "discard")
+LOST_SHARE, GROUP_SHARE, TURNS = 0.15, 0.25, 2
+
+
+class TrafficOver(Exception):
+    """No request is sent any more."""
+
+
+@dataclass
+class Asked:
+    """One request to the model, however often it was sent."""
+
+    tries: int = 0
+    call: str = ""
+    """Id of the answer that its client has; empty: it has none."""
+    recorded: str = ""
+    """The gateway's word: ``yes``, ``no`` or ``off``."""
+
+
+@dataclass
+class Told:
+    """A session as its client knows it."""
+
+    id: str
+    key: str
+    group: str = ""
+    recorded: bool = True
+    """The gateway said so when it was opened."""
+    asked: list[Asked] = field(default_factory=list)
+    reward: float | None = None
+    """The last one of the whole session that was accepted."""
+    rewarded: bool = False
+    """A reward of it or of a call was accepted."""
+    ended: bool = False
+    discarded: bool = False
+    unsure: list[str] = field(default_factory=list)
+    """Requests whose effect its client cannot know: refused after a try whose answer was lost."""
+    state: str = ""
+    """The state that a gateway told last."""
+
+    @property
+    def must_train(self) -> bool:
+        """All of it was answered as done: it becomes training data, or somebody says why not."""
+        is_whole = self.recorded and self.rewarded and self.ended and not (self.discarded or self.unsure)
+        return is_whole and any(one.recorded == "yes" for one in self.asked)
+
+
+@dataclass
+class Traffic:
+    """What all clients were told."""
+
+    sessions: list[Told] = field(default_factory=list)
+    failures: Counter[str] = field(default_factory=Counter)
+    """Requests that found nobody, by status or error."""
+    refused: list[str] = field(default_factory=list)
+    """Requests that no client should have been refused."""
+    settled: bool = False
+    """Every session that must be was settled in time after the last request."""
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """Numbers for the report."""
+        asked = [one for told in self.sessions for one in told.asked]
+        return {
+            "sessions": len(self.sessions),
+            "rewarded": sum(told.rewarded for told in self.sessions),
+            "calls": len(asked),
+            "recorded": sum(one.recorded == "yes" for one in asked),
+            "unrecorded": sum(one.recorded == "no" for one in asked),
+            "repeated": sum(one.tries > 1 for one in asked),
+            "found nobody": self.failures.total(),
+        }
+
+
+class Clients:
+    """Agents that hold sessions until they are asked to finish.
+
+    Args:
+        config: The run's, of mode ``serve``.
+        seed: Draws what they do.
+        at_once: Number of agents.
+    """
+
+    def __init__(self, config: Config, seed: int, at_once: int) -> None:
+        gateway, settings = config.gateway, AppSettings.of(config)
+        scheme = "https" if gateway.cert_file else "http"
+        host = gateway.host if gateway.is_local else "127.0.0.1"
+        self.urls = [f"{scheme}://{host}:{gateway.port + number}" for number in range(gateway.num_gateways)]
+        self._tls = ssl.create_default_context(cafile=gateway.cert_file) if gateway.cert_file else None
+        if self._tls is not None:
+            self._tls.check_hostname = False  # it is made for the address that strangers use
+        self._key = _first_key(gateway.key_file)
+        self._grouped, self._size = settings.compares_runs, max(settings.group_size, 2)
+        self._seed, self._at_once = seed, at_once
+        self._stopping, self._over = asyncio.Event(), asyncio.Event()
+        self.traffic = Traffic()
+
+    async def work(self) -> None:
+        """Hold sessions until :meth:`finish`; those that have begun are held to their end."""
+        connector = aiohttp.TCPConnector(ssl=self._tls if self._tls is not None else True, limit=0)
+        limit = aiohttp.ClientTimeout(total=REQUEST_SECONDS)
+        async with aiohttp.ClientSession(connector=connector, timeout=limit) as self._http:
+            async with asyncio.TaskGroup() as group:
+                for number in range(self._at_once):
+                    group.create_task(self._agent(number), name=f"client {number}")
+            self._stopping.set()
+            await self._settle()
+
+    async def finish(self, working: asyncio.Task[None], seconds: float) -> None:
+        """Begin no further session, and wait so long until all are settled."""
+        self._stopping.set()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await asyncio.shield(working)
+        self._over.set()
+        await asyncio.wait([working])
+
+    async def _agent(self, number: int) -> None:
+        dice = random.Random(f"{self._seed} {number}")
+        with contextlib.suppress(TrafficOver):
+            while not self._stopping.is_set():
+                if self._grouped or dice.random() < GROUP_SHARE:
+                    group = uuid.uuid4().hex
+                    for _ in range(self._size):
+                        await self._session(dice, group)
+                else:
+                    await self._session(dice, "")
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(dice.uniform(0, 2 * PAUSE_SECONDS)):
+                        await self._stopping.wait()
+
+    async def _session(self, dice: random.Random, group: str) -> None:
+        body = {
+            "idle_ttl": IDLE_TTL,
+            "ttl": REWARD_TTL,
+            **({"group": group, "group_size": self._size} if group else {}),
+        }
+        status, made, _ = await self._send(dice, "POST", "/sessions", body, self._key)
+        if status != 201:
+            self.traffic.refused.append(f"POST /sessions: {status} {made}")
+            return
+        told = Told(made["id"], made["key"], group, bool(made["recorded"]))
+        self.traffic.sessions.append(told)
+        for number in range(dice.randint(1, TURNS)):
+            await self._ask(dice, told, number)
+        way = "with the end" if group else dice.choice(WAYS)
+        reward = round(dice.random(), 6)
+        if way in {"before", "twice"}:
+            await self._reward(dice, told, {"reward": reward})
+        if way == "twice":
+            await self._reward(dice, told, {"reward": round(1 - reward, 6)})
+        if way == "of the call" and told.asked[-1].call:
+            await self._reward(dice, told, {"reward": reward, "call": told.asked[-1].call})
+        await self._end(dice, told, way, reward)
+        if way == "late":
+            await asyncio.sleep(dice.uniform(0.2, 2.0))
+            await self._reward(dice, told, {"reward": reward})
+
+    async def _ask(self, dice: random.Random, told: Told, number: int) -> None:
+        """Ask the model; some clients give up at once, and repeat the request as an SDK does."""
+        asked = Asked()
+        told.asked.append(asked)
+        # a turn has other digits than the one before: an SDK's repeat has the same
+        question = f"{number},{dice.randrange(10)},{dice.randrange(10)}="
+        body = {"model": "any", "messages": [{"role": "user", "content": question}]}
+        patience = dice.uniform(0.0, 0.03) if dice.random() < LOST_SHARE else None
+        path = f"/s/{told.id}/v1/chat/completions"
+        status, answer, headers = await self._send(dice, "POST", path, body, told.key, asked, patience)
+        if status != 200:
+            self._note_refusal(told, path, status, answer)
+            return
+        asked.call, asked.recorded = answer["id"], headers.get(RECORDED_HEADER, "")
+
+    async def _reward(self, dice: random.Random, told: Told, body: Mapping[str, Any]) -> None:
+        sent = {**body, "key": uuid.uuid4().hex}
+        tries = Asked()
+        status, answer, _ = await self._send(dice, "POST", f"/s/{told.id}/reward", sent, told.key, tries)
+        if status == 200:
+            told.rewarded = True
+            told.reward = body["reward"] if "call" not in body else told.reward
+        elif status == 409:  # decided meanwhile; refused after a lost try, it may have counted
+            told.unsure += ["reward"] if tries.tries > 1 else []
+        else:
+            self._note_refusal(told, "reward", status, answer)
+
+    async def _end(self, dice: random.Random, told: Told, way: str, reward: float) -> None:
+        body: dict[str, Any] = {"outcome": "discard"} if way == "discard" else {}
+        body |= {"reward": reward} if way == "with the end" else {}
+        tries = Asked()
+        status, answer, _ = await self._send(dice, "POST", f"/s/{told.id}/end", body, told.key, tries)
+        if status == 200:
+            told.ended, told.discarded = True, way == "discard"
+            if way == "with the end":
+                told.reward, told.rewarded = reward, True
+        elif status == 409:
+            told.unsure.append("end")
+        else:
+            self._note_refusal(told, "end", status, answer)
+
+    def _note_refusal(self, told: Told, what: str, status: int, answer: Any) -> None:
+        told.unsure.append(what)
+        self.traffic.refused.append(f"session {told.id}, {what}: {status} {str(answer)[:300]}")
+
+    async def _send(
+        self,
+        dice: random.Random,
+        method: str,
+        path: str,
+        body: Any,
+        key: str,
+        asked: Asked | None = None,
+        patience: float | None = None,
+    ) -> tuple[int, Any, Mapping[str, str]]:
+        """Return status, answer and headers; what finds nobody is sent again, to the next gateway.
+
+        Raises:
+            TrafficOver: It is too late for that.
+        """
+        asked = asked or Asked()
+        first, clock = dice.randrange(len(self.urls)), asyncio.get_running_loop().time
+        began = clock()
+        while not self._over.is_set():
+            url = self.urls[(first + asked.tries) % len(self.urls)]
+            headers = {"Authorization": f"Bearer {key}"} if key else {}
+            if asked.tries and "/v1/" in path:
+                headers[RETRIED_HEADER] = str(asked.tries)
+            asked.tries += 1
+            try:
+                async with asyncio.timeout(patience):
+                    status, answer, given = await self._request(method, url + path, body, headers)
+                if status not in PASSING and not (status in UNKNOWN and clock() - began < UNKNOWN_SECONDS):
+                    return status, answer, given
+                self.traffic.failures[str(status)] += 1
+            except (aiohttp.ClientError, OSError, TimeoutError) as error:
+                self.traffic.failures[type(error).__name__] += 1
+            if patience is None:
+                await asyncio.sleep(AGAIN_SECONDS)
+            patience = None
+        raise TrafficOver
+
+    async def _request(
+        self, method: str, url: str, body: Any, headers: Mapping[str, str]
+    ) -> tuple[int, Any, Mapping[str, str]]:
+        async with self._http.request(method, url, json=body, headers=headers) as response:
+            return response.status, await response.json(content_type=None), dict(response.headers)
+
+    # -- the end
+
+    async def _settle(self) -> None:
+        """Ask about every session until nothing is to be done about it any more."""
+        dice = random.Random(self._seed)
+        waiting: Sequence[Told] = [told for told in self.traffic.sessions if told.must_train]
+        with contextlib.suppress(TrafficOver):
+            while waiting:
+                for told in waiting:
+                    _, shown, _ = await self._send(dice, "GET", f"/s/{told.id}", None, told.key)
+                    told.state = str(shown.get("state", "unknown")) if isinstance(shown, dict) else "unknown"
+                waiting = [told for told in waiting if told.state not in SETTLED]
+                if waiting:
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(1.0):
+                            await self._over.wait()
+            self.traffic.settled = True
+
+
+def clients_of(config: Config, seed: int, at_once: int, tell: Callable[[str], None]) -> Clients | None:
+    """Return the clients of a run; None: it serves nobody, or at a port that nobody knows here."""
+    if config.mode != "serve" or at_once == 0:
+        return None
+    if config.gateway.port == 0:
+        tell("gateway.port is 0: no client of ours knows it; set another one for traffic")
+        return None
+    return Clients(config, seed, at_once)
+
+
+def _first_key(path: str | None) -> str:
+    """Return the first key of a run's key file, as whoever makes sessions has it."""
+    lines = [] if path is None else Path(path).read_text(encoding="utf-8").splitlines()
+    return next((line.strip() for line in lines if line.strip()), "")
