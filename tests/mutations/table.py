@@ -15,6 +15,7 @@ RUNNER, OPERATOR, GATEWAY = (
     "agents/trinity_agents/gateway",
 )
 ACTING = "unit/agents/gateway/test_acting_lock.py"
+OUTAGES = "unit/agents/gateway/test_outages.py"
 CHECKPOINTS = "trinity_mq/training/checkpoints"
 GATE = "trinity_mq/sync/gate"
 DEADLY = "unit/agents/trainer/test_deadly_steps.py"
@@ -394,10 +395,38 @@ MUTATIONS = [
     ),
     Mutation(
         "carried events do not say where their first copy was",
-        f"{GATEWAY}/acting.py",
-        "{ORIGIN: event.origin, ",
-        "{",
+        f"{GATEWAY}/stream_book.py",
+        "{ORIGIN: event.origin}",
+        "{}",
         f"{ACTING}::test_what_is_carried_over_retention_says_where_its_first_copy_was",
+    ),
+    Mutation(
+        "a gateway that is back after retention keeps its sessions",
+        f"{GATEWAY}/stream_book.py",
+        "self._begin_anew(cut.got)",
+        "self._offset = cut.got",
+        f"{OUTAGES}::test_a_gateway_that_is_back_after_retention_builds_its_sessions_anew",
+    ),
+    Mutation(
+        "tasks whose copy waits in the queue are submitted again",
+        f"{GATEWAY}/submissions.py",
+        "dict.fromkeys(names[:lost])",
+        "dict.fromkeys(names)",
+        f"{OUTAGES}::test_a_task_waits_in_the_queue_once_however_long_training_is_behind",
+    ),
+    Mutation(
+        "limits of time run while the broker is away",
+        f"{GATEWAY}/acting.py",
+        "step > LONGEST_STEP or not (is_usable and self._was_usable)",
+        "step > LONGEST_STEP",
+        f"{OUTAGES}::test_limits_of_time_stand_still_while_the_broker_is_away",
+    ),
+    Mutation(
+        "an outsider's message id is taken for one of a gateway",
+        "trinity_mq/gateway/session.py",
+        "self.message_id == other.message_id and self.outside == other.outside",
+        "self.message_id == other.message_id",
+        f"{OUTAGES}::test_the_id_of_an_outsiders_message_blocks_nothing_of_ours",
     ),
     Mutation(
         "a key may do everything in its session",

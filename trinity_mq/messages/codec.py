@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
@@ -11,7 +12,14 @@ from pydantic import ValidationError
 
 from trinity_mq.messages.base import Message
 from trinity_mq.messages.batches import BatchClosed, BatchReady, ExperienceReference, Mark, Progress, RunEnd
-from trinity_mq.messages.msgpack_scan import MAX_CONTAINERS, MAX_NESTING, QUICK_ARRAY_LENGTH, measure, scan
+from trinity_mq.messages.msgpack_scan import (
+    MAX_CONTAINERS,
+    MAX_NESTING,
+    QUICK_ARRAY_LENGTH,
+    container_bytes,
+    is_whole,
+    scan,
+)
 from trinity_mq.messages.reviews import ReviewClosed, ReviewRequest, ReviewVerdict
 from trinity_mq.messages.sessions import (
     SessionCall,
@@ -158,12 +166,16 @@ def _fields(body: bytes, content_type: str | None) -> dict[str, Any]:
 
 
 def _from_msgpack(body: bytes) -> Any:
-    measure(body)  # raises where it nests too deep or holds too many lists and maps
-    try:
-        return _unpack(body, QUICK_ARRAY_LENGTH)
-    except ValueError:
-        scan(body)  # holds all it claims to hold, so no length in it asks for more memory than it may
-        return _unpack(body, len(body))
+    containers = container_bytes(body)  # at the most
+    if containers <= MAX_NESTING:
+        with contextlib.suppress(ValueError):
+            return _unpack(body, QUICK_ARRAY_LENGTH)
+    if containers > MAX_CONTAINERS or not is_whole(body):
+        scan(body)  # raises where it nests too deep, holds too many lists and maps or less than it claims
+    fields = _unpack(body, len(body))  # no length in it asks for more memory than it may
+    if containers > MAX_NESTING and _too_deep(fields, MAX_NESTING):
+        scan(body)
+    return fields
 
 
 def _unpack(body: bytes, longest: int) -> Any:
@@ -208,7 +220,10 @@ def _too_deep(value: Any, left: int) -> bool:
         return False
     if left == 0:
         return True
-    return any(_too_deep(item, left - 1) for item in (value.values() if isinstance(value, dict) else value))
+    items = value.values() if isinstance(value, dict) else value
+    if not {dict, list} & set(map(type, items)):  # most lists are long ones of numbers
+        return False
+    return any(_too_deep(item, left - 1) for item in items)
 
 
 def _short(value: Any, limit: int = 80) -> str:

@@ -7,6 +7,8 @@ the speed of C and walks the others.
 
 from __future__ import annotations
 
+import msgpack
+
 MAX_NESTING = 64
 """Containers within containers."""
 
@@ -47,6 +49,19 @@ _NO_CONTAINER = bytes(byte for byte in range(256) if _TABLE[byte][0] not in {_AR
 def container_bytes(document: bytes) -> int:
     """Return how many bytes look like the first one of a list or map: never fewer than there are of those."""
     return len(document.translate(None, _NO_CONTAINER))
+
+
+def is_whole(document: bytes) -> bool:
+    """Return whether these bytes are exactly one msgpack document that holds all it claims to hold, at the speed of C
+    and without building any of it. It may nest deeper than :data:`MAX_NESTING`.
+    """
+    reader = msgpack.Unpacker(max_buffer_size=len(document) + 1)
+    reader.feed(document)
+    try:
+        reader.skip()
+    except (ValueError, msgpack.UnpackException):
+        return False
+    return bool(reader.tell() == len(document))
 
 
 def measure(document: bytes) -> int:

@@ -14,6 +14,8 @@ from trinity_mq.messages import (
     Mark,
     Message,
     Progress,
+    SampledChoice,
+    SessionCall,
     SyncEvent,
     TaskBody,
     TaskResult,
@@ -24,6 +26,7 @@ from trinity_mq.messages import (
     encode,
 )
 from trinity_mq.messages.batches import Accepted
+from trinity_mq.messages.msgpack_scan import MAX_NESTING
 
 MESSAGES: list[Message] = [
     TaskSubmission(task=TaskBody(raw_task={"question": "1+1", "answer": "2"}), submission_id="s"),
@@ -98,3 +101,26 @@ def test_every_truncation_is_a_decode_error() -> None:
     for length in range(len(body)):
         with pytest.raises(DecodeError):
             decode_any(body[:length])
+
+
+def test_a_body_with_thousands_of_tokens_is_not_walked_in_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gateway reads gigabytes of them when it starts."""
+    tokens = list(range(100_000, 105_000))
+    choice = SampledChoice(ids=tokens, logprobs=[-0.5] * len(tokens))
+    call = SessionCall(session="s", call="c", at=1.0, prompt=tokens, choices=[choice])
+
+    def walk(document: bytes) -> int:
+        raise AssertionError(f"{len(document)} bytes were walked byte by byte")
+
+    monkeypatch.setattr("trinity_mq.messages.codec.scan", walk)
+    assert decode(encode(call), SessionCall) == call
+
+
+@pytest.mark.parametrize("depth", [MAX_NESTING, MAX_NESTING + 1, 500, 2000])
+def test_the_nesting_of_a_body_with_many_numbers_is_bounded(depth: int) -> None:
+    deep = b"\x91" * (depth - 1) + b"\x90"
+    numbers = b"\xdd" + (200).to_bytes(4, "big") + b"\xcd\x90\x90" * 200  # they look like lists
+    body = b"\x83\xa4kind\xa4mark\xa5nonce" + deep + b"\xa1n" + numbers
+    match = "nested deeper" if depth >= MAX_NESTING else "nonce"
+    with pytest.raises(DecodeError, match=match):
+        decode(body, Mark)
