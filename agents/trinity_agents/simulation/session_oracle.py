@@ -131,7 +131,8 @@ class Oracle:
         """Second decisions about a session."""
         self.copies = 0
         """Messages that repeat an earlier one."""
-        self._known: set[tuple[str, str]] = set()
+        self._known: set[tuple[str, bool]] = set()
+        """Message ids, and whether another program than a gateway chose them."""
         self._early: dict[str, list[tuple[Stored, Event]]] = {}
         """Events of sessions that have not begun."""
         self._trained: dict[str, SessionsTrained] = {}
@@ -149,7 +150,7 @@ class Oracle:
         if stored.routing_key == "session" and body.kind not in OUTSIDE:
             self.refused.append(_named(stored))
             return
-        name = body.kind, str(stored.message_id)
+        name = str(stored.message_id), "session" in (stored.routing_key, stored.headers.get("by"))
         if name in self._known:
             self.copies += 1
             return
@@ -191,12 +192,13 @@ class Oracle:
             session.take(body)
 
     def _decided(self, stored: Stored, body: SessionsDecided) -> None:
-        for name in body.sessions:
-            session = self.sessions[name]
-            if session.decided is None:
-                session.decided, session.decided_at = body, stored.offset or 0
-            elif session.decided != body:
-                self.contradictions.append(f"{name} was decided as {session.decided} and as {body}")
+        """Of two decisions about a session the earlier one counts; the later one counts for none of its sessions."""
+        members = [self.sessions[name] for name in body.sessions]
+        if wrong := [one.id for one in members if one.decided is not None]:
+            self.contradictions.append(f"{wrong} were decided before {body}")
+            return
+        for one in members:
+            one.decided, one.decided_at = body, stored.offset or 0
 
     def _of_submission(self, submission: str) -> list[OracleSession]:
         return [one for one in self.sessions.values() if one.decided and one.decided.submission == submission]

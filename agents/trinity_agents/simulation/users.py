@@ -67,6 +67,8 @@ class Diary:
     """The conversation so far."""
     call: str = ""
     """Id of the latest answer."""
+    is_one_call: bool = False
+    """It was made by a call without a session."""
 
 
 class Users:
@@ -205,7 +207,7 @@ class Users:
         reply = await self._send("POST", "/v1/chat/completions", body, {}, asked)
         if reply is None or reply.status != 200:
             return
-        diary = Diary(reply.body["id"], "train", "", "one call", asked=[asked])
+        diary = Diary(reply.body["id"], "train", "", "one call", asked=[asked], is_one_call=True)
         said = reply.body["choices"][0]["message"]["content"]
         asked.answers[answer_of(int(said.split()[0]))] = reply.headers.get("X-TMQ-Recorded", "")
         self.diaries.append(diary)

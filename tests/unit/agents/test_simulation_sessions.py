@@ -18,8 +18,8 @@ from trinity_agents.simulation.explore import Played, explore, play
 from trinity_agents.simulation.schedule import draw
 from trinity_mq.gateway.session import Session
 
-DEFAULT, CHUNK, END = 16, 50, 2000
-"""Seeds of the default test; seeds of an extended one, and the end of all."""
+DEFAULT, FEW, CHUNK, END = 16, 4, 50, 2000
+"""Seeds of the default tests and of one of them; seeds of an extended one, and the end of all."""
 OFTEN = [
     "gateway: killed",
     "gateway: frozen",
@@ -52,7 +52,7 @@ OFTEN = [
 REACHED = Coverage(ALL_STATES)
 
 chunks = [
-    range(DEFAULT),
+    *(range(first, first + FEW) for first in range(0, DEFAULT, FEW)),
     *(
         pytest.param(range(first, min(first + CHUNK, END)), marks=[pytest.mark.extended, pytest.mark.timeout(900)])
         for first in range(DEFAULT, END, CHUNK)
@@ -60,7 +60,7 @@ chunks = [
 ]
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize("seeds", chunks, ids=lambda seeds: f"{seeds.start}:{seeds.stop}")
 def test_simulated_sessions_are_trained_on_once(seeds: range) -> None:
     coverage, failed = explore(seeds, sessions=True)
