@@ -6,6 +6,7 @@ A failure names its seed and the command that plays it again; docs/simulation.md
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -87,7 +88,7 @@ def every_gateway_acts(monkeypatch: pytest.MonkeyPatch) -> None:
         return True
 
     async def never(self: Gateway) -> None:
-        return
+        await asyncio.Event().wait()
 
     monkeypatch.setattr(Gateway, "take_lock", at_once)
     monkeypatch.setattr(Gateway, "restart_without_lock", never)
