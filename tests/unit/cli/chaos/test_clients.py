@@ -56,8 +56,7 @@ async def test_what_they_note_agrees_with_what_the_gateway_keeps(tmp_path: Path)
     assert any(told.must_train for told in traffic.sessions)
     assert {told.discarded for told in traffic.sessions} == {True, False}
     assert any(told.group for told in traffic.sessions)
-    superseded = {call.supersedes for calls in record.calls.values() for call in calls.values()}
-    assert len(superseded) > 1, "requests were given up and repeated with the header of the SDKs"
+    assert traffic.failures["TimeoutError"] > 0, "some give up at once"
     assert not traffic.settled, "nobody trains here"
 
 
