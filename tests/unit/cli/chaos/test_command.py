@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from trinity_mq.cli.chaos import command
+from trinity_mq.cli.chaos.clients import Asked, Told, Traffic
 from trinity_mq.cli.chaos.injector import Done
 from trinity_mq.cli.chaos.invariants import Verdict
 from trinity_mq.cli.chaos.report import as_json, lines
@@ -24,6 +26,8 @@ from trinity_mq.cli.main import _parser, main
     [
         ([], "name a run: a YAML file to start one, or --attach RUN_FOLDER"),
         (["x.yaml", "--attach", "runs/y"], "'x.yaml' and --attach runs/y are two runs"),
+        (["x.yaml", "--inside", "2"], "--inside is 2, wanted a share from 0 to 1"),
+        (["x.yaml", "--clients", "-1"], "--clients is -1, wanted at least 0"),
         (["x.yaml", "--kills", "0"], "--kills is 0, wanted at least 1"),
         (["x.yaml", "--timeout", "0"], "--timeout is 0, wanted more than 0 seconds"),
         (["x.yaml", "--kinds", "kill,tickle"], "wanted some of kill, freeze, cut, restart"),
@@ -84,6 +88,20 @@ def test_the_report_has_each_fault_each_verdict_and_what_it_cost() -> None:
     assert data["invariants"][0]["evidence"] == ["fault 2 (freeze trainer-0): it was not heard of"]
 
 
+def test_the_report_counts_faults_by_role_and_point_and_what_clients_were_told() -> None:
+    seen = outcome()
+    asked = [Asked(tries=2, call="c", recorded="yes"), Asked(tries=1, call="d", recorded="no")]
+    seen.traffic = Traffic([Told("a", "k", asked=asked, rewarded=True), Told("b", "k")], Counter({"503": 3}))
+    text = "\n".join(lines(seen, Path("s.json"), "trinity-mq chaos x"))
+    assert "\nrunner     1 kill; 1 at sync_commit\ntrainer    1 freeze\n" in text, "of a point that came"
+    assert (
+        "\nclients    2 sessions, 1 rewarded, 2 calls, 1 recorded, 1 unrecorded, 1 repeated, 3 found nobody\n" in text
+    )
+    data = as_json(seen, Path("s.json"), "trinity-mq chaos x")
+    assert data["by_role"] == {"runner": ({"kill": 1}, {"sync_commit": 1}), "trainer": ({"freeze": 1}, {})}
+    assert data["traffic"]["recorded"] == 1
+
+
 @pytest.mark.parametrize(
     "words",
     [
@@ -91,6 +109,7 @@ def test_the_report_has_each_fault_each_verdict_and_what_it_cost() -> None:
         ["--attach", "runs/x", "--seed", "3", "--further", "2"],
         ["x.yaml", "--compose", "mine", "--kinds", "kill"],
         ["x.yaml", "--schedule", "s.json", "--every", "1"],
+        ["x.yaml", "mode=serve", "--inside", "0.25", "--clients", "4"],
     ],
 )
 def test_the_command_that_repeats_it_means_the_same(words: list[str]) -> None:
