@@ -186,8 +186,7 @@ def rewards_as_accepted(found: SessionEvidence) -> Faults:
     for diary in () if found.run.users is None else found.run.users.diaries:
         session = found.oracle.sessions.get(diary.id)
         if session is None:
-            said = {said for asked in diary.asked for said in asked.answers.values()}
-            if not diary.is_one_call or "yes" in said:
+            if diary.is_kept:
                 yield f"session {diary.id} was made, and is not on the stream"
             continue
         for told in diary.rewards:

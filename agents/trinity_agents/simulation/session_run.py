@@ -210,7 +210,7 @@ class SessionRun(ScheduledRun):
 
     async def _until_settled(self, users: Users) -> None:
         """Wait until a gateway knows all sessions of users as settled."""
-        names = [diary.id for diary in users.diaries]
+        names = [diary.id for diary in users.diaries if diary.is_kept]
         deadline = asyncio.get_running_loop().time() + SETTLED_WITHIN
         while (left := self._unsettled(names)) and asyncio.get_running_loop().time() < deadline:
             names = left

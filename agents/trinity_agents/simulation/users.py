@@ -70,6 +70,11 @@ class Diary:
     is_one_call: bool = False
     """It was made by a call without a session."""
 
+    @property
+    def is_kept(self) -> bool:
+        """It is sure to be on the stream: an answer to a call without a session is given without it, if need be."""
+        return not self.is_one_call or "yes" in {said for asked in self.asked for said in asked.answers.values()}
+
 
 class Users:
     """All users of a run.
