@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from trinity_mq.bus import Bus, Topology
+from trinity_agents.trainer.saving import CheckpointSaver
+from trinity_mq.bus import Bus, Envelope, Topology
 from trinity_mq.bus.memory.bus import MemoryBroker, MemoryBus
 from trinity_mq.cli.chaos.marks import Hit, Marks
 from trinity_mq.cli.chaos.points import INSIDE
@@ -38,27 +39,26 @@ def armed(folder: Path, point: str, occurrence: int = 1) -> Path:
 
 
 def test_it_stops_at_the_occurrence_that_is_armed_after_the_confirm(tmp_path: Path) -> None:
-    stops: list[int] = []
+    seen: list[str] = []
 
     async def play() -> None:
         bus = await connected()
-        stream = await bus.consume(TOPOLOGY.results, offset=0)
+        publish = bus._publish
 
-        def stop() -> None:
-            count = 0
-            while stream.get_nowait() is not None:
-                count += 1
-            stops.append(count)
+        async def confirmed(exchange: str, routing_key: str, envelope: Envelope) -> bool:
+            taken = await publish(exchange, routing_key, envelope)
+            seen.append(envelope.message_id)
+            return taken
 
-        mark_bus(bus, MarkedPoints(tmp_path, "runner", "runner-0", stop))
+        bus._publish = confirmed  # type: ignore[method-assign]
+        mark_bus(bus, MarkedPoints(tmp_path, "runner", "runner-0", lambda: seen.append("stopped")))
         path = armed(tmp_path, "result_confirmed", occurrence=2)
         for number, message in enumerate((RESULT, TaskResults(results=[RESULT]), RESULT)):
             await bus.publish(TOPOLOGY.exchange("results"), "1", envelope(message, message_id=f"m{number}"))
-            await asyncio.sleep(0)
         assert not path.exists()
 
     run_virtually(play(), limit=100)
-    assert len(stops) == 1, "once, and what holds several is one"
+    assert seen == ["m0", "m1", "stopped", "m2"], "once, and what holds several is one"
     assert (tmp_path / f"t runner-0 {os.getpid()}{marked_points.HIT}").exists()
 
 
@@ -139,3 +139,23 @@ async def test_whoever_arms_is_told_who_stopped_and_disarms_what_nobody_passed(t
     assert await marks.hit("checkpoint_saved", 1, lambda: False, 0.0) is None
     assert await marks.hit("checkpoint_saved", 1, lambda: True, 5.0) is None
     assert list(tmp_path.iterdir()) == []
+
+
+async def test_a_checkpoint_is_a_point_once_it_is_written_and_before_anybody_knows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+
+    class Store:
+        async def save(self, write: object, state: object) -> None:
+            seen.append("written")
+
+    async def committed(state: object, seconds: float) -> None:
+        seen.append("known")
+
+    points = MarkedPoints(tmp_path, "trainer", "trainer-0", lambda: seen.append("stopped"))
+    monkeypatch.setattr(marked_points, "_points", [points])
+    armed(tmp_path, "checkpoint_saved")
+    saver = CheckpointSaver(Store(), None, in_background=False)  # type: ignore[arg-type]
+    await saver._write(None, None, committed)  # type: ignore[arg-type]
+    assert seen == ["written", "stopped", "known"]
