@@ -28,9 +28,9 @@ from trinity_mq.runtime.errors import (
     first_leaf,
 )
 from trinity_mq.runtime.event_loop import run_on_fast_loop
-from trinity_mq.runtime.marked_points import marked
 from trinity_mq.runtime.plugins import add_plugins
 from trinity_mq.runtime.process import die_with_parent, disk_full, give_back_freed_memory, when_parent_ends
+from trinity_mq.runtime.processes.marked_points import marked
 from trinity_mq.runtime.processes.supervisor import PARENT_VARIABLE
 from trinity_mq.runtime.service import LifeSigns
 from trinity_mq.telemetry import setup_logging, start_trace

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from trinity_mq.runtime.marked_points import passed
 from trinity_mq.runtime.notify import Notifier
+from trinity_mq.runtime.processes.marked_points import passed
 from trinity_mq.training.checkpoints.checkpoint import CheckpointStore, TrainerState, Writer
 from trinity_mq.training.learner import Learner
 

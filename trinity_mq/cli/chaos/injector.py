@@ -8,10 +8,10 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from trinity_mq.cli.chaos.marks import Hit, Marks
 from trinity_mq.cli.chaos.points import INSIDE
 from trinity_mq.cli.chaos.schedule import ENDS, Fault
 from trinity_mq.cli.chaos.targets.base import NotOursError, Targets, Victim
+from trinity_mq.cli.chaos.targets.marks import Hit, Marks
 from trinity_mq.cli.chaos.witness import Beat, Witness
 from trinity_mq.cli.errors import CommandError
 

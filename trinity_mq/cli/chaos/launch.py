@@ -19,7 +19,7 @@ from trinity_mq.cli.chaos.targets.local import MARK_VARIABLE
 from trinity_mq.cli.errors import CommandError
 from trinity_mq.cli.run_folder import RunFolder
 from trinity_mq.config import Config
-from trinity_mq.runtime.marked_points import POINTS_VARIABLE
+from trinity_mq.runtime.processes.marked_points import POINTS_VARIABLE
 from trinity_mq.testing.tcp_proxy import CuttingProxy
 
 RESTARTS = ("supervisor.max_restarts=100000", "supervisor.restart_window=5")

@@ -56,7 +56,9 @@ POINTS: Mapping[str, Point] = {
 
 @dataclass(frozen=True)
 class InsidePoint:
-    """A moment inside an agent, which no message shows: it stops itself there (trinity_mq/runtime/marked_points.py)."""
+    """A moment inside an agent, which no message shows: it stops itself there
+    (:mod:`trinity_mq.runtime.processes.marked_points`).
+    """
 
     text: str
     """The moment, in words."""

@@ -14,12 +14,12 @@ from pathlib import Path
 from trinity_mq.bus import Bus, BusUnavailable, Topology
 from trinity_mq.bus.addresses import Addresses
 from trinity_mq.cli.broker.connection import connected, find_target, reached
-from trinity_mq.cli.chaos.clients import clients_of
 from trinity_mq.cli.chaos.launch import Launched, launched, settings
-from trinity_mq.cli.chaos.marks import Marks
 from trinity_mq.cli.chaos.schedule import Schedule, draw, load, save
+from trinity_mq.cli.chaos.sessions.clients import clients_of
 from trinity_mq.cli.chaos.targets.base import Targets
 from trinity_mq.cli.chaos.targets.local import LocalTargets
+from trinity_mq.cli.chaos.targets.marks import Marks
 from trinity_mq.cli.chaos.tokens import KeptWeights
 from trinity_mq.cli.chaos.trial import Outcome, Plan, judge, play
 from trinity_mq.cli.errors import CommandError

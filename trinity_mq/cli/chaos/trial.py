@@ -12,16 +12,16 @@ from pathlib import Path
 from trinity_mq.bus import Bus, BusError, Topology
 from trinity_mq.cli.broker.connection import saved_run_id
 from trinity_mq.cli.chaos import invariants
-from trinity_mq.cli.chaos.clients import Clients, Traffic
 from trinity_mq.cli.chaos.injector import Done, Injector, by_role
 from trinity_mq.cli.chaos.invariants import Expected, Strikes, Verdict
-from trinity_mq.cli.chaos.marks import Marks
 from trinity_mq.cli.chaos.points import INSIDE
 from trinity_mq.cli.chaos.record import read_record
 from trinity_mq.cli.chaos.schedule import Schedule
-from trinity_mq.cli.chaos.session_invariants import judge_sessions
-from trinity_mq.cli.chaos.session_record import read_sessions
+from trinity_mq.cli.chaos.sessions.clients import Clients, Traffic
+from trinity_mq.cli.chaos.sessions.stream import read_sessions
+from trinity_mq.cli.chaos.sessions.verdicts import judge_sessions
 from trinity_mq.cli.chaos.targets.base import Targets
+from trinity_mq.cli.chaos.targets.marks import Marks
 from trinity_mq.cli.chaos.tokens import KeptWeights, check_tokens
 from trinity_mq.cli.chaos.witness import Witness, watch
 from trinity_mq.cli.commands.dead import letters

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from tests.unit.gateway.serving import Serving, serving, serving_config
-from trinity_mq.cli.chaos.clients import Clients, Traffic, clients_of
 from trinity_mq.cli.chaos.invariants import Verdict
-from trinity_mq.cli.chaos.session_invariants import told_is_kept
-from trinity_mq.cli.chaos.session_record import SessionRecord
+from trinity_mq.cli.chaos.sessions.clients import Clients, Traffic, clients_of
+from trinity_mq.cli.chaos.sessions.stream import SessionRecord
+from trinity_mq.cli.chaos.sessions.verdicts import told_is_kept
 from trinity_mq.local_broker.ports import free_ports
 
 KEY = "a key of sixteen letters"
@@ -61,7 +61,7 @@ async def test_what_they_note_agrees_with_what_the_gateway_keeps(tmp_path: Path)
 
 
 async def test_with_another_key_they_are_refused_and_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trinity_mq.cli.chaos.clients.UNKNOWN_SECONDS", 0.2)
+    monkeypatch.setattr("trinity_mq.cli.chaos.sessions.clients.UNKNOWN_SECONDS", 0.2)
     traffic, record = await ask(lambda seen: bool(seen.refused), tmp_path, key="another key of sixteen letters")
     assert traffic.refused[0].startswith("POST /sessions: 40")
     assert told_is_kept(traffic, record).result == "not checked"

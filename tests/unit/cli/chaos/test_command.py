@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from trinity_mq.cli.chaos import command
-from trinity_mq.cli.chaos.clients import Asked, Told, Traffic
 from trinity_mq.cli.chaos.injector import Done
 from trinity_mq.cli.chaos.invariants import Verdict
 from trinity_mq.cli.chaos.report import as_json, lines
 from trinity_mq.cli.chaos.schedule import Fault, Schedule
+from trinity_mq.cli.chaos.sessions.clients import Asked, Told, Traffic
 from trinity_mq.cli.chaos.targets.base import Victim
 from trinity_mq.cli.chaos.trial import Outcome
 from trinity_mq.cli.chaos.witness import Witness

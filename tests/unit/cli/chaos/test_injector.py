@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 import pytest
 
 from trinity_mq.cli.chaos.injector import Done, Injector, by_role
-from trinity_mq.cli.chaos.marks import Hit, Marks
 from trinity_mq.cli.chaos.schedule import Fault
 from trinity_mq.cli.chaos.targets.base import NotOursError, Victim
+from trinity_mq.cli.chaos.targets.marks import Hit, Marks
 from trinity_mq.cli.chaos.witness import Witness
 from trinity_mq.cli.errors import CommandError
 from trinity_mq.messages import Heartbeat, Progress, SyncEvent

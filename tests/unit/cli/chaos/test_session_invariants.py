@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 import pytest
 
-from trinity_mq.cli.chaos.clients import Asked, Told, Traffic
 from trinity_mq.cli.chaos.invariants import Verdict
 from trinity_mq.cli.chaos.record import ProcessedSet, Record
-from trinity_mq.cli.chaos.session_invariants import judge_sessions
-from trinity_mq.cli.chaos.session_record import SessionRecord
+from trinity_mq.cli.chaos.sessions.clients import Asked, Told, Traffic
+from trinity_mq.cli.chaos.sessions.stream import SessionRecord
+from trinity_mq.cli.chaos.sessions.verdicts import judge_sessions
 from trinity_mq.gateway.session import Body, Event
 from trinity_mq.messages import (
     BatchReady,

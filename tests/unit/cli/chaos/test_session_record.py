@@ -6,7 +6,7 @@ import asyncio
 
 from tests.unit.agents.gateway.world import World, until
 from trinity_mq.bus import Envelope
-from trinity_mq.cli.chaos.session_record import read_sessions
+from trinity_mq.cli.chaos.sessions.stream import read_sessions
 from trinity_mq.messages import SessionEnd
 from trinity_mq.testing.virtual_time import run_virtually
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
-from trinity_mq.cli.chaos.clients import Told, Traffic
 from trinity_mq.cli.chaos.invariants import Verdict, judged, lineage
 from trinity_mq.cli.chaos.record import Record
-from trinity_mq.cli.chaos.session_record import SessionRecord
+from trinity_mq.cli.chaos.sessions.clients import Told, Traffic
+from trinity_mq.cli.chaos.sessions.stream import SessionRecord
 from trinity_mq.gateway.recorded_call import Answers
 from trinity_mq.gateway.session import SETTLED, Session
 from trinity_mq.messages import SessionCall

@@ -1,0 +1,1 @@
+"""Sessions of a trial in mode ``serve``: the clients that hold them, their stream, and their invariants."""
