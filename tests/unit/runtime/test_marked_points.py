@@ -78,7 +78,7 @@ def test_it_stops_before_the_acknowledgement_and_the_message_is_still_its_own(tm
                 seen.append(answer)
                 await ack(answer)  # type: ignore[arg-type]
 
-            delivery._settle = settle  # type: ignore[method-assign,assignment]
+            delivery._settle = settle  # type: ignore[method-assign]
             assert await acknowledge(delivery)
 
     run_virtually(play(), limit=100)
