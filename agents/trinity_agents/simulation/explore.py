@@ -12,8 +12,8 @@ from trinity_agents.simulation.coverage import ALL_STATES, STATES, Coverage, Tra
 from trinity_agents.simulation.invariants import NO_ERROR, NO_FAILURE, NO_HANG, Evidence, violations
 from trinity_agents.simulation.schedule import Schedule, draw
 from trinity_agents.simulation.scheduled_run import AgentFailed, Hang, ScheduledRun, played
-from trinity_agents.simulation.session_invariants import SessionEvidence, note_sessions, session_violations
-from trinity_agents.simulation.session_run import SessionRun
+from trinity_agents.simulation.sessions.invariants import SessionEvidence, note_sessions, session_violations
+from trinity_agents.simulation.sessions.run import SessionRun
 from trinity_mq.testing.virtual_time import StandsStill
 
 SHOWN = 8

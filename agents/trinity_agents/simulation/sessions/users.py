@@ -12,8 +12,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from trinity_agents.simulation.gateways import Reply, SimulatedGateway, answer_of
 from trinity_agents.simulation.schedule import Sessions
+from trinity_agents.simulation.sessions.gateways import Reply, SimulatedGateway, answer_of
 from trinity_mq.bus import Bus, Envelope, Topology
 
 TRIES = 6

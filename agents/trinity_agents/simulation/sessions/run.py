@@ -15,10 +15,10 @@ from unittest import mock
 from trinity_agents.explorer import task_source
 from trinity_agents.gateway import agent as gateway_agent
 from trinity_agents.simulation.faulty_bus import FaultyBus
-from trinity_agents.simulation.gateways import SimulatedClients, SimulatedGateway
 from trinity_agents.simulation.schedule import Sessions
 from trinity_agents.simulation.scheduled_run import ScheduledRun
-from trinity_agents.simulation.users import Users
+from trinity_agents.simulation.sessions.gateways import SimulatedClients, SimulatedGateway
+from trinity_agents.simulation.sessions.users import Users
 from trinity_mq.bus import Binding, Envelope, Queue, Topology
 from trinity_mq.bus.memory.queues import Stored, StreamQueue
 from trinity_mq.gateway import access

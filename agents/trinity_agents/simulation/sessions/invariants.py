@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping
 from functools import cached_property
 
 from trinity_agents.simulation import invariants
-from trinity_agents.simulation.gateways import answer_of, version_of
 from trinity_agents.simulation.invariants import GIVEN_UP, Evidence, Faults
-from trinity_agents.simulation.session_oracle import Oracle, OracleSession
-from trinity_agents.simulation.session_run import SessionRun
+from trinity_agents.simulation.sessions.gateways import answer_of, version_of
+from trinity_agents.simulation.sessions.oracle import Oracle, OracleSession
+from trinity_agents.simulation.sessions.run import SessionRun
+from trinity_agents.simulation.sessions.users import Asked, Diary
 from trinity_agents.simulation.stand_ins import PROMPT
-from trinity_agents.simulation.users import Asked, Diary
 from trinity_agents.trainer.history import HistoryError
 from trinity_mq.experience import Experience
 from trinity_mq.messages import BatchReady, Progress, RunEnd, SyncEvent

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from trinity_agents.simulation.gateways import answer_of
+from trinity_agents.simulation.sessions.gateways import answer_of
 from trinity_mq.bus.memory.queues import Stored
 from trinity_mq.messages import (
     DecodeError,

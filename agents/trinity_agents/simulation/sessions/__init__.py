@@ -1,0 +1,1 @@
+"""Runs in mode ``serve``: gateways, their users, and what must hold of their sessions."""
