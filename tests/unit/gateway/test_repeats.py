@@ -63,13 +63,13 @@ def trained_on(at: Serving, session: str) -> list[str]:
 
 def hold_record(at: Serving, number: int) -> Hold:
     hold = Hold(at.book.record, number, behind=True)
-    at.book.record = hold  # type: ignore[method-assign]
+    at.book.record = hold  # type: ignore[method-assign, assignment]
     return hold
 
 
 def hold_engine(at: Serving, number: int) -> Hold:
     hold = Hold(at.app._engines.ask, number, behind=False)
-    at.app._engines.ask = hold  # type: ignore[method-assign]
+    at.app._engines.ask = hold  # type: ignore[method-assign, assignment]
     return hold
 
 
@@ -122,10 +122,10 @@ async def test_a_repeat_does_not_replace_the_answer_to_a_request_that_was_under_
             await release.wait()
             return await engine(*args)
 
-        at.app._engines.ask = slowly  # type: ignore[method-assign]
+        at.app._engines.ask = slowly  # type: ignore[method-assign, assignment]
         repeat = asyncio.create_task(ask(at, name, AGAIN))  # its first try was lost before any gateway got it
         await entered.wait()
-        at.app._engines.ask = engine  # type: ignore[method-assign]
+        at.app._engines.ask = engine  # type: ignore[method-assign, assignment]
         await ask(at, name)
         release.set()
         await repeat
@@ -139,10 +139,10 @@ async def test_a_request_that_failed_and_its_repeat_leave_the_answer_to_an_equal
         engine = at.app._engines.ask
 
         async def broken(*args: Any) -> Any:
-            at.app._engines.ask = engine  # type: ignore[method-assign]
+            at.app._engines.ask = engine  # type: ignore[method-assign, assignment]
             raise ConnectionError("the engine is away")
 
-        at.app._engines.ask = broken  # type: ignore[method-assign]
+        at.app._engines.ask = broken  # type: ignore[method-assign, assignment]
         async with at.http.post(f"{at.url}/s/{name}/v1/chat/completions", json=ASK) as response:
             assert response.status >= 500
         await ask(at, name, AGAIN)

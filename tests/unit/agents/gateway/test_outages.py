@@ -24,7 +24,7 @@ from trinity_mq.testing.virtual_time import run_virtually
 
 SMALL = 40_000
 """Bytes that a stream keeps."""
-GROUP = {"group": "g", "group_size": 2}
+GROUP: dict[str, Any] = {"group": "g", "group_size": 2}
 
 
 def state(book: StreamBook, name: str) -> str:
@@ -365,7 +365,7 @@ def test_times_are_whole_seconds_for_release_0_1_0_and_exact_for_us() -> None:
 
 async def reward(bus: Any, world: World, message_id: str = "", **body: Any) -> None:
     raw = json.dumps(body).encode()
-    given = {"message_id": message_id} if message_id else {}
+    given: dict[str, Any] = {"message_id": message_id} if message_id else {}
     message = Envelope(body=raw, kind="session_reward", content_type="application/json", **given)
     await bus.publish(world.topology.exchange("sessions"), "session", message)
 
