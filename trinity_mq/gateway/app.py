@@ -18,7 +18,6 @@ from pydantic import ValidationError
 
 from trinity_mq.config.run import TRUNCATING
 from trinity_mq.gateway import access
-from trinity_mq.gateway.behind import is_recorded, recorded_share
 from trinity_mq.gateway.bodies import EndBody, FeedbackBody, OpenBody, RewardBody, shown
 from trinity_mq.gateway.book import Book, BookUnavailable, EventTooLarge, Said
 from trinity_mq.gateway.conversations import Conversation, Conversations, Try, digest_of
@@ -28,6 +27,7 @@ from trinity_mq.gateway.protocols.base import BadRequest, EngineRequest, Protoco
 from trinity_mq.gateway.protocols.openai import CHAT, COMPLETIONS, OpenAIProtocol
 from trinity_mq.gateway.protocols.responses import ResponsesProtocol
 from trinity_mq.gateway.recorded_call import recorded_call
+from trinity_mq.gateway.rules.behind import is_recorded, recorded_share
 from trinity_mq.gateway.session import Session
 from trinity_mq.gateway.settings import AppSettings
 from trinity_mq.messages import SessionCall, SessionEnd, SessionOpened, SessionReward, SessionsCommitted
