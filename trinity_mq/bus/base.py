@@ -6,9 +6,10 @@ import asyncio
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING, Literal, Protocol, Self
 
 from trinity_mq.bus.properties import Envelope, publishable, short_property
 from trinity_mq.bus.topology import Queue, Topology
@@ -193,6 +194,13 @@ class Lock:
             self._lost.set()
 
 
+class HandNotes(Protocol):
+    """Remembers over deaths of the process which messages it had in hand."""
+
+    def in_hand(self, incoming: Incoming) -> AbstractContextManager[int]:
+        """Note a message in hand, and return the deaths of earlier processes with it in hand."""
+
+
 class Bus(ABC):
     """One agent's access to the broker.
 
@@ -213,6 +221,8 @@ class Bus(ABC):
         """Messages of other runs of the same name that the agent dropped."""
         self.met: asyncio.Event | None = None
         """Set once the agent has heard the heartbeats of all others; None: it does not listen to them."""
+        self.notes: HandNotes | None = None
+        """Notes of the messages that the agent has in hand; None: none are made."""
         self._topology, self._config = topology, config
         self._exchanges = frozenset(topology.exchanges)
         self._locks: dict[str, Lock] = {}

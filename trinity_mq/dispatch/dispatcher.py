@@ -14,6 +14,7 @@ where there are none). Later results are *late*: counted, and dropped.
 from __future__ import annotations
 
 import asyncio
+import functools
 import math
 import time
 import uuid
@@ -52,7 +53,7 @@ from trinity_mq.messages import (
     TaskSlices,
 )
 from trinity_mq.rollout.seeds import stable_seed
-from trinity_mq.runtime.deliveries import decode_or_dead_letter, drop_foreign, envelope
+from trinity_mq.runtime.deliveries import decode_or_dead_letter, drop_foreign, envelope, handle_or_set_aside
 from trinity_mq.runtime.errors import FatalError
 from trinity_mq.runtime.notify import Notifier
 from trinity_mq.telemetry.trace import record, span
@@ -467,6 +468,13 @@ class Dispatcher:
     # -- receiving
 
     async def _receive(self, delivery: Delivery, nonce: str) -> None:
+        """Take in a result, or set it aside. A slice whose result is set aside is sent again as a lost one."""
+        work = functools.partial(self._taken, delivery, nonce)
+        await handle_or_set_aside(self.bus, self.topology, delivery, self._owner, work)
+        if delivery.offset is not None:
+            self.results_offset = delivery.offset + 1
+
+    async def _taken(self, delivery: Delivery, nonce: str) -> None:
         ticket = delivery.headers.get("ticket")
         if await drop_foreign(self.bus, delivery):
             pass
@@ -482,8 +490,6 @@ class Dispatcher:
                     self._marks[message.nonce].set()
                 elif message is not None:
                     self._apply(message)
-        if delivery.offset is not None:
-            self.results_offset = delivery.offset + 1
 
     async def _next(self, consumer: Consumer) -> Delivery:
         """Return the next delivery.

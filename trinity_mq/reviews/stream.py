@@ -25,8 +25,8 @@ from trinity_mq.messages import (
     decode_any,
 )
 from trinity_mq.reviews.ledger import Applied, Review, ReviewEvent, ReviewLedger
-from trinity_mq.runtime.deliveries import envelope, new_mark
-from trinity_mq.runtime.errors import first_leaf
+from trinity_mq.runtime.deliveries import check_readable, envelope, in_hand, new_mark
+from trinity_mq.runtime.errors import first_leaf, is_of_content
 from trinity_mq.runtime.notify import Notifier
 
 log = structlog.get_logger(__name__)
@@ -215,11 +215,16 @@ class ReviewStream:
 
     def _take(self, delivery: Delivery, offset: int) -> None:
         try:
-            message = _decoded(delivery)
-        except DecodeError as error:
+            with in_hand(self._bus, delivery):
+                self._take_in(delivery, offset)
+        except Exception as error:
+            if not is_of_content(error):
+                raise
             self.unreadable += 1
             log.warning("review_unreadable", offset=offset, message_id=delivery.message_id, reason=str(error))
-            return
+
+    def _take_in(self, delivery: Delivery, offset: int) -> None:
+        message = _decoded(delivery)
         if not isinstance(message, ReviewEvent):
             return
         message_id = delivery.message_id or f"offset-{offset}"
@@ -239,6 +244,7 @@ def _decoded(delivery: Delivery) -> Message:
     Raises:
         DecodeError: It is none, or none that its routing key allows.
     """
+    check_readable(delivery)
     kind = KINDS.get(delivery.routing_key)
     if kind is None:
         found = decode_any(delivery.body, delivery.content_type).kind

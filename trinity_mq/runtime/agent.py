@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import math
 import uuid
 from abc import ABC, abstractmethod
@@ -17,7 +18,13 @@ from trinity_mq.bus import Bus, Consumer, Delivery, Lock, LockHeld, MessageTooLa
 from trinity_mq.config import Config
 from trinity_mq.messages import OWN, Compatibility, ControlEvent, ExplorerStatus, Heartbeat, Message, Metrics, Role
 from trinity_mq.messages.status import STATUS_BY_ROLE, AnyStatus
-from trinity_mq.runtime.deliveries import acknowledge, decode_or_dead_letter, drop_foreign, envelope
+from trinity_mq.runtime.deliveries import (
+    acknowledge,
+    decode_or_dead_letter,
+    drop_foreign,
+    envelope,
+    handle_or_set_aside,
+)
 from trinity_mq.runtime.errors import RestartMe
 from trinity_mq.runtime.notify import Notifier
 from trinity_mq.runtime.peers import (
@@ -228,11 +235,17 @@ class Agent(ABC):
 
         ``how`` as for :func:`trinity_mq.runtime.deliveries.decode_or_dead_letter`.
         """
-        async for delivery in feed:
+
+        async def receive(delivery: Delivery) -> None:
             message = await decode_or_dead_letter(self.bus, self.topology, delivery, self.id, **how)
             if message is not None:
                 await handle(message, delivery)
                 await acknowledge(delivery)
+
+        quiet = bool(how.get("quiet"))
+        async for delivery in feed:
+            work = functools.partial(receive, delivery)
+            await handle_or_set_aside(self.bus, self.topology, delivery, self.id, work, quiet=quiet)
 
     async def _on_heartbeat(self, message: Message, delivery: Delivery) -> None:
         if not isinstance(message, Heartbeat):

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import mmap
 import time
 import uuid
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,6 +18,7 @@ import structlog
 from trinity_mq.bus import Bus, BusError, Delivery, Envelope, Incoming, StaleDelivery, Topology
 from trinity_mq.bus.properties import HeaderValue, clamped, header_text, outside_headers, said_left_out
 from trinity_mq.messages import CONTENT_TYPE, DecodeError, Mark, Message, NewerBodyError, decode, decode_any, encode
+from trinity_mq.runtime.errors import EndsProcessError, is_of_content, reason_of
 from trinity_mq.telemetry.trace import parent_header
 
 log = structlog.get_logger(__name__)
@@ -35,6 +37,10 @@ MAX_FAILURES = 5
 """Failed tries whose reasons travel with a message."""
 MAX_FAILURE = 240
 """Characters of such a reason."""
+MAX_DEATHS = 3
+"""Deaths of a process with the same message in hand after which the message is set aside as it is."""
+SLOTS, SLOT = 64, 512
+"""Queues that a process reads from, and bytes that name the message in hand of each."""
 
 
 def envelope(
@@ -129,6 +135,70 @@ def _identity(incoming: Incoming) -> str:
     return hashlib.sha256(incoming.body).hexdigest()[:32] if incoming.offset is None else str(incoming.offset)
 
 
+def check_readable(incoming: Incoming) -> None:
+    """Check that the properties of a message could be read.
+
+    Raises:
+        DecodeError: They could not.
+    """
+    if incoming.unreadable is not None:
+        raise DecodeError(incoming.unreadable)
+
+
+@contextlib.contextmanager
+def in_hand(bus: Bus, incoming: Incoming) -> Iterator[None]:
+    """Note that a message is in hand while the ``with`` block handles it.
+
+    Raises:
+        EndsProcessError: It was in hand at :data:`MAX_DEATHS` deaths of this agent's process.
+    """
+    if bus.notes is None:
+        yield
+        return
+    with bus.notes.in_hand(incoming) as deaths:
+        if deaths >= MAX_DEATHS:
+            raise EndsProcessError(f"it was in hand at {deaths} deaths of the process that handles it")
+        yield
+
+
+async def handle_or_set_aside(
+    bus: Bus,
+    topology: Topology,
+    delivery: Delivery,
+    by: str,
+    handle: Callable[[], Awaitable[None]],
+    *,
+    decide: Callable[[str], Awaitable[None]] | None = None,
+    quiet: bool = False,
+) -> None:
+    """Handle a message. A message that cannot be handled because of its content becomes a dead letter, acknowledged; so
+    does a message that was in hand at :data:`MAX_DEATHS` deaths of the process. Any other error is raised.
+
+    Args:
+        bus: The bus that the delivery came from.
+        topology: The run's names.
+        delivery: The message.
+        by: Id of the agent.
+        handle: Handles the message, and acknowledges it.
+        decide: Called with the reason before the dead letter. It publishes the decision that another agent waits for.
+        quiet: Only log the message: of the many receivers of a broadcast one dead-letters it.
+    """
+    try:
+        with in_hand(bus, delivery):
+            await handle()
+        return
+    except Exception as error:
+        if not is_of_content(error):
+            raise
+        log.warning("set_aside", queue=delivery.queue, message_id=delivery.message_id, exc_info=error)
+        reason = reason_of(error)
+    if decide is not None:
+        await decide(reason)
+    if not quiet:
+        await dead_letter(bus, topology, delivery, reason, by)
+    await acknowledge(delivery)
+
+
 async def decode_or_dead_letter(
     bus: Bus,
     topology: Topology,
@@ -154,6 +224,7 @@ async def decode_or_dead_letter(
         quiet: Only log a body that does not decode: of the many receivers of a broadcast one dead-letters it.
     """
     try:
+        check_readable(delivery)
         if expect is not None:
             return decode(delivery.body, expect, delivery.content_type)
         return decode_any(delivery.body, delivery.content_type)
@@ -307,6 +378,9 @@ class CrashNotes:
     """The deliveries that earlier processes of this agent were at work on when they died: evidence of a crash, which
     the broker's count is not. Kept in a file; it is not synced to the disk, as a machine that fails is nobody's crash.
 
+    A message that is in hand for a moment only is noted in a second file, which is mapped into memory: a note costs a
+    copy of some bytes, and the system keeps them when the process is killed.
+
     Args:
         path: The file; its folder must exist. None: nothing is noted and nothing known.
     """
@@ -322,6 +396,9 @@ class CrashNotes:
             pass
         except (OSError, ValueError, TypeError) as error:
             log.warning("crash_notes_unreadable", path=str(path), reason=str(error))
+        self._slots: dict[str, int] = {}
+        """Number of the slot of each queue."""
+        self._hands = self._mapped()
 
     def crashes(self, key: str) -> int:
         """Return how many processes died while they worked on ``key``."""
@@ -337,6 +414,43 @@ class CrashNotes:
         finally:
             self._at_work -= Counter([key])
             self._write()
+
+    @contextlib.contextmanager
+    def in_hand(self, incoming: Incoming) -> Iterator[int]:
+        """Note that a message is in hand until the ``with`` block ends, in whatever way but with the process. Return
+        the number of processes that died with it in hand; a message that was handled is forgotten. Do not wait for a
+        broker or a peer in the block: a process that is killed then dies of something else.
+        """
+        key = _place_of(incoming)
+        start = self._slots.setdefault(incoming.queue, len(self._slots)) * SLOT
+        noted = key.encode()[: SLOT - 2]
+        is_noted = start + SLOT <= len(self._hands)
+        if is_noted:
+            self._hands[start : start + 2 + len(noted)] = len(noted).to_bytes(2, "big") + noted
+        try:
+            yield self._crashes[key] if self._crashes else 0
+        finally:
+            if is_noted:
+                self._hands[start : start + 2] = bytes(2)
+            if self._crashes and self._crashes[key] < MAX_DEATHS:  # a stream may be read from its beginning again
+                self.forget(key)
+
+    def _mapped(self) -> mmap.mmap:
+        """Return empty slots; count the messages that the last process had in hand."""
+        size, path = SLOTS * SLOT, self._path and self._path.with_suffix(".hand")
+        if path is None:
+            return mmap.mmap(-1, size)
+        try:
+            if path.exists() and (died := list(_noted(path.read_bytes()))):
+                log.warning("in_hand_at_a_death", messages=died)
+                self._crashes.update(died)
+                self._write()
+            path.write_bytes(bytes(size))
+            with path.open("r+b") as file:
+                return mmap.mmap(file.fileno(), size)
+        except (OSError, ValueError) as error:
+            log.warning("crash_notes_not_written", path=str(path), reason=str(error))
+            return mmap.mmap(-1, size)
 
     def forget(self, key: str) -> None:
         """Forget the crashes of ``key``, whose work is over."""
@@ -355,3 +469,19 @@ class CrashNotes:
             new.replace(self._path)
         except OSError as error:
             log.warning("crash_notes_not_written", path=str(self._path), reason=str(error))
+
+
+def _noted(slots: bytes) -> Iterator[str]:
+    """Yield the names in the slots of messages in hand."""
+    for start in range(0, len(slots) - SLOT + 1, SLOT):
+        size = int.from_bytes(slots[start : start + 2], "big")
+        if 0 < size <= SLOT - 2:
+            yield slots[start + 2 : start + 2 + size].decode("utf-8", "replace")
+
+
+def _place_of(incoming: Incoming) -> str:
+    """Return a name of a message that is the same at each delivery."""
+    if incoming.offset is not None:
+        return f"{incoming.queue}@{incoming.offset}"
+    name = incoming.message_id.encode("utf-8", "backslashreplace") if incoming.message_id else incoming.body
+    return f"{incoming.queue} {hashlib.sha256(name).hexdigest()}"

@@ -17,6 +17,7 @@ from trinity_mq.bus import AddressError, Bus, BusRefused, BusUnavailable, Stream
 from trinity_mq.config import Config
 from trinity_mq.messages import Role
 from trinity_mq.runtime.agent import HEARTBEAT_LEASE, Agent
+from trinity_mq.runtime.deliveries import CrashNotes
 from trinity_mq.runtime.errors import (
     EXIT_DISK_FULL,
     EXIT_FATAL,
@@ -113,6 +114,7 @@ async def _serve(
 ) -> None:
     topology = Topology.of(config)
     agent = build(create_bus(config.broker, topology, agent_id), topology)
+    agent.bus.notes = CrashNotes(config.path / f"{agent_id}.in-hand.json")
     marked(agent.bus, agent.role, agent_id)
     if agent.role != "explorer":  # the explorer tells agents that cannot see the folder
         agent.run_folder = config.path

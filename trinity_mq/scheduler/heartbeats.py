@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import uuid
 from collections.abc import Callable, Iterable
 
-from trinity_mq.bus import Bus, Topology
+from trinity_mq.bus import Bus, Delivery, Topology
 from trinity_mq.messages import Heartbeat, Role, SchedulerStatus
-from trinity_mq.runtime.deliveries import acknowledge, decode_or_dead_letter
+from trinity_mq.runtime.deliveries import acknowledge, decode_or_dead_letter, handle_or_set_aside
 from trinity_mq.runtime.peers import HEARTBEAT_LEASE, HeartbeatPublisher, Peers, heartbeat_patterns
 
 ROLE: Role = "scheduler"
@@ -51,10 +52,14 @@ class SchedulerHeartbeats:
         await self._bus.declare(self._subscription)
         async with await self._bus.consume(self._subscription) as consumer:
             async for delivery in consumer:
-                message = await decode_or_dead_letter(self._bus, self._topology, delivery, self.id, quiet=True)
-                if isinstance(message, Heartbeat):
-                    self._peers.receive(message)
-                await acknowledge(delivery)
+                work = functools.partial(self._take, delivery)
+                await handle_or_set_aside(self._bus, self._topology, delivery, self.id, work, quiet=True)
+
+    async def _take(self, delivery: Delivery) -> None:
+        message = await decode_or_dead_letter(self._bus, self._topology, delivery, self.id, quiet=True)
+        if isinstance(message, Heartbeat):
+            self._peers.receive(message)
+        await acknowledge(delivery)
 
     def _make(self) -> Iterable[Heartbeat]:
         self.seq += 1

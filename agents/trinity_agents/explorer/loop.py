@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -36,8 +37,14 @@ from trinity_mq.messages import (
 )
 from trinity_mq.rewards.outsiders import NotAllowed
 from trinity_mq.runtime.agent import HEARTBEAT_LEASE, Agent
-from trinity_mq.runtime.deliveries import acknowledge, dead_letter, decode_or_dead_letter, envelope
-from trinity_mq.runtime.errors import FatalError
+from trinity_mq.runtime.deliveries import (
+    acknowledge,
+    dead_letter,
+    decode_or_dead_letter,
+    envelope,
+    handle_or_set_aside,
+)
+from trinity_mq.runtime.errors import FatalError, is_of_content, reason_of
 from trinity_mq.runtime.process import place
 from trinity_mq.telemetry.trace_ids import TRACEPARENT, read_traceparent
 
@@ -381,9 +388,11 @@ class ExplorerLoop:
             async with await agent.bus.consume(agent.topology.submitted, prefetch=max(1, self._room)) as consumer:
                 async for delivery in consumer:
                     group = [delivery]
-                    while len(group) < self._room and (more := consumer.get_nowait()) is not None:
+                    while self._comes_first(group[-1]) and len(group) < self._room:
+                        if (more := consumer.get_nowait()) is None:
+                            break
                         group.append(more)
-                    await self._take_in(group)
+                    await self._take_in_all(group)
                     if self._room <= 0:
                         break
                 else:
@@ -393,6 +402,31 @@ class ExplorerLoop:
     def _room(self) -> int:
         """Number of submissions that are taken in now."""
         return min(INTAKE, self.source.room, OPEN_EVALUATIONS - self.batches.open_submitted)
+
+    @staticmethod
+    def _comes_first(delivery: Delivery) -> bool:
+        """Return whether no explorer has had the submission before: it may be taken in together with others."""
+        return not delivery.deliveries_before
+
+    async def _take_in_all(self, group: Sequence[Delivery]) -> None:
+        """Take in a group. A submission that came back is taken in alone, so that one that ends the process does not
+        take others along.
+        """
+        agent, first = self.agent, [one for one in group if self._comes_first(one)]
+        if first:
+            await self._take_in(first)
+        for delivery in group:
+            if not self._comes_first(delivery):
+                work, decide = functools.partial(self._take_in, [delivery]), functools.partial(self._give_up, delivery)
+                await handle_or_set_aside(agent.bus, agent.topology, delivery, agent.id, work, decide=decide)
+
+    async def _give_up(self, delivery: Delivery, reason: str) -> None:
+        """Answer the submitter of a message that is set aside, as far as its properties tell who that is."""
+        if delivery.message_id and delivery.reply_to and self.agent.topology.is_reply_queue(delivery.reply_to):
+            ref = SubmissionRef(
+                submission_id=delivery.message_id, reply_to=delivery.reply_to, correlation_id=delivery.correlation_id
+            )
+            await self._refuse(ref, "failed", reason)
 
     async def _take_in(self, group: Sequence[Delivery]) -> None:
         """Accept a group of submissions, save once, then acknowledge them."""
@@ -444,10 +478,13 @@ class ExplorerLoop:
                 raise NotAllowed(
                     f"the task takes {size} bytes in a message; broker.max_message_bytes leaves {limit} for it"
                 )
-        except NotAllowed as error:
+        except Exception as error:
+            if not is_of_content(error):
+                raise
+            reason = str(error) if isinstance(error, NotAllowed) else reason_of(error)
             self.dispatcher.refused_submissions += 1
-            await self._refuse(ref, "failed", str(error))
-            await dead_letter(agent.bus, agent.topology, delivery, str(error), agent.id)
+            await self._refuse(ref, "failed", reason)
+            await dead_letter(agent.bus, agent.topology, delivery, reason, agent.id)
             return []
         self.source.submit(task, ref)
         if not task.is_eval:

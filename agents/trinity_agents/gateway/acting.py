@@ -14,21 +14,19 @@ import structlog
 
 from trinity_agents.gateway.stream_book import EVENT, OUTSIDE, StreamBook
 from trinity_agents.gateway.submissions import Submissions, all_of, task_of
-from trinity_mq.bus import Bus, BusUnavailable, Incoming, StreamCut, Topology
+from trinity_mq.bus import Bus, BusUnavailable, Delivery, Incoming, StreamCut, Topology
 from trinity_mq.config import Config
 from trinity_mq.gateway.book import BookUnavailable
 from trinity_mq.gateway.session import Event
 from trinity_mq.messages import (
-    DecodeError,
     Progress,
     SessionEnd,
     SessionRefused,
     SessionsDecided,
     SessionsTrained,
-    decode,
     encode,
 )
-from trinity_mq.runtime.deliveries import dead_letter
+from trinity_mq.runtime.deliveries import dead_letter, decode_or_dead_letter
 
 __all__ = ["Acting", "task_of"]
 
@@ -191,16 +189,16 @@ class Acting:
                     async for delivery in feed:
                         offset = (delivery.offset or 0) + 1
                         if delivery.kind == Progress.kind and not self._bus.is_foreign(delivery):
-                            await self._progressed(delivery.body, delivery.content_type, offset)
+                            await self._progressed(delivery, offset)
                     return
             except StreamCut as cut:
                 offset = cut.got
 
-    async def _progressed(self, body: bytes, content_type: str | None, offset: int) -> None:
-        try:
-            progress = decode(body, Progress, content_type)
-        except DecodeError as error:
-            log.warning("undecodable", queue=self._topology.results.name, reason=str(error))
+    async def _progressed(self, delivery: Delivery, offset: int) -> None:
+        progress = await decode_or_dead_letter(
+            self._bus, self._topology, delivery, self._id, expect=Progress, quiet=True
+        )
+        if not isinstance(progress, Progress):
             return
         trained = SessionsTrained(
             ticket=progress.ticket,

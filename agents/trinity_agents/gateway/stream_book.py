@@ -34,7 +34,8 @@ from trinity_mq.messages import (
     decode,
     decode_any,
 )
-from trinity_mq.runtime.deliveries import envelope, new_mark
+from trinity_mq.runtime.deliveries import check_readable, envelope, in_hand, new_mark
+from trinity_mq.runtime.errors import is_of_content, reason_of
 from trinity_mq.runtime.notify import Notifier
 
 log = structlog.get_logger(__name__)
@@ -318,10 +319,16 @@ class StreamBook:
 
     def _take(self, delivery: Delivery, offset: int) -> None:
         try:
-            message = _decoded(delivery)
-        except DecodeError as error:
-            self.not_taken.append(NotTaken(offset, delivery, f"does not decode: {error}"))
-            return
+            with in_hand(self._bus, delivery):
+                self._take_in(delivery, offset)
+        except Exception as error:
+            if not is_of_content(error):
+                raise
+            reason = f"does not decode: {error}" if isinstance(error, DecodeError) else reason_of(error)
+            self.not_taken.append(NotTaken(offset, delivery, reason))
+
+    def _take_in(self, delivery: Delivery, offset: int) -> None:
+        message = _decoded(delivery)
         is_own = delivery.routing_key == EVENT
         applied = self._apply(message, delivery, offset, self._counted_time(delivery) if is_own else self._present())
         if not is_own:
@@ -392,6 +399,7 @@ def _decoded(delivery: Delivery) -> Message:
 
 
 def _message(delivery: Delivery) -> Message:
+    check_readable(delivery)
     kinds = KINDS.get(delivery.routing_key, {})
     if (kind := kinds.get(delivery.kind or "")) is not None:
         message = decode(delivery.body, kind, delivery.content_type)

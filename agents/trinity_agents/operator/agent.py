@@ -29,7 +29,7 @@ from trinity_mq.runtime.deliveries import (
     decode_or_dead_letter,
     give_back,
 )
-from trinity_mq.runtime.errors import RestartMe
+from trinity_mq.runtime.errors import RestartMe, is_of_content, reason_of
 from trinity_mq.runtime.serve import run_daemon
 from trinity_mq.runtime.threads import stuck_threads
 from trinity_mq.telemetry import MetricsWriter, work_for
@@ -147,14 +147,26 @@ class Operator(Agent):
             try:
                 doing = self._work.doing("batch", f"batch {manifest.batch}")
                 with work_for(manifest.batch, manifest.ticket), doing:
-                    done = await self._process(delivery, manifest)
-                if done:
-                    deletions.create_task(self._publisher.delete_queue(manifest))
+                    if await self._process_or_fail(delivery, manifest):
+                        deletions.create_task(self._publisher.delete_queue(manifest))
                 self._delivery = None
             finally:
                 self._ticket = None
                 self.set_state("idle", "a closed batch")
                 self.heartbeat_soon()
+
+    async def _process_or_fail(self, delivery: Delivery, manifest: BatchClosed) -> bool:
+        """Process a batch, and return whether its queue can be deleted. A batch that cannot be processed because of its
+        content fails, so that its ticket is decided.
+        """
+        try:
+            return await self._process(delivery, manifest)
+        except Exception as error:
+            if not is_of_content(error):
+                raise
+            log.exception("batch_set_aside", ticket=manifest.ticket)
+            await self._fail(delivery, manifest, reason_of(error))
+            return False
 
     async def _process(self, delivery: Delivery, manifest: BatchClosed) -> bool:
         """Process a batch up to the acknowledgement; return whether its queue can be deleted."""

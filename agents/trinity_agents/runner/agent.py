@@ -46,7 +46,7 @@ from trinity_mq.runtime.deliveries import (
     give_back,
     put_back,
 )
-from trinity_mq.runtime.errors import EXIT_RECYCLE, EXIT_RESTART, RecycleMe, RestartMe
+from trinity_mq.runtime.errors import EXIT_RECYCLE, EXIT_RESTART, RecycleMe, RestartMe, is_of_content, reason_of
 from trinity_mq.runtime.serve import run_daemon
 from trinity_mq.runtime.threads import stuck_threads
 from trinity_mq.telemetry.durations import UsualDuration
@@ -312,12 +312,22 @@ class Runner(Agent):
                 return
             in_flight = self._held[key] = InFlightSlice(task_slice, delivery, f"{next(self._attempts):032x}")
             self._show_state()
-            await self._slice(in_flight)
+            await self._slice_or_fail(in_flight)
         finally:
             if in_flight is None:
                 slot.release()
             elif not in_flight.detached:
                 self._release(in_flight)
+
+    async def _slice_or_fail(self, in_flight: InFlightSlice) -> None:
+        """Execute a slice. A slice that cannot be handled because of its content is reported, so that it has an end."""
+        try:
+            await self._slice(in_flight)
+        except Exception as error:
+            if not is_of_content(error):
+                raise
+            log.exception("slice_set_aside", slice=in_flight.name)
+            await self._poison(in_flight, in_flight.past, reason_of(error))
 
     def _log_batch(self, task_slice: TaskSlice) -> None:
         """Log the first slice of each ticket: a line for each slice would cost more than many slices themselves."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import time
 import uuid
@@ -26,6 +27,7 @@ from trinity_mq.runtime.deliveries import (
     decode_or_dead_letter,
     drop_foreign,
     envelope,
+    handle_or_set_aside,
 )
 from trinity_mq.runtime.errors import FatalError, RestartMe
 from trinity_mq.runtime.notify import Notifier
@@ -353,13 +355,22 @@ class StreamSource:
         await self.changed.until(lambda: self._bus.run_id is not None)
 
     async def _take(self, delivery: Delivery, nonce: str) -> None:
-        """Take in one delivery."""
+        """Take in one delivery, or set it aside."""
         offset = delivery.offset
         assert offset is not None
+
+        async def pass_over(_: str) -> None:
+            self._decider.other(offset)
+
         if delivery.run_id is not None:
             if self._tapped is not None and self._bus.run_id is None:
                 self._bus.run_id = delivery.run_id
             await self._know_run()
+        work = functools.partial(self._take_in, delivery, offset, nonce)
+        await handle_or_set_aside(*self._dead_letters, delivery, self._by, work, decide=pass_over)
+        self.changed.notify()
+
+    async def _take_in(self, delivery: Delivery, offset: int, nonce: str) -> None:
         if offset < self._begins or await drop_foreign(self._bus, delivery):
             self._decider.other(offset)
         elif delivery.content_type in {EXPERIENCES, REFERENCE}:
@@ -383,7 +394,6 @@ class StreamSource:
                     self._decider.ended = message.batches
                     if self._tapped is not None:
                         self._tapped.ends(message)
-        self.changed.notify()
 
     @property
     def _dead_letters(self) -> tuple[Bus, Topology]:

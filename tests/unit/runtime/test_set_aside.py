@@ -1,0 +1,207 @@
+"""Messages that cannot be handled because of their content, and messages that end the process that handles them."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from trinity_mq.bus import BusUnavailable, Delivery, Envelope, Incoming, StaleDelivery, Topology
+from trinity_mq.bus.memory.bus import MemoryBroker, MemoryBus
+from trinity_mq.config.bus import BrokerConfig
+from trinity_mq.messages import DecodeError
+from trinity_mq.runtime.deliveries import (
+    MAX_DEATHS,
+    CrashNotes,
+    acknowledge,
+    decode_or_dead_letter,
+    handle_or_set_aside,
+    in_hand,
+)
+from trinity_mq.runtime.errors import EndsProcessError, FatalError, RestartMe, is_of_content
+from trinity_mq.runtime.plugins import UnknownNameError
+
+TOPOLOGY = Topology("w")
+WORK = TOPOLOGY.submitted
+
+DIES = """
+import os, signal, sys
+from pathlib import Path
+from trinity_mq.bus import Incoming
+from trinity_mq.runtime.deliveries import CrashNotes
+
+queue, offset, name = sys.argv[2:5]
+message = Incoming(body=b"x", exchange="", routing_key="", queue=queue, message_id=name or None)
+message.offset = int(offset) if offset else None
+with CrashNotes(Path(sys.argv[1])).in_hand(message) as deaths:
+    print(deaths, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.fixture
+async def bus() -> AsyncIterator[MemoryBus]:
+    made = MemoryBus(MemoryBroker(), TOPOLOGY, config=BrokerConfig())
+    await made.connect()
+    await made.declare(*TOPOLOGY.durable)
+    yield made
+    await made.close()
+
+
+async def received(bus: MemoryBus, name: str) -> Delivery:
+    await bus.publish(TOPOLOGY.exchange("tasks"), "submit", Envelope(body=b"body", kind="odd", message_id=name))
+    feed = next((each for each in bus._consumers if each.queue.name == WORK.name), None)
+    return await anext(feed or await bus.consume(WORK))
+
+
+async def dead_reasons(bus: MemoryBus) -> list[str]:
+    feed = await bus.consume(TOPOLOGY.dead)
+    reasons = []
+    while (delivery := feed.get_nowait()) is not None:
+        assert delivery.body == b"body"
+        reasons.append(str(delivery.headers["dead-reason"]))
+    return reasons
+
+
+@pytest.mark.parametrize(
+    ("error", "wanted"),
+    [
+        (ValueError("v"), True),
+        (KeyError("k"), True),
+        (TypeError("t"), True),
+        (OverflowError("o"), True),
+        (RecursionError("r"), True),
+        (UnicodeEncodeError("utf-8", "\ud800", 0, 1, "s"), True),
+        (DecodeError("d"), True),
+        (ExceptionGroup("g", [ValueError(), KeyError()]), True),
+        (ExceptionGroup("g", [ValueError(), OSError()]), False),
+        (OSError("disk"), False),
+        (TimeoutError(), False),
+        (MemoryError(), False),
+        (RuntimeError("torch"), False),
+        (BusUnavailable("away"), False),
+        (FatalError("f"), False),
+        (UnknownNameError("a name of the configuration"), False),
+        (RestartMe("r"), False),
+        (asyncio.CancelledError(), False),
+    ],
+    ids=repr,
+)
+def test_which_errors_are_of_the_content(error: BaseException, wanted: bool) -> None:
+    assert is_of_content(error) is wanted
+
+
+async def test_a_message_that_cannot_be_handled_is_set_aside_and_decided(bus: MemoryBus) -> None:
+    delivery, decided = await received(bus, "m1"), list[str]()
+
+    async def fails() -> None:
+        raise KeyError("no such field")
+
+    async def decide(reason: str) -> None:
+        decided.append(reason)
+
+    await handle_or_set_aside(bus, TOPOLOGY, delivery, "me", fails, decide=decide)
+    assert decided == ["cannot be handled: KeyError: 'no such field'"]
+    assert await dead_reasons(bus) == decided
+    with pytest.raises(StaleDelivery):  # it was acknowledged
+        await delivery.ack()
+
+
+@pytest.mark.parametrize("error", [OSError("disk"), BusUnavailable("away"), MemoryError(), FatalError("f")], ids=repr)
+async def test_good_work_is_not_set_aside_because_of_a_disk_or_broker(bus: MemoryBus, error: Exception) -> None:
+    delivery = await received(bus, "m1")
+
+    async def fails() -> None:
+        raise error
+
+    with pytest.raises(type(error)):
+        await handle_or_set_aside(bus, TOPOLOGY, delivery, "me", fails)
+    assert await dead_reasons(bus) == []
+    await delivery.ack()  # it is unanswered
+
+
+async def test_of_a_broadcast_nobody_makes_a_dead_letter(bus: MemoryBus) -> None:
+    delivery = await received(bus, "m1")
+
+    async def fails() -> None:
+        raise ValueError("no")
+
+    await handle_or_set_aside(bus, TOPOLOGY, delivery, "me", fails, quiet=True)
+    assert await dead_reasons(bus) == []
+
+
+async def test_properties_that_cannot_be_read_are_a_reason(bus: MemoryBus) -> None:
+    delivery = await received(bus, "m1")
+    delivery.unreadable = "its message id is not UTF-8"
+    assert await decode_or_dead_letter(bus, TOPOLOGY, delivery, "me") is None
+    assert await dead_reasons(bus) == ["does not decode: its message id is not UTF-8"]
+
+
+def kill_with(path: Path, queue: str, *, offset: str = "", name: str = "") -> int:
+    """Have a process die with a message in hand; return the deaths that it knew of."""
+    ended = subprocess.run(
+        [sys.executable, "-c", DIES, str(path), queue, offset, name],
+        capture_output=True,
+        check=False,
+        text=True,
+        timeout=60,
+    )
+    assert ended.returncode == -signal.SIGKILL, ended.stderr
+    return int(ended.stdout.split()[-1])
+
+
+async def test_a_message_in_hand_at_three_deaths_is_set_aside_raw(bus: MemoryBus, tmp_path: Path) -> None:
+    path = tmp_path / "explorer.in-hand.json"
+    deaths = [kill_with(path, WORK.name, name="deadly") for _ in range(MAX_DEATHS)]
+    assert deaths == [0, 1, 2]
+    bus.notes, handled = CrashNotes(path), list[str]()
+
+    async def handle(delivery: Delivery) -> None:
+        handled.append(str(delivery.message_id))
+        await acknowledge(delivery)
+
+    for name in ("deadly", "healthy"):
+        delivery = await received(bus, name)
+        await handle_or_set_aside(bus, TOPOLOGY, delivery, "me", lambda: handle(delivery))  # noqa: B023
+    assert handled == ["healthy"]
+    assert await dead_reasons(bus) == ["it was in hand at 3 deaths of the process that handles it"]
+
+
+def test_a_place_on_a_stream_stays_set_aside_when_the_stream_is_read_again(tmp_path: Path, bus: MemoryBus) -> None:
+    path, queue = tmp_path / "gateway.in-hand.json", TOPOLOGY.sessions.name
+    for _ in range(MAX_DEATHS):
+        kill_with(path, queue, offset="17")
+    for _ in range(2):  # lives of the gateway
+        bus.notes = CrashNotes(path)
+        for offset in (16, 17, 18):
+            message = Incoming(body=b"", exchange="", routing_key="", queue=queue, offset=offset)
+            if offset == 17:
+                with pytest.raises(EndsProcessError), in_hand(bus, message):
+                    raise AssertionError("it was handled")
+            else:
+                with in_hand(bus, message):
+                    pass
+
+
+def test_a_message_that_was_handled_is_forgotten(tmp_path: Path, bus: MemoryBus) -> None:
+    path = tmp_path / "x.json"
+    message = Incoming(body=b"x", exchange="", routing_key="", queue=WORK.name, message_id="m")
+    assert kill_with(path, WORK.name, name="m") == 0
+    bus.notes = CrashNotes(path)
+    with in_hand(bus, message):
+        pass
+    assert kill_with(path, WORK.name, name="m") == 0
+
+
+def test_an_error_is_no_death(tmp_path: Path, bus: MemoryBus) -> None:
+    path = tmp_path / "x.json"
+    message = Incoming(body=b"x", exchange="", routing_key="", queue=WORK.name, message_id="m")
+    for _ in range(MAX_DEATHS + 1):
+        bus.notes = CrashNotes(path)
+        with pytest.raises(OSError, match="disk"), in_hand(bus, message):
+            raise OSError("disk")
