@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import aiormq
 import pytest
 
 from tests.security_tables import rows
@@ -24,6 +25,7 @@ from trinity_mq.bus.rabbit.bus import RabbitBus
 from trinity_mq.bus.topology import BY_GATEWAY, SUBMIT, Queue, Topology
 from trinity_mq.config.bus import BrokerConfig
 from trinity_mq.local_broker.node import PrivateNode, find_rabbitmq
+from trinity_mq.messages import BatchReady, encode
 from trinity_mq.reviews.stream import ReviewStream
 from trinity_mq.testing.runs import LocalRun
 
@@ -222,6 +224,49 @@ async def test_a_reader_reads_and_nothing_else(node: PrivateNode, others: Bus, t
         await bus.close()
     with pytest.raises(QueueGone):
         await others.consume(topology.batch_queue(9, "g" * 32))
+
+
+@pytest.mark.parametrize("header", ["CC", "BCC"])
+async def test_runners_take_nothing_that_a_submitter_has_the_broker_route_to_them(
+    node: PrivateNode, others: Bus, topology: Topology, header: str
+) -> None:
+    """The broker checks the routing key of a publish alone, and routes by these headers too."""
+    url = await user(node, f"{topology.run}-{header}", permissions(topology.run, "submitter"))
+    connection = await aiormq.connect(url)
+    try:
+        channel = await connection.channel()
+        properties = aiormq.spec.Basic.Properties(headers={header: ["train.1"]})
+        await channel.basic_publish(
+            b"forged", exchange=topology.exchange("tasks"), routing_key="submit", properties=properties
+        )
+        assert await others.depth(topology.tasks_train.name) == 1
+        assert await others.publish(topology.exchange("tasks"), "train.1", note("slice"))
+        async with asyncio.timeout(10), await others.consume(topology.tasks_train, prefetch=9) as slices:
+            assert (await anext(slices)).body == b"slice"
+        async with asyncio.timeout(10), await others.consume(topology.dead) as letters:
+            assert (await anext(letters)).body == b"forged"
+    finally:
+        await connection.close()
+
+
+async def test_trainers_take_nothing_but_marks_of_a_reader(node: PrivateNode, others: Bus, topology: Topology) -> None:
+    """Neither another message with the routing key of marks, nor one by way of an exchange of its own."""
+    url = await user(node, topology.run, permissions(topology.run, "reader"))
+    forged = encode(BatchReady(batch=1, ticket="t" * 32, op="a" * 16, chunks=0, experiences=0))
+    connection = await aiormq.connect(url)
+    try:
+        channel = await connection.channel()
+        ready, own = topology.exchange("ready"), f"{topology.prefix}telemetry.mine"
+        await channel.basic_publish(forged, exchange=ready, routing_key="mark")
+        await channel.exchange_declare(own, exchange_type="topic", auto_delete=True)
+        await channel.exchange_bind(destination=ready, source=own, routing_key="#")
+        await channel.basic_publish(forged, exchange=own, routing_key="1")
+        assert await others.publish(ready, "1", note("a batch"))
+        async with asyncio.timeout(10), await others.consume(topology.ready, offset=0) as feed:
+            delivery = await anext(feed)
+            assert (delivery.body, delivery.offset) == (b"a batch", 2)
+    finally:
+        await connection.close()
 
 
 Operation = Callable[[Bus, Topology], Awaitable[object]]

@@ -39,6 +39,9 @@ SUBMIT, BY_GATEWAY = "submit", "session"
 """Routing keys of submitted tasks: of submitters, and of the run's own gateway. A submitter's permissions allow the
 first alone, so the second says that an agent of the run made the task."""
 
+MARK = "mark"
+"""Routing key of the marks by which readers find the present end of a stream. Nothing else travels with it."""
+
 REPLY_QUEUES = ("amq.gen-", "amq_", "amq.rabbitmq.reply-to.")
 """Prefixes of reply queues whose name nobody can guess: named by the broker, by aio-pika, or direct reply-to."""
 OTHERS_REPLIES = ("reward", "review")

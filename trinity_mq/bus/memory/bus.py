@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import replace
-from functools import lru_cache
 
 from trinity_mq.bus.base import (
     CLOSED,
@@ -20,6 +18,7 @@ from trinity_mq.bus.base import (
 )
 from trinity_mq.bus.memory.queues import MemoryConsumer, MemoryQueue, Stored, StreamQueue, WorkQueue
 from trinity_mq.bus.properties import Envelope
+from trinity_mq.bus.routing import topic_matches
 from trinity_mq.bus.topology import Queue, Topology
 from trinity_mq.config.bus import BrokerConfig
 
@@ -301,22 +300,3 @@ def check_owner(queue: MemoryQueue, client: MemoryBus | None) -> None:
     """Refuse the use of another's exclusive queue."""
     if queue.owner is not None and queue.owner is not client:
         raise BusRefused(f"queue {queue.declared.name} is exclusive to another connection")
-
-
-@lru_cache(maxsize=4096)
-def topic_matches(pattern: str, key: str) -> bool:
-    """Return whether a routing key fits an AMQP binding pattern: ``*`` is one word, ``#`` any number of words.
-
-    >>> topic_matches("train.#", "train"), topic_matches("*.a", "x.y.a")
-    (True, False)
-    """
-    return _match(pattern.split(".") if pattern else [], key.split(".") if key else [])
-
-
-def _match(pattern: Sequence[str], key: Sequence[str]) -> bool:
-    if not pattern:
-        return not key
-    first, rest = pattern[0], pattern[1:]
-    if first == "#":
-        return any(_match(rest, key[skipped:]) for skipped in range(len(key) + 1))
-    return bool(key) and first in {"*", key[0]} and _match(rest, key[1:])

@@ -24,6 +24,7 @@ from trinity_mq.bus.rabbit.connection import (
     OwnQueueLost,
     amqp_errors,
 )
+from trinity_mq.bus.routing import routing_problem
 from trinity_mq.bus.topology import Queue
 
 log = structlog.get_logger(__name__)
@@ -123,7 +124,10 @@ class RabbitConsumer(BufferedConsumer[_Arrived]):
         self._channel = channel
 
         async def receive(message: DeliveredMessage) -> None:
-            self._receive(channel, message)
+            problem = _problem(self.queue, message)
+            self._receive(channel, message, passed_over=problem is not None)
+            if problem is not None:
+                await self._refuse(channel, message, problem)
 
         with amqp_errors():
             if not self._unanswered:
@@ -156,20 +160,31 @@ class RabbitConsumer(BufferedConsumer[_Arrived]):
         # Lost before anything arrived: what was published meanwhile must not be missed, so rather a little too much.
         return self._began - CLOCK_MARGIN
 
-    def _receive(self, channel: Channel, message: DeliveredMessage) -> None:
+    def _receive(self, channel: Channel, message: DeliveredMessage, *, passed_over: bool) -> None:
         if channel is not self._channel or self.over:
             return
         offset = (message.header.properties.headers or {}).get("x-stream-offset") if self._stream else None
         if type(offset) is not int:
-            self._put(_Arrived(channel, message, None, self._unanswered))
+            if not passed_over:
+                self._put(_Arrived(channel, message, None, self._unanswered))
             return
         if self._next is None:
             self._next = offset
         requested, self._requested = self._requested, None
         if requested is not None and offset > requested + SEGMENT_ENTRIES:
             self._end(StreamCut(self.queue.name, requested, offset))
-        else:
+        elif not passed_over:
             self._put(_Arrived(channel, message, offset))
+
+    async def _refuse(self, channel: Channel, message: DeliveredMessage, problem: str) -> None:
+        """Pass over a message that its sender had routed here; a work queue has the broker move it to ``dead``."""
+        log.warning("not_for_this_queue", queue=self.queue.name, reason=problem)
+        tag = message.delivery_tag or 0
+        with contextlib.suppress(BrokerConnectError), amqp_errors():  # lost with its channel it comes again
+            if self._stream:
+                await channel.basic_ack(tag, wait=False)
+            elif not self._unanswered:
+                await channel.basic_reject(tag, requeue=False, wait=False)
 
     def _channel_closed(self, channel: Channel, closing: asyncio.Future[Any]) -> None:
         error = None if closing.cancelled() else closing.exception()
@@ -273,6 +288,14 @@ class RabbitDelivery(Delivery):
                     await self._channel.basic_nack(self._tag, requeue=True, wait=False)
         except BrokerConnectError as error:
             raise StaleDelivery(f"delivery {self.message_id} of {self.queue} is void: {error}") from error
+
+
+def _problem(queue: Queue, message: DeliveredMessage) -> str | None:
+    """Return why a message is not for the queue that it is in, None where it is."""
+    properties = message.header.properties
+    headers, content_type = properties.headers or {}, properties.content_type
+    exchange, key = message.exchange or "", message.routing_key or ""
+    return routing_problem(queue, exchange, key, headers, message.body, content_type)
 
 
 async def _close(channel: Channel) -> None:

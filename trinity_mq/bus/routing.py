@@ -1,0 +1,75 @@
+"""Routing of messages by topic, and the check that a received message was published for the queue that it is in.
+
+A broker checks only the routing key of a publish against a user's permissions. A sender can have a message routed
+elsewhere all the same: by the headers ``CC`` and ``BCC``, by binding an exchange of its own, and by a queue of its own
+whose messages the broker moves on. So who receives a message looks at where it was published.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+
+from trinity_mq.bus.topology import MARK, Queue
+from trinity_mq.messages import DecodeError, Mark, decode_any
+
+MOVED = "x-first-death-queue"
+"""Header that the broker adds to a message that it moves to a dead letter exchange."""
+EXPERIENCE_TYPES = "application/vnd.trinity-mq."
+"""Beginning of the content types of experiences and of references to them."""
+TAKES_MOVED = (".dead", ".control")
+"""Ends of the names of exchanges to which queues of a run have messages moved; no outsider may publish there."""
+
+
+def routing_problem(
+    queue: Queue, exchange: str, key: str, headers: Mapping[str, object], body: bytes, content_type: str | None
+) -> str | None:
+    """Return why a message in ``queue`` was not published for it, None where it was.
+
+    Args:
+        queue: The queue; without bindings it takes what names it.
+        exchange: Exchange that the message was published to.
+        key: Its routing key.
+        headers: Its headers.
+        body: Its body. With the routing key of marks, which readers may use, it is no other message.
+        content_type: Type of the body.
+    """
+    if not queue.bindings:
+        return None
+    if not any(one.exchange == exchange and topic_matches(one.pattern, key) for one in queue.bindings):
+        return f"published to {exchange[:80]!r} with routing key {key[:80]!r}, which is not bound to this queue"
+    if MOVED in headers and not exchange.endswith(TAKES_MOVED):
+        return f"moved here by the broker from the queue {str(headers[MOVED])[:80]!r}"
+    if key == MARK and (kind := _other_than_mark(body, content_type)) is not None:
+        return f"published with routing key {MARK!r}: a {kind}"
+    return None
+
+
+def _other_than_mark(body: bytes, content_type: str | None) -> str | None:
+    """Return what a body is, None for a mark and for what does not decode, which its readers set aside."""
+    if content_type is not None and content_type.startswith(EXPERIENCE_TYPES):
+        return content_type
+    try:
+        message = decode_any(body, content_type)
+    except DecodeError:
+        return None
+    return None if isinstance(message, Mark) else message.kind
+
+
+@lru_cache(maxsize=4096)
+def topic_matches(pattern: str, key: str) -> bool:
+    """Return whether a routing key fits an AMQP binding pattern: ``*`` is one word, ``#`` any number of words.
+
+    >>> topic_matches("train.#", "train"), topic_matches("*.a", "x.y.a")
+    (True, False)
+    """
+    return _match(pattern.split(".") if pattern else [], key.split(".") if key else [])
+
+
+def _match(pattern: Sequence[str], key: Sequence[str]) -> bool:
+    if not pattern:
+        return not key
+    first, rest = pattern[0], pattern[1:]
+    if first == "#":
+        return any(_match(rest, key[skipped:]) for skipped in range(len(key) + 1))
+    return bool(key) and first in {"*", key[0]} and _match(rest, key[1:])
