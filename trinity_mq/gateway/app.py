@@ -53,6 +53,8 @@ SHUTDOWN_SECONDS = 10.0
 """Time that calls have to end when the gateway ends."""
 MAX_REPORTS = 10_000
 """Rewards and ends of one session, besides its calls."""
+LONGEST_LIMIT = 9
+"""Digits of ``limit`` of a list of sessions."""
 LONGEST_KEY = 100
 """Bytes of a key of a reward that an event's id holds as they are."""
 GONE = 410
@@ -186,7 +188,8 @@ class GatewayApp:
         self._admin(request)
         states = Counter(session.state for session in self.book.ledger)
         wanted = dict(request.query)
-        limit = int(wanted.pop("limit", "100")) if wanted.get("limit", "100").isdecimal() else 100
+        asked = wanted.pop("limit", "100")
+        limit = int(asked) if asked.isdecimal() and len(asked) <= LONGEST_LIMIT else 100
         found: list[dict[str, Any]] = []
         for session in self.book.ledger if wanted else ():
             labels = session.opened.labels if session.opened else {}
@@ -288,7 +291,7 @@ class GatewayApp:
 
     async def call(self, request: web.Request) -> web.StreamResponse:
         """Answer a request to the model, and record it where its session is recorded."""
-        path = request.path[request.path.index("/v1/") :]
+        path = f"/v1/{request.path.rpartition('/v1/')[2]}"  # a session's name may hold any characters
         protocol = PROTOCOLS[path]
         asking = await self._session_of_call(request)
         body = await _read(request)

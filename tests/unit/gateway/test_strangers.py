@@ -336,6 +336,8 @@ HEADERS = [
     {"Expect": "\udcff"},
 ]
 PATHS = ["/s/%FF", "/s/%00", "/s/" + "x" * 4000, "/s/%ED%A0%80/v1/models", "/sessions?%FF=%FF&limit=" + "9" * 100]
+PATHS += [f"/s/%2Fv1%2F{path}" for path in PROTOCOLS]
+PATHS += ["/sessions?group=x&limit=" + "9" * 5000]
 PATHS += ["/sessions?state=%00", "/s/../../x", "/%ff", "//", "/s//", "/v1/%FF", "/sessions?limit=\u00b2"]
 
 
