@@ -568,6 +568,15 @@ CASES: dict[tuple[str, int], dict[str, dict[str, Any]]] = {
             "supersedes": "c",
             "digest": "9f86d081884c7d659a2feaa0c55ad015",
         },
+        "repeated_elsewhere": {
+            "session": "s",
+            "call": "c3",
+            "at": 2.5,
+            "digest": "9f86d081884c7d659a2feaa0c55ad015",
+            "retry": 2,
+            "began": 1.25,
+            "siblings": ["c1"],
+        },
     },
     ("session_reward", 1): {
         "minimal": {"session": "s", "reward": 1.5},

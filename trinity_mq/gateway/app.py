@@ -49,6 +49,7 @@ PROTOCOLS: Mapping[str, Protocol] = {
 RECORDED_HEADER, SESSION_HEADER = "X-TMQ-Recorded", access.SESSION_HEADER
 RETRIED_HEADER = "x-stainless-retry-count"
 """Header in which the SDKs of OpenAI and Anthropic count how often they have sent a request before."""
+MOST_RETRIES = 1000
 SHUTDOWN_SECONDS = 10.0
 """Time that calls have to end when the gateway ends."""
 MAX_REPORTS = 10_000
@@ -299,8 +300,8 @@ class GatewayApp:
         call = protocol.new_id()
         session = asking or await self._session_of_one_call(call)
         conversation = self._conversations.of(session)
-        is_retry = request.headers.get(RETRIED_HEADER, "0") not in {"", "0"}
-        with conversation.trying(call, digest_of(path, body), is_retry=is_retry) as current:
+        trying = conversation.trying(call, digest_of(path, body), retry=_retry_of(request), began=self.clock())
+        with trying as current:
             self._check_limits(session, conversation)
             asked = self._sampled_as_configured(session, wanted)
             if self.settings.gateway.merge == "renderer" and (before := _tokens_before(asked, conversation)):
@@ -585,10 +586,17 @@ class _Recording:
         session = self._app.book.ledger.get(self.session.id) or self.session
         repeated = self.conversation.repeated_by(self._try, session.calls.values())
         self._try.is_recorded = True  # from now on, whether or not somebody waits for it
-        if not await self._app.keep(event.model_copy(update={"supersedes": repeated})):
+        known = {"retry": self._try.retry, "began": self._try.began, "siblings": sorted(self._try.siblings)}
+        if not await self._app.keep(event.model_copy(update={"supersedes": repeated, **known})):
             return "no"
         self.conversation.turns.append(turn)  # what was not kept, no later call may refer to
         return "yes"
+
+
+def _retry_of(request: web.Request) -> int:
+    """Return the number of times that the client sent the request before, as it says."""
+    text = request.headers.get(RETRIED_HEADER, "")
+    return min(int(text), MOST_RETRIES) if text.isascii() and text.isdecimal() and len(text) < 10 else int(bool(text))
 
 
 def _temperature(body: Mapping[str, Any]) -> float:

@@ -30,8 +30,10 @@ class Try:
     call: str
     digest: str
     """The same text for the same request."""
-    is_retry: bool
-    """Its client says that it has sent the request before."""
+    retry: int
+    """Number of times that the client sent the request before, as the client says."""
+    began: float
+    """Arrival in seconds since the epoch."""
     siblings: set[str] = field(default_factory=set)
     """Calls that asked the same while it was under way: none of them is what it repeats."""
     is_recorded: bool = False
@@ -60,9 +62,9 @@ class Conversation:
         return 0.0 if len(self.times) < per_minute else MINUTE - (now - self.times[0])
 
     @contextlib.contextmanager
-    def trying(self, call: str, digest: str, *, is_retry: bool) -> Iterator[Try]:
+    def trying(self, call: str, digest: str, *, retry: int, began: float) -> Iterator[Try]:
         """Note a request while it is under way, and that it failed where an error or its client ends it."""
-        mine = Try(call, digest, is_retry)
+        mine = Try(call, digest, retry, began)
         for other in self.under_way.values():
             if other.digest == digest:
                 other.siblings.add(call)
@@ -90,8 +92,9 @@ class Conversation:
         failed = sorted((one for one in self.failed if one.digest == mine.digest), key=lambda one: not one.is_recorded)
         if failed:
             self.failed.remove(failed[0])
+            mine.retry = 0  # its first try is known, wherever the stream has equal ones
             return failed[0].call if failed[0].is_recorded else ""
-        if not mine.is_retry:
+        if not mine.retry:
             return ""
         replaced = {call.supersedes for call in calls} | mine.siblings
         equal = [call.call for call in calls if call.digest == mine.digest and call.call not in replaced]

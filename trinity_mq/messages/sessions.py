@@ -107,6 +107,12 @@ class SessionCall(Message):
     """``messages`` and ``tools``, or ``prompt``, of the first request, for a replay; empty: not kept."""
     digest: str = ""
     """Text that is the same for the same request, by which any gateway knows a repeat; empty: not known."""
+    retry: int = 0
+    """Number of times that the client sent the request before, as the client says; 0 also if those tries are known."""
+    began: float = 0.0
+    """Arrival of the request in seconds since the epoch; 0: not known."""
+    siblings: list[str] = Field(default_factory=list)
+    """Calls with the same request that were under way at the same gateway at the same time: other requests."""
     traceparent: str = ""
     """Header of the request (W3C Trace Context), by which its trace and that of the batch are linked; empty: none."""
 

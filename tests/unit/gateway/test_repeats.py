@@ -11,7 +11,8 @@ import pytest
 
 from tests.unit.gateway.serving import Serving, serving, serving_config
 from trinity_mq.gateway.book import BookUnavailable
-from trinity_mq.workflows.sessions.assembly import session_experiences
+from trinity_mq.messages import SampledChoice, SessionCall
+from trinity_mq.workflows.sessions.assembly import session_experiences, superseded_calls
 
 ASK = {"messages": [{"role": "user", "content": "hi"}]}
 AGAIN = {"x-stainless-retry-count": "1"}
@@ -186,3 +187,40 @@ async def test_an_agent_without_a_session_waits_no_longer_than_for_a_confirm(mon
             f"{at.url}/v1/chat/completions", json=ASK, timeout=aiohttp.ClientTimeout(total=10)
         ) as response:
             assert response.headers["X-TMQ-Recorded"] == "no"
+
+
+def elsewhere(call: str, at: float, *, began: float, retry: int = 0, **fields: Any) -> SessionCall:
+    choice = SampledChoice(ids=[len(call)], logprobs=[0.0], text=call, finish_reason="stop")
+    return SessionCall(
+        session="s", call=call, at=at, began=began, retry=retry, digest="same", prompt=[1], choices=[choice], **fields
+    )
+
+
+FIRST = elsewhere("first", 1.4, began=1.0)
+REPEAT = elsewhere("repeat", 1.2, began=1.1, retry=1)
+
+
+@pytest.mark.parametrize(
+    ("calls", "wanted"),
+    [
+        ([FIRST, REPEAT], {"first"}),
+        ([REPEAT, FIRST], {"first"}),
+        ([REPEAT, elsewhere("asked afterwards", 2.0, began=1.3)], set()),
+        ([FIRST, elsewhere("another", 1.4, began=1.1)], set()),
+        (
+            [elsewhere("beside", 1.4, began=1.0), elsewhere("repeat", 1.2, began=1.1, retry=1, siblings=["beside"])],
+            set(),
+        ),
+        ([elsewhere("beside", 1.4, began=1.0, siblings=["repeat"]), REPEAT], set()),
+        ([elsewhere("third", 3.0, began=2.0, retry=2), REPEAT, FIRST], {"repeat", "first"}),
+        ([FIRST.model_copy(update={"digest": "other"}), REPEAT], set()),
+        ([FIRST.model_copy(update={"began": 0.0}), REPEAT], set()),
+        ([FIRST, REPEAT.model_copy(update={"supersedes": "first"}), elsewhere("equal", 1.4, began=1.0)], {"first"}),
+    ],
+    ids=range(10),
+)
+def test_a_repeat_replaces_an_answer_that_another_gateway_recorded(calls: list[SessionCall], wanted: set[str]) -> None:
+    """Whichever of the two the stream has first: neither gateway may have read the answer of the other."""
+    assert superseded_calls(calls) == wanted
+    found = session_experiences(calls, reward=1.0, call_rewards={}, merge="per_call", turn_discount=1.0)
+    assert {one.response_text for one in found} == {call.call for call in calls} - wanted

@@ -16,6 +16,35 @@ CAUSES = ("new", "template", "retoken", "temperature")
 """Reasons why the prompt of a call does not continue an earlier one."""
 
 
+def superseded_calls(calls: Sequence[SessionCall]) -> set[str]:
+    """Return the calls whose answer their client did not get and had made again.
+
+    A gateway names the call that a repeat replaces as far as it knows that call. The answer of another gateway may
+    reach the stream later than the repeat. So a repeat that names no call replaces one equal call that began before
+    the repeat was answered, was sent fewer times, and is no sibling of the repeat: the call that was sent most often.
+
+    Args:
+        calls: All calls of a session, in the order of the stream.
+    """
+    superseded = {call.supersedes for call in calls if call.supersedes}
+    for repeat in calls:
+        if not repeat.retry or not repeat.digest or repeat.supersedes:
+            continue
+        equal = [
+            call
+            for call in calls
+            if call.digest == repeat.digest
+            and call.retry < repeat.retry
+            and 0.0 < call.began <= repeat.at
+            and call.call not in superseded
+            and call.call not in repeat.siblings
+            and repeat.call not in call.siblings
+        ]
+        if equal:
+            superseded.add(max(equal, key=lambda call: call.retry).call)
+    return superseded
+
+
 def session_experiences(
     calls: Sequence[SessionCall],
     *,
@@ -41,7 +70,7 @@ def session_experiences(
     Raises:
         ValueError: A call continues one that is missing.
     """
-    superseded = {call.supersedes for call in calls if call.supersedes}
+    superseded = superseded_calls(calls)
     kept = [call for call in calls if call.call not in superseded]
     continued = {(call.continues, call.choice) for call in kept if call.continues}
     continued_calls = {name for name, _ in continued}
