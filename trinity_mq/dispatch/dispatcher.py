@@ -38,6 +38,7 @@ from trinity_mq.messages import (
     BatchClosed,
     BatchId,
     BatchReady,
+    ContentError,
     Deliver,
     Heartbeat,
     Lane,
@@ -335,23 +336,23 @@ class Dispatcher:
             log.warning("submitter_not_answered", submission=submission.submission_id, reason=NO_REPLY_QUEUE)
             return
         name = f"{what}-{submission.submission_id}"
-        message = envelope(outcome, message_id=name, correlation_id=submission.correlation_id)
         # the stream of sessions has an exchange: agents may have no right to publish to queues by name
         sessions = self.topology.exchange("sessions"), "outcome"
         exchange, key = sessions if submission.by_gateway else ("", submission.reply_to)
         try:
+            message = envelope(outcome, message_id=name, correlation_id=submission.correlation_id)
             if not await self.bus.publish(exchange, key, message):
                 log.info("submitter_gone", submission=submission.submission_id, reply_to=submission.reply_to)
-        except (BusRefused, MessageTooLarge) as error:  # no reason for the run to end
+        except (BusRefused, MessageTooLarge, ContentError) as error:  # no reason for the run to end
             log.warning("submitter_not_answered", submission=submission.submission_id, reason=str(error))
 
     async def announce(self, manifest: BatchClosed) -> None:
         """Publish a manifest to the operators; the batch of one that does not fit into a message fails."""
-        message = envelope(manifest, message_id=f"closed-{manifest.ticket}")
         try:
+            message = envelope(manifest, message_id=f"closed-{manifest.ticket}")
             while not await self.bus.publish(self.topology.exchange("batches"), "closed", message):
                 await self.bus.declare(self.topology.closed)  # it was deleted
-        except MessageTooLarge as error:
+        except (MessageTooLarge, ContentError) as error:
             log.warning("manifest_not_published", batch=manifest.batch, reason=str(error))
             await self.fail(manifest, str(error))
 
@@ -414,29 +415,41 @@ class Dispatcher:
 
     async def _publish_group(self, ticket: Ticket, group: Sequence[SliceState], common: dict[str, Any]) -> None:
         """Publish slices in one message, or each in its own where they are too large together."""
-        with span("encode slices", ticket.batch, count=len(group)) as traced:
-            slices = [self._task_slice(ticket, one, common) for one in group]
+        try:
+            message = self._slices_message(ticket, [self._task_slice(ticket, one, common) for one in group])
+            key = f"{ticket.lane}.{batch_key(ticket.batch)}"
+            await self._publish_task(ticket.lane, key, message)
+        except (MessageTooLarge, ContentError) as error:
+            if len(group) > 1:
+                for one in group:
+                    await self._publish_group(ticket, [one], common)
+            elif not ticket.is_finished(group[0].task_id):
+                reason = f"the task cannot travel: {error}"
+                if isinstance(error, MessageTooLarge):
+                    reason = (
+                        f"the task takes {len(message.body)} bytes in a message, over broker.max_message_bytes "
+                        f"({self.bus.max_message_bytes}): give large fields such as images as paths or URLs, or raise "
+                        "it"
+                    )
+                ticket.decide_rest(group[0].task_id, "failed", reason)
+                self._failed(ticket, group[0].task_id)
+
+    @staticmethod
+    def _slices_message(ticket: Ticket, slices: Sequence[TaskSlice]) -> Envelope:
+        """Return the message of some slices.
+
+        Raises:
+            ContentError: They hold a value that cannot travel, or nest too deep together.
+        """
+        with span("encode slices", ticket.batch, count=len(slices)) as traced:
             if len(slices) == 1:
                 message = envelope(slices[0], message_id=slices[0].message_id)
             else:
                 named: dict[str, HeaderValue] = {"batch": ticket.batch, "ticket": ticket.ticket}
                 ids = f"{slices[0].message_id}+{len(slices) - 1}"
-                message = envelope(TaskSlices(slices=slices), message_id=ids, headers=named)
+                message = envelope(TaskSlices(slices=list(slices)), message_id=ids, headers=named)
             traced.size = len(message.body)
-        key = f"{ticket.lane}.{batch_key(ticket.batch)}"
-        try:
-            await self._publish_task(ticket.lane, key, message)
-        except MessageTooLarge:
-            if len(group) > 1:
-                for one in group:
-                    await self._publish_group(ticket, [one], common)
-            elif not ticket.is_finished(group[0].task_id):
-                reason = (
-                    f"the task takes {len(message.body)} bytes in a message, over broker.max_message_bytes "
-                    f"({self.bus.max_message_bytes}): give large fields such as images as paths or URLs, or raise it"
-                )
-                ticket.decide_rest(group[0].task_id, "failed", reason)
-                self._failed(ticket, group[0].task_id)
+        return message
 
     def _task_slice(self, ticket: Ticket, task_slice: SliceState, common: dict[str, Any]) -> TaskSlice:
         task_id = ticket.first_task + task_slice.task_id

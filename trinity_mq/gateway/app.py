@@ -30,11 +30,11 @@ from trinity_mq.gateway.recorded_call import recorded_call
 from trinity_mq.gateway.rules.behind import is_recorded, recorded_share
 from trinity_mq.gateway.session import Session
 from trinity_mq.gateway.settings import AppSettings
-from trinity_mq.messages import SessionCall, SessionEnd, SessionOpened, SessionReward, SessionsCommitted
+from trinity_mq.messages import ContentError, SessionCall, SessionEnd, SessionOpened, SessionReward, SessionsCommitted
 from trinity_mq.messages.sessions import SCOPES, KeyScope
 from trinity_mq.models.clients import VERSION_HEADER
 from trinity_mq.models.errors import EngineError, EngineLost, EngineNotReady, EngineRefused
-from trinity_mq.runtime.http.serving import JSON, JsonProblem, new_application, read_json, refuse_forged, route
+from trinity_mq.runtime.http.serving import JSON, new_application, read_json, refuse_forged, route
 from trinity_mq.telemetry.trace_ids import TRACEPARENT, read_traceparent
 
 log = structlog.get_logger(__name__)
@@ -70,6 +70,10 @@ class Refused(Exception):
     ) -> None:
         super().__init__(message)
         self.status, self.kind, self.retry_after, self.param = status, kind, retry_after, param
+
+
+OF_REQUEST = (Refused, BadRequest, EventTooLarge, ContentError)
+"""Errors of a request that is at fault itself."""
 
 
 class GatewayApp:
@@ -493,7 +497,7 @@ class GatewayApp:
             if not self.book.is_ready() and request.path != "/health":
                 raise Refused(503, "the gateway reads its sessions; ask again soon", "not_ready", retry_after=1)
             return await handler(request)
-        except (Refused, BadRequest, BookUnavailable, EventTooLarge, EngineError, web.HTTPException) as error:
+        except (*OF_REQUEST, BookUnavailable, EngineError, web.HTTPException) as error:
             if isinstance(error, EngineError):
                 log.warning("call_failed", path=request.path, reason=str(error))
             refused = _refused_by(error, request)
@@ -510,8 +514,9 @@ def _refused_by(error: Exception, request: web.Request) -> Refused:
     match error:
         case Refused():
             return error
-        case BadRequest():
-            return Refused(400, str(error), "invalid_request_error", param=error.param)
+        case BadRequest() | ContentError():
+            param = error.param if isinstance(error, BadRequest) else error.where or None
+            return Refused(400, str(error), "invalid_request_error", param=param)
         case BookUnavailable():
             return Refused(503, str(error), "not_kept", retry_after=1)
         case EventTooLarge():
@@ -640,7 +645,7 @@ async def _read(request: web.Request) -> dict[str, Any]:
     """
     try:
         return await read_json(request)
-    except JsonProblem as problem:
+    except ContentError as problem:
         raise BadRequest(str(problem), problem.where or None) from None
 
 

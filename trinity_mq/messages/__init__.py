@@ -67,6 +67,7 @@ from trinity_mq.messages.tasks import (
     TaskSubmission,
 )
 from trinity_mq.messages.telemetry import ControlEvent, Heartbeat, Metrics
+from trinity_mq.messages.values import ContentError
 
 __all__ = [
     "CONTENT_TYPE",
@@ -80,6 +81,7 @@ __all__ = [
     "BatchId",
     "BatchReady",
     "Compatibility",
+    "ContentError",
     "ControlEvent",
     "DecodeError",
     "Deliver",

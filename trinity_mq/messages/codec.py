@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -34,6 +36,7 @@ from trinity_mq.messages.sessions import (
 from trinity_mq.messages.sync import SyncEvent
 from trinity_mq.messages.tasks import SubmissionOutcome, TaskResult, TaskResults, TaskSlice, TaskSlices, TaskSubmission
 from trinity_mq.messages.telemetry import ControlEvent, Heartbeat, Metrics
+from trinity_mq.messages.values import ContentError, check_value, is_plain
 
 CONTENT_TYPE = "application/msgpack"
 JSON_CONTENT_TYPE = "application/json"
@@ -78,6 +81,10 @@ UPGRADES: dict[tuple[str, int], Callable[[dict[str, Any]], dict[str, Any]]] = {}
 """Functions that turn the fields of a body into those of the next version, by kind and old version."""
 
 
+LONG_NUMBER = re.compile(rb"\d[\d_]{18}")
+"""Digits in text of which pydantic may make an integer beyond 64 bits."""
+
+
 class DecodeError(ValueError):
     """A body that cannot be decoded; the message names what was seen and what was expected."""
 
@@ -87,11 +94,34 @@ class NewerBodyError(DecodeError):
 
 
 def encode(message: Message) -> bytes:
-    """Return the msgpack body of ``message``: its fields by name plus ``kind`` and ``version_number``."""
-    body = message.model_dump(mode="python")
-    body["kind"] = message.kind
-    body["version_number"] = message.version_number
-    packed: bytes = msgpack.packb(body, use_bin_type=True)
+    """Return the msgpack body of ``message``: its fields by name plus ``kind`` and ``version_number``. Every reader
+    takes the body: what :func:`decode` refuses is refused here.
+
+    Raises:
+        ContentError: The message holds a value that cannot travel.
+    """
+    try:
+        body = message.model_dump(mode="python")
+        body |= {"kind": message.kind, "version_number": message.version_number}
+        return _packed(body)
+    except ContentError as error:
+        error.path.insert(0, message.kind)
+        raise
+    except (ValueError, RecursionError) as error:  # pydantic, at values that contain themselves
+        raise ContentError(f"{message.kind} cannot be written: {error}") from error
+
+
+def _packed(body: dict[str, Any]) -> bytes:
+    try:
+        packed: bytes = msgpack.packb(body, use_bin_type=True)
+        fits = is_plain(body, MAX_NESTING)
+    except (ValueError, TypeError, OverflowError) as error:
+        check_value(body)
+        raise ContentError(f"msgpack cannot hold it: {error}") from error
+    if not fits:
+        check_value(body)
+    if container_bytes(packed) > MAX_CONTAINERS:
+        scan(packed)
     return packed
 
 
@@ -106,11 +136,11 @@ def decode(body: bytes, expect: type[M], content_type: str | None = CONTENT_TYPE
     Raises:
         DecodeError: The bytes are no map, are of another kind or a newer version, or a field is wrong.
     """
-    fields = _fields(body, content_type)
+    fields, checked = _fields(body, content_type)
     kind = fields.get("kind", expect.kind)
     if kind != expect.kind:
         raise DecodeError(f"body is a {_short(kind)}, wanted a {expect.kind!r}")
-    return _message(fields, expect)
+    return _message(fields, expect, checked)
 
 
 def decode_any(body: bytes, content_type: str | None = CONTENT_TYPE) -> Message:
@@ -119,16 +149,16 @@ def decode_any(body: bytes, content_type: str | None = CONTENT_TYPE) -> Message:
     Raises:
         DecodeError: As :func:`decode`, or the kind is not in the catalogue.
     """
-    fields = _fields(body, content_type)
+    fields, checked = _fields(body, content_type)
     found = fields.get("kind")
     cls = next((cls for (kind, _), cls in CATALOGUE.items() if kind == found), None)
     if cls is None:
         known = ", ".join(sorted({kind for kind, _ in CATALOGUE}))
         raise DecodeError(f"unknown kind {_short(found)}; known kinds: {known}")
-    return _message(fields, cls)
+    return _message(fields, cls, checked)
 
 
-def _message(fields: dict[str, Any], cls: type[M]) -> M:
+def _message(fields: dict[str, Any], cls: type[M], checked: bool) -> M:
     version = fields.get("version_number", 1)
     if type(version) is not int or not 1 <= version <= cls.version_number:
         kind = NewerBodyError if type(version) is int and version > 0 else DecodeError
@@ -142,7 +172,12 @@ def _message(fields: dict[str, Any], cls: type[M]) -> M:
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise DecodeError(f"{cls.kind} of version {version} cannot be upgraded from {old}: {error!r}") from error
     try:
-        return cls.model_validate(fields)
+        message = cls.model_validate(fields)
+        if not checked:
+            encode(message)
+        return message
+    except ContentError as error:
+        raise DecodeError(str(error)) from error
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"]) or "(body)"
@@ -152,30 +187,31 @@ def _message(fields: dict[str, Any], cls: type[M]) -> M:
         ) from error
 
 
-def _fields(body: bytes, content_type: str | None) -> dict[str, Any]:
+def _fields(body: bytes, content_type: str | None) -> tuple[dict[str, Any], bool]:
+    """Return the fields in a body, and whether no number in them can become too long."""
     format_name, read = ("JSON", _from_json) if content_type == JSON_CONTENT_TYPE else ("msgpack", _from_msgpack)
     try:
-        fields = read(body)
+        fields, packed = read(body)
     except DecodeError:
         raise
     except (ValueError, msgpack.UnpackException, RecursionError, TypeError) as error:
         raise DecodeError(f"body of {len(body)} bytes is not {format_name}: {error or type(error).__name__}") from error
     if not isinstance(fields, dict):
         raise DecodeError(f"body is a {type(fields).__name__}, wanted a map with named fields")
-    return fields
+    return fields, LONG_NUMBER.search(packed) is None
 
 
-def _from_msgpack(body: bytes) -> Any:
+def _from_msgpack(body: bytes) -> tuple[Any, bytes]:
     containers = container_bytes(body)  # at the most
     if containers <= MAX_NESTING:
         with contextlib.suppress(ValueError):
-            return _unpack(body, QUICK_ARRAY_LENGTH)
+            return _unpack(body, QUICK_ARRAY_LENGTH), body
     if containers > MAX_CONTAINERS or not is_whole(body):
         scan(body)  # raises where it nests too deep, holds too many lists and maps or less than it claims
     fields = _unpack(body, len(body))  # no length in it asks for more memory than it may
-    if containers > MAX_NESTING and _too_deep(fields, MAX_NESTING):
+    if containers > MAX_NESTING and not is_plain(fields, MAX_NESTING):
         scan(body)
-    return fields
+    return fields, body
 
 
 def _unpack(body: bytes, longest: int) -> Any:
@@ -189,17 +225,14 @@ def _unpack(body: bytes, longest: int) -> Any:
     )
 
 
-def _from_json(body: bytes) -> Any:
+def _from_json(body: bytes) -> tuple[Any, bytes]:
     if body.count(b"[") + body.count(b"{") > MAX_CONTAINERS:
         raise DecodeError(f"more than {MAX_CONTAINERS} opening brackets in one body; send it as msgpack")
-    fields = json.loads(body, object_pairs_hook=_distinct, parse_constant=_no_number)
-    if _too_deep(fields, MAX_NESTING):
-        raise DecodeError(f"body is nested deeper than {MAX_NESTING} levels")
+    fields = json.loads(body, object_pairs_hook=_distinct, parse_constant=_no_number, parse_float=_finite)
     try:
-        msgpack.packb(fields)  # what comes in as JSON goes on as msgpack
-    except (ValueError, OverflowError) as error:
-        raise DecodeError(f"a number beyond 64 bits, or text that UTF-8 cannot hold: {error}") from error
-    return fields
+        return fields, _packed(fields)  # what comes in as JSON goes on as msgpack
+    except ContentError as error:
+        raise DecodeError(f"the body cannot travel on: {error}") from error
 
 
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -215,15 +248,11 @@ def _no_number(literal: str) -> float:
     raise DecodeError(f'{literal} is no JSON; where a field wants a number, the text "{literal}" stands for it')
 
 
-def _too_deep(value: Any, left: int) -> bool:
-    if not isinstance(value, dict | list):
-        return False
-    if left == 0:
-        return True
-    items = value.values() if isinstance(value, dict) else value
-    if not {dict, list} & set(map(type, items)):  # most lists are long ones of numbers
-        return False
-    return any(_too_deep(item, left - 1) for item in items)
+def _finite(literal: str) -> float:
+    number = float(literal)
+    if not math.isfinite(number):
+        raise DecodeError(f"the number {literal[:40]} is beyond the range of 64-bit floats")
+    return number
 
 
 def _short(value: Any, limit: int = 80) -> str:

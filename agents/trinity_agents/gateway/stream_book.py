@@ -19,6 +19,7 @@ from trinity_mq.gateway.ledger import Applied, Ledger
 from trinity_mq.gateway.rules.reported import report_problem
 from trinity_mq.gateway.session import Event, Session
 from trinity_mq.messages import (
+    ContentError,
     DecodeError,
     Mark,
     Message,
@@ -160,7 +161,7 @@ class StreamBook:
     async def record(self, call: SessionCall) -> bool:
         try:
             message = envelope(call, message_id=call.message_id, headers=self._stamps())
-        except (ValueError, OverflowError) as error:
+        except ContentError as error:
             return _not_recorded(call, str(error))
         cost = len(message.body) + PUBLISH_COST
         if self._unconfirmed + cost > self._most_unconfirmed:
@@ -206,6 +207,7 @@ class StreamBook:
         Raises:
             BusUnavailable: It was not confirmed in time.
             MessageTooLarge: It is too large.
+            ContentError: It holds a value that cannot travel.
         """
         stamped = {**self._stamps(at), **(headers or {})}
         await self._publish(envelope(message, message_id=message_id, headers=stamped))
@@ -217,7 +219,10 @@ class StreamBook:
         headers: dict[str, HeaderValue] = {ORIGIN: event.origin}
         if event.outside:
             headers[BY] = OUTSIDE
-        await self.publish(event.body, event.message_id, headers, at=event.at + self.paused)
+        try:
+            await self.publish(event.body, event.message_id, headers, at=event.at + self.paused)
+        except ContentError as error:  # at the limits of a body, where ours has fields that the first copy left out
+            log.warning("event_not_carried", message_id=event.message_id, reason=str(error))
 
     def _stamps(self, at: float | None = None) -> dict[str, HeaderValue]:
         at = self._clock() if at is None else at

@@ -15,7 +15,7 @@ from trinity_mq.config import Config
 from trinity_mq.gateway.ledger import Ledger
 from trinity_mq.gateway.recorded_call import RECORDED_SESSIONS
 from trinity_mq.gateway.session import Session
-from trinity_mq.messages import SubmissionOutcome, TaskBody, TaskSubmission, encode
+from trinity_mq.messages import ContentError, SubmissionOutcome, TaskBody, TaskSubmission, encode
 from trinity_mq.rewards.outsiders import NotAllowed, allowed_task
 from trinity_mq.runtime.deliveries import envelope
 from trinity_mq.runtime.errors import first_leaf
@@ -119,14 +119,14 @@ class Submissions:
             return True
         message = TaskSubmission(task=task, submission_id=submission, exact_runs=True)
         outside = next((session.traceparent for session in sessions if session.traceparent), "")
-        made = envelope(
-            message,
-            message_id=submission,
-            headers={TRACEPARENT: outside} if outside else None,
-            reply_to=self._topology.sessions.name,
-            correlation_id=submission,
-        )
         try:
+            made = envelope(
+                message,
+                message_id=submission,
+                headers={TRACEPARENT: outside} if outside else None,
+                reply_to=self._topology.sessions.name,
+                correlation_id=submission,
+            )
             if len(encode(message.task)) > (limit := self._config.broker.max_task_bytes):
                 raise MessageTooLarge(
                     f"its answers take more than the {limit} bytes of a task (broker.max_message_bytes)"
@@ -136,6 +136,8 @@ class Submissions:
                 await self._bus.declare(self._topology.submitted)
         except MessageTooLarge as error:
             await self._failed(submission, "too-large", str(error))
+        except ContentError as error:
+            await self._failed(submission, "unfit", str(error))
         except BusUnavailable as error:
             if not self._bus.usable:
                 raise

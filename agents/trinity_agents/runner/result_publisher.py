@@ -16,11 +16,12 @@ from torch import Tensor
 
 from trinity_agents.runner.in_flight_slice import InFlightSlice
 from trinity_mq.bus import Bus, MessageTooLarge, Topology
+from trinity_mq.bus.properties import HeaderValue
 from trinity_mq.bus.topology import batch_key
 from trinity_mq.config import BrokerConfig
 from trinity_mq.experience import DecodeError, EncodeError, Experience, ExperienceBatch
 from trinity_mq.experience.fields import TENSOR_FIELDS
-from trinity_mq.messages import BatchId, Outcome, TaskResult, TaskResults, TaskSlice, Version
+from trinity_mq.messages import BatchId, ContentError, Outcome, TaskResult, TaskResults, TaskSlice, Version
 from trinity_mq.rollout.status import SliceOutcome
 from trinity_mq.runtime.deliveries import envelope
 from trinity_mq.runtime.errors import RestartMe
@@ -165,6 +166,10 @@ class ResultPublisher:
         key = (batch_key(in_flight.task_slice.batch), in_flight.delivery.run_id)
         try:
             taken = await self._results.publish(key, result)
+        except ContentError as error:
+            taken = await self._results.publish(
+                key, self.result(in_flight, "failed", message=str(error), kind="workflow")
+            )
         except MessageTooLarge as error:
             reason = f"{error}; or lower explorer.max_repeat_times_per_runner: the metrics of all runs travel together"
             taken = await self._results.publish(key, self.result(in_flight, "failed", message=reason, kind="workflow"))
@@ -248,17 +253,18 @@ class ResultPublisher:
     async def _publish_results(self, key: tuple[str, str | None], results: list[TaskResult]) -> list[bool | Exception]:
         """Publish results in one message, or in several where they are too large together."""
         batch, run_id = key
-        with span("encode results", results[0].batch, count=len(results)) as traced:
-            if len(results) == 1:
-                message = envelope(results[0], message_id=f"result-{results[0].attempt}")
-            else:
-                ids = f"results-{results[0].attempt}+{len(results) - 1}"
-                message = envelope(TaskResults(results=results), message_id=ids, headers={"batch": results[0].batch})
-            traced.size = len(message.body)
         try:
+            with span("encode results", results[0].batch, count=len(results)) as traced:
+                if len(results) == 1:
+                    message = envelope(results[0], message_id=f"result-{results[0].attempt}")
+                else:
+                    ids = f"results-{results[0].attempt}+{len(results) - 1}"
+                    named: dict[str, HeaderValue] = {"batch": results[0].batch}
+                    message = envelope(TaskResults(results=results), message_id=ids, headers=named)
+                traced.size = len(message.body)
             exchange = self._topology.exchange("results")
             return [await self._bus.publish(exchange, batch, message.of_run(run_id))] * len(results)
-        except MessageTooLarge as error:
+        except (MessageTooLarge, ContentError) as error:
             if len(results) == 1:
                 return [error]
             half = len(results) // 2

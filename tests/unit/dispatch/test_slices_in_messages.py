@@ -12,7 +12,20 @@ from trinity_mq.bus import Topology
 from trinity_mq.bus.memory.bus import MemoryBroker, MemoryBus
 from trinity_mq.config import load_config
 from trinity_mq.dispatch.dispatcher import Dispatcher
-from trinity_mq.messages import Heartbeat, TaskBody, TaskResult, TaskSlice, TaskSlices, decode_any
+from trinity_mq.dispatch.tickets import SubmissionRef
+from trinity_mq.messages import (
+    BatchClosed,
+    BatchReady,
+    Heartbeat,
+    SubmissionOutcome,
+    TaskBody,
+    TaskResult,
+    TaskSlice,
+    TaskSlices,
+    decode,
+    decode_any,
+)
+from trinity_mq.messages.msgpack_scan import MAX_NESTING
 from trinity_mq.testing.virtual_time import run_virtually
 
 
@@ -141,3 +154,58 @@ def test_slices_too_large_together_travel_alone_and_one_too_large_alone_fails_it
 def test_slices_that_have_an_outcome_are_not_sent_again() -> None:
     messages = Desk(runner(0)).sent(tasks(6), done=[0, 4])
     assert set(keys(messages)) == {(task, 0) for task in (1, 2, 3, 5)}
+
+
+def nested(levels: int) -> TaskBody:
+    value: Any = 1
+    for _ in range(levels):
+        value = [value]
+    return TaskBody(workflow="none", repeat_times=2, raw_task={"x": value})
+
+
+def test_slices_that_nest_too_deep_together_travel_alone() -> None:
+    messages = Desk(runner(0)).sent([nested(MAX_NESTING - 3), *tasks(3)])
+    assert set(keys(messages)) == {(task, 0) for task in range(4)}, "each can be read"
+    assert sorted(sizes(messages)) == [1, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("value", "problem"),
+    [
+        (10**30, "an integer of 100 bits, wanted one of at most 64"),
+        ("\ud800", "half a surrogate pair"),
+        ({1: 2}, "a key that is a int"),
+        (object(), "a object, wanted"),
+    ],
+)
+def test_a_task_that_cannot_travel_fails_alone(value: object, problem: str) -> None:
+    desk = Desk(runner(0))
+    bad = TaskBody(workflow="none", repeat_times=2, raw_task={"x": value})
+    messages = desk.sent([bad, *tasks(3)], deliver="caller")
+    assert set(keys(messages)) == {(1, 0), (2, 0), (3, 0)}
+    (ticket,) = desk.dispatcher.tickets.values()
+    assert [ticket.is_finished(task) for task in range(4)] == [True, False, False, False]
+    (result,) = ticket.results_of(0)
+    assert (result.outcome, "task_slice.task.raw_task.x" in str(result.message)) == ("failed", True)
+    assert problem in str(result.message)
+
+
+def test_an_outcome_or_manifest_that_cannot_travel_does_not_end_the_run() -> None:
+    desk = Desk()
+    submission = SubmissionRef(submission_id="s", reply_to="amq.gen-x")
+    outcome = SubmissionOutcome(submission_id="s", batch=1, ticket="t", outcome="finished", completed_runs=10**30)
+    manifest = BatchClosed(batch=1, ticket="t", outcomes={"finished": 10**30})
+
+    async def main() -> list[Any]:
+        await desk.bus.connect()
+        await desk.bus.declare(*desk.topology.durable)
+        await desk.dispatcher.answer(submission, outcome)
+        await desk.dispatcher.announce(manifest)
+        published = list(desk.broker.queues[desk.topology.ready.name].messages)
+        await desk.bus.close()
+        return published
+
+    (message,) = run_virtually(main(), limit=60)
+    tomb = decode(message.body, BatchReady)
+    assert (tomb.ticket, tomb.state) == ("t", "failed")
+    assert "an integer of 100 bits" in str(tomb.reason)

@@ -59,7 +59,7 @@ def test_literals_that_are_no_json_are_refused_and_their_text_is_taken(literal: 
 @pytest.mark.parametrize("value", ["1" * 30, "-" + "1" * 30, '"\\ud800"', '["\\udfff x"]', '{"\\ud800": 1}'])
 def test_json_that_could_not_travel_on_is_refused(value: str) -> None:
     body = '{"kind": "task_submission", "task": {"raw_task": {"x": VALUE}}}'.replace("VALUE", value)
-    with pytest.raises(DecodeError, match="beyond 64 bits, or text that UTF-8 cannot hold"):
+    with pytest.raises(DecodeError, match=r"integer of 97 bits, wanted one of at most 64|half a surrogate pair"):
         decode_any(body.encode(), JSON_CONTENT_TYPE)
 
 

@@ -18,7 +18,8 @@ from trinity_mq.bus import Bus, BusUnavailable, Envelope, Incoming, Topology
 from trinity_mq.cli.arguments import add_broker, add_target
 from trinity_mq.cli.broker.connection import Target, connected, find_target
 from trinity_mq.cli.errors import CommandError
-from trinity_mq.messages import JSON_CONTENT_TYPE, SubmissionOutcome, TaskBody, TaskSubmission, decode
+from trinity_mq.messages import JSON_CONTENT_TYPE, ContentError, SubmissionOutcome, TaskBody, TaskSubmission, decode
+from trinity_mq.messages.values import check_value
 from trinity_mq.runtime.deliveries import acknowledge
 from trinity_mq.transport.blobs import BlobStore, StoreUnavailable, open_store, resolve
 
@@ -124,7 +125,7 @@ def read_task(text: str) -> TaskBody:
         fields = json.loads(text)
     except OSError as error:
         raise CommandError(f"task {text!r} cannot be read: {error.strerror or error}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CommandError(f"the task is not JSON: {error}; wanted something like {EXAMPLE}") from error
     if not isinstance(fields, dict):
         raise CommandError(f"the task is a {type(fields).__name__}, wanted an object like {EXAMPLE}")
@@ -134,7 +135,10 @@ def read_task(text: str) -> TaskBody:
             hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(TaskBody.model_fields)}"
             raise CommandError(f"the task has an unknown key {key!r}; {hint}")
     try:
+        check_value(fields, finite=True)
         return TaskBody.model_validate(fields)
+    except ContentError as error:
+        raise CommandError(f"the task's {error}") from error
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])

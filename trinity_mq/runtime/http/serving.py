@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import math
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 from urllib.parse import urlsplit
@@ -16,6 +15,7 @@ from aiohttp.typedefs import Handler, Middleware
 from multidict import CIMultiDictProxy
 
 from trinity_mq.config.hosts import is_loopback
+from trinity_mq.messages.values import ContentError, check_value
 
 HEAD_SECONDS = 65.0
 """Seconds that a connection may wait for a complete head of a request. It is longer than the 60 s for which balancers
@@ -24,12 +24,6 @@ BODY_SECONDS = 120.0
 """Seconds for the whole body of a request."""
 LARGE_BODY = 256 * 1024
 """Bytes of a body from which on it is checked in a thread."""
-MAX_DEPTH = 64
-"""Levels of nested lists and objects in a body."""
-LEAST_INTEGER, GREATEST_INTEGER = -(1 << 63), (1 << 64) - 1
-"""Range of integers that MessagePack holds."""
-LONGEST_NAME = 40
-"""Characters of a name that the path of a value shows."""
 FORM_TYPES = frozenset({"text/plain", "multipart/form-data", "application/x-www-form-urlencoded"})
 """Content types that a page may send to another site without asking that site first."""
 JSON = "application/json"
@@ -97,28 +91,11 @@ async def _answer_expect(request: web.Request, expected: str) -> None:
     request.writer.output_size = 0
 
 
-class JsonProblem(ValueError):
-    """A body that is not taken; the message names the value's path, which is also in ``where``."""
-
-    def __init__(self, message: str) -> None:
-        super().__init__(message)
-        self.path: list[str] = []
-
-    @property
-    def where(self) -> str:
-        """Path of the value, such as ``messages.0.content``; empty: the body itself."""
-        return ".".join(self.path)
-
-    def __str__(self) -> str:
-        """Return the problem after the path."""
-        return f"{self.where}: {super().__str__()}" if self.path else super().__str__()
-
-
 async def read_json(request: web.Request) -> dict[str, Any]:
     """Return the JSON object in the body of a request, an empty one without a body; errors as :func:`read_body`.
 
     Raises:
-        JsonProblem: The body is not a JSON object, or holds a value that no message can hold.
+        ContentError: The body is not a JSON object, or holds a value that no message can hold.
     """
     raw = await read_body(request)
     return json_object(raw) if len(raw) < LARGE_BODY else await asyncio.to_thread(json_object, raw)
@@ -129,56 +106,15 @@ def json_object(raw: bytes) -> dict[str, Any]:
     try:
         fields = json.loads(raw.decode("utf-8-sig") or "{}", parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
-        raise JsonProblem(f"the body is not JSON: {error}") from None
+        raise ContentError(f"the body is not JSON: {error}") from None
     if not isinstance(fields, dict):
-        raise JsonProblem(f"the body is a {type(fields).__name__}, wanted a JSON object")
-    check_value(fields)
+        raise ContentError(f"the body is a {type(fields).__name__}, wanted a JSON object")
+    check_value(fields, finite=True)
     return fields
 
 
 def _no_constant(name: str) -> None:
     raise ValueError(f"it holds {name}, wanted a finite number")
-
-
-def check_value(value: Any, depth: int = MAX_DEPTH) -> None:
-    """Check that a message can hold a value of JSON.
-
-    Raises:
-        JsonProblem: It holds an integer beyond 64 bits, a number that is not finite, half a surrogate pair, or more
-            than ``depth`` levels.
-    """
-    if isinstance(value, str):
-        _check_text(value)
-    elif isinstance(value, int):
-        if not LEAST_INTEGER <= value <= GREATEST_INTEGER:
-            raise JsonProblem(f"an integer of {value.bit_length()} bits, wanted one of at most 64")
-    elif isinstance(value, float):
-        if not math.isfinite(value):
-            raise JsonProblem(f"{value}, wanted a finite number")
-    elif isinstance(value, dict | list):
-        if depth == 0:
-            raise JsonProblem(f"more than {MAX_DEPTH} levels of lists and objects")
-        _check_items(value, depth - 1)
-
-
-def _check_items(value: dict[str, Any] | list[Any], depth: int) -> None:
-    for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-        try:
-            if isinstance(key, str):
-                _check_text(key)
-            check_value(item, depth)
-        except JsonProblem as problem:
-            problem.path.insert(0, str(key).encode("ascii", "backslashreplace").decode()[:LONGEST_NAME])
-            raise
-
-
-def _check_text(text: str) -> None:
-    if text.isascii():
-        return
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise JsonProblem(f"half a surrogate pair at character {error.start}, wanted Unicode text") from None
 
 
 def refuse_forged(request: web.Request, hosts: Collection[str] = (), types: Collection[str] = ()) -> None:

@@ -6,15 +6,17 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import msgpack
 import pytest
 
 from trinity_agents.explorer.in_flight import InFlightBatch, PendingTask, SubmittedTask
 from trinity_agents.explorer.state import ExplorerState
 from trinity_agents.simulation import Simulation, until
-from trinity_mq.bus import Queue
+from trinity_mq.bus import Envelope, Queue
 from trinity_mq.bus.topology import BY_GATEWAY, Topology
 from trinity_mq.dispatch.tickets import SubmissionRef
-from trinity_mq.messages import BatchClosed, SubmissionOutcome, TaskBody, TaskSlice, TaskSubmission
+from trinity_mq.messages import JSON_CONTENT_TYPE, BatchClosed, SubmissionOutcome, TaskBody, TaskSlice, TaskSubmission
+from trinity_mq.messages.msgpack_scan import MAX_CONTAINERS
 from trinity_mq.runtime.deliveries import envelope
 from trinity_mq.testing.virtual_time import run_virtually
 
@@ -29,7 +31,7 @@ async def publish(sim: Simulation, name: str, task: TaskBody, key: str, reply_to
     await client.close()
 
 
-def play(sim: Simulation, *submissions: tuple[str, TaskBody, str, str]) -> None:
+def play(sim: Simulation, *submissions: tuple[str, TaskBody, str, str] | Envelope) -> None:
     """Hand in submissions, then one that is allowed, which ends the run."""
 
     async def scene() -> None:
@@ -37,7 +39,10 @@ def play(sim: Simulation, *submissions: tuple[str, TaskBody, str, str]) -> None:
         client = await sim.client()
         await client.declare(REPLIES, sim.topology.sessions)
         for submission in submissions:
-            await publish(sim, *submission)
+            if isinstance(submission, Envelope):
+                await client.publish(sim.topology.exchange("tasks"), "submit", submission)
+            else:
+                await publish(sim, *submission)
         await sim.submit(99, reply_to=REPLIES.name)
 
     run_virtually(sim.run(beside=scene), limit=1000)
@@ -84,6 +89,42 @@ def test_recorded_sessions_are_taken_from_the_gateway_alone(tmp_path: Path) -> N
     assert sorted(trained(sim)) == ["none", "recorded_sessions"]
     stream = sim.broker.queues[sessions].messages
     assert [one.message_id for one in stream] == ["outcome-own"]
+
+
+CONTAINERS = MAX_CONTAINERS - 6
+"""Lists in a task that a submission can hold; the complete task has maps that the submission left out."""
+
+
+@pytest.mark.parametrize(
+    ("body", "content_type", "reason"),
+    [
+        (
+            b'{"task": {"raw_task": {"x": [%d]}}}' % 10**30,
+            JSON_CONTENT_TYPE,
+            "task.raw_task.x.0: an integer of 100 bits",
+        ),
+        (b'{"task": {"raw_task": {"x": "\\ud800"}}}', JSON_CONTENT_TYPE, "task.raw_task.x: half a surrogate pair"),
+        (
+            b'{"task": {"raw_task": {"x": 1e999}}}',
+            JSON_CONTENT_TYPE,
+            "1e999 is beyond the range of 64-bit floats",
+        ),
+        (b'{"task": {"repeat_times": "%d"}}' % 10**30, JSON_CONTENT_TYPE, "task.repeat_times: "),
+        (b'{"task": {"raw_task": ' + b"[" * 100_000, JSON_CONTENT_TYPE, "is not JSON"),
+        (b'{"task": {}, "task": {}}', "application/msgpack", "is not msgpack"),
+        (msgpack.packb({"task": {"raw_task": {"x": [[]] * CONTAINERS}}}), None, "more than 262144 lists and maps"),
+    ],
+    ids=["integer", "surrogate", "infinity", "digits", "deep", "type", "containers"],
+)
+def test_content_that_cannot_travel_becomes_a_dead_letter(
+    tmp_path: Path, body: bytes, content_type: str | None, reason: str
+) -> None:
+    sim = Simulation(tmp_path, ("buffer.batch_size=1",), batches=1, taskset=False)
+    message = Envelope(body=body, kind="task_submission", content_type=content_type or "", message_id="evil")
+    play(sim, message)
+    (letter,) = sim.dead_letters()
+    assert reason in str(letter["dead-reason"])
+    assert {name: one.outcome for name, one in told(sim).items()} == {"s99": "finished"}
 
 
 @pytest.mark.parametrize("queue", ["closed", "ready", "sessions", "tasks.train", "dead", "replies.reward.x"])

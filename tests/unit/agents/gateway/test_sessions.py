@@ -14,7 +14,8 @@ from trinity_agents.gateway.acting import task_of
 from trinity_mq.bus import Envelope
 from trinity_mq.config.outsiders import OutsidersConfig
 from trinity_mq.gateway.book import BookUnavailable
-from trinity_mq.messages import SessionEnd, SessionReplay, SessionReward
+from trinity_mq.messages import ContentError, SessionEnd, SessionReplay, SessionReward
+from trinity_mq.messages.msgpack_scan import MAX_NESTING
 from trinity_mq.testing.virtual_time import run_virtually
 
 
@@ -334,5 +335,80 @@ def test_an_explorer_that_lost_a_submission_gets_it_again() -> None:
             (message,) = world.accepted.values()
             await world.close_batch(bus, message)
             await until(book, lambda: state(book, "a") == "trained")
+
+    run_virtually(story())
+
+
+def test_a_call_that_cannot_travel_is_not_recorded_and_the_gateway_goes_on() -> None:
+    async def story() -> None:
+        world = World()
+        async with world.running(), world.gateway() as book:
+            await world.session(book, "a")
+            for value in (10**30, "\ud800", {1: 2}, object(), nested(70), {1, 2}):
+                call = world.call("a", 2)
+                assert not await book.record(call.model_copy(update={"request": {"tools": [{"x": value}]}}))
+            assert await book.record(world.call("a", 2))
+            await book.say(SessionEnd(session="a", reward=1.0), "end-a")
+            await until(book, lambda: state(book, "a") == "trained")
+
+    run_virtually(story())
+
+
+def test_an_event_that_cannot_travel_is_refused_and_is_not_waited_for() -> None:
+    async def story() -> None:
+        world = World()
+        async with world.running(), world.gateway() as book:
+            await world.session(book, "a")
+            with pytest.raises(ContentError, match=r"session_reward\.choice: an integer of 100 bits"):
+                await book.say(SessionReward(session="a", reward=1.0, choice=10**30), "reward-a")
+            with pytest.raises(ContentError, match=r"session_opened\.task\.x: half a surrogate pair"):
+                await world.session(book, "b", task={"x": "\ud800"})
+            assert book.ledger.get("b") is None
+
+    run_virtually(story())
+
+
+def nested(levels: int) -> Any:
+    value: Any = 1
+    for _ in range(levels):
+        value = [value]
+    return value
+
+
+def test_a_replay_that_nests_too_deep_in_a_submission_is_dropped_with_its_reason() -> None:
+    """A session may hold it: there it is one level less deep."""
+
+    async def story() -> None:
+        world = World(config(group_size=None))
+        async with world.running(), world.gateway() as book:
+            await world.session(book, "a", task={"x": nested(MAX_NESTING - 2)})
+            replay = SessionReplay(workflow="async_simple_workflow", runs=2)
+            await book.say(SessionEnd(session="a", replay=replay), "end-a")
+            await until(book, lambda: state(book, "a") == "dropped")
+            found = book.ledger.get("a")
+            assert found is not None
+            assert "task_submission.task.raw_task.x" in found.why
+            assert "more than 64 levels" in found.why
+            await world.session(book, "b")
+            await book.say(SessionEnd(session="b", reward=1.0), "end-b")
+            await until(book, lambda: state(book, "b") == "trained")
+
+    run_virtually(story())
+
+
+@pytest.mark.parametrize("session", ["a", "unknown"])
+def test_a_reward_of_digits_beyond_64_bits_becomes_a_dead_letter(session: str) -> None:
+    """As text the number passes where an integer is wanted, and the gateway could not pass it on."""
+
+    async def story() -> None:
+        world = World()
+        async with world.running() as outside, world.gateway() as book:
+            await world.session(book, "a")
+            body = json.dumps({"kind": "session_reward", "session": session, "reward": 1, "choice": "9" * 30})
+            message = Envelope(body=body.encode(), kind="session_reward", content_type="application/json")
+            await outside.publish(world.topology.exchange("sessions"), "session", message)
+            await asyncio.sleep(HOUR / 2)
+            assert [reason for reason in world.dead if "an integer of 100 bits" in reason] == world.dead != []
+            assert state(book, "a") == "open"
 
     run_virtually(story())

@@ -33,6 +33,7 @@ QUEUE = "batch.t1"
 @pytest.fixture(autouse=True)
 def _quiet() -> Iterator[None]:
     Scripted.fails, Scripted.seconds, Scripted.tries, Scripted.grows = 0, 0.0, [], 0
+    Scripted.words = "not now"
     with capture_logs():  # rendering a traceback for the console takes a second
         yield
 
@@ -43,6 +44,7 @@ class Scripted(ExperienceOperatorV1):
     fails = 0
     seconds = 0.0
     grows = 0
+    words = "not now"
     tries: list[float] = []  # noqa: RUF012  reset before each test
 
     async def process(self, exps: list[Experience]) -> Processed:
@@ -50,7 +52,7 @@ class Scripted(ExperienceOperatorV1):
         self.tries.append(loop.time())
         await asyncio.sleep(self.seconds)
         if len(self.tries) <= self.fails:
-            raise ArithmeticError("not now")
+            raise ArithmeticError(self.words)
         for each in exps if self.grows else ():
             each.info["blob"] = b"x" * self.grows
         return exps, {"seen": len(exps)}
@@ -925,3 +927,18 @@ def test_the_end_of_the_run_ends_it_and_its_beat_names_the_batch_at_work() -> No
 
     run_virtually(main())
     assert operator.state == "finished"
+
+
+def test_a_reason_of_any_characters_travels() -> None:
+    world = make_world("broker.delivery_limit=1")
+    Scripted.fails, Scripted.words = 9, "no file \udcff"
+
+    async def main() -> None:
+        await batch_of(world, "a")
+        async with world.living(make(world)):
+            await asyncio.sleep(30)
+
+    run_virtually(main())
+    (decided,) = ready(world)
+    assert decided.state == "failed"
+    assert "no file ?" in str(decided.reason)

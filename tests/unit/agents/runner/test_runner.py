@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
@@ -893,3 +894,24 @@ def test_the_beat_names_the_oldest_slices_in_hand() -> None:
 
     run_virtually(main())
     assert runner.detail().slices == []
+
+
+def test_a_result_that_cannot_travel_is_a_failure_and_its_neighbours_arrive() -> None:
+    world = World("runner.concurrency=20")
+
+    async def with_odd_runs(task_slice: TaskSlice) -> SliceOutcome:
+        await asyncio.sleep(1)  # all end at once
+        outcome = an_outcome(task_slice)
+        return dataclasses.replace(outcome, runs=[10**30], experiences=[]) if task_slice.task_id == 3 else outcome
+
+    async def main() -> None:
+        for task in range(6):
+            await send_slice(world, a_slice(task=task, runs=1))
+        async with world.living(make(world, with_odd_runs)):
+            await asyncio.sleep(3)
+
+    run_virtually(main())
+    outcomes = {one.task_id: one for one in results(world)}
+    assert [outcomes[task].outcome for task in range(6)] == ["finished"] * 3 + ["failed"] + ["finished"] * 2
+    assert "runs.0: an integer of 100 bits" in str(outcomes[3].message)
+    assert unanswered(world) == 0

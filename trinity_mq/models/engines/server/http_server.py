@@ -15,10 +15,11 @@ from aiohttp import web
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from trinity_mq.config.hosts import is_loopback
+from trinity_mq.messages import ContentError
 from trinity_mq.models.engines.api_errors import ApiError, bad_request
 from trinity_mq.models.engines.state import Lease
 from trinity_mq.runtime.http import serving as http_serving
-from trinity_mq.runtime.http.serving import JsonProblem, new_application, read_body, refuse_forged
+from trinity_mq.runtime.http.serving import new_application, read_body, refuse_forged
 
 log = structlog.get_logger(__name__)
 
@@ -74,7 +75,7 @@ def json_object(raw: bytes) -> dict[str, Any]:
     """
     try:
         return http_serving.json_object(raw)
-    except JsonProblem as problem:
+    except ContentError as problem:
         raise bad_request(str(problem), problem.where or None) from None
 
 
