@@ -101,9 +101,7 @@ class BatchPublisher:
             RestartMe: There is no ready stream.
         """
         op = op or uuid.uuid4().hex
-        reason = (
-            reason and reason[:REASON_LIMIT].encode(errors="replace").decode()
-        )  # half a surrogate pair cannot travel
+        reason = reason and reason[:REASON_LIMIT].encode(errors="replace").decode()  # it may hold half a pair
         ready = BatchReady(batch=manifest.batch, ticket=manifest.ticket, op=op, reason=reason, **fields)
         await self._to_ready(manifest, envelope(ready, message_id=f"ready-{manifest.ticket}-{op}").of_run(run_id))
 

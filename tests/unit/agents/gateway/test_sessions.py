@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import random
 from typing import Any
@@ -15,7 +16,7 @@ from trinity_mq.bus import Envelope
 from trinity_mq.config.outsiders import OutsidersConfig
 from trinity_mq.gateway.book import BookUnavailable
 from trinity_mq.messages import ContentError, SessionEnd, SessionReplay, SessionReward
-from trinity_mq.messages.msgpack_scan import MAX_NESTING
+from trinity_mq.messages.msgpack_scan import MAX_CONTAINERS, MAX_NESTING
 from trinity_mq.testing.virtual_time import run_virtually
 
 
@@ -410,5 +411,25 @@ def test_a_reward_of_digits_beyond_64_bits_becomes_a_dead_letter(session: str) -
             await asyncio.sleep(HOUR / 2)
             assert [reason for reason in world.dead if "an integer of 100 bits" in reason] == world.dead != []
             assert state(book, "a") == "open"
+
+    run_virtually(story())
+
+
+def test_an_event_that_cannot_be_written_again_is_not_carried_and_the_others_are() -> None:
+    """An earlier release wrote it, and it is at the limits of a body: what is written again has more fields."""
+
+    async def story() -> None:
+        world = World()
+        async with world.running(), world.gateway() as book:
+            await world.session(book, "a", task={"x": 1})
+            found = book.ledger.get("a")
+            assert found is not None
+            opened, called = found.events
+            body = opened.body.model_copy(update={"task": {"x": [[]] * MAX_CONTAINERS}})
+            before = book.position
+            for event in (dataclasses.replace(opened, body=body), called):
+                await book.carry(event)
+            await book.catch_up()
+            assert 0 < book.position - before < 1000, "the call alone"
 
     run_virtually(story())
