@@ -44,6 +44,7 @@ class Book(Protocol):
         Raises:
             BookUnavailable: It cannot be kept now.
             EventTooLarge: It is too large.
+            ContentError: It holds a value that cannot travel.
         """
 
     async def find(self, session: str) -> Session | None:
@@ -61,6 +62,7 @@ class Book(Protocol):
         Raises:
             BookUnavailable: It cannot be kept now.
             EventTooLarge: It is too large.
+            ContentError: It holds a value that cannot travel.
         """
 
     def is_ready(self) -> bool:

@@ -10,7 +10,10 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.unit.gateway.serving import serving, serving_config
 from tests.waiting import until
+from trinity_mq.gateway.book import Said
+from trinity_mq.gateway.ledger import Applied
 from trinity_mq.gateway.recorded_call import Answers
+from trinity_mq.messages import encode
 from trinity_mq.models.clients import EngineClients
 from trinity_mq.models.engines.generation.request import Completion, GenerationRequest
 from trinity_mq.models.engines.generation.text import TextCodec
@@ -310,3 +313,18 @@ async def test_an_end_that_is_sent_again_is_no_news_and_one_that_says_more_is() 
         assert (await at.post(f"{path}/end", {}))[1]["repeated"]
         _, shown = await at.post(f"{path}/end", {"reward": 0.5})
         assert (shown["accepted"], shown["repeated"], shown["reward"]) == (True, False, 0.5)
+
+
+async def test_an_event_that_cannot_travel_is_refused_with_its_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The book of a run writes events into messages; the rules of HTTP bodies alone do not tell what fits."""
+
+    async def keep(event: Said, message_id: str) -> Applied:
+        encode(event.model_copy(update={"choice": 10**30}))
+        raise AssertionError("it was written")
+
+    async with serving(say) as at:
+        made = await at.open()
+        monkeypatch.setattr(at.book, "say", keep)
+        status, answer = await at.post(f"/s/{made['id']}/reward", {"reward": 1})
+        assert (status, answer["error"]["param"]) == (400, "session_reward.choice")
+        assert "an integer of 100 bits, wanted one of at most 64" in answer["error"]["message"]
