@@ -101,6 +101,21 @@ def test_a_line_cannot_command_the_terminal() -> None:
     assert "error=" in text
     assert "ValueError: no" in text
     assert in_words(found(line(1, level="error")), colour=True).startswith("\x1b[31m")
+    for name in ("level", "agent", "event", "batch", "ticket", "exception", "more", "\x1b]52;c;x\x07"):
+        evil = in_words(found(line(1, **{name: "\x1b]52;c;x\x07\u202e"})), colour=True)
+        assert evil.isprintable(), name
+
+
+def test_no_line_of_a_log_file_is_a_fault(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The run folder may be somebody else's."""
+    fields = json.loads(line(1))
+    odd: list[Any] = [None, 5, "", " \n", [1], {"a": [1]}, "\ud800", 1e308, True]
+    lines = [json.dumps({**fields, name: value}) for name in [*fields, "exception", "batch"] for value in odd]
+    times = ["0001-01-01T00:00:00+14:00", "9999-12-31T23:59:59-14:00", "9999-12-31T23:59:59", "0001-01-01T00:00:00"]
+    put(tmp_path, "runner-0", *lines, *(json.dumps({**fields, "time": time}) for time in times), "[]", "5", "null")
+    for more in ((), ("--agent", "x"), ("--batch", "1"), ("--level", "error"), ("--grep", "x"), ("--json",)):
+        assert main(["logs", str(tmp_path), *more]) == 0
+    assert "runs failed" in capsys.readouterr().out
 
 
 @given(st.text())

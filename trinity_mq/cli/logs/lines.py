@@ -31,8 +31,10 @@ def parse(text: str) -> LogLine | None:
     """Return the event in a line of a log file, None for a line that is none: torn by an agent that was killed."""
     try:
         fields = json.loads(text)
-        return LogLine(datetime.fromisoformat(fields["time"]).timestamp(), text, fields)
-    except (ValueError, TypeError, KeyError, RecursionError):
+        seconds = datetime.fromisoformat(fields["time"]).timestamp()
+        datetime.fromtimestamp(seconds)  # years at the ends of the calendar cannot be shown
+        return LogLine(seconds, text, fields)
+    except (ValueError, TypeError, KeyError, RecursionError, OverflowError):
         return None
 
 
@@ -63,7 +65,7 @@ class LineFilter:
                 batch = self._batches.get(str(ticket))
             if str(batch) != self.batch:
                 return False
-        if self.agent is not None and self.agent not in {fields.get("agent"), fields.get("role")}:
+        if self.agent is not None and self.agent not in (fields.get("agent"), fields.get("role")):
             return False
         if _rank(fields.get("level")) < _rank(self.level):
             return False
@@ -82,10 +84,10 @@ def in_words(line: LogLine, *, colour: bool = False) -> str:
     if not of_batch and "ticket" in fields:
         of_batch = [f"ticket={_value(fields['ticket'])}"]
     rest = [f"{one_line(key)}={_value(value)}" for key, value in fields.items() if key not in _SHOWN_APART]
-    if error := fields.get("exception"):
-        rest.append(f"error={_value(str(error).strip().splitlines()[-1])}")
+    if error := str(fields.get("exception") or "").strip():
+        rest.append(f"error={_value(error.splitlines()[-1])}")
     who = one_line(str(fields.get("agent", "?")))
-    text = " ".join([f"{when} {level:7} {who:12}", event, *of_batch, *rest])
+    text = " ".join([f"{when} {one_line(level):7} {who:12}", event, *of_batch, *rest])
     code = _COLOURS.get(level)
     return f"\x1b[{code}m{text}\x1b[0m" if colour and code else text
 
