@@ -19,8 +19,9 @@ import aiormq
 import pytest
 
 from tests.security_tables import rows
-from trinity_mq.bus.base import Bus, BusRefused, Envelope, QueueGone
+from trinity_mq.bus.base import Bus, BusRefused, QueueGone
 from trinity_mq.bus.permissions import ROLES, Permissions, Role, permissions, rabbitmqctl_lines
+from trinity_mq.bus.properties import Envelope
 from trinity_mq.bus.rabbit.bus import RabbitBus
 from trinity_mq.bus.topology import BY_GATEWAY, SUBMIT, Queue, Topology
 from trinity_mq.config.bus import BrokerConfig

@@ -14,6 +14,8 @@ from typing import Literal, TypeVar
 
 from trinity_mq.messages import ReviewClosed, ReviewRequest, ReviewVerdict
 
+MAX_REWARD = 1e9
+"""Greatest size of a reward that a verdict gives: sums and squares of those of a group stay numbers."""
 KEPT_CLOSED = 2000
 """Closed reviews that are kept: far more than one batch has, so that a batch that comes again finds its own."""
 KEPT_EARLY = 1000
@@ -110,6 +112,9 @@ class ReviewLedger:
             return Applied("repeated")
         self._ids[message_id] = None
         _bound(self._ids, KEPT_IDS)
+        if verdict.reward is not None and abs(verdict.reward) > MAX_REWARD:
+            wanted = f"wanted a number from {-MAX_REWARD:g} to {MAX_REWARD:g}"
+            return Applied("refused", f"its reward is {verdict.reward:g}, {wanted}")
         if (closed := self.closing(verdict.request)) is not None:
             return Applied("refused", f"it is closed: {in_words(closed)}")
         review = self.get(verdict.request)

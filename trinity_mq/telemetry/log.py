@@ -106,7 +106,8 @@ class _LogFile(BaseRotatingHandler):
     def __init__(self, role: str, agent_id: str, run_dir: Path, run: str, max_bytes: int) -> None:
         folder = run_dir / LOGS_FOLDER
         folder.mkdir(parents=True, exist_ok=True)
-        super().__init__(str(folder / f"{agent_id}.jsonl"), mode="a", encoding="utf-8")
+        # half a surrogate pair, of strangers, becomes its escape in JSON
+        super().__init__(str(folder / f"{agent_id}.jsonl"), mode="a", encoding="utf-8", errors="backslashreplace")
         self._before, self._max_bytes = folder / f"{agent_id}.1.jsonl", max_bytes
         self._told = False
         whose = {**({"run": run} if run else {}), "role": role, "agent": agent_id, "pid": os.getpid()}
@@ -211,7 +212,12 @@ class _ShortErrors(logging.Handler):
         problem = _exception(error if error is not None else record.exc_info)
         if problem is not None:
             text += f": {type(problem).__name__}: {problem}"
-        return mask_passwords(f"{self.role}: " + " ".join(text.split()))
+        return _spelled_out(mask_passwords(f"{self.role}: " + " ".join(text.split())))
+
+
+def _spelled_out(text: str) -> str:
+    """Return a line with what a terminal obeys spelled out: texts of strangers are in it."""
+    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
 
 
 def _exception(value: Any) -> BaseException | None:

@@ -71,6 +71,15 @@ def test_closed_reviews_are_bounded() -> None:
     assert ledger.get(f"{5:016x}") is not None
 
 
+@pytest.mark.parametrize(("reward", "taken"), [(1e9, "new"), (-1e9, "new"), (1.1e9, "refused"), (-1e308, "refused")])
+def test_a_reward_of_a_verdict_is_bounded(reward: float, taken: str) -> None:
+    ledger = ReviewLedger()
+    ledger.apply(request(), "r")
+    given = ReviewVerdict(request=IDS[0], verdict="reward", reward=reward)
+    assert ledger.apply(given, "v").taken == taken
+    assert ledger.apply(verdict(), "w").taken == ("new" if taken == "refused" else "refused")
+
+
 def test_a_verdict_has_a_reward_where_it_says_so_and_only_there() -> None:
     with pytest.raises(ValidationError, match="needs a number"):
         ReviewVerdict(request=IDS[0], verdict="reward")

@@ -91,6 +91,19 @@ def test_errors_are_short_on_stderr_and_whole_in_the_file(tmp_path: Path, capsys
     assert "_logger" not in line
 
 
+def test_an_error_line_cannot_command_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    setup_logging("runner", "runner-0", tmp_path)
+    evil = "\x1b]52;c;x\x07\u202e\ud800"
+    get_logger("trinity_mq.x").error("refused", **{evil: evil}, reason=f"unknown workflow {evil}")
+    logging.getLogger("x").error("no %s", evil)
+    lines = capsys.readouterr().err.splitlines()
+    assert [line[:15] for line in lines] == ["runner: unknown", r"runner: no \x1b"[:15]]
+    assert all(line.isprintable() for line in lines)
+    written = [json.loads(line) for line in (tmp_path / "logs" / "runner-0.jsonl").read_text().splitlines()]
+    assert [line["event"] for line in written] == ["refused", f"no {evil}"]
+    assert written[0]["reason"] == f"unknown workflow {evil}"
+
+
 def test_libraries_and_warnings_arrive_in_the_same_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     setup_logging("runner", "trainer-0", tmp_path)
     logging.getLogger("some.library").info("hello %s", "there", extra={"job": 4})
