@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from trinity_mq.gateway.session import Session
 from trinity_mq.messages import SessionEnd, SessionOpened, SessionsDecided
-from trinity_mq.messages.sessions import Drop
+from trinity_mq.messages.sessions import OF_SESSIONS, Drop
 
 LEAST_GROUP = 2
 """Sessions that can be compared with each other; a group that has waited long enough needs no more."""
@@ -193,4 +193,4 @@ def _grouped(members: Sequence[Session], now: float) -> list[SessionsDecided]:
 def _task(sessions: Sequence[Session]) -> SessionsDecided:
     names = [session.id for session in sessions]
     digest = hashlib.sha256("\n".join(names).encode()).hexdigest()[:24]
-    return SessionsDecided(sessions=names, submission=f"sessions-{digest}")
+    return SessionsDecided(sessions=names, submission=f"{OF_SESSIONS}{digest}")

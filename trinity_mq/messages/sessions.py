@@ -19,6 +19,8 @@ KeyScope = Literal["call", "reward", "end", "read", "replay"]
 SCOPES: tuple[Scope, ...] = ("call", "reward", "end", "read")
 """Scopes of a key that is given none. Replays need to be granted by name."""
 SESSION_ID = r"^[A-Za-z0-9_-]{1,64}$"
+OF_SESSIONS = "sessions-"
+"""Beginning of the ids of submissions that a gateway makes of sessions; no outsider may use it."""
 LONGEST_LABEL = 200
 """Characters of a label, a group's name or a call's id."""
 

@@ -35,6 +35,7 @@ from trinity_mq.messages import (
     Version,
     encode,
 )
+from trinity_mq.messages.sessions import OF_SESSIONS
 from trinity_mq.rewards.outsiders import NotAllowed
 from trinity_mq.runtime.agent import HEARTBEAT_LEASE, Agent
 from trinity_mq.runtime.deliveries import (
@@ -58,6 +59,7 @@ OPEN_EVALUATIONS = 512
 """Submitted evaluations that are open at a time: enough to keep runners busy; each is a ticket in every heartbeat."""
 TOLD_OF_END: tuple[Role, ...] = ("trainer", "runner", "operator", "gateway")
 """Roles of which each agent is to receive the end of the run before the explorer ends."""
+GATEWAYS_NAME = f"submission ids that begin with {OF_SESSIONS!r} are the gateway's; choose another"
 NO_MORE_BATCHES = "the run has opened its last batch"
 KEEP_QUEUES_INTERVAL = 24 * 3600.0
 """Seconds between two declarations of a batch queue, which expires after seven days without one or a reader."""
@@ -437,13 +439,14 @@ class ExplorerLoop:
             if not isinstance(message, TaskSubmission):
                 continue
             name = message.submission_id or delivery.message_id
-            if not name:
-                reason = "a submission needs a submission_id or a message_id"
+            by_gateway = delivery.routing_key == BY_GATEWAY and delivery.reply_to == agent.topology.sessions.name
+            if not name or (name.startswith(OF_SESSIONS) and not by_gateway):
+                reason = GATEWAYS_NAME if name else "a submission needs a submission_id or a message_id"
+                await self._give_up(delivery, reason)
                 await dead_letter(agent.bus, agent.topology, delivery, reason, agent.id)
                 await acknowledge(delivery)
                 continue
             outside = delivery.headers.get(TRACEPARENT)
-            by_gateway = delivery.routing_key == BY_GATEWAY and delivery.reply_to == agent.topology.sessions.name
             ref = SubmissionRef(
                 submission_id=name,
                 reply_to=delivery.reply_to,

@@ -112,3 +112,22 @@ def test_a_group_with_repeats_and_unusable_bodies_loses_nothing_else(tmp_path: P
     assert answers(sim) == {"s1": ["finished"], "s2": ["finished"], "s3": ["finished"]}
     reasons = sorted(str(headers["dead-reason"])[:24] for headers in sim.dead_letters())
     assert reasons == ["a submission needs a sub", "a submission needs a sub", "does not decode: body of"]
+
+
+def test_a_submitter_cannot_take_the_id_of_a_gateways_submission(tmp_path: Path) -> None:
+    """An agent knows its session's id, from which that of the submission follows: the gateway's would be a repeat."""
+    sim = Simulation(tmp_path, batches=1, taskset=False)
+
+    async def scene() -> None:
+        await until(lambda: bool(sim.explorers) and sim.explorer.state == "idle")
+        client = await sim.client()
+        await client.declare(REPLIES)
+        body = TaskSubmission(task=TaskBody(), submission_id="sessions-0123")
+        taken = envelope(body, message_id="m", reply_to=REPLIES.name)
+        await client.publish(sim.topology.exchange("tasks"), "submit", taken)
+        await until(lambda: bool(sim.dead_letters()))
+        await sim.submit(1, reply_to=REPLIES.name)
+
+    run_virtually(sim.run(beside=scene), limit=1000)
+    assert answers(sim) == {"m": ["failed"], "s1": ["finished"]}
+    assert ["sessions-" in str(headers["dead-reason"]) for headers in sim.dead_letters()] == [True]
