@@ -27,7 +27,7 @@ def routing_problem(
     """Return why a message in ``queue`` was not published for it, None where it was.
 
     Args:
-        queue: The queue; without bindings it takes what names it.
+        queue: The queue; one without bindings takes all.
         exchange: Exchange that the message was published to.
         key: Its routing key.
         headers: Its headers.
@@ -36,7 +36,8 @@ def routing_problem(
     """
     if not queue.bindings:
         return None
-    if not any(one.exchange == exchange and topic_matches(one.pattern, key) for one in queue.bindings):
+    by_name = exchange == "" and key == queue.name  # which takes a permission of its own
+    if not (by_name or any(one.exchange == exchange and topic_matches(one.pattern, key) for one in queue.bindings)):
         return f"published to {exchange[:80]!r} with routing key {key[:80]!r}, which is not bound to this queue"
     if MOVED in headers and not exchange.endswith(TAKES_MOVED):
         return f"moved here by the broker from the queue {str(headers[MOVED])[:80]!r}"

@@ -54,7 +54,9 @@ MOVED = {"x-first-death-queue": "tmq.r.replies.submit.mine"}
     [
         (RUN.tasks_train, "tmq.r.tasks", "train.1", {}, None),
         (RUN.tasks_train, "tmq.r.tasks", "submit", {"CC": ["train.1"]}, "not bound"),
-        (RUN.tasks_train, "", "tmq.r.tasks.train", {}, "not bound"),
+        (RUN.tasks_train, "", "tmq.r.tasks.train", {}, None),
+        (RUN.tasks_train, "", "tmq.r.tasks.train", MOVED, "moved here"),
+        (RUN.tasks_train, "", "tmq.r.replies.submit.mine", {"CC": ["tmq.r.tasks.train"]}, "not bound"),
         (RUN.tasks_train, "tmq.r.tasks", "train.1", MOVED, "moved here"),
         (RUN.submitted, "tmq.r.tasks", "session", MOVED, "moved here"),
         (RUN.ready, "tmq.r.telemetry.mine", "17", {}, "not bound"),
