@@ -21,6 +21,7 @@ from trinity_mq.messages.codec import (
     encode,
 )
 from trinity_mq.messages.compatibility import OWN, Compatibility, conflicts, misfit, mixture, releases_line
+from trinity_mq.messages.msgpack_scan import ContentError
 from trinity_mq.messages.reviews import ReviewClosed, ReviewedCall, ReviewRequest, ReviewVerdict, Verdict
 from trinity_mq.messages.sessions import (
     SampledChoice,
@@ -67,7 +68,6 @@ from trinity_mq.messages.tasks import (
     TaskSubmission,
 )
 from trinity_mq.messages.telemetry import ControlEvent, Heartbeat, Metrics
-from trinity_mq.messages.values import ContentError
 
 __all__ = [
     "CONTENT_TYPE",

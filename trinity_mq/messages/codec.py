@@ -18,7 +18,10 @@ from trinity_mq.messages.msgpack_scan import (
     MAX_CONTAINERS,
     MAX_NESTING,
     QUICK_ARRAY_LENGTH,
+    ContentError,
+    check_value,
     container_bytes,
+    is_plain,
     is_whole,
     scan,
 )
@@ -36,7 +39,6 @@ from trinity_mq.messages.sessions import (
 from trinity_mq.messages.sync import SyncEvent
 from trinity_mq.messages.tasks import SubmissionOutcome, TaskResult, TaskResults, TaskSlice, TaskSlices, TaskSubmission
 from trinity_mq.messages.telemetry import ControlEvent, Heartbeat, Metrics
-from trinity_mq.messages.values import ContentError, check_value, is_plain
 
 CONTENT_TYPE = "application/msgpack"
 JSON_CONTENT_TYPE = "application/json"

@@ -19,7 +19,7 @@ from trinity_mq.cli.arguments import add_broker, add_target
 from trinity_mq.cli.broker.connection import Target, connected, find_target
 from trinity_mq.cli.errors import CommandError
 from trinity_mq.messages import JSON_CONTENT_TYPE, ContentError, SubmissionOutcome, TaskBody, TaskSubmission, decode
-from trinity_mq.messages.values import check_value
+from trinity_mq.messages.msgpack_scan import check_value
 from trinity_mq.runtime.deliveries import acknowledge
 from trinity_mq.transport.blobs import BlobStore, StoreUnavailable, open_store, resolve
 

@@ -15,7 +15,7 @@ from aiohttp.typedefs import Handler, Middleware
 from multidict import CIMultiDictProxy
 
 from trinity_mq.config.hosts import is_loopback
-from trinity_mq.messages.values import ContentError, check_value
+from trinity_mq.messages.msgpack_scan import ContentError, check_value
 
 HEAD_SECONDS = 65.0
 """Seconds that a connection may wait for a complete head of a request. It is longer than the 60 s for which balancers
