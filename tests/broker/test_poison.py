@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from tests.raw_amqp import RawPublisher, long, nested, properties, short
-from trinity_mq.bus.base import Delivery, Envelope
+from trinity_mq.bus.base import Delivery, Envelope, QueueGone
 from trinity_mq.bus.rabbit.bus import RabbitBus
 from trinity_mq.bus.topology import Queue, Topology
 from trinity_mq.config.bus import BrokerConfig
@@ -81,3 +81,15 @@ async def test_float_headers_arrive_exact_and_long_ids_shortened(topology: Topol
     delivery = await anext(await bus.consume(topology.submitted))
     assert {name: delivery.headers[name] for name in headers} == headers
     assert len(delivery.message_id or "") == 225
+
+
+@pytest.mark.parametrize("ticket", ["t" * 300, "é", "a\0b", "t" * (256 - len("tmq.t0123456789.batch."))])
+async def test_a_ticket_that_no_queue_can_have_as_its_name_is_that_of_no_queue(
+    topology: Topology, bus: RabbitBus, ticket: str
+) -> None:
+    queue = topology.batch_queue(1, ticket)
+    assert await bus.depth(queue.name) is None
+    await bus.delete(queue.name)
+    with pytest.raises(QueueGone):
+        await bus.consume(queue)
+    assert bus.usable

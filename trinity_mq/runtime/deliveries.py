@@ -52,13 +52,12 @@ def envelope(
     reply_to: str | None = None,
 ) -> Envelope:
     """Return ``message`` ready to publish, with ``kind`` and ``version`` repeated in the headers; while traced, one
-    of a batch has the header ``traceparent`` too.
+    of a batch has the header ``traceparent`` too. A batch, ticket or attempt that no header can hold is not repeated.
     """
     found: dict[str, HeaderValue] = {"kind": message.kind, "version": message.version_number, **(headers or {})}
-    for name in ("batch", "ticket", "attempt"):
-        value = getattr(message, name, None)
-        if isinstance(value, str | int) and name not in found:
-            found[name] = value
+    fields = {name: getattr(message, name, None) for name in ("batch", "ticket", "attempt") if name not in found}
+    repeated, _ = outside_headers({name: value for name, value in fields.items() if isinstance(value, str | int)})
+    found |= repeated
     if isinstance(batch := found.get("batch"), int | str):
         task = getattr(message, "task_id", None)
         found |= parent_header(batch, task if isinstance(task, int) else None)

@@ -8,8 +8,9 @@ from structlog.testing import capture_logs
 
 from trinity_mq.bus import Delivery, Envelope, StaleDelivery, Topology
 from trinity_mq.bus.memory.bus import MemoryBroker, MemoryBus
+from trinity_mq.bus.properties import publishable
 from trinity_mq.config.bus import BrokerConfig
-from trinity_mq.messages import ControlEvent, Heartbeat, TaskResult, decode, decode_any
+from trinity_mq.messages import BatchReady, ControlEvent, Heartbeat, TaskResult, decode, decode_any
 from trinity_mq.runtime.deliveries import (
     CrashNotes,
     PastDeliveries,
@@ -223,3 +224,11 @@ async def test_a_dead_letter_leaves_out_the_headers_that_cannot_travel_and_says_
     assert copy.kind == "unknown"
     assert copy.message_id == repeat.message_id
     assert len(copy.message_id or "") <= 255
+
+
+@pytest.mark.parametrize("batch", [-(2**63), 2**64 - 1, "1/" + "x" * 100_000])
+def test_a_batch_that_no_header_can_hold_is_in_the_body_alone(batch: int | str) -> None:
+    ready = BatchReady(batch=batch, ticket="t", op="o", state="failed")
+    sent = publishable(envelope(ready))
+    assert sent.headers == {"kind": "batch_ready", "version": 1, "ticket": "t"}
+    assert decode(sent.body, BatchReady).batch == batch

@@ -10,8 +10,10 @@ from dataclasses import replace
 
 import structlog
 from aiormq.channel import Channel
+from pamqp import commands
 
 from trinity_mq.bus.base import BusRefused, QueueGone
+from trinity_mq.bus.properties import MAX_PROPERTY
 from trinity_mq.bus.rabbit.connection import (
     BrokerConnectError,
     BrokerConnection,
@@ -87,6 +89,8 @@ class Admin:
     async def delete(self, name: str) -> None:
         """Delete a queue, also from memory."""
         self._declared.pop(name, None)
+        if not _is_queue_name(name):
+            return
         with contextlib.suppress(QueueGone):
             async with self._opened() as channel:
                 await channel.queue_delete(name)
@@ -96,6 +100,9 @@ class Admin:
             await channel.exchange_delete(name)
 
     async def depth(self, name: str) -> int | None:
+        """Return the number of ready messages; None: there is no such queue, or none can have that name."""
+        if not _is_queue_name(name):
+            return None
         with contextlib.suppress(QueueGone):
             async with self._opened() as channel:
                 return (await channel.queue_declare(name, passive=True)).message_count or 0
@@ -153,3 +160,12 @@ class Admin:
 
 def _not_there(what: str, refused: BusRefused) -> BusRefused:
     return BusRefused(f"{what} is not on the broker (start the agents that make it first), and {refused}")
+
+
+def _is_queue_name(name: str) -> bool:
+    """Return whether a queue can have this name, parts of which may come out of a message."""
+    try:
+        commands.Queue.Delete(queue=name)
+    except ValueError:
+        return False
+    return len(name.encode()) <= MAX_PROPERTY
