@@ -131,7 +131,14 @@ class WatchedBus(RabbitBus):
             self.last += self.seen.note(queue, delivery)
             return delivery
 
-        consumer._hand_over = noted
+        refuse = consumer._refuse
+
+        async def noted_refusal(channel: Any, message: Any, problem: str) -> None:
+            for one in self.seen.of(queue.name, bytes(message.body)):  # read, and no agent's to handle
+                one.seen = True
+            await refuse(channel, message, problem)
+
+        consumer._hand_over, consumer._refuse = noted, noted_refusal
         return consumer  # type: ignore[no-any-return]
 
     def _lost(self, reason: str) -> None:
