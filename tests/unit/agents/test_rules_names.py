@@ -9,17 +9,32 @@ DAY_MS = 24 * 3600 * 1000
 
 
 def test_work_queues() -> None:
-    for queue in (TOPOLOGY.submitted, TOPOLOGY.tasks_train, TOPOLOGY.tasks_eval, TOPOLOGY.closed):
-        assert queue.arguments == {
-            "x-queue-type": "quorum",
-            "x-delivery-limit": 1_000_000,
-            "x-dead-letter-exchange": "tmq.run-1.dead",
-        }
+    work = {
+        "x-queue-type": "quorum",
+        "x-delivery-limit": 1_000_000,
+        "x-dead-letter-exchange": "tmq.run-1.dead",
+    }
+    for queue in (TOPOLOGY.tasks_train, TOPOLOGY.tasks_eval, TOPOLOGY.closed):
+        assert queue.arguments == work
         assert queue.redeclare
+    assert TOPOLOGY.submitted.arguments == {
+        **work,
+        "x-max-length-bytes": 1024**3,  # outsiders fill it: a submitter is refused, and nothing is lost
+        "x-overflow": "reject-publish",
+    }
+    assert TOPOLOGY.submitted.redeclare
 
 
 def test_the_dead_queue_has_no_way_on() -> None:
-    assert TOPOLOGY.dead.arguments == {"x-queue-type": "quorum", "x-delivery-limit": 1_000_000}
+    """But for letters that there is no room for: the explorer counts them."""
+    assert TOPOLOGY.dead.arguments == {
+        "x-queue-type": "quorum",
+        "x-delivery-limit": 1_000_000,
+        "x-max-length-bytes": 512 * 1024**2,
+        "x-overflow": "drop-head",
+        "x-dead-letter-exchange": "tmq.run-1.control",
+        "x-dead-letter-routing-key": "dropped.dead",
+    }
 
 
 def test_batch_queues() -> None:
