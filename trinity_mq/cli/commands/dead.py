@@ -87,7 +87,7 @@ def row(letter: Incoming) -> tuple[str, ...]:
         queue, reason = headers.get("x-first-death-queue"), headers.get("x-first-death-reason")
     operator, batch = headers.get("operator"), headers.get("batch")
     texts = (queue, letter.kind, reason, operator, batch, len(letter.body), letter.message_id)
-    return tuple("-" if text is None else one_line(str(text)) for text in texts)
+    return tuple("-" if text is None else one_line(" ".join(str(text).split())) for text in texts)
 
 
 def replay(arguments: argparse.Namespace) -> int:
