@@ -186,9 +186,15 @@ class Agent(ABC):
         await self.serve()
 
     async def _look_for_end(self) -> None:
-        """After each outage, end if the run did meanwhile: a marker that is made later is followed by a heartbeat."""
+        """End if the run has ended: look after each outage, and while no explorer is heard. A process that was frozen
+        at the end of the run may miss that without an outage.
+        """
         while self.run_folder is not None:
-            await self._reconnected.wait()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(HEARTBEAT_LEASE):
+                    await self._reconnected.wait()
+            if not self._reconnected.is_set() and self.peers.statuses("explorer", ExplorerStatus):
+                continue
             self._reconnected.clear()
             if await asyncio.to_thread(is_run_over, self.run_folder):
                 log.info("run_is_over", agent=self.id)
