@@ -79,7 +79,7 @@ class Incoming:
     offset: int | None = None
     """Position on a stream, None on other queues."""
     unreadable: str | None = None
-    """What cannot be read in its properties, None where all can: such a message is set aside."""
+    """Reason why its properties cannot be read; None if they can. An unreadable message is set aside."""
 
     @property
     def kind(self) -> str | None:

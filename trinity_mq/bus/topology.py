@@ -79,7 +79,7 @@ class Queue:
     max_length_bytes: int | None = None
     """Retention of a stream; bound of a work queue."""
     overflow: Overflow | None = None
-    """What the broker does with a message for a full work queue: refuse it, or drop the oldest one."""
+    """Answer of the broker to a message for a full work queue: refuse it, or drop the oldest message."""
     consumer_timeout: float | None = None
     """Seconds for which a consumer may hold a message, from RabbitMQ 3.12 on; None: the broker's own."""
     redeclare: bool = True

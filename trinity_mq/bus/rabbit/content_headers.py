@@ -31,7 +31,7 @@ class ReadHeader(header.ContentHeader):
     """The header of a delivered message."""
 
     unreadable: str | None = None
-    """What cannot be read in the properties that this project uses, None where all can."""
+    """Reason why a property that this project uses cannot be read; None if all can."""
 
 
 class TolerantReceiver(FrameReceiver):

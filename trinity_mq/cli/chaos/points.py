@@ -65,7 +65,7 @@ class InsidePoint:
     role: str
     """The role whose agents pass it."""
     passed: str
-    """What they pass: ``confirmed KIND``, ``acknowledging KIND``, or a name of their own."""
+    """Names of the points: ``confirmed KIND``, ``acknowledging KIND``, or a name given by the agent."""
 
 
 INSIDE: Mapping[str, InsidePoint] = {

@@ -79,7 +79,7 @@ class Outcome:
     over: bool = False
     """The run came to its end."""
     traffic: Traffic | None = None
-    """What clients of sessions were told."""
+    """Answers that clients of sessions got."""
     stands_still: bool = False
     """It had recovered from all faults, and then made no train step in time."""
 

@@ -59,7 +59,7 @@ class SessionRun(ScheduledRun):
 
     @property
     def sessions(self) -> Sessions:
-        """What the schedule says about them."""
+        """Their part of the schedule."""
         assert self.schedule.sessions is not None
         return self.schedule.sessions
 

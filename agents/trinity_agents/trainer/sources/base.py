@@ -48,7 +48,7 @@ class TrainBatch:
     """Trainers died at a step with it and with company; it is tried without other batches, replayed groups and experts,
     so that only what kills is skipped."""
     outcome: StepOutcome | None = None
-    """What became of it; None before its train step."""
+    """Outcome of its train step; None before that step."""
 
 
 class Source(Protocol):

@@ -81,7 +81,7 @@ class Told:
 
 @dataclass
 class Traffic:
-    """What all clients were told."""
+    """Answers that all clients got."""
 
     sessions: list[Told] = field(default_factory=list)
     failures: Counter[str] = field(default_factory=Counter)

@@ -19,7 +19,7 @@ EVENT_KEY = "event"
 
 @dataclass
 class SessionRecord:
-    """What the stream of sessions says."""
+    """Content of the stream of sessions."""
 
     ledger: Ledger = field(default_factory=Ledger)
     """As a gateway works it out that reads all of it."""

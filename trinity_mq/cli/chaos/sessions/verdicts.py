@@ -165,7 +165,7 @@ def _tokens(calls: Mapping[str, SessionCall], call: SessionCall) -> Tokens:
 
 
 def told_is_kept(traffic: Traffic, sessions: SessionRecord) -> Verdict:
-    """What clients were told agrees with the stream: sessions, recorded answers, rewards, ends."""
+    """Answers to clients agree with the stream: sessions, recorded answers, rewards, ends."""
     name = "clients were told the truth"
     if not traffic.sessions or sessions.begin:
         return Verdict(name, "not checked", "retention has cut the stream" if sessions.begin else "no client has asked")
