@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 import pytest
 
@@ -20,6 +20,14 @@ def _nothing_left_in_the_environment() -> Iterator[None]:
         del os.environ[name]
     os.environ.update(before)
     assert after == before, "a test changed the environment of those after it"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Escape half surrogate pairs in what a test printed: a worker of xdist cannot send them and ends."""
+    report = yield
+    report.sections = [(name, text.encode(errors="backslashreplace").decode()) for name, text in report.sections]
+    return report
 
 
 @pytest.hookimpl(tryfirst=True)
