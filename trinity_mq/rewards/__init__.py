@@ -8,6 +8,7 @@ from trinity_mq.rewards.registry import (
     RewardFn,
     counts_tokens,
     create_reward,
+    find_reward,
     judge_conversation,
     parts_of,
 )
@@ -22,6 +23,7 @@ __all__ = [
     "UnknownNameError",
     "counts_tokens",
     "create_reward",
+    "find_reward",
     "judge_conversation",
     "parts_of",
 ]

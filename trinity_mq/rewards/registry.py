@@ -84,7 +84,7 @@ def create_reward(reward: str | Any, args: Mapping[str, Any]) -> RewardFn:
         UnknownNameError: The name means nothing.
         RewardError: It does not take these arguments.
     """
-    found = lookup("reward function", reward, REWARDS, ENTRY_GROUP) if isinstance(reward, str) else reward
+    found = find_reward(reward) if isinstance(reward, str) else reward
     label = reward if isinstance(reward, str) else getattr(found, "__qualname__", repr(found))
     if not callable(found):
         raise RewardError(f"reward function {label!r} is a {type(found).__name__}, wanted a function or a class")
@@ -101,6 +101,15 @@ def create_reward(reward: str | Any, args: Mapping[str, Any]) -> RewardFn:
             f"reward_fn_args {dict(args)!r}: {error}"
         ) from error
     return _Reward(fn, extras - args.keys(), names)
+
+
+def find_reward(name: str) -> Any:
+    """Return the function or class that ``name`` means, as for :func:`create_reward`; nothing of it is called.
+
+    Raises:
+        UnknownNameError: The name means nothing.
+    """
+    return lookup("reward function", name, REWARDS, ENTRY_GROUP)
 
 
 def _call_of(kind: type) -> Any:

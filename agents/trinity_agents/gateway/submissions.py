@@ -198,7 +198,12 @@ def _replay(session: Session, config: Config) -> TaskBody:
     assert replay is not None
     taskset = config.buffer.training_tasksets[0]
     request = next((call.request for call in session.calls.values() if call.request), {})
-    asked = [message for message in request.get("messages") or () if message.get("role") == "user"]
+    messages = request.get("messages")
+    asked = [
+        message
+        for message in (messages if isinstance(messages, list) else ())
+        if isinstance(message, dict) and message.get("role") == "user"
+    ]
     question = asked[-1].get("content") if asked else request.get("prompt", "")
     task = {} if session.opened is None else session.opened.task
     asked_for = {name: request[name] for name in REPLAYED if name in request}

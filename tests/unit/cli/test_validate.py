@@ -31,9 +31,20 @@ GREEDY = QUEUE.format("workflow: math_workflow, workflow_args: {greedy_baseline:
 NO_TEMPLATE = "model.tiny has no chat template, so it answers no chat requests, and workflow 'async_simple_workflow'"
 
 
+OUTSIDERS = "model: {tiny: {}}\nbuffer: {taskset: {storage_type: queue}}\noutsiders: "
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
+        (
+            OUTSIDERS + "{workflows: {math_workflw: []}}",
+            "outsiders: unknown workflow 'math_workflw'; did you mean 'math_",
+        ),
+        (
+            OUTSIDERS + "{rewards: {char_mach: []}}",
+            "outsiders: unknown reward function 'char_mach'; did you mean 'char_",
+        ),
         ("model: {tiny: {}}\nbufer: {}", "did you mean 'buffer'?"),
         ("model: {tiny: {}}\nbuffer: {taskset: {path: /no/such/file.jsonl}}", "/no/such/file.jsonl cannot be read"),
         ("model: {tiny: {}}\nbuffer: {taskset: {storage_type: synthetic, path: ops4}}", "did you mean 'ops3'?"),

@@ -18,7 +18,7 @@ from trinity_mq.data.errors import TasksetError
 from trinity_mq.data.records import read_records
 from trinity_mq.messages import DecodeError
 from trinity_mq.models.model_folder import has_chat_template, known_folder
-from trinity_mq.rewards import RewardError, UnknownNameError, create_reward
+from trinity_mq.rewards import RewardError, UnknownNameError, create_reward, find_reward
 from trinity_mq.runtime.errors import FatalError
 from trinity_mq.runtime.plugins import add_plugins
 from trinity_mq.transport.blobs import StoreUnavailable, open_store
@@ -74,6 +74,7 @@ def check_all(config: Config, *, needs_model: bool = True) -> list[str]:
         check_tasksets,
         check_greedy_runs,
         check_workflows,
+        check_outsiders,
         check_operators,
         check_models,
         check_devices,
@@ -98,7 +99,7 @@ def imports_torch(config: Config) -> bool:
     """Return whether :func:`check_all` has to import torch for this configuration."""
     on_devices = config.model.device == "cuda" or _is_over_nccl(config)
     needed = bool(config.operator.operators) or on_devices or _has_rare_optimizer(config) or bool(config.model.lora)
-    return needed or not all(map(_is_plain, _tasksets(config)))
+    return needed or bool(config.outsiders.workflows) or not all(map(_is_plain, _tasksets(config)))
 
 
 def _tasksets(config: Config) -> tuple[TasksetConfig, ...]:
@@ -224,6 +225,26 @@ def check_workflows(config: Config) -> list[str]:
         if taskset.workflow not in WORKFLOWS:
             own.append(f"taskset {taskset.name!r}: workflow {kind.__name__} from {inspect.getfile(kind)}")
     return own
+
+
+def check_outsiders(config: Config) -> list[str]:
+    """Look for the workflows and reward functions that outsiders may name.
+
+    Raises:
+        ConfigError: One is not known, or cannot be imported.
+    """
+    outsiders = config.outsiders
+    try:
+        if outsiders.workflows:
+            from trinity_mq.workflows import load_workflow
+
+            for name in outsiders.workflows:
+                load_workflow(name)
+        for name in outsiders.rewards:
+            find_reward(name)
+    except UnknownNameError as error:
+        raise ConfigError(f"outsiders: {error}") from error
+    return []
 
 
 def check_operators(config: Config) -> list[str]:

@@ -301,6 +301,10 @@ def test_the_record_of_a_replay_has_no_other_keys_of_the_request() -> None:
             task = task_of([found], world.config)
             assert task.raw_task == {"question": "2+3?", "prompt": "2+3?", "answer": "5"}
             assert task.record_args == []
+            for messages, question in ((7, "2+3?"), ([7, None, {"role": "user", "content": "4+5?"}], "4+5?")):
+                request = {**asked, "messages": messages}  # as a stranger may write it to the stream
+                found.calls[call] = found.calls[call].model_copy(update={"request": request})
+                assert task_of([found], world.config).raw_task["question"] == question
 
     run_virtually(story())
 
