@@ -591,7 +591,7 @@ class _Recording:
         session = self._app.book.ledger.get(self.session.id) or self.session
         repeated = self.conversation.repeated_by(self._try, session.calls.values())
         self._try.is_recorded = True  # from now on, whether or not somebody waits for it
-        known = {"retry": self._try.retry, "began": self._try.began, "siblings": sorted(self._try.siblings)}
+        known = {"retry": self._try.unknown_tries, "began": self._try.began, "siblings": sorted(self._try.siblings)}
         if not await self._app.keep(event.model_copy(update={"supersedes": repeated, **known})):
             return "no"
         self.conversation.turns.append(turn)  # what was not kept, no later call may refer to

@@ -38,6 +38,11 @@ class Try:
     """Calls that asked the same while it was under way: none of them is what it repeats."""
     is_recorded: bool = False
     """Its answer was handed to the book, and may be kept."""
+    unknown_tries: int = field(init=False)
+    """Number of the client's tries before it of which this gateway does not know what became of them."""
+
+    def __post_init__(self) -> None:
+        self.unknown_tries = self.retry
 
 
 @dataclass(slots=True)
@@ -81,24 +86,46 @@ class Conversation:
     def repeated_by(self, mine: Try, calls: Collection[SessionCall]) -> str:
         """Return the call whose answer a request replaces, empty where there is none, and note that it is repeated.
 
-        A request that failed here is what an equal one repeats, the recorded first. Else a client that says that it
-        repeats may have lost an answer that was given, here or by another gateway: the latest to the same request. An
-        answer to a request that was under way at the same time is another's.
+        A request that failed here is what an equal one repeats, the recorded first. Where the client numbers its tries,
+        that is the try before this one, and in place of a try without an answer the one before that. A try that did
+        not fail here may have been answered, here or by another gateway: the latest answer to the same request is
+        replaced. An answer to a request that was under way at the same time is another's.
 
         Args:
             mine: The request.
             calls: The recorded calls of the session.
         """
-        failed = sorted((one for one in self.failed if one.digest == mine.digest), key=lambda one: not one.is_recorded)
-        if failed:
-            self.failed.remove(failed[0])
-            mine.retry = 0  # its first try is known, wherever the stream has equal ones
-            return failed[0].call if failed[0].is_recorded else ""
         if not mine.retry:
-            return ""
+            return self._take_failed(mine.digest) or ""
+        while mine.unknown_tries:
+            failed = self._take_failed(mine.digest, mine.unknown_tries - 1)
+            if failed is None:
+                break
+            if failed:
+                mine.unknown_tries = 0
+                return failed
+            mine.unknown_tries -= 1
+        for earlier in self.failed:
+            if earlier.digest == mine.digest and earlier.retry < mine.unknown_tries:
+                mine.siblings |= earlier.siblings  # what ran beside an earlier try is no try of this client
         replaced = {call.supersedes for call in calls} | mine.siblings
-        equal = [call.call for call in calls if call.digest == mine.digest and call.call not in replaced]
+        equal = [
+            call.call
+            for call in calls
+            if call.digest == mine.digest and call.retry < mine.unknown_tries and call.call not in replaced
+        ]
         return equal[-1] if equal else ""
+
+    def _take_failed(self, digest: str, retry: int | None = None) -> str | None:
+        """Forget one try that failed, of this number if one is given; return its call, empty without an answer that was
+        recorded, or None if there is no such try.
+        """
+        failed = [one for one in self.failed if one.digest == digest and retry in {None, one.retry}]
+        if not failed:
+            return None
+        taken = max(failed, key=lambda one: one.is_recorded)
+        self.failed.remove(taken)
+        return taken.call if taken.is_recorded else ""
 
 
 class Conversations:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 
 from tests.unit.gateway.serving import Serving, serving, serving_config
 from trinity_mq.gateway.book import BookUnavailable
+from trinity_mq.gateway.conversations import Conversation
 from trinity_mq.messages import SampledChoice, SessionCall
 from trinity_mq.workflows.sessions.assembly import session_experiences, superseded_calls
 
@@ -224,3 +226,33 @@ def test_a_repeat_replaces_an_answer_that_another_gateway_recorded(calls: list[S
     assert superseded_calls(calls) == wanted
     found = session_experiences(calls, reward=1.0, call_rewards={}, merge="per_call", turn_discount=1.0)
     assert {one.response_text for one in found} == {call.call for call in calls} - wanted
+
+
+def fail(conversation: Conversation, call: str, retry: int, beside: str = "") -> None:
+    """Have a try end without an answer, while an equal request is under way."""
+    other = conversation.trying(beside, "same", retry=0, began=1.0) if beside else contextlib.nullcontext()
+    with other, contextlib.suppress(ConnectionError), conversation.trying(call, "same", retry=retry, began=1.0):
+        raise ConnectionError("the engine is away")
+
+
+@pytest.mark.parametrize(
+    ("retry", "calls", "wanted"),
+    [
+        (0, [elsewhere("between", 2.0, began=1.5, retry=1)], {"between"}),
+        (1, [elsewhere("first", 2.0, began=0.5)], {"first"}),
+        (0, [elsewhere("beside", 1.5, began=1.0)], set()),
+        (1, [], set()),
+    ],
+)
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_third_try_replaces_the_answer_that_only_another_gateway_gave(
+    retry: int, calls: list[SessionCall], wanted: set[str], is_known: bool
+) -> None:
+    """One of the tries before it failed here; of the other this gateway knows the answer, or none."""
+    conversation = Conversation()
+    fail(conversation, "failed", retry, beside="beside")
+    with conversation.trying("third", "same", retry=2, began=3.0) as mine:
+        named = conversation.repeated_by(mine, calls if is_known else [])
+    known = {"supersedes": named, "retry": mine.unknown_tries, "siblings": sorted(mine.siblings)}
+    third = elsewhere("third", 3.5, began=3.0).model_copy(update=known)
+    assert superseded_calls([*calls, third]) == wanted
