@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -164,7 +165,8 @@ async def test_what_cannot_be_published_again_is_requeued(bus: MemoryBus, exchan
     delivery = await received(bus, message_id="m")
     delivery.exchange, delivery.routing_key = exchange, "nowhere"
     await give_back(bus, delivery)
-    again = await anext(bus._consumers[0])
+    async with asyncio.timeout(5):
+        again = await anext(bus._consumers[0])
     assert (again.deliveries_before, "given-back" in again.headers) == (1, False)
 
 
