@@ -36,6 +36,8 @@ class Asked:
     text: str
     """Its last message, which no other request has."""
     tries: int = 0
+    is_repeated: bool = False
+    """A try said that it was not the first, be it that those before found no gateway."""
     equal: int = 1
     """Equal requests at the same time."""
     answers: dict[int, str] = field(default_factory=dict)
@@ -338,6 +340,7 @@ class Users:
             if chosen is not None and chosen in living:
                 if asked is not None:
                     asked.tries += 1
+                    asked.is_repeated = asked.is_repeated or tries > 0
                 if tries and sent_to is not None and asked is not None:
                     self._note("asked again" if sent_to == chosen.id else "asked again elsewhere")
                 sent_to = chosen.id
