@@ -34,6 +34,13 @@ def one_line(text: str) -> str:
     return text if text.isprintable() else "".join(one if _is_shown(one) else _spelled(one) for one in text)
 
 
+def indented(text: str) -> str:
+    """Return ``text`` with each line as :func:`one_line` does, and the lines after the first indented: none of them can
+    pretend to be a line of ours.
+    """
+    return "\n  ".join(one_line(line.removeprefix("  ")) for line in text.split("\n"))
+
+
 def _is_shown(character: str) -> bool:
     return character.isprintable() or unicodedata.category(character) == "Zs"
 

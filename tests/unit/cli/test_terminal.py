@@ -18,7 +18,7 @@ from trinity_mq.bus.base import Incoming
 from trinity_mq.cli import main as cli
 from trinity_mq.cli.commands.dead import paragraph, row
 from trinity_mq.cli.errors import CommandError
-from trinity_mq.cli.output import Guarded, one_line, open_console, unguarded, visible
+from trinity_mq.cli.output import Guarded, indented, one_line, open_console, unguarded, visible
 from trinity_mq.cli.review.command import as_page, in_short
 from trinity_mq.cli.run.display import LiveDisplay, PlainDisplay, picture
 from trinity_mq.cli.run.run_view import RunView
@@ -43,6 +43,7 @@ def test_every_character_that_a_terminal_obeys_is_spelled_out() -> None:
     assert visible(HARMLESS) == one_line(HARMLESS) == HARMLESS
     assert visible("a\n\tb") == "a\n\tb"
     assert one_line("a\nb") == "a\\u000ab"
+    assert indented("a\nb\n  c\r\x1b") == "a\n  b\n  c\\u000d\\u001b"
 
 
 def test_json_keeps_its_meaning() -> None:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Protocol, TextIO
 
-from trinity_mq.cli.output import one_line, open_console
+from trinity_mq.cli.output import indented, open_console
 from trinity_mq.cli.reports.figures import REWARD, duration
 from trinity_mq.cli.run.run_view import STALENESS, TOKENS_PER_SECOND, WAIT_SHOWN, RunView, version_text
 from trinity_mq.messages import GateStatus, GatewayStatus, conflicts, releases_line
@@ -78,7 +78,7 @@ class PlainDisplay:
         if self._left:
             return
         try:
-            self._stream.write(f"{self._clock()} {one_line(text)}\n")
+            self._stream.write(f"{self._clock()} {indented(text)}\n")
             self._stream.flush()
         except OSError:
             self._left = True  # nobody reads any more: no reason to end a run
@@ -116,7 +116,7 @@ class LiveDisplay:
 
     def show(self, view: RunView, news: list[str], now: float) -> None:
         for text in news:
-            self._console.print(one_line(text), highlight=False)
+            self._console.print(indented(text), highlight=False)
         self._live.update(picture(view, now), refresh=True)
 
     def close(self) -> None:
