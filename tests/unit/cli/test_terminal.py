@@ -146,7 +146,9 @@ def test_the_display_of_a_run() -> None:
     shown = PlainDisplay(plain, clock=lambda: "12:00")
     shown.show(view, [f"{HOSTILE}\nforged"], 100.0)
     assert is_harmless(plain.getvalue())
-    assert [line[:6] for line in plain.getvalue().splitlines()] == ["12:00 ", "12:00 "], "no line of others"
+    assert [line[:6] for line in plain.getvalue().splitlines()] == ["12:00 ", "  forg", "12:00 "], (
+        "others' are indented"
+    )
     terminal = Terminal()
     live = LiveDisplay(terminal)
     live.show(view, [HOSTILE], 100.0)
