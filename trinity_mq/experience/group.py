@@ -11,7 +11,7 @@ from torch import Tensor
 from trinity_mq.experience.batch import ExperienceBatch
 from trinity_mq.experience.eid import EID
 from trinity_mq.experience.record import Experience
-from trinity_mq.experience.rules import DPO, SINGLE_TURN
+from trinity_mq.experience.rules import CHOSEN_MASK, DPO, REJECTED_MASK, SINGLE_TURN
 
 IdType = Literal["task", "run", "step"]
 
@@ -62,17 +62,18 @@ def split_dpo_experience_to_single_turn(experiences: Sequence[Experience]) -> li
     for number, experience in enumerate(experiences):
         if experience.experience_type != DPO or experience.chosen is None or experience.rejected is None:
             raise ValueError(f"experience {number} ({experience.eid.uid}) is {experience.experience_type}, wanted dpo")
-        result.append(_half(experience, experience.chosen, experience.chosen_messages))
-        result.append(_half(experience, experience.rejected, experience.rejected_messages))
+        result.append(_half(experience, experience.chosen, experience.chosen_messages, CHOSEN_MASK))
+        result.append(_half(experience, experience.rejected, experience.rejected_messages, REJECTED_MASK))
     return result
 
 
-def _half(pair: Experience, response: Tensor, messages: list[dict[str, object]] | None) -> Experience:
+def _half(pair: Experience, response: Tensor, messages: list[dict[str, object]] | None, mask: str) -> Experience:
     return Experience(
         eid=EID(pair.eid.batch, pair.eid.task, pair.eid.run, pair.eid.step),
         tokens=torch.cat([pair.tokens, response]),
         prompt_length=pair.tokens.shape[0],
         reward=pair.reward,
+        action_mask=pair.info.get(mask),
         info=pair.info,
         metrics=pair.metrics,
         prompt_text=pair.prompt_text,

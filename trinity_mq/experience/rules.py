@@ -20,6 +20,10 @@ PROMPT_TRUNCATED = "prompt_truncated"
 RESPONSE_TRUNCATED = "response_truncated"
 ENGINE = "engine"
 """Key in ``info``: the id of the engine that sampled the response."""
+CHOSEN_MASK, REJECTED_MASK = "chosen_mask", "rejected_mask"
+"""Keys in ``info`` of a dpo experience: one boolean for each token of the answer, True where it counts. Without one
+every token does.
+"""
 TRUNCATE_STATUSES = (None, PROMPT_TRUNCATED, RESPONSE_TRUNCATED)
 
 Versions = list[tuple[int, int, int]]

@@ -48,6 +48,18 @@ def test_split_gives_chosen_then_rejected(dpo):
     assert gather_token_ids(halves[:2], 3, 2, 0).tolist() == [[1, 2, 3, 4, 5], [1, 2, 3, 6, 0]]
 
 
+def test_the_halves_of_answers_with_masks_are_trained_on_where_the_mask_is_true():
+    pair = Experience(tokens=[1], chosen=[2, 3, 4], rejected=[5, 6], info={"chosen_mask": [True, False, True]})
+    again = Experience.deserialize(pair.serialize())
+    assert [half.action_mask.tolist() for half in split_dpo_experience_to_single_turn([pair, again])] == [
+        [True, False, True],
+        [True, True],
+    ] * 2
+    pair.info["rejected_mask"] = [True]
+    with pytest.raises(ValueError, match="action_mask has 1 values, wanted one per response token"):
+        split_dpo_experience_to_single_turn([pair])
+
+
 def test_split_refuses_other_types(dpo, multi):
     with pytest.raises(ValueError, match=r"experience 1 .* is multi_turn, wanted dpo"):
         split_dpo_experience_to_single_turn([dpo, multi])
