@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import functools
 import json
-import string
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from trinity_mq.config import ExperienceBufferConfig, ModelConfig, RecordFormatConfig, TinyModelConfig
+from tests.chat_codec import codec_of
+from trinity_mq.config import ExperienceBufferConfig, RecordFormatConfig
 from trinity_mq.data.formatters import FORMATTERS, FormatError, Reader, fitted
-from trinity_mq.experience import Experience
-from trinity_mq.models import ensure_model_folder
+from trinity_mq.experience import Experience, split_dpo_experience_to_single_turn
 from trinity_mq.models.engines.generation.text import TextCodec, TextError
+from trinity_mq.models.engines.server.openai.requests import checked_messages, checked_tools
 
 CHAT = (
-    "{% if tools %}({% for tool in tools %}{{ tool['name'] }}{% endfor %}){% endif %}"
+    "{% if tools %}({% for tool in tools %}{{ tool['function']['name'] }}{% endfor %}){% endif %}"
     "{% for message in messages %}[{{ message['role'][0] }}]{{ message['content'] }}"
     "{% if message['role'] == 'assistant' %}<eos>\n{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}[a]{% endif %}"
@@ -31,23 +31,19 @@ REWRITES = "{% for message in messages %}{{ messages|length }}{{ message['conten
 SYSTEM, ASK, SAY = (
     {"role": role, "content": text} for role, text in (("system", "s"), ("user", "q"), ("assistant", "x"))
 )
+TOLD = {"role": "tool", "content": "3"}
+ADD = {"type": "function", "function": {"name": "add"}}
 ReaderOf = Callable[..., Reader]
 
 
+@functools.cache
+def codec(template: str) -> TextCodec:
+    return codec_of(template, ["<eos>"], ())
+
+
 @pytest.fixture(scope="module")
-def reader_of(tmp_path_factory: pytest.TempPathFactory) -> ReaderOf:
-    folder = tmp_path_factory.mktemp("models")
-
-    @functools.cache
-    def codec(template: str) -> TextCodec:
-        characters = string.ascii_letters + string.digits + "[]()+=? \n"
-        tiny = TinyModelConfig(characters=characters, chat_template=template, hidden_size=8, intermediate_size=8)
-        return TextCodec.load(ensure_model_folder(ModelConfig(tiny=tiny), folder / str(abs(hash(template))), 0))
-
-    def make(template: str = CHAT, **keys: Any) -> Reader:
-        return Reader(RecordFormatConfig(**keys), codec(template))
-
-    return make
+def reader_of() -> ReaderOf:
+    return lambda template=CHAT, **keys: Reader(RecordFormatConfig(**keys), codec(template))
 
 
 def shown(reader: Reader, one: Experience) -> tuple[str, str]:
@@ -91,7 +87,7 @@ def test_the_last_message_alone_is_trained_on_or_every_turn(reader_of: ReaderOf)
 
 def test_messages_and_tools_may_be_json_text_and_nulls_are_left_out(reader_of: ReaderOf) -> None:
     reader = reader_of(prompt_type="messages")
-    record = {"messages": json.dumps([{**ASK, "name": None}, SAY]), "tools": json.dumps([{"name": "add"}])}
+    record = {"messages": json.dumps([{**ASK, "name": None}, SAY]), "tools": json.dumps([ADD])}
     assert sft(reader, record) == ("(add)[u]q[a]", "x<eos>")
 
 
@@ -132,6 +128,9 @@ def test_of_a_text_every_token_but_the_first_is_trained_on(reader_of: ReaderOf) 
         ("sft", {"prompt_type": "messages"}, {"messages": [ASK, "x"]}, r"messages\[1\], wanted a message with role"),
         ("sft", {"prompt_type": "messages"}, {"messages": [SAY, ASK]}, "of assistant, user; wanted at least two"),
         ("sft", {"prompt_type": "messages"}, {"messages": [ASK, SAY], "tools": {"a": 1}}, "wanted a list of tools"),
+        ("sft", {"prompt_type": "messages"}, {"messages": [ASK, SAY], "tools": [{"name": "f"}]}, "wanted 'function'"),
+        ("sft", {"prompt_type": "messages"}, {"messages": [ASK, {"role": "assistant"}]}, "wanted a message with role"),
+        ("sft", {"prompt_type": "messages"}, {"messages": [ASK, {**SAY, "content": 3}]}, "messages.1.content is a int"),
         (
             "sft",
             {"prompt_type": "messages", "enable_concatenated_multi_turn": True},
@@ -140,6 +139,7 @@ def test_of_a_text_every_token_but_the_first_is_trained_on(reader_of: ReaderOf) 
         ),
         ("dpo", {}, {"question": "q", "chosen": "a", "rejected": "a"}, "the same tokens"),
         ("dpo", {}, {"question": "q", "chosen": [ASK], "rejected": "a"}, "wanted an answer of the assistant"),
+        ("dpo", {}, {"question": "q", "chosen": [SAY, TOLD], "rejected": "a"}, "wanted an answer of the assistant"),
         ("cpt", {}, {"question": None}, "wanted a text"),
     ],
 )
@@ -189,3 +189,92 @@ def test_the_keys_that_every_record_must_have_follow_from_the_format() -> None:
     assert keys("sft", prompt_type="messages") == {"messages_key": "messages"}
     assert keys("dpo") == {"prompt_key": "question", "chosen_key": "chosen", "rejected_key": "rejected"}
     assert keys("cpt", prompt_key="text") == {"prompt_key": "text"}
+
+
+CALLS = (
+    "{% for tool in tools or [] %}({{ tool.function | tojson }}){% endfor %}"
+    "{% for m in messages %}[{{ m.role[0] }}]{{ m.content }}{% for c in m.tool_calls or [] %}"
+    "!{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}"
+    "{% if m.role == 'assistant' %}<eos>{% endif %}{% endfor %}{% if add_generation_prompt %}[a]{% endif %}"
+)
+STORED_CALL = {"id": None, "type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": None}}}
+STORED = {"name": None, "tool_calls": None, "tool_call_id": None}
+"""The keys that Arrow gives every message of a column."""
+SENT_CALL = {"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+SENT = [ASK, {"role": "assistant", "content": None, "tool_calls": [SENT_CALL]}, TOLD, SAY]
+ARROW = [{**STORED, **message, "tool_calls": [STORED_CALL] if "tool_calls" in message else None} for message in SENT]
+ARROW_TOOL = {"type": "function", "function": {"name": "add", "parameters": None}}
+
+
+@pytest.mark.parametrize(
+    ("messages", "tools"),
+    [(SENT, [ADD]), (json.dumps(SENT), json.dumps([ADD])), (ARROW, [ARROW_TOOL])],
+    ids=["as sent", "as text", "as Arrow gives them"],
+)
+def test_answers_and_pairs_are_read_as_an_engine_reads_the_request(
+    reader_of: ReaderOf, messages: Any, tools: Any
+) -> None:
+    last, every = (
+        reader_of(CALLS, prompt_type="messages", enable_concatenated_multi_turn=several) for several in (False, True)
+    )
+    asked = last.codec.render_with_tools(checked_messages(SENT[:-1]), checked_tools([ADD]))
+    assert asked == '({"name": "add"})[u]q[a]!add{"a": 1}<eos>[t]3[a]'
+    assert sft(last, {"messages": messages, "tools": tools}) == (asked, "x<eos>")
+    prompt, trained = sft(every, {"messages": messages, "tools": tools})
+    assert (prompt, trained.replace(".", "")) == ('({"name": "add"})[u]q[a]', '!add{"a": 1}<eos>x<eos>')
+    pair = FORMATTERS["dpo"](last, {"messages": [ASK], "tools": tools, "chosen": messages, "rejected": "n"})
+    assert pair.chosen is not None
+    assert last.codec.decode([[*pair.tokens.tolist(), *pair.chosen.tolist()]]) == [asked + "x<eos>"]
+
+
+def test_of_an_answer_of_several_turns_only_what_the_assistant_wrote_counts(reader_of: ReaderOf) -> None:
+    reader = reader_of(CALLS, prompt_type="messages")
+    record = {"messages": [ASK], "tools": [ADD], "chosen": SENT[1:], "rejected": [*SENT[1:3], {**SAY, "content": "y"}]}
+    pair = FORMATTERS["dpo"](reader, record)
+    halves = split_dpo_experience_to_single_turn([pair])
+    assert [shown(reader, half)[1] for half in halves] == [f'!add{{"a": 1}}<eos>.......{text}<eos>' for text in "xy"], (
+        "the text of the tool and the head of the next turn are read, not preferred"
+    )
+    assert shown(reader, split_dpo_experience_to_single_turn([fitted_pair(pair, 3)])[0])[1] == "!ad"
+    single = FORMATTERS["dpo"](reader, {"messages": [ASK], "chosen": "a", "rejected": "b"})
+    assert single.info == {}
+
+
+def fitted_pair(pair: Experience, room: int) -> Experience:
+    cut = fitted(pair, len(pair.tokens) + room, "cut")
+    assert cut is not None
+    return cut
+
+
+LIKE_JSON = ("[1, 2, 3]", "[a](b)", "[INFO] done", "[]", "[{", "null", '["a"]', '[{"a": 1}]', "[" * 5000)
+LIKE_MESSAGES = ('{"role": "user", "content": "x"}', '[{"role": "user"}]', '[{"role": "user", "content": "x"}, 3]')
+
+
+@pytest.mark.parametrize("answer", [*LIKE_JSON, *LIKE_MESSAGES])
+def test_an_answer_that_looks_like_json_is_a_text(reader_of: ReaderOf, answer: str) -> None:
+    for keys, record in (({}, {"question": "q"}), ({"prompt_type": "messages"}, {"messages": [ASK]})):
+        reader = reader_of(**keys)
+        pair = FORMATTERS["dpo"](reader, {**record, "chosen": answer, "rejected": "b"})
+        assert pair.chosen is not None
+        assert reader.codec.decode([pair.chosen.tolist()]) == [f"{answer}<eos>"]
+
+
+def test_an_answer_ends_with_its_first_end_and_a_text_with_its_last(reader_of: ReaderOf) -> None:
+    reader = reader_of()
+    assert sft(reader, {"question": "q", "answer": "a<eos>b"})[1] == "a<eos>"
+    assert shown(reader, FORMATTERS["cpt"](reader, {"question": "ab<eos>cd"})) == ("a", "b<eos>cd<eos>")
+    assert shown(reader, FORMATTERS["cpt"](reader, {"question": "ab<eos>"})) == ("a", "b<eos>")
+
+
+def test_what_the_template_does_not_write_is_left_out_as_a_record(reader_of: ReaderOf) -> None:
+    reader = reader_of(prompt_type="messages")
+    call = {**SAY, "tool_calls": [SENT_CALL]}
+    for record in ({"messages": [ASK, call]}, {"messages": [ASK, call, TOLD, SAY]}):
+        with pytest.raises(TextError, match="no place for tool calls"):
+            sft(reader, record)
+    with pytest.raises(TextError, match="no place for tool calls"):
+        FORMATTERS["dpo"](reader, {"messages": [ASK], "chosen": [call], "rejected": "n"})
+    with pytest.raises(FormatError, match="no chat template to write tool calls"):
+        FORMATTERS["dpo"](reader_of("", prompt_type="messages"), {"messages": [ASK], "chosen": [call], "rejected": "n"})
+    with pytest.raises(TextError, match="no place for tools"):
+        sft(reader_of(MARKED, prompt_type="messages"), {"messages": [ASK, SAY], "tools": [ADD]})

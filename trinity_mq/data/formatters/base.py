@@ -8,10 +8,15 @@ from typing import Any, Literal
 
 from trinity_mq.config import RecordFormatConfig
 from trinity_mq.experience import Experience
-from trinity_mq.experience.rules import DPO
-from trinity_mq.models.engines.generation.text import TextCodec
-
-Message = dict[str, Any]
+from trinity_mq.experience.rules import CHOSEN_MASK, DPO, REJECTED_MASK
+from trinity_mq.models.engines.generation.messages import (
+    Message,
+    MessageError,
+    read_messages,
+    read_tools,
+    without_nulls,
+)
+from trinity_mq.models.engines.generation.text import MaskedTokens, TextCodec
 
 
 class FormatError(ValueError):
@@ -54,24 +59,23 @@ class Reader:
         value = _parsed(record.get(key), key)
         if not isinstance(value, Sequence) or isinstance(value, str) or not value:
             raise FormatError(f"holds {_shown(value)} at {key!r}, wanted a list of messages")
-        for number, one in enumerate(value):
-            if not isinstance(one, Mapping) or not isinstance(one.get("role"), str) or "content" not in one:
-                raise FormatError(f"holds {_shown(one)} at {key}[{number}], wanted a message with role and content")
-        # Hugging Face datasets give every message all keys that one of them has
-        return [{name: part for name, part in one.items() if part is not None or name == "content"} for one in value]
+        for number, message in enumerate(value):
+            if not is_message(message):
+                raise FormatError(f"holds {_shown(message)} at {key}[{number}], wanted a message with role and content")
+        return _read(read_messages, record[key], value, key)
 
     def tools(self, record: Mapping[str, Any]) -> list[Message] | None:
         """Return the tools that are offered, None where there are none.
 
         Raises:
-            FormatError: They are no list.
+            FormatError: They are no list of functions.
         """
         value = _parsed(record.get(self.keys.tools_key), self.keys.tools_key)
         if not value:
             return None
-        if not isinstance(value, list) or not all(isinstance(one, Mapping) for one in value):
+        if not isinstance(value, list):
             raise FormatError(f"holds {_shown(value)} at {self.keys.tools_key!r}, wanted a list of tools")
-        return [dict(one) for one in value]
+        return _read(read_tools, record[self.keys.tools_key], value, self.keys.tools_key)
 
     def prompt_messages(self, record: Mapping[str, Any]) -> list[Message]:
         """Return the prompt of a plain-text record as messages."""
@@ -88,39 +92,51 @@ class Reader:
             FormatError: There is no template, and it is more than a text.
         """
         if self.codec.has_template:
-            return self.codec.encode(self.codec.render(prompt, tools))
+            return self.codec.encode(self.codec.render_with_tools(prompt, tools))
         if len(prompt) > 1 or tools:
             raise FormatError(
                 "the model has no chat template, and the prompt is more than one text: leave system prompts, further "
                 "messages and tools out, or put a chat_template.jinja into the model's folder"
             )
-        return self.codec.encode(str(prompt[0]["content"]), special=True)
+        return self.codec.encode(_bare_text(prompt[0]), special=True)
 
     def answer_tokens(
         self, prompt: Sequence[Message], answer: Sequence[Message], tools: list[Message] | None
-    ) -> list[int]:
-        """Return the tokens of an answer, as an engine would have sampled them after the prompt, its end included.
+    ) -> MaskedTokens:
+        """Return the tokens of an answer, as an engine would have sampled them after the prompt, its end included. The
+        mask leaves out what others than the assistant wrote in an answer of several messages.
 
         Raises:
-            TextError: The template refuses it, or the vocabulary does not cover it.
+            TextError: The template refuses it or leaves a part of it out, or the vocabulary does not cover it.
             FormatError: The template writes the prompt differently once the answer follows.
         """
+        if len(answer) > 1:
+            return self._turns_after(prompt, answer, tools)
         if not self.codec.has_template:
-            return self.ended(self.codec.encode("".join(str(one["content"]) for one in answer)))
-        before = self.codec.render(prompt, tools)
-        whole = self.codec.render([*prompt, *answer], tools, add_generation_prompt=False)
+            return _all_trained(self.ended(self.codec.encode(_bare_text(answer[0]))))
+        before = self.codec.render_with_tools(prompt, tools)
+        whole = self.codec.render_with_tools([*prompt, *answer], tools, add_generation_prompt=False)
         if not whole.startswith(before):
-            raise FormatError(
-                "the chat template writes the prompt differently once an answer follows, so that the model would be "
-                f"trained on another prompt than it is asked: {before[-60:]!r} against "
-                f"{whole[max(0, len(before) - 60) : len(before)]!r}"
-            )
-        return self.ended(self.codec.encode(whole[len(before) :]))
+            raise _rewritten(before, whole)
+        return _all_trained(self.ended(self.codec.encode(whole[len(before) :])))
+
+    def _turns_after(
+        self, prompt: Sequence[Message], answer: Sequence[Message], tools: list[Message] | None
+    ) -> MaskedTokens:
+        before, whole = self.prompt_tokens(prompt, tools), self.codec.conversation([*prompt, *answer], tools)
+        start = len(before)
+        if whole.token_ids[:start] != before:
+            raise _rewritten(*self.codec.decode([before, whole.token_ids]))
+        mask = whole.assistant_mask[start:]
+        if 1 not in mask:
+            raise FormatError("the chat template marks no token behind the prompt as the assistant's")
+        end = len(mask) - mask[::-1].index(1)
+        return MaskedTokens(whole.token_ids[start : start + end], mask[:end])
 
     def ended(self, tokens: Sequence[int]) -> list[int]:
-        """Return the tokens up to their last end of sequence, where an engine stops, or with one added."""
-        ends = [place for place, token in enumerate(tokens) if token in self.codec.stop_ids]
-        return [*tokens[: ends[-1] + 1]] if ends else [*tokens, self.codec.end_id]
+        """Return the tokens up to their first end of sequence, where an engine stops, or with one added."""
+        end = next((place for place, token in enumerate(tokens) if token in self.codec.stop_ids), None)
+        return [*tokens, self.codec.end_id] if end is None else [*tokens[: end + 1]]
 
 
 Formatter = Callable[[Reader, Mapping[str, Any]], Experience]
@@ -152,11 +168,7 @@ def fitted(experience: Experience, max_tokens: int, too_long: Literal["skip", "c
     if too_long == "skip" or room < 1:
         return None
     if experience.experience_type == DPO:
-        assert experience.chosen is not None
-        assert experience.rejected is not None
-        return Experience(
-            tokens=experience.tokens, chosen=experience.chosen[:room], rejected=experience.rejected[:room]
-        )
+        return _cut_pair(experience, room)
     assert experience.action_mask is not None
     mask = experience.action_mask[:room]
     if not mask.any():
@@ -167,6 +179,51 @@ def fitted(experience: Experience, max_tokens: int, too_long: Literal["skip", "c
         action_mask=mask,
         truncate_status="response_truncated",
         experience_type=experience.experience_type,
+    )
+
+
+def _cut_pair(pair: Experience, room: int) -> Experience | None:
+    assert pair.chosen is not None
+    assert pair.rejected is not None
+    masks = {name: pair.info[name][:room] for name in (CHOSEN_MASK, REJECTED_MASK) if name in pair.info}
+    if not all(any(mask) for mask in masks.values()):
+        return None
+    return Experience(tokens=pair.tokens, chosen=pair.chosen[:room], rejected=pair.rejected[:room], info=masks)
+
+
+def is_message(value: Any) -> bool:
+    """Return whether ``value`` is a message by its keys: one without content must have calls."""
+    if not isinstance(value, Mapping) or not isinstance(value.get("role"), str):
+        return False
+    return "content" in value or bool(value.get("tool_calls") or value.get("function_call"))
+
+
+def _read(
+    reader: Callable[[Sequence[Any], str], list[Message]], stored: Any, value: Sequence[Any], key: str
+) -> list[Message]:
+    try:
+        return reader(value if isinstance(stored, str) else without_nulls(value), key)
+    except MessageError as error:
+        raise FormatError(f"cannot be read as an engine reads it: {error}") from error
+
+
+def _bare_text(message: Message) -> str:
+    if message.get("tool_calls"):
+        raise FormatError(
+            "the model has no chat template to write tool calls; put a chat_template.jinja into the model's folder"
+        )
+    return str(message["content"])
+
+
+def _all_trained(tokens: list[int]) -> MaskedTokens:
+    return MaskedTokens(tokens, [1] * len(tokens))
+
+
+def _rewritten(before: str, whole: str) -> FormatError:
+    return FormatError(
+        "the chat template writes the prompt differently once an answer follows, so that the model would be "
+        f"trained on another prompt than it is asked: {before[-60:]!r} against "
+        f"{whole[max(0, len(before) - 60) : len(before)]!r}"
     )
 
 

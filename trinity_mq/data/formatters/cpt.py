@@ -11,7 +11,9 @@ from trinity_mq.experience import Experience
 
 def text_of(reader: Reader, record: Mapping[str, Any]) -> Experience:
     """Return the experience of a text: each token but the first is trained on, the end of sequence included."""
-    tokens = reader.ended(reader.codec.encode(reader.text(record, reader.keys.prompt_key), special=True))
+    tokens = reader.codec.encode(reader.text(record, reader.keys.prompt_key), special=True)
+    if not tokens or tokens[-1] not in reader.codec.stop_ids:
+        tokens = [*tokens, reader.codec.end_id]
     if len(tokens) < 2:
         raise FormatError("its text is a single token, which leaves nothing to predict")
     return Experience(tokens=tokens, prompt_length=1)

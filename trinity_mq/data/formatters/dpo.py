@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
-from trinity_mq.data.formatters.base import FormatError, Message, Reader
+from trinity_mq.data.formatters.base import FormatError, Reader, is_message
 from trinity_mq.experience import Experience
+from trinity_mq.experience.rules import CHOSEN_MASK, REJECTED_MASK
+from trinity_mq.models.engines.generation.messages import Message
 
 
 def pair_of(reader: Reader, record: Mapping[str, Any]) -> Experience:
-    """Return the experience of a record, of type ``dpo``: the prompt, and both answers to it."""
+    """Return the experience of a record, of type ``dpo``: the prompt, and both answers to it. Of an answer of several
+    messages only what the assistant wrote counts.
+    """
     if reader.has_messages:
         prompt, tools = reader.messages(record, reader.keys.messages_key), reader.tools(record)
     else:
@@ -19,19 +24,35 @@ def pair_of(reader: Reader, record: Mapping[str, Any]) -> Experience:
         reader.answer_tokens(prompt, _answer(reader, record, key, prompt), tools)
         for key in (reader.keys.chosen_key, reader.keys.rejected_key)
     )
-    if chosen == rejected:
+    if chosen.token_ids == rejected.token_ids:
         raise FormatError("its chosen and its rejected answer are the same tokens, so that nothing is preferred")
-    return Experience(tokens=reader.prompt_tokens(prompt, tools), chosen=chosen, rejected=rejected)
+    masks = {CHOSEN_MASK: chosen.assistant_mask, REJECTED_MASK: rejected.assistant_mask}
+    return Experience(
+        tokens=reader.prompt_tokens(prompt, tools),
+        chosen=chosen.token_ids,
+        rejected=rejected.token_ids,
+        info={name: list(map(bool, mask)) for name, mask in masks.items() if not all(mask)},
+    )
 
 
 def _answer(reader: Reader, record: Mapping[str, Any], key: str, prompt: list[Message]) -> list[Message]:
     """Return an answer, a text or messages; those may repeat the prompt."""
     value = record.get(key)
-    if isinstance(value, str) and not value.lstrip().startswith("["):
+    if isinstance(value, str) and not (reader.has_messages and _holds_messages(value)):
         return [{"role": "assistant", "content": reader.text(record, key)}]
     messages = reader.messages(record, key) if value else []
-    own = messages[len(prompt) :] if messages[: len(prompt)] == prompt else messages
-    if not own or any(one["role"] == "user" for one in own):
-        roles = ", ".join(one["role"] for one in messages) or "nobody"
+    answer = messages[len(prompt) :] if messages[: len(prompt)] == prompt else messages
+    speakers = [message["role"] for message in answer]
+    if not answer or "user" in speakers or {speakers[0], speakers[-1]} != {"assistant"}:
+        roles = ", ".join(message["role"] for message in messages) or "nobody"
         raise FormatError(f"the messages at {key!r} are of {roles}; wanted an answer of the assistant")
-    return own
+    return answer
+
+
+def _holds_messages(text: str) -> bool:
+    """Return whether a text is JSON of messages; any other text is an answer, whatever it looks like."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(value, list) and bool(value) and all(map(is_message, value))

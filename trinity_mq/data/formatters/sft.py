@@ -30,7 +30,8 @@ def _single(
     reader: Reader, prompt: list[dict[str, Any]], answer: dict[str, Any], tools: list[dict[str, Any]] | None
 ) -> Experience:
     before = reader.prompt_tokens(prompt, tools)
-    return Experience(tokens=[*before, *reader.answer_tokens(prompt, [answer], tools)], prompt_length=len(before))
+    sampled = reader.answer_tokens(prompt, [answer], tools).token_ids
+    return Experience(tokens=[*before, *sampled], prompt_length=len(before))
 
 
 def _turns(reader: Reader, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> Experience:

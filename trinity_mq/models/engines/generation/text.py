@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import itertools
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trinity_mq.models.engines.generation.messages import (
+    Message,
+    Messages,
+    Probe,
+    Tools,
+    Turn,
+    format_of,
+    shape_of,
+)
 from trinity_mq.models.errors import ModelError
 
-Messages = Sequence[dict[str, Any]]
-Tools = Sequence[dict[str, Any]] | None
+_COMMENT, _GENERATION = re.compile(r"\{#.*?#\}", re.DOTALL), re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+"""Jinja's comments, and the mark in a chat template before what the assistant writes, with any white-space control."""
+_LONGEST_SHAPE, _SHAPES = 256, 256
+"""Messages of a conversation whose shape is kept after a look at it, and the number of shapes kept."""
 _PROBE = "The answer is 42.\n\t3,14 <|im_end|> \u00e9\u4e2d"
 """Encoded into the fingerprint: two tokenizers with the same vocabulary may still cut text differently."""
 
@@ -44,6 +58,7 @@ class TextCodec:
         self.end_id: int = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else min(stop_ids)
         """The token with which a response to imitate ends."""
         self.pad_id: int = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(stop_ids, default=0)
+        self._known_left_out = functools.lru_cache(maxsize=_SHAPES)(self._left_out)
 
     @classmethod
     def load(cls, folder: Path, *, trust_remote_code: bool = False) -> TextCodec:
@@ -126,19 +141,55 @@ class TextCodec:
             raise TextError(f"the chat template refuses these messages: {' '.join(str(error).split())}") from error
         return text
 
-    def render_with_tools(self, messages: Messages, tools: Tools) -> str:
-        """Return the conversation as the chat template writes it, tools included.
+    def render_with_tools(self, messages: Messages, tools: Tools = None, *, add_generation_prompt: bool = True) -> str:
+        """Return the conversation as the chat template writes it, nothing left out.
 
         Raises:
-            TextError: As :meth:`render`, or the template leaves tools out.
+            TextError: As :meth:`render` and :meth:`placed`.
         """
-        text = self.render(messages, tools)
-        if tools and text == self.render(messages):
+        return self.render(self.placed(messages, tools), tools, add_generation_prompt=add_generation_prompt)
+
+    def placed(self, messages: Messages, tools: Tools = None) -> list[Message]:
+        """Return the messages in the form of the template's family, in roles for which the template has a place.
+
+        Args:
+            messages: As :func:`read_messages` returns them.
+            tools: As :func:`read_tools` returns them.
+
+        Raises:
+            TextError: The template leaves out the tools, the calls or the text of a message.
+        """
+        template = self._template(tools)
+        forms = list(format_of(template).forms_of(messages))
+        problems = [self._problem(template, shape_of(form), bool(tools)) for form in forms]
+        if "" in problems:
+            return forms[problems.index("")]
+        if problem := next(filter(None, problems), None):
             raise TextError(
-                f"the chat template has no place for tools, so the model would not hear of the {len(tools)} offered; "
-                "leave tools out, or use a model whose template writes them"
+                f"the chat template has no place for {problem}, so the model would not hear of it; leave that out, or "
+                "use a model whose template writes it"
             )
-        return text
+        return forms[0]
+
+    def _template(self, tools: Tools) -> str:
+        template = self._tokenizer.chat_template
+        if isinstance(template, dict):  # several by name; transformers chooses by whether tools are offered
+            template = self._tokenizer.get_chat_template(tools=tools or None)
+        return str(template or "")
+
+    def _problem(self, template: str, shape: tuple[Turn, ...], has_tools: bool) -> str | None:
+        if len(shape) > _LONGEST_SHAPE:
+            return self._left_out(template, shape, has_tools)
+        return self._known_left_out(template, shape, has_tools)
+
+    def _left_out(self, template: str, shape: tuple[Turn, ...], has_tools: bool) -> str | None:
+        """Return what the template leaves out of messages of this shape; empty: nothing, None: it refuses the probe."""
+        del template  # the cache's key: a tokenizer may get another
+        probe = Probe(shape, has_tools=has_tools)
+        try:
+            return probe.left_out(self.render(probe.messages, probe.tools))
+        except TextError:
+            return None
 
     def decode(self, sequences: Sequence[Sequence[int]]) -> list[str]:
         """Return the text of each sequence, special tokens included."""
@@ -149,37 +200,88 @@ class TextCodec:
         return texts
 
     def conversation(self, messages: Messages, tools: Tools = None) -> MaskedTokens:
-        """Return the whole conversation as tokens with a mask of what the assistant wrote.
+        """Return the whole conversation as tokens with a mask of what the assistant would have sampled: each of its
+        turns up to the first end of sequence, also where that is the first token of the next role. A last turn to which
+        the template writes no end gets one.
 
-        The mask comes from the template's ``{% generation %}`` marks if it has them, else from rendering each prefix.
+        The turns come from the template's ``{% generation %}`` marks if it has them, else from rendering each prefix.
 
         Raises:
-            TextError: The template rewrites earlier turns, so that no mask is right.
+            TextError: The template leaves something out, or it rewrites earlier turns, so that no mask is right.
         """
-        if "{% generation" in str(self._tokenizer.chat_template or ""):
-            rendered = self._tokenizer.apply_chat_template(
-                list(messages),
-                tools=list(tools) if tools else None,
-                tokenize=True,
-                return_dict=True,
-                return_assistant_tokens_mask=True,
+        messages = self.placed(messages, tools)
+        if _GENERATION.search(_COMMENT.sub("", self._template(tools))):
+            whole, turns = self._marked_turns(messages, tools)
+        else:
+            whole = self.encode(self.render(messages, tools, add_generation_prompt=False))
+            turns = list(self._rendered_turns(messages, tools, whole))
+        mask, has_end = [0] * len(whole), True
+        for start, stop in turns:
+            end = self._end_of_turn(whole, start, stop)
+            mask[start:end] = [1] * (end - start)
+            has_end = end > start and whole[end - 1] in self.stop_ids
+        if turns and not has_end and messages[-1]["role"] == "assistant":
+            whole, mask = [*whole[:end], self.end_id], [*mask[:end], 1]
+        return MaskedTokens(whole, mask)
+
+    def _marked_turns(self, messages: Messages, tools: Tools) -> tuple[list[int], list[tuple[int, int]]]:
+        """Return the tokens of a conversation, and where the assistant wrote them by the template's marks; what opens a
+        turn in a prompt is left out.
+        """
+        self.render(messages, tools, add_generation_prompt=False)  # refuses in words what the template refuses
+        rendered = self._tokenizer.apply_chat_template(
+            list(messages),
+            tools=list(tools) if tools else None,
+            tokenize=True,
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+        )
+        whole, opening = list(rendered["input_ids"]), self._opening(messages, tools)
+        bits = "".join(str(int(bit)) for bit in rendered["assistant_masks"])
+        turns = []
+        for run in re.finditer("1+", bits):
+            starts = (run.start() + more for more in range(len(opening), 0, -1))
+            opened = (start for start in starts if whole[max(0, start - len(opening)) : start] == opening)
+            turns.append((next(opened, run.start()), run.end()))
+        return whole, turns
+
+    def _opening(self, messages: Messages, tools: Tools) -> list[int]:
+        """Return the tokens with which the template opens the assistant's turn in a prompt: no engine samples them."""
+        first = next((number for number, message in enumerate(messages) if message["role"] == "assistant"), 0)
+        try:
+            closed, asked = (
+                self.encode(self.render(messages[:first], tools, add_generation_prompt=asks)) for asks in (False, True)
             )
-            return MaskedTokens(list(rendered["input_ids"]), [int(bit) for bit in rendered["assistant_masks"]])
-        whole = self.encode(self.render(messages, tools, add_generation_prompt=False))
-        mask = [0] * len(whole)
+        except TextError:
+            return []
+        return asked[_shared(closed, asked) :]
+
+    def _rendered_turns(self, messages: Messages, tools: Tools, whole: list[int]) -> Iterator[tuple[int, int]]:
         for number, message in enumerate(messages):
             if message.get("role") != "assistant":
                 continue
             before = self.encode(self.render(messages[:number], tools)) if number else []
             through = self.encode(self.render(messages[: number + 1], tools, add_generation_prompt=False))
-            if whole[: len(before)] != before or whole[: len(through)] != through:
+            start, stop = len(before), self._end_of_turn(through, len(before), len(through))
+            if whole[:start] != before or whole[:stop] != through[:stop]:
                 raise TextError(
                     f"the chat template writes the conversation up to message {number} differently once more follows, "
-                    "so which tokens the assistant sampled cannot be told; use a template with {% generation %} marks, "
-                    "or convert one turn at a time"
+                    "so which tokens the assistant sampled cannot be told; use a template with {% generation %} marks or "
+                    "one that keeps earlier turns (for Qwen3: examples/templates/qwen3.jinja), or convert one turn at a "
+                    "time"
                 )
-            mask[len(before) : len(through)] = [1] * (len(through) - len(before))
-        return MaskedTokens(whole, mask)
+            yield start, stop
+
+    def _end_of_turn(self, tokens: Sequence[int], start: int, stop: int) -> int:
+        """Return where an engine would have ended a turn that the template writes from ``start`` to ``stop``: behind
+        the first end of sequence, which may follow at once or after white space; without one at ``stop``.
+        """
+        for place in range(start, len(tokens)):
+            if tokens[place] in self.stop_ids:
+                return place + 1
+            if place >= stop and not self.decode([tokens[place : place + 1]])[0].isspace():
+                break
+        return stop
 
     def fingerprint(self) -> str:
         """Return a digest of vocabulary, chat template, stop tokens and how a probe text is cut, by which trainer and
@@ -215,3 +317,8 @@ def _stop_ids(tokenizer: Any, folder: Path) -> frozenset[int]:
             "never end"
         )
     return frozenset(ids)
+
+
+def _shared(some: Sequence[int], others: Sequence[int]) -> int:
+    """Return the number of tokens with which both begin."""
+    return len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], zip(some, others, strict=False))))

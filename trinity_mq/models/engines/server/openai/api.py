@@ -23,12 +23,12 @@ from trinity_mq.models.engines.server.openai.requests import (
     ScoreBody,
     TokenizeBody,
     checked_messages,
+    checked_tools,
     parse,
     request_of,
 )
 from trinity_mq.models.engines.server.openai.responses import chat_choice, envelope, text_choice
 from trinity_mq.models.engines.server.openai.streaming import Chunks, send
-from trinity_mq.models.engines.server.openai.tools import checked_tools
 from trinity_mq.models.engines.state import EngineState
 from trinity_mq.models.group_format import GROUP_PATH, GROUPS_HEADER, pack_body
 from trinity_mq.runtime.http.serving import read_body

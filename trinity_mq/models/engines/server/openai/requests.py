@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field
 
 from trinity_mq.models.engines.api_errors import bad_request
+from trinity_mq.models.engines.generation.messages import Message, MessageError, read_messages, read_tools
 from trinity_mq.models.engines.server.http_server import Body, json_object, validated
-from trinity_mq.models.engines.server.openai.tools import checked_calls, checked_tools
 
 MAX_STOPS = 16
 LONGEST_STOP = 1024
@@ -192,32 +192,26 @@ def request_of(fields: Mapping[str, Any], body: type[B]) -> B:
     return validated(taken, body)
 
 
-def checked_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return ``messages`` with content as plain text, for the chat template.
+def checked_messages(messages: Sequence[Any]) -> list[Message]:
+    """Return the messages of a request as :func:`read_messages` does.
 
     Raises:
-        ApiError: 400; a message has no role, or content that is no text.
+        ApiError: 400; a message is in another form.
     """
-    return [_message(number, message) for number, message in enumerate(messages)]
+    return _read(read_messages, messages)
 
 
-def _message(number: int, message: dict[str, Any]) -> dict[str, Any]:
-    where = f"messages.{number}"
-    if not isinstance(message.get("role"), str):
-        raise bad_request(f"{where}.role is {message.get('role')!r}, wanted a role such as user", f"{where}.role")
-    content = message.get("content")
-    if isinstance(content, list):
-        parts = [
-            part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content
-        ]
-        texts = [part for part in parts if isinstance(part, str)]
-        if len(texts) < len(parts):
-            raise bad_request(
-                f"{where}.content holds a part that is no text; this engine takes text only", f"{where}.content"
-            )
-        content = "".join(texts)
-    elif not isinstance(content, str | None):
-        raise bad_request(f"{where}.content is a {type(content).__name__}, wanted text", f"{where}.content")
-    calls = message.get("tool_calls")
-    called = {"tool_calls": checked_calls(calls, f"{where}.tool_calls")} if calls else {}
-    return {**message, "content": content or "", **called}
+def checked_tools(tools: Sequence[Any]) -> list[Message]:
+    """Return the tools of a request as :func:`read_tools` does.
+
+    Raises:
+        ApiError: 400; a tool is in another form.
+    """
+    return _read(read_tools, tools)
+
+
+def _read(reader: Callable[[Sequence[Any]], list[Message]], value: Sequence[Any]) -> list[Message]:
+    try:
+        return reader(value)
+    except MessageError as error:
+        raise bad_request(str(error), error.where) from error

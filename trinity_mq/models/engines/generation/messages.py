@@ -1,0 +1,253 @@
+"""Chat messages and tools as chat templates read them: one reader for requests, answers to imitate and pairs.
+
+:func:`read_messages` and :func:`read_tools` bring what was sent or stored into one form. A :class:`MessageFormat`
+brings that form into the one that the chat templates of a model family read; each family is a row of :data:`FORMATS`.
+:class:`Probe` shows whether a template writes everything.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple
+
+Message = dict[str, Any]
+Messages = Sequence[Message]
+Tools = Sequence[Message] | None
+MAX_TOOLS = 128
+MAX_ROLE_CHARACTERS = 64
+
+
+class MessageError(ValueError):
+    """Messages or tools in another form than that of the OpenAI API; the text says the place, the value and the form
+    wanted.
+    """
+
+    def __init__(self, problem: str, where: str) -> None:
+        super().__init__(problem)
+        self.where = where
+        """The place of the fault, such as ``messages.0.role``."""
+
+
+# -- one form
+
+
+def read_messages(messages: Sequence[Any], where: str = "messages") -> list[Message]:
+    """Return messages with their content as text and the arguments of their tool calls as objects.
+
+    Keys that hold null are left out: clients of the API write them, and Arrow gives every message all keys that one of
+    them has. A ``function_call``, the API's form before ``tool_calls``, becomes a tool call.
+
+    Raises:
+        MessageError: A message has no role, content that is no text, or calls in another form.
+    """
+    return [_message(message, f"{where}.{number}") for number, message in enumerate(messages)]
+
+
+def read_tools(tools: Sequence[Any], where: str = "tools") -> list[Message]:
+    """Return the tools that are offered.
+
+    Raises:
+        MessageError: A tool is no function with a name.
+    """
+    if len(tools) > MAX_TOOLS:
+        raise MessageError(f"{where} holds {len(tools)} tools, at most {MAX_TOOLS} are taken", where)
+    return [_tool(tool, f"{where}.{number}") for number, tool in enumerate(tools)]
+
+
+def without_nulls(value: Any) -> Any:
+    """Return ``value`` without the keys that hold null, at every depth: a struct of Arrow has all keys of all rows."""
+    if isinstance(value, Mapping):
+        return {name: without_nulls(part) for name, part in value.items() if part is not None}
+    return [without_nulls(part) for part in value] if isinstance(value, list | tuple) else value
+
+
+def _message(message: Any, where: str) -> Message:
+    present = _present(message) if isinstance(message, Mapping) else {}
+    role = present.get("role")
+    if not isinstance(role, str) or not 0 < len(role) <= MAX_ROLE_CHARACTERS:
+        raise MessageError(f"{where}.role is {role!r:.80}, wanted a role such as user", f"{where}.role")
+    calls, called = present.pop("tool_calls", None), present.pop("function_call", None)
+    if not calls and called:
+        calls = [{"function": called}]
+    read = {**present, "content": _text(present.get("content"), f"{where}.content")}
+    return {**read, "tool_calls": _calls(calls, f"{where}.tool_calls")} if calls else read
+
+
+def _text(content: Any, where: str) -> str:
+    if isinstance(content, list | tuple):
+        parts = [
+            part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None for part in content
+        ]
+        if not all(isinstance(part, str) for part in parts):
+            raise MessageError(f"{where} holds a part that is no text, wanted parts of the type text only", where)
+        return "".join(map(str, parts))
+    if not isinstance(content, str | None):
+        raise MessageError(f"{where} is a {type(content).__name__}, wanted text", where)
+    return content or ""
+
+
+def _is_text_part(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
+
+
+def _calls(calls: Any, where: str) -> list[Message]:
+    if not isinstance(calls, list | tuple):
+        raise MessageError(f"{where} is a {type(calls).__name__}, wanted a list of calls", where)
+    return [_call(call, f"{where}.{number}") for number, call in enumerate(calls)]
+
+
+def _call(call: Any, where: str) -> Message:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise MessageError(f"{where}.function has no name; give what the model answered, or the like", where)
+    function = {**_present(function), "arguments": _arguments(function.get("arguments"))}
+    return {"type": "function", **_present(call), "function": function}
+
+
+def _arguments(arguments: Any) -> Any:
+    if not isinstance(arguments, str):
+        return {} if arguments is None else arguments
+    try:
+        parsed = json.loads(arguments or "{}")
+    except (ValueError, RecursionError):
+        return arguments  # what a model wrote need not be JSON; templates take texts too
+    return parsed if isinstance(parsed, dict) else arguments
+
+
+def _tool(tool: Any, where: str) -> Message:
+    if not isinstance(tool, Mapping) or tool.get("type") != "function":
+        seen = tool.get("type") if isinstance(tool, Mapping) else tool
+        raise MessageError(f"{where}.type is {json.dumps(seen, default=str)[:80]}, wanted 'function'", where)
+    function = tool.get("function")
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
+        raise MessageError(f"{where}.function has no name; give an object with name and parameters", where)
+    if not isinstance(function.get("parameters", {}), Mapping):
+        raise MessageError(f"{where}.function.parameters is no object, wanted a JSON schema", where)
+    return dict(tool)
+
+
+def _present(value: Mapping[str, Any]) -> Message:
+    return {name: part for name, part in value.items() if part is not None}
+
+
+# -- the forms of the families
+
+
+ROLES: Mapping[str, str] = MappingProxyType({"developer": "system", "function": "tool"})
+"""Roles of the API for which most families have another name, each with that name."""
+
+
+@dataclass(frozen=True, slots=True)
+class MessageFormat:
+    """The form in which the chat templates of a model family read messages."""
+
+    name: str
+    marks: tuple[str, ...] = ()
+    """Texts that every chat template of the family holds, and no other template."""
+    arguments: Literal["object", "text"] = "object"
+    """``object``: templates write arguments as JSON themselves. ``text``: templates take JSON text."""
+    roles: Mapping[str, str] = field(default_factory=lambda: ROLES)
+    """Names of roles in the API, each with the family's name. A template without a place for that keeps the API's."""
+
+    def forms_of(self, messages: Messages) -> Iterator[list[Message]]:
+        """Yield the forms in which a template may have a place for these messages, the likeliest first."""
+        written = [self._with_arguments(message) for message in messages]
+        if any(message["role"] in self.roles for message in messages):
+            yield [{**message, "role": self.roles.get(message["role"], message["role"])} for message in written]
+        yield written
+
+    def _with_arguments(self, message: Message) -> Message:
+        if self.arguments == "object" or not message.get("tool_calls"):
+            return message
+        return {**message, "tool_calls": [_with_text(call) for call in message["tool_calls"]]}
+
+
+def _with_text(call: Message) -> Message:
+    arguments = call["function"]["arguments"]
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return {**call, "function": {**call["function"], "arguments": text}}
+
+
+FORMATS = (
+    MessageFormat("deepseek", ("+ tool['function']['arguments'] +",), arguments="text"),
+    MessageFormat("hermes"),  # Hermes, Qwen; and every template of no other family
+)
+"""Families by their chat templates; the first row whose marks a template holds counts."""
+
+
+def format_of(template: str) -> MessageFormat:
+    """Return the family of a chat template."""
+    return next(row for row in FORMATS if all(mark in template for mark in row.marks))
+
+
+# -- what a template leaves out
+
+
+class Turn(NamedTuple):
+    """A message without its words: what decides whether a template writes it."""
+
+    role: str
+    has_text: bool
+    calls: int
+    has_text_arguments: bool
+
+
+def shape_of(messages: Messages) -> tuple[Turn, ...]:
+    """Return the messages without their words."""
+    return tuple(
+        Turn(message["role"], bool(message.get("content")), len(calls), _has_text_arguments(calls))
+        for message in messages
+        for calls in [message.get("tool_calls") or ()]
+    )
+
+
+def _has_text_arguments(calls: Sequence[Message]) -> bool:
+    return any(isinstance(call["function"]["arguments"], str) for call in calls)
+
+
+class Probe:
+    """A conversation of a given shape whose words are marks: a mark that the template does not write was left out.
+
+    Args:
+        shape: Of the messages.
+        has_tools: Whether tools are offered.
+    """
+
+    def __init__(self, shape: Sequence[Turn], *, has_tools: bool) -> None:
+        self._marks: dict[str, str] = {}
+        """What each mark stands for."""
+        self.messages = [self._message(number, turn) for number, turn in enumerate(shape)]
+        self.tools = [_offered(self._mark("tools"))] if has_tools else None
+
+    def left_out(self, text: str) -> str:
+        """Return the name of the first thing that ``text``, the rendered probe, lacks; empty: it lacks nothing."""
+        return next((what for mark, what in self._marks.items() if mark not in text), "")
+
+    def _mark(self, what: str) -> str:
+        mark = f"tmq{len(self._marks)}q"
+        self._marks[mark] = what
+        return mark
+
+    def _message(self, number: int, turn: Turn) -> Message:
+        is_answered = turn.has_text and not turn.calls  # some families write no text next to calls
+        content = self._mark(f"the role {turn.role} (messages.{number})") if is_answered else "text" * turn.has_text
+        message: Message = {"role": turn.role, "content": content}
+        if turn.role == "tool":
+            message |= {"tool_call_id": "call00000", "name": "called"}
+        if turn.calls:
+            what = f"tool calls (messages.{number})"
+            message["tool_calls"] = [_called(self._mark(what), turn.has_text_arguments) for _ in range(turn.calls)]
+        return message
+
+
+def _called(name: str, is_text: bool) -> Message:
+    function = {"name": name, "arguments": "{}" if is_text else {}}
+    return {"id": "call00000", "type": "function", "function": function}
+
+
+def _offered(name: str) -> Message:
+    parameters = {"type": "object", "properties": {}, "required": []}
+    return {"type": "function", "function": {"name": name, "description": "A tool.", "parameters": parameters}}
