@@ -266,9 +266,9 @@ class TextCodec:
             if whole[:start] != before or whole[:stop] != through[:stop]:
                 raise TextError(
                     f"the chat template writes the conversation up to message {number} differently once more follows, "
-                    "so which tokens the assistant sampled cannot be told; use a template with {% generation %} marks or "
-                    "one that keeps earlier turns (for Qwen3: examples/templates/qwen3.jinja), or convert one turn at a "
-                    "time"
+                    "so which tokens the assistant sampled cannot be told; use a template with {% generation %} marks, "
+                    "a template that keeps earlier turns (for Qwen3 examples/templates/qwen3.jinja), or convert one "
+                    "turn at a time"
                 )
             yield start, stop
 
