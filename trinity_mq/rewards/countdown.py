@@ -11,6 +11,7 @@ from fractions import Fraction
 
 from trinity_mq.rewards.text import boxed, tagged
 from trinity_mq.rewards.truth import takes_any_truth
+from trinity_mq.thoughts import after_thoughts
 
 LONGEST = 300
 """Characters of a formula that are looked at."""
@@ -27,7 +28,13 @@ class FormulaError(ValueError):
 
 @takes_any_truth
 def countdown_reward(
-    response: str, truth: str | None, *, finished: bool, format_score: float = 0.1, score: float = 1.0
+    response: str,
+    truth: str | None,
+    *,
+    finished: bool,
+    format_score: float = 0.1,
+    score: float = 1.0,
+    prompt_end: str | None = None,
 ) -> dict[str, float]:
     r"""Return accuracy ``score`` for a formula that uses each number once and gives the target, ``format_score`` for
     one that does not, 0 for none.
@@ -35,18 +42,20 @@ def countdown_reward(
     The sizes are those of TinyZero (https://github.com/Jiayi-Pan/TinyZero). Values are compared exactly, as fractions.
 
     Args:
-        response: Its formula is in the last ``<answer></answer>``, else in the last ``\boxed{}``; what follows a ``=``
-            in it is not looked at.
+        response: Its formula is in the last ``<answer></answer>`` after the thoughts, else in the last ``\boxed{}``
+            there; what follows a ``=`` in it is not looked at.
         truth: JSON ``{"target": 24, "numbers": [1, 2, 3, 4]}``.
         finished: Not looked at: a formula that is there counts.
         format_score: See above.
         score: See above.
+        prompt_end: The prompt, or its last characters, which may open the thoughts. None: not known.
 
     Raises:
         ValueError: ``truth`` is something else.
     """
     target, numbers = _game(truth)
-    stated = tagged(response) or boxed(response)
+    answer = after_thoughts(response, prompt_end)
+    stated = tagged(answer) or boxed(answer)
     try:
         tree = _parse(stated[1]) if stated else None
     except FormulaError:

@@ -17,6 +17,7 @@ import structlog
 from trinity_mq.rewards.countdown import formula_value
 from trinity_mq.rewards.registry import RewardError
 from trinity_mq.rewards.text import boxed, tagged
+from trinity_mq.thoughts import after_thoughts
 
 log = structlog.get_logger(__name__)
 
@@ -148,23 +149,31 @@ def _scorer(name: str, args: str) -> Dataset:
 
 
 def reasoning_gym_reward(
-    response: str, truth: str | None, *, finished: bool, record: Mapping[str, Any] | None = None
+    response: str,
+    truth: str | None,
+    *,
+    finished: bool,
+    record: Mapping[str, Any] | None = None,
+    prompt_end: str | None = None,
 ) -> dict[str, float]:
     r"""Return accuracy 1 for an answer to which the dataset gives its full score, else ``partial_credit``: the score.
 
-    The answer is in the last ``<answer></answer>``, else in the last ``\boxed{}``, else it is the whole response, if
-    that ended by itself. Some datasets give a little for any answer. What a model wrote is never executed.
+    The answer is after the thoughts, in the last ``<answer></answer>``, else in the last ``\boxed{}``, else it is all
+    the text there, if that ended by itself. Some datasets give a little for any answer. What a model wrote is never
+    executed.
 
     Args:
         response: See above.
         truth: Not looked at: the record says what is right.
         finished: The response ended by itself.
         record: The task's record, as a taskset of ``storage_type: reasoning_gym`` gives it.
+        prompt_end: The prompt, or its last characters, which may open the thoughts. None: not known.
 
     Raises:
         RewardError: The record is no such one, or the dataset cannot be made.
     """
     name, args, entry = _origin(record)
+    response = after_thoughts(response, prompt_end)
     stated = tagged(response) or boxed(response)
     if stated is None and not finished:
         return {"accuracy": 0.0, "partial_credit": 0.0}

@@ -45,7 +45,7 @@ ACCURACY = "accuracy"
 MESSAGES = "messages"
 """Parameter of a reward function that judges the conversation."""
 
-EXTRAS = frozenset({"tokens", "record"})
+EXTRAS = frozenset({"tokens", "record", "prompt_end"})
 """Parameters that a reward function may have beside those of :class:`RewardFn`."""
 
 
@@ -61,10 +61,12 @@ class RewardFn(Protocol):
             finished: The response ended by itself, and was not cut at a limit.
 
         A function with a parameter ``tokens`` also gets the number of response tokens there, where it is known; one
-        with a parameter ``record`` gets the task's record as the dataset gave it. One that takes them by name, as those
-        of Trinity-RFT do (``response``, ``prompt``, ``truth``, or ``**kwargs``), is called so; the prompt is not known
-        here, and None. One with a parameter ``messages`` judges the conversation, as a reward model does, called as
-        ``reward(experience, messages, ground_truth=truth)``: the workflow ``math_rm_workflow`` gives it that.
+        with a parameter ``record`` gets the task's record as the dataset gave it; one with a parameter ``prompt_end``
+        gets the end of the prompt for :func:`trinity_mq.thoughts.after_thoughts`, None where it is not known. One that
+        takes them by name, as those of Trinity-RFT do (``response``, ``prompt``, ``truth``, or ``**kwargs``), is called
+        so; the prompt is not known here, and None. One with a parameter ``messages`` judges the conversation, as a
+        reward model does, called as ``reward(experience, messages, ground_truth=truth)``: the workflow
+        ``math_rm_workflow`` gives it that.
         """
         ...
 
@@ -166,6 +168,7 @@ class _Reward:
         finished: bool,
         tokens: int | None = None,
         record: Mapping[str, Any] | None = None,
+        prompt_end: str | None = None,
     ) -> Mapping[str, float]:
         parts: Mapping[str, float]
         if self.judges_conversation:
@@ -173,7 +176,7 @@ class _Reward:
                 f"reward function {_name_and_place(self)} judges the conversation (it has a parameter messages), which "
                 "this workflow does not give it; use math_rm_workflow, or a reward(response, truth, *, finished)"
             )
-        known = {"tokens": tokens, "record": record}
+        known = {"tokens": tokens, "record": record, "prompt_end": prompt_end}
         more = {name: known[name] for name in self.extras}
         if self._names:
             given = {"response": response, "prompt": None, "truth": truth_text(truth), "finished": finished}
@@ -218,6 +221,7 @@ def parts_of(
     finished: bool,
     tokens: int | None = None,
     record: Mapping[str, Any] | None = None,
+    prompt_end: str | None = None,
 ) -> dict[str, float]:
     """Call ``reward_fn``, which :func:`create_reward` made, as :class:`RewardFn` says, and return its parts.
 
@@ -228,11 +232,13 @@ def parts_of(
         finished: The response ended by itself.
         tokens: Number of response tokens. None: not known.
         record: The task's record. None: there is none.
+        prompt_end: The prompt, or its last characters. None: not known.
 
     Raises:
         RewardError: It gave something other than numbers by name.
     """
-    more: dict[str, Any] = {"tokens": tokens, "record": record} if isinstance(reward_fn, _Reward) else {}
+    extras = {"tokens": tokens, "record": record, "prompt_end": prompt_end}
+    more: dict[str, Any] = extras if isinstance(reward_fn, _Reward) else {}
     return _checked(reward_fn, reward_fn(response, truth, finished=finished, **more))
 
 

@@ -7,6 +7,7 @@ from collections import deque
 from typing import Literal
 
 from trinity_mq.rewards.truth import takes_any_truth
+from trinity_mq.thoughts import FORMATS, after_thoughts, opened_by
 
 EXACT_WEIGHT = 0.5
 POSITION_WEIGHT = 0.8
@@ -22,20 +23,25 @@ Form = Literal["boxed", "think_answer", "think_boxed"]
 
 
 @takes_any_truth
-def exact_match(response: str, truth: str | None, *, finished: bool) -> dict[str, float]:
-    """Return accuracy 1 if ``response`` is ``truth`` but for white space around it, and ended by itself; else 0."""
-    return {"accuracy": float(finished and truth is not None and response.strip() == truth.strip())}
+def exact_match(response: str, truth: str | None, *, finished: bool, prompt_end: str | None = None) -> dict[str, float]:
+    """Return accuracy 1 if ``response`` ended by itself and its text after the thoughts is ``truth``, apart from white
+    space around it; else 0.
+    """
+    answer = after_thoughts(response, prompt_end).strip()
+    return {"accuracy": float(finished and truth is not None and answer == truth.strip())}
 
 
 @takes_any_truth
-def char_match(response: str, truth: str | None, *, finished: bool) -> dict[str, float]:
-    """Return accuracy (exact text that ended by itself) and, where that is 0, credit for what is right.
+def char_match(response: str, truth: str | None, *, finished: bool, prompt_end: str | None = None) -> dict[str, float]:
+    """Return accuracy (exact text after the thoughts that ended by itself) and, where that is 0, credit for what is
+    right.
 
     Their sum is ``0.5 exact + 0.5 (0.8 share of right positions + 0.2 right length and end)``: an exact answer is worth
     1, anything else at most 0.5. Measured on the arithmetic examples against 0/1 rewards.
     """
     if not truth:
         return {"accuracy": 0.0, "partial_credit": 0.0}
+    response = after_thoughts(response, prompt_end)
     if finished and response == truth:
         return {"accuracy": 1.0, "partial_credit": 0.0}
     right = sum(seen == wanted for seen, wanted in zip(response, truth, strict=False)) / len(truth)
@@ -44,7 +50,13 @@ def char_match(response: str, truth: str | None, *, finished: bool) -> dict[str,
 
 
 def format_reward(
-    response: str, truth: str | None, *, finished: bool, score: float = 0.1, form: Form = "boxed"
+    response: str,
+    truth: str | None,
+    *,
+    finished: bool,
+    score: float = 0.1,
+    form: Form = "boxed",
+    prompt_end: str | None = None,
 ) -> dict[str, float]:
     r"""Return ``score`` if ``response`` ended by itself and has the form, else ``-score``.
 
@@ -55,24 +67,29 @@ def format_reward(
         truth: Not looked at.
         finished: The response ended by itself.
         score: Size of the reward.
-        form: ``boxed``: a ``\boxed{}`` with something in it. ``think_answer``: ``<think>...</think>`` and then
-            ``<answer>...</answer>``, each once, and nothing else (DeepSeek-R1, arXiv 2501.12948, table 1).
+        form: ``boxed``: a ``\boxed{}`` with something in it after the thoughts. ``think_answer``:
+            ``<think>...</think>`` and then ``<answer>...</answer>``, each once, and nothing else (DeepSeek-R1, arXiv
+            2501.12948, table 1).
             ``think_boxed``: ``<think>...</think>`` once and first, and a ``\boxed{}`` behind it.
+        prompt_end: The prompt, or its last characters. Where it ends with ``<think>``, that tag is missing in the
+            response. None: not known; a response without that tag then has the form too.
     """
-    return {"format_score": score if finished and has_form(response, form) else -score}
+    return {"format_score": score if finished and has_form(response, form, prompt_end) else -score}
 
 
-def has_form(response: str, form: Form) -> bool:
+def has_form(response: str, form: Form, prompt_end: str | None = None) -> bool:
     """Return whether ``response`` has the form; see :func:`format_reward`.
 
     Raises:
         ValueError: No such form.
     """
     if form == "boxed":
-        return _has_box(response)
+        return _has_box(after_thoughts(response, prompt_end))
     if form not in {"think_answer", "think_boxed"}:
         raise ValueError(f"form is {form!r}, wanted boxed, think_answer or think_boxed")
-    thought = _enclosed(response.strip(), "think")
+    opening, _ = FORMATS[0]
+    is_opened = bool(opened_by(prompt_end)) or (prompt_end is None and opening not in response)
+    thought = _enclosed((opening if is_opened else "") + response.strip(), "think")
     if thought is None:
         return False
     rest = thought.strip()

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 
 from trinity_mq.rewards.truth import takes_any_truth
+from trinity_mq.thoughts import after_thoughts
 
 MAX_CALLS = 16
 """Calls of a response that are looked at; one with more is wrong."""
@@ -22,7 +23,12 @@ Call = tuple[str, dict[str, str]]
 
 @takes_any_truth
 def tool_call(
-    response: str, truth: str | None, *, finished: bool, partial_weight: float = PARTIAL_WEIGHT
+    response: str,
+    truth: str | None,
+    *,
+    finished: bool,
+    partial_weight: float = PARTIAL_WEIGHT,
+    prompt_end: str | None = None,
 ) -> dict[str, float]:
     """Return accuracy 1 if the calls in ``response`` are those of ``truth``, in any order, else some credit.
 
@@ -35,17 +41,21 @@ def tool_call(
 
     Args:
         response: Calls are JSON objects ``{"name": ..., "arguments": {...}}`` in ``<tool_call></tool_call>`` (the
-            Hermes form). One that does not parse makes the response wrong, and earns nothing.
+            Hermes form). One that does not parse makes the response wrong, and earns nothing. Calls inside thoughts
+            are drafts, which count neither way.
         truth: JSON list of such objects; the empty list wants no call.
         finished: The response ended by itself; one that did not is not exact.
         partial_weight: Most that a response which is not exact can earn, 0 for a reward of 0 or 1.
+        prompt_end: The prompt, or its last characters, which may open the thoughts. None: not known.
 
     Raises:
         ValueError: ``truth`` is something else.
     """
     wanted = _wanted(truth)
-    calls, clean = _calls(response)
-    if finished and clean and _same(wanted, calls):
+    answer = after_thoughts(response, prompt_end)
+    calls, clean = _calls(answer)
+    is_answered = finished and bool(answer or not response)  # thoughts without an end decide for no call
+    if is_answered and clean and _same(wanted, calls):
         return {"accuracy": 1.0, "partial_credit": 0.0}
     return {"accuracy": 0.0, "partial_credit": partial_weight * _share(wanted, calls) if calls else 0.0}
 

@@ -51,9 +51,41 @@ def test_what_is_no_call_stays_text(text: str) -> None:
     assert calls_in(text) == (text, [])
 
 
+@pytest.mark.parametrize(
+    ("text", "prompt", "content", "names"),
+    [
+        (f"<think>I could: {CALL} No.</think>\nI will not.", None, None, []),
+        (f"I could: {CALL} No.</think>\nI will not.", "ask<think>\n", None, []),
+        (f"I could: {CALL} No, I", "ask<think>\n", None, []),
+        (f"<think>I could: {CALL} No, I", None, None, []),
+        (f"<think>{CALL}</think>{CALL}", None, f"<think>{CALL}</think>", ["add"]),
+        (
+            f"<think>I write a <tool_call> now.</think>\n{CALL}",
+            None,
+            "<think>I write a <tool_call> now.</think>",
+            ["add"],
+        ),
+        (f"I write a <tool_call> now.</think>\n{CALL}", "ask<think>", "I write a <tool_call> now.</think>", ["add"]),
+        (f"<think>a</think>{CALL}<think>{CALL}? No.</think>{CALL}", None, "<think>a</think>", ["add", "add"]),
+        (f"{CALL}<think>{CALL}", None, "", ["add"]),
+    ],
+)
+def test_a_call_inside_thoughts_is_text(text: str, prompt: str | None, content: str | None, names: list[str]) -> None:
+    found, calls = calls_in(text, prompt)
+    assert found == (text if content is None else content)
+    assert [call["function"]["name"] for call in calls] == names
+
+
+def test_tags_in_the_arguments_of_a_call_stay_in_them() -> None:
+    for words in ("<think>a</think>", "a</think>", "<think>"):
+        call = CALL.replace("1", json.dumps(words))
+        _, [found] = calls_in(f"<think>hm</think>{call}")
+        assert json.loads(found["function"]["arguments"]) == {"a": words}
+
+
 def test_megabytes_of_tags_take_no_time() -> None:
     started = time.process_time()
-    for text in ("<tool_call>" * 300_000, "<tool_call" * 300_000, CALL * 50_000):
+    for text in ("<tool_call>" * 300_000, "<tool_call" * 300_000, CALL * 50_000, "<tool_call>{" * 300_000):
         assert calls_in(text) == (text, [])
     assert time.process_time() - started < 5.0
 

@@ -89,6 +89,15 @@ async def test_terse_and_without_memory(kind, stub_model):
 
 
 @BOTH
+async def test_a_move_inside_thoughts_is_not_played(kind, stub_model):
+    drafts = "<think><move>down</move>? Or <move>right</move>?</think> "
+    model = model_of(stub_model, *(drafts + move for move in WAY), "<think><move>down</move>")
+    assert (await run(kind, model))[-1].metrics["success"] == 1.0
+    (one,) = await run(kind, model, workflow_args={"max_steps": 1})
+    assert (one.metrics["moves"], one.metrics["unclear_answers"]) == (0, 1)
+
+
+@BOTH
 async def test_a_prompt_that_was_cut_ends_the_run(kind, stub_model):
     model = model_of(stub_model, WAY[0], ("[masked]", "prompt_truncated"), "never")
     experiences = await run(kind, model)

@@ -88,6 +88,13 @@ async def test_failures_are_errors_with_a_reason(kind, stub_model):
 
 
 @BOTH
+async def test_the_judge_is_not_shown_thoughts(kind, stub_model):
+    async with scripted_judge(by_text({"a": [1, 1, 0], "": [0, 0, 0]})) as judge:
+        experiences = await run(kind, stub_model(["<think>b?</think>a", "<think>a? Let"]), judge.model, times=2)
+    assert [exp.reward for exp in experiences] == [1.0, 0.0]
+
+
+@BOTH
 async def test_prompts_that_were_cut_are_not_judged(kind, stub_model):
     async with scripted_judge("[1, 1, 0]") as judge:
         model = stub_model([("[masked]", "prompt_truncated"), "a"])

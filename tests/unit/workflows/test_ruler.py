@@ -51,6 +51,13 @@ async def judged(*answers):
 
 
 @BOTH
+async def test_the_judge_is_not_shown_thoughts(kind, stub_model):
+    async with judged(by_text({"7": 1.0, "9": 0.25})) as judge:
+        experiences = await run(kind, stub_model(["<think>7?</think>9", "9? 8?</think> 7"]), judge.model, times=2)
+    assert [exp.reward for exp in experiences] == [0.25, 1.0]
+
+
+@BOTH
 async def test_the_judges_scores_are_the_rewards(kind, stub_model):
     worth = {"7": 1.0, "9": 0.25, "4": 0.0}
     async with judged(by_text(worth)) as judge:

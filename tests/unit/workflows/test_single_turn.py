@@ -5,6 +5,7 @@ import pytest
 from trinity_mq.config import FormatConfig
 from trinity_mq.rewards import RewardError, UnknownNameError
 from trinity_mq.rewards.text import char_match
+from trinity_mq.thoughts import after_thoughts
 from trinity_mq.workflows import (
     AsyncMathWorkflow,
     AsyncSimpleWorkflow,
@@ -58,11 +59,14 @@ async def test_an_evaluation_says_what_the_majority_answers(kind, stub_model):
         ([r"\boxed{3}", "no, <answer>3</answer>", r"first \boxed{3} then \boxed{2}", r"\boxed{2}"], 0.0),
         (["2", "3"], 1.0),
         (["3", "2"], 0.0),
+        (["<think>3?</think>2", "<think>3? no</think> 2", "3"], 1.0),
+        (["<think>3", "<think>3? 3!", "2"], 1.0),
     ],
 )
 async def test_answers_are_equal_if_what_they_end_with_is(stub_model, texts, majority):
     def right(response, truth, *, finished):
-        return {"accuracy": float("2" in response and "3" not in response)}
+        answer = after_thoughts(response)
+        return {"accuracy": float("2" in answer and "3" not in answer)}
 
     workflow = task(SimpleWorkflow, is_eval=True, reward_fn=right).to_workflow(stub_model(texts))
     workflow.set_repeat_times(len(texts), 0)

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from tests.unit.workflows.running import running
-from trinity_mq.testing.scripted import ScriptedGenerator
+from trinity_mq.testing.scripted import CHAT_TEMPLATE, ScriptedGenerator, byte_codec
 from trinity_mq.workflows import Task, load_workflow
 
 HERE = __name__
@@ -70,6 +70,18 @@ async def test_the_calls_are_judged_not_the_words_around_them(tmp_path, twin):
 
 
 @TWINS
+async def test_the_prompt_may_open_the_thoughts_that_hold_drafts(tmp_path, twin):
+    says = [
+        f"{call('add', a=2)}? No.</think>{call('add', a=1)}",
+        call("add", a=1),
+        f"{call('add', a=1)}? No.</think>no",
+    ]
+    async with running(opening_thoughts(says), tmp_path) as runner:
+        _, experiences = await runner.run_task_async(choosing(twin), 3)
+    assert [one.metrics["accuracy"] for one in experiences] == [1.0, 0.0, 0.0]
+
+
+@TWINS
 async def test_tools_may_come_from_the_arguments_or_as_json(tmp_path, twin):
     scripted = ScriptedGenerator([call("add", a=1)] * 3)
     record = {"question": "Add 1.", "answer": '[{"name": "add", "arguments": {"a": 1}}]'}
@@ -121,6 +133,34 @@ async def test_a_model_calls_sees_the_result_and_answers(tmp_path, twin):
     assert second.endswith("<|im_start|>tool\n12<|im_end|>\n<|im_start|>assistant\n")
     assert [one.response_text for one in experiences] == [call("multiply", a=3, b=4), "12"]
     assert [one.prompt_text for one in experiences] == scripted.prompts
+
+
+def opening_thoughts(says):
+    """Return a scripted model whose chat template ends the prompt with the opening tag."""
+    scripted = ScriptedGenerator(says)
+    scripted.codec = byte_codec.__wrapped__()
+    scripted.codec._tokenizer.chat_template = CHAT_TEMPLATE.replace(
+        "assistant\n{% endif", "assistant\n<think>\n{% endif"
+    )
+    return scripted
+
+
+@TWINS
+async def test_only_calls_after_the_thoughts_are_executed(tmp_path, twin):
+    draft = call("multiply", a=5, b=5)
+    says = [
+        f"Or {draft}? No.</think>{call('multiply', a=3, b=4)}",
+        f"It is 12, no {draft}.</think>12",
+        f"12, or {draft}",
+    ]
+    scripted = opening_thoughts(says)
+    async with running(scripted, tmp_path) as runner:
+        _, right = await runner.run_task_async(using(twin))
+        _, cut_off = await runner.run_task_async(using(twin))
+    assert scripted.prompts[0].endswith("assistant\n<think>\n")
+    metrics = {"accuracy": 1.0, "tool_calls": 1.0, "tool_errors": 0.0, "actual_env_steps": 2}
+    assert [one.metrics for one in right] == [metrics] * 2
+    assert cut_off[0].metrics == {**metrics, "accuracy": 0.0, "tool_calls": 0.0, "actual_env_steps": 1}
 
 
 @TWINS

@@ -50,6 +50,13 @@ async def test_where_the_truth_counts_answers_and_verdicts_are_trained(kind: Any
 
 
 @BOTH
+async def test_thoughts_are_neither_shown_nor_verdicts(kind: Any, stub_model: Any) -> None:
+    model = stub_model(["<think>9?</think>7", "9", "<think>[0.5, 0.5]?</think>[0.25, 0.5]"])
+    assert [one.reward for one in await run(kind, model, 0.0)] == [0.25, 0.5]
+    assert "9?" not in model.calls[-1][0][-1]["content"]
+
+
+@BOTH
 async def test_where_it_does_not_the_answers_get_the_verdict(kind: Any, stub_model: Any) -> None:
     found = await run(kind, stub_model(["7", "9", "[0.25, 0.5]"]), 0.0)
     assert [one.reward for one in found] == [0.25, 0.5]

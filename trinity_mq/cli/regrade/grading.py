@@ -146,6 +146,7 @@ class Grader:
             finished=experience.truncate_status is None,
             tokens=experience.response_length,
             record=dict(record),
+            prompt_end=experience.prompt_text,
         )
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 from trinity_mq.rewards.math.answers import stated, wanted
 from trinity_mq.rewards.math.grammar import reads_as_words
 from trinity_mq.rewards.truth import takes_any_truth
+from trinity_mq.thoughts import after_thoughts
 
 
 @takes_any_truth
-def math_answer(response: str, truth: str | None, *, finished: bool) -> dict[str, float]:
-    r"""Return accuracy 1 if the number that ``response`` states equals that of ``truth`` exactly, else 0.
+def math_answer(response: str, truth: str | None, *, finished: bool, prompt_end: str | None = None) -> dict[str, float]:
+    r"""Return accuracy 1 if the number that ``response`` states after its thoughts equals that of ``truth`` exactly,
+    else 0.
 
     Where a response states its answer: the last ``\boxed{}`` or ``<answer></answer>``; else the last ``####`` whose
     line reads as an answer; else the last sentence "the answer is"; else the last quantity of the text. A response cut
@@ -21,7 +23,7 @@ def math_answer(response: str, truth: str | None, *, finished: bool) -> dict[str
     only the same writing is right, and nothing is right for one in words: use ``accuracy_reward`` for these.
     """
     right = wanted(truth) if truth else None
-    seen = stated(response, finished=finished)
+    seen = stated(after_thoughts(response, prompt_end), finished=finished)
     if right is None or seen is None:
         return {"accuracy": 0.0}
     if right.number is not None:

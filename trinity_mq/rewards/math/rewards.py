@@ -5,37 +5,53 @@ from __future__ import annotations
 from trinity_mq.rewards.math.answers import correct, equal, read, wanted
 from trinity_mq.rewards.text import Form, boxed, has_form
 from trinity_mq.rewards.truth import takes_any_truth
+from trinity_mq.thoughts import after_thoughts
 
 
-def accuracy_reward(response: str, truth: str | None, *, finished: bool) -> dict[str, float]:
-    r"""Return accuracy 1 if ``response`` states the answer that ``truth`` states, else 0.
+def accuracy_reward(
+    response: str, truth: str | None, *, finished: bool, prompt_end: str | None = None
+) -> dict[str, float]:
+    r"""Return accuracy 1 if ``response`` states the answer that ``truth`` states after its thoughts, else 0.
 
     Where a response states its answer: the last ``\boxed{}`` or ``<answer></answer>``; else the last ``####`` whose
     line reads as an answer; else the last sentence "the answer is"; else the last quantity or formula of the text. A
     response cut at a limit counts only by the first two. :mod:`answers` has the details.
     """
-    return {"accuracy": float(correct(response, truth, finished=finished))}
+    return {"accuracy": float(correct(after_thoughts(response, prompt_end), truth, finished=finished))}
 
 
 def math_reward(
-    response: str, truth: str | None, *, finished: bool, format_score: float = 0.0, form: Form = "think_answer"
+    response: str,
+    truth: str | None,
+    *,
+    finished: bool,
+    format_score: float = 0.0,
+    form: Form = "think_answer",
+    prompt_end: str | None = None,
 ) -> dict[str, float]:
     """Return accuracy 1 or 0 and, unless ``format_score`` is 0, that score for the right ``form``, else minus it.
 
     The two parts and the sizes 1 and 0.1 are those of Trinity-RFT's reward of this name; there the form counts by
     default.
     """
-    parts = accuracy_reward(response, truth, finished=finished)
+    parts = accuracy_reward(response, truth, finished=finished, prompt_end=prompt_end)
     if format_score:
-        parts["format_score"] = format_score if finished and has_form(response, form) else -format_score
+        parts["format_score"] = format_score if finished and has_form(response, form, prompt_end) else -format_score
     return parts
 
 
 @takes_any_truth
 def math_boxed(
-    response: str, truth: str | None, *, finished: bool, with_think: bool = False, format_score_coef: float = 0.1
+    response: str,
+    truth: str | None,
+    *,
+    finished: bool,
+    with_think: bool = False,
+    format_score_coef: float = 0.1,
+    prompt_end: str | None = None,
 ) -> dict[str, float]:
-    r"""Return accuracy 1 if the last ``\boxed{}`` holds the answer that ``truth`` states, else 0, and a format score.
+    r"""Return accuracy 1 if the last ``\boxed{}`` after the thoughts holds the answer of ``truth``, else 0, and a score
+    for the form.
 
     Args:
         response: The text of the response.
@@ -44,10 +60,11 @@ def math_boxed(
         with_think: The right form is ``<think>...</think>`` and a box behind it, else a box alone.
         format_score_coef: What a response without the right form loses: the format score is 0 or minus this, as in
             Trinity-RFT's reward of this name.
+        prompt_end: The prompt, or its last characters, which may open the thoughts. None: not known.
     """
-    found = boxed(response)
+    found = boxed(after_thoughts(response, prompt_end))
     right = found is not None and bool(truth) and equal(wanted(truth or ""), read(found[1], latex=True))
-    formed = finished and has_form(response, "think_boxed" if with_think else "boxed")
+    formed = finished and has_form(response, "think_boxed" if with_think else "boxed", prompt_end)
     return {"accuracy": float(right), "format_score": 0.0 if formed else -format_score_coef}
 
 
@@ -90,14 +107,20 @@ class MathDapoReward:
         self.penalty_factor = penalty_factor
 
     def __call__(
-        self, response: str, truth: str | None, *, finished: bool, tokens: int | None = None
+        self,
+        response: str,
+        truth: str | None,
+        *,
+        finished: bool,
+        tokens: int | None = None,
+        prompt_end: str | None = None,
     ) -> dict[str, float]:
         """Return accuracy (1 or 0), ``wrong`` (0 or -1), and with lengths ``overlong`` (0 to -``penalty_factor``).
 
         Raises:
             ValueError: There is a penalty to compute, and nobody said how many ``tokens`` the response has.
         """
-        right = correct(response, truth, finished=finished)
+        right = correct(after_thoughts(response, prompt_end), truth, finished=finished)
         parts = {"accuracy": float(right), "wrong": 0.0 if right else -1.0}
         if self.max_response_length is not None and self.cache_length is not None:
             if tokens is None:

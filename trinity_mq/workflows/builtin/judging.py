@@ -16,6 +16,7 @@ from pydantic import Field
 
 from trinity_mq.experience import Experience
 from trinity_mq.experience.rules import PROMPT_TRUNCATED
+from trinity_mq.thoughts import after_thoughts
 from trinity_mq.workflows.arguments import Arguments
 from trinity_mq.workflows.auxiliary import AuxiliaryError, Which, asking, auxiliary_place
 from trinity_mq.workflows.workflow import Workflow
@@ -60,12 +61,12 @@ class Verdict:
 
 
 def read_scores(answer: str, count: int) -> tuple[float, ...]:
-    """Return the last list ``[...]`` of a judge's answer: ``count`` scores from 0 to 1. Its cost is bounded.
+    """Return the last list ``[...]`` after the thoughts of a judge: ``count`` scores from 0 to 1. Its cost is bounded.
 
     Raises:
         BadVerdictError: There is no such list.
     """
-    text = answer[-MAX_VERDICT:]
+    text = after_thoughts(answer)[-MAX_VERDICT:]
     end = text.rfind("]")
     start = text.rfind("[", 0, max(end, 0))
     if start < 0:
@@ -107,6 +108,11 @@ def key_of(*texts: str) -> str:
     for text in texts:
         digest.update(f"{len(text)}:".encode() + text.encode("utf-8", "surrogatepass"))
     return digest.hexdigest()
+
+
+def answer_of(response: Experience) -> str:
+    """Return the text after the thoughts of a response."""
+    return after_thoughts(response.response_text or "", response.prompt_text)
 
 
 def judgeable(response: Experience) -> bool:

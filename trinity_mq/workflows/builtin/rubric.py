@@ -18,6 +18,7 @@ from trinity_mq.workflows.builtin.judging import (
     JudgeArguments,
     Message,
     Verdict,
+    answer_of,
     ending,
     judgeable,
     keep_gold,
@@ -102,13 +103,13 @@ def settle(responses: Sequence[Experience], verdicts: Mapping[str, Verdict], rub
         text: rubric_score(rubric, verdict.scores) for text, verdict in verdicts.items() if verdict.scores is not None
     }
     judged = [response for response in responses if judgeable(response)]
-    known = [scores[text] for response in judged if (text := response.response_text or "") in scores]
+    known = [scores[text] for response in judged if (text := answer_of(response)) in scores]
     neutral = sum(known) / len(known) if known else 0.0
     for response in responses:
         if not judgeable(response):
             response.reward = 0.0
             continue
-        text = response.response_text or ""
+        text = answer_of(response)
         response.reward = scores.get(text, neutral)
         response.metrics.update(rubric_score=response.reward, judge_success=float(text in scores))
         if text not in scores:
@@ -137,7 +138,7 @@ class RubricJudgeWorkflow(SimpleWorkflow):
         if self.task.reward_fn is not None:  # the rule's reward is kept as a metric
             await compute(self.is_async, lambda: keep_gold(self.rewarded(responses)), "reward")
         self.numbered(responses)
-        texts = list(dict.fromkeys(response.response_text or "" for response in responses if judgeable(response)))
+        texts = list(dict.fromkeys(answer_of(response) for response in responses if judgeable(response)))
         questions = [rubric_messages(self.question(), text, self.arguments) for text in texts]
         count = len(self.arguments.rubric)
         verdicts = await gather(self.is_async, (self.judge.scores(question, count) for question in questions))

@@ -16,6 +16,7 @@ from trinity_mq.workflows.builtin.judging import (
     JudgeArguments,
     Message,
     Verdict,
+    answer_of,
     ending,
     judgeable,
     keep_gold,
@@ -55,7 +56,7 @@ def settle(responses: Sequence[Experience], shown: Sequence[str], verdict: Verdi
     """Give each response its score as reward. Without scores all get 0: among equals nobody has an advantage."""
     scores = dict(zip(shown, verdict.scores, strict=True)) if verdict.scores else {}
     for response in responses:
-        score = scores.get(response.response_text or "", 0.0) if judgeable(response) else 0.0
+        score = scores.get(answer_of(response), 0.0) if judgeable(response) else 0.0
         response.reward = score
         response.metrics.update(ruler_score=score, judge_success=float(bool(scores)))
         if verdict.problem:
@@ -83,7 +84,7 @@ class RulerWorkflow(SimpleWorkflow):
         if self.task.reward_fn is not None or self.task.truth is not None:  # the rule's reward is kept as a metric
             await compute(self.is_async, lambda: keep_gold(self.rewarded(responses)), "reward")
         self.numbered(responses)
-        texts = [response.response_text or "" for response in responses if judgeable(response)]
+        texts = [answer_of(response) for response in responses if judgeable(response)]
         key = key_of(self.question(), *texts)
         distinct = sorted(set(texts))
         shown = random.Random(key).sample(distinct, len(distinct))  # in an order that says nothing

@@ -15,6 +15,7 @@ from trinity_mq.rewards import ACCURACY, counts_tokens, create_reward, parts_of
 from trinity_mq.rewards.text import boxed, tagged
 from trinity_mq.rewards.truth import truth_text
 from trinity_mq.telemetry.aggregate import MAJORITY
+from trinity_mq.thoughts import after_thoughts
 from trinity_mq.workflows.arguments import Arguments
 from trinity_mq.workflows.attributes import Replaceable
 from trinity_mq.workflows.dual import DualWorkflow, call, compute
@@ -67,13 +68,14 @@ def add_majority(responses: Sequence[Experience]) -> None:
     """Give each of several answers to a task the metric ``majority``: the accuracy of the answer that most of them give
     (self-consistency, arXiv 2203.11171), the earlier one of two that are as frequent.
 
-    What counts as the answer is the last box, else what the last ``<answer>`` holds, else the whole text.
+    What counts as the answer is the last box after the thoughts, else what the last ``<answer>`` there holds, else all
+    the text there. A response without an answer has no vote, unless no response has an answer.
     """
     if len(responses) < 2 or any(ACCURACY not in response.metrics for response in responses):
         return
-    texts = [response.response_text or "" for response in responses]
+    texts = [after_thoughts(response.response_text or "", response.prompt_text) for response in responses]
     answers = [(boxed(text) or tagged(text) or (0, text))[1].strip() for text in texts]
-    winner = Counter(answers).most_common(1)[0][0]
+    winner = Counter(list(filter(None, answers)) or answers).most_common(1)[0][0]
     accuracy = responses[answers.index(winner)].metrics[ACCURACY]
     for response in responses:
         response.metrics[MAJORITY] = accuracy
@@ -145,6 +147,7 @@ class SimpleWorkflow(DualWorkflow):
                 finished=response.truncate_status is None,
                 tokens=response.response_length if counts else None,
                 record=self.task.raw_task,
+                prompt_end=response.prompt_text,
             )
             response.reward = sum(parts.values())
             response.metrics.update(parts)

@@ -96,6 +96,7 @@ class ToolAgentWorkflow(RewardedAtTheEnd):
             truth_of(self.task),
             finished=self.finished,
             record=self.task.raw_task,
+            prompt_end=exps[-1].prompt_text if exps else None,
         )
         parts = await compute(self.is_async, judge, "reward")
         metrics = {**parts, "tool_calls": float(self.calls), "tool_errors": float(self.errors)}

@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 
 from trinity_mq.experience import Experience
 from trinity_mq.workflows.arguments import Arguments, arguments_of
-from trinity_mq.workflows.builtin.judging import BadVerdictError, judgeable, key_of, read_scores
+from trinity_mq.workflows.builtin.judging import BadVerdictError, answer_of, judgeable, key_of, read_scores
 from trinity_mq.workflows.builtin.math import MathWorkflow
 from trinity_mq.workflows.builtin.ruler import RulerArguments, ruler_messages
 from trinity_mq.workflows.dual import call, compute
@@ -94,7 +94,7 @@ class MathTrainableRulerWorkflow(MathWorkflow):
         return sum(abs(one - other) for one, other in zip(scores, scaled, strict=True)) / len(gold)
 
     async def _verdicts(self, answers: Sequence[Experience], count: int) -> list[Experience]:
-        texts = [answer.response_text or "" if judgeable(answer) else "" for answer in answers]
+        texts = [answer_of(answer) if judgeable(answer) else "" for answer in answers]
         arguments = RulerArguments(
             criteria=self.arguments.criteria, max_answer_characters=self.arguments.max_answer_characters
         )
@@ -106,7 +106,7 @@ class MathTrainableRulerWorkflow(MathWorkflow):
 
 def _scores(verdict: Experience, count: int) -> tuple[float, ...] | None:
     try:
-        return read_scores(verdict.response_text or "", count)
+        return read_scores(answer_of(verdict), count)
     except BadVerdictError:
         return None
 

@@ -13,6 +13,7 @@ from pydantic import Field
 from trinity_mq.experience import Experience
 from trinity_mq.experience.rules import PROMPT_TRUNCATED
 from trinity_mq.models.recording.merging import merge_turns
+from trinity_mq.thoughts import after_thoughts
 from trinity_mq.workflows.arguments import Arguments, arguments_of
 from trinity_mq.workflows.dual import call, compute
 from trinity_mq.workflows.step_wise import RewardedAtTheEnd
@@ -163,8 +164,8 @@ class EpisodeWorkflow(RewardedAtTheEnd, Generic[E]):
             return False
         answer = response.response_text or ""
         self._turns.append({"role": "assistant", "content": answer})
-        seen = self.episode.longest_answer
-        self._comment = await self.played(answer if seen is None else answer[-seen:])
+        move, seen = after_thoughts(answer, response.prompt_text), self.episode.longest_answer
+        self._comment = await self.played(move if seen is None else move[-seen:])
         return not self.episode.over
 
     def _conversation(self) -> list[dict[str, str]]:

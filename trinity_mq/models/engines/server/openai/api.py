@@ -182,7 +182,9 @@ class OpenAIApi:
 
     def _chat_answer(self, chat: _Chat, completions: Sequence[Completion], version: Version) -> dict[str, Any]:
         choices = [
-            chat_choice(number, completion, chat.body, version, self._codec, tools=bool(chat.tools))
+            chat_choice(
+                number, completion, chat.body, version, self._codec, tools=bool(chat.tools), prompt_end=chat.text
+            )
             for number, completion in enumerate(completions)
         ]
         prompt = chat.wanted.prompt

@@ -42,10 +42,17 @@ def usage(asked: int, sampled: int) -> dict[str, int]:
 
 
 def chat_choice(
-    index: int, completion: Completion, body: ChatBody, version: Version, codec: TextCodec, *, tools: bool = False
+    index: int,
+    completion: Completion,
+    body: ChatBody,
+    version: Version,
+    codec: TextCodec,
+    *,
+    tools: bool = False,
+    prompt_end: str | None = None,
 ) -> dict[str, Any]:
     """Return one choice of a chat completion; with ``tools`` the calls in its text are taken out of it."""
-    content, calls, finish_reason = chat_message(completion.text, completion.finish_reason, tools=tools)
+    content, calls, finish_reason = chat_message(completion.text, completion.finish_reason, prompt_end, tools=tools)
     choice = {
         "index": index,
         "message": {"role": "assistant", "content": content, **({"tool_calls": calls} if calls else {})},
@@ -58,13 +65,14 @@ def chat_choice(
 
 
 def chat_message(
-    text: str, finish_reason: FinishReason, *, tools: bool
+    text: str, finish_reason: FinishReason, prompt_end: str | None = None, *, tools: bool
 ) -> tuple[str | None, list[dict[str, Any]], str]:
     """Return the content of a response, its tool calls and why it ended.
 
-    Calls are looked for only where ``tools`` were offered; the content is None where there is nothing but calls.
+    Calls are looked for only where ``tools`` were offered, and not in thoughts, which the end of the prompt may open;
+    the content is None where there is nothing but calls.
     """
-    content, calls = calls_in(text) if tools else (text, [])
+    content, calls = calls_in(text, prompt_end) if tools else (text, [])
     if not calls:
         return content, calls, finish_reason
     return content or None, calls, "tool_calls" if finish_reason == "stop" else finish_reason

@@ -161,7 +161,7 @@ class Chunks:
         else:
             [text] = self._codec.decode([without_end(state.token_ids, request.stop_ids)])
             text = cut(text, request.stop)
-            content, found, finish_reason = chat_message(text, ended, tools=self._tools)
+            content, found, finish_reason = chat_message(text, ended, self._prompt_text, tools=self._tools)
             rest = state.flow.finish(content or "")
             calls = [{"index": number, **call} for number, call in enumerate(found)]
             delta = {"content": rest, **({"tool_calls": calls} if calls else {})} if self._chat else rest

@@ -10,23 +10,34 @@ import json
 import uuid
 from typing import Any
 
+from trinity_mq.thoughts import answer_spans
+
 CALL_BEGINS, CALL_ENDS = "<tool_call>", "</tool_call>"
 MAX_CALLS = 64
 """More calls than this in one response are no calls: it is left as text."""
 MAX_CALL_CHARACTERS = 1 << 18
 
 
-def calls_in(text: str) -> tuple[str, list[dict[str, Any]]]:
+def calls_in(text: str, prompt_end: str | None = None) -> tuple[str, list[dict[str, Any]]]:
     """Return the text before the tool calls in ``text``, and the calls as the API gives them.
 
-    All of them are understood or none is: then the whole text comes back and no calls. Takes time linear in the text.
+    All of them are understood or none is: then the whole text comes back and no calls. A call inside thoughts is text.
+    Takes time linear in the text.
+
+    Args:
+        text: The response.
+        prompt_end: See :func:`answer_spans`.
     """
-    head, *blocks = text.split(CALL_BEGINS)
+    answers = [(start, *text[start:end].split(CALL_BEGINS)) for start, end in answer_spans(text, prompt_end)]
+    blocks = [block for _, _, *rest in answers for block in rest]
     if not blocks or len(blocks) > MAX_CALLS:
         return text, []
     calls = [_call(block) for block in blocks]
     understood = [call for call in calls if call is not None]
-    return (head.rstrip(), understood) if len(understood) == len(calls) else (text, [])
+    if len(understood) < len(calls):
+        return text, []
+    first = next(start + len(head) for start, head, *rest in answers if rest)
+    return text[:first].rstrip(), understood
 
 
 def _call(block: str) -> dict[str, Any] | None:

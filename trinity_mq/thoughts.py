@@ -1,0 +1,90 @@
+r"""The text after the thoughts: the part of a response that rewards and parsers read.
+
+Tool calls, boxes and moves inside thoughts are drafts. They are neither carried out nor rewarded.
+
+A chat template may end the prompt with the opening tag. The thoughts then begin with the response, and only the caller
+knows that, from the prompt. A closing tag without an opening tag ends thoughts too: all text before it is thoughts.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+
+class ThoughtFormat(NamedTuple):
+    """The two tags around the thoughts of a model family."""
+
+    opening: str
+    closing: str
+
+
+FORMATS = (ThoughtFormat("<think>", "</think>"),)
+"""Formats by model family: DeepSeek-R1 and its distilled models, QwQ, Qwen3. A family with other tags adds a row."""
+
+PROMPT_END = 100
+"""Characters at the end of a prompt in which an opening tag is looked for."""
+_CALL = r"<tool_call>\s*\{(?:(?!<tool_call>).)*?</tool_call>"
+"""A whole tool call. Its arguments are data: a tag in them neither begins nor ends thoughts."""
+
+
+def _written(tag: str) -> str:
+    """Return the pattern of a tag that is not only named, as in: I close with `</think>`."""
+    return rf"(?!(?<=[\s(:][\"'`]){re.escape(tag)}[\"'`]){re.escape(tag)}"
+
+
+_CLOSING = {thoughts.opening: re.compile(_written(thoughts.closing)) for thoughts in FORMATS}
+_TAG = re.compile(
+    f"(?P<opening>{'|'.join(_written(thoughts.opening) for thoughts in FORMATS)})"
+    f"|(?P<closing>{'|'.join(_written(thoughts.closing) for thoughts in FORMATS)})"
+    f"|{_CALL}",
+    re.DOTALL,
+)
+
+
+def opened_by(prompt_end: str | None) -> str:
+    """Return the opening tag with which a prompt ends, an empty text if it ends with none."""
+    end = (prompt_end or "")[-PROMPT_END:].rstrip()
+    return next((thoughts.opening for thoughts in FORMATS if end.endswith(thoughts.opening)), "")
+
+
+def answer_spans(text: str, prompt_end: str | None = None) -> list[tuple[int, int]]:
+    """Return start and end of each part of a response that is not thoughts, in order. Takes time linear in the text.
+
+    Args:
+        text: The response.
+        prompt_end: The prompt, or its last characters. None: not known.
+    """
+    spans: list[tuple[int, int]] = []
+    start, opening = 0, opened_by(prompt_end)
+    place = 0
+    while tag := (_CLOSING[opening] if opening else _TAG).search(text, place):
+        place = tag.end()
+        if opening:
+            start, opening = place, ""
+        elif tag.lastgroup == "opening":
+            spans.append((start, tag.start()))
+            opening = tag[0]
+        elif tag.lastgroup == "closing":
+            spans, start = [], place
+    return spans if opening else [*spans, (start, len(text))]
+
+
+def after_thoughts(text: str, prompt_end: str | None = None) -> str:
+    r"""Return the text after the thoughts of a response, without white space before it.
+
+    The whole response if it holds no thoughts. An empty text if its thoughts have no end: there is no answer yet.
+
+    Args:
+        text: The response.
+        prompt_end: The prompt, or its last characters. Some chat templates end it with the opening tag. None: unknown.
+
+    >>> after_thoughts(r"<think>Maybe \boxed{17}? No.</think> \boxed{18}")
+    '\\boxed{18}'
+    >>> after_thoughts("9 and 9 make 18, but", "Add 9 and 9.<think>")
+    ''
+    """
+    spans = answer_spans(text, prompt_end)
+    if spans == [(0, len(text))]:
+        return text
+    return " ".join(text[start:end] for start, end in spans).lstrip()
