@@ -6,7 +6,7 @@ import re
 from collections import deque
 from typing import Literal
 
-from trinity_mq.rewards.truth import takes_any_truth
+from trinity_mq.rewards.truth import BOOLEANS, takes_any_truth
 from trinity_mq.thoughts import FORMATS, after_thoughts, opened_by
 
 EXACT_WEIGHT = 0.5
@@ -28,7 +28,8 @@ def exact_match(response: str, truth: str | None, *, finished: bool, prompt_end:
     space around it; else 0.
     """
     answer = after_thoughts(response, prompt_end).strip()
-    return {"accuracy": float(finished and truth is not None and answer == truth.strip())}
+    answers = {answer, answer.lower()} if truth in BOOLEANS else {answer}
+    return {"accuracy": float(finished and truth is not None and truth.strip() in answers)}
 
 
 @takes_any_truth

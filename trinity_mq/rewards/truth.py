@@ -5,14 +5,32 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable
+from decimal import Decimal
 from typing import Any, TypeVar, cast
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+BOOLEANS = ("false", "true")
+"""The texts of truths that are booleans. An answer may begin with a capital letter."""
+MOST_ZEROS = 50
+"""Upper bound of the power of ten up to which a number is written with all its digits."""
+
 
 def truth_text(truth: Any) -> str | None:
-    """Return a right answer as text: what is no text, as JSON, so that 18 is ``"18"``."""
-    return truth if truth is None or isinstance(truth, str) else json.dumps(truth, ensure_ascii=False, default=str)
+    """Return a right answer as text: a number with all its digits, anything else that is no text as JSON.
+
+    >>> truth_text(18), truth_text(0.00001), truth_text(1e16), truth_text(True)
+    ('18', '0.00001', '10000000000000000', 'true')
+    """
+    if truth is None or isinstance(truth, str):
+        return truth
+    if getattr(truth, "ndim", None) == 0:  # a number of NumPy or torch
+        truth = truth.item()
+    if isinstance(truth, float | Decimal):
+        number = truth if isinstance(truth, Decimal) else Decimal(repr(float(truth)))
+        if number.is_finite():
+            return f"{number:f}" if abs(number.adjusted()) <= MOST_ZEROS else str(number)
+    return json.dumps(truth, ensure_ascii=False, default=str)
 
 
 def takes_any_truth(reward: F) -> F:

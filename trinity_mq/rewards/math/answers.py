@@ -28,7 +28,7 @@ from typing import NamedTuple
 from trinity_mq.rewards.math.grammar import Quantity, plain, quantities, reads_as_words
 from trinity_mq.rewards.math.judge import LONGEST, same
 from trinity_mq.rewards.text import boxed, tagged
-from trinity_mq.rewards.truth import takes_any_truth
+from trinity_mq.rewards.truth import BOOLEANS, takes_any_truth
 
 TAIL = 1000
 """Characters of a marked text that are read, and at the end of a text in which an unmarked answer is looked for."""
@@ -63,6 +63,9 @@ _CHOICE = re.compile(r"\b(?:between|either|from)\b", re.IGNORECASE)
 _LIST_MARKER = re.compile(r"^\s*\d+[.)]\s+(?=\S)")
 _HEADING = re.compile(r"^\s{0,3}#{1,6}(?=[\s#])")
 _AROUND = re.compile(r"^[\s.:*$]+|[\s.:*$]+$")
+_SPACES = r"(?:[\s~:.]|\\[ ,;:!]|\\q?quad(?![a-z]))"
+_LABEL = re.compile(rf"[\s$]*(?:\(([A-J])\)(?:(?=[-\d$])|{_SPACES})|([A-J])[.):]{_SPACES}){_SPACES}*(?=[^\s.:*$])")
+_LETTER = re.compile(r"\(?([A-J])\)?")
 _MARKUP = re.compile(r"\\(?:boxed|fbox)\s?\{?|</?\w+>|#{4,}")
 
 
@@ -76,6 +79,8 @@ class Answer(NamedTuple):
     """``number`` stands before a percent sign."""
     is_calculation: bool = False
     """It is written as a calculation that is left to do, such as ``2 + 17``."""
+    choice: str = ""
+    """Its letter among given choices: B of ``(B) 12``, whose text is ``12``, and of ``(B)``."""
 
 
 @takes_any_truth
@@ -111,21 +116,28 @@ def read(text: str, *, latex: bool) -> Answer:
     if len(text) > TAIL:
         return Answer("")
     shown = plain(text)
+    if label := _LABEL.match(shown):
+        return read(shown[label.end() :], latex=latex)._replace(choice=label[1] or label[2])
     found = quantities(shown, latex=latex)
     if len(found) == 1 and not _NOT.search(shown[: found[0].start]):
         return _answer(shown, found[0])
-    return Answer(_AROUND.sub("", shown) or text.strip())
+    letter = _LETTER.fullmatch(bare := _AROUND.sub("", shown))
+    return Answer(letter[1], choice=letter[1]) if letter else Answer(bare or text.strip())
 
 
 def equal(right: Answer, seen: Answer) -> bool:
     """Return whether two answers are the same. Numbers are compared exactly; what is empty or too long is no answer."""
     if not (0 < len(right.text) <= LONGEST and 0 < len(seen.text) <= LONGEST):
         return False
+    if right.choice and seen.choice and (right.choice != seen.choice or right.choice in {right.text, seen.text}):
+        return right.choice == seen.choice
     if right.number is not None and seen.number is not None:
         hundredth = {(True, False): right.number / 100, (False, True): right.number * 100}
         return seen.number in {right.number, hundredth.get((right.percent, seen.percent), right.number)}
     if _EQUAL.search(seen.text) and not _EQUAL.search(right.text):
         return False  # math-verify would take one side of "2x = 18" or "8 = 7" alone
+    if right.text.lower() in BOOLEANS:
+        return right.text.lower() == seen.text.lower()
     return right.text.split() == seen.text.split() or same(right.text, seen.text)
 
 

@@ -6,21 +6,23 @@ r"""Reads quantities in prose and LaTeX exactly, by a small grammar.
     side     = [sign] term { ("+" | "-") term }     a value
              | names and groups, as in "x" or "f(3)"
     term     = power { [ "*" | "/" ] power }        without a sign before a group only
-    power    = factor [ "^" factor ]
+    power    = factor [ "^" ["-"] factor ]
     factor   = ( number [proper fraction] | "\frac" group group | group ) { unit }
+    number   = digits, in groups of three or not, [ "." digits ] [ "e" [sign] digits ]
     group    = "(" side ")" in any brackets
 
-Words end a quantity. Currency signs, emphasis, spacing commands and GSM8K's ``<<3*4=12>>`` are passed over, ``\text{}``
-is what it holds. The value of an equation is that of its last side that has one, and the sides before must agree with
-it. What holds numbers and is nothing of this (``x^7``, ``(3, 5)``, ``3\sqrt{2}``, ``10:30``) is a quantity without a
-value.
+Words end a quantity. Superscripts, fractions and roots of Unicode are read as LaTeX. Currency signs, emphasis, spacing
+commands and GSM8K's ``<<3*4=12>>`` are passed over, ``\text{}`` is what it holds. The value of an equation is that of
+its last side that has one, and the sides before must agree with it. What holds numbers and is nothing of this (``x^7``,
+``(3, 5)``, ``3\sqrt{2}``, ``10:30``) is a quantity without a value.
 """
 
 from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator, Sequence
+import unicodedata
+from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
@@ -28,7 +30,8 @@ MAX_DIGITS = 100
 """A longer number is nobody's answer; exact arithmetic on it costs time."""
 MAX_DEPTH = 30
 """Brackets within brackets."""
-MAX_EXPONENT = 64
+MAX_POWER = 4
+"""Characters of the power of ten of a number such as ``1e-05``, its sign included."""
 MAX_BITS = 4000
 
 _UNITS = re.compile(
@@ -41,17 +44,20 @@ _UNIT_LETTERS = frozenset("mghsLlCFKAVW")
 _SHORT_WORDS = re.compile(r"an|as|at|by|he|if|in|is|it|me|my|of|on|or|per|so|to|us|we|the|dry", re.IGNORECASE)
 """Words that two letters of a formula, or three without a vowel, are taken for."""
 _SIGNS = {"\u2212": "-", "\u2013": "-", "\u00d7": "*", "\u00b7": "*", "\u00f7": "/", "\u2044": "/", "**": "^"} | {
+    "\u22c5": "*",
+    "\u2219": "*",
     "\\times": "*",
     "\\cdot": "*",
     "\\div": "/",
 }
 _CURRENCY = "$\u20ac\u00a3\u00a5\u20b9"
-_COMMA = r"(?:\{,\}|,\\!|\\,|,)"
+_COMMA = r"(?:\{,\}|,\\!|\\[,;:\ ]|,|[~\u00a0\u2009\u202f])"
 _TOKEN = re.compile(
     rf"""
-    (?P<number>(?:\d{{1,3}}(?:{_COMMA}\d{{3}}){{1,12}}(?!{_COMMA}?\d)|\d+)(?:\.\d+)?|\.\d+)
+    (?P<number>(?:\d{{1,3}}(?:{_COMMA}\d{{3}}){{1,12}}(?!{_COMMA}?\d)|\d+)(?:\.\d+)?(?:[eE][-+\u2212]?\d+)?
+        |\.\d+(?:[eE][-+\u2212]?\d+)?)
     |(?P<stop>=>|->|\\(?:to|Rightarrow|implies|therefore|because|l?dots)(?![A-Za-z]))
-    |(?P<op>\\(?:times|cdot|div)(?![A-Za-z])|\*\*|[-+*/^\u2212\u2013\u00d7\u00b7\u00f7\u2044])
+    |(?P<op>\\(?:times|cdot|div)(?![A-Za-z])|\*\*|[-+*/^\u2212\u2013\u00d7\u00b7\u22c5\u2219\u00f7\u2044])
     |(?P<equal>\\(?:approx|simeq)(?![A-Za-z])|\u2248|=(?!>))
     |(?P<unit>\\?%|[\u00b0\u00a2]|\\degree(?![A-Za-z]))
     |(?P<space>[^\S\n]+|\\?[{_CURRENCY}]|[~`]|\\[,;:!\ ()\[\]]|\\(?:displaystyle|q?quad|[bB]igg?)(?![A-Za-z]))
@@ -66,6 +72,38 @@ _TOKEN = re.compile(
     """,
     re.VERBOSE,
 )
+_DIGITS = {
+    **dict(
+        zip(
+            map(ord, "\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079\u207a\u207b"),
+            "0123456789+-",
+            strict=True,
+        )
+    ),
+    **dict(zip(range(0x2080, 0x208A), "0123456789", strict=True)),
+}
+"""ASCII of superscripts and subscripts."""
+_SUPER, _SUB = "[\u2070\u00b9\u00b2\u00b3\u2074-\u2079]+", "[\u2080-\u2089]+"
+_UNICODE: tuple[tuple[re.Pattern[str], Callable[[re.Match[str]], str]], ...] = (
+    # fractions: one half, three quarters written with small digits
+    (
+        re.compile("[\u00bc-\u00be\u2150-\u215e\u2189]"),
+        lambda match: f" {unicodedata.normalize('NFKC', match[0]).replace(chr(0x2044), '/')}",
+    ),
+    (re.compile(f"({_SUPER})[\u2044/]({_SUB})"), lambda match: f" {match[1]}/{match[2]}".translate(_DIGITS)),
+    # powers of numbers, groups and single letters; those of longer words are units
+    (
+        re.compile(rf"(?<=[\d)\]}}]|(?<![^\W\d_])[^\W\d_])[\u207a\u207b]?{_SUPER}"),
+        lambda match: f"^{{{match[0].translate(_DIGITS)}}}",
+    ),
+    (re.compile(r"\u221a\s?(\d+(?:\.\d+)?|[^\W\d_]|\([^()]*\)|\{[^{}]*\})"), lambda match: rf"\sqrt{{{match[1]}}}"),
+)
+_GROUPED = (
+    re.compile(r"(?<![\w.,/])\d{1,3}(?: \d{3}){2,}(?![\w/]| ?\d|,\d| /)"),
+    re.compile(r"\A\D*(?<!\w)\d{1,3}(?: \d{3})+(?=(?:\.\d+)?[^\d/]*\Z)"),  # the text holds no other digits
+)
+"""Numbers with spaces between groups of three digits."""
+_GAP = re.compile(r"(?<=\d) (?=\d)")
 _CHANGES = tuple(
     (re.compile(pattern), replacement)
     for pattern, replacement in (
@@ -81,6 +119,10 @@ _CHANGES = tuple(
             r"\1 ",
         ),
         (r"\^\s?\{?\s?\\circ\s?\}?", "\u00b0"),
+        (r"(?<!\\)\bsqrt\s?\(([^()]*)\)", r"\\sqrt{\1}"),
+        # a sign in words; "10 minus 5" is a difference
+        (r"\b[Nn]egative\s+(?=[\d.$\\])", "-"),
+        (r"((?:\A|[:=({*$,\n]|\b(?:is|are|was|be|equals|of|to|answer))\s*)\b[Mm]inus\s+(?=[\d.$\\])", r"\1-"),
         # emphasis
         (r"(?<![\w*\\)])(\*{1,3}|_{1,3})(?=\S)([^*\n]*?\S)\1(?![\w*(])", r" \2 "),
         # \frac12
@@ -121,8 +163,13 @@ class _NoValueError(ValueError):
 
 def plain(text: str) -> str:
     r"""Return ``text`` as the grammar reads it: without emphasis and calculator marks, ``\text{}`` unwrapped."""
+    if not text.isascii():
+        for pattern, ascii_of in _UNICODE:
+            text = pattern.sub(ascii_of, text)
     for pattern, replacement in _CHANGES:
         text = pattern.sub(replacement, text)
+    for grouped in _GROUPED:
+        text = grouped.sub(lambda match: _GAP.sub("", match[0]), text)
     return text
 
 
@@ -322,7 +369,7 @@ def _side(tokens: Sequence[_Token]) -> _Side:
         return _Side(None, is_name=is_name, has_letters=letters)
     alone = [token for token in tokens if token.kind == "number"]
     bare = len(alone) == 1 and not any(token.kind == "op" for token in tokens[1:])
-    decimals = len(alone[0].text.partition(".")[2]) if bare else None
+    decimals = _decimals(alone[0].text) if bare else None
     return _Side(value, percent, decimals, is_calculation=arithmetic.operations > 0)
 
 
@@ -382,8 +429,9 @@ class _Arithmetic:
         value = self._factor()
         if not self._take("op", "^"):
             return value
-        exponent = self._factor()
-        if exponent.denominator != 1 or abs(exponent) > MAX_EXPONENT or (not value and exponent <= 0):
+        minus = bool(self._take("op", "-"))
+        exponent = -self._factor() if minus else self._factor()
+        if exponent.denominator != 1 or _bits(value) * abs(exponent) > MAX_BITS or (not value and exponent <= 0):
             raise _NoValueError
         self.operations += value != 10
         return _bounded(value ** int(exponent))
@@ -439,13 +487,25 @@ class _Arithmetic:
 
 
 def _number(text: str) -> Fraction:
-    digits = re.sub(r"[^\d.]", "", text)
-    if not digits or len(digits) > MAX_DIGITS:
+    mantissa, _, power = text.lower().partition("e")
+    digits = re.sub(r"[^\d.]", "", mantissa)
+    if not digits or len(digits) > MAX_DIGITS or len(power) > MAX_POWER:
         raise _NoValueError
-    return Fraction(digits if digits[0] != "." else f"0{digits}")
+    value = Fraction(digits if digits[0] != "." else f"0{digits}")
+    return _bounded(value * Fraction(10) ** int(power.replace("\u2212", "-"))) if power else value
+
+
+def _decimals(text: str) -> int:
+    """Return the number of digits behind the point of a number that has a value."""
+    mantissa, _, power = text.lower().partition("e")
+    return max(len(mantissa.partition(".")[2]) - int(power.replace("\u2212", "-") or 0), 0)
+
+
+def _bits(value: Fraction) -> int:
+    return max(value.numerator.bit_length(), value.denominator.bit_length())
 
 
 def _bounded(value: Fraction) -> Fraction:
-    if max(value.numerator.bit_length(), value.denominator.bit_length()) > MAX_BITS:
+    if _bits(value) > MAX_BITS:
         raise _NoValueError
     return value

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from trinity_mq.rewards.math.answers import stated, wanted
 from trinity_mq.rewards.math.grammar import reads_as_words
-from trinity_mq.rewards.truth import takes_any_truth
+from trinity_mq.rewards.truth import BOOLEANS, takes_any_truth
 from trinity_mq.thoughts import after_thoughts
 
 
@@ -18,17 +18,24 @@ def math_answer(response: str, truth: str | None, *, finished: bool, prompt_end:
     at a limit counts only by the first two: half a calculation has no last number. :mod:`answers` has the details.
 
     Numbers are compared as fractions: ``1,234.50`` is ``1234.5``, ``$18`` is ``18``, ``0.5`` is ``1/2``, ``50%`` is
-    ``50``. A calculation that is left to do (``2 + 17``, ``2 * 9``, ``36/2``) is wrong unless ``truth`` is one too: a
-    model would learn to repeat the question. Of a ``truth`` that is no number (``\sqrt{2}``, ``(1, 2)``, ``10:30``)
-    only the same writing is right, and nothing is right for one in words: use ``accuracy_reward`` for these.
+    ``50``, ``3.2e5`` is ``320000``, and ``\textbf{(B)}\ 12`` is ``12`` unless ``truth`` has another letter. A
+    calculation that is left to do (``2 + 17``, ``2 * 9``, ``36/2``) is wrong unless ``truth`` is one too: a model would
+    learn to repeat the question. A ``truth`` that is a boolean wants the word. Of any other ``truth`` that is no number
+    (``\sqrt{2}``, ``(1, 2)``, ``10:30``) only the same writing is right, and nothing is right for one in words: use
+    ``accuracy_reward`` for these.
     """
     right = wanted(truth) if truth else None
-    seen = stated(after_thoughts(response, prompt_end), finished=finished)
+    is_boolean = right is not None and right.text.lower() in BOOLEANS
+    seen = stated(after_thoughts(response, prompt_end), finished=finished, words=is_boolean)
     if right is None or seen is None:
+        return {"accuracy": 0.0}
+    if right.choice and seen.choice and right.choice != seen.choice:
         return {"accuracy": 0.0}
     if right.number is not None:
         is_number = right.is_calculation or not seen.is_calculation
         return {"accuracy": float(is_number and seen.number == right.number)}
+    if is_boolean:
+        return {"accuracy": float(right.text.lower() == seen.text.lower())}
     same = (
         bool(right.text)
         and not reads_as_words(right.text)
