@@ -24,6 +24,8 @@ CHOSEN_MASK, REJECTED_MASK = "chosen_mask", "rejected_mask"
 """Keys in ``info`` of a dpo experience: one boolean for each token of the answer, True where it counts. Without one
 every token does.
 """
+REWARD_FAULT = "reward_fault"
+"""Key in ``info``: why the reward is no finite number."""
 TRUNCATE_STATUSES = (None, PROMPT_TRUNCATED, RESPONSE_TRUNCATED)
 
 Versions = list[tuple[int, int, int]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Mapping, Sequence
 from numbers import Real
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any, Protocol
 
 from trinity_mq.rewards.lookup import Registry, lookup
 from trinity_mq.rewards.truth import truth_text
+from trinity_mq.runtime.threads import await_in_thread
 
 REWARDS = Registry(
     {
@@ -54,6 +56,8 @@ class RewardFn(Protocol):
 
     def __call__(self, response: str, truth: str | None, *, finished: bool) -> Mapping[str, float]:
         """Return the parts of the reward by name; the reward is their sum, and each becomes a metric.
+
+        A number or a boolean alone is the part ``accuracy``. The function may be a coroutine function.
 
         Args:
             response: The text of the response.
@@ -242,15 +246,32 @@ def parts_of(
     return _checked(reward_fn, reward_fn(response, truth, finished=finished, **more))
 
 
+def fault_of(reward_fn: RewardFn, parts: Mapping[str, float]) -> str | None:
+    """Return why nothing can be trained on ``parts``, which ``reward_fn`` returned; None for finite numbers."""
+    wrong = ", ".join(f"{name}={value}" for name, value in parts.items() if not math.isfinite(value))
+    return f"reward function {_name_and_place(reward_fn)} returned {wrong}, wanted finite numbers" if wrong else None
+
+
 def _checked(reward_fn: RewardFn, parts: Any) -> dict[str, float]:
+    if inspect.isawaitable(parts):
+        parts = await_in_thread(parts)
     if type(parts) is dict and set(map(type, parts)) == {str} and set(map(type, parts.values())) == {float}:
         return dict(parts)  # as most give them
-    if not isinstance(parts, Mapping) or not parts or not all(isinstance(value, Real) for value in parts.values()):
+    named = parts if isinstance(parts, Mapping) else {ACCURACY: parts}
+    numbers = {str(key): _number(value) for key, value in named.items()}
+    known = {key: value for key, value in numbers.items() if value is not None}
+    if not known or len(known) < len(numbers):
         raise RewardError(
             f"reward function {_name_and_place(reward_fn)} gave {parts!r:.80}, wanted its parts by name, such as "
-            "{'accuracy': 1.0}"
+            "{'accuracy': 1.0}, or one number"
         )
-    return {str(key): float(value) for key, value in parts.items()}
+    return known
+
+
+def _number(value: Any) -> float | None:
+    """Return a number, a boolean, or either of NumPy or torch as float; None for anything else."""
+    plain = value.item() if getattr(value, "ndim", None) == 0 else value
+    return float(plain) if isinstance(plain, Real) else None
 
 
 def _name_and_place(reward_fn: Any) -> str:

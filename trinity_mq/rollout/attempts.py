@@ -13,6 +13,7 @@ from trinity_mq.experience import Experience
 from trinity_mq.models import InferenceModel
 from trinity_mq.models.engine_selection import Engines
 from trinity_mq.models.errors import EngineLost, EngineNotReady, VersionMismatch
+from trinity_mq.models.recording.responses import check_asked, is_asked
 from trinity_mq.models.retried import retried
 from trinity_mq.rollout.failures import describe, failure_of, is_retryable, reward_fault
 from trinity_mq.rollout.instances import Instances
@@ -117,11 +118,16 @@ class RunGroup:
         experiences, seconds = await retried(self._serving, self._go, block)
         with span("finish runs", count=len(experiences)):
             by_run = self._by_run(block, experiences)
+            unasked = [run for run, listed in by_run.items() if not is_asked(listed)]
             for run, listed in by_run.items():
+                if run in unasked:
+                    continue
                 if (fault := reward_fault(self.job.kind, listed, needed=self.job.needs_reward)) is not None:
                     self.job.results.add_failure(Failure(fault))
                 self.job.results.finished(self.job.task, run, listed, seconds)
                 self.missing.remove(run)
+        for run in unasked:
+            check_asked(by_run[run])
         lacking = [run for run in block if run not in by_run]
         if lacking:
             raise RunFailedError(

@@ -15,11 +15,13 @@ from pathlib import Path
 from trinity_mq.algorithms.estimators.runs import is_finite
 from trinity_mq.experience import Experience
 from trinity_mq.experience.fields import short
-from trinity_mq.models.errors import EngineError, EngineRefused, ModelError, PromptTooLong
+from trinity_mq.experience.rules import REWARD_FAULT
+from trinity_mq.models.errors import EngineError, EngineRefused, ModelError
 from trinity_mq.rewards import RewardError, UnknownNameError
 from trinity_mq.rollout.status import Failure
 from trinity_mq.workflows import RunFailedError, SandboxFailed, TaskError, Workflow
 from trinity_mq.workflows.auxiliary import AuxiliaryError
+from trinity_mq.workflows.step_wise import TOO_LONG, prompt_too_long
 
 MAX_ERROR = 500
 """Characters of an exception's own text that are kept, so that the place behind it is."""
@@ -32,7 +34,6 @@ INCURABLE = (TaskError, UnknownNameError, RewardError, ModelError, EngineRefused
 """Every further attempt would raise them too."""
 
 _KINDS: tuple[tuple[type[BaseException], str], ...] = (
-    (PromptTooLong, "task"),
     (ModelError, "engine"),
     (EngineError, "engine"),
     (TaskError, "task"),
@@ -62,6 +63,8 @@ def kind_of(error: BaseException) -> str:
             return cause.kind
         if isinstance(cause, AuxiliaryError) and cause.lost is not None:
             return "provider"
+        if getattr(cause, "code", None) == TOO_LONG:
+            return "task"
         for exception, kind in _KINDS:
             if isinstance(cause, exception):
                 return kind
@@ -73,7 +76,8 @@ def is_retryable(error: BaseException) -> bool:
     none that would be raised again.
     """
     final = any(isinstance(cause, RunFailedError) and not cause.retryable for cause in _causes(error))
-    return isinstance(error, Exception) and not final and not isinstance(error, INCURABLE)
+    incurable = isinstance(error, INCURABLE) or prompt_too_long(error)
+    return isinstance(error, Exception) and not final and not incurable
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
@@ -126,8 +130,8 @@ def reward_fault(kind: type[Workflow], experiences: Sequence[Experience], *, nee
     """
     for experience in experiences:
         if experience.reward is not None and not is_finite(experience.reward):
-            fault = f"returned the reward {short(experience.reward)}, wanted a finite number"
-            return f"{kind.__name__} {fault}{_place_of(kind)}"
+            fault = f"{kind.__name__} returned the reward {short(experience.reward)}, wanted a finite number"
+            return str(experience.info.get(REWARD_FAULT) or f"{fault}{_place_of(kind)}")
     if needed and last_step(experiences).reward is None:
         return f"{kind.__name__} returned no reward; set experience.reward to a number{_place_of(kind)}"
     return None

@@ -9,8 +9,8 @@ import ctypes
 import math
 import os
 import threading
-from collections.abc import Callable
-from concurrent.futures import Executor, Future
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Executor, Future, wait
 from queue import SimpleQueue
 from typing import TypeVar
 
@@ -115,6 +115,41 @@ def _given(call: Callable[[], None], name: str) -> _Worker:
         thread.name = name
         thread.calls.put(call)
     return thread
+
+
+_loops: dict[int, asyncio.AbstractEventLoop] = {}
+"""The event loop of :func:`await_in_thread`, by process id."""
+CHECK = 0.5
+"""Seconds after which a thread that waits for a coroutine sees that it was interrupted."""
+
+
+def await_in_thread(awaitable: Awaitable[T]) -> T:
+    """Return the result of an awaitable in a thread that has no event loop; block until then.
+
+    All awaitables of this process run on one event loop, which stays: clients that they share belong to it.
+    An interruption of the calling thread cancels the awaitable.
+    """
+
+    async def awaited() -> T:
+        return await awaitable
+
+    running = asyncio.run_coroutine_threadsafe(awaited(), _shared_loop())
+    try:
+        while not wait([running], CHECK).done:
+            pass
+        return running.result()
+    finally:
+        running.cancel()
+
+
+def _shared_loop() -> asyncio.AbstractEventLoop:
+    made = asyncio.new_event_loop() if os.getpid() not in _loops else None
+    loop = _loops[os.getpid()] if made is None else _loops.setdefault(os.getpid(), made)
+    if loop is made:
+        threading.Thread(target=loop.run_forever, name="coroutines", daemon=True).start()
+    elif made is not None:  # another thread was faster
+        made.close()
+    return loop
 
 
 def stuck_threads(since: float = math.inf) -> list[str]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from trinity_mq.experience import Experience
 from trinity_mq.experience.rules import RESPONSE_TRUNCATED
+from trinity_mq.models.recording.responses import check_asked
 from trinity_mq.workflows.dual import DualWorkflow, call
 from trinity_mq.workflows.workflow import Task, TaskError
 
@@ -25,7 +26,8 @@ class RecordedWorkflow(DualWorkflow, ABC):
     """A workflow of steps whose experiences are the model calls that were recorded during it.
 
     A step whose prompt is too long for the model ends the run, which keeps what there is: nothing would be different
-    in another try. The recorded experience of such a prompt is masked. A step in which an answer was cut at a limit is
+    in another try. The recorded experience of such a prompt is masked. A run whose first prompt is too long has failed.
+    A step in which an answer was cut at a limit is
     rewarded and is the last one, unless :attr:`stop_on_truncation` is False.
     """
 
@@ -66,7 +68,11 @@ class RecordedWorkflow(DualWorkflow, ABC):
         return goes_on
 
     async def recorded_step(self, step_num: int) -> tuple[list[Experience], bool, bool]:
-        """Run one step; return what it recorded, whether another may follow, and whether its prompt was too long."""
+        """Run one step; return what it recorded, whether another may follow, and whether its prompt was too long.
+
+        Raises:
+            PromptTooLong: It is the first step, and the model answered nothing.
+        """
         goes_on = too_long = False
         try:
             goes_on = await self.take_step(step_num)
@@ -75,6 +81,8 @@ class RecordedWorkflow(DualWorkflow, ABC):
                 raise
             too_long = True
         experiences = self.model.extract_experience_from_history()
+        if step_num == 0:
+            check_asked(experiences)
         for experience in experiences:
             experience.eid.step = step_num
         truncated = any(experience.truncate_status == RESPONSE_TRUNCATED for experience in experiences)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 from trinity_mq.cli.commands.validate import GREEDY_WORKFLOWS, PLAIN_WORKFLOWS
 from trinity_mq.cli.main import main
 from trinity_mq.runtime import plugins
+from trinity_mq.testing.scripted import byte_codec
 from trinity_mq.workflows import load_workflow
 
 
@@ -140,6 +142,28 @@ def test_a_model_folder_needs_a_chat_template_for_workflows_that_chat(
     (folder / "config.json").unlink()
     assert main(["validate", write(tmp_path, text)]) == 2
     assert "config.json cannot be read" in capsys.readouterr().err
+
+
+def test_records_with_prompts_that_are_too_long_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prompts = ["1" * 60, "1" * 64, "1" * 65, "1" * 300]
+    lines = (json.dumps({"question": prompt, "answer": "1"}) + "\n" for prompt in prompts)
+    (tmp_path / "t.jsonl").write_text("".join(lines))
+    limits = "max_model_len: 512, max_prompt_tokens: 64"
+    taskset = f"buffer: {{taskset: {{name: mine, path: {tmp_path}/t.jsonl}}}}"
+    assert (
+        main(["validate", write(tmp_path, f"model: {{tiny: {{}}, max_response_tokens: 64, {limits}}}\n{taskset}")]) == 0
+    )
+    said = capsys.readouterr().out
+    assert "the prompts of 2 of 4 records have more than 64 tokens, and these tasks will fail" in said
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    byte_codec()._tokenizer.save_pretrained(folder)  # its template adds tokens
+    text = f"model: {{model_path: '{folder}', max_response_tokens: 64, {limits}}}\n{taskset}"
+    assert main(["validate", write(tmp_path, text)]) == 0
+    assert "the prompts of 4 of 4 records have more than 64 tokens" in capsys.readouterr().out
+    assert main(["validate", write(tmp_path, text), "model.max_prompt_tokens=400"]) == 0
+    assert "tokens" not in capsys.readouterr().out
 
 
 def test_a_folder_that_is_not_there_is_no_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,13 +1,18 @@
+import asyncio
+import functools
 import importlib.util
 import inspect
 import subprocess
 import sys
+import threading
 
+import numpy as np
 import pytest
 
-from trinity_mq.rewards import REWARDS, RewardError, UnknownNameError, create_reward, parts_of
+from trinity_mq.rewards import REWARDS, RewardError, UnknownNameError, create_reward, fault_of, parts_of
 from trinity_mq.rewards.lookup import lookup, name_of
 from trinity_mq.rewards.text import exact_match
+from trinity_mq.runtime.threads import in_thread, interrupt
 
 
 class Threshold:
@@ -108,10 +113,83 @@ def test_wrong_arguments_are_refused_when_the_reward_is_made():
         create_reward(3, {})
 
 
-@pytest.mark.parametrize("result", [1.0, {}, {"a": "1"}, None])
+@pytest.mark.parametrize("result", [{}, {"a": "1"}, {"a": None}, None, "1", [1.0], 1j, np.ones(2)])
 def test_a_result_that_is_no_parts_is_refused(result):
     with pytest.raises(RewardError, match="wanted its parts by name"):
         parts_of(lambda response, truth, *, finished: result, "x", None, finished=True)
+
+
+NUMBERS = [(1, 1.0), (0.25, 0.25), (True, 1.0), (False, 0.0), (np.float32(0.5), 0.5), (np.bool_(True), 1.0)]
+
+
+@pytest.mark.parametrize(("result", "value"), NUMBERS)
+def test_a_number_alone_is_the_accuracy(result, value):
+    for given in (result, {"accuracy": result}):
+        parts = parts_of(
+            create_reward(lambda response, truth, *, finished, given=given: given, {}), "x", None, finished=True
+        )
+        assert parts == {"accuracy": value}
+        assert type(parts["accuracy"]) is float
+
+
+class Waiting:
+    """A reward that shares something that belongs to an event loop, as clients do."""
+
+    def __init__(self):
+        self.loops = set()
+
+    async def __call__(self, response, truth, *, finished):
+        await asyncio.sleep(0)
+        self.loops.add(asyncio.get_running_loop())
+        return response == truth
+
+
+async def test_a_coroutine_is_awaited_on_one_loop_from_any_thread():
+    reward = create_reward(Waiting, {})
+    judged = [parts_of(reward, "7", "7", finished=True)]
+    judged += await asyncio.gather(
+        *(asyncio.to_thread(parts_of, reward, text, "7", finished=True) for text in ("7", "8", "7"))
+    )
+    assert [parts["accuracy"] for parts in judged] == [1.0, 1.0, 0.0, 1.0]
+    assert len(reward.function.loops) == 1
+
+
+def test_an_error_of_a_coroutine_is_raised():
+    async def failing(response, truth, *, finished):
+        raise KeyError("answer")
+
+    with pytest.raises(KeyError, match="answer"):
+        parts_of(create_reward(failing, {}), "x", None, finished=True)
+
+
+async def test_a_coroutine_of_an_interrupted_thread_is_cancelled():
+    started, ended = threading.Event(), threading.Event()
+
+    async def endless(response, truth, *, finished):
+        started.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    call = functools.partial(parts_of, create_reward(endless, {}), "x", None, finished=True)
+    waiting = asyncio.create_task(in_thread(call, "reward", interrupt))
+    await asyncio.to_thread(started.wait)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert await asyncio.to_thread(ended.wait, 30)
+
+
+def test_a_fault_names_the_function_and_the_part():
+    def broken(response, truth, *, finished):
+        return {"accuracy": 1.0, "length": float("nan"), "speed": float("-inf")}
+
+    reward = create_reward(broken, {})
+    fault = fault_of(reward, parts_of(reward, "x", None, finished=True))
+    place = f"test_registry.py:{broken.__code__.co_firstlineno}"
+    assert fault.endswith(f"broken ({place}) returned length=nan, speed=-inf, wanted finite numbers")
+    assert fault_of(reward, {"accuracy": 1.0}) is None
 
 
 def test_entry_points_add_names(monkeypatch):

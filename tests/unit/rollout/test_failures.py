@@ -6,6 +6,8 @@ import json
 import socket
 from pathlib import Path
 
+import httpx2
+import openai
 import pytest
 
 from trinity_mq.experience import Experience
@@ -92,6 +94,11 @@ def test_a_sandbox_says_its_kind_and_where_it_was_asked() -> None:
     assert failure_key(failure.message).startswith("sandbox ")
 
 
+def refused_by_client(code: str) -> openai.BadRequestError:
+    response = httpx2.Response(400, request=httpx2.Request("POST", "http://engine/v1/chat/completions"))
+    return openai.BadRequestError("refused", response=response, body={"code": code})
+
+
 def caused(cause: BaseException) -> BaseException:
     """Return an error of a framework that was raised from ``cause``."""
     error = ValueError("the agent failed")
@@ -124,6 +131,8 @@ LOST.lost = InferenceModel(id="judge", url="http://127.0.0.1:9", name="judge")
         (caused(EngineNotReady("x")), "engine", True),
         (EngineRefused("x", 400), "engine", False),
         (PromptTooLong("x", [1], 1), "task", False),
+        (caused(refused_by_client("context_length_exceeded")), "task", False),
+        (refused_by_client("invalid_text"), "workflow", True),
         (TaskError("x"), "task", False),
         (UnknownNameError("x"), "task", False),
         (LOST, "provider", True),

@@ -390,6 +390,41 @@ async def test_what_an_engine_refuses_is_not_asked_again(runner, engine):
     assert len(engine.requests) == 1
 
 
+def too_long(body):
+    return refused(400, "context_length_exceeded", prompt_token_ids=[1, 2, 3], limit=2)
+
+
+@pytest.mark.parametrize("kind", ["Asks", "Blocking", "async_simple_workflow"])
+async def test_a_prompt_that_is_too_long_is_a_failure_of_the_task(runner, engine, kind):
+    engine.script = too_long
+    outcome = await runner.run_slice(task_slice(kind, runs=2), lambda: engine.model)
+    assert (outcome.runs, outcome.experiences, outcome.metrics) == ([], [], [])
+    assert (outcome.failure_kind, outcome.retryable) == ("task", False)
+    assert "the prompt has more than 2 tokens, the limit of model.max_prompt_tokens" in outcome.message
+    assert len(engine.requests) == (1 if kind == "async_simple_workflow" else 2), "not tried again"
+
+
+class AsksOnceTooLong(AsyncSimpleWorkflow):
+    """Repeatable; the prompt of its first run is too long."""
+
+    async def run_async(self):
+        responses = []
+        for run in range(self.repeat_times):
+            prompt = "long" if run == 0 else "short"
+            (response,) = await self.model.chat_async([{"role": "user", "content": prompt}])
+            response.eid.run, response.reward = self.run_id_base + run, 1.0
+            responses.append(response)
+        return responses
+
+
+async def test_the_other_runs_of_a_task_are_kept(runner, engine):
+    engine.script = lambda body: too_long(body) if body["messages"][0]["content"] == "long" else None
+    outcome = await runner.run_slice(task_slice("AsksOnceTooLong", runs=3), lambda: engine.model)
+    assert outcome.runs == [1, 2]
+    assert [metrics["reward"] for metrics in outcome.metrics] == [1.0, 1.0]
+    assert (outcome.failure_kind, len(engine.requests)) == ("task", 3)
+
+
 async def test_a_pinned_slice_waits_for_newer_weights_but_not_for_older(runner, engine):
     held = [[1, 2]]
     engine.script = lambda body: refused(409, "version_mismatch", wanted=[1, 3], held=held.pop()) if held else None

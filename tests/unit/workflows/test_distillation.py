@@ -5,7 +5,7 @@ import torch
 
 from tests.unit.workflows.tiny_engines import make_generator, tiny_engine
 from trinity_mq.experience import Experience
-from trinity_mq.models import EngineClients, EngineNotReady, ModelWrapper
+from trinity_mq.models import EngineClients, EngineNotReady, ModelWrapper, PromptTooLong
 from trinity_mq.models.errors import EngineLost
 from trinity_mq.workflows import Task, TaskError, execute, load_workflow
 from trinity_mq.workflows.auxiliary import AuxiliaryError
@@ -131,18 +131,14 @@ async def test_the_two_are_compared_once(kind, models, monkeypatch):
 
 
 @BOTH
-async def test_a_prompt_that_was_cut_is_not_scored(kind, models):
+async def test_a_prompt_that_is_too_long_is_a_failure(kind, models):
     async with tiny_engine(models["student"], "student") as here, tiny_engine(models["teacher"], "teacher") as there:
         async with EngineClients() as clients:
             model = ModelWrapper(here, clients=clients, max_prompt_tokens=4)
             teacher = ModelWrapper(there, clients=clients)
             record = {"question": "1+2+3+4="}
-            experiences = await run(kind, model, teacher, times=2, raw_task=record)
-    for exp in experiences:
-        assert exp.truncate_status == "prompt_truncated"
-        assert exp.teacher_logprobs.tolist() == [0.0] * exp.logprobs.shape[0]
-        assert not exp.action_mask.any()
-    assert Experience.deserialize_many(Experience.serialize_many(experiences)) == experiences
+            with pytest.raises(PromptTooLong, match="more than 4 tokens"):
+                await run(kind, model, teacher, times=2, raw_task=record)
 
 
 @BOTH_MATH

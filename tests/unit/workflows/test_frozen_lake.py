@@ -3,7 +3,7 @@ import torch
 
 from tests.unit.workflows.tiny_engines import make_generator, tiny_engine
 from trinity_mq.config import FormatConfig
-from trinity_mq.models import EngineClients, ModelWrapper
+from trinity_mq.models import EngineClients, ModelWrapper, PromptTooLong
 from trinity_mq.workflows import Task, TaskError, execute, load_workflow
 from trinity_mq.workflows.games.frozen_lake import INSTRUCTIONS, AsyncFrozenLakeWorkflow, FrozenLakeWorkflow, read_move
 
@@ -95,6 +95,12 @@ async def test_a_move_inside_thoughts_is_not_played(kind, stub_model):
     assert (await run(kind, model))[-1].metrics["success"] == 1.0
     (one,) = await run(kind, model, workflow_args={"max_steps": 1})
     assert (one.metrics["moves"], one.metrics["unclear_answers"]) == (0, 1)
+
+
+@BOTH
+async def test_a_first_prompt_that_is_too_long_is_a_failure(kind, stub_model):
+    with pytest.raises(PromptTooLong):
+        await run(kind, model_of(stub_model, ("[masked]", "prompt_truncated")))
 
 
 @BOTH

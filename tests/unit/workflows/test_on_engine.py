@@ -180,13 +180,21 @@ async def test_steps_are_the_recorded_calls_token_for_token(generator, tmp_path,
 
 
 @pytest.mark.parametrize("kind", [Stepwise, AsyncStepwise, Propagation, AsyncPropagation])
-@pytest.mark.parametrize("room", [10, 30])
-async def test_a_prompt_that_is_too_long_ends_the_run_with_what_there_is(tmp_path, kind, room):
-    scripted = ScriptedGenerator(["x" * 60] * 3, max_model_len=room)
+async def test_a_first_prompt_that_is_too_long_is_a_failure(tmp_path, kind):
+    scripted = ScriptedGenerator(["x" * 60] * 3, max_model_len=10)
+    async with running(scripted, tmp_path) as runner:
+        status, experiences = await runner.run_task_async(Task(workflow=kind, raw_task={}, batch_id=1, task_id=0))
+    assert (status.ok, experiences, scripted.prompts) == (False, [], [])
+    assert "the prompt has more than 9 tokens" in status.message
+
+
+@pytest.mark.parametrize("kind", [Stepwise, AsyncStepwise, Propagation, AsyncPropagation])
+async def test_a_prompt_that_is_too_long_ends_the_run_with_what_there_is(tmp_path, kind):
+    scripted = ScriptedGenerator(["x" * 60] * 3, max_model_len=30)
     async with running(scripted, tmp_path) as runner:
         status, experiences = await runner.run_task_async(Task(workflow=kind, raw_task={}, batch_id=1, task_id=0))
     assert status.ok, status.message
-    assert len(scripted.prompts) == (room == 30)
+    assert len(scripted.prompts) == 1
     *good, masked = experiences
     assert [one.eid.step for one in good] == list(range(len(scripted.prompts)))
     assert (masked.eid.step, masked.truncate_status) == (len(good), "prompt_truncated")

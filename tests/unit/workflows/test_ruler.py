@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from tests.unit.workflows.tiny_engines import make_generator, scripted_judge, tiny_engine
-from trinity_mq.models import EngineClients, ModelWrapper
+from trinity_mq.models import EngineClients, ModelWrapper, PromptTooLong
 from trinity_mq.rewards.text import exact_match
 from trinity_mq.workflows import Task, TaskError, execute, load_workflow
 from trinity_mq.workflows.auxiliary import AuxiliaryError
@@ -167,9 +167,9 @@ async def test_prompts_that_were_cut_are_not_judged(kind, stub_model):
         experiences = await run(kind, model, judge.model, times=2)
         assert [exp.reward for exp in experiences] == [0.0, 1.0]
         assert "masked" not in judge.asked[0][-1]["content"]
-        model = stub_model([("[masked]", "prompt_truncated")])
-        (exp,) = await run(kind, model, judge.model)
-        assert (exp.reward, len(judge.asked)) == (0.0, 1)
+        with pytest.raises(PromptTooLong):
+            await run(kind, stub_model([("[masked]", "prompt_truncated")]), judge.model)
+        assert len(judge.asked) == 1
 
 
 @BOTH

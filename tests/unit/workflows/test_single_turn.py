@@ -3,12 +3,15 @@ import threading
 import pytest
 
 from trinity_mq.config import FormatConfig
+from trinity_mq.models import PromptTooLong
 from trinity_mq.rewards import RewardError, UnknownNameError
 from trinity_mq.rewards.text import char_match
+from trinity_mq.rollout.failures import reward_fault
 from trinity_mq.thoughts import after_thoughts
 from trinity_mq.workflows import (
     AsyncMathWorkflow,
     AsyncSimpleWorkflow,
+    MathBoxedWorkflow,
     MathWorkflow,
     SimpleWorkflow,
     Task,
@@ -134,9 +137,42 @@ async def test_a_response_that_was_cut_is_not_exact(kind, stub_model):
 
 
 @BOTH
-async def test_what_follows_a_prompt_that_was_cut_earns_nothing(kind, stub_model):
-    (exp,) = await run(task(kind).to_workflow(stub_model([("2", "prompt_truncated")])))
-    assert (exp.reward, exp.metrics) == (0.0, {"accuracy": 0.0})
+async def test_a_prompt_that_is_too_long_is_a_failure_and_is_not_judged(kind, stub_model):
+    def never(response, truth, *, finished):
+        raise AssertionError("judged")
+
+    for workflow in (kind, MathBoxedWorkflow):
+        made = task(workflow, reward_fn=never).to_workflow(stub_model([("2", "prompt_truncated")] * 2))
+        made.set_repeat_times(2, 0)
+        with pytest.raises(PromptTooLong, match=r"more than 2 tokens, the limit of model\.max_prompt_tokens"):
+            await run(made)
+    base = task(MathBoxedWorkflow, workflow_args={"use_base": True}, reward_fn=never)
+    with pytest.raises(PromptTooLong):
+        await run(base.to_workflow(stub_model([("2", "prompt_truncated")])))
+
+
+@BOTH
+async def test_a_reward_that_is_no_number_is_blamed_on_its_function(kind, stub_model):
+    def broken(response, truth, *, finished):
+        return float("nan") if response == "2" else {"accuracy": 1.0}
+
+    workflow = task(kind, reward_fn=broken).to_workflow(stub_model(["2", "3"]))
+    workflow.set_repeat_times(2, 0)
+    wrong, right = await run(workflow)
+    fault = reward_fault(kind, [wrong], needed=True)
+    place = f"test_single_turn.py:{broken.__code__.co_firstlineno}"
+    assert fault.endswith(f"broken ({place}) returned accuracy=nan, wanted finite numbers")
+    assert reward_fault(kind, [right], needed=True) is None
+
+
+@BOTH
+async def test_a_reward_may_be_a_coroutine_that_returns_a_boolean(kind, stub_model):
+    async def right(response, truth, *, finished):
+        return response == truth
+
+    workflow = task(kind, reward_fn=right).to_workflow(stub_model(["2", "3"]))
+    workflow.set_repeat_times(2, 0)
+    assert [exp.metrics for exp in await run(workflow)] == [{"accuracy": 1.0}, {"accuracy": 0.0}]
 
 
 @BOTH

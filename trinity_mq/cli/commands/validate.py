@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trinity_mq.cli.arguments import add_target
+from trinity_mq.cli.commands.long_prompts import count_long_prompts
 from trinity_mq.cli.target import configuration, staged
 from trinity_mq.config import Config, ConfigError, ExperienceBufferConfig, Stage, TasksetConfig
 from trinity_mq.config.loading.stages import find_stage
@@ -147,6 +148,7 @@ def check_tasksets(config: Config) -> list[str]:
             kind = taskset.effective_selector.selector_type
             selector = "" if kind == taskset.selector else f", chosen by {kind}"
             found.append(f"taskset {taskset.name!r}: {len(tasks)} tasks from {taskset.path}{selector}")
+            found += count_long_prompts(config, taskset, tasks.records)
     return found
 
 

@@ -15,7 +15,7 @@ from trinity_mq.data import TasksetError
 from trinity_mq.data.records import Record, read_tasks
 from trinity_mq.experience import Experience
 from trinity_mq.experience.rules import DPO, PROMPT_TRUNCATED
-from trinity_mq.rewards import RewardFn, judge_conversation, parts_of
+from trinity_mq.rewards import RewardFn, fault_of, judge_conversation, parts_of
 from trinity_mq.rewards.truth import truth_text
 from trinity_mq.runtime.threads import in_thread, interrupt
 
@@ -119,6 +119,9 @@ class Grader:
             return None
         finally:
             self.time.add(time.monotonic() - started)
+        if fault := fault_of(self.function, parts):
+            self.failures[fault] += 1
+            return None
         return float(sum(parts.values()))
 
     def _call(self, experience: Experience) -> Callable[[], Mapping[str, float]]:

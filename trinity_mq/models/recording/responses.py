@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from trinity_mq.experience import Experience
-from trinity_mq.experience.rules import RESPONSE_TRUNCATED, SINGLE_TURN, Versions
+from trinity_mq.experience.rules import PROMPT_TRUNCATED, RESPONSE_TRUNCATED, SINGLE_TURN, Versions
 from trinity_mq.models.errors import EngineRefused, PromptTooLong
 from trinity_mq.models.recording.answer_columns import LEAST_LOGPROB, WHOLE, experiences_at_once
 from trinity_mq.models.recording.sse import numbers, text_of
@@ -128,11 +128,33 @@ def masked_experiences(error: PromptTooLong, count: int, temperature: float) -> 
             prompt_length=error.limit,
             reward=0.0,
             response_text=MASKED_TEXT,
-            truncate_status="prompt_truncated",
+            truncate_status=PROMPT_TRUNCATED,
             temperature=temperature or 1.0,
         )
         for _ in range(count)
     ]
+
+
+def is_asked(experiences: Sequence[Experience]) -> bool:
+    """Return whether the model was asked: not every experience stands for a prompt that is too long."""
+    return not experiences or any(each.truncate_status != PROMPT_TRUNCATED for each in experiences)
+
+
+def check_asked(experiences: list[Experience]) -> list[Experience]:
+    """Return the experiences of a run or a request.
+
+    Raises:
+        PromptTooLong: The model was not asked.
+    """
+    if is_asked(experiences):
+        return experiences
+    limit = experiences[0].prompt_length
+    raise PromptTooLong(
+        f"the prompt has more than {limit} tokens, the limit of model.max_prompt_tokens and model.max_model_len; "
+        "shorten it, leave the record out, or raise these limits",
+        experiences[0].tokens.tolist(),
+        limit,
+    )
 
 
 def conversation_experience(

@@ -7,6 +7,7 @@ from pydantic import Field
 
 from trinity_mq.experience import Experience
 from trinity_mq.experience.rules import RESPONSE_TRUNCATED
+from trinity_mq.models.recording.responses import check_asked
 from trinity_mq.rewards import create_reward
 from trinity_mq.workflows.arguments import arguments_of
 from trinity_mq.workflows.attributes import Replaceable
@@ -69,7 +70,7 @@ class MathBoxedWorkflow(SimpleWorkflow):
         if not self.arguments.use_base:
             return await super().responses()
         found: list[Experience] = await call(self.is_async, self.model, "generate", [self.prompt()], **self.sampling())
-        return found
+        return check_asked(found)
 
 
 class AsyncMathBoxedWorkflow(MathBoxedWorkflow):

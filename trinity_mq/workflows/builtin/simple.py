@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from trinity_mq.experience import Experience
-from trinity_mq.experience.rules import PROMPT_TRUNCATED
-from trinity_mq.rewards import ACCURACY, counts_tokens, create_reward, parts_of
+from trinity_mq.experience.rules import REWARD_FAULT
+from trinity_mq.models.recording.responses import check_asked
+from trinity_mq.rewards import ACCURACY, RewardFn, counts_tokens, create_reward, fault_of, parts_of
 from trinity_mq.rewards.text import boxed, tagged
 from trinity_mq.rewards.truth import truth_text
 from trinity_mq.telemetry.aggregate import MAJORITY
@@ -62,6 +63,14 @@ def has_greedy_baseline(task: Task) -> bool:
     if not isinstance(wanted, bool):
         raise TaskError(f"workflow_args.greedy_baseline is {wanted!r}, wanted true or false")
     return wanted and not task.is_eval
+
+
+def give_reward(response: Experience, reward_fn: RewardFn, parts: Mapping[str, float]) -> None:
+    """Give a response the reward whose ``parts`` the function returned, and the parts as metrics."""
+    response.reward = sum(parts.values())
+    response.metrics.update(parts)
+    if fault := fault_of(reward_fn, parts):
+        response.info[REWARD_FAULT] = fault
 
 
 def add_majority(responses: Sequence[Experience]) -> None:
@@ -139,18 +148,16 @@ class SimpleWorkflow(DualWorkflow):
         """Return ``responses`` with reward, its parts as metrics, and the run that each one is."""
         truth, counts = truth_of(self.task), counts_tokens(self.reward_fn)
         for response in responses:
-            unasked = response.truncate_status == PROMPT_TRUNCATED  # then its text is no answer to the prompt
             parts = parts_of(
                 self.reward_fn,
-                "" if unasked else response.response_text or "",
+                response.response_text or "",
                 truth,
                 finished=response.truncate_status is None,
                 tokens=response.response_length if counts else None,
                 record=self.task.raw_task,
                 prompt_end=response.prompt_text,
             )
-            response.reward = sum(parts.values())
-            response.metrics.update(parts)
+            give_reward(response, self.reward_fn, parts)
         if self.task.is_eval:
             add_majority(responses)
         return self.numbered(responses)
@@ -162,9 +169,13 @@ class SimpleWorkflow(DualWorkflow):
         return responses
 
     async def responses(self) -> list[Experience]:
-        """Return the answers of :meth:`ask` or :meth:`ask_async`."""
+        """Return the answers of :meth:`ask` or :meth:`ask_async`.
+
+        Raises:
+            PromptTooLong: The model was not asked.
+        """
         found: list[Experience] = await call(self.is_async, self, "ask")
-        return found
+        return check_asked(found)
 
     def ask(self) -> list[Experience]:
         """Return one response for each run."""

@@ -12,7 +12,7 @@ from trinity_mq.experience import Experience
 from trinity_mq.rewards import create_reward
 from trinity_mq.rewards.registry import parts_of
 from trinity_mq.workflows.arguments import Arguments, arguments_of
-from trinity_mq.workflows.builtin.simple import question_of, truth_of
+from trinity_mq.workflows.builtin.simple import give_reward, question_of, truth_of
 from trinity_mq.workflows.builtin.tools import Result, Toolbox
 from trinity_mq.workflows.dual import compute
 from trinity_mq.workflows.step_wise import RewardedAtTheEnd
@@ -99,8 +99,9 @@ class ToolAgentWorkflow(RewardedAtTheEnd):
             prompt_end=exps[-1].prompt_text if exps else None,
         )
         parts = await compute(self.is_async, judge, "reward")
-        metrics = {**parts, "tool_calls": float(self.calls), "tool_errors": float(self.errors)}
+        metrics = {"tool_calls": float(self.calls), "tool_errors": float(self.errors)}
         for experience in exps:
+            give_reward(experience, self.reward_fn, parts)
             experience.metrics.update(metrics)
         return sum(parts.values())
 

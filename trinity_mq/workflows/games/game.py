@@ -13,6 +13,7 @@ from pydantic import Field
 from trinity_mq.experience import Experience
 from trinity_mq.experience.rules import PROMPT_TRUNCATED
 from trinity_mq.models.recording.merging import merge_turns
+from trinity_mq.models.recording.responses import check_asked
 from trinity_mq.thoughts import after_thoughts
 from trinity_mq.workflows.arguments import Arguments, arguments_of
 from trinity_mq.workflows.dual import call, compute
@@ -159,6 +160,8 @@ class EpisodeWorkflow(RewardedAtTheEnd, Generic[E]):
         if step_num == 0:
             self.episode = await self.begin()
         (response,) = await call(self.is_async, self.model, "chat", self._conversation(), n=1)
+        if step_num == 0:
+            check_asked([response])
         if response.truncate_status == PROMPT_TRUNCATED:  # the model never saw the question: nothing to play
             self._unasked = True
             return False
