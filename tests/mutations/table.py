@@ -464,4 +464,19 @@ MUTATIONS = [
         "        if found is None:\n",
         "unit/rewards/test_registry.py::test_a_class_of_another_kind_is_not_made",
     ),
+    # -- thoughts and prompts
+    Mutation(
+        "a call inside thoughts is executed",
+        "trinity_mq/models/engines/server/openai/tools.py",
+        " for start, end in answer_spans(text, prompt_end)]\n",
+        " for start, end in [(0, len(text))]]\n",
+        "unit/models/test_tools.py::test_a_call_inside_thoughts_is_text",
+    ),
+    Mutation(
+        "a prompt that is too long is a finished run",
+        "trinity_mq/rollout/attempts.py",
+        " if not is_asked(listed)]\n",
+        " if not listed]\n",
+        "unit/rollout/test_workflow_runner.py::test_a_prompt_that_is_too_long_is_a_failure_of_the_task",
+    ),
 ]

@@ -50,11 +50,6 @@ class Taskset:
         return self._given % len(self._rows)
 
     @property
-    def records(self) -> Sequence[Record]:
-        """The records, in their order."""
-        return self._rows
-
-    @property
     def learns(self) -> bool:
         """Whether the selector is to be told the rewards of finished tasks."""
         return self.config.learns

@@ -5,31 +5,43 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from trinity_mq.config import Config, TasksetConfig
-from trinity_mq.data.records import Record
+from trinity_mq.data.records import Record, read_tasks
 from trinity_mq.models.engines.generation.text import TextCodec, TextError
 from trinity_mq.models.errors import ModelError
 from trinity_mq.models.model_folder import known_folder
 
-MOST_COUNTED = 20_000
-"""Prompts of a taskset that are cut into tokens."""
+MOST_COUNTED = 5_000
+"""Upper bound of the prompts of a taskset that are cut into tokens."""
 
 
-def count_long_prompts(config: Config, taskset: TasksetConfig, records: Sequence[Record]) -> list[str]:
-    """Return a line on the records whose prompts leave no room in the model, none if all fit.
+def count_long_prompts(config: Config, tasksets: Sequence[TasksetConfig]) -> list[str]:
+    """Return a line on each taskset with records whose prompts are too long for the model.
 
-    The prompt is the record's, with the taskset's system prompt. The tokenizer is loaded only where a prompt has more
-    bytes than half the limit in tokens: a token has a byte or more.
+    The prompt is the record's, with the system prompt of the taskset or of the workflow. The tokenizer is loaded only
+    where a prompt has more bytes than half the limit in tokens: a token has a byte or more.
     """
+    described = [taskset for taskset in tasksets if taskset.storage_type != "queue"]
+    return [
+        line for taskset in described for line in _counted(config, taskset, read_tasks(taskset, seed=config.seed)[0])
+    ]
+
+
+def _counted(config: Config, taskset: TasksetConfig, records: Sequence[Record]) -> list[str]:
     limit = min(config.model.max_prompt_tokens, config.model.max_model_len - 1)
-    system = taskset.format.system_prompt or ""
     texts = [text for record in records if isinstance(text := record.get(taskset.format.prompt_key), str)]
-    candidates = [text for text in texts if len((system + text).encode("utf-8", "replace")) > limit // 2]
-    length = _length(config, system) if candidates else None
+    candidates = [text for text in texts if len(text.encode("utf-8", "replace")) > limit // 2]
+    length = _length(config, _system_prompt(taskset)) if candidates else None
     if length is None:
         return []
     count = sum(length(text) > limit for text in candidates[:MOST_COUNTED])
     among = f"of the first {MOST_COUNTED} of {len(candidates)} long ones" if len(candidates) > MOST_COUNTED else ""
     return [_line(taskset.name, count, among or f"of {len(records)}", limit)] if count else []
+
+
+def _system_prompt(taskset: TasksetConfig) -> str:
+    from trinity_mq.workflows import load_workflow  # and torch with it
+
+    return taskset.format.system_prompt or getattr(load_workflow(taskset.workflow), "default_system_prompt", None) or ""
 
 
 def _line(name: str, count: int, among: str, limit: int) -> str:

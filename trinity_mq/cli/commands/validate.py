@@ -42,11 +42,14 @@ def validate(arguments: argparse.Namespace) -> int:
     if arguments.stage is not None and not stages:
         raise ConfigError(f"--stage {arguments.stage}: {arguments.target} holds no stages; leave it out")
     for stage in [find_stage(stages, arguments.stage)] if arguments.stage else stages:
-        lines = check_all(stage.config, needs_model=stage.begins_with is None or _is_trained(stage))
+        has_model = stage.begins_with is None or _is_trained(stage)
+        lines = check_all(stage.config, needs_model=has_model)
+        lines += count_long_prompts(stage.config, _tasksets(stage.config)) if has_model else []
         _print_valid(f"{arguments.target}: stage {stage.name}:", stage.config, lines)
     if not stages:
         config = configuration(arguments)
-        _print_valid(f"{arguments.target}:", config, check_all(config))
+        lines = [*check_all(config), *count_long_prompts(config, _tasksets(config))]
+        _print_valid(f"{arguments.target}:", config, lines)
     return 0
 
 
@@ -148,7 +151,6 @@ def check_tasksets(config: Config) -> list[str]:
             kind = taskset.effective_selector.selector_type
             selector = "" if kind == taskset.selector else f", chosen by {kind}"
             found.append(f"taskset {taskset.name!r}: {len(tasks)} tasks from {taskset.path}{selector}")
-            found += count_long_prompts(config, taskset, tasks.records)
     return found
 
 
