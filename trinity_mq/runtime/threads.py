@@ -119,6 +119,8 @@ def _given(call: Callable[[], None], name: str) -> _Worker:
 
 _loops: dict[int, asyncio.AbstractEventLoop] = {}
 """The event loop of :func:`await_in_thread`, by process id."""
+SHARED_LOOP = "coroutines"
+"""Name of the thread of that event loop."""
 CHECK = 0.5
 """Seconds after which a thread that waits for a coroutine sees that it was interrupted."""
 
@@ -128,12 +130,18 @@ def await_in_thread(awaitable: Awaitable[T]) -> T:
 
     All awaitables of this process run on one event loop, which stays: clients that they share belong to it.
     An interruption of the calling thread cancels the awaitable.
+
+    Raises:
+        RuntimeError: Called on that event loop, which would wait for itself.
     """
 
     async def awaited() -> T:
         return await awaitable
 
-    running = asyncio.run_coroutine_threadsafe(awaited(), _shared_loop())
+    loop = _shared_loop()
+    if threading.current_thread().name == SHARED_LOOP and asyncio.get_running_loop() is loop:
+        raise RuntimeError("a coroutine that waits here would stop the event loop that it runs on; await the other one")
+    running = asyncio.run_coroutine_threadsafe(awaited(), loop)
     try:
         while not wait([running], CHECK).done:
             pass
@@ -146,7 +154,7 @@ def _shared_loop() -> asyncio.AbstractEventLoop:
     made = asyncio.new_event_loop() if os.getpid() not in _loops else None
     loop = _loops[os.getpid()] if made is None else _loops.setdefault(os.getpid(), made)
     if loop is made:
-        threading.Thread(target=loop.run_forever, name="coroutines", daemon=True).start()
+        threading.Thread(target=loop.run_forever, name=SHARED_LOOP, daemon=True).start()
     elif made is not None:  # another thread was faster
         made.close()
     return loop

@@ -154,6 +154,18 @@ async def test_a_coroutine_is_awaited_on_one_loop_from_any_thread():
     assert len(reward.function.loops) == 1
 
 
+@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")
+def test_a_coroutine_that_would_wait_for_itself_is_refused():
+    async def inner(response, truth, *, finished):
+        return True
+
+    async def outer(response, truth, *, finished):
+        return parts_of(create_reward(inner, {}), response, truth, finished=finished)
+
+    with pytest.raises(RuntimeError, match="would stop the event loop"):
+        parts_of(create_reward(outer, {}), "x", None, finished=True)
+
+
 def test_an_error_of_a_coroutine_is_raised():
     async def failing(response, truth, *, finished):
         raise KeyError("answer")

@@ -72,16 +72,11 @@ _TOKEN = re.compile(
     """,
     re.VERBOSE,
 )
-_DIGITS = {
-    **dict(
-        zip(
-            map(ord, "\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079\u207a\u207b"),
-            "0123456789+-",
-            strict=True,
-        )
-    ),
-    **dict(zip(range(0x2080, 0x208A), "0123456789", strict=True)),
-}
+_DIGITS = str.maketrans(
+    "\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079\u207a\u207b"
+    "\u2080\u2081\u2082\u2083\u2084\u2085\u2086\u2087\u2088\u2089",
+    "0123456789+-0123456789",
+)
 """ASCII of superscripts and subscripts."""
 _SUPER, _SUB = "[\u2070\u00b9\u00b2\u00b3\u2074-\u2079]+", "[\u2080-\u2089]+"
 _UNICODE: tuple[tuple[re.Pattern[str], Callable[[re.Match[str]], str]], ...] = (
@@ -96,7 +91,10 @@ _UNICODE: tuple[tuple[re.Pattern[str], Callable[[re.Match[str]], str]], ...] = (
         re.compile(rf"(?<=[\d)\]}}]|(?<![^\W\d_])[^\W\d_])[\u207a\u207b]?{_SUPER}"),
         lambda match: f"^{{{match[0].translate(_DIGITS)}}}",
     ),
-    (re.compile(r"\u221a\s?(\d+(?:\.\d+)?|[^\W\d_]|\([^()]*\)|\{[^{}]*\})"), lambda match: rf"\sqrt{{{match[1]}}}"),
+    (
+        re.compile(r"([\u221a-\u221c])\s?(\d+(?:\.\d+)?|[^\W\d_]|\([^()]*\)|\{[^{}]*\})"),
+        lambda match: rf"\sqrt{('', '[3]', '[4]')[ord(match[1]) - 0x221A]}{{{match[2]}}}",
+    ),
 )
 _GROUPED = (
     re.compile(r"(?<![\w.,/])\d{1,3}(?: \d{3}){2,}(?![\w/]| ?\d|,\d| /)"),
@@ -109,9 +107,12 @@ _CHANGES = tuple(
     for pattern, replacement in (
         (r"<<[^<>]*>>", ""),  # the calculator marks of GSM8K
         (r"\\(?:left|right)(?![A-Za-z])|\\(?:begin|end)\s?\{(?:align|equation|gather|split)(?:ed)?\*?\}", ""),
-        (r"</?[A-Za-z]\w*>", " "),
+        (r"</?[A-Za-z]\w*>|\\hspace\s?\{[^{}]*\}", " "),
         # words in formulas, with the exponent of a unit
-        (r"\\(?:text\w*|mbox|operatorname|math(?:rm|bf|it|sf|tt))\s?\{([^{}]*)\}(?:\s?\^\s?\{?[23]\}?)?", r" \1 "),
+        (
+            r"\\(?:text\w*|mbox|operatorname|math(?:rm|bf|it|sf|tt)|boldsymbol)\s?\{([^{}]*)\}(?:\s?\^\s?\{?[23]\}?)?",
+            r" \1 ",
+        ),
         # units with an exponent or a divisor, degrees
         (r"(\d\s*(?:km|cm|mm|ft|in|inches|feet)|\d\s+m)\s?\^\s?\{?[23]\}?", r"\1 "),
         (
