@@ -57,10 +57,12 @@ def _length(config: Config, system: str) -> Callable[[str], int] | None:
         return lambda text: len(system) + len(text)
     try:
         folder = known_folder(str(config.model.model_path))
-        codec = folder and TextCodec.load(folder, trust_remote_code=config.model.trust_remote_code)
+        if folder is None:
+            return None
+        codec = TextCodec.load(folder, trust_remote_code=config.model.trust_remote_code)
     except ModelError:  # the check of the models tells of it
         return None
-    return (lambda text: _tokens(codec, system, text)) if codec else None
+    return lambda text: _tokens(codec, system, text)
 
 
 def _tokens(codec: TextCodec, system: str, text: str) -> int:
