@@ -12,6 +12,8 @@ from typing import Any
 
 from trinity_mq.data.errors import TasksetError
 
+LONGEST_CELL = (1 << 31) - 1
+"""Characters of a cell: no bound, since the whole file is in memory."""
 Located = Iterator[tuple[str, Any]]
 """The place of each record, for messages, and the record, not checked yet."""
 
@@ -64,6 +66,7 @@ def _json(where: str, text: str) -> Any:
 
 
 def _separated(path: Path) -> Located:
+    csv.field_size_limit(LONGEST_CELL)  # it is one for the whole process
     delimiter = "\t" if path.suffix.lower() == ".tsv" else ","
     return _rows(path, csv.reader(io.StringIO(_text(path), newline=""), delimiter=delimiter, strict=True))
 
@@ -98,10 +101,43 @@ def _parquet(path: Path) -> Located:
         ) from error
     with path.open("rb") as file:
         try:
-            rows = parquet.read_table(file).to_pylist()
+            table = parquet.read_table(file)
         except ArrowException as error:
             raise TasksetError(f"{path} cannot be read as Parquet: {' '.join(str(error).split())}") from error
-    return ((f"{path}[{number}]", row) for number, row in enumerate(rows))
+    columns = [_values(column) for column in table.columns]
+    return (
+        (f"{path}[{number}]", dict(zip(table.column_names, row, strict=True)))
+        for number, row in enumerate(zip(*columns, strict=True))
+    )
+
+
+NO_VALUE = (ArithmeticError, LookupError, ValueError)
+"""Errors of Arrow values that Python cannot hold: a date after the year 9999, an unknown time zone, nanoseconds where
+pandas is not installed."""
+
+
+def _values(column: Any) -> list[Any]:
+    """Return the values of an Arrow column; those that Python cannot hold as text."""
+    try:
+        return list(column.to_pylist())
+    except NO_VALUE:
+        return [_value(scalar) for scalar in column]
+
+
+def _value(scalar: Any) -> Any:
+    import pyarrow
+
+    try:
+        return scalar.as_py()
+    except NO_VALUE as error:
+        if isinstance(scalar, pyarrow.StructScalar):
+            return {name: _value(scalar[name]) for name in scalar}
+        if isinstance(scalar, pyarrow.ListScalar):
+            return [_value(item) for item in scalar.values]
+        try:
+            return scalar.cast(pyarrow.string()).as_py()
+        except pyarrow.ArrowException:
+            return f"{getattr(scalar, 'value', error)}"
 
 
 FORMATS: Mapping[str, Callable[[Path], Located]] = MappingProxyType(

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from decimal import Decimal
 from pathlib import Path
 from typing import Any, Protocol
+from uuid import UUID
 
 import msgpack
 
@@ -16,6 +17,7 @@ from trinity_mq.data.errors import TasksetError
 from trinity_mq.data.files import read_file
 from trinity_mq.data.reasoning_gym_records import reasoning_gym_rows
 from trinity_mq.data.synthetic import problems
+from trinity_mq.messages.msgpack_scan import GREATEST_INTEGER, LEAST_INTEGER
 from trinity_mq.telemetry import mask_passwords
 
 Record = Mapping[str, Any]
@@ -98,7 +100,7 @@ def _checked(
                 "URLs, leave the record out, or raise the limit (RabbitMQ 4 takes 16 MiB)"
             )
         digest.update(packed)
-        rows.append(row)
+        rows.append(msgpack.unpackb(packed, strict_map_key=False))
     if not rows:
         raise TasksetError(f"taskset {config.name!r}: {config.path} holds no records")
     return rows, f"{len(rows)}-{digest.hexdigest()[:16]}"
@@ -160,7 +162,7 @@ def _sql(config: RecordsConfig) -> Iterator[tuple[str, Any]]:
                 keys = list(table.primary_key.columns) or list(table.columns)
                 rows = connection.execute(sqlalchemy.select(table).order_by(*keys))
             for number, row in enumerate(rows.mappings()):
-                yield f"{config.query}[{number}]", {name: _plain(value) for name, value in row.items()}
+                yield f"{config.query}[{number}]", dict(row)
     except (SQLAlchemyError, ImportError) as error:
         said = mask_passwords(" ".join(str(error).split())[:300])
         raise TasksetError(
@@ -172,10 +174,26 @@ def _sql(config: RecordsConfig) -> Iterator[tuple[str, Any]]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value of a database as JSON would have it: decimals as numbers, dates as text."""
-    if isinstance(value, Decimal):
-        return int(value) if value == value.to_integral_value() else float(value)
-    return value.isoformat() if isinstance(value, datetime.date | datetime.time) else value
+    """Return a value for which MessagePack has no type as JSON would have it: decimals as numbers, as text beyond 64
+    bits, dates and times as text, durations in seconds.
+
+    Raises:
+        TypeError: There is no such form.
+    """
+    match value:
+        case Decimal() if value.is_finite() and value == value.to_integral_value():
+            return int(value) if LEAST_INTEGER <= value <= GREATEST_INTEGER else str(int(value))
+        case Decimal():
+            return float(value)
+        case datetime.date() | datetime.time():
+            return value.isoformat()
+        case datetime.timedelta():
+            return value.total_seconds()
+        case UUID():
+            return str(value)
+        case _ if hasattr(value, "tolist"):  # of numpy
+            return value.tolist()
+    raise TypeError(f"{value!r:.60}, of type {type(value).__name__}")
 
 
 def _packed(config: RecordsConfig, keys: Mapping[str, str], where: str, row: Any) -> bytes:
@@ -190,7 +208,7 @@ def _packed(config: RecordsConfig, keys: Mapping[str, str], where: str, row: Any
                 + (", or to '' if there is none" if setting != "prompt_key" else "")
             )
     try:
-        packed: bytes = msgpack.packb(dict(row), use_bin_type=True)
+        packed: bytes = msgpack.packb(dict(row), use_bin_type=True, default=_plain)
     except (TypeError, ValueError, OverflowError) as error:
         raise TasksetError(
             f"taskset {config.name!r}: {where}: holds what cannot travel in a message: {error}"
