@@ -10,20 +10,20 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import structlog
 from aiohttp import web
 from pydantic import ValidationError
 
-from trinity_mq.config.run import TRUNCATING
 from trinity_mq.gateway import access
 from trinity_mq.gateway.bodies import EndBody, FeedbackBody, OpenBody, RewardBody, shown
 from trinity_mq.gateway.book import Book, BookUnavailable, EventTooLarge, Said
 from trinity_mq.gateway.conversations import Conversation, Conversations, Try, digest_of
 from trinity_mq.gateway.engines import EngineCalls
 from trinity_mq.gateway.protocols.anthropic import AnthropicProtocol
-from trinity_mq.gateway.protocols.base import BadRequest, EngineRequest, Protocol
+from trinity_mq.gateway.protocols.base import BadRequest, EngineRequest, Protocol, as_json
 from trinity_mq.gateway.protocols.openai import CHAT, COMPLETIONS, OpenAIProtocol
 from trinity_mq.gateway.protocols.responses import ResponsesProtocol
 from trinity_mq.gateway.recorded_call import recorded_call
@@ -34,7 +34,18 @@ from trinity_mq.messages import ContentError, SessionCall, SessionEnd, SessionOp
 from trinity_mq.messages.sessions import SCOPES, KeyScope
 from trinity_mq.models.clients import VERSION_HEADER
 from trinity_mq.models.errors import EngineError, EngineLost, EngineNotReady, EngineRefused
-from trinity_mq.runtime.http.serving import JSON, new_application, read_json, refuse_forged, route
+from trinity_mq.models.recording.calls import LOGPROBS_HEADERS
+from trinity_mq.runtime.http.reading import BodyReader, ReaderBusy
+from trinity_mq.runtime.http.serving import (
+    JSON,
+    LARGE_BODY,
+    json_object,
+    new_application,
+    read_body,
+    read_json,
+    refuse_forged,
+    route,
+)
 from trinity_mq.telemetry.trace_ids import TRACEPARENT, read_traceparent
 
 log = structlog.get_logger(__name__)
@@ -101,6 +112,7 @@ class GatewayApp:
         self._engines, self._access, self._url, self.clock = engines, access_rules, url, clock
         self._conversations = Conversations()
         self._draw = random.Random()
+        self._reader = BodyReader(LARGE_BODY)
         self.counts: Counter[str] = Counter()
         """``calls``, ``unrecorded``, and breaks of prefixes by cause."""
         self.asking = 0
@@ -299,12 +311,11 @@ class GatewayApp:
         path = f"/v1/{request.path.rpartition('/v1/')[2]}"  # a session's name may hold any characters
         protocol = PROTOCOLS[path]
         asking = await self._session_of_call(request)
-        body = await _read(request)
-        wanted = protocol.request(body)
+        body, wanted, digest = await self._read_call(request, protocol, path)
         call = protocol.new_id()
         session = asking or await self._session_of_one_call(call)
         conversation = self._conversations.of(session)
-        trying = conversation.trying(call, digest_of(path, body), retry=_retry_of(request), began=self.clock())
+        trying = conversation.trying(call, digest, retry=_retry_of(request), began=self.clock())
         with trying as current:
             self._check_limits(session, conversation)
             asked = self._sampled_as_configured(session, wanted)
@@ -315,13 +326,28 @@ class GatewayApp:
             try:
                 if wanted.streams:
                     return await self._stream(request, protocol, body, asked, recording)
-                answer, engine = await self._engines.ask(asked.path, asked.body, conversation.engine, recording.trace)
+                texts = {} if asked.logprobs else LOGPROBS_HEADERS
+                answer, engine = await self._engines.ask(
+                    asked.path, asked.body, conversation.engine, {**recording.trace, **texts}
+                )
                 conversation.engine = engine.id
                 recorded = await recording.keep(answer)
                 headers = {RECORDED_HEADER: recorded, SESSION_HEADER: session.id, **_version_of(answer)}
-                return web.json_response(protocol.answer(answer, call, body), headers=headers)
+                return web.json_response(protocol.answer(answer, call, body), headers=headers, dumps=as_json)
             finally:
                 self.asking -= 1
+
+    async def _read_call(
+        self, request: web.Request, protocol: Protocol, path: str
+    ) -> tuple[dict[str, Any], EngineRequest, str]:
+        """Return a request to the model, what the engine is asked, and the digest of the request."""
+        raw = await read_body(request)
+
+        def read() -> tuple[dict[str, Any], EngineRequest, str]:
+            body = json_object(raw)
+            return body, protocol.request(body), digest_of(path, body)
+
+        return await self._reader.run(len(raw), read)
 
     async def _stream(
         self,
@@ -368,7 +394,7 @@ class GatewayApp:
         opened = session.opened
         trains = opened is not None and opened.record == "train"
         if trains and self.settings.gateway.sampling == "configured":
-            for name in (*TRUNCATING, "seed"):
+            for name in ("top_p", "seed"):
                 body.pop(name, None)
             body |= self.settings.sampling
         body["return_token_ids"] = True
@@ -382,7 +408,7 @@ class GatewayApp:
         has_limit = body.get("max_completion_tokens") is not None or body.get("max_tokens") is not None
         if not has_limit and self.settings.max_response_tokens is not None:
             body["max_tokens"] = self.settings.max_response_tokens
-        return EngineRequest(wanted.path, body, wanted.streams)
+        return replace(wanted, body=body)
 
     def _check_limits(self, session: Session, conversation: Conversation) -> None:
         settings = self.settings.gateway
@@ -497,7 +523,7 @@ class GatewayApp:
             if not self.book.is_ready() and request.path != "/health":
                 raise Refused(503, "the gateway reads its sessions; ask again soon", "not_ready", retry_after=1)
             return await handler(request)
-        except (*OF_REQUEST, BookUnavailable, EngineError, web.HTTPException) as error:
+        except (*OF_REQUEST, BookUnavailable, ReaderBusy, EngineError, web.HTTPException) as error:
             if isinstance(error, EngineError):
                 log.warning("call_failed", path=request.path, reason=str(error))
             refused = _refused_by(error, request)
@@ -517,15 +543,16 @@ def _refused_by(error: Exception, request: web.Request) -> Refused:
         case BadRequest() | ContentError():
             param = error.param if isinstance(error, BadRequest) else error.where or None
             return Refused(400, str(error), "invalid_request_error", param=param)
-        case BookUnavailable():
-            return Refused(503, str(error), "not_kept", retry_after=1)
+        case BookUnavailable() | ReaderBusy():
+            kind = "not_kept" if isinstance(error, BookUnavailable) else "busy"
+            return Refused(503, str(error), kind, retry_after=1)
         case EventTooLarge():
             return Refused(413, str(error), "too_large")
         case EngineNotReady():
             return Refused(503, public_words(error), "engine_not_ready", retry_after=error.retry_after)
         case EngineRefused():
             status = error.status if error.status >= 400 else 502
-            return Refused(status, public_words(error), error.code or "engine_refused")
+            return Refused(status, public_words(error), error.code or "engine_refused", param=error.param)
         case web.HTTPException():
             return Refused(error.status, f"{request.method} {request.path}: {error.reason}", "http_error")
         case _:

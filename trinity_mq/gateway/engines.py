@@ -14,8 +14,7 @@ from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, sto
 from trinity_mq.models.clients import EngineClients, engine_error, stream_error, with_version
 from trinity_mq.models.errors import EngineLost, EngineNotReady
 from trinity_mq.models.inference import InferenceModel
-from trinity_mq.models.recording.calls import LOGPROBS_HEADERS
-from trinity_mq.models.recording.sse import EventReader, Gathered
+from trinity_mq.models.recording.sse import EventReader, Gathered, PieceMender
 from trinity_mq.models.request_groups import CONNECT_SECONDS
 
 LOST_PAUSE = 0.25
@@ -49,7 +48,7 @@ class Stream:
         Raises:
             EngineError: The stream reports an error, or breaks off.
         """
-        reader, ended = EventReader(), b""
+        reader, mender, ended = EventReader(), PieceMender(), b""
         try:
             async for data in self.response.content.iter_any():
                 ended = (ended + data)[-64:]
@@ -59,6 +58,7 @@ class Stream:
                     if chunk.get("error"):
                         raise stream_error(chunk["error"], self._url)
                     self._usage = chunk.get("usage") or self._usage
+                    mender.mend(chunk)
                     self._gathered.add(chunk)
                     yield chunk
         except (aiohttp.ClientError, OSError, ValueError) as error:
@@ -120,9 +120,7 @@ class EngineCalls:
             with self._reported(model):
                 sent = {**body, "model": model.name}
                 url = model.url + path
-                answer = await self._clients.post_async(
-                    url, sent, {**self._headers, **headers, **LOGPROBS_HEADERS}, self._request_timeout
-                )
+                answer = await self._clients.post_async(url, sent, {**self._headers, **headers}, self._request_timeout)
             return answer, model
 
         found: tuple[dict[str, Any], InferenceModel] = await self._patiently()(once)

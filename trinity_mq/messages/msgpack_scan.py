@@ -190,6 +190,18 @@ def _check_items(value: dict[Any, Any] | list[Any] | tuple[Any, ...], depth: int
             raise
 
 
+def mended(text: str) -> str:
+    r"""Return a text with the two halves of a surrogate pair as the character that they are, and U+FFFD for a half
+    without the other, so that it can be encoded.
+
+    >>> mended("\ud83d\ude00, \ud83d")
+    '\U0001f600, \ufffd'
+    """
+    if text.isascii():
+        return text
+    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+
+
 def _check_text(text: str) -> None:
     if text.isascii():
         return

@@ -228,7 +228,7 @@ def engine_error(status: int, retry_after: str | None, answer: Any, url: str) ->
     said = str(error.get("message") or f"HTTP status {status}")
     found = _error_of(status, retry_after, error, f"{url}: {said}")
     if 400 <= status < 500:
-        found.said = said
+        found.said, found.param = said, error.get("param")
     return found
 
 

@@ -20,6 +20,8 @@ class EngineError(Exception):
 
     said = ""
     """Words of the engine about the request, without its address; empty: it said nothing about the request."""
+    param: str | None = None
+    """Option of the request that the engine named."""
 
 
 class EngineNotReady(EngineError):

@@ -11,12 +11,13 @@ from typing import Any
 from trinity_mq.messages import Version
 from trinity_mq.models.engines.generation.request import (
     Completion,
+    FinishReason,
     GenerationListener,
     GenerationRequest,
     ScoreRequest,
     Token,
 )
-from trinity_mq.models.engines.generation.stopping import cut
+from trinity_mq.models.engines.generation.stopping import cut, stop_in
 from trinity_mq.models.engines.generation.text import TextCodec
 from trinity_mq.models.engines.server.server import EngineServer, ServerSettings
 from trinity_mq.models.inference import InferenceModel
@@ -98,7 +99,8 @@ class ScriptedGenerator:
         ids = whole[: request.max_tokens]
         shown = self.codec.decode([tokens[: len(ids)]])[0]
         logprobs = [logprob(position) for position in range(len(ids))]
-        return Completion(ids, logprobs, cut(shown, request.stop), "stop" if ids == whole else "length")
+        reason: FinishReason = "stop" if ids == whole else "length"
+        return Completion(ids, logprobs, cut(shown, request.stop), reason, stopped_by=stop_in(shown, request.stop))
 
 
 def logprob(position: int) -> float:

@@ -66,6 +66,6 @@ async def test_where_it_is_to_fail_the_run_it_says_what_the_judge_said(models, n
 
 @pytest.mark.parametrize("name", NAMES)
 async def test_a_question_too_long_for_the_judge_fails_the_run_with_its_words(models, name):
-    said = r"the judge 'narrow' at http://.* cannot be asked: .*the prompt has \d+ tokens, 63 are allowed"
+    said = r"the judge 'narrow' at http://.* cannot be asked: .*the prompt has at least \d+ tokens, 63 are allowed"
     error = await judged(models, name, "narrow", failing=said)
     assert error.lost is None

@@ -17,6 +17,7 @@ from trinity_mq.gateway.protocols.base import (
     Protocol,
     as_list,
     as_object,
+    check_options,
     named_event,
     text_of_parts,
     usage_of,
@@ -37,15 +38,23 @@ class AnthropicProtocol(Protocol):
     prefix = "msg_"
 
     def request(self, body: Mapping[str, Any]) -> EngineRequest:
+        check_options(body, PASSED)
+        if as_object(body.get("output_config"), "output_config").get("format"):
+            raise BadRequest("output_config.format cannot be promised: this model gives text only", "output_config")
         chat: dict[str, Any] = {name: body[name] for name in PASSED if body.get(name) is not None}
         chat |= {"model": body.get("model"), "messages": _messages(body)}
         if body.get("max_tokens") is not None:
             chat["max_completion_tokens"] = body["max_tokens"]
-        if body.get("stop_sequences"):
-            chat["stop"] = body["stop_sequences"]
+        if stops := as_list(body.get("stop_sequences"), "stop_sequences"):
+            chat["stop"] = stops
         if tools := [_tool(number, tool) for number, tool in enumerate(as_list(body.get("tools"), "tools"))]:
             chat["tools"] = tools
             choice = as_object(body.get("tool_choice"), "tool_choice") or {"type": "auto"}
+            if choice.get("disable_parallel_tool_use"):
+                raise BadRequest(
+                    "tool_choice.disable_parallel_tool_use=true cannot be promised; leave it out",
+                    "tool_choice.disable_parallel_tool_use",
+                )
             named = {"type": "function", "function": {"name": choice.get("name")}}
             chat["tool_choice"] = {"auto": "auto", "none": "none", "any": "required"}.get(
                 str(choice.get("type")), named
@@ -62,7 +71,7 @@ class AnthropicProtocol(Protocol):
         return {
             **_message(call, body, prompt),
             "content": content,
-            "stop_reason": STOP_REASONS.get(str(choice.get("finish_reason")), "end_turn"),
+            **_ending(choice),
             "usage": {"input_tokens": prompt, "output_tokens": sampled},
         }
 
@@ -112,10 +121,8 @@ class AnthropicEvents(Events):
             found.append(named_event({"type": "content_block_delta", "index": place, "delta": delta}))
             found.append(named_event({"type": "content_block_stop", "index": place}))
             self._blocks += 1
-        reason = STOP_REASONS.get(str(choice.get("finish_reason")), "end_turn")
-        ended = {"stop_reason": reason, "stop_sequence": None}
         usage = {"output_tokens": usage_of(answer)[1]}
-        found.append(named_event({"type": "message_delta", "delta": ended, "usage": usage}))
+        found.append(named_event({"type": "message_delta", "delta": _ending(choice), "usage": usage}))
         return [*found, named_event({"type": "message_stop"})]
 
     def failed(self, message: str, kind: str) -> list[bytes]:
@@ -126,6 +133,14 @@ class AnthropicEvents(Events):
             return []
         self._has_begun = True
         return [named_event({"type": "message_start", "message": _message(self._call, self._body, prompt)})]
+
+
+def _ending(choice: Mapping[str, Any]) -> dict[str, str | None]:
+    """Return why an answer ended, and the stop sequence that did it."""
+    reason, stop = str(choice.get("finish_reason")), choice.get("stop_reason")
+    if reason == "stop" and isinstance(stop, str):
+        return {"stop_reason": "stop_sequence", "stop_sequence": stop}
+    return {"stop_reason": STOP_REASONS.get(reason, "end_turn"), "stop_sequence": None}
 
 
 def _message(call: str, body: Mapping[str, Any], prompt: int) -> dict[str, Any]:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from trinity_mq.messages.msgpack_scan import mended
 
 
 class BadRequest(ValueError):
@@ -27,6 +29,8 @@ class EngineRequest:
     body: dict[str, Any]
     streams: bool
     """The agent wants its answer as it comes."""
+    logprobs: bool = False
+    """The agent wants the logprob of each token with its text."""
 
 
 class Events(ABC):
@@ -112,9 +116,61 @@ def as_list(value: Any, where: str) -> list[Any]:
     return value
 
 
+CHANGE_SAMPLING: Mapping[str, tuple[Any, ...]] = {
+    "background": (False,),
+    "best_of": (1,),
+    "frequency_penalty": (0,),
+    "ignore_eos": (False,),
+    "length_penalty": (1,),
+    "logit_bias": ({},),
+    "logprobs": (False,),
+    "mcp_servers": ([],),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "n": (1,),
+    "output_format": (),
+    "parallel_tool_calls": (True,),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "response_format": ({"type": "text"},),
+    "seed": (),
+    "stop": ([],),
+    "top_k": (-1, 0),
+    "top_logprobs": (0,),
+    "truncation": ("disabled",),
+}
+"""Options of any API that change an answer, with the values that ask for nothing."""
+
+
+def check_options(body: Mapping[str, Any], passed: Collection[str]) -> None:
+    """Check that a request has no option that changes its answer elsewhere and would be passed over here.
+
+    Args:
+        body: The request.
+        passed: Options that engines get.
+
+    Raises:
+        BadRequest: It has one, with a value that asks for something.
+    """
+    for name in CHANGE_SAMPLING.keys() & body.keys() - set(passed):
+        value, neutral = body[name], CHANGE_SAMPLING[name]
+        if value is not None and value not in neutral:
+            otherwise = " or ".join(map(json.dumps, neutral))
+            raise BadRequest(
+                f"{name}={json.dumps(value)[:80]} is not supported; leave it out"
+                + (f" (or send {otherwise})" if neutral else ""),
+                name,
+            )
+
+
+def as_json(content: Any) -> str:
+    """Return JSON that can be encoded: what other servers answer may hold halves of surrogate pairs."""
+    return mended(json.dumps(content, ensure_ascii=False))
+
+
 def data_event(content: Any) -> bytes:
     """Return a server-sent event without a name."""
-    return b"data: " + json.dumps(content, ensure_ascii=False).encode() + b"\n\n"
+    return b"data: " + as_json(content).encode() + b"\n\n"
 
 
 def named_event(content: Mapping[str, Any]) -> bytes:

@@ -55,7 +55,7 @@ class OpenAIProtocol(Protocol):
         prompt = body.get("prompt")
         if self._path == COMPLETIONS and isinstance(prompt, list) and len(prompt) != 1 and not _is_tokens(prompt):
             raise BadRequest(f"prompt is a list of {len(prompt)} prompts; send one prompt a request", "prompt")
-        return EngineRequest(self._path, dict(body), bool(body.get("stream")))
+        return EngineRequest(self._path, dict(body), bool(body.get("stream")), _asks_logprobs(body))
 
     def answer(self, answer: Mapping[str, Any], call: str, body: Mapping[str, Any]) -> dict[str, Any]:
         return _public(answer, call, body)
@@ -71,12 +71,17 @@ def _is_tokens(prompt: list[Any]) -> bool:
     return all(type(token) is int for token in prompt)
 
 
+def _asks_logprobs(body: Mapping[str, Any]) -> bool:
+    """Return whether logprobs are wanted; the 0 of text completions asks for those of the sampled tokens."""
+    return body.get("logprobs") is not None and body["logprobs"] is not False
+
+
 def _public(answer: Mapping[str, Any], call: str, body: Mapping[str, Any]) -> dict[str, Any]:
     """Return an answer or a chunk without what training needs and the agent has not asked for."""
     if body.get("return_token_ids"):
         return {**answer, "id": call}
     found = {name: value for name, value in answer.items() if name not in FOR_TRAINING}
-    asks_logprobs = body.get("logprobs") is not None and body["logprobs"] is not False
+    asks_logprobs = _asks_logprobs(body)
     found["choices"] = [
         {
             name: value if name != "logprobs" or asks_logprobs else None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trinity_mq.gateway.protocols.base import (
@@ -17,6 +17,8 @@ from trinity_mq.gateway.protocols.base import (
     Events,
     Protocol,
     as_list,
+    as_object,
+    check_options,
     named_event,
     text_of_parts,
     usage_of,
@@ -26,6 +28,10 @@ from trinity_mq.gateway.protocols.openai import CHAT
 PARTS = ("input_text", "output_text", "text")
 PASSED = ("temperature", "top_p", "parallel_tool_calls", "seed", "user", "metadata", "return_token_ids")
 """Options that mean the same in chat completions."""
+
+
+LOGPROBS = "message.output_text.logprobs"
+"""Entry of ``include`` that asks for the logprobs of the text."""
 
 
 class ResponsesProtocol(Protocol):
@@ -39,6 +45,10 @@ class ResponsesProtocol(Protocol):
                 "previous_response_id names a response, and none is stored here: send the whole conversation in input",
                 "previous_response_id",
             )
+        check_options(body, PASSED)
+        form = as_object(as_object(body.get("text"), "text").get("format"), "text.format")
+        if form.get("type", "text") != "text":
+            raise BadRequest(f"text.format is of type {form['type']!r}; this model gives text only", "text.format")
         chat: dict[str, Any] = {name: body[name] for name in PASSED if body.get(name) is not None}
         chat |= {"model": body.get("model"), "messages": _messages(body)}
         if body.get("max_output_tokens") is not None:
@@ -49,11 +59,12 @@ class ResponsesProtocol(Protocol):
             chat["tool_choice"] = (
                 {"type": "function", "function": {"name": choice.get("name")}} if isinstance(choice, dict) else choice
             )
-        return EngineRequest(CHAT, chat, bool(body.get("stream")))
+        return EngineRequest(CHAT, chat, bool(body.get("stream")), _asks_logprobs(body))
 
     def answer(self, answer: Mapping[str, Any], call: str, body: Mapping[str, Any]) -> dict[str, Any]:
         choice = answer["choices"][0]
-        return _response(call, body, _output(choice.get("message") or {}, call), answer)
+        logprobs = _logprobs(choice, body)
+        return _response(call, body, _output(choice.get("message") or {}, call, logprobs), answer)
 
     def events(self, call: str, body: Mapping[str, Any]) -> ResponsesEvents:
         return ResponsesEvents(call, body)
@@ -69,6 +80,10 @@ class ResponsesEvents(Events):
         self._call, self._body = call, body
         self._number = 0
         self._text = ""
+        self._logprobs: list[Any] = []
+        """Of the tokens whose text was sent."""
+        self._news: list[Any] = []
+        """Of the tokens whose text is not certain yet."""
         self._message = _message_id(call)
         self._is_open = False
 
@@ -82,8 +97,11 @@ class ResponsesEvents(Events):
     def of(self, chunk: Mapping[str, Any]) -> list[bytes]:
         found = []
         for choice in chunk.get("choices") or ():
+            if choice.get("index"):
+                continue
+            self._news = [*self._news, *_logprobs(choice, self._body)]
             piece = (choice.get("delta") or {}).get("content")
-            if not piece or choice.get("index"):
+            if not piece:
                 continue
             if not self._is_open:
                 self._is_open = True
@@ -91,16 +109,19 @@ class ResponsesEvents(Events):
                 found.append(self._event("response.output_item.added", output_index=0, item={**item, "content": []}))
                 found.append(self._part("response.content_part.added", part=_text_part("")))
             self._text += piece
-            found.append(self._part("response.output_text.delta", delta=piece, logprobs=[]))
+            found.append(self._part("response.output_text.delta", delta=piece, logprobs=self._news))
+            self._logprobs += self._news
+            self._news = []
         return found
 
     def closing(self, answer: Mapping[str, Any]) -> list[bytes]:
         message = answer["choices"][0].get("message") or {}
-        output = _output({**message, "content": self._text}, self._call)
+        logprobs = [*self._logprobs, *self._news]
+        output = _output({**message, "content": self._text}, self._call, logprobs)
         found = []
         if self._is_open:
-            found.append(self._part("response.output_text.done", text=self._text, logprobs=[]))
-            found.append(self._part("response.content_part.done", part=_text_part(self._text)))
+            found.append(self._part("response.output_text.done", text=self._text, logprobs=logprobs))
+            found.append(self._part("response.content_part.done", part=_text_part(self._text, logprobs)))
             found.append(self._event("response.output_item.done", output_index=0, item=output[0]))
         for place, item in enumerate(output):
             if item["type"] != "function_call":
@@ -175,19 +196,29 @@ def _message_id(call: str) -> str:
     return "msg_" + call.removeprefix("resp_")
 
 
-def _text_part(text: str) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+def _asks_logprobs(body: Mapping[str, Any]) -> bool:
+    return LOGPROBS in as_list(body.get("include"), "include")
 
 
-def _message(name: str, text: str, status: str) -> dict[str, Any]:
-    return {"id": name, "type": "message", "role": "assistant", "status": status, "content": [_text_part(text)]}
+def _logprobs(choice: Mapping[str, Any], body: Mapping[str, Any]) -> list[Any]:
+    """Return the logprobs of a choice, or of a part of it, where they are asked for."""
+    return list((choice.get("logprobs") or {}).get("content") or ()) if _asks_logprobs(body) else []
 
 
-def _output(message: Mapping[str, Any], call: str) -> list[dict[str, Any]]:
+def _text_part(text: str, logprobs: Sequence[Any] = ()) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(logprobs)}
+
+
+def _message(name: str, text: str, status: str, logprobs: Sequence[Any] = ()) -> dict[str, Any]:
+    content = [_text_part(text, logprobs)]
+    return {"id": name, "type": "message", "role": "assistant", "status": status, "content": content}
+
+
+def _output(message: Mapping[str, Any], call: str, logprobs: Sequence[Any] = ()) -> list[dict[str, Any]]:
     """Return the items of a response: its text, where there is any, then the calls of tools."""
     calls = message.get("tool_calls") or ()
     text = message.get("content") or ""
-    found = [_message(_message_id(call), text, "completed")] if text or not calls else []
+    found = [_message(_message_id(call), text, "completed", logprobs)] if text or not calls else []
     for one in calls:
         function = one.get("function") or {}
         name = one.get("id") or f"call_{uuid.uuid4().hex[:24]}"

@@ -7,6 +7,8 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
+from trinity_mq.messages.msgpack_scan import mended
+
 MAX_EVENT = 1 << 24
 """Bytes of one event that are waited for; a server that sends more without an end is no event stream."""
 
@@ -37,6 +39,29 @@ class EventReader:
         if len(self._line) + sum(map(len, self._data)) > MAX_EVENT:
             raise ValueError(f"an event of the stream is over {MAX_EVENT} bytes")
         return events
+
+
+class PieceMender:
+    """Mends the texts of one stream's chunks: a server that cuts its text in UTF-16 sends a pair of surrogates in two
+    chunks, of which no message can hold either half.
+    """
+
+    def __init__(self) -> None:
+        self._halves: dict[int, str] = {}
+        """The first half with which the latest piece of a choice ended."""
+
+    def mend(self, chunk: Mapping[str, Any]) -> None:
+        """Change the text in each choice of a chunk; a first half at its end goes into the next one."""
+        for choice in chunk.get("choices") or ():
+            index, name = choice.get("index") or 0, "text" if "text" in choice else "content"
+            holder = choice if name == "text" else choice.get("delta") or {}
+            piece = holder.get(name)
+            if not isinstance(piece, str) or (piece.isascii() and index not in self._halves):
+                continue
+            piece = self._halves.pop(index, "") + piece
+            if "\ud800" <= piece[-1:] <= "\udbff" and choice.get("finish_reason") is None:
+                self._halves[index], piece = piece[-1], piece[:-1]
+            holder[name] = mended(piece)
 
 
 class Gathered:
@@ -82,6 +107,10 @@ def numbers(choice: Mapping[str, Any]) -> list[float | None] | None:
 
 def text_of(choice: Mapping[str, Any]) -> str:
     """Return all that was written; of calls of tools that a server took out of it, what they must have been."""
+    return mended(_text_of(choice))
+
+
+def _text_of(choice: Mapping[str, Any]) -> str:
     if choice.get("response_text") is not None:
         return str(choice["response_text"])
     if "text" in choice:
@@ -125,7 +154,7 @@ def _extend(choice: dict[str, Any], piece: Mapping[str, Any]) -> None:
         known = choice["calls"].setdefault(call.get("index") or 0, {"name": "", "arguments": ""})
         for name in known:
             known[name] += (call.get("function") or {}).get(name) or ""
-    for name in ("finish_reason", "response_text", "prompt_token_ids", "prompt_text"):
+    for name in ("finish_reason", "stop_reason", "response_text", "prompt_token_ids", "prompt_text"):
         if piece.get(name) is not None:
             choice[name] = piece[name]
 

@@ -22,7 +22,7 @@ HEAD_SECONDS = 65.0
 keep an idle connection, and than our own clients do."""
 BODY_SECONDS = 120.0
 """Seconds for the whole body of a request."""
-LARGE_BODY = 256 * 1024
+LARGE_BODY = 64 * 1024
 """Bytes of a body from which on it is checked in a thread."""
 FORM_TYPES = frozenset({"text/plain", "multipart/form-data", "application/x-www-form-urlencoded"})
 """Content types that a page may send to another site without asking that site first."""

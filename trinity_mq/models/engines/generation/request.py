@@ -51,6 +51,8 @@ class Completion:
     finish_reason: FinishReason
     versions: tuple[tuple[int, int, int], ...] = ()
     """``(first token, generation, step)`` of each run of tokens, where weights may change while it is sampled."""
+    stopped_by: str | None = None
+    """The stop string before which the text is cut."""
 
 
 @dataclass(frozen=True, slots=True)

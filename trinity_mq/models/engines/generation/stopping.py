@@ -39,6 +39,12 @@ class StopStrings:
         return hits.to(rows.device)
 
 
+def stop_in(text: str, stops: Sequence[str]) -> str | None:
+    """Return the stop string at which :func:`cut` cuts ``text``, the shortest of several; None: it cuts nothing."""
+    places = sorted((place, len(stop), stop) for stop in stops if (place := text.find(stop)) >= 0)
+    return places[0][2] if places else None
+
+
 def cut(text: str, stops: Sequence[str]) -> str:
     """Return ``text`` up to the first of the stop strings in it."""
     places = [place for place in (text.find(stop) for stop in stops) if place >= 0]

@@ -31,6 +31,12 @@ _PROBE = "The answer is 42.\n\t3,14 <|im_end|> \u00e9\u4e2d"
 """Encoded into the fingerprint: two tokenizers with the same vocabulary may still cut text differently."""
 
 
+CHARACTERS_PER_TOKEN = 16
+"""More than texts have on average. A text is first read up to so many characters for each token that is allowed."""
+JOINED = 16
+"""Tokens at the end of a beginning that may be others in the whole text."""
+
+
 class TextError(ValueError):
     """This text or conversation cannot be turned into tokens; the message says why."""
 
@@ -93,7 +99,8 @@ class TextCodec:
         """
         try:
             if self._fast is not None:
-                ids: list[int] = self._fast.encode(text, add_special_tokens=special).ids
+                # other than that of one text, the call for several lets other threads run
+                ids: list[int] = self._fast.encode_batch([text], add_special_tokens=special)[0].ids
             else:
                 ids = self._tokenizer.encode(text, add_special_tokens=special)
         except Exception as error:  # the Rust library raises plain Exception
@@ -105,9 +112,20 @@ class TextCodec:
             ) from error
         return ids
 
-    def encode_after(self, tokens: Sequence[int], text: str) -> list[int]:
+    def encode_within(self, text: str, limit: int, *, special: bool = False) -> list[int]:
+        """Return the token ids of ``text``; of a text with many more than ``limit`` of them, those of its beginning,
+        which are also more: time and memory follow from the limit, and not from the text.
+
+        Raises:
+            TextError: The vocabulary does not cover the text.
+        """
+        beginning = text[: (limit + JOINED) * CHARACTERS_PER_TOKEN]
+        ids = self.encode(beginning, special=special)
+        return ids if len(beginning) == len(text) or len(ids) > limit + JOINED else self.encode(text, special=special)
+
+    def encode_after(self, tokens: Sequence[int], text: str, limit: int) -> list[int]:
         """Return tokens of ``text`` that begin with ``tokens``, where these are the tokens of its beginning; else as
-        :meth:`encode`.
+        :meth:`encode_within`.
 
         What was sampled need not be what the tokenizer makes of its text. Whether they are of its beginning is seen by
         decoding, and so is the whole that is returned.
@@ -117,10 +135,10 @@ class TextCodec:
         """
         [beginning] = self.decode([tokens])
         if text.startswith(beginning):
-            continued = [*tokens, *self.encode(text[len(beginning) :])]
+            continued = [*tokens, *self.encode_within(text[len(beginning) :], limit)]
             if self.decode([continued]) == [text]:
                 return continued
-        return self.encode(text)
+        return self.encode_within(text, limit)
 
     def render(self, messages: Messages, tools: Tools = None, *, add_generation_prompt: bool = True) -> str:
         """Return the conversation as the chat template writes it.

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from trinity_mq.config import AuxiliaryModelConfig, ModelConfig
 from trinity_mq.models.engines.generation.request import Completion, GenerationListener, GenerationRequest, ScoreRequest
-from trinity_mq.models.engines.generation.stopping import StopStrings, cut, without_end
+from trinity_mq.models.engines.generation.stopping import StopStrings, cut, stop_in, without_end
 from trinity_mq.models.engines.generation.text import TextCodec
 from trinity_mq.models.engines.torch.decoding import RowListener, decode
 from trinity_mq.models.engines.torch.sampling import tempered_logprobs
@@ -86,7 +86,9 @@ class TextGenerator:
         )
         completions = iter(
             [
-                Completion(row.token_ids, row.logprobs, cut(text, stop) if stop else text, row.finish_reason)
+                Completion(
+                    row.token_ids, row.logprobs, cut(text, stop), row.finish_reason, stopped_by=stop_in(text, stop)
+                )
                 for row, text, stop in zip(sampled, texts, stops, strict=True)
             ]
         )

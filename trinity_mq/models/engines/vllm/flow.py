@@ -18,7 +18,7 @@ from trinity_mq.messages import Version
 from trinity_mq.models.engines.api_errors import ApiError, bad_request, not_current, stopping
 from trinity_mq.models.engines.generation.batch_step import HOLD_SECONDS, Counters, PauseMode
 from trinity_mq.models.engines.generation.request import Completion, GenerationRequest, ScoreRequest
-from trinity_mq.models.engines.generation.stopping import cut, without_end
+from trinity_mq.models.engines.generation.stopping import cut, stop_in, without_end
 from trinity_mq.models.engines.generation.text import TextCodec
 from trinity_mq.models.engines.generation.token_stream import TokenStream, token_stream
 from trinity_mq.models.engines.state import EngineState
@@ -336,9 +336,10 @@ class Flow:
         return Completion(
             choice.token_ids,
             choice.logprobs,
-            cut(text, request.stop) if request.stop else text,
+            cut(text, request.stop),
             "stop" if choice.stopped else "length",
             versions,
+            stop_in(text, request.stop),
         )
 
 

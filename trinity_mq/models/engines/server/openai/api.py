@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from aiohttp import web
 
@@ -31,14 +31,18 @@ from trinity_mq.models.engines.server.openai.responses import chat_choice, envel
 from trinity_mq.models.engines.server.openai.streaming import Chunks, send
 from trinity_mq.models.engines.state import EngineState
 from trinity_mq.models.group_format import GROUP_PATH, GROUPS_HEADER, pack_body
+from trinity_mq.runtime.http.reading import BodyReader, ReaderBusy
 from trinity_mq.runtime.http.serving import read_body
 from trinity_mq.telemetry.trace import span, works_for
 
+T = TypeVar("T")
 PIN_HEADER = "X-TMQ-Version"
 LOGPROBS_HEADER, LOGPROBS_AS_NUMBERS = "X-TMQ-Logprobs", "numbers"
 """Leave out ``logprobs`` with their texts where ``token_logprobs`` say the same: what our own clients ask for."""
 LONGEST_NUMBER = 18
 """Digits of a number in :data:`PIN_HEADER`."""
+SMALL_BODY = 4096
+"""Bytes of a request that template and tokenizer take up in a few milliseconds at most."""
 SEED_MASK = (1 << 63) - 1
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
@@ -90,6 +94,7 @@ class OpenAIApi:
             groups: Offer the route that takes many requests as one; for batchers that sample them together anyway.
         """
         self._groups = groups
+        self._reader = BodyReader(SMALL_BODY)
         self._batcher, self._state = batcher, state
         self._codec: TextCodec = generator.codec
         self._max_model_len: int = generator.max_model_len
@@ -112,8 +117,10 @@ class OpenAIApi:
         """Answer a conversation."""
         pin = self._admitted(request.headers)
         received = await read_body(request)
-        with span("parse request", size=len(received)):
-            chat = self._chat(json_object(received), request.headers)
+        works_for(request.headers)
+        chat = await self._read(
+            len(received), lambda: self._chat(json_object(received), request.headers, len(received))
+        )
         if chat.body.stream:
             return await self._streamed(request, chat.body, chat.wanted, pin, chat.text, tools=bool(chat.tools))
         [(completions, version)] = await self._batcher.generate([chat.wanted], pin)
@@ -125,7 +132,9 @@ class OpenAIApi:
     async def completions(self, request: web.Request) -> web.StreamResponse:
         """Continue prompts."""
         pin = self._admitted(request.headers)
-        asked = self._completion(json_object(await read_body(request)), request.headers)
+        received = await read_body(request)
+        works_for(request.headers)
+        asked = await self._read(len(received), lambda: self._completion(json_object(received), request.headers))
         if asked.body.stream:
             if len(asked.prompts) > 1:
                 raise bad_request(
@@ -153,30 +162,43 @@ class OpenAIApi:
         pin = self._admitted(headers)
         if fields.get("stream"):
             raise bad_request("stream=true in a group; stream with a request of its own", "stream")
+        works_for(headers)
+        size = len(pack_body(fields))
         if path == COMPLETIONS:
-            answer, version = await self._completion_answer(self._completion(fields, headers), pin)
+            asked = await self._read(size, lambda: self._completion(fields, headers))
+            answer, version = await self._completion_answer(asked, pin)
             return pack_body(answer), version
         if path != CHAT:
             raise ApiError(404, f"no {path} in a group, wanted {CHAT} or {COMPLETIONS}", code="http_error")
-        with span("parse request"):
-            chat = self._chat(fields, headers)
+        chat = await self._read(size, lambda: self._chat(fields, headers, size))
         [(completions, version)] = await self._batcher.generate([chat.wanted], pin)
         with span("encode answer") as traced:
             packed = pack_body(self._chat_answer(chat, completions, version))
             traced.size = len(packed)
         return packed, version
 
-    def _chat(self, fields: Mapping[str, Any], headers: Mapping[str, str]) -> _Chat:
-        works_for(headers)
-        body = request_of(fields, ChatBody)
+    def _chat(self, fields: Mapping[str, Any], headers: Mapping[str, str], size: int) -> _Chat:
+        with span("parse request", size=size):
+            return self._understood_chat(request_of(fields, ChatBody), headers)
+
+    def _understood_chat(self, body: ChatBody, headers: Mapping[str, str]) -> _Chat:
         if headers.get(LOGPROBS_HEADER) == LOGPROBS_AS_NUMBERS and body.return_token_ids:
             body.logprobs = False
         tools = body.offered_tools()
-        text = self._text(lambda: self._codec.render_with_tools(checked_messages(body.messages), tools))
-        before = body.continue_tokens
+        limit, before = self._allowed(body), body.continue_tokens
         if before:
             self._check_prompt(before, self._max_model_len, "continue_tokens")
-        prompt = self._text(lambda: self._codec.encode_after(before, text) if before else self._codec.encode(text))
+        messages = checked_messages(body.messages)
+
+        def rendered(messages: list[dict[str, Any]]) -> tuple[str, list[int]]:
+            text = self._codec.render_with_tools(messages, tools)
+            if before:
+                return text, self._codec.encode_after(before, text, limit)
+            return text, self._codec.encode_within(text, limit)
+
+        if len(messages) > limit:  # a message takes a token at least: the beginning says so in less time
+            self._check_prompt(self._text(lambda: rendered(messages[: limit + 1]))[1], limit, "prompt")
+        text, prompt = self._text(lambda: rendered(messages))
         wanted = self._request(body, prompt, body.max_completion_tokens or body.max_tokens, body.seed)
         return _Chat(body, text, tools, wanted)
 
@@ -194,7 +216,6 @@ class OpenAIApi:
         return answer
 
     def _completion(self, fields: Mapping[str, Any], headers: Mapping[str, str]) -> _Completion:
-        works_for(headers)
         body = request_of(fields, CompletionBody)
         if body.logprobs:
             raise bad_request(
@@ -203,7 +224,7 @@ class OpenAIApi:
             )
         if headers.get(LOGPROBS_HEADER) == LOGPROBS_AS_NUMBERS and body.return_token_ids:
             body.logprobs = None
-        prompts = [self._prompt(prompt) for prompt in body.prompts()]
+        prompts = [self._prompt(prompt, self._allowed(body)) for prompt in body.prompts()]
         if not prompts:
             raise bad_request("prompt is an empty list, wanted at least one prompt", "prompt")
         wanted = [
@@ -244,7 +265,11 @@ class OpenAIApi:
 
     async def tokenize(self, request: web.Request) -> web.Response:
         """Return a text, or a conversation with the mask of what the assistant wrote, as tokens."""
-        body = parse(await read_body(request), TokenizeBody)
+        received = await read_body(request)
+        return web.json_response(await self._read(len(received), lambda: self._tokenized(received)))
+
+    def _tokenized(self, received: bytes) -> dict[str, Any]:
+        body = parse(received, TokenizeBody)
         if (body.prompt is None) == (body.messages is None):
             raise bad_request("give either prompt or messages")
         answer: dict[str, Any] = {"max_model_len": self._max_model_len}
@@ -256,12 +281,13 @@ class OpenAIApi:
             tools = checked_tools(body.tools or [])
             masked = self._text(lambda: self._codec.conversation(messages, tools))
             answer |= {"tokens": masked.token_ids, "assistant_mask": masked.assistant_mask}
-        return web.json_response(answer)
+        return answer
 
     async def logprobs(self, request: web.Request) -> web.Response:
         """Return the logprob of every given token after the first."""
         pin = self._admitted(request.headers)
-        body = parse(await read_body(request), ScoreBody)
+        received = await read_body(request)
+        body = await self._read(len(received), lambda: parse(received, ScoreBody))
         self._check_prompt(body.tokens, self._max_model_len, "tokens")
         [(logprobs, version)] = await self._batcher.score([ScoreRequest(body.tokens, body.temperature)], pin)
         return self._json({"logprobs": logprobs, "weight_version": list(version)}, version)
@@ -293,15 +319,32 @@ class OpenAIApi:
             raise problem
         return pin
 
+    async def _read(self, size: int, read: Callable[[], T]) -> T:
+        """Return what ``read`` makes of a request of ``size`` bytes.
+
+        Raises:
+            ApiError: 503; too many large ones are read; or an error of ``read``.
+        """
+        try:
+            return await self._reader.run(size, read)
+        except ReaderBusy as error:
+            raise ApiError(503, str(error), code="engine_busy", retry_after=1.0) from None
+
     def _text(self, work: Any) -> Any:
         try:
             return work()
         except TextError as error:
             raise bad_request(str(error), code="invalid_text") from error
 
-    def _prompt(self, prompt: str | list[int]) -> tuple[str, list[int]]:
+    def _allowed(self, body: SamplingBody) -> int:
+        """Return the most tokens of a prompt."""
+        return min(self._max_model_len - 1, body.max_prompt_tokens or self._max_model_len)
+
+    def _prompt(self, prompt: str | list[int], limit: int) -> tuple[str, list[int]]:
         if isinstance(prompt, str):
-            return prompt, self._text(lambda: self._codec.encode(prompt, special=True))
+            return prompt, self._text(lambda: self._codec.encode_within(prompt, limit, special=True))
+        if len(prompt) > limit:
+            self._check_prompt(prompt, limit, "prompt")
         wrong = next((token for token in prompt if not 0 <= token < self._vocabulary), None)
         if wrong is not None:
             raise bad_request(
@@ -322,8 +365,7 @@ class OpenAIApi:
                 f"n={body.n} is over explorer.rollout_model.max_batch_sequences={self._batcher.max_sequences}", "n"
             )
         room = self._max_model_len - len(prompt)
-        allowed = min(self._max_model_len - 1, body.max_prompt_tokens or self._max_model_len)
-        self._check_prompt(prompt, allowed, "prompt")
+        self._check_prompt(prompt, self._allowed(body), "prompt")
         return GenerationRequest(
             prompt=prompt,
             max_tokens=min(limit or self._max_response_tokens, room),  # beyond it nothing fits: ends with "length"
@@ -340,7 +382,7 @@ class OpenAIApi:
             raise bad_request(f"{param} is empty, wanted at least one token", param)
         if len(tokens) > limit:
             raise bad_request(
-                f"the prompt has {len(tokens)} tokens, {limit} are allowed (model.max_model_len is "
+                f"the prompt has at least {len(tokens)} tokens, {limit} are allowed (model.max_model_len is "
                 f"{self._max_model_len}; max_prompt_tokens of the request); shorten it or raise the limit",
                 param,
                 "context_length_exceeded",

@@ -112,9 +112,10 @@ def text_choice(
 
 
 def _additions(completion: Completion, body: SamplingBody, version: Version) -> dict[str, Any]:
+    found: dict[str, Any] = {"stop_reason": completion.stopped_by} if completion.stopped_by else {}
     if not body.return_token_ids:
-        return {}
-    return {
+        return found
+    return found | {
         "token_ids": completion.token_ids,
         "token_logprobs": completion.logprobs,
         "weight_versions": [list(run) for run in completion.versions] or [[0, *version]],

@@ -17,7 +17,7 @@ from aiohttp import web
 from trinity_mq.messages import Version
 from trinity_mq.models.engines.api_errors import ApiError
 from trinity_mq.models.engines.generation.request import GenerationRequest, Token
-from trinity_mq.models.engines.generation.stopping import Decode, cut, without_end
+from trinity_mq.models.engines.generation.stopping import Decode, cut, stop_in, without_end
 from trinity_mq.models.engines.generation.text import TextCodec
 from trinity_mq.models.engines.generation.token_stream import TokenStream
 from trinity_mq.models.engines.server.openai.requests import ChatBody, CompletionBody
@@ -147,6 +147,7 @@ class Chunks:
 
     def _continued(self, index: int, news: list[Token]) -> dict[str, Any]:
         state, request = self._choices[index], self._request
+        told: dict[str, Any] = {}
         written: dict[str, Any] = {}
         ids, logprobs = [token.token_id for token in news], [token.logprob for token in news]
         places = enumerate(news, len(state.token_ids))
@@ -160,13 +161,15 @@ class Chunks:
             delta = {"content": text} if self._chat else text
         else:
             [text] = self._codec.decode([without_end(state.token_ids, request.stop_ids)])
+            if (stop := stop_in(text, request.stop)) is not None:
+                told["stop_reason"] = stop
             text = cut(text, request.stop)
             content, found, finish_reason = chat_message(text, ended, self._prompt_text, tools=self._tools)
             rest = state.flow.finish(content or "")
             calls = [{"index": number, **call} for number, call in enumerate(found)]
             delta = {"content": rest, **({"tool_calls": calls} if calls else {})} if self._chat else rest
             written = {"response_text": text} if calls else {}
-        choice = self._choice(index, delta, finish_reason)
+        choice = self._choice(index, delta, finish_reason) | told
         if self._chat and self._body.logprobs:
             choice["logprobs"] = chat_logprobs(ids, logprobs, self._codec)
         elif not self._chat and self._body.logprobs is not None:

@@ -10,6 +10,7 @@ import json
 import uuid
 from typing import Any
 
+from trinity_mq.messages.msgpack_scan import mended
 from trinity_mq.thoughts import answer_spans
 
 CALL_BEGINS, CALL_ENDS = "<tool_call>", "</tool_call>"
@@ -56,8 +57,9 @@ def _call(block: str) -> dict[str, Any] | None:
         arguments = json.dumps(arguments, ensure_ascii=False)
     if not isinstance(arguments, str):
         return None
+    name, arguments = mended(call["name"]), mended(arguments)
     return {
         "id": f"call_{uuid.uuid4().hex[:24]}",
         "type": "function",
-        "function": {"name": call["name"], "arguments": arguments},
+        "function": {"name": name, "arguments": arguments},
     }

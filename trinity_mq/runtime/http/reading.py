@@ -1,0 +1,72 @@
+"""Reads large bodies of requests in threads: many of them, or huge ones, neither stop a server nor fill its memory."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+T = TypeVar("T")
+THREADS = 2
+MOST_BYTES = 256 * 1024**2
+"""Bytes of the bodies that are read or wait for a thread. Those that come then are refused."""
+
+
+class ReaderBusy(Exception):
+    """Too many bytes wait to be read; ask again."""
+
+
+class BodyReader:
+    """Reads bodies of more than ``small`` bytes in threads, :data:`THREADS` at a time, and others on the event loop,
+    which costs less than a thread.
+    """
+
+    def __init__(self, small: int) -> None:
+        self._small = small
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="tmq-body")
+        self._free = asyncio.Semaphore(THREADS)
+        self.held = 0
+        """Bytes of the large bodies that are read or wait."""
+
+    async def run(self, size: int, read: Callable[[], T]) -> T:
+        """Return what ``read`` returns.
+
+        A caller that is cancelled while it waits takes no thread. One that is cancelled later keeps its thread, and its
+        bytes count, until ``read`` ends.
+
+        Args:
+            size: Bytes of the body.
+            read: Reads it; no part of it may need the event loop.
+
+        Raises:
+            ReaderBusy: More than :data:`MOST_BYTES` would wait.
+        """
+        if size <= self._small:
+            return read()
+        if self.held + size > MOST_BYTES:
+            raise ReaderBusy(
+                f"the request has {size} bytes, and {self.held} bytes of others are being read, wanted at most "
+                f"{MOST_BYTES} in all; ask again"
+            )
+        self.held += size
+        try:
+            await self._free.acquire()
+        except BaseException:
+            self.held -= size
+            raise
+        loop = asyncio.get_running_loop()
+        reading = self._threads.submit(contextvars.copy_context().run, read)
+
+        def ended(_: object) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has closed since
+                loop.call_soon_threadsafe(self._ended, size)
+
+        reading.add_done_callback(ended)
+        return await asyncio.wrap_future(reading)
+
+    def _ended(self, size: int) -> None:
+        self.held -= size
+        self._free.release()
