@@ -1,0 +1,197 @@
+"""Large requests are read in threads, a bounded number of bytes at a time, while others are answered."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
+
+import aiohttp
+import pytest
+
+from tests.waiting import until
+from trinity_mq.models.clients import EngineClients
+from trinity_mq.models.engines.generation import text
+from trinity_mq.models.engines.generation.text import TextCodec
+from trinity_mq.models.engines.server.server import EngineServer
+from trinity_mq.models.errors import EngineNotReady, PromptTooLong
+from trinity_mq.runtime.http import reading
+from trinity_mq.runtime.http.reading import BodyReader, ReaderBusy
+from trinity_mq.testing.scripted import ScriptedGenerator, byte_codec
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+LONG = "1+1=" * 5000
+SHORT = {"messages": [{"role": "user", "content": "1+1="}]}
+
+
+class Held:
+    """Holds the reading of long texts until it is released."""
+
+    def __init__(self) -> None:
+        self.begun, self.release = threading.Semaphore(0), threading.Event()
+        self.threads: list[str] = []
+
+    def wait(self) -> None:
+        self.threads.append(threading.current_thread().name)
+        self.begun.release()
+        assert self.release.wait(30)
+
+    async def has_begun(self) -> None:
+        assert await asyncio.to_thread(self.begun.acquire, True, 30)
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
+    held, render, encode = Held(), TextCodec.render, TextCodec.encode
+
+    def rendered(codec: TextCodec, messages: Any, *args: Any, **keys: Any) -> str:
+        if sum(len(message["content"]) for message in messages) > 4096:
+            held.wait()
+        return render(codec, messages, *args, **keys)
+
+    def encoded(codec: TextCodec, text: str, **keys: Any) -> list[int]:
+        if len(text) > 4096:
+            held.wait()
+        return encode(codec, text, **keys)
+
+    monkeypatch.setattr(TextCodec, "render", rendered)
+    monkeypatch.setattr(TextCodec, "encode", encoded)
+    yield held
+    held.release.set()
+
+
+@pytest.fixture
+async def server(serving: Callable[..., Any]) -> AsyncIterator[EngineServer]:
+    async with serving(ScriptedGenerator(lambda prompt: "2", max_model_len=1000)) as server:
+        yield server
+
+
+@contextlib.asynccontextmanager
+async def asked(work: Any) -> AsyncIterator[asyncio.Task[Any]]:
+    task = asyncio.create_task(work)
+    try:
+        yield task
+    finally:
+        task.cancel()
+        await asyncio.wait({task})
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, {"messages": [{"role": "user", "content": LONG}]}),
+        (CHAT, {"messages": [{"role": "user", "content": LONG}], "stream": True}),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": "1"}] * 5000}]}),
+        (COMPLETIONS, {"prompt": LONG}),
+        ("/v1/tokenize", {"prompt": LONG}),
+    ],
+)
+async def test_others_are_answered_while_a_long_request_is_read(
+    server: EngineServer, held: Held, path: str, body: dict[str, Any]
+) -> None:
+    async with aiohttp.ClientSession() as session, asked(session.post(server.url + path, json=body)) as long:
+        await held.has_begun()
+        async with session.post(server.url + CHAT, json=SHORT) as response:
+            assert response.status == 200
+        assert not long.done()
+        held.release.set()
+        async with await long as response:
+            assert response.status == (200 if path == "/v1/tokenize" else 400)
+    assert all(name.startswith("tmq-body") for name in held.threads)
+
+
+async def test_a_long_request_of_a_group_holds_up_none_of_the_group(
+    server: EngineServer, held: Held, clients: EngineClients
+) -> None:
+    async def ask(body: dict[str, Any]) -> Any:
+        return await clients.post_async(server.url + CHAT, {**body, "return_token_ids": True}, {}, 30.0)
+
+    await ask(SHORT)  # after it the client knows that the server takes groups
+    async with asked(ask({"messages": [{"role": "user", "content": LONG}]})) as long, asked(ask(SHORT)) as short:
+        await held.has_begun()
+        assert (await short)["choices"][0]["message"]["content"] == "2"
+        held.release.set()
+        with pytest.raises(PromptTooLong):
+            await long
+
+
+async def test_more_bytes_than_may_wait_are_refused_and_small_requests_are_not(
+    server: EngineServer, held: Held, clients: EngineClients, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading, "MOST_BYTES", 30_000)
+
+    async def ask(text: str) -> Any:
+        return await clients.post_async(server.url + COMPLETIONS, {"prompt": text}, {}, 30.0)
+
+    async with asked(ask(LONG)):
+        await held.has_begun()
+        with pytest.raises(EngineNotReady, match="has 20014 bytes, and 20014 bytes of others are being read"):
+            await ask(LONG)
+        assert (await ask("1"))["choices"][0]["text"] == "2"
+
+
+async def test_a_reader_counts_what_waits_and_what_runs_and_forgets_who_left() -> None:
+    reader, release, begun = BodyReader(10), threading.Event(), threading.Semaphore(0)
+
+    def read() -> str:
+        begun.release()
+        assert release.wait(30)
+        return "read"
+
+    running = [asyncio.create_task(reader.run(100, read)) for _ in range(reading.THREADS)]
+    for _ in running:
+        assert await asyncio.to_thread(begun.acquire, True, 30)
+    waiting = asyncio.create_task(reader.run(100, read))
+    await until(lambda: reader.held == 100 * (reading.THREADS + 1))
+    waiting.cancel()
+    running[0].cancel()
+    await asyncio.wait({waiting, running[0]})
+    assert reader.held == 100 * reading.THREADS, "who waited has gone; the thread of the other one still works"
+    assert await reader.run(10, lambda: "at once") == "at once"
+    release.set()
+    assert await running[1] == "read"
+    await until(lambda: reader.held == 0)
+    assert await reader.run(100, read) == "read", "its thread is free again"
+
+
+async def test_a_reader_is_busy_beyond_its_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "MOST_BYTES", 100)
+    reader = BodyReader(10)
+    with pytest.raises(ReaderBusy, match="has 101 bytes, and 0 bytes of others"):
+        await reader.run(101, lambda: None)
+    assert reader.held == 0
+
+
+def test_of_a_text_that_is_too_long_the_beginning_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    codec, encode, read = byte_codec(), TextCodec.encode, list[int]()
+
+    def encoded(codec: TextCodec, whole: str, **keys: Any) -> list[int]:
+        read.append(len(whole))
+        return encode(codec, whole, **keys)
+
+    monkeypatch.setattr(TextCodec, "encode", encoded)
+    monkeypatch.setattr(text, "CHARACTERS_PER_TOKEN", 4)
+    assert len(codec.encode_within("1" * 100_000, 10)) == (10 + text.JOINED) * 4 == max(read)
+    assert codec.encode_within("123", 10) == codec.encode("123")
+    marks = "<|im_end|>" * 15  # few tokens for so long a text: its beginning does not say that it is too long
+    assert codec.encode_within(marks, 10) == codec.encode(marks)
+
+
+async def test_of_more_messages_than_tokens_the_beginning_is_rendered(
+    server: EngineServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rendered, render = list[int](), TextCodec.render
+
+    def counted(codec: TextCodec, messages: Any, *args: Any, **keys: Any) -> str:
+        rendered.append(len(messages))
+        return render(codec, messages, *args, **keys)
+
+    monkeypatch.setattr(TextCodec, "render", counted)
+    body = {"messages": SHORT["messages"] * 20_000}
+    async with aiohttp.ClientSession() as session, session.post(server.url + CHAT, json=body) as response:
+        assert response.status == 400
+        error = (await response.json())["error"]
+    assert (error["code"], error["limit"], len(error["prompt_token_ids"])) == ("context_length_exceeded", 999, 1000)
+    assert max(rendered) == 1000
