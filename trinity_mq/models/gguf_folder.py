@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from trinity_mq.models.errors import ModelError
+from trinity_mq.runtime.process import apply_umask
 
 FLOAT32_BYTES = 4
 MEMORY_FACTOR = 2.5
@@ -83,8 +84,7 @@ def _write(gguf: Path, fields: dict[str, Any], folder: Path) -> None:
     ends = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     model.generation_config = GenerationConfig(**ends)
     model.save_pretrained(folder)
-    for path in folder.iterdir():
-        path.chmod(0o644)
+    apply_umask(folder)
 
 
 def _smollm_pre_tokenizer() -> Any:

@@ -16,6 +16,7 @@ from typing import Any
 
 from trinity_mq.config import ModelConfig, TinyModelConfig
 from trinity_mq.models.errors import ModelError
+from trinity_mq.runtime.process import apply_umask
 
 PAD, EOS = "<pad>", "<eos>"
 PAD_ID, EOS_ID = 0, 1
@@ -115,6 +116,7 @@ def _make(tiny: TinyModelConfig, folder: Path, seed: int) -> None:
         model = Qwen3ForCausalLM(config).to(torch.float32)
     with no_progress_bar():
         model.save_pretrained(folder)
+    apply_umask(folder)
 
 
 @contextlib.contextmanager

@@ -156,6 +156,14 @@ def write_atomic(path: Path, data: bytes, mode: int | None = None) -> None:
         os.close(folder)
 
 
+def apply_umask(folder: Path) -> None:
+    """Give every file below ``folder`` the permissions of any new file: safetensors writes for the owner alone."""
+    mode = _default_mode()
+    for path in folder.rglob("*"):
+        if path.is_file() and not path.is_symlink():
+            path.chmod(mode)
+
+
 def disk_full(error: BaseException) -> str | None:
     """Return in one line which path has no room left and what to do, None if neither ``error`` nor a cause says so."""
     cause: BaseException | None = error

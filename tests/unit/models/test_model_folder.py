@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import os
+import stat
 import threading
 from pathlib import Path
 
@@ -39,6 +41,17 @@ def test_existing_folder_is_kept_and_one_of_other_settings_refused(model_config:
     wider = ModelConfig(tiny=TinyModelConfig(hidden_size=96))
     with pytest.raises(ModelError, match=r"hidden_size 64 there, 96 now"):
         ensure_model_folder(wider, folder, 0)
+
+
+def test_its_files_follow_the_umask(model_config: ModelConfig, tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        made = ensure_model_folder(model_config, tmp_path / "model", seed=0)
+    finally:
+        os.umask(before)
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in made.iterdir()}
+    assert "model.safetensors" in modes
+    assert set(modes.values()) == {0o640}, modes
 
 
 def test_many_makers_at_once_leave_one_whole_folder(model_config: ModelConfig, folder: Path, tmp_path: Path) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -118,6 +120,22 @@ async def test_merged_weights_say_what_the_adapters_do(
     for name, one in merged.items():
         assert synced[name].dtype == getattr(torch, dtype)
         torch.testing.assert_close(synced[name].float(), one, rtol=0, atol=1e-6 if dtype == "float32" else 1e-3)
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o027])
+async def test_saved_files_follow_the_umask(opened: Opener, tmp_path: Path, umask: int) -> None:
+    """The final model, its adapter and a checkpoint can be read by everybody whom the umask lets in."""
+    learner = await opened(with_lora(settings={"trainer": {"export": "every"}}))
+    before = os.umask(umask)
+    try:
+        await learner.export(tmp_path / "final")
+        await learner.save(tmp_path)
+    finally:
+        os.umask(before)
+    modes = {path.relative_to(tmp_path): stat.S_IMODE(path.stat().st_mode) for path in tmp_path.rglob("*.*")}
+    weights = {Path(folder) / "model.safetensors" for folder in ("final", "model")}
+    assert modes.keys() >= weights | {Path("final/adapter/adapter_model.safetensors")}
+    assert set(modes.values()) == {0o666 & ~umask}, modes
 
 
 async def test_an_adapter_is_synced_as_peft_writes_it(opened: Opener, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from trinity_mq.algorithms.scoring import Scores
 from trinity_mq.config.agents import TrainerConfig
 from trinity_mq.config.model import ModelConfig
 from trinity_mq.runtime.errors import FatalError
+from trinity_mq.runtime.process import apply_umask
 from trinity_mq.sync.channels.buckets import total_digest
 from trinity_mq.training.checkpoints.state import module_state
 from trinity_mq.training.model.attention import Packing, model_inputs, use_packed_attention
@@ -257,6 +258,7 @@ class Policy:
             for source in tokenizer.glob(pattern):
                 if source.is_file():
                     shutil.copyfile(source, folder / source.name)
+        apply_umask(folder)
 
 
 def chosen_device(wanted: Literal["auto", "cpu", "cuda"]) -> torch.device:
