@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from trinity_mq.config import Config, ConfigError, literal, load_config
+from trinity_mq.config import Config, ConfigError, literal, load_config, load_stages
+from trinity_mq.config.loading.strict_yaml import load_yaml
 
 TINY = {"model": {"tiny": {}}}
 EVAL = {**TINY, "buffer": {"eval_tasksets": [{"name": "a", "path": "a.jsonl"}, {"name": "b", "path": "b.jsonl"}]}}
@@ -91,6 +92,40 @@ def test_an_unusable_file_is_one_line(tmp_path: Path, text: str | None) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(path)
     assert len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("model: {tiny: {}}\nname: a\nname: b\n", "key 'name' is given twice, in lines 2 and 3: remove one"),
+        ("model: {tiny: {}}\nbuffer:\n  total_steps: 4\n  batch_size: 8\n  total_steps: 5\n", "'total_steps' is"),
+        ("model: {tiny: {}}\nbuffer: {total_steps: 4, total_steps: 4}\n", "'total_steps' is given twice, in line 2"),
+        ('model: {tiny: {}}\nname: a\n"name": b\n', "key 'name' is given twice"),
+        ("stages:\n- stage_name: a\n  buffer:\n    seed: 1\n    seed: 2\n", "key 'seed' is given twice, in lines 4"),
+        ("model: {tiny: {}}\nbuffer: {eval_tasksets: [{name: a, limit: 1, limit: 2}]}\n", "key 'limit' is given twice"),
+        ("x: &x {a: 1}\nmodel: {tiny: {}}\ny:\n  <<: *x\n  seed: 1\n  seed: 1\n", "key 'seed' is given twice"),
+    ],
+)
+def test_a_key_that_is_given_twice_is_refused(tmp_path: Path, text: str, said: str) -> None:
+    """At any depth: YAML leaves open which one counts, and a person has seen one of them alone."""
+    path = tmp_path / "c.yaml"
+    path.write_text(text)
+    for load in (load_config, load_stages):
+        with pytest.raises(ConfigError) as caught:
+            load(path)
+        assert str(caught.value).startswith(f"{path}: ")
+        assert said in str(caught.value)
+
+
+def test_a_key_given_twice_in_an_override_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"override 'buffer=\{seed: 1, seed: 2\}': key 'seed' is given twice"):
+        load_config(TINY, ["buffer={seed: 1, seed: 2}"])
+
+
+def test_what_a_merge_key_brings_may_be_given_again() -> None:
+    found = load_yaml("a: &a {x: 1, y: 1}\nb: &b {<<: *a, x: 2}\nc: {<<: *b, <<: *a, x: 3}\n")
+    assert found["b"] == {"x": 2, "y": 1}
+    assert found["c"] == {"x": 3, "y": 1}
 
 
 def test_overrides_and_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from omegaconf.errors import ConfigIndexError, OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
 
 from trinity_mq.config.loading.from_trinity import counterpart
+from trinity_mq.config.loading.strict_yaml import DuplicateKeyError, load_yaml
 from trinity_mq.config.run import Config
 from trinity_mq.telemetry.log import mask_passwords
 
@@ -120,9 +121,11 @@ def read_file(path: Path) -> dict[str, Any]:
         ConfigError: It cannot be read, or holds no settings.
     """
     try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+        data = load_yaml(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from error
+    except DuplicateKeyError as error:
+        raise ConfigError(f"{path}: {error}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         detail = mask_passwords(" ".join(str(error).split()))  # it quotes the line, which may hold a URL
         raise ConfigError(f"{path}: is not YAML: {detail}") from error
@@ -137,8 +140,10 @@ def _override(data: DictConfig, word: str) -> None:
         shown = mask_passwords(word)
         raise ConfigError(f"override {shown!r}: wanted section.key=value, for example buffer.total_steps=10")
     try:
-        value = yaml.safe_load(text) if text else None
+        value = load_yaml(text) if text else None
         OmegaConf.update(data, key, value, merge=False, force_add=True)
+    except DuplicateKeyError as error:
+        raise ConfigError(mask_passwords(f"override {word!r}: {error}")) from None
     except yaml.YAMLError as error:
         wrong = mask_passwords(f"override {word!r}: value is not YAML: {' '.join(str(error).split())}")
         raise ConfigError(wrong) from error

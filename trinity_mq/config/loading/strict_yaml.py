@@ -1,0 +1,39 @@
+"""YAML in which every key of a mapping is given once: PyYAML takes the last of several and says nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import yaml
+
+MERGE = "tag:yaml.org,2002:merge"
+"""Tag of ``<<``, which may stand several times in a mapping: each has an effect."""
+
+
+class DuplicateKeyError(yaml.YAMLError):
+    """A mapping gives a key twice; the message names the key and both lines."""
+
+
+class _Loader(yaml.SafeLoader):
+    # nodes are looked at before merge keys are filled in, which an explicit key may override
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node: yaml.MappingNode = super().compose_mapping_node(anchor)  # type: ignore[no-untyped-call]
+        lines: dict[tuple[str, str], int] = {}
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.tag != MERGE:
+                line = key.start_mark.line + 1
+                if first := lines.get((key.tag, key.value)):
+                    where = f"in line {line}" if first == line else f"in lines {first} and {line}"
+                    raise DuplicateKeyError(f"key {key.value!r} is given twice, {where}: remove one of the two")
+                lines[key.tag, key.value] = line
+        return node
+
+
+def load_yaml(text: str) -> Any:
+    """Return the content of a YAML document.
+
+    Raises:
+        DuplicateKeyError: A mapping, at any depth, gives a key twice.
+        yaml.YAMLError: The text is no YAML.
+    """
+    return yaml.load(text, _Loader)
