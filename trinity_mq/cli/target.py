@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from trinity_mq.bus.topology import RUN_NAME
 from trinity_mq.cli.errors import CommandError
+from trinity_mq.cli.main import SETTING
 from trinity_mq.cli.run_folder import CONFIG_FILE
 from trinity_mq.config import BrokerConfig, Config, Stage, load_config, load_stages
 
@@ -29,6 +31,25 @@ def configuration(arguments: argparse.Namespace) -> Config:
             f"give a YAML file such as examples/arithmetic.yaml{known_runs()}"
         )
     return config
+
+
+def name_newest(arguments: argparse.Namespace) -> None:
+    """Make the run that was started last TARGET, where the command line names none, and say which that is.
+
+    Raises:
+        CommandError: There is no run.
+    """
+    target = arguments.target
+    if target is not None and (SETTING.match(target) is None or Path(target).exists()):
+        return
+    starts = {path.parent: path.stat().st_mtime for path in RUNS.glob(f"**/{CONFIG_FILE}")}
+    if not starts:
+        raise CommandError(
+            f"no run has left a folder below {RUNS.absolute()}; name a YAML file, a run's folder or name"
+        )
+    folder = max(starts, key=lambda path: (starts[path], path))
+    arguments.target, arguments.overrides = str(folder), [*filter(None, [target]), *arguments.overrides]
+    print(f"the newest run, {folder}:", file=sys.stderr)
 
 
 def staged(arguments: argparse.Namespace) -> list[Stage]:

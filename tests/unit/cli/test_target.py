@@ -107,6 +107,47 @@ def test_status_answers_from_the_folder_of_a_run_that_does_not_run(
         assert "this run has finished" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("command", ["status", "why"])
+def test_without_a_target_the_run_that_was_started_last_is_taken(
+    here: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    """Also where another one has metrics of later, or lies deeper; a setting is not taken for a target."""
+    later = RunFolder(load_config("c.yaml", ["name=later", "run_dir=runs/group/later"]))
+    with later.locked():
+        later.adopt()
+    (later.path / "broker").mkdir()
+    os.utime(here / "runs" / "mine" / "config.yaml", (1000, 1000))
+    for given in ([], ["buffer.total_steps=7"]):
+        assert main([command, *given]) == 1
+        out, err = capsys.readouterr()
+        assert err == "the newest run, runs/group/later:\n"
+        assert "does not run now" in out
+    os.utime(later.config_file, (900, 900))
+    assert main([command, "broker.blob_store=null"]) == 1
+    assert "newest run, runs/mine:" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["status", "why"])
+def test_the_folder_of_a_run_that_is_over_needs_no_broker(
+    here: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    """It ran on a broker that this shell does not know."""
+    (here / "runs" / "mine" / "broker").rmdir()
+    assert main([command]) == 1
+    RunFolder(load_config("c.yaml", ["name=mine"])).mark_finished()
+    assert main([command]) == 0
+    assert "this run has finished" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["status", "why"])
+def test_without_a_target_and_a_run_there_is_nothing_to_tell(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main([command]) == 2
+    assert f"no run has left a folder below {tmp_path}/runs" in capsys.readouterr().err
+
+
 def test_a_task_for_a_run_that_does_not_run_is_refused(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["submit", "mine", "--task", '{"raw_task": {}}']) == 2
     assert "run 'mine' does not run now" in capsys.readouterr().err

@@ -55,8 +55,15 @@ class Target:
         return RunFolder(self.config) if self.config is not None and self.config.path.is_dir() else None
 
 
-def find_target(arguments: argparse.Namespace, blob_store: str | None = None) -> Target:
+def find_target(
+    arguments: argparse.Namespace, blob_store: str | None = None, *, folder_suffices: bool = False
+) -> Target:
     """Return the run that TARGET and its settings name, and its broker: that of ``--broker``, else its own.
+
+    Args:
+        arguments: Those of the command.
+        blob_store: Replaces the blob store of the configuration.
+        folder_suffices: Of a run that does not run now, the command needs the folder and no broker.
 
     Raises:
         CommandError: No broker is known, or TARGET names no run.
@@ -66,7 +73,11 @@ def find_target(arguments: argparse.Namespace, blob_store: str | None = None) ->
     name = arguments.target if config is None else config.name
     broker = broker_of_name(name, arguments.overrides) if config is None else config.broker
     url = arguments.broker or (broker_url(broker) if config is None else known_broker(config))
-    if url is None and not (config is not None and RunFolder(config).broker.is_dir()):
+    folder = None if config is None else RunFolder(config)
+    has_folder = folder is not None and (
+        folder.broker.is_dir() or (folder_suffices and folder.path.is_dir() and folder.holder() is None)
+    )
+    if url is None and not has_folder:
         raise CommandError(
             f"no broker is known for run {name!r}: does it run on this machine? Else give --broker URL, or set "
             f"{URL_VARIABLE} or {URL_FILE_VARIABLE}{known_runs()}"

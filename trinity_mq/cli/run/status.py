@@ -15,20 +15,22 @@ from trinity_mq.cli.reports.text import make_report
 from trinity_mq.cli.run.follow import depths, follow
 from trinity_mq.cli.run.run_view import RunView
 from trinity_mq.cli.run_folder import RunFolder
+from trinity_mq.cli.target import name_newest
 
 QUEUES = ("submitted", "tasks.train", "tasks.eval", "closed", "dead")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``trinity-mq status``."""
-    add_target(parser)
+    add_target(parser, "(default: the newest run)", optional=True)
     add_broker(parser)
     parser.add_argument("--seconds", type=float, default=3.0, help="how long to listen (default: 3)")
 
 
 def status(arguments: argparse.Namespace) -> int:
     """Listen for a while and print a table, or the report of a run that is over; 1 when no agent sent a heartbeat."""
-    target = find_target(arguments)
+    name_newest(arguments)
+    target = find_target(arguments, folder_suffices=True)
     folder = target.folder
     if folder is not None and folder.holder() is None and (folder.finished or target.broker.url is None):
         return _report(target.run, folder)

@@ -16,6 +16,7 @@ from trinity_mq.cli.broker.connection import Target, connected, find_target
 from trinity_mq.cli.broker.probe import broker_trouble
 from trinity_mq.cli.run.follow import depths, listen
 from trinity_mq.cli.run_folder import RunFolder
+from trinity_mq.cli.target import name_newest
 from trinity_mq.diagnosis import Finding, Watch, diagnose, expected_agents, limits
 
 QUEUES = ("submitted", "tasks.train", "tasks.eval", "closed", "dead")
@@ -37,7 +38,7 @@ SURE_MOVES = 2
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``trinity-mq why``."""
     parser.epilog = EPILOG
-    add_target(parser)
+    add_target(parser, "(default: the newest run)", optional=True)
     add_broker(parser)
     parser.add_argument(
         "--seconds",
@@ -50,7 +51,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def why(arguments: argparse.Namespace) -> int:
     """Print why nothing moves, or that it does; the exit code is that of :data:`EPILOG`."""
-    target = find_target(arguments)
+    name_newest(arguments)
+    target = find_target(arguments, folder_suffices=True)
     finding = _of_folder(target.folder, target.broker.url is None) or asyncio.run(_observe(target, arguments.seconds))
     if arguments.json:
         print(json.dumps(dataclasses.asdict(finding), indent=2))
