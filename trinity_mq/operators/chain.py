@@ -10,13 +10,14 @@ from typing import Any
 from trinity_mq.experience import Experience, ExperienceBatch
 from trinity_mq.experience.fields import short
 from trinity_mq.operators.base import ColumnOperator, ExperienceOperatorV1
+from trinity_mq.runtime.user_code import described
 
 PREFIX = "experience_pipeline"
 Experiences = list[Experience] | ExperienceBatch
 
 
 class OperatorError(Exception):
-    """An operator failed on a batch; the message names it and its place in the chain."""
+    """An operator failed on a batch; the message names it, its place in the chain and the line that raised."""
 
     def __init__(self, operator: str, message: str) -> None:
         super().__init__(f"operator {operator}: {message}")
@@ -89,10 +90,7 @@ async def _process(
             raise
         raise OperatorError(label, "cancelled itself") from None
     except (Exception, SystemExit) as error:
-        cause: BaseException = error
-        while isinstance(cause, BaseExceptionGroup):  # a group's own words do not say what went wrong
-            cause = cause.exceptions[0]
-        raise OperatorError(label, f"{type(cause).__name__}: {cause}") from error
+        raise OperatorError(label, described(error)) from error
     match result:
         case (ExperienceBatch() as kept, Mapping() as metrics):
             return kept, metrics

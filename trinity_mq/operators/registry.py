@@ -12,6 +12,7 @@ from trinity_mq.config import OperatorConfig
 from trinity_mq.operators.base import AuxiliaryModels, ExperienceOperator, ExperienceOperatorV1, WrappedOperator
 from trinity_mq.rewards.lookup import Registry, lookup
 from trinity_mq.runtime.errors import FatalError
+from trinity_mq.runtime.user_code import place
 
 OPERATORS = Registry(
     {
@@ -72,7 +73,7 @@ def _create(config: OperatorConfig, auxiliary_models: AuxiliaryModels | None) ->
         made = found(**_checked(found, config.args))
     except (TypeError, ValueError) as error:
         raise OperatorConfigError(
-            f"operator {config.name!r} cannot be made with args {config.args!r}: {error}"
+            f"operator {config.name!r} cannot be made with args {config.args!r}: {error}{place(error)}"
         ) from error
     operator = WrappedOperator(made) if isinstance(made, ExperienceOperator) else made
     operator.set_auxiliary_model(auxiliary_models)

@@ -10,6 +10,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any, TypeVar
 
 from trinity_mq.runtime.plugins import UnknownNameError, import_named, registered_plugins
+from trinity_mq.runtime.user_code import described
 
 T = TypeVar("T")
 
@@ -101,10 +102,9 @@ def lookup(kind: str, name: str, table: Mapping[str, str], entry_group: str | No
     if name in added:
         try:
             return added[name].load()
-        except Exception as error:  # whatever the package does while it is imported
+        except (Exception, SystemExit) as error:  # whatever the package does while it is imported
             raise UnknownNameError(
-                f"{kind} {name!r} of an installed package ({added[name].value}) cannot be loaded: "
-                f"{type(error).__name__}: {error}"
+                f"{kind} {name!r} of an installed package ({added[name].value}) cannot be loaded: {described(error)}"
             ) from error
     registry = table if isinstance(table, Registry) else None
     if registry is not None and (found := registry.find(kind, name)) is not None:

@@ -7,10 +7,7 @@ from __future__ import annotations
 import inspect
 import re
 import socket
-import sysconfig
-import traceback
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 from trinity_mq.algorithms.estimators.runs import is_finite
 from trinity_mq.experience import Experience
@@ -19,14 +16,13 @@ from trinity_mq.experience.rules import REWARD_FAULT
 from trinity_mq.models.errors import EngineError, EngineRefused, ModelError
 from trinity_mq.rewards import RewardError, UnknownNameError
 from trinity_mq.rollout.status import Failure
+from trinity_mq.runtime.user_code import place, shown
 from trinity_mq.workflows import RunFailedError, SandboxFailed, TaskError, Workflow
 from trinity_mq.workflows.auxiliary import AuxiliaryError
 from trinity_mq.workflows.step_wise import TOO_LONG, prompt_too_long
 
 MAX_ERROR = 500
 """Characters of an exception's own text that are kept, so that the place behind it is."""
-_LIBRARIES = (*{sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")},)
-_PROJECT = tuple(str(Path(__file__).parents[2] / package) + "/" for package in ("trinity_mq", "agents/trinity_agents"))
 _RAISED = re.compile(r"(\w+)(?:: .*)? \(([^()]+:\d+)[^()]*\)", re.DOTALL)
 
 
@@ -102,11 +98,11 @@ def describe(error: BaseException, kind: type[Workflow] | None = None) -> str:
     text = " ".join(str(error).split())
     text = text if len(text) <= MAX_ERROR else f"{text[:MAX_ERROR]}..."
     if isinstance(error, SandboxFailed):
-        return f"{error.kind}: {text or type(error).__name__}{_place(error)}"
+        return f"{error.kind}: {text or type(error).__name__}{place(error)}"
     if isinstance(error, RunFailedError):
         return text if kind is None else f"{text}{_place_of(kind)}"
     name = type(error).__name__
-    return f"{name}: {text}{_place(error)}" if text else f"{name}{_place(error)}"
+    return f"{name}: {text}{place(error)}" if text else f"{name}{place(error)}"
 
 
 def failure_key(text: str) -> str:
@@ -144,30 +140,7 @@ def last_step(experiences: Sequence[Experience]) -> Experience:
     return max(reversed(experiences), key=lambda one: one.eid.step)
 
 
-def _place(error: BaseException) -> str:
-    frames = traceback.extract_tb(error.__traceback__)
-    if not frames:
-        return ""
-    raised = frames[-1]
-    own = next((frame for frame in reversed(frames) if _is_own(frame.filename)), raised)
-    if own is raised:
-        return f" ({_shown(own.filename)}:{own.lineno})"
-    return f" ({_shown(own.filename)}:{own.lineno}, raised in {Path(raised.filename).name}:{raised.lineno})"
-
-
 def _place_of(kind: type[Workflow]) -> str:
     function = inspect.unwrap(kind.run_async if kind.is_async else kind.run)
     code = getattr(function, "__code__", None)
-    return "" if code is None else f" ({_shown(code.co_filename)}:{code.co_firstlineno})"
-
-
-def _is_own(file: str) -> bool:
-    return not file.startswith(("<", *_LIBRARIES, *_PROJECT))
-
-
-def _shown(file: str) -> str:
-    path = Path(file)
-    try:
-        return str(path.relative_to(Path.cwd()))
-    except (ValueError, OSError):  # it lies elsewhere, or the working directory is gone
-        return path.name
+    return "" if code is None else f" ({shown(code.co_filename)}:{code.co_firstlineno})"

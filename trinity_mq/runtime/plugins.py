@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from trinity_mq.runtime.errors import FatalError
+from trinity_mq.runtime.user_code import described
 
 _added: dict[Path, None] = {}
 
@@ -117,9 +118,9 @@ def import_named(kind: str, name: str) -> Any:
     module, _, attribute = name.rpartition(".")
     try:
         holder = importlib.import_module(module)
-    except Exception as error:  # whatever the user's module does while it is imported
+    except (Exception, SystemExit) as error:  # whatever the user's module does while it is imported
         raise UnknownNameError(
-            f"{kind} {name!r}: module {module!r} cannot be imported: {type(error).__name__}: {error}. "
+            f"{kind} {name!r}: module {module!r} cannot be imported: {described(error)}. "
             "It must be on PYTHONPATH or installed where this runs"
         ) from error
     try:

@@ -34,6 +34,7 @@ from trinity_mq.runtime.process import die_with_parent, disk_full, give_back_fre
 from trinity_mq.runtime.processes.marked_points import marked
 from trinity_mq.runtime.processes.supervisor import PARENT_VARIABLE
 from trinity_mq.runtime.service import LifeSigns
+from trinity_mq.runtime.user_code import described
 from trinity_mq.telemetry import setup_logging, start_trace
 
 log = structlog.get_logger(__name__)
@@ -99,7 +100,7 @@ def run_daemon(config: Config, agent_id: str, role: Role, build: Callable[[Bus, 
 
 
 def _end(agent_id: str, error: BaseException, code: int) -> int:
-    named = str(error) if code != 1 else f"{type(error).__name__}: {error}"
+    named = str(error) if code != 1 else described(error)
     # also the one line on stderr, which its supervisor shows
     log.error("agent_ends", agent=agent_id, reason=named, code=code)
     return code

@@ -1,4 +1,5 @@
 import asyncio
+import inspect
 import math
 import random
 import sys
@@ -248,8 +249,10 @@ async def test_nothing_left_ends_the_chain():
     assert metrics["experience_pipeline/experience_count"] == 0
 
 
-async def test_a_failing_operator_is_named_with_its_place():
-    with pytest.raises(OperatorError, match="operator 1_Failing: ArithmeticError: two and two") as caught:
+async def test_a_failing_operator_is_named_with_its_place_and_the_line_of_its_file():
+    line = inspect.getsourcelines(Failing.process)[1] + 1
+    said = rf"^operator 1_Failing: ArithmeticError: two and two \(tests/unit/operators/test_operators.py:{line}\)$"
+    with pytest.raises(OperatorError, match=said) as caught:
         await run_chain([Recording(), Failing()], [exp()])
     assert caught.value.operator == "1_Failing"
     with pytest.raises(OperatorError, match="wanted a list of experiences and a dict of metrics"):

@@ -11,6 +11,7 @@ from trinity_mq.config.estimators import EstimatorPlugin
 from trinity_mq.experience import ExperienceBatch
 from trinity_mq.runtime.errors import FatalError
 from trinity_mq.runtime.plugins import import_named
+from trinity_mq.runtime.user_code import described
 
 PluginFunction = Callable[..., Sequence[float]]
 """Takes the rewards of a task's runs, ordered by run, and keyword arguments; returns a number for each run."""
@@ -83,7 +84,7 @@ def _called(function: PluginFunction, args: EstimatorPlugin, rewards: list[float
         result: Any = function(list(rewards), **args.args)
     except Exception as error:  # whatever the user's function does
         raise EstimatorError(
-            f"estimator {args.kind!r} raised {type(error).__name__}: {error}, for the rewards {rewards} of one task"
+            f"estimator {args.kind!r} raised {described(error)}, for the rewards {rewards} of one task"
         ) from error
     try:
         values = [float(value) for value in result]

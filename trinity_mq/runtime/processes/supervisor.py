@@ -15,14 +15,12 @@ from typing import Literal
 from trinity_mq.config import SupervisorConfig
 from trinity_mq.runtime.errors import EXIT_DISK_FULL, EXIT_FATAL, EXIT_RECYCLE
 from trinity_mq.runtime.processes.forking import ForkedProcess, Process, Starter, orphans_of, start_command
+from trinity_mq.runtime.processes.last_words import end_of, last_words
 
 EXIT_NOT_STARTED = 127
 """Exit code of a program that cannot be started, as in a shell."""
 PARENT_VARIABLE = "TRINITY_MQ_PARENT"
 """Environment variable with the supervisor's process id, for :func:`~trinity_mq.runtime.process.die_with_parent`."""
-
-LAST_BYTES = 4096
-"""Bytes at the end of a process's output in which its last line is looked for."""
 
 FIRST_DELAY, LONGEST_DELAY = 0.25, 30.0
 """Seconds before the first restart and at most before later ones; the delay doubles with each."""
@@ -62,7 +60,8 @@ class ProcessEvent:
     """restarting: restarts within the window, this one included."""
     reason: str = ""
     output: str = ""
-    """died, failed, restarting: the last line that the process printed, empty where it printed none."""
+    """died, failed, restarting: the reason of :func:`~trinity_mq.runtime.processes.last_words.last_words`, empty where
+    there is none but the exit code."""
 
 
 class _Child:
@@ -72,6 +71,8 @@ class _Child:
         self.process: Process | None = None
         self.restarts: collections.deque[float] = collections.deque()
         self.code = 0
+        self.exit_code = 0
+        """Of the last end of its process; 128 + n for signal n."""
         self.output_start = 0
         """Size of its output file when the process was started."""
         self.stopping = False
@@ -229,7 +230,8 @@ class Supervisor:
             await self._stop(child)
         code = await child.process.wait()
         self._orphans = [one for one in self._orphans if one.returncode is None] + orphans_of(child.process.pid)
-        return code if code >= 0 else 128 - code
+        child.exit_code = code if code >= 0 else 128 - code
+        return child.exit_code
 
     async def _goes_on(self, child: _Child, code: int) -> bool:
         """Handle an exit; return True to start the process again now."""
@@ -286,19 +288,15 @@ class Supervisor:
                 delay=numbers.get("delay", 0.0),
                 restarts=int(numbers.get("restarts", 0)),
                 reason=reason,
-                output=self._last_line(child) if what in {"died", "failed", "restarting"} else "",
+                output=self._why(child) if what in {"died", "failed", "restarting"} else "",
             )
         )
 
     def _output(self, child: _Child) -> Path:
         return self._log_dir / f"{child.spec.name}.out"
 
-    def _last_line(self, child: _Child) -> str:
-        with contextlib.suppress(OSError), self._output(child).open("rb") as file:
-            file.seek(max(child.output_start, file.seek(0, os.SEEK_END) - LAST_BYTES))
-            lines = file.read().decode(errors="replace").splitlines()
-            return next((" ".join(line.split()) for line in reversed(lines) if line.strip()), "")
-        return ""
+    def _why(self, child: _Child) -> str:
+        return last_words(end_of(self._output(child), child.output_start), child.exit_code)
 
 
 def exponential_backoff(restarts: int) -> float:

@@ -32,6 +32,7 @@ from trinity_mq.models.engines.host.ready_file import ReadyFile, engine_digest
 from trinity_mq.models.errors import EngineError, EngineFailed, EngineLost
 from trinity_mq.models.inference import EngineSnapshot
 from trinity_mq.runtime.process import write_atomic
+from trinity_mq.runtime.processes.last_words import end_of, ended_by, last_words
 
 log = structlog.get_logger(__name__)
 
@@ -276,7 +277,8 @@ class EngineHost:
         seconds = loop.time() - born
         log.warning("engine_died", engine=self.id, exit_code=code, after_seconds=round(seconds, 1))
         if seconds < self._lease:
-            raise EngineFailed(f"engine {self.id} died after {seconds:.0f} s (exit code {code}); see {self.output}")
+            why = last_words(end_of(self.output), code if code >= 0 else 128 - code) or ended_by(code)
+            raise EngineFailed(f"engine {self.id} died after {seconds:.0f} s: {why}; see {self.output}")
 
     async def _renew(self, process: EngineProcess) -> None:
         """Keep the lease up; an engine that does not answer for a whole lease is frozen, and is killed."""

@@ -1,0 +1,105 @@
+"""Why a process ended, in a line for a person: from its exit code and from what it printed."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import re
+import signal
+from pathlib import Path
+
+from trinity_mq.runtime.user_code import is_own, shown
+
+LAST_BYTES = 32 * 1024
+"""Bytes at the end of a process's output in which the reason of its end is looked for: a progress bar takes many."""
+_BAR = re.compile(r"[^\r\n]*?(?:\d+%\|[^|\r\n]*\||\d+(?:\.\d+)?[kMG]?it)[^\[\r\n]*\[[^\]\r\n]*\]?|[^\r\n]*━[^\r\n]*")
+"""A progress bar: of tqdm, with and without a total, and of rich. What follows on its line is no part of it."""
+_ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+_FRAME = re.compile(r'\s+File "(.+?)", line (\d+)')
+_LAST_FIRST, _FIRST_FIRST = "(most recent call last):", "(most recent call first):"
+"""Ends of the line above the frames: of a traceback, and of the stacks that ``faulthandler`` writes."""
+AGENT_ENDS = "(agent_ends "
+"""In the line with which an agent says why it ends."""
+
+
+def ended_by(code: int) -> str:
+    """Return how a process ended, by its exit code: 128 + n for signal n.
+
+    >>> ended_by(1), ended_by(137)
+    ('exit code 1', 'killed by SIGKILL: somebody sent it, or the machine had no memory left, see `dmesg`')
+    """
+    try:
+        name = signal.Signals(code - 128).name
+    except ValueError:
+        return f"exit code {code}"
+    if name == "SIGKILL":
+        return f"killed by {name}: somebody sent it, or the machine had no memory left, see `dmesg`"
+    return f"killed by {name}"
+
+
+def end_of(output: Path, start: int = 0) -> str:
+    """Return the end of a file that a process printed to from byte ``start`` on; empty where it cannot be read."""
+    with contextlib.suppress(OSError), output.open("rb") as file:
+        file.seek(max(start, file.seek(0, os.SEEK_END) - LAST_BYTES))
+        return file.read().decode(errors="replace")
+    return ""
+
+
+def last_words(printed: str, code: int) -> str:
+    """Return why a process ended: the signal that killed it, and what it said last, without progress bars.
+
+    Of a traceback that is the error with the line of the user's own file, of the stacks of a crash that line.
+
+    Args:
+        printed: The end of its output.
+        code: Its exit code, 128 + n for signal n.
+    """
+    lines = [line for line in _BAR.sub("\n", _ESCAPE.sub("", printed)).splitlines() if line.strip()]
+    said = _said(lines)
+    by = ended_by(code)
+    if by.startswith("exit code"):
+        return said
+    return f"{by}; it said last: {said}" if said else by
+
+
+def _said(lines: list[str]) -> str:
+    for number in range(len(lines) - 1, -1, -1):
+        if AGENT_ENDS in lines[number]:
+            return _in_one(lines[number])
+        if lines[number].endswith(_LAST_FIRST):
+            return _of_traceback(lines[number + 1 :])
+        if lines[number].endswith(_FIRST_FIRST):
+            return _of_stacks(lines)
+    return _in_one(lines[-1]) if lines else ""
+
+
+def _of_traceback(below: list[str]) -> str:
+    """Return the error of a traceback, and the innermost line of the user's own code among its frames."""
+    frames = _frames(below)
+    error = next((line for line in below if not line.startswith(" ")), "")
+    return f"{_in_one(error)}{_at(frames[::-1])}".strip()
+
+
+def _of_stacks(lines: list[str]) -> str:
+    """Return the line above the stacks of all threads, and the innermost line of the user's own code: of the current
+    thread, else of another one, since a watchdog's own stack says nothing.
+    """
+    heads = [number for number, line in enumerate(lines) if line.endswith(_FIRST_FIRST)]
+    above = _in_one(lines[heads[0] - 1]) if heads[0] else "it was at work"
+    heads.sort(key=lambda number: not lines[number].startswith("Current thread"))
+    return f"{above}{_at([frame for head in heads for frame in _frames(lines[head + 1 :])])}"
+
+
+def _frames(below: list[str]) -> list[tuple[str, str]]:
+    """Return file and line of the frames at the beginning of ``below``."""
+    frames = itertools.takewhile(lambda line: line.startswith(" "), below)
+    return [(match[1], match[2]) for line in frames if (match := _FRAME.match(line))]
+
+
+def _at(frames: list[tuple[str, str]]) -> str:
+    return next((f" ({shown(file)}:{line})" for file, line in frames if is_own(file)), "")
+
+
+def _in_one(line: str) -> str:
+    return " ".join(line.split())
