@@ -336,6 +336,15 @@ CASES: dict[tuple[str, int], dict[str, dict[str, Any]]] = {
             "state": "working",
             "detail": {"ticket": "t1", "seconds": 3.5, "usual_seconds": 0.25},
         },
+        "batch_in_review": {
+            "role": "operator",
+            "id": "operator-0",
+            "seq": 9,
+            "incarnation": "b1946ac92492",
+            "lease": 10.0,
+            "state": "working",
+            "detail": {"ticket": "t1", "seconds": 30.5, "reviews": 3, "review_seconds": 269.5},
+        },
         "slots": {
             "role": "runner",
             "id": "runner-0",

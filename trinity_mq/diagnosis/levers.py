@@ -41,6 +41,10 @@ LEVERS = {
     ),
     "sync": "synchronizer.sync_timeout ends an attempt; see the engines' and the trainer's logs",
     "batch": "look at the operators in operator.operators; operator.timeout ends a try of a batch",
+    "review": (
+        "give the verdicts: `trinity-mq review list` shows the runs, and `trinity-mq review keep`, `drop` and `reward` "
+        "judge one, as the page of `trinity-mq dash` does; `seconds` of human_review in operator.operators bounds it"
+    ),
     "lane": "bring the service back; the runners try again by themselves (runner.circuit_breaker.max_pause)",
     "lost_slices": (
         "wait half a minute: the explorer sends them again by itself. Find out who deleted or purged the queue: a "

@@ -173,6 +173,18 @@ def _lost_slices(facts: Facts) -> Iterator[_Cause]:
         yield _Cause("waiting", beat.id, words, lever("lost_slices"))
 
 
+def _review(facts: Facts) -> Iterator[_Cause]:
+    for beat, age in facts.of_role("operator"):
+        one = beat.detail
+        if isinstance(one, OperatorStatus) and one.reviews:
+            runs = counted(one.reviews, "run")
+            left = text_of(max(0.0, one.review_seconds - age))
+            words = (
+                f"{beat.id} waits for people to judge {runs} of its batch; in {left} the default counts for those left"
+            )
+            yield _Cause("waiting", beat.id, words, lever("review"), (f"its ticket is {one.ticket}",))
+
+
 def _overdue_trainer(facts: Facts) -> Iterator[_Cause]:
     for beat, age in facts.of_role("trainer"):
         one = beat.detail
@@ -243,6 +255,7 @@ RULES: tuple[Callable[[Facts], Iterator[_Cause]], ...] = (
     _missing,
     _starting,
     _lost_slices,
+    _review,
     _overdue_trainer,
     _overdue_operator,
     _paused_lane,

@@ -204,6 +204,10 @@ class OperatorStatus(Status):
     """Seconds since that batch was taken."""
     usual_seconds: float = 0.0
     """Median duration of the last batches in seconds; 0: none is done."""
+    reviews: int = 0
+    """Runs of that batch that wait for a person's verdict."""
+    review_seconds: float = 0.0
+    """Seconds until the defaults count for those runs."""
 
 
 class MemberStatus(Status):

@@ -88,7 +88,14 @@ class Operator(Agent):
 
     def detail(self) -> OperatorStatus:
         """Return the ticket at work: the explorer's deadline for it does not run meanwhile."""
-        return OperatorStatus(ticket=self._ticket, seconds=self._work.seconds, usual_seconds=self._work.usual_seconds)
+        reviews, left = self._chain.unanswered()
+        return OperatorStatus(
+            ticket=self._ticket,
+            seconds=self._work.seconds,
+            usual_seconds=self._work.usual_seconds,
+            reviews=reviews,
+            review_seconds=left,
+        )
 
     async def serve(self) -> None:
         """Process batches until drained or the run is over."""

@@ -91,6 +91,10 @@ class ChainRun:
         for operator in asking:
             operator.set_reviews(self._reviews)
 
+    def unanswered(self) -> tuple[int, float]:
+        """Return how many runs of the batch wait for a person's verdict, and the seconds until the defaults count."""
+        return (0, 0.0) if self._reviews is None else self._reviews.unanswered()
+
     async def process(self, manifest: BatchClosed, parts: Collection[Part]) -> ProcessedBatch:
         """Return the result of the chain on the parts, with its chunks stored where they are too large for a message.
 

@@ -36,10 +36,17 @@ class BatchReviews:
         self._ticket = ""
         self._asked = 0
         """Calls of :meth:`ask` for the batch: each operator of a chain has requests of its own."""
+        self._unanswered: dict[str, float] = {}
+        """Deadlines of the questions without an answer, by request."""
 
     def begin(self, manifest: BatchClosed) -> None:
         """Ask about another batch from now on."""
         self._batch, self._ticket, self._asked = manifest.batch, manifest.ticket, 0
+
+    def unanswered(self) -> tuple[int, float]:
+        """Return the number of questions without an answer, and the seconds until their defaults count."""
+        left = max(self._unanswered.values(), default=self._clock()) - self._clock()
+        return len(self._unanswered), max(0.0, left)
 
     async def ask(self, questions: Sequence[Question], *, seconds: float, default: Decision) -> list[Answer]:
         now, self._asked = self._clock(), self._asked + 1
@@ -65,11 +72,13 @@ class BatchReviews:
         )
 
     async def _answer(self, request: ReviewRequest) -> Answer:
+        self._unanswered[request.request] = request.deadline
         try:
             await self._ask_once(request)
             verdict = await self._verdict(request)
             found = await self._close(_closing(request, verdict))
         finally:
+            del self._unanswered[request.request]
             self.stream.forget(request.request)
         return Answer(Decision(found.verdict, found.reward), found.how == "timeout", found.by, found.note)
 

@@ -185,6 +185,12 @@ CULPRITS: dict[str, tuple[dict[str, Any], str, str, str]] = {
         "operator-0",
         "processes a batch for 50 s",
     ),
+    "people judge": (
+        {"changed": [beat("operator", ticket="t40", seconds=50.0, usual_seconds=1.0, reviews=2, review_seconds=250.5)]},
+        "waiting",
+        "operator-0",
+        "waits for people to judge 2 runs of its batch; in 250 s the default counts for those left",
+    ),
     "sandbox away": (
         {"changed": [beat("runner", "runner-1", state="holding", waits=("it", 9.0), paused=[PAUSED])]},
         "waiting",

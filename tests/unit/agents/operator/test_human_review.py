@@ -99,6 +99,23 @@ def test_a_verdict_changes_the_reward_and_a_second_one_is_refused() -> None:
     run_virtually(main())
 
 
+def test_its_heartbeats_say_how_many_runs_wait_for_people() -> None:
+    async def main() -> None:
+        world = make_world('"choose": {"fraction": 1}, "seconds": 100')
+        await batch_of(world, "a0", "a1")
+        async with world.living(made := operator(world)):
+            assert (made.detail().reviews, made.detail().review_seconds) == (0, 0.0)
+            await until(lambda: len(asked(world)) == 2)
+            assert (made.detail().reviews, made.detail().ticket) == (2, "t1")
+            assert 95 < made.detail().review_seconds <= 100
+            await say(world, {"request": asked(world)[0].request, "verdict": "keep", "by": "ann"}, "v1")
+            await until(lambda: made.detail().reviews == 1)
+            await until(lambda: bool(ready(world)))
+            assert (made.detail().reviews, made.detail().review_seconds) == (0, 0.0)
+
+    run_virtually(main())
+
+
 @pytest.mark.parametrize(
     ("default", "left"), [('"keep"', {0: 0.0, 1: 1.0}), ('"drop"', {0: 0.0}), ('{"reward": 0.5}', {0: 0.0, 1: 0.5})]
 )
