@@ -147,6 +147,21 @@ def test_process_events_that_matter_are_news() -> None:
     ]
 
 
+def test_before_the_first_heartbeat_the_broker_alone_is_blamed() -> None:
+    """Agents load for a while; a broker with an alarm lets no heartbeat through."""
+    view = RunView("r", 20)
+    view.explain(1e6, broker="alarm")
+    view.began = 100.0
+    view.explain(129.0, broker="alarm")
+    view.explain(200.0)
+    assert (view.finding, view.take_news()) == (None, [])
+    for now in (131.0, 133.0):
+        view.explain(now, broker="memory alarm")
+    assert view.finding is not None
+    [line] = view.take_news()
+    assert line.startswith("nothing has moved for 31 s: everybody waits for the broker: memory alarm; what to do: free")
+
+
 def test_other_messages_say_nothing() -> None:
     view = RunView("r", 20)
     view.receive(Mark(nonce="x"), 0.0)

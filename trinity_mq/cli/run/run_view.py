@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -86,6 +87,8 @@ class RunView:
         self._told_left_over = self._told_dropped = False
         self._watch: Watch | None = None
         """Made at the first heartbeat."""
+        self.began = math.inf
+        """Time from which heartbeats are awaited."""
         self.finding: Finding | None = None
         """The reason why nothing moves; None while something does, or has a moment ago."""
         self._told_culprits: set[str | None] = set()
@@ -171,8 +174,8 @@ class RunView:
         self.depths = dict(depths)
 
     def still(self, now: float) -> float:
-        """Return the seconds since anything progressed, 0 before the first heartbeat."""
-        return 0.0 if self._watch is None else now - self._watch.moved_at
+        """Return the seconds since anything progressed, before the first heartbeat those since it is awaited."""
+        return max(0.0, now - (self.began if self._watch is None else self._watch.moved_at))
 
     def observation(
         self,
@@ -196,10 +199,11 @@ class RunView:
     ) -> None:
         """Work out why nothing moves, once that has lasted for :data:`STILL_SHOWN`; each culprit is news once.
 
-        The arguments are those of :class:`trinity_mq.diagnosis.Observation`.
+        Before the first heartbeat, while agents load what they need, only the broker is blamed. The arguments are those
+        of :class:`trinity_mq.diagnosis.Observation`.
         """
         self.finding = None
-        if self._watch is None or self.still(now) < STILL_SHOWN:
+        if self.still(now) < STILL_SHOWN or (self._watch is None and not broker):
             self._told_culprits.clear()
             return
         finding = diagnose(self.observation(now, broker=broker, expected=expected, limits=limits))

@@ -26,7 +26,7 @@ from trinity_mq.cli.trackers.process import TrackerProcess
 from trinity_mq.config import Config
 from trinity_mq.config.modes.mode import AGENTS
 from trinity_mq.config.threads import cpu_threads
-from trinity_mq.diagnosis import expected_agents, limits
+from trinity_mq.diagnosis import Observation, diagnose, expected_agents, limits
 from trinity_mq.messages import ControlEvent
 from trinity_mq.runtime.notify import Notifier
 from trinity_mq.runtime.process import give_back_freed_memory
@@ -122,6 +122,7 @@ class Session:
                     tapped_broker(self._config, self.run_view.add_news),
                     connected(self._config.name, broker, "supervisor", self._tell) as (bus, topology),
                 ):
+                    await self._tell_broker_trouble(bus, topology)
                     await self._supervise(bus, topology, url)
         except asyncio.CancelledError:
             if self.signal is None or task is None:
@@ -135,6 +136,13 @@ class Session:
                 loop.remove_signal_handler(number)
             if self._attached:
                 loop.remove_reader(sys.stdin.fileno())
+
+    async def _tell_broker_trouble(self, bus: Bus, topology: Topology) -> None:
+        """Say before the agents start that the broker takes nothing; they wait until it does."""
+        if trouble := await broker_trouble(bus, topology):
+            finding = diagnose(Observation(broker=trouble))
+            self._tell(f"{finding.sentence}; what to do: {finding.lever}")
+        self.run_view.began = asyncio.get_running_loop().time()
 
     def _broker(self) -> contextlib.AbstractAsyncContextManager[str]:
         if self._url is not None:
