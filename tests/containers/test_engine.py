@@ -15,6 +15,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.postgresql import SHARED
+
 SCRIPT = Path(__file__).parents[2] / "scripts" / "docker-engine"
 PREPARE = Path(__file__).parent / "prepare"
 NEEDED = ("dockerd", "docker", "iptables", "nft", "ip", "unshare", "nsenter")
@@ -159,13 +161,25 @@ def test_an_engine_that_answers_is_used_and_left_alone(machine: Machine) -> None
     assert "docker0" in refused.stderr
 
 
-def test_where_it_cannot_run_it_says_why() -> None:
+@pytest.fixture
+def public() -> Iterator[Path]:
+    """A copy of the script that every user can read and run: the checkout may be its owner's alone."""
+    folder = Path(tempfile.mkdtemp(prefix="tmq-", dir=SHARED))
+    folder.chmod(0o755)
+    for path in (SCRIPT, SCRIPT.with_name("_failures.sh")):
+        shutil.copyfile(path, folder / path.name)
+        (folder / path.name).chmod(0o755)
+    yield folder / SCRIPT.name
+    shutil.rmtree(folder)
+
+
+def test_where_it_cannot_run_it_says_why(public: Path) -> None:
     """As nobody, without a Docker of its own: an exit code of its own, and one line."""
     program = "import os, sys; os.geteuid() or os.setuid(65534); os.execv(sys.argv[1], sys.argv[1:])"
     environment = {"PATH": os.environ["PATH"], "DOCKER_HOST": "unix:///nowhere.sock"}
     done = subprocess.run(
-        [sys.executable, "-c", program, SCRIPT, "start", "/tmp/nowhere"],
-        env=environment, capture_output=True, text=True, check=False,
+        [sys.executable, "-c", program, public, "start", "/tmp/nowhere"],
+        env=environment, cwd=public.parent, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert (done.returncode, done.stdout) == (69, "")
     assert done.stderr == "no Docker engine: not root: start Docker yourself and set DOCKER_HOST\n"
