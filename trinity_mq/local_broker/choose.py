@@ -6,9 +6,23 @@ from pathlib import Path
 
 from trinity_mq.local_broker.base import LocalNode
 from trinity_mq.local_broker.container import DockerNode, docker_answers
-from trinity_mq.local_broker.node import NOT_INSTALLED, NodeError, PrivateNode, find_rabbitmq
+from trinity_mq.local_broker.node import NOT_INSTALLED, NodeError, PrivateNode, epmd_command, find_rabbitmq
 
-__all__ = ["LocalNode", "local_broker"]
+__all__ = ["LocalNode", "local_broker", "own_kind"]
+
+
+async def own_kind() -> type[PrivateNode | DockerNode]:
+    """Return the kind of broker that :func:`local_broker` starts on this machine.
+
+    Raises:
+        NodeError: None can be started; the message says what to do.
+    """
+    if find_rabbitmq() is not None:
+        epmd_command()
+        return PrivateNode
+    if await docker_answers():
+        return DockerNode
+    raise NodeError(NOT_INSTALLED)
 
 
 async def local_broker(base: Path) -> LocalNode:
@@ -17,12 +31,7 @@ async def local_broker(base: Path) -> LocalNode:
     Raises:
         NodeError: Neither is there, or it did not start; the message says what to do.
     """
-    node: LocalNode
-    if find_rabbitmq() is not None:
-        node = PrivateNode(base)
-    elif await docker_answers():
-        node = DockerNode(base)
-    else:
-        raise NodeError(NOT_INSTALLED)
+    kind = await own_kind()
+    node = kind(base)
     await node.launch()
     return node

@@ -6,6 +6,7 @@ from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -436,6 +437,17 @@ def test_no_broker_is_a_warning_and_an_unreachable_one_a_problem(
     }
     assert doctor(Namespace(**words)) == 0
     assert json.loads(capsys.readouterr().out)["findings"][0]["verdict"] == "warning"
+    with monkeypatch.context() as without:
+        without.setattr("trinity_mq.local_broker.choose.find_rabbitmq", lambda: None)
+        without.setattr("trinity_mq.local_broker.choose.docker_answers", AsyncMock(return_value=False))
+        assert doctor(Namespace(**words)) == 1, "nothing here can start a broker"
+        finding = json.loads(capsys.readouterr().out)["findings"][0]
+        assert finding["verdict"] == "problem"
+        assert finding["seen"] == "none is known, and `trinity-mq run` can start none of its own"
+        assert "`apt-get install rabbitmq-server`" in finding["do"]
+        without.setattr("trinity_mq.local_broker.choose.docker_answers", AsyncMock(return_value=True))
+        assert doctor(Namespace(**words)) == 0, "a container can"
+        assert json.loads(capsys.readouterr().out)["findings"][0]["verdict"] == "warning"
     assert doctor(Namespace(**{**words, "broker": "amqp://u:secret@127.0.0.1:1/"})) == 1
     printed = capsys.readouterr().out
     assert json.loads(printed)["findings"][0]["verdict"] == "problem"

@@ -32,6 +32,7 @@ from trinity_mq.cli.doctor.facts import (
 from trinity_mq.cli.run_folder import RunFolder
 from trinity_mq.cli.target import broker_of_name, find_configuration
 from trinity_mq.config import BrokerConfig
+from trinity_mq.local_broker.choose import own_kind
 from trinity_mq.local_broker.node import NodeError, PrivateNode
 from trinity_mq.telemetry import mask_passwords
 
@@ -99,6 +100,10 @@ async def check_broker(
     try:
         addresses = Addresses.of(broker)
         if addresses is None:
+            try:
+                await own_kind()
+            except NodeError as error:
+                return no_broker("problem", "none is known, and `trinity-mq run` can start none of its own", str(error))
             do = "give --broker amqp://user:password@host:port/vhost, or set TRINITY_MQ_BROKER_URL"
             return no_broker("warning", "none is known; `trinity-mq run` would start one of its own", do)
         urls = await asyncio.to_thread(addresses.read)
