@@ -80,6 +80,10 @@ class TasksetMixture:
         Raises:
             TasksetError: It was saved with other tasksets, ratios, records, selectors or another seed.
         """
+        before = state["tasksets"]
+        for one in self._tasksets:  # first: it says in words what has changed in the records, on which the turns depend
+            if one.config.name in before:
+                one.restore(before[one.config.name])
         now = self.state()
         for key in ("turns", "seed"):
             if state.get(key) != now[key]:
@@ -88,8 +92,6 @@ class TasksetMixture:
                     f"{now[key]!r}; put the old data and settings back, or train anew with `trinity-mq run CONFIG "
                     "--fresh`"
                 )
-        for one in self._tasksets:
-            one.restore(state["tasksets"][one.config.name])
         self._given = state["epoch"] * len(self) + state["cursor"]
 
     def _turn(self, place: int) -> int:

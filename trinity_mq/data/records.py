@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from decimal import Decimal
 from pathlib import Path
 from typing import Any, Protocol
@@ -81,6 +81,40 @@ def read_records(
     """
     sources = {"file": _file, "huggingface": _hugging_face, "sql": _sql, "synthetic": _synthetic}
     return _checked(config, keys, max_bytes, sources[config.storage_type](config))
+
+
+def check_identity(what: str, config: RecordsConfig, saved: object, rows: Sequence[Record], identity: str) -> None:
+    """Return if records are those with which a run began.
+
+    Args:
+        what: For the message: ``taskset 'train'``.
+        config: Where the records are.
+        saved: Their hash then.
+        rows: The records now; empty where they are no records but recorded experiences.
+        identity: Their hash now.
+
+    Raises:
+        TasksetError: They are not; says what has changed.
+    """
+    if saved != identity:
+        limit = "" if config.limit is None else f" (limit: {config.limit})"
+        change = _change(config, str(saved), rows, identity)
+        raise TasksetError(
+            f"{what}: the records of {mask_passwords(config.path)}{limit} have changed since the run began: {change}. "
+            "Put the old data back, or train anew with `trinity-mq run CONFIG --fresh`"
+        )
+
+
+def _change(config: RecordsConfig, saved: str, rows: Sequence[Record], identity: str) -> str:
+    before, now = (int(one) if (one := of.partition("-")[0]).isdecimal() else 0 for of in (saved, identity))
+    if before == now:
+        return f"there are {now} as before, but some have other content or stand in another order"
+    if before > now:
+        return f"there were {before}, and {before - now} fewer are there now"
+    first = hashlib.sha256(b"".join(_packed(config, {}, "", row) for row in rows[:before]))
+    if saved == f"{before}-{first.hexdigest()[:16]}":
+        return f"{now - before} were added behind the {before} that were there, which are as they were"
+    return f"there were {before} and are {now}"
 
 
 def _checked(

@@ -7,7 +7,7 @@ from typing import Any
 
 from trinity_mq.config import TasksetConfig
 from trinity_mq.data.errors import TasksetError
-from trinity_mq.data.records import Record, read_tasks
+from trinity_mq.data.records import Record, check_identity, read_tasks
 from trinity_mq.data.selectors import TaskStats, create_selector
 from trinity_mq.messages import TaskBody
 
@@ -102,10 +102,12 @@ class Taskset:
         Raises:
             TasksetError: It was saved with other records, another seed or another selector, which give another order.
         """
+        what = f"taskset {self.config.name!r}"
+        check_identity(what, self.config, state.get("identity"), self._rows, self.identity)
         for key, now in self.state().items():
             if key not in {"epoch", "cursor", "position"} and state.get(key) != now:
                 raise TasksetError(
-                    f"taskset {self.config.name!r}: the saved position belongs to {key} {state.get(key)!r}, this one "
+                    f"{what}: the saved position belongs to {key} {state.get(key)!r}, this one "
                     f"has {now!r}; put the old data and settings back, or train anew with `trinity-mq run CONFIG "
                     "--fresh`"
                 )
@@ -114,7 +116,7 @@ class Taskset:
             self._selector.restore(state.get("position", {"given": given}))
             self._given = given
         except ValueError as error:
-            raise TasksetError(f"taskset {self.config.name!r}: {error}") from error
+            raise TasksetError(f"{what}: {error}") from error
 
     def _body(self, position: int) -> TaskBody:
         return TaskBody(

@@ -223,23 +223,25 @@ def task_stats(ticket: Ticket) -> dict[str, list[TaskStats]]:
     return found
 
 
-def open_tasksets(config: Config) -> tuple[Taskset | TasksetMixture | None, dict[str, list[TaskBody]]]:
-    """Return the training taskset, at its beginning, and the evaluation tasks by set."""
-    training, limit = config.buffer.training_tasksets, config.broker.max_task_bytes
-    if config.mode == "bench":
-        training = ()
+def open_training(config: Config) -> Taskset | TasksetMixture | None:
+    """Return the training taskset, at its beginning; None: tasks are submitted, or there is none."""
+    limit = config.broker.max_task_bytes
     opened = [
         open_taskset(one, repeat_times=config.algorithm.repeat_times, seed=config.seed, max_bytes=limit)
-        for one in training
+        for one in (() if config.mode == "bench" else config.buffer.training_tasksets)
         if one.storage_type != "queue"
     ]
-    taskset: Taskset | TasksetMixture | None = opened[0] if opened else None
     if config.buffer.tasksets and opened:
-        taskset = TasksetMixture(opened, config.seed)
+        return TasksetMixture(opened, config.seed)
+    return opened[0] if opened else None
+
+
+def open_tasksets(config: Config) -> tuple[Taskset | TasksetMixture | None, dict[str, list[TaskBody]]]:
+    """Return the training taskset, at its beginning, and the evaluation tasks by set."""
     sets = {
         one.name: open_taskset(
-            one, repeat_times=one.repeat_times, seed=config.seed, is_eval=True, max_bytes=limit
+            one, repeat_times=one.repeat_times, seed=config.seed, is_eval=True, max_bytes=config.broker.max_task_bytes
         ).all_tasks()
         for one in config.buffer.eval_tasksets
     }
-    return taskset, sets
+    return open_training(config), sets

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from trinity_agents.explorer.state import ExplorerState, StateFile
 from trinity_agents.explorer.task_source import TaskSource, open_tasksets
 from trinity_agents.simulation import Simulation
+from trinity_agents.trainer.sources.records import recorded
 from trinity_mq.bus.addresses import URL_VARIABLE
 from trinity_mq.cli.main import main
-from trinity_mq.cli.run.earlier_start import extension, go_back, start_anew
+from trinity_mq.cli.run.earlier_start import check_data, extension, go_back, start_anew
 from trinity_mq.cli.run_folder import RunFolder
 from trinity_mq.config import load_config
+from trinity_mq.data.records import read_records
+from trinity_mq.experience import Experience, encode
 from trinity_mq.testing.virtual_time import run_virtually
 from trinity_mq.training.checkpoints.checkpoint import CheckpointStore, TrainerState, find_checkpoints
 
@@ -102,10 +106,72 @@ def test_begun_anew_the_folder_is_moved_aside_and_nothing_in_it_is_lost(
     assert start_anew(config, RunFolder(config)) == []
 
 
+# -- other data
+
+
+def write_records(folder: Path, count: int) -> None:
+    lines = (f'{{"question": "q{n}", "answer": "a"}}\n' for n in range(count))
+    (folder / "t.jsonl").write_text("".join(lines))
+
+
+def with_records(folder: Path, settings: str) -> Path:
+    """Write a configuration on ten records, and the folder of its run; return the configuration."""
+    write_records(folder, 10)
+    path = folder / "c.yaml"
+    path.write_text(f"name: earlier\nrun_dir: {folder}/run\nmodel: {{tiny: {{}}}}\n{settings}\n")
+    RunFolder(load_config(path)).adopt()
+    return path
+
+
+@pytest.mark.parametrize("words", [[], ["--from", "step-1"]])
+@pytest.mark.parametrize("of", ["explorer", "trainer", "recorded", "experts"])
+def test_changed_data_are_told_before_an_agent_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], of: str, words: list[str]
+) -> None:
+    """Whoever has a position in them, in the words of who would find it out later."""
+    data = f"{{storage_type: file, path: {tmp_path}/t.jsonl, schema_type: sft}}"
+    sections = {
+        "explorer": f"buffer: {{taskset: {{path: {tmp_path}/t.jsonl}}}}",
+        "trainer": "mode: train\nalgorithm: {algorithm_type: sft}\n"
+        f"buffer: {{trainer_input: {{experience_buffer: {data}}}}}",
+        "recorded": "mode: train\nbuffer: {trainer_input: {experience_buffer: "
+        f"{{storage_type: file, path: {tmp_path}/t.tmqx, schema_type: experience}}}}}}",
+        "experts": "algorithm: {algorithm_type: mix}\nbuffer: {taskset: {storage_type: queue}, trainer_input: "
+        f"{{auxiliary_buffers: {{experts: {data}}}}}}}",
+    }
+    experience = Experience(tokens=[1, 2], prompt_length=1, logprobs=[-1.0])
+    (tmp_path / "t.tmqx").write_bytes(encode([experience] * 10))
+    path = with_records(tmp_path, sections[of])
+    config, state = load_config(path), ExplorerState()
+    source: dict[str, Any] = {}
+    if of == "explorer":
+        TaskSource(config, state, open_tasksets(config)[0]).take()
+    elif of == "recorded":
+        source = {"identity": recorded(config.buffer.trainer_input.experience_buffer)[1]}
+    else:
+        records = config.buffer.trainer_input.experience_buffer
+        records = next(iter(config.buffer.trainer_input.auxiliary_buffers.values()), records)
+        identity = {"identity": read_records(records, records.required_keys)[1]}
+        source = {"experts": identity} if of == "experts" else identity
+    asyncio.run(StateFile.of(tmp_path / "run").save(state))
+    saved(tmp_path, 2, source=source)
+    before = sorted((tmp_path / "run").rglob("*"))
+    check_data(config)
+
+    write_records(tmp_path, 11)
+    (tmp_path / "t.tmqx").write_bytes(encode([experience] * 11))
+    assert main(["run", str(path), *words]) == 2
+    err = capsys.readouterr().err
+    assert "have changed since the run began: " in err
+    told = "there were 10 and are 11" if of == "recorded" else "1 were added behind the 10 that were there"
+    assert told in err
+    assert sorted((tmp_path / "run").rglob("*")) == sorted([*before, tmp_path / "run" / "lock"])
+
+
 # -- back to a checkpoint
 
 
-def saved(folder: Path, *progress: int) -> None:
+def saved(folder: Path, *progress: int, source: dict[str, Any] | None = None) -> None:
     """Write checkpoints with these numbers of batches, and half as many train steps."""
 
     async def write(into: Path) -> None:
@@ -113,7 +179,7 @@ def saved(folder: Path, *progress: int) -> None:
 
     store = CheckpointStore(folder / "run" / "checkpoints", 9)
     for one in progress:
-        state = TrainerState(generation=1, step=one // 2, progress=one, source={})
+        state = TrainerState(generation=1, step=one // 2, progress=one, source=source or {})
         asyncio.run(store.save(write, state))
 
 

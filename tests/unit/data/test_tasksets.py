@@ -99,14 +99,32 @@ def test_a_position_of_other_data_or_order_is_refused(jsonl):
         open_taskset(file_config(jsonl), seed=2).restore(state)
     with pytest.raises(TasksetError, match="selector 'shuffle'"):
         open_taskset(file_config(jsonl, selector="sequential"), seed=1).restore(state)
-    with pytest.raises(TasksetError, match="belongs to identity"):
+    with pytest.raises(TasksetError, match=r"\(limit: 9\) have changed .*: there were 10, and 1 fewer are there now"):
         open_taskset(file_config(jsonl, limit=9), seed=1).restore(state)
-    jsonl.write_text(jsonl.read_text().replace("q3", "q4"))
-    with pytest.raises(TasksetError, match="put the old data and settings back"):
-        open_taskset(file_config(jsonl), seed=1).restore(state)
     taskset = open_taskset(file_config(jsonl), seed=1)
     with pytest.raises(TasksetError, match="cursor 11"):
         taskset.restore(taskset.state() | {"cursor": 11})
+
+
+@pytest.mark.parametrize(
+    ("edit", "said"),
+    [
+        (lambda lines: [*lines, lines[0]], "1 were added behind the 10 that were there, which are as they were"),
+        (lambda lines: [*lines[:5], lines[0], *lines[5:]], "there were 10 and are 11"),
+        (lambda lines: lines[3:], "there were 10, and 3 fewer are there now"),
+        (lambda lines: lines[::-1], "there are 10 as before, but some have other content or stand in another order"),
+        (lambda lines: [lines[0].replace("q0", "q7"), *lines[1:]], "there are 10 as before, but some have other"),
+    ],
+)
+def test_what_has_changed_in_the_records_is_said_in_words(jsonl, edit, said):
+    state = open_taskset(file_config(jsonl), seed=1).state()
+    jsonl.write_text("".join(edit(jsonl.read_text().splitlines(keepends=True))))
+    with pytest.raises(TasksetError) as caught:
+        open_taskset(file_config(jsonl), seed=1).restore(state)
+    words = str(caught.value)
+    assert f"the records of {jsonl} have changed since the run began: {said}" in words
+    assert "Put the old data back, or train anew with `trinity-mq run CONFIG --fresh`" in words
+    assert state["identity"].partition("-")[2] not in words, "no hash"
 
 
 def test_limit_keeps_the_first_records(jsonl):

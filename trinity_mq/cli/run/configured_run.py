@@ -20,7 +20,7 @@ from trinity_mq.cli.errors import CommandError
 from trinity_mq.cli.main import expected_error
 from trinity_mq.cli.reports.text import make_report, save_failures, train_steps, write_evaluations
 from trinity_mq.cli.run.display import PlainDisplay, open_display
-from trinity_mq.cli.run.earlier_start import HOW_TO_GO_ON, extension, go_back, start_anew
+from trinity_mq.cli.run.earlier_start import HOW_TO_GO_ON, check_data, extension, go_back, start_anew
 from trinity_mq.cli.run.exit_codes import closing_line, exit_code
 from trinity_mq.cli.run.session import Session
 from trinity_mq.cli.run_folder import RunFolder
@@ -31,9 +31,6 @@ from trinity_mq.runtime.process import claim_folder, disk_full
 from trinity_mq.runtime.processes.fork_server_process import ForkServer
 from trinity_mq.runtime.processes.supervisor import ProcessEvent
 from trinity_mq.telemetry import mask_passwords, setup_logging
-
-OUTPUT_LINES = 3
-"""Lines of a failed agent's output that are printed."""
 
 
 def run_configured(
@@ -61,6 +58,7 @@ def run_configured(
         if arguments.start:
             check(config, arguments, stage)  # before anything is chosen
             folder.changes()
+            check_data(config)
             for line in go_back(config, arguments.start):
                 print(line)
         elif folder.finished:
@@ -72,6 +70,8 @@ def run_configured(
             print(extended)
         if not (arguments.fresh or arguments.start):
             check(config, arguments, stage)
+            folder.changes()  # settings that only another run can have are told first
+            check_data(config)
         for change in folder.adopt():
             print(f"warning: changed since the last start: {change}", file=sys.stderr)
         folder.unmark_finished()
@@ -171,8 +171,5 @@ def _trains(config: Config) -> bool:
 
 
 def _failure_report(failure: ProcessEvent, logs: Path) -> str:
-    output = logs / f"{failure.name}.out"
-    lines = output.read_text(errors="replace").strip().splitlines() if output.exists() else []
-    words = "".join(f"\n  {line}" for line in lines[-OUTPUT_LINES:])
-    code = failure.code
+    words, code = f"\n  {failure.output}" if failure.output else "", failure.code
     return f"{failure.name} failed for good (exit code {code}): {failure.reason}; see {logs / failure.name}.*{words}"

@@ -13,11 +13,12 @@ from trinity_mq.cli.broker.connection import Target
 from trinity_mq.cli.errors import CommandError
 from trinity_mq.cli.interrupts import run_to_the_end
 from trinity_mq.cli.run_folder import RunFolder
-from trinity_mq.config import Config
+from trinity_mq.config import Config, ExperienceBufferConfig
+from trinity_mq.data.records import Record, check_identity, read_records
 from trinity_mq.dispatch.tickets import sort_batch_id
 from trinity_mq.runtime.errors import FatalError
 from trinity_mq.training.checkpoints.benchmarked import checksums
-from trinity_mq.training.checkpoints.checkpoint import CheckpointError, choose, named
+from trinity_mq.training.checkpoints.checkpoint import CheckpointError, choose, find_checkpoints, named
 
 HOW_TO_GO_ON = "to train on, ask for more batches (buffer.total_steps=N); to train anew, add --fresh"
 
@@ -82,6 +83,40 @@ def go_back(config: Config, name: str) -> list[str]:
         raise CommandError(f"--from: {error}") from error
     later = state.opened - checkpoint.state.progress
     return [f"goes on from {checkpoint.title}; up to {max(later, 0)} batches after it are trained on again"]
+
+
+def check_data(config: Config) -> None:
+    """Return if the data are those with which the run was begun, as its saved position in them says.
+
+    Raises:
+        FatalError: They have changed, or a saved state cannot be read.
+    """
+    from trinity_agents.explorer.state import StateFile
+    from trinity_agents.explorer.task_source import open_training
+
+    saved = StateFile.of(config.path).load().taskset
+    if saved and (taskset := open_training(config)) is not None:
+        taskset.restore(saved)
+    folder = config.path / "checkpoints"
+    checkpoints = find_checkpoints(folder)[0] if folder.is_dir() else []
+    if not checkpoints or (config.mode == "train" and config.source.tap):
+        return
+    source, data = checkpoints[0].state.source, config.buffer.trainer_input
+    positions = [(one, source.get("experts", {})) for one in data.auxiliary_buffers.values()]
+    for records, position in [(data.experience_buffer, source)] if config.mode == "train" else positions:
+        if "identity" in position:
+            _check_records(records, position["identity"])
+
+
+def _check_records(data: ExperienceBufferConfig, saved: str) -> None:
+    rows: list[Record] = []
+    if data.schema_type == "experience":
+        from trinity_agents.trainer.sources.records import recorded  # and torch with it
+
+        identity = recorded(data)[1]
+    else:
+        rows, identity = read_records(data, data.required_keys)
+    check_identity(f"training data {data.name!r}", data, saved, rows, identity)
 
 
 def start_anew(config: Config, folder: RunFolder) -> list[str]:

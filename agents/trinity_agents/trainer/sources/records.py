@@ -17,7 +17,7 @@ from trinity_mq.config import Config, ExperienceBufferConfig
 from trinity_mq.data.epochs import EpochOrder
 from trinity_mq.data.errors import TasksetError
 from trinity_mq.data.formatters import FORMATTERS, FormatError, Reader, fitted
-from trinity_mq.data.records import Record, read_records
+from trinity_mq.data.records import Record, check_identity, read_records
 from trinity_mq.experience import DecodeError, Experience, ExperienceBatch
 from trinity_mq.experience.eid import EID
 from trinity_mq.models.engines.generation.text import TextCodec, TextError
@@ -47,6 +47,8 @@ class Records:
     """Changes with them."""
     rows: Rows
     """Makes experiences of them; called on a thread."""
+    source: Sequence[Record] = ()
+    """The records themselves; none for recorded experiences."""
 
 
 class RecordSource:
@@ -72,7 +74,7 @@ class RecordSource:
         batches: int | None,
         epochs: int = 1,
     ) -> None:
-        self._name, self._rows, self._size = data.name, records.rows, size
+        self._data, self._records, self._size = data, records, size
         self._settings = {"identity": records.identity, "seed": seed, "selector": data.selector}
         self._order = EpochOrder(records.count, data.selector, seed)
         self._most = epochs * records.count
@@ -113,7 +115,7 @@ class RecordSource:
             indexes = self._order.take(size)
             behind = (self._order.epoch, self._order.cursor)
             self._order.move_to(*before)
-            experiences, metrics = await asyncio.to_thread(self._rows, indexes)
+            experiences, metrics = await asyncio.to_thread(self._records.rows, indexes)
             number = self._batch + 1
             for place, one in enumerate(experiences):
                 one.eid = EID(number, place if one.index is None else one.index, run=place, suffix="record")
@@ -145,16 +147,18 @@ class RecordSource:
         Raises:
             FatalError: It belongs to other records, or to another order.
         """
+        what = f"training data {self._data.name!r}"
+        check_identity(what, self._data, state.get("identity"), self._records.source, self._records.identity)
         for key, now in self._settings.items():
             if state.get(key) != now:
                 raise FatalError(
-                    f"training data {self._name!r}: the checkpoint's position belongs to {key} {state.get(key)!r}, and "
+                    f"{what}: the checkpoint's position belongs to {key} {state.get(key)!r}, and "
                     f"here is {now!r}; put the old data and settings back, or train anew with --fresh"
                 )
         try:
             self._order.move_to(state.get("epoch"), state.get("cursor"))
         except ValueError as error:
-            raise FatalError(f"training data {self._name!r}: {error}") from error
+            raise FatalError(f"{what}: {error}") from error
         self._batch, self._next = int(state["batch"]), None
 
     def run_begins(self, offset: int) -> None:
@@ -199,7 +203,7 @@ def read(data: ExperienceBufferConfig, codec: TextCodec, max_tokens: int) -> Rec
     rows, identity = read_records(data, data.required_keys)
     make = _Formatted(data, rows, codec, max_tokens)
     make.try_first()
-    return Records(len(rows), identity, make)
+    return Records(len(rows), identity, make, rows)
 
 
 def recorded(data: ExperienceBufferConfig) -> tuple[ExperienceBatch, str]:

@@ -100,8 +100,10 @@ async def test_ids_tell_apart_what_comes_twice_in_one_batch(tmp_path: Path) -> N
 def test_a_position_in_other_data_is_refused(tmp_path: Path) -> None:
     source = numbered(config_of(tmp_path, {"path": "x"}, total_steps=2), 3)
     state = source.state()
-    with pytest.raises(FatalError, match="belongs to identity 'other', and here is 'numbers'"):
+    with pytest.raises(FatalError, match="training data 'rows': the records of x have changed since the run"):
         source.restore({**state, "identity": "other"})
+    with pytest.raises(FatalError, match="belongs to seed 5, and here is 0"):
+        source.restore({**state, "seed": 5})
     with pytest.raises(FatalError, match="wanted an epoch from 0"):
         source.restore({**state, "cursor": 9})
 
