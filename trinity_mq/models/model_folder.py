@@ -82,12 +82,11 @@ def _check_recipe(folder: Path, recipe: dict[str, Any]) -> None:
         )
 
 
-def _make(tiny: TinyModelConfig, folder: Path, seed: int) -> None:
-    import torch
-    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+def _architecture(tiny: TinyModelConfig) -> Any:
+    from transformers import Qwen3Config
 
     # Qwen3, not Qwen2: AutoTokenizer replaces the tokenizer of a qwen2 folder by its own, which loses characters.
-    config = Qwen3Config(
+    return Qwen3Config(
         vocab_size=len(tiny.characters) + 2,
         hidden_size=tiny.hidden_size,
         intermediate_size=tiny.intermediate_size,
@@ -102,6 +101,29 @@ def _make(tiny: TinyModelConfig, folder: Path, seed: int) -> None:
         eos_token_id=EOS_ID,
         pad_token_id=PAD_ID,
     )
+
+
+def empty_model(config: ModelConfig) -> Any | None:
+    """Return the model without memory for its weights, None where its architecture is not known on this machine."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    remote = {"trust_remote_code": config.trust_remote_code}
+    try:
+        folder = None if config.tiny is not None else known_folder(str(config.model_path))
+        if config.tiny is None and folder is None:
+            return None
+        architecture = _architecture(config.tiny) if config.tiny else AutoConfig.from_pretrained(folder, **remote)
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(architecture, **remote)
+    except (ModelError, OSError, ValueError, ImportError):  # who loads the model says what is wrong with it
+        return None
+
+
+def _make(tiny: TinyModelConfig, folder: Path, seed: int) -> None:
+    import torch
+    from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
+
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=_character_tokenizer(tiny.characters),
         pad_token=PAD,
@@ -113,7 +135,7 @@ def _make(tiny: TinyModelConfig, folder: Path, seed: int) -> None:
     tokenizer.save_pretrained(folder)
     with _random_state, torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = Qwen3ForCausalLM(config).to(torch.float32)
+        model = Qwen3ForCausalLM(_architecture(tiny)).to(torch.float32)
     with no_progress_bar():
         model.save_pretrained(folder)
     apply_umask(folder)

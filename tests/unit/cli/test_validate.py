@@ -230,7 +230,7 @@ def _path_as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(plugins, "_added", {})
     yield
-    for name in ("validated_workflows", "validated_operators"):
+    for name in ("validated_workflows", "validated_operators", "validated_own"):
         sys.modules.pop(name, None)
 
 
@@ -296,3 +296,166 @@ def test_the_plain_workflows_need_no_arguments_and_no_history() -> None:
     for name in PLAIN_WORKFLOWS:
         for kind in (load_workflow(name), load_workflow(f"async_{name}")):
             assert (kind.arguments_kind, kind.needs_history) == (None, False)
+
+
+OWN = """
+import sys
+from pydantic import field_validator
+from trinity_mq.operators import ExperienceOperator
+from trinity_mq.workflows import Arguments, Workflow
+
+def mine(log_ratio, logprob, advantage, *, slope=1.0):
+    return log_ratio
+
+def weigh(view, *, cut=1.0):
+    return view.mu
+
+def advantages(rewards, *, power=1.0):
+    return rewards
+
+def add(a: int) -> int:
+    "Adds."
+    return a
+
+class Raises(ExperienceOperator):
+    def __init__(self, path: str = "") -> None:
+        self.lines = {}[path]
+
+    def process(self, exps):
+        return exps, {}
+
+class Leaves(Raises):
+    def __init__(self) -> None:
+        sys.exit("no licence")
+
+class Reward:
+    def __init__(self) -> None:
+        raise RuntimeError("no judge")
+
+    def __call__(self, response, truth, *, finished):
+        return {}
+
+class Selector:
+    def __init__(self, rows, seed) -> None:
+        raise OSError("no index")
+
+class Mine(Workflow):
+    class Arguments_(Arguments):
+        level: int = 1
+
+        @field_validator("level")
+        @classmethod
+        def _known(cls, value: int) -> int:
+            return {1: 1}[value]
+
+    arguments_kind = Arguments_
+"""
+OWN_LINES = {line: number for number, line in enumerate(OWN.splitlines(), 1)}
+
+
+def line_of(code: str) -> str:
+    """Return file and line of ``code`` in the user's own module, as a message ends with them."""
+    [number] = [number for line, number in OWN_LINES.items() if line.strip() == code]
+    return f"(validated_own.py:{number})"
+
+
+def with_own(folder: Path, more: str, taskset: str = "storage_type: queue") -> str:
+    (folder / "plugins").mkdir()
+    (folder / "plugins" / "validated_own.py").write_text(OWN)
+    where = f"model: {{tiny: {{}}}}\nplugin_dirs: ['{folder / 'plugins'}']\n"
+    return write(folder, f"{where}buffer: {{taskset: {{name: t, {taskset}}}}}\n{more}")
+
+
+@pytest.mark.usefixtures("_path_as_before")
+@pytest.mark.parametrize(
+    ("algorithm", "said"),
+    [
+        ("surrogate: {kind: validated_own.min}", "has no 'min'; did you mean 'mine'?"),
+        ("surrogate: {kind: validated_on.mine}", "module 'validated_on' cannot be imported"),
+        ("surrogate: {kind: validated_own.mine, args: {slop: 2}}", "takes no argument 'slop'"),
+        ("surrogate: {kind: validated_own.add}", "takes 1 positional arguments, wanted 3"),
+        ("correction: [{kind: validated_own.weight}]", "has no 'weight'; did you mean 'weigh'?"),
+        ("correction: [{kind: validated_own.weigh, args: {cuts: 2}}]", "takes no argument 'cuts'"),
+        ("estimator: {kind: validated_own.advantage}", "has no 'advantage'; did you mean 'advantages'?"),
+        ("estimator: {kind: validated_own.advantages, args: {powr: 2}}", "unexpected keyword argument 'powr'"),
+    ],
+)
+def test_an_own_loss_that_cannot_be_used_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], algorithm: str, said: str
+) -> None:
+    assert main(["validate", with_own(tmp_path, f"algorithm: {{{algorithm}}}")]) == 2
+    err = capsys.readouterr().err
+    assert said in err
+    assert err.startswith("trinity-mq validate: algorithm: ")
+
+
+@pytest.mark.usefixtures("_path_as_before")
+def test_an_own_loss_that_can_be_used_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    own = "surrogate: {kind: validated_own.mine, args: {slope: 2}}, correction: [{kind: validated_own.weigh}]"
+    assert main(["validate", with_own(tmp_path, f"algorithm: {{{own}}}")]) == 0
+    out = capsys.readouterr().out
+    assert "algorithm: your own validated_own.mine\nalgorithm: your own validated_own.weigh\n" in out
+
+
+@pytest.mark.usefixtures("_path_as_before")
+@pytest.mark.parametrize(
+    ("more", "taskset", "said"),
+    [
+        (
+            "operator: {operators: [{name: validated_own.Raises, args: {path: a.txt}}]}",
+            "storage_type: queue",
+            "operator 'validated_own.Raises' with args {'path': 'a.txt'} cannot be used: KeyError: 'a.txt' "
+            + line_of("self.lines = {}[path]"),
+        ),
+        (
+            "operator: {operators: [{name: reward_filter}, {name: validated_own.Leaves}]}",
+            "storage_type: queue",
+            "SystemExit: no licence " + line_of('sys.exit("no licence")'),
+        ),
+        (
+            "",
+            "storage_type: queue, reward_fn: validated_own.Reward",
+            "taskset 't': reward function 'validated_own.Reward' cannot be used: RuntimeError: no judge "
+            + line_of('raise RuntimeError("no judge")'),
+        ),
+        (
+            "",
+            "storage_type: synthetic, path: max3, data_selector: {selector_type: validated_own.Selector}",
+            "taskset 't': selector 'validated_own.Selector' cannot be used: OSError: no index "
+            + line_of('raise OSError("no index")'),
+        ),
+        (
+            "",
+            "storage_type: queue, workflow: validated_own.Mine, workflow_args: {level: 2}",
+            "taskset 't': workflow 'validated_own.Mine' cannot be used: KeyError: 2 " + line_of("return {1: 1}[value]"),
+        ),
+        (
+            "",
+            "storage_type: queue, workflow: tool_agent_workflow, workflow_args: {tools: [validated_own.ad]}",
+            "module 'validated_own' has no 'ad'; did you mean 'add'?",
+        ),
+    ],
+)
+def test_own_code_that_raises_is_named_with_its_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], more: str, taskset: str, said: str
+) -> None:
+    assert main(["validate", with_own(tmp_path, more, taskset)]) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("_path_as_before")
+def test_a_module_that_ends_the_process_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = with_own(tmp_path, "operator: {operators: [{name: validated_own.Raises}]}")
+    (tmp_path / "plugins" / "validated_own.py").write_text("import sys\nsys.exit('wrong machine')\n")
+    assert main(["validate", path]) == 2
+    assert "cannot be imported: SystemExit: wrong machine (validated_own.py:2)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("names", ["[v_prj]", "[q_proj, v_prj]"])
+def test_layers_that_the_model_does_not_have_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], names: str
+) -> None:
+    text = "buffer: {taskset: {storage_type: queue}}\nmodel: {tiny: {}, lora: {target_modules: "
+    assert main(["validate", write(tmp_path, f"{text}{names}}}}}")]) == 2
+    assert "the model has no layer 'v_prj'; did you mean 'v_proj'?" in capsys.readouterr().err
+    assert main(["validate", write(tmp_path, f"{text}[q_proj, v_proj]}}}}")]) == 0

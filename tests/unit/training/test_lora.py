@@ -30,11 +30,12 @@ from tests.unit.training.test_learner import (
     plain_logprobs,
 )
 from trinity_mq.cli.commands.validate import check_lora
-from trinity_mq.config import Config
+from trinity_mq.config import Config, ModelConfig
+from trinity_mq.config.model import LoraConfig
 from trinity_mq.training.checkpoints.state import read_parts
 from trinity_mq.training.learner import TorchLearner
 from trinity_mq.training.model import lora as lora_module
-from trinity_mq.training.model.lora import AdapterError, Adapters
+from trinity_mq.training.model.lora import AdapterError, Adapters, check_targets
 from trinity_mq.training.model.policy import Policy
 from trinity_mq.training.packing import flatten
 
@@ -212,12 +213,28 @@ async def test_models_of_other_builds(opened: Opener, tmp_path: Path, kind: str)
     [
         ("lm_head", "names lm_head of the class Linear"),
         ("embed_tokens", "embed_tokens of the class Embedding"),
-        ("nobody", "not found"),
+        ("nobody", "the model has no layer 'nobody'; its linear layers are called q_proj, k_proj, v_proj, o_proj, "),
+        ("v_prj", "no layer 'v_prj'; did you mean 'v_proj'"),
     ],
 )
-async def test_layers_that_cannot_have_an_adapter_are_named(opened: Opener, target: str, said: str) -> None:
-    with pytest.raises(AdapterError, match=rf"model\.lora\.target_modules is \['{target}'\].*{said}"):
-        await opened(with_lora(target_modules=[target]))
+@pytest.mark.parametrize("right", [[], ["q_proj"]])
+async def test_layers_that_cannot_have_an_adapter_are_named(
+    folder: Path, opened: Opener, target: str, said: str, right: list[str]
+) -> None:
+    """Also beside layers that can; and before a run starts, of a model whose weights are not read."""
+    settings = with_lora(target_modules=[*right, target])
+    for model in (settings.model, ModelConfig(model_path=str(folder), lora=settings.model.lora)):
+        with pytest.raises(AdapterError, match=rf"model\.lora\.target_modules is .*'{target}'\].*{said}"):
+            check_targets(model)
+    with pytest.raises(AdapterError, match=rf"model\.lora\.target_modules is .*'{target}'\].*{said}"):
+        await opened(settings)
+
+
+def test_layers_of_a_model_that_is_not_here_are_not_judged(folder: Path) -> None:
+    lora = LoraConfig(target_modules=["nobody"])
+    for path in ("nobody/has-this-model", str(folder / "not-trained-yet")):
+        check_targets(ModelConfig(model_path=path, lora=lora))
+    check_targets(with_lora(target_modules=["q_proj", "mlp.down_proj"]).model)
 
 
 @pytest.mark.parametrize(

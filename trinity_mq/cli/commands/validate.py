@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import inspect
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from trinity_mq.cli.arguments import add_target
 from trinity_mq.cli.commands.long_prompts import count_long_prompts
 from trinity_mq.cli.target import configuration, staged
 from trinity_mq.config import Config, ConfigError, ExperienceBufferConfig, Stage, TasksetConfig
+from trinity_mq.config.algorithm.pieces import Plugin
+from trinity_mq.config.estimators import EstimatorPlugin
 from trinity_mq.config.loading.stages import find_stage
 from trinity_mq.data import open_taskset
 from trinity_mq.data.errors import TasksetError
@@ -22,6 +25,7 @@ from trinity_mq.models.model_folder import has_chat_template, known_folder
 from trinity_mq.rewards import RewardError, UnknownNameError, create_reward, find_reward
 from trinity_mq.runtime.errors import FatalError
 from trinity_mq.runtime.plugins import add_plugins
+from trinity_mq.runtime.user_code import described
 from trinity_mq.transport.blobs import StoreUnavailable, open_store
 
 PLAIN_WORKFLOWS = frozenset({"simple_workflow", "math_workflow"})
@@ -80,6 +84,7 @@ def check_all(config: Config, *, needs_model: bool = True) -> list[str]:
         check_workflows,
         check_outsiders,
         check_operators,
+        check_algorithm,
         check_models,
         check_devices,
         check_optimizer,
@@ -99,10 +104,29 @@ def check_all(config: Config, *, needs_model: bool = True) -> list[str]:
     return lines
 
 
+@contextlib.contextmanager
+def _calling(what: str, *explained: type[Exception]) -> Iterator[None]:
+    """Make an error of the user's own code, called in the ``with`` block, one that names the code and the line; errors
+    that say by themselves what is wrong, such as ``explained``, stay.
+    """
+    try:
+        yield
+    except (ConfigError, TasksetError, FatalError, *explained):
+        raise
+    except (Exception, SystemExit) as error:  # whatever that code does
+        raise ConfigError(f"{what} cannot be used: {described(error)}") from error
+
+
 def imports_torch(config: Config) -> bool:
     """Return whether :func:`check_all` has to import torch for this configuration."""
     on_devices = config.model.device == "cuda" or _is_over_nccl(config)
-    needed = bool(config.operator.operators) or on_devices or _has_rare_optimizer(config) or bool(config.model.lora)
+    needed = (
+        bool(config.operator.operators)
+        or bool(_own_pieces(config))
+        or on_devices
+        or _has_rare_optimizer(config)
+        or bool(config.model.lora)
+    )
     return needed or bool(config.outsiders.workflows) or not all(map(_is_plain, _tasksets(config)))
 
 
@@ -113,6 +137,13 @@ def _tasksets(config: Config) -> tuple[TasksetConfig, ...]:
 
 def _is_plain(taskset: TasksetConfig) -> bool:
     return taskset.workflow.removeprefix("async_") in PLAIN_WORKFLOWS and not taskset.workflow_args
+
+
+def _own_pieces(config: Config) -> list[Plugin | EstimatorPlugin]:
+    """Return the parts of the algorithm that are functions of the user's own."""
+    algorithm = config.algorithm
+    pieces = (algorithm.surrogate, *algorithm.correction, algorithm.estimator)
+    return [piece for piece in pieces if isinstance(piece, Plugin | EstimatorPlugin)]
 
 
 def _has_rare_optimizer(config: Config) -> bool:
@@ -141,13 +172,15 @@ def check_tasksets(config: Config) -> list[str]:
     for taskset in _tasksets(config):
         try:
             if taskset.reward_fn:  # else the workflow brings its own
-                create_reward(taskset.reward_fn, taskset.reward_fn_args)
+                with _calling(f"taskset {taskset.name!r}: reward function {taskset.reward_fn!r}", RewardError):
+                    create_reward(taskset.reward_fn, taskset.reward_fn_args)
         except (UnknownNameError, RewardError) as error:
             raise ConfigError(f"taskset {taskset.name!r}: {error}") from error
         if taskset.storage_type == "queue":
             found.append(f"taskset {taskset.name!r}: tasks submitted from outside")
         else:
-            tasks = open_taskset(taskset, seed=config.seed, max_bytes=config.broker.max_task_bytes)
+            with _calling(f"taskset {taskset.name!r}: selector {taskset.effective_selector.selector_type!r}"):
+                tasks = open_taskset(taskset, seed=config.seed, max_bytes=config.broker.max_task_bytes)
             kind = taskset.effective_selector.selector_type
             selector = "" if kind == taskset.selector else f", chosen by {kind}"
             found.append(f"taskset {taskset.name!r}: {len(tasks)} tasks from {taskset.path}{selector}")
@@ -213,12 +246,17 @@ def check_workflows(config: Config) -> list[str]:
             continue
         from trinity_mq.workflows import WORKFLOWS, TaskError, check_arguments, load_workflow
         from trinity_mq.workflows.builtin.simple import SimpleArguments
+        from trinity_mq.workflows.builtin.tool_agent import ToolAgentArguments
+        from trinity_mq.workflows.builtin.tools import Toolbox
 
         try:
-            kind = load_workflow(taskset.workflow)
-            takes = kind.arguments_kind or (SimpleArguments if taskset.workflow in WORKFLOWS else None)
-            if takes is not None:
-                check_arguments(taskset.workflow_args, takes)
+            with _calling(f"taskset {taskset.name!r}: workflow {taskset.workflow!r}", TaskError):
+                kind = load_workflow(taskset.workflow)
+                takes = kind.arguments_kind or (SimpleArguments if taskset.workflow in WORKFLOWS else None)
+                if takes is not None:
+                    check_arguments(taskset.workflow_args, takes)
+                if takes is not None and issubclass(takes, ToolAgentArguments):
+                    Toolbox(taskset.workflow_args.get("tools", ()))
         except (UnknownNameError, TaskError) as error:
             raise ConfigError(f"taskset {taskset.name!r}: {error}") from error
         if kind.needs_history and not config.explorer.rollout_model.enable_history:
@@ -261,11 +299,34 @@ def check_operators(config: Config) -> list[str]:
         return []
     from trinity_mq.operators import OperatorConfigError, create_operators  # and torch with it
 
-    try:
-        create_operators(config.operator.operators)
-    except (UnknownNameError, OperatorConfigError) as error:
-        raise ConfigError(f"operator.operators: {error}") from error
+    for operator in config.operator.operators:
+        try:
+            with _calling(f"operator.operators: operator {operator.name!r} with args {operator.args!r}"):
+                create_operators([operator])
+        except (UnknownNameError, OperatorConfigError) as error:
+            raise ConfigError(f"operator.operators: {error}") from error
     return [f"operators, before the advantage: {', '.join(operator.name for operator in config.operator.operators)}"]
+
+
+def check_algorithm(config: Config) -> list[str]:
+    """Import the parts of the loss, and the estimator, that are the user's own; return a line on each.
+
+    Raises:
+        ConfigError: A function cannot be imported, or does not take its arguments.
+    """
+    own = [] if config.mode == "bench" else _own_pieces(config)
+    if not own:
+        return []
+    from trinity_mq.algorithms.estimators.plugin import plugin_function  # and torch with it
+    from trinity_mq.algorithms.plugins import load_plugins
+
+    try:
+        load_plugins(config.algorithm)
+        if isinstance(config.algorithm.estimator, EstimatorPlugin):
+            plugin_function(config.algorithm.estimator)
+    except FatalError as error:
+        raise ConfigError(f"algorithm: {error}") from error
+    return [f"algorithm: your own {piece.kind}" for piece in own]
 
 
 def check_models(config: Config) -> list[str]:
@@ -352,15 +413,16 @@ def check_optimizer(config: Config) -> list[str]:
 
 
 def check_lora(config: Config) -> list[str]:
-    """Look for the software that adapters need.
+    """Look for the software that adapters need, and for the layers that get them.
 
     Raises:
-        AdapterError: It is not installed.
+        AdapterError: It is not installed, or the model has no such layers.
     """
     if config.model.lora is not None:
-        from trinity_mq.training.model.lora import check_installed  # and torch with it
+        from trinity_mq.training.model.lora import check_installed, check_targets  # and torch with it
 
         check_installed(config.model.lora)
+        check_targets(config.model)
     return []
 
 

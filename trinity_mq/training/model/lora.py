@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
+from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from trinity_mq.config.model import LoraConfig, ModelConfig
+from trinity_mq.models.model_folder import empty_model
 from trinity_mq.runtime.errors import FatalError
 from trinity_mq.training.parallel.sharding import whole
 
@@ -65,6 +67,8 @@ class Adapters:
 
         self.settings, self._model = settings, model
         names = settings.target_modules
+        if not isinstance(names, str):
+            _check_names(model, names)
         self._config = peft.LoraConfig(
             r=settings.r,
             lora_alpha=settings.alpha,  # type: ignore[arg-type]  # declared as int, and a factor like any other
@@ -229,6 +233,32 @@ class Adapters:
         finally:
             for layer in self.layers.values():
                 layer._disable_adapters = False  # noqa: SLF001
+
+
+def _check_names(model: nn.Module, wanted: Sequence[str]) -> None:
+    """Return if each of the names is the end of a layer's: ``peft`` passes over one of several that is none."""
+    layers = dict(model.named_modules())
+    for name in wanted:
+        if not any(layer == name or layer.endswith(f".{name}") for layer in layers):
+            linear = {layer.rpartition(".")[2]: None for layer, kind in layers.items() if isinstance(kind, nn.Linear)}
+            near = get_close_matches(name, linear, n=1)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            raise AdapterError(
+                f"model.lora.target_modules is {wanted}: the model has no layer {name!r}; {hint}its linear layers are "
+                f"called {', '.join(linear)}"
+            )
+
+
+def check_targets(config: ModelConfig) -> None:
+    """Return if the model has the layers that are to get adapters, or is not here yet. Its weights are not read.
+
+    Raises:
+        AdapterError: It has not, or they cannot have adapters.
+    """
+    assert config.lora is not None
+    model = empty_model(config)
+    if model is not None:
+        Adapters(model, config.lora, None, 0)
 
 
 def check_installed(settings: LoraConfig) -> None:
