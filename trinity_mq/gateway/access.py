@@ -19,6 +19,8 @@ KEY_BYTES, ID_BYTES = 32, 16
 LEAST_KEY = 16
 """Characters of a key that may make sessions: shorter ones can be tried out."""
 KEY_HEADERS = ("X-Session-Key", "x-api-key", "Authorization")
+NO_KEYS = ("", "none", "EMPTY")
+"""Values that count as no key: clients that insist on a key get one of them."""
 SESSION_HEADER = "X-Session-ID"
 ROUTE_SCOPES: Mapping[str, KeyScope] = {
     "call": "call",
@@ -59,10 +61,9 @@ def hash_of(key: str) -> str:
 
 def given_key(headers: Mapping[str, str]) -> str:
     """Return the key in a request's headers, empty where there is none."""
-    for name in KEY_HEADERS:
-        if value := headers.get(name):
-            return value.removeprefix("Bearer ").strip()
-    return ""
+    values = (headers.get(name, "").strip() for name in KEY_HEADERS)
+    keys = (value[len("Bearer") :].strip() if f"{value} ".startswith("Bearer ") else value for value in values)
+    return next((key for key in keys if key not in NO_KEYS), "")
 
 
 def read_keys(path: str | None) -> frozenset[str] | None:
@@ -90,7 +91,8 @@ class Access:
     """Decides what a key allows.
 
     Args:
-        keys: Hashes of the keys that may do everything; None: anybody may, with whatever key.
+        keys: Hashes of the keys that may do everything; None: anybody without a key may. A key that is sent and is not
+            known is refused also then: it is a mistyped one, and its requests would belong to no session.
     """
 
     def __init__(self, keys: Iterable[str] | None) -> None:
@@ -99,13 +101,13 @@ class Access:
     def is_admin(self, key: str) -> bool:
         """Return whether a key may make sessions and see all of them."""
         if self._keys is None:
-            return True
+            return not key
         given = hash_of(key)
         return any(hmac.compare_digest(given, known) for known in self._keys)
 
     @property
     def is_keyless(self) -> bool:
-        """Anybody who reaches the gateway may do everything."""
+        """Anybody who reaches the gateway and sends no key may do everything."""
         return self._keys is None
 
     def is_key_of(self, session: Session, key: str) -> bool:

@@ -456,7 +456,8 @@ class GatewayApp:
         if key.startswith(access.KEY_BEGINS):
             found = await self.book.find_key(access.hash_of(key))
             if found is None:
-                raise Refused(401, "the session of this key is over, or not known here", "invalid_api_key")
+                reason = f"the session of this key is over, or not known here; {self._advice}"
+                raise Refused(401, reason, "invalid_api_key")
             self._check_scopes(request, found, [access.ROUTE_SCOPES["call"]])
             return found
         self._admin(request)
@@ -497,7 +498,9 @@ class GatewayApp:
         """
         found = await self.book.find_key(access.hash_of(key)) if key.startswith(access.KEY_BEGINS) else None
         if found is None or found.id != name:
-            raise Refused(401, "wanted the key of the session", "invalid_api_key")
+            if self._access.is_keyless:
+                await self._any_session(name)  # whoever mistyped the id is told so: nothing is secret here
+            raise Refused(401, f"the key is not the key of this session; {self._advice}", "invalid_api_key")
         return found
 
     def _check_scopes(self, request: web.Request, session: Session, scopes: Sequence[KeyScope]) -> None:
@@ -508,7 +511,20 @@ class GatewayApp:
 
     def _admin(self, request: web.Request) -> None:
         if not self._access.is_admin(access.given_key(request.headers)):
-            raise Refused(401, "wanted a key of gateway.key_file as 'Authorization: Bearer <key>'", "invalid_api_key")
+            raise Refused(401, f"the key is not known here; {self._advice}", "invalid_api_key")
+
+    @property
+    def _advice(self) -> str:
+        """What to do about a key that is refused."""
+        if self._access.is_keyless:
+            return (
+                "send the key that POST /sessions returned, or no key: this gateway has no gateway.key_file "
+                "(a client that insists on a key may send 'none')"
+            )
+        return (
+            "wanted as 'Authorization: Bearer <key>': a key of gateway.key_file, or, for requests of a session, "
+            "the key that POST /sessions returned"
+        )
 
     @web.middleware
     async def _errors(

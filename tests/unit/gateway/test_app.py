@@ -159,6 +159,39 @@ async def test_keys_and_scopes() -> None:
         assert (await at.get(f"/s/{other['id']}", key=other["key"]))[0] == 200
 
 
+@pytest.mark.parametrize("key", ["{own}x", "sk-tmq-guess", "sk-proj-of-another-provider", "{other}"])
+async def test_a_mistyped_key_is_refused_on_loopback_too(key: str) -> None:
+    """It would open a session of one call that nobody rewards: nothing of it is ever trained on."""
+    async with serving(say) as at:
+        made, other = await at.open(), await at.open()
+        sent = key.format(own=made["key"], other=other["key"])
+        paths = [f"/s/{made['id']}/v1/chat/completions", f"/s/{made['id']}/reward", "/sessions", "/feedback"]
+        for path in paths if sent == other["key"] else ["/v1/chat/completions", *paths]:
+            status, answer = await at.post(path, {**ASK, "reward": 1, "msg_ids": ["m"]}, key=sent)
+            assert (status, answer["error"]["code"]) == (401, "invalid_api_key"), path
+            assert "POST /sessions" in answer["error"]["message"]
+            assert "no key" in answer["error"]["message"]
+        assert (await at.get("/sessions", key=sent))[0] == 401
+        assert (await at.get("/s/mistyped", key=sent))[1]["error"]["code"] == "session_not_found"
+        assert len(list(at.book.ledger)) == 2, "no session was opened"
+        assert not at.session(made["id"]).calls
+
+
+@pytest.mark.parametrize("key", ["", "none", "EMPTY"])
+async def test_on_loopback_whoever_sends_no_key_may_ask(key: str) -> None:
+    """Clients that insist on a key have something to send."""
+    async with serving(say) as at:
+        made = await at.open(key=key)
+        for headers in ({"Authorization": f"Bearer {key}"}, {"x-api-key": key}):
+            for path in ("/v1/chat/completions", f"/s/{made['id']}/v1/chat/completions"):
+                async with at.http.post(at.url + path, json=ASK, headers=headers) as response:
+                    assert response.status == 200, await response.text()
+        both = {"x-api-key": "none", "Authorization": f"Bearer {made['key']}"}
+        async with at.http.post(f"{at.url}/v1/chat/completions", json=ASK, headers=both) as response:
+            assert response.status == 200
+        assert len(at.session(made["id"]).calls) == 3
+
+
 async def test_algorithms_that_compare_want_a_group() -> None:
     async with serving(say, config=serving_config(algorithm={"algorithm_type": "grpo", "repeat_times": 4})) as at:
         status, answer = await at.post("/sessions")
@@ -172,7 +205,7 @@ async def test_algorithms_that_compare_want_a_group() -> None:
 
 async def test_answers_outside_of_sessions_are_rewarded_by_their_ids() -> None:
     async with serving(say) as at:
-        _, answer = await at.post("/v1/chat/completions", ASK, key="any key will do on loopback")
+        _, answer = await at.post("/v1/chat/completions", ASK)
         name = answer["id"]
         assert at.session(name).state == "parked"
         status, said = await at.post("/feedback", {"reward": 0.25, "msg_ids": [name], "task_id": 7, "run_id": 0})
