@@ -17,7 +17,7 @@ def cpu_threads(config: Config, wanted: Threads) -> int:
     that compute on this machine at the same time take as many threads together as it has cores, and each at least one.
     External engines are none of them; on a machine that runs only a part of the agents, a number says it better.
     """
-    return wanted if wanted != "auto" else max(1, available_cores() // _computing(config))
+    return wanted if wanted != "auto" else max(1, available_cores() // computing_processes(config))
 
 
 def available_cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
@@ -44,7 +44,7 @@ def _limit(cgroup: Path) -> float:
         return math.inf
 
 
-def _computing(config: Config) -> int:
+def computing_processes(config: Config) -> int:
     """Return the trainer processes and engines of the run."""
     explorer = config.explorer
     auxiliary = sum(one.engine_num for one in explorer.auxiliary_models if one.engine != "external")

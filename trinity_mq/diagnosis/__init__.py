@@ -1,8 +1,9 @@
 """Names the agent that a run waits for, and the stage that limits its throughput, from heartbeats. Pure."""
 
 from trinity_mq.diagnosis.limits import bottleneck
-from trinity_mq.diagnosis.records import Bottleneck, Edge, Finding, Observation, Stage, State
-from trinity_mq.diagnosis.settings import expected_agents, limits
+from trinity_mq.diagnosis.records import Bottleneck, Edge, Finding, Observation, Room, Stage, State
+from trinity_mq.diagnosis.settings import expected_agents, free_resources, limits
+from trinity_mq.diagnosis.steady import Steady, steady_finding, steady_limit
 from trinity_mq.diagnosis.verdict import diagnose
 from trinity_mq.diagnosis.watch import Watch
 
@@ -11,11 +12,16 @@ __all__ = [
     "Edge",
     "Finding",
     "Observation",
+    "Room",
     "Stage",
     "State",
+    "Steady",
     "Watch",
     "bottleneck",
     "diagnose",
     "expected_agents",
+    "free_resources",
     "limits",
+    "steady_finding",
+    "steady_limit",
 ]

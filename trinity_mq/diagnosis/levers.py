@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from trinity_mq.diagnosis.records import Room
+
 LEVERS = {
     "broker": (
         "free memory or disk on the broker, then everything goes on by itself; `rabbitmqctl status` and "
@@ -37,7 +39,7 @@ LEVERS = {
     ),
     "step": (
         "look at logs/trainer-0.out and at what the machine does; lower buffer.batch_size, or raise "
-        "trainer.max_tokens_per_micro_batch, trainer.num_threads or trainer.nproc"
+        "trainer.max_tokens_per_micro_batch"
     ),
     "sync": "synchronizer.sync_timeout ends an attempt; see the engines' and the trainer's logs",
     "batch": "look at the operators in operator.operators; operator.timeout ends a try of a batch",
@@ -55,16 +57,10 @@ LEVERS = {
     "wait": "look with `trinity-mq status` and at the logs; explorer.stall_timeout ends a run in which nothing moves",
     "loading": "wait: the model is being loaded; see its log if that does not end",
     "nobody": "start the run: `trinity-mq run CONFIG`; `trinity-mq list` shows the runs of this machine",
-    "slow_trainer": (
-        "give the trainer more: trainer.nproc, trainer.num_threads, trainer.max_tokens_per_micro_batch; or let it do "
-        "less: algorithm.epochs"
-    ),
-    "slow_operator": "raise operator.num_operators, or lighten operator.operators",
-    "slow_runner": "raise runner.concurrency or runner.num_runners; explorer.over_rollout.ratio cuts the slowest tasks",
-    "slow_engine": (
-        "raise explorer.rollout_model.engine_num, or lower model.max_response_tokens; "
-        "explorer.over_rollout.ratio cuts the slowest tasks"
-    ),
+    "slow_trainer": "raise trainer.max_tokens_per_micro_batch, or let it do less: lower algorithm.epochs",
+    "slow_operator": "lighten operator.operators",
+    "slow_runner": "raise runner.concurrency; explorer.over_rollout.ratio cuts the slowest tasks",
+    "slow_engine": "lower model.max_response_tokens; explorer.over_rollout.ratio cuts the slowest tasks",
     "slow_explorer": (
         "let rollouts run further ahead: synchronizer.sync_offset, synchronizer.pipeline_depth, "
         "explorer.max_open_batches"
@@ -75,6 +71,29 @@ LEVERS = {
 """Remedies by cause; ``{id}`` is the culprit."""
 
 
-def lever(cause: str, culprit: str = "") -> str:
-    """Return what to do about ``cause``."""
-    return LEVERS[cause].replace("{id}", culprit)
+MORE: dict[str, tuple[Room, str]] = {
+    "step": ("devices", "raise trainer.nproc or trainer.num_threads"),
+    "slow_trainer": ("devices", "raise trainer.nproc or trainer.num_threads"),
+    "slow_engine": ("devices", "raise explorer.rollout_model.engine_num"),
+    "slow_runner": ("cores", "raise runner.num_runners"),
+    "slow_operator": ("cores", "raise operator.num_operators"),
+}
+"""Remedies by cause that need a free device or core, and so are for a machine that has one."""
+FREE: dict[Room, str] = {"devices": "cores or GPUs", "cores": "cores"}
+
+
+def lever(cause: str, culprit: str = "", room: frozenset[Room] | None = None) -> str:
+    """Return the remedy for ``cause``.
+
+    Args:
+        cause: A key of :data:`LEVERS`.
+        culprit: Id of the agent to blame.
+        room: Free resources of the run's machine; None: not known, and what needs them is advised under this condition.
+    """
+    text = LEVERS[cause].replace("{id}", culprit)
+    if cause not in MORE:
+        return text
+    need, more = MORE[cause]
+    if room is None:
+        return f"{text}; where the machine has free {FREE[need]}, {more}"
+    return f"{more}; or {text}" if need in room else text

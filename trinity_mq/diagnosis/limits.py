@@ -26,7 +26,7 @@ def bottleneck(observation: Observation) -> Bottleneck | None:
     if not busy:
         return None
     for stage, words in _limits(observation, busy):
-        return Bottleneck(stage, words, lever(f"slow_{stage}"), busy)
+        return Bottleneck(stage, words, lever(f"slow_{stage}", room=observation.room), busy)
     return None
 
 

@@ -10,6 +10,8 @@ from trinity_mq.messages import Heartbeat
 
 State = Literal["moving", "waiting", "stuck", "over", "silent"]
 Stage = Literal["explorer", "runner", "engine", "operator", "trainer", "sync", "sessions"]
+Room = Literal["devices", "cores"]
+"""Free resource of a machine: a device for a further engine or trainer process, a core for a further small process."""
 
 BROKER = "broker"
 """The culprit where the broker is."""
@@ -38,7 +40,9 @@ class Observation:
     busy: Mapping[str, float] = field(default_factory=dict)
     """Share of the last minute, 0 to 1, in which a stage was at work."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """The latest value of each metric."""
+    """Mean of each metric over the last minute, else its latest value."""
+    room: frozenset[Room] | None = None
+    """Free resources of the machine on which the run works; None: not known."""
 
 
 @dataclass(frozen=True, slots=True)

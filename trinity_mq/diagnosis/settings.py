@@ -1,4 +1,4 @@
-"""Facts for a diagnosis that only the run's configuration knows."""
+"""Facts for a diagnosis that only the run's configuration and its machine know."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Mapping
 
 from trinity_mq.config import Config
 from trinity_mq.config.modes.mode import AGENTS
+from trinity_mq.config.threads import computing_processes
+from trinity_mq.diagnosis.records import Room
 
 
 def expected_agents(config: Config | None) -> Mapping[str, int]:
@@ -23,3 +25,27 @@ def expected_agents(config: Config | None) -> Mapping[str, int]:
 def limits(config: Config | None) -> Mapping[str, float]:
     """Return the settings in seconds that end waits, by key."""
     return {} if config is None else {"explorer.max_timeout": config.explorer.max_timeout}
+
+
+def free_resources(config: Config | None, cores: int, gpus: int) -> frozenset[Room] | None:
+    """Return the free resources of a machine on which all agents of a run work; None without a configuration. Threads
+    that are ``auto`` take all cores.
+
+    Args:
+        config: The run's.
+        cores: Cores of the machine that the run may use.
+        gpus: GPUs of the machine.
+    """
+    if config is None:
+        return None
+    computing, trainer = computing_processes(config), config.trainer
+    is_on_cpu = config.model.device == "cpu" or not gpus
+    threads = [trainer.num_threads] * trainer.nproc
+    threads += [config.explorer.rollout_model.num_threads] * (computing - trainer.nproc)
+    numbers = [number for number in threads if number != "auto"]
+    is_full = len(numbers) < len(threads) or sum(numbers) >= cores if is_on_cpu else computing >= gpus
+    small = sum(expected_agents(config).values()) - 1
+    found: set[Room] = set() if is_full else {"devices"}
+    if small + (computing if is_on_cpu else 0) < cores:
+        found.add("cores")
+    return frozenset(found)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from trinity_mq.diagnosis.facts import Facts, counted, slices_of, text_of
 from trinity_mq.diagnosis.levers import lever
 from trinity_mq.diagnosis.limits import bottleneck
-from trinity_mq.diagnosis.records import BROKER, Edge, Finding, Observation, State
+from trinity_mq.diagnosis.records import BROKER, Bottleneck, Edge, Finding, Observation, State
 from trinity_mq.messages import EngineStatus, ExplorerStatus, OperatorStatus, RunnerStatus, SilentAgent, TrainerStatus
 
 MOVING_SECONDS = 4.0
@@ -44,8 +44,13 @@ class _Cause:
     evidence: tuple[str, ...] = ()
 
 
-def diagnose(observation: Observation) -> Finding:
-    """Return who the run waits for, with evidence and remedy; it never raises, whatever the heartbeats say."""
+def diagnose(observation: Observation, limit_of: Callable[[Observation], Bottleneck | None] = bottleneck) -> Finding:
+    """Return who the run waits for, with evidence and remedy; it never raises, whatever the heartbeats say.
+
+    Args:
+        observation: Everything known about the run.
+        limit_of: Returns the stage to name where the run moves.
+    """
     facts = Facts(observation)
     edges = facts.edges()
     if observation.broker:
@@ -67,7 +72,7 @@ def diagnose(observation: Observation) -> Finding:
         waits = _who_waits(edges, cause.culprit)
         evidence = (*cause.evidence, *_heard(facts), f"nothing has progressed for {text_of(still)}")
         return Finding(cause.state, f"{waits}{cause.words}", cause.culprit, evidence, cause.lever, edges)
-    limit = bottleneck(observation)
+    limit = limit_of(observation)
     if still < MOVING_SECONDS:
         sentence = "the run moves" if limit is None else f"the run moves; {limit.sentence}"
         evidence = () if cause is None else (f"but {cause.words}",)
@@ -197,7 +202,7 @@ def _overdue_trainer(facts: Facts) -> Iterator[_Cause]:
         words = f"{beat.id} is at {one.doing} for {text_of(seconds)}; {usual}"
         if "sync" not in one.doing:
             queued = (f"{counted(len(one.in_hand), 'batch', 'batches')} in hand at {beat.id}",) if one.in_hand else ()
-            yield _Cause("waiting", beat.id, words, lever("step"), queued)
+            yield _Cause("waiting", beat.id, words, lever("step", room=facts.observation.room), queued)
             continue
         members = one.sync.members if one.sync else {}
         behind = sorted(name for name, member in members.items() if member.state and member.state != "current")

@@ -6,7 +6,7 @@ import collections
 from collections.abc import Mapping
 from typing import Any
 
-from trinity_mq.diagnosis.records import OVER, Observation
+from trinity_mq.diagnosis.records import OVER, Observation, Room
 from trinity_mq.messages import (
     EngineStatus,
     ExplorerStatus,
@@ -22,6 +22,8 @@ WINDOW = 60.0
 """Seconds over which busy shares are measured."""
 MIN_SAMPLES = 5
 """Heartbeats of a stage in the window below which its share is not known."""
+METRICS = frozenset({"trainer/idle_frac", "time/batch", "time/sync"})
+"""Metrics that tell how busy a stage is: those of a single step say little."""
 
 
 class Watch:
@@ -39,12 +41,13 @@ class Watch:
         self._heartbeats: dict[str, tuple[Heartbeat, float]] = {}
         self._progress: dict[str, tuple[Any, ...]] = {}
         self._busy: dict[str, collections.deque[tuple[float, float]]] = {}
-        self._metrics: dict[str, float] = {}
+        self._metrics: dict[str, collections.deque[tuple[float, float]]] = {}
 
     def receive(self, message: object, now: float) -> None:
         """Take in a heartbeat or metrics; other messages are ignored."""
         if isinstance(message, Metrics):
-            self._metrics.update(message.values)
+            for name in METRICS & message.values.keys():
+                _add(self._metrics, name, message.values[name], now)
         if not isinstance(message, Heartbeat):
             return
         known, _ = self._heartbeats.get(message.id, (None, 0.0))
@@ -57,10 +60,7 @@ class Watch:
         if before is not None and progress != before:
             self.moved_at, self.moves = now, self.moves + 1
         for stage, share in _busy(message):
-            samples = self._busy.setdefault(stage, collections.deque())
-            samples.append((now, share))
-            while samples[0][0] < now - WINDOW:
-                samples.popleft()
+            _add(self._busy, stage, share, now)
 
     def observation(
         self,
@@ -70,6 +70,7 @@ class Watch:
         broker: str = "",
         expected: Mapping[str, int] | None = None,
         limits: Mapping[str, float] | None = None,
+        room: frozenset[Room] | None = None,
     ) -> Observation:
         """Return what is known at ``now``; the arguments are those of :class:`Observation`."""
         recent = {
@@ -84,8 +85,19 @@ class Watch:
             expected=expected or {},
             limits=limits or {},
             busy={stage: sum(shares) / len(shares) for stage, shares in recent.items() if len(shares) >= MIN_SAMPLES},
-            metrics=self._metrics,
+            metrics={
+                name: sum(value for _, value in samples) / len(samples) for name, samples in self._metrics.items()
+            },
+            room=room,
         )
+
+
+def _add(window: dict[str, collections.deque[tuple[float, float]]], name: str, value: float, now: float) -> None:
+    """Add a sample, and remove those older than the window."""
+    samples = window.setdefault(name, collections.deque())
+    samples.append((now, value))
+    while samples[0][0] < now - WINDOW:
+        samples.popleft()
 
 
 def _progress(beat: Heartbeat) -> tuple[Any, ...]:

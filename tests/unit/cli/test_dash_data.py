@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import threading
 from collections.abc import Mapping
 from typing import Any
@@ -18,6 +19,7 @@ from trinity_mq.cli.observe.curves import Curves
 from trinity_mq.cli.observe.intervals import KEPT_SECONDS, AgentState, Intervals
 from trinity_mq.cli.observe.observatory import Observatory
 from trinity_mq.cli.observe.samples import COLUMNS, SampleStore, decoded, experience_at
+from trinity_mq.diagnosis import Room
 from trinity_mq.experience import DecodeError, ExperienceBatch
 from trinity_mq.local_broker.ports import free_ports
 from trinity_mq.messages import Metrics
@@ -226,6 +228,123 @@ def test_a_run_that_stands_still_has_a_culprit_and_one_that_moves_none() -> None
     assert found.observation().still == 100.0
     assert state["finding"]["culprit"] == "runner-0", "its heartbeats have ceased"
     assert state["finding"]["sentence"]
+
+
+def healthy(found: Observatory, clock: Clock, second: int) -> None:
+    """Pass on what the agents of a healthy run on two cores say in one second: single steps differ widely."""
+    clock.now += 1
+    waits = {"state": "idle", "waits_for": "a closed batch"} if second % 4 else {"state": "working"}
+    here = f"{socket.gethostname()}:/runs/r"
+    explorer = {"opened": second, "closed": second, "open": ["t"], "place": here}
+    load = int(second % 10 not in {0, 1})
+    found.receive(beat("explorer", "explorer-0", second + 2, detail=explorer))
+    found.receive(
+        beat("engine", "e", second + 2, detail={"url": "u", "role": "rollout", "load": load, "tokens": second})
+    )
+    found.receive(beat("operator", "operator-0", second + 2, **waits))
+    found.receive(beat("runner", "runner-0", second + 2, detail={"done": second, "running": 3, "slots": 16}))
+    step = {"progress": second, "step": second, "place": here}
+    found.receive(beat("trainer", "trainer-0", second + 2, state="idle", detail=step))
+    sync = 4.0 if second % 9 == 0 else 0.1
+    found.receive(metrics("trainer", second, **{"trainer/idle_frac": 0.4, "time/batch": 1.0, "time/sync": sync}))
+    found.set_depths({"tasks.train": 0, "tasks.eval": 0, "closed": 2 if second % 7 == 0 else 0})
+    found.tick()
+
+
+def test_the_verdict_on_a_healthy_run_does_not_change() -> None:
+    found, clock = observed()
+    seen: list[tuple[str | None, str, str | None]] = []
+    for second in range(300):
+        healthy(found, clock, second)
+        state = found.state()
+        limit = state["bottleneck"] and state["bottleneck"]["stage"]
+        verdict = (limit, state["finding"]["state"], state["finding"]["culprit"])
+        if not seen or verdict != seen[-1]:
+            seen.append(verdict)
+    assert seen == [(None, "moving", None), ("engine", "moving", None)]
+    assert "engines limit it" in found.state()["finding"]["sentence"], "both tell the same"
+
+
+def test_a_stage_that_stays_the_limit_is_named_and_a_standstill_soon() -> None:
+    found, clock = observed()
+    for second in range(60):
+        healthy(found, clock, second)
+    values = {"trainer/idle_frac": 0.01, "time/batch": 9.0, "time/sync": 0.1}
+    for second in range(60, 180):
+        healthy(found, clock, second)
+        for _ in range(3):
+            found.receive(metrics("trainer", second, **values))
+    assert found.state()["bottleneck"]["stage"] == "trainer"
+    for second in range(15):
+        clock.now += 1
+        found.receive(beat("trainer", "trainer-0", 200 + second, detail={"progress": 180}))
+        found.tick()
+        named = found.state()["finding"]["culprit"]
+        assert named is None or second >= 8
+    assert named == "explorer-0", "its heartbeats have ceased"
+
+
+@pytest.mark.parametrize(
+    ("room", "place", "words"),
+    [
+        (frozenset[Room](), socket.gethostname(), "lower model.max_response_tokens; explorer.over"),
+        (frozenset[Room]({"devices"}), socket.gethostname(), "raise explorer.rollout_model.engine_num; or lower"),
+        (frozenset[Room](), "elsewhere", "where the machine has free cores or GPUs, raise explorer.rollout_model.eng"),
+        (None, socket.gethostname(), "where the machine has free cores or GPUs, raise explorer.rollout_model.eng"),
+    ],
+    ids=["full", "free", "another machine", "not known"],
+)
+def test_the_advice_is_one_that_the_machine_can_follow(room: frozenset[Room] | None, place: str, words: str) -> None:
+    clock = Clock()
+    found = Observatory("r", 100, room=room, clock=clock)
+    found.is_live = True
+    for second in range(60):
+        healthy(found, clock, second)
+        detail = {"opened": second, "closed": second, "open": ["t"], "place": f"{place}:/runs/r"}
+        found.receive(beat("explorer", "explorer-0", 1000 + second, detail=detail))
+    limit = found.state()["bottleneck"]
+    assert limit["stage"] == "engine"
+    assert words in limit["lever"]
+    assert room != frozenset() or place == "elsewhere" or "engine_num" not in limit["lever"]
+
+
+def test_news_have_the_time_at_which_they_happened() -> None:
+    found, clock = observed()
+    failures = [{"text": "KeyError: 'a'", "count": 3, "failed": 3, "first": "task 2 of batch 1"}]
+    found.receive(beat("explorer", "explorer-0", 500, detail={"failures": failures}))
+    found.set_depths({"dead": 2})
+    for step, at in ((5, 100.0), (10, 200.0)):
+        line = {
+            "time": at,
+            "role": "explorer",
+            "agent": "explorer-0",
+            "step": step,
+            "eval/held_out/accuracy/mean@1": 0.5,
+        }
+        found.receive_line(line)
+    clock.now += 7
+    found.tick()
+    found.receive(beat("explorer", "explorer-0", 501, detail={"failures": [{**failures[0], "text": "NameError: 'b'"}]}))
+    found.set_depths({"dead": None})  # the broker is away
+    found.set_depths({"dead": 2})
+    found.set_depths({"dead": 3})
+    found.tick()
+    news = [(at, text.partition(":")[0]) for at, text in found.state()["news"]]
+    assert news == [
+        (100.0, "evaluation at step 5"),
+        (200.0, "evaluation at step 10"),
+        (None, "3 slices failed"),
+        (None, "2 dead letters"),
+        (1007.0, "3 slices failed"),
+        (1007.0, "3 dead letters"),
+    ]
+
+
+def test_a_failure_right_after_the_start_of_an_agent_has_its_time() -> None:
+    found, _ = observed()
+    failures = [{"text": "KeyError: 'a'", "count": 1, "failed": 1, "first": "task 2 of batch 1"}]
+    found.receive(beat("explorer", "explorer-0", 1, detail={"failures": failures}))
+    assert found.state()["news"][0][0] == 1000.0
 
 
 def test_runs_on_a_broker_are_known_by_the_names_of_queues() -> None:

@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trinity_mq.cli.settings import all_settings
-from trinity_mq.diagnosis import Finding, Observation, Watch, bottleneck, diagnose
-from trinity_mq.diagnosis.levers import LEVERS
+from trinity_mq.config import Config
+from trinity_mq.diagnosis import Finding, Observation, Watch, bottleneck, diagnose, free_resources
+from trinity_mq.diagnosis.levers import LEVERS, MORE, lever
 from trinity_mq.diagnosis.records import BROKER
 from trinity_mq.messages import Heartbeat, Metrics
 
@@ -308,11 +309,52 @@ SECTIONS = "algorithm|model|buffer|explorer|runner|operator|trainer|synchronizer
 def test_settings_and_commands_that_a_lever_names_exist(cause: str) -> None:
     from trinity_mq.cli.main import COMMANDS
 
-    for key in re.findall(rf"\b(?:{SECTIONS})\.[a-z_.]*[a-z_]", LEVERS[cause]):
+    for key in re.findall(rf"\b(?:{SECTIONS})\.[a-z_.]*[a-z_]", lever(cause)):
         assert key in SETTINGS or any(one.startswith(f"{key}.") for one in SETTINGS), key
     for command in re.findall(r"`trinity-mq ([a-z]+)", LEVERS[cause]):
         assert command in {name for name, _, _ in COMMANDS}
     assert re.search(r"`|\b\w+\.\w+|see its log", LEVERS[cause]), "it names something to do"
+
+
+TWO_THREADS = {"num_threads": 2}
+PROCESSES = r"engine_num|nproc|num_threads|num_runners|num_operators"
+
+
+@pytest.mark.parametrize("cause", [cause for cause in LEVERS if cause.startswith("slow_") or cause in MORE])
+def test_no_further_process_is_advised_where_there_is_no_room_for_one(cause: str) -> None:
+    assert not re.search(PROCESSES, lever(cause, room=frozenset()))
+    if cause in MORE:
+        assert MORE[cause][1] in lever(cause, room=frozenset({MORE[cause][0]}))
+        assert f"where the machine has free cores{'' if MORE[cause][0] == 'cores' else ' or GPUs'}, " in lever(cause)
+
+
+@pytest.mark.parametrize(
+    ("settings", "cores", "gpus", "free"),
+    [
+        ({}, 2, 0, set()),
+        ({}, 16, 0, {"cores"}),  # threads that are auto take all cores
+        ({"trainer": {"num_threads": 2}, "explorer": {"rollout_model": {"num_threads": 2}}}, 4, 0, set()),
+        (
+            {"trainer": {"num_threads": 2}, "explorer": {"rollout_model": {"num_threads": 2}}},
+            16,
+            0,
+            {"cores", "devices"},
+        ),
+        ({}, 16, 2, {"cores"}),
+        ({}, 2, 4, {"devices"}),
+        ({"explorer": {"rollout_model": {"engine_num": 3}}}, 16, 4, {"cores"}),
+        ({"model": {"tiny": {}, "device": "cpu"}}, 2, 8, set()),
+    ],
+)
+def test_the_free_resources_of_a_machine(settings: dict[str, Any], cores: int, gpus: int, free: set[str]) -> None:
+    config = Config.model_validate({"name": "t", "model": {"tiny": {}}, **settings})
+    assert free_resources(config, cores, gpus) == free
+
+
+def test_advice_for_an_overdue_train_step_fits_the_machine_too() -> None:
+    step = beat("trainer", doing="the train step on batch 41", doing_seconds=40.0, usual_seconds=2.0)
+    assert "nproc" not in seen(step, room=frozenset()).lever
+    assert "nproc" in seen(step, room=frozenset({"devices"})).lever
 
 
 ROLES = ("explorer", "scheduler", "runner", "operator", "trainer", "engine", "gateway", "supervisor")
@@ -418,6 +460,15 @@ def test_a_watch_knows_since_when_nothing_moves() -> None:
     assert seen.heartbeats["trainer-0"][1] == 2.0
     assert seen.metrics == {"trainer/idle_frac": 0.5}
     assert seen.busy == {}, "three samples are too few"
+
+
+def test_a_watch_averages_the_metrics_of_a_window() -> None:
+    watch = Watch(0.0)
+    for number, value in enumerate((0.9, 0.1, 0.3)):
+        values = {"trainer/idle_frac": value, "actor/entropy": 1.0}
+        watch.receive(Metrics(role="trainer", id="trainer-0", step=number, values=values), 50.0 * number)
+    assert watch.observation(101.0).metrics == {"trainer/idle_frac": pytest.approx(0.2)}
+    assert watch.observation(5000.0).metrics, "the latest ones where a step takes longer"
 
 
 def test_a_watch_measures_shares_over_a_window() -> None:

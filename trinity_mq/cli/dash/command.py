@@ -98,7 +98,8 @@ async def _serve(arguments: argparse.Namespace, config: Config | None, others: d
     from trinity_mq.cli.dash.app import DashApp
     from trinity_mq.cli.observe.observatory import Observatory
     from trinity_mq.cli.observe.sources import BrokerSource, FolderSource
-    from trinity_mq.diagnosis import expected_agents, limits
+    from trinity_mq.config.threads import available_cores
+    from trinity_mq.diagnosis import expected_agents, free_resources, limits
 
     folder = config.path if config is not None and config.path.is_dir() else None
     run = arguments.target if config is None else config.name
@@ -109,6 +110,7 @@ async def _serve(arguments: argparse.Namespace, config: Config | None, others: d
         {} if config is None else _workflows(config),
         expected=expected_agents(config),
         limits=limits(config),
+        room=free_resources(config, available_cores(), len(list(Path("/dev").glob("nvidia[0-9]*")))),
     )
     access = PageAccess(arguments.host, operate=arguments.operate)
     takes: tuple[Part, ...] = ("reviews", "metrics", "samples") if folder is None else ("reviews",)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import socket
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -14,7 +15,7 @@ from trinity_mq.cli.observe.samples import SampleStore
 from trinity_mq.cli.run.display import figures
 from trinity_mq.cli.run.follow import metrics_of
 from trinity_mq.cli.run.run_view import AgentRow, RunView, version_text
-from trinity_mq.diagnosis import Observation, bottleneck, diagnose
+from trinity_mq.diagnosis import Observation, Room, bottleneck, diagnose, steady_finding, steady_limit
 from trinity_mq.messages import EngineStatus, ExplorerStatus, Heartbeat, Metrics, RunnerStatus, TrainerStatus
 from trinity_mq.telemetry.timeline import Span, spans
 
@@ -36,6 +37,7 @@ class Observatory:
         workflows: By taskset, the workflow of its tasks.
         expected: Number of agents that the configuration asks for, by role.
         limits: Settings in seconds that end waits, by key.
+        room: Free resources of this machine, which count where the run works on it.
         clock: Returns seconds since the epoch.
     """
 
@@ -47,6 +49,7 @@ class Observatory:
         *,
         expected: Mapping[str, int] | None = None,
         limits: Mapping[str, float] | None = None,
+        room: frozenset[Room] | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.view = RunView(run, total)
@@ -60,17 +63,22 @@ class Observatory:
         """Heartbeats are listened to."""
         self.reviews = 0
         """Runs that wait for a person's verdict."""
-        self.news: collections.deque[tuple[float, str]] = collections.deque(maxlen=MOST_NEWS)
+        self.news: collections.deque[tuple[float | None, str]] = collections.deque(maxlen=MOST_NEWS)
+        """Lines with their time in seconds since the epoch; None: before the first message about it."""
         self.activities: collections.deque[Span] = collections.deque(maxlen=MOST_ACTIVITIES)
         """The latest activities of agents, in the order in which they ended."""
         self.problems: collections.deque[str] = collections.deque(maxlen=20)
         """Data that could not be read."""
         self._clock = clock
+        self._began = clock()
+        self._heard: set[str] = set()
+        """Ids of the agents of which a heartbeat came."""
         self._progress = 0
         """Batches consumed, as the trainer's last metrics say."""
         self._counters: dict[tuple[str, str], collections.deque[tuple[float, float]]] = {}
         """Times and values of each agent's counters."""
-        self._expected, self._limits = expected or {}, limits or {}
+        self._expected, self._limits, self._room = expected or {}, limits or {}, room
+        self._limit, self._finding = steady_limit(), steady_finding()
 
     # -- what comes in
 
@@ -78,16 +86,21 @@ class Observatory:
         """Take in a message of the telemetry exchange."""
         now = self._clock()
         self.view.receive(message, now)
+        # the first heartbeat that is heard of an agent tells of all that was before it
+        is_late = isinstance(message, Heartbeat) and message.seq > 1 and message.id not in self._heard
+        self._take_news(None if is_late else now)
         if isinstance(message, Metrics):
             self._take_metrics(message, now)
         elif isinstance(message, Heartbeat):
+            self._heard.add(message.id)
             self._count(message, now)
 
     def receive_line(self, line: Mapping[str, Any]) -> None:
         """Take in a line of the run's file of metrics."""
         message, at = metrics_of(line), line.get("time")
         if message is not None and isinstance(at, int | float):
-            self.view.receive(message, self._clock())
+            self.view.receive(message, at)
+            self._take_news(at)
             self._take_metrics(message, at)
 
     def _take_metrics(self, message: Metrics, at: float) -> None:
@@ -100,13 +113,32 @@ class Observatory:
 
     def set_depths(self, depths: Mapping[str, int | None]) -> None:
         """Take in the depths of queues by their short names."""
+        is_first = not self.view.depths
         self.view.set_depths(depths)
+        self._take_news(None if is_first else self._clock())
 
     def tick(self) -> None:
         """Take in that time has passed."""
         now = self._clock()
         self.intervals.observe(self._states(now), now)
-        self.news.extend((now, text) for text in self.view.take_news())
+        self._judge(now)
+
+    def _judge(self, now: float) -> Observation:
+        """Renew the verdicts to show, and return what they were made of."""
+        observation = self.observation()
+        if self.is_live:
+            limit = self._limit.read(bottleneck(observation), now)
+            self._finding.read(diagnose(observation, lambda _: limit), now)
+        return observation
+
+    def _take_news(self, at: float | None) -> None:
+        """Take over the news of what happened at ``at``."""
+        self.news.extend((at, text) for text in self.view.take_news())
+
+    def _news(self) -> list[list[Any]]:
+        """Return the news in the order of time; what has no time was before this observatory began."""
+        ordered = sorted(self.news, key=lambda one: self._began if one[0] is None else one[0])
+        return [[None if at is None else round(at, 1), text] for at, text in ordered]
 
     def _states(self, now: float) -> list[AgentState]:
         beats = self.view.heartbeats(now)
@@ -154,7 +186,15 @@ class Observatory:
             broker=self.connection or self.broker_trouble,
             expected=self._expected,
             limits=self._limits,
+            room=self._room if self._is_here(self.view.heartbeats(self._clock())) else None,
         )
+
+    @staticmethod
+    def _is_here(beats: Mapping[str, tuple[Heartbeat, float]]) -> bool:
+        """Return whether explorer and trainer say that they work on this machine."""
+        details = [beat.detail for beat, _ in beats.values()]
+        places = [one.place for one in details if isinstance(one, ExplorerStatus | TrainerStatus)]
+        return bool(places) and all(place.startswith(f"{socket.gethostname()}:") for place in places)
 
     def state(self) -> dict[str, Any]:
         """Return the state of the run as JSON."""
@@ -172,9 +212,8 @@ class Observatory:
             }
             for row in view.agents(now)
         ]
-        observation = self.observation()
-        limit = bottleneck(observation) if self.is_live else None
-        found = diagnose(observation) if self.is_live else None
+        observation = self._judge(now)
+        limit, found = (self._limit.shown, self._finding.shown) if self.is_live else (None, None)
         return {
             "run": view.run,
             "now": round(now, 2),
@@ -203,7 +242,7 @@ class Observatory:
             },
             "sessions": None if view.sessions is None else view.sessions.as_map(),
             "failures": [one.line() for one in view.failures],
-            "news": [[round(at, 1), text] for at, text in self.news],
+            "news": self._news(),
             "problems": list(self.problems),
             "reviews": self.reviews,
             "samples": self.samples.seen,

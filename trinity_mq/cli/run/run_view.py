@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from trinity_mq.cli.reports.figures import TRAIN_STEPS, evaluations
-from trinity_mq.diagnosis import Finding, Observation, Watch, diagnose
+from trinity_mq.diagnosis import Finding, Observation, Room, Watch, diagnose
 from trinity_mq.messages import (
     Compatibility,
     EmptyBatchStatus,
@@ -71,6 +71,8 @@ class RunView:
         """Latest evaluation of each taskset: step, accuracy."""
         self.depths: Mapping[str, int | None] = {}
         """Messages in queues, by the names to be shown."""
+        self._dead = 0
+        """Dead letters, as known last: a broker that was away has the same ones when it is back."""
         self._heartbeats: dict[str, tuple[Heartbeat, float]] = {}
         self._passed: collections.deque[tuple[float, int]] = collections.deque(maxlen=RATE_WINDOW)
         self.train_steps: int | None = None
@@ -168,9 +170,10 @@ class RunView:
 
     def set_depths(self, depths: Mapping[str, int | None]) -> None:
         """Take in the depths of queues, by the names to be shown."""
-        dead, before = depths.get("dead"), self.depths.get("dead")
-        if dead and dead > (before or 0):
+        dead = depths.get("dead")
+        if dead and dead > self._dead:
             self.add_news(f"{dead} dead letter{'s' if dead > 1 else ''}: see `trinity-mq dead list {self.run}`")
+        self._dead = self._dead if dead is None else dead
         self.depths = dict(depths)
 
     def still(self, now: float) -> float:
@@ -184,10 +187,11 @@ class RunView:
         broker: str = "",
         expected: Mapping[str, int] | None = None,
         limits: Mapping[str, float] | None = None,
+        room: frozenset[Room] | None = None,
     ) -> Observation:
         """Return what is known at ``now``, for a diagnosis; the arguments are those of :class:`Observation`."""
         watch = self._watch or Watch(now)
-        return watch.observation(now, depths=self.depths, broker=broker, expected=expected, limits=limits)
+        return watch.observation(now, depths=self.depths, broker=broker, expected=expected, limits=limits, room=room)
 
     def explain(
         self,

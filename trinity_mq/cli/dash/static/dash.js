@@ -40,6 +40,7 @@ const duration = (seconds) => {
   return `${Math.floor(seconds / 3600)} h ${Math.floor((seconds % 3600) / 60)} min`;
 };
 const clock = (time) => new Date(time * 1000).toLocaleTimeString();
+const moment = (time) => (new Date(time * 1000).toDateString() === new Date().toDateString() ? clock(time) : new Date(time * 1000).toLocaleString());
 const PALETTE = ["#3b7ddd", "#e07b39", "#2f9e69", "#b14fc5", "#c2302b", "#7a7f8c"];
 
 async function ask(path, options = {}) {
@@ -107,7 +108,7 @@ function drawFinding() {
   place.hidden = !shown || !shown.sentence;
   if (place.hidden) return;
   place.className = found && found.state !== "moving" ? found.state : "";
-  const evidence = shown.evidence?.length ? h("ul", {}, shown.evidence.map((line) => h("li", {}, line))) : null;
+  const evidence = found.state !== "moving" && shown.evidence?.length ? h("ul", {}, shown.evidence.map((line) => h("li", {}, line))) : null;
   fill(place, h("b", {}, shown.sentence), shown.lever ? h("div", {}, `What to do: ${shown.lever}`) : null, evidence);
 }
 
@@ -139,7 +140,7 @@ const flow = {
     const failures = [...state.failures, ...state.problems];
     this.failures.replaceChildren(...(failures.length ? [h("h2", {}, "Failures"), ...failures.map((line) => h("p", { class: "bad" }, line))] : []));
     const lines = [...state.news].reverse().slice(0, 60);
-    this.news.replaceChildren(...(lines.length ? lines.map(([at, text]) => h("p", {}, h("span", { class: "dim" }, `${clock(at)} `), text)) : [h("p", { class: "dim" }, "Nothing yet.")]));
+    this.news.replaceChildren(...(lines.length ? lines.map(([at, text]) => h("p", {}, h("span", at === null ? { class: "dim", title: "before this page was opened" } : { class: "dim" }, `${at === null ? "earlier" : moment(at)} `), text)) : [h("p", { class: "dim" }, "Nothing yet.")]));
   },
   node(node, more = "") {
     const limit = state.bottleneck?.stage === node.role;
@@ -415,6 +416,7 @@ const samples = {
       h("dl", { class: "facts" }, Object.entries(facts).filter(([, value]) => value !== null && value !== undefined && value !== "").map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, typeof value === "number" ? number(value) : String(value))))),
       members.length > 1 ? h("div", {}, h("h3", {}, "Group: reward and advantage"), h("div", { class: "group" }, members.map((row) => h("button", { "aria-pressed": String(this.of(row, "uid") === this.uid), title: this.of(row, "text"), onclick: () => this.open(this.of(row, "uid")) }, `${number(this.of(row, "reward"))} · ${number(this.of(row, "advantage"), 2)}`, h("i", { style: { width: `${(100 * Math.abs(this.of(row, "reward") ?? 0)) / most}%` } }))))) : null,
       conversation(one),
+      expected(one.info?.truth),
       h("h3", {}, "Tokens"),
       tokens(one, this.colour),
       Object.keys(one.info || {}).length ? h("details", {}, h("summary", {}, "info"), h("pre", {}, JSON.stringify(one.info, null, 1))) : null,
@@ -443,6 +445,8 @@ function conversation(one) {
     return one.messages.map((message) => shown(message.role || "?", [typeof message.content === "string" ? message.content : message.content ? JSON.stringify(message.content) : "", message.tool_calls ? `calls ${JSON.stringify(message.tool_calls)}` : ""].filter(Boolean).join("\n")));
   return [one.prompt_text ? shown("asked", one.prompt_text) : null, one.response_text !== null && one.response_text !== undefined ? shown("answered", one.response_text) : null];
 }
+
+const expected = (truth) => (truth === null || truth === undefined ? null : h("div", { class: "message expected" }, h("b", {}, "expected"), "\n", String(truth)));
 
 function tokens(one, colour) {
   const place = h("div", { class: "tokens" });
