@@ -13,6 +13,7 @@ import yaml
 
 from trinity_mq.config import OperatorConfig
 from trinity_mq.config.agents import OperatorsConfig
+from trinity_mq.config.algorithm.presets import PRESETS
 from trinity_mq.experience import Experience
 from trinity_mq.messages import BatchReady
 from trinity_mq.operators import OperatorConfigError, create_operators, run_chain
@@ -31,6 +32,16 @@ SIZES_AND_REWARDS = ((256, 3.0), (257, 1.0), (1, 0.5), (1, -1.0), (1, None))
 """Response tokens and rewards of the experiences that the documented operators get."""
 LONGEST = 30
 """Lines that a step-wise workflow may take."""
+
+
+@pytest.mark.parametrize("start", [ROOT / "README.md", ROOT / "docs" / "README.md"], ids=["README", "docs/README"])
+def test_both_lists_of_pages_have_all_of_them(start: Path) -> None:
+    linked = {(start.parent / name).resolve() for name in re.findall(r"\]\(([\w/.-]+\.md)\)", start.read_text())}
+    assert {path.name for path in (ROOT / "docs").glob("*.md")} - {path.name for path in linked} <= {"README.md"}
+
+
+def test_the_readme_counts_the_presets() -> None:
+    assert f"{len(PRESETS)} presets" in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def blocks() -> dict[str, str]:

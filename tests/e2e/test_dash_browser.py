@@ -32,7 +32,7 @@ QUIET = [
     "--disable-sync",
     "--no-first-run",
 ]
-SECTIONS = ("flow", "timeline", "samples", "learning", "sync", "dead", "review", "runs")
+SECTIONS = ("flow", "timeline", "samples", "learning", "evaluations", "sync", "dead", "review", "runs")
 SCREENSHOTS = os.environ.get("TRINITY_MQ_SCREENSHOTS")
 
 playwright = pytest.importorskip(

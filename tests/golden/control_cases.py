@@ -136,6 +136,16 @@ CASES: dict[tuple[str, int], dict[str, dict[str, Any]]] = {
             "message": "sandbox: connection refused (mijn_taak.py:17)",
             "failure_kind": "sandbox",
         },
+        "answers": {
+            "batch": "3/gsm8k",
+            "ticket": "t",
+            "task_id": 1,
+            "attempt": "a",
+            "outcome": "finished",
+            "runs": [0, 1],
+            "metrics": [{"reward": 1.0}, {"reward": 0.0}],
+            "answers": ["länge: …42", ""],
+        },
     },
     ("task_results", 1): {
         "minimal": {"results": []},

@@ -76,6 +76,13 @@ class LockedFolder:
             return int(self._lock.read_text() or 0) or None
         return None
 
+    def last_taken(self) -> int:
+        """Return the time at which a process last took the folder, in nanoseconds since the epoch; 0: none has."""
+        try:
+            return self._lock.stat().st_mtime_ns
+        except FileNotFoundError:
+            return 0
+
     def note_broker(self, url: str) -> None:
         """Write the broker's URL for other commands, readable by the owner only."""
         write_atomic(self._url, url.encode(), mode=0o600)

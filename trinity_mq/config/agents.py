@@ -378,6 +378,9 @@ class MonitorConfig(Section):
     ``trinity-mq dash`` shows them without the broker; 0: none."""
     samples_max_bytes: int = Field(default=64 * 1024**2, ge=1024**2)
     """Bytes of all of these; the oldest go first."""
+    eval_answers_max_bytes: int = Field(default=32 * 1024**2, ge=0)
+    """Bytes of the answers to evaluations that are kept in the folder ``evaluations`` of the run, by question, for
+    ``trinity-mq dash`` and ``trinity-mq inspect --evaluation``; the oldest go first; 0: none are kept."""
     log_max_bytes: int = Field(default=64 * 1024**2, ge=1024**2)
     """Size at which the log of an agent is begun anew; the file before that is kept as ``<agent>.1.jsonl``."""
     trace: bool = False

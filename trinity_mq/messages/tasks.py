@@ -11,6 +11,13 @@ from trinity_mq.messages.base import BatchId, Message, Version
 MAX_REPEAT_TIMES = 65_536
 """Runs of one task: as many experiences as one body holds, and more slices than a broker wants."""
 
+TRUTH = "truth"
+"""Key in the ``info`` of an experience: the expected answer of its task, for people who look at it."""
+MOST_TRUTH = 1000
+"""Characters of it: each run of the task carries it."""
+MOST_ANSWER, MOST_ANSWERS = 2000, 16
+"""Characters of an answer to a question of an evaluation, and answers of one slice, that a result carries."""
+
 Lane = Literal["train", "eval"]
 Deliver = Literal["pipeline", "caller", "none"]
 Outcome = Literal["finished", "partial", "failed", "cancelled", "poisoned", "late"]
@@ -142,6 +149,9 @@ class TaskResult(Message):
     """Experience parts published under this attempt."""
     metrics: list[dict[str, float]] = Field(default_factory=list)
     """Metrics of each finished run."""
+    answers: list[str] = Field(default_factory=list)
+    """Answers of the first finished runs, of an evaluation whose answers are kept (``monitor.eval_answers_max_bytes``);
+    a long one without its middle."""
     message: str | None = None
     failure_kind: str | None = None
     """Kind of the failure that ``message`` tells of, such as ``sandbox``, ``tool``, ``provider``, ``environment``,

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from decimal import Decimal
 from typing import Any, TypeVar, cast
 
+from trinity_mq.messages.tasks import MOST_TRUTH
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 BOOLEANS = ("false", "true")
@@ -31,6 +33,23 @@ def truth_text(truth: Any) -> str | None:
         if number.is_finite():
             return f"{number:f}" if abs(number.adjusted()) <= MOST_ZEROS else str(number)
     return json.dumps(truth, ensure_ascii=False, default=str)
+
+
+def expected_answer(truth: Any) -> str | None:
+    """Return the expected answer for a person, as short text that is fit to travel; None: unknown."""
+    text = truth_text(truth)
+    return shortened(text, MOST_TRUTH) if text else None
+
+
+def shortened(text: str, most: int) -> str:
+    """Return text that is fit to travel, without the middle of a longer one: its end has the answer.
+
+    >>> shortened("0123456789", 5), shortened("01234", 5)
+    ('0…789', '01234')
+    """
+    head = (most - 1) // 4
+    short = text if len(text) <= most else f"{text[:head]}…{text[head + 1 - most :]}"
+    return short.encode(errors="replace").decode()  # half a surrogate pair does not travel
 
 
 def takes_any_truth(reward: F) -> F:

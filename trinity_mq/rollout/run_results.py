@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 from trinity_mq.experience import Experience
 from trinity_mq.messages import Version
+from trinity_mq.messages.tasks import MOST_ANSWER, MOST_ANSWERS, TRUTH
+from trinity_mq.rewards.truth import expected_answer, shortened
 from trinity_mq.rollout.status import Failure, SliceOutcome
 from trinity_mq.telemetry import aggregate_runs
 from trinity_mq.workflows import Task
@@ -33,9 +35,12 @@ class RunResults:
         """Stamp and keep the experiences of ``run``, which took ``seconds``."""
         taskset, index = task.index.get("taskset"), task.index.get("index")
         origin = (taskset if isinstance(taskset, str) else None, index if isinstance(index, int) else None)
+        truth = expected_answer(task.truth)
         tokens, last = 0, experiences[0]
         for experience in experiences:
             _stamp(task, run, experience, *origin)
+            if truth is not None:
+                experience.info = {TRUTH: truth, **(experience.info or {})}
             tokens += experience.response_length
             if experience.eid.step > last.eid.step:
                 last = experience
@@ -70,6 +75,22 @@ class RunResults:
             version_max=max(versions, default=None),
             seconds=seconds,
         )
+
+
+def answers_of(outcome: SliceOutcome) -> list[str]:
+    """Return the answers of the first finished runs of a slice, for a person: what the last step of each run said."""
+    last: dict[int, Experience] = {}
+    for one in outcome.experiences:
+        if one.eid.run not in last or one.eid.step >= last[one.eid.run].eid.step:
+            last[one.eid.run] = one
+    return [shortened(_text_of(last[run]) if run in last else "", MOST_ANSWER) for run in outcome.runs[:MOST_ANSWERS]]
+
+
+def _text_of(experience: Experience) -> str:
+    if experience.response_text is not None:
+        return experience.response_text
+    said = (one.get("content") for one in reversed(experience.messages or ()) if one.get("role") == "assistant")
+    return next((text for text in said if isinstance(text, str)), "")
 
 
 def _stamp(task: Task, run: int, experience: Experience, taskset: str | None, index: int | None) -> None:

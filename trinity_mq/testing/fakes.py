@@ -172,6 +172,8 @@ class FakeRunner:
     done: MutableSequence[TaskSlice] = field(default_factory=list)
     name: str = "runner-0"
     make: Callable[[TaskSlice, int, Version], Experience] = field(default_factory=lambda: one_experience)
+    answer: Callable[[TaskSlice], str] = lambda task_slice: ""
+    """Returns the answer of each run of an evaluation's slice."""
 
     async def run(self) -> None:
         """Consume task slices until cancelled."""
@@ -209,6 +211,8 @@ class FakeRunner:
             runs=runs,
             parts=parts,
             metrics=[{"accuracy": 1.0, "reward": 1.0} for _ in runs],
+            answers=[self.answer(task_slice) for _ in runs] if task_slice.lane == "eval" else [],
+            message="spoilt" if spoiled == "failed" else None,
             runner=self.name,
             version_min=version,
             version_max=version,

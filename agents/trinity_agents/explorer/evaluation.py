@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 import structlog
@@ -12,9 +13,11 @@ from trinity_agents.explorer.state import ExplorerState
 from trinity_mq.config import Config
 from trinity_mq.dispatch.batch_metrics import eval_metrics
 from trinity_mq.dispatch.dispatcher import Dispatcher
+from trinity_mq.dispatch.eval_answers import questions_of
 from trinity_mq.dispatch.tickets import Ticket, sort_batch_id
 from trinity_mq.messages import TaskBody, Version
 from trinity_mq.runtime.notify import Notifier
+from trinity_mq.telemetry.evaluation_log import Evaluation, EvaluationLog
 
 log = structlog.get_logger(__name__)
 
@@ -36,7 +39,9 @@ class Evaluations:
         save: Callable[[], Awaitable[None]],
         report: Callable[[int, dict[str, float]], None],
         woken: Notifier,
+        answers: EvaluationLog | None = None,
     ) -> None:
+        self._answers = answers
         self._config, self._state, self._dispatcher, self._hosted = config, state, dispatcher, hosted
         self._sets, self._save, self._report, self._woken = sets, save, report, woken
         self._is_pinned = config.synchronizer.sync_style == "fixed" or config.mode == "bench"
@@ -96,11 +101,24 @@ class Evaluations:
         for name, ticket in zip(names, tickets, strict=True):
             # in a thread: to resample a large set takes a tenth of a second and more
             metrics |= await asyncio.to_thread(eval_metrics, ticket, name, detailed=detailed)
+        await asyncio.to_thread(self._keep_answers, label, names, tickets)
         for ticket in tickets:
             del self._dispatcher.tickets[ticket.ticket]
         self._note_done(label, names)
         await self._save()
         self._report(label, metrics)
+
+    def _keep_answers(self, label: int, names: Sequence[str], tickets: Sequence[Ticket]) -> None:
+        """Write the answers for who looks at the run later. A disk that is full ends that, and not the explorer."""
+        if self._answers is None:
+            return
+        try:
+            for name, ticket in zip(names, tickets, strict=True):
+                questions = questions_of(ticket)
+                self._answers.append(Evaluation(set=name, label=label, time=time.time(), questions=questions))
+        except OSError as error:
+            log.warning("answers_end", reason=error.strerror or str(error))
+            self._answers = None
 
     def _note_done(self, label: int, names: Sequence[str]) -> None:
         """Note that sets were evaluated under ``label``, and forget earlier labels: none is asked for again, and each

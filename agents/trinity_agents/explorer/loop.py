@@ -47,6 +47,7 @@ from trinity_mq.runtime.deliveries import (
 )
 from trinity_mq.runtime.errors import FatalError, is_of_content, reason_of
 from trinity_mq.runtime.process import place
+from trinity_mq.telemetry.evaluation_log import EvaluationLog
 from trinity_mq.telemetry.trace_ids import TRACEPARENT, read_traceparent
 
 log = structlog.get_logger(__name__)
@@ -110,7 +111,15 @@ class ExplorerLoop:
             log.info("run_extended", batches=total, before=state.opened)
             state.ended = state.finished = False
         self.evaluations = Evaluations(
-            config, state, self.dispatcher, self.hosted, eval_sets, save=self.save, report=agent.report, woken=woken
+            config,
+            state,
+            self.dispatcher,
+            self.hosted,
+            eval_sets,
+            save=self.save,
+            report=agent.report,
+            woken=woken,
+            answers=EvaluationLog(file.run_folder, config.monitor.eval_answers_max_bytes),
         )
         self.batches = TrainingBatches(
             config,

@@ -147,6 +147,11 @@ class StateFile:
         """Return the file of a run."""
         return cls(run_folder / "state" / "explorer.db")
 
+    @property
+    def run_folder(self) -> Path:
+        """The run's folder."""
+        return self._path.parents[1]
+
     # -- reading
 
     def load(self) -> ExplorerState:

@@ -113,6 +113,7 @@ class Runner(Agent):
             woken=self.woken,
             abandoned=self._open.abandoned,
             in_flight_count=lambda: len(self._held),
+            keeps_answers=config.monitor.eval_answers_max_bytes > 0,
         )
         self._held: dict[SliceKey, InFlightSlice] = {}
         slots: dict[Lane, int] = {"train": config.runner.concurrency, "eval": config.runner.eval_slots}

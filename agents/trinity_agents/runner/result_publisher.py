@@ -22,6 +22,7 @@ from trinity_mq.config import BrokerConfig
 from trinity_mq.experience import DecodeError, EncodeError, Experience, ExperienceBatch
 from trinity_mq.experience.fields import TENSOR_FIELDS
 from trinity_mq.messages import BatchId, ContentError, Outcome, TaskResult, TaskResults, TaskSlice, Version
+from trinity_mq.rollout.run_results import answers_of
 from trinity_mq.rollout.status import SliceOutcome
 from trinity_mq.runtime.deliveries import envelope
 from trinity_mq.runtime.errors import RestartMe
@@ -66,6 +67,7 @@ class ResultPublisher:
         woken: Notified on beats.
         abandoned: Says whether nobody waits for a slice any more.
         in_flight_count: Says how many slices the runner has.
+        keeps_answers: Results of evaluations carry their answers.
     """
 
     def __init__(
@@ -79,9 +81,10 @@ class ResultPublisher:
         woken: Notifier,
         abandoned: Callable[[TaskSlice], bool],
         in_flight_count: Callable[[], int],
+        keeps_answers: bool = False,
     ) -> None:
         self._bus, self._topology, self._config, self._store = bus, topology, config, store
-        self._in_flight_count = in_flight_count
+        self._in_flight_count, self._keeps_answers = in_flight_count, keeps_answers
         self._runner, self._woken, self._abandoned = runner, woken, abandoned
         self._shared_limit = min(SHARED, config.max_message_bytes // 2)
         self._shared_parts = BatchedPublish(
@@ -123,6 +126,7 @@ class ResultPublisher:
             runs=outcome.runs,
             parts=parts,
             metrics=outcome.metrics,
+            answers=answers_of(outcome) if self._keeps_answers and task_slice.lane == "eval" else [],
             message=text and text[:MESSAGE_LIMIT].encode(errors="replace").decode(),
             failure_kind=outcome.failure_kind,
             seconds=in_flight.seconds,
@@ -171,6 +175,9 @@ class ResultPublisher:
                 key, self.result(in_flight, "failed", message=str(error), kind="workflow")
             )
         except MessageTooLarge as error:
+            if result.answers:
+                await self.report(in_flight, result.model_copy(update={"answers": []}))
+                return
             reason = f"{error}; or lower explorer.max_repeat_times_per_runner: the metrics of all runs travel together"
             taken = await self._results.publish(key, self.result(in_flight, "failed", message=reason, kind="workflow"))
         if not taken:

@@ -3,23 +3,34 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
-from collections.abc import AsyncIterator
+import os
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
 from tests.unit.cli.test_dash_data import body
 from tests.unit.cli.test_run_view import beat, metrics
+from trinity_mq.bus import Envelope, Topology
+from trinity_mq.bus.memory.bus import MemoryBroker, MemoryBus
+from trinity_mq.cli.broker.connection import Target
+from trinity_mq.cli.dash import actions
 from trinity_mq.cli.dash.access import KEY_COOKIE, POLICY, PageAccess
 from trinity_mq.cli.dash.actions import Actions
 from trinity_mq.cli.dash.app import PAGE_FILES, STATIC, DashApp
+from trinity_mq.cli.errors import CommandError
 from trinity_mq.cli.inspect.token_texts import TokenTexts
 from trinity_mq.cli.observe.curves import Curves
 from trinity_mq.cli.observe.observatory import Observatory
 from trinity_mq.cli.observe.sources import BrokerSource, FolderSource
+from trinity_mq.cli.run_folder import RunFolder
+from trinity_mq.config import BrokerConfig, load_config
 from trinity_mq.telemetry import MetricsWriter
+from trinity_mq.telemetry.evaluation_log import Answer, Evaluation, EvaluationLog, Question, read_evaluations
 
 PAGE_BYTES = 300_000
 
@@ -37,11 +48,14 @@ async def served(
     host: str = "127.0.0.1",
     operate: bool = False,
     others: dict[str, Curves] | None = None,
+    stopped: Callable[[], Target | None] = lambda: None,
+    folder: Path = Path("/nowhere"),
 ) -> AsyncIterator[Served]:
     observatory = Observatory("r", 10)
     access = PageAccess(host, operate=operate)
-    actions = Actions(BrokerSource(lambda: None, observatory))
-    app = DashApp(observatory, actions, access, lambda: TokenTexts(None), others=others)
+    asked = Actions(BrokerSource(lambda: None, observatory), stopped)
+    evaluations = functools.partial(read_evaluations, folder)
+    app = DashApp(observatory, asked, access, lambda: TokenTexts(None), evaluations=evaluations, others=others)
     async with TestClient(TestServer(app.application())) as client:
         app.renew()
         yield Served(client, observatory, access, app)
@@ -79,6 +93,78 @@ async def test_samples_and_curves() -> None:
         assert curves["others"]["before"][0]["curves"] == {"rollout/reward/mean": [[1, 0.9]]}
         curve = await (await client.get("/api/curve", params={"name": "rollout/reward/mean"})).json()
         assert curve["points"] == [[1, 0.5]]
+
+
+async def test_the_expected_answer_is_with_a_sample() -> None:
+    async with served() as (client, observatory, _, _):
+        observatory.samples.put(body(3, info={"truth": "7"}), 4)
+        rows = await (await client.get("/api/samples?after=0")).json()
+        uid = rows["rows"][0][rows["columns"].index("uid")]
+        sample = await (await client.get("/api/sample", params={"uid": uid})).json()
+        assert sample["info"]["truth"] == "7"
+    assert "expected(one.info?.truth)" in (STATIC / "dash.js").read_text()
+
+
+async def test_answers_to_evaluations_by_question(tmp_path: Path) -> None:
+    log = EvaluationLog(tmp_path, 2**20)
+    for label, rewards in ((0, (0.0, 0.0)), (5, (1.0, 0.0))):
+        answers = [Answer(run=run, answer=f"{run}", reward=reward) for run, reward in enumerate(rewards)]
+        questions = [Question(task=n, question="q" * 200, expected="7", answers=answers) for n in range(1 + label)]
+        log.append(Evaluation(set="sums", label=label, time=9.0, questions=questions, left_out=3))
+    async with served(folder=tmp_path) as (client, _, _, _):
+        [found] = (await (await client.get("/api/evaluations")).json())["sets"]
+        assert (found["set"], found["labels"], found["left_out"], len(found["questions"])) == ("sums", [0, 5], 3, 6)
+        assert [one["rewards"] for one in found["questions"][:2]] == [[0.0, 0.5], [None, 0.5]]
+        question = await (await client.get("/api/evaluation?set=sums&task=0")).json()
+        assert [(one["label"], one["expected"]) for one in question["evaluations"]] == [(0, "7"), (5, "7")]
+        assert [one["reward"] for one in question["evaluations"][1]["answers"]] == [1.0, 0.0]
+        assert (await client.get("/api/evaluation?set=sums&task=9")).status == 404
+    async with served() as (client, _, _, _):
+        assert (await (await client.get("/api/evaluations")).json()) == {"sets": []}
+
+
+async def test_dead_letters_of_a_run_that_is_over_are_read_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = load_config({"name": "r", "model": {"tiny": {}}, "run_dir": str(tmp_path)})
+    target, starts = Target("r", config.broker, config), [0]
+    topology, broker = Topology("r"), MemoryBroker()
+
+    @contextlib.asynccontextmanager
+    async def started(of: Target, who: str) -> AsyncIterator[tuple[MemoryBus, Topology]]:
+        assert of is target
+        starts[0] += 1
+        with RunFolder(config).locked():
+            bus = MemoryBus(broker, topology, config=config.broker)
+            await bus.connect()
+            await bus.declare(topology.dead)
+            if starts[0] == 1:
+                letter = Envelope(body=b"x", kind="odd", message_id="m", headers={"kind": "odd", "dead-reason": "why"})
+                await bus.publish(topology.exchange("dead"), "odd", letter)
+            yield bus, topology
+            await bus.close()
+
+    monkeypatch.setattr(actions, "reached", started)
+    async with served(stopped=lambda: target) as (client, _, _, _):
+        for _ in range(3):
+            [letter] = (await (await client.get("/api/dead")).json())["letters"]
+            assert (letter["kind"], letter["reason"]) == ("odd", "why")
+        assert starts == [1]
+        os.utime(tmp_path / "lock", ns=(1, 1))  # another process has had the run's folder
+        assert len((await (await client.get("/api/dead")).json())["letters"]) == 1
+        assert starts == [2]
+
+
+async def test_a_run_that_is_started_meanwhile_is_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    @contextlib.asynccontextmanager
+    async def in_use(of: Target, who: str) -> AsyncIterator[None]:
+        raise CommandError("run folder is in use by process 5")
+        yield
+
+    monkeypatch.setattr(actions, "reached", in_use)
+    async with served(stopped=lambda: Target("r", BrokerConfig())) as (client, _, _, _):
+        answer = await client.get("/api/dead")
+        assert (answer.status, (await answer.json())["error"]) == (409, "run folder is in use by process 5")
 
 
 async def test_errors_say_what_was_wrong() -> None:

@@ -318,6 +318,18 @@ def test_a_file_token_by_token(body: str, capsys: pytest.CaptureFixture[str]) ->
     assert row.split() == ["3", "2147483647", "-", "1", "-0.5000", "0.2500", "-1.0000", "-0.2500", "0.0000"]
 
 
+def test_the_expected_answer_is_beside_the_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    answered = made(1)
+    answered.response_text, answered.info = "it is 8", {"truth": "7", "engine": "e"}
+    path = tmp_path / "some.tmqx"
+    path.write_bytes(Experience.serialize_many([answered]))
+    assert main(["inspect", str(path)]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    place = lines.index(["answered", "it", "is", "8"])
+    assert lines[place + 1] == ["expected", "7"]
+    assert ["info", "engine", "=", "'e'"] in lines
+
+
 def test_a_file_as_json(body: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", body, "--json", "--task", "3"]) == 0
     [line] = capsys.readouterr().out.splitlines()

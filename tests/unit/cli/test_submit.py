@@ -88,8 +88,8 @@ def test_answers_come_with_the_outcome_in_any_order_and_each_once() -> None:
     replies.take(reply(answered(0), "a"))
     assert replies.complete
     assert replies.answers(None) == [
-        {"run": 0, "step": 0, "text": "text 0", "reward": 0.0},
-        {"run": 1, "step": 0, "text": "text 1", "reward": 1.0},
+        {"run": 0, "step": 0, "text": "text 0", "reward": 0.0, "expected": None},
+        {"run": 1, "step": 0, "text": "text 1", "reward": 1.0, "expected": None},
     ]
 
 

@@ -163,6 +163,7 @@ async def test_a_repeatable_workflow_makes_one_request_and_all_is_stamped(runner
     assert [exp.eid.rid for exp in outcome.experiences] == ["5/2/4", "5/2/5", "5/2/6"]
     exp = outcome.experiences[0]
     assert (exp.taskset, exp.index, exp.info["model_version"], exp.reward) == ("sums", 11, 3, 1.0)
+    assert {each.info["truth"] for each in outcome.experiences} == {"7"}
     assert outcome.version_min == outcome.version_max == (1, 3)
     assert outcome.seconds > 0
     assert len(outcome.metrics) == 3
@@ -183,7 +184,7 @@ class Bare(AsyncSimpleWorkflow):
 async def test_experiences_without_info_and_metrics_are_stamped_too(runner, engine):
     outcome = await runner.run_slice(task_slice("Bare", runs=1), lambda: engine.model)
     assert outcome.message is None
-    assert outcome.experiences[0].info == {"model_version": 3}
+    assert outcome.experiences[0].info == {"model_version": 3, "truth": "7"}
 
 
 async def test_other_workflows_run_all_at_once_each_by_itself(runner, engine):

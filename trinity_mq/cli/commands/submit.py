@@ -20,6 +20,7 @@ from trinity_mq.cli.broker.connection import Target, connected, find_target
 from trinity_mq.cli.errors import CommandError
 from trinity_mq.messages import JSON_CONTENT_TYPE, ContentError, SubmissionOutcome, TaskBody, TaskSubmission, decode
 from trinity_mq.messages.msgpack_scan import check_value
+from trinity_mq.messages.tasks import TRUTH
 from trinity_mq.runtime.deliveries import acknowledge
 from trinity_mq.transport.blobs import BlobStore, StoreUnavailable, open_store, resolve
 
@@ -90,7 +91,7 @@ class Replies:
         return self.outcome is not None and not self.missing
 
     def answers(self, store: BlobStore | None) -> list[dict[str, Any]]:
-        """Return the text and the reward of each answer, by run and step.
+        """Return the text, the reward and the expected text of each answer, by run and step.
 
         Raises:
             CommandError: A part cannot be read.
@@ -106,7 +107,13 @@ class Replies:
             raise CommandError(f"the outcome came, and an answer cannot be read: {error}") from error
         experiences.sort(key=lambda one: (one.eid.run, one.eid.step))
         return [
-            {"run": one.eid.run, "step": one.eid.step, "text": one.response_text, "reward": one.reward}
+            {
+                "run": one.eid.run,
+                "step": one.eid.step,
+                "text": one.response_text,
+                "reward": one.reward,
+                "expected": one.info.get(TRUTH),
+            }
             for one in experiences
         ]
 

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import uuid
+from collections.abc import AsyncIterator, Callable
 from typing import Any, Literal, get_args
 
 from trinity_mq.bus import Bus, Topology
+from trinity_mq.cli.broker.connection import Target, reached
 from trinity_mq.cli.commands import dead
 from trinity_mq.cli.dash.broker_runs import broker_runs
 from trinity_mq.cli.observe.sources import BrokerSource
 from trinity_mq.messages import ControlEvent, ReviewVerdict
 from trinity_mq.runtime.deliveries import envelope
+from trinity_mq.runtime.errors import first_leaf
 
 Verb = Literal["restart", "drain", "pause", "resume"]
 LISTED = 200
@@ -26,10 +31,14 @@ class Actions:
 
     Args:
         source: Holds the connection, while there is one.
+        stopped: Returns the run with its private broker, where that does not run now.
     """
 
-    def __init__(self, source: BrokerSource) -> None:
-        self._source = source
+    def __init__(self, source: BrokerSource, stopped: Callable[[], Target | None] = lambda: None) -> None:
+        self._source, self._stopped = source, stopped
+        self._starting = asyncio.Lock()
+        self._kept: tuple[int, list[dict[str, Any]]] | None = None
+        """Dead letters of a broker that was started for them, and the time of the last start in the run's folder."""
 
     def _connection(self) -> tuple[Bus, Topology]:
         if self._source.bus is None or self._source.topology is None:
@@ -38,15 +47,39 @@ class Actions:
             )
         return self._source.bus, self._source.topology
 
+    @contextlib.asynccontextmanager
+    async def _reached(self, target: Target | None) -> AsyncIterator[tuple[Bus, Topology]]:
+        """Open a bus to the private broker of a run that does not run now, which is started for it, else to the run's
+        broker.
+        """
+        if target is None:
+            yield self._connection()
+            return
+        try:
+            async with reached(target, "dash") as found:
+                yield found
+        except ExceptionGroup as errors:
+            raise first_leaf(errors) from None
+
+    async def _stopped_broker(self) -> Target | None:
+        return await asyncio.to_thread(self._stopped) if self._source.bus is None else None
+
     async def dead_letters(self) -> list[dict[str, Any]]:
-        """Return dead letters, oldest first; they stay where they are.
+        """Return dead letters, oldest first; they stay where they are. Those of a run that does not run now are read
+        once: they change with a start of the run alone.
 
         Raises:
-            ActionError: There is no connection.
+            ActionError: There is no connection, and no private broker to start.
         """
-        bus, topology = self._connection()
-        letters, _ = await dead.letters(bus, topology, LISTED)
-        return [dict(zip(dead.COLUMNS, dead.row(letter), strict=True)) for letter in letters]
+        async with self._starting:
+            target = await self._stopped_broker()
+            if target is not None and self._kept is not None and self._kept[0] == _last_start(target):
+                return self._kept[1]
+            async with self._reached(target) as (bus, topology):
+                letters, _ = await dead.letters(bus, topology, LISTED)
+            rows = [dict(zip(dead.COLUMNS, dead.row(letter), strict=True)) for letter in letters]
+            self._kept = None if target is None else (_last_start(target), rows)
+            return rows
 
     async def runs(self) -> dict[str, Any]:
         """Return the runs on the same broker, or why they are not known."""
@@ -59,10 +92,10 @@ class Actions:
         """Publish dead batches again, all or those of ``batches``.
 
         Raises:
-            ActionError: There is no connection.
+            ActionError: There is no connection, and no private broker to start.
         """
-        bus, topology = self._connection()
-        republished, problems, kept = await dead.republish_batches(bus, topology, batches)
+        async with self._starting, self._reached(await self._stopped_broker()) as (bus, topology):
+            republished, problems, kept = await dead.republish_batches(bus, topology, batches)
         return {"republished": republished, "problems": problems, "kept": kept}
 
     def reviews(self) -> list[dict[str, Any]]:
@@ -99,3 +132,9 @@ class Actions:
         message = envelope(event, message_id=f"dash-{uuid.uuid4().hex}")
         if not await bus.publish(topology.exchange("control"), f"{verb}.{agent}", message):
             raise ActionError(f"no agent {agent!r} listens; the table of agents names those that do")
+
+
+def _last_start(target: Target) -> int:
+    """Return the time at which a process last took the run's folder, in nanoseconds since the epoch."""
+    folder = target.folder
+    return 0 if folder is None else folder.last_taken()

@@ -22,10 +22,12 @@ from trinity_mq.cli.exporter.handler import metrics_handler
 from trinity_mq.cli.inspect.show_experience import as_json
 from trinity_mq.cli.inspect.token_texts import TokenTexts
 from trinity_mq.cli.observe.curves import Curves
+from trinity_mq.cli.observe.evaluations import answers_to, sets_of
 from trinity_mq.cli.observe.observatory import Observatory
 from trinity_mq.cli.observe.samples import COLUMNS, MOST_ROWS, experience_at
 from trinity_mq.runtime.http.serving import new_application, read_json
 from trinity_mq.runtime.notify import Notifier
+from trinity_mq.telemetry.evaluation_log import Evaluation
 from trinity_mq.telemetry.jsonline import dump_line
 from trinity_mq.telemetry.timeline import Span
 
@@ -54,6 +56,7 @@ class DashApp:
         access: Who may do what.
         texts: Returns the texts of tokens, as far as they are known by now.
         runs: Returns a row for each run that is known here.
+        evaluations: Returns the evaluations whose answers are kept; raises OSError.
         others: Curves of other runs to be drawn beside, by their names.
     """
 
@@ -65,10 +68,11 @@ class DashApp:
         texts: Callable[[], TokenTexts],
         *,
         runs: Runs = list,
+        evaluations: Callable[[], list[Evaluation]] = list,
         others: Mapping[str, Curves] | None = None,
     ) -> None:
         self._observatory, self._actions, self._access, self._texts = observatory, actions, access, texts
-        self._runs, self._others = runs, others or {}
+        self._runs, self._evaluations, self._others = runs, evaluations, others or {}
         self._state = ""
         self._changed = Notifier()
         self._closing = False
@@ -88,6 +92,8 @@ class DashApp:
                 web.get("/api/sample", self.sample),
                 web.get("/api/curves", self.curves),
                 web.get("/api/curve", self.curve),
+                web.get("/api/evaluations", self.evaluations),
+                web.get("/api/evaluation", self.evaluation),
                 web.get("/api/runs", self.runs),
                 web.get("/api/dead", self.dead),
                 web.post("/api/dead/replay", self.replay),
@@ -128,6 +134,8 @@ class DashApp:
             return await handler(request)
         except (ActionError, BusError, CommandError) as error:
             return _json({"error": str(error)}, status=409)
+        except OSError as error:
+            return _json({"error": f"the run's folder cannot be read: {error.strerror or error}"}, status=409)
         except ValueError as error:
             return _json({"error": str(error)}, status=400)
 
@@ -200,6 +208,18 @@ class DashApp:
         """Return the curve of one metric, by its ``name``."""
         name = request.query.get("name", "")
         return _json({"name": name, "points": self._observatory.curves.named(name)})
+
+    async def evaluations(self, _: web.Request) -> web.Response:
+        """Return the questions of all sets, each with its mean reward at each label."""
+        return _json({"sets": sets_of(await asyncio.to_thread(self._evaluations))})
+
+    async def evaluation(self, request: web.Request) -> web.Response:
+        """Return one question, by its ``set`` and ``task``, with its answers at each label."""
+        name, task = request.query.get("set", ""), int(_number(request, "task", 0))
+        answers = answers_to(await asyncio.to_thread(self._evaluations), name, task)
+        if not answers:
+            return _json({"error": f"no answers to question {task} of {name!r} are kept"}, status=404)
+        return _json({"set": name, "task": task, "evaluations": answers})
 
     async def runs(self, _: web.Request) -> web.Response:
         """Return the runs that are known here."""

@@ -69,6 +69,17 @@ def _find_broker(arguments: argparse.Namespace, config: Config | None) -> Target
     return None if target.broker.url is None else target
 
 
+def _stopped(arguments: argparse.Namespace, config: Config | None) -> Target | None:
+    """Return the run with its private broker, where that does not run now; None: it runs, or there is none."""
+    from trinity_mq.cli.broker.connection import find_target
+    from trinity_mq.cli.run_folder import RunFolder
+
+    if config is None or not RunFolder(config).broker.is_dir():
+        return None
+    target = find_target(arguments)
+    return target if target.broker.url is None else None
+
+
 def _latest() -> Path:
     from trinity_mq.cli.target import RUNS
     from trinity_mq.telemetry import METRICS_FILE
@@ -100,6 +111,7 @@ async def _serve(arguments: argparse.Namespace, config: Config | None, others: d
     from trinity_mq.cli.observe.sources import BrokerSource, FolderSource
     from trinity_mq.config.threads import available_cores
     from trinity_mq.diagnosis import expected_agents, free_resources, limits
+    from trinity_mq.telemetry.evaluation_log import read_evaluations
 
     folder = config.path if config is not None and config.path.is_dir() else None
     run = arguments.target if config is None else config.name
@@ -116,7 +128,15 @@ async def _serve(arguments: argparse.Namespace, config: Config | None, others: d
     takes: tuple[Part, ...] = ("reviews", "metrics", "samples") if folder is None else ("reviews",)
     broker = BrokerSource(lambda: _find_broker(arguments, config), observatory, takes)
     texts = _Texts(config)
-    app = DashApp(observatory, Actions(broker), access, texts.known, runs=lambda: _runs(folder), others=others)
+    app = DashApp(
+        observatory,
+        Actions(broker, lambda: _stopped(arguments, config)),
+        access,
+        texts.known,
+        runs=lambda: _runs(folder),
+        evaluations=lambda: [] if folder is None else read_evaluations(folder),
+        others=others,
+    )
     async with listening(app.application(), arguments.host, arguments.port) as url, asyncio.TaskGroup() as group:
         if folder is not None:
             group.create_task(FolderSource(folder, observatory).run())

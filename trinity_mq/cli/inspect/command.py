@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from trinity_mq.cli.arguments import add_broker, add_target
 from trinity_mq.cli.broker.connection import Target, find_target, reached, saved_run_id
 from trinity_mq.cli.errors import CommandError
+from trinity_mq.cli.inspect.evaluations import show_evaluations
 from trinity_mq.cli.inspect.token_texts import TokenTexts, tokenizer_folder
 from trinity_mq.cli.interrupts import run_to_the_end
 from trinity_mq.config import Config
@@ -29,6 +30,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_target(parser, "or a file of experiences (.tmqx)")
     for name in ("batch", "task", "run", "step"):
         parser.add_argument(f"--{name}", metavar="ID", help=f"only experiences of this {name}")
+    parser.add_argument(
+        "--evaluation",
+        metavar="SET",
+        nargs="?",
+        const="",
+        help="show the answers to the last evaluation of each set, or of SET, instead; --step names another evaluation",
+    )
     parser.add_argument("--limit", metavar="N", type=int, default=10, help="largest number shown (default: 10)")
     parser.add_argument("--last", action="store_true", help="show the last ones instead of the first ones")
     parser.add_argument("--json", action="store_true", help="print one JSON object a line")
@@ -43,6 +51,8 @@ def inspect(arguments: argparse.Namespace) -> int:
 
     if arguments.limit < 1:
         raise CommandError(f"--limit is {arguments.limit}, wanted at least 1")
+    if arguments.evaluation is not None:
+        return show_evaluations(arguments)
     choice = Choice(arguments.batch, arguments.task, arguments.run, arguments.step)
     path = Path(arguments.target)
     if path.suffix == BODY_SUFFIX or _is_body(path):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from trinity_mq.cli import output
 from trinity_mq.cli.inspect.token_texts import TokenTexts, spelled
 from trinity_mq.cli.output import visible
+from trinity_mq.messages.tasks import TRUTH
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -111,7 +112,8 @@ def _facts(experience: Experience) -> Iterator[tuple[str, str]]:
     if experience.metrics:
         yield "metrics", ", ".join(f"{name}={value:g}" for name, value in experience.metrics.items())
     for name, value in experience.info.items():
-        yield "info", f"{name} = {_plain(value)!r}"
+        if name != TRUTH:
+            yield "info", f"{name} = {_plain(value)!r}"
 
 
 def _conversation(experience: Experience) -> Iterator[tuple[str, str]]:
@@ -126,6 +128,8 @@ def _conversation(experience: Experience) -> Iterator[tuple[str, str]]:
         for message in getattr(experience, f"{name}_messages") or ():
             role, text = role_and_text(message)
             yield f"{name}", f"{role}: {text}"
+    if TRUTH in experience.info:
+        yield "expected", str(_plain(experience.info[TRUTH]))
 
 
 def role_and_text(message: Mapping[str, Any]) -> tuple[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from trinity_agents.explorer.evaluation import MAX_TRIES, Evaluations
@@ -14,6 +15,7 @@ from trinity_mq.config import load_config
 from trinity_mq.dispatch.dispatcher import Dispatcher
 from trinity_mq.messages import TaskBody, TaskSlice, Version
 from trinity_mq.runtime.notify import Notifier
+from trinity_mq.telemetry.evaluation_log import EvaluationLog, read_evaluations
 from trinity_mq.testing.fakes import FakeRunner
 from trinity_mq.testing.virtual_time import run_virtually
 
@@ -35,6 +37,7 @@ class Bench:
         spoil: Callable[[TaskSlice], str | None] | None = None,
         detailed: bool = False,
         style: str = "fixed",
+        folder: Path | None = None,
     ) -> None:
         self.state = state or ExplorerState()
         config = load_config(
@@ -61,7 +64,9 @@ class Bench:
             changed=self.woken,
         )
         self.reports: list[tuple[int, dict[str, float]]] = []
-        sets = {name: [TaskBody(workflow="none", is_eval=True) for _ in range(2)] for name in ("a", "b")}
+        records = [{"question": "3+4=", "answer": 7}, {"question": "1+1="}]
+        bodies = [TaskBody(workflow="none", is_eval=True, raw_task=record) for record in records]
+        sets = dict.fromkeys(("a", "b"), bodies)
         self.evaluations = Evaluations(
             config,
             self.state,
@@ -71,6 +76,7 @@ class Bench:
             save=self.save,
             report=lambda label, metrics: self.reports.append((label, metrics)),
             woken=self.woken,
+            answers=None if folder is None else EvaluationLog(folder, 2**20),
         )
 
     async def save(self) -> None:
@@ -140,6 +146,31 @@ def test_the_spread_over_tasks_is_told_where_it_is_asked_for() -> None:
         ["eval/a/accuracy/mean@1"],
         [f"eval/a/accuracy/mean@1/{each}" for each in ("max", "mean", "min", "std")],
     ]
+
+
+def test_the_answers_to_each_question_are_kept(tmp_path: Path) -> None:
+    bench = Bench(ExplorerState(due=[2]), folder=tmp_path)
+    bench.runner.answer = lambda task_slice: f"to {task_slice.task_id}"
+    bench.play(4)
+    found = read_evaluations(tmp_path)
+    assert [(one.set, one.label, len(one.questions)) for one in found] == [
+        (name, label, 2) for name in ("a", "b") for label in (2, 4)
+    ]
+    first, second = found[0].questions
+    assert (first.question, first.expected, second.expected) == ("3+4=", "7", None)
+    assert [(one.run, one.answer, one.reward, one.accuracy) for one in first.answers] == [(0, "to 0", 1.0, 1.0)]
+    assert found[0].time > 0
+
+
+def test_a_question_whose_runs_failed_says_why_and_a_full_disk_ends_no_evaluation(tmp_path: Path) -> None:
+    bench = Bench(spoil=lambda task_slice: "failed", folder=tmp_path, style="trainer_driven")
+    bench.play(2)
+    [question, _] = read_evaluations(tmp_path)[0].questions
+    assert (question.answers, question.failure) == ([], "spoilt")
+    (tmp_path / "b").write_text("a file in place of the folder")
+    bench = Bench(folder=tmp_path / "b")
+    bench.play(4)
+    assert [label for label, _ in bench.reports] == [4]
 
 
 def test_what_was_evaluated_is_remembered_of_the_latest_label_only() -> None:

@@ -567,6 +567,44 @@ function chart(title, about, curves, beside) {
   return h("figure", { class: "card chart", style: { margin: "0" } }, h("h3", {}, title, " ", h("small", {}, about)), svg, legend);
 }
 
+// -- evaluations
+
+const evaluations = {
+  title: "Evaluations",
+  draw(main) {
+    this.list = h("div", { class: "card wide" });
+    this.detail = h("div", { class: "card detail", hidden: true });
+    main.append(h("div", { class: "bar" }, h("button", { onclick: () => this.load() }, "look again")), this.detail, this.list);
+    this.load();
+  },
+  async load() {
+    try {
+      const { sets } = await ask("api/evaluations");
+      if (section === this) fill(this.list, ...(sets.length ? sets.map((one) => this.table(one)) : [h("p", { class: "empty" }, "No answer to an evaluation is kept: none has ended yet, the run's folder is not on this machine, or monitor.eval_answers_max_bytes is 0.")]));
+    } catch (error) {
+      fail(this.list, error);
+    }
+  },
+  table(one) {
+    const from = Math.max(0, one.labels.length - 8);
+    const head = ["question", "", "expected", ...one.labels.slice(from).map((label) => `at ${label}`)];
+    const rows = one.questions.map((row) => h("tr", { tabindex: "0", class: "pick", onclick: () => this.open(one.set, row.task), onkeydown: (event) => event.key === "Enter" && this.open(one.set, row.task) }, h("td", { class: "number" }, row.task), h("td", {}, row.question), h("td", {}, row.expected ?? "–"), row.rewards.slice(from).map((reward) => h("td", { class: "number" }, number(reward)))));
+    const rest = one.left_out ? h("p", { class: "dim" }, `${one.left_out} further questions are not kept (monitor.eval_answers_max_bytes).`) : null;
+    return h("section", {}, h("h3", {}, one.set, " ", h("small", {}, "mean reward of each question")), h("table", {}, h("thead", {}, h("tr", {}, head.map((name) => h("th", {}, name)))), h("tbody", {}, rows)), rest ?? "");
+  },
+  async open(set, task) {
+    this.detail.hidden = false;
+    try {
+      const found = await ask(`api/evaluation?set=${encodeURIComponent(set)}&task=${task}`);
+      const last = found.evaluations.at(-1);
+      fill(this.detail, h("div", { class: "bar" }, h("b", {}, `${set}, question ${task}`), h("button", { onclick: () => { this.detail.hidden = true; } }, "close")), h("div", { class: "message" }, h("b", {}, "asked"), "\n", last.question), expected(last.expected), ...[...found.evaluations].reverse().flatMap((one) => [h("h3", {}, `at ${one.label} `, h("small", {}, moment(one.time))), ...one.answers.map((answer) => h("div", { class: "message" }, h("b", {}, `run ${answer.run}: reward ${number(answer.reward)}`), "\n", answer.answer ?? "(not kept)")), one.failure ? h("p", { class: "bad" }, one.failure) : null]));
+      this.detail.scrollIntoView({ block: "nearest" });
+    } catch (error) {
+      fail(this.detail, error);
+    }
+  },
+};
+
 // -- sync and engines
 
 const PHASES = { wait: PALETTE[5], pause: PALETTE[4], transfer: PALETTE[0], apply: PALETTE[2], resume: PALETTE[1] };
@@ -618,6 +656,7 @@ const dead = {
     this.load();
   },
   async load() {
+    if (!state?.live) fill(this.place, h("p", { class: "empty" }, "Reading dead letters… The private broker of a run that does not run now is started for it, which takes some seconds."));
     try {
       const { letters } = await ask("api/dead");
       const operate = state?.operate;
@@ -706,7 +745,7 @@ const runs = {
 
 // -- sections and keys
 
-const SECTIONS = { flow, timeline, samples, learning, sync, dead, review, runs };
+const SECTIONS = { flow, timeline, samples, learning, evaluations, sync, dead, review, runs };
 
 function show() {
   const [name, ...rest] = location.hash.slice(1).split("/");
@@ -725,7 +764,7 @@ function go(name) {
   location.hash = name;
 }
 
-const KEYS = [["1 – 8", "sections"], ["j, k", "next and previous sample"], ["/", "search samples"], ["Esc", "close"], ["?", "these keys"]];
+const KEYS = [["1 – 9", "sections"], ["j, k", "next and previous sample"], ["/", "search samples"], ["Esc", "close"], ["?", "these keys"]];
 
 addEventListener("keydown", (event) => {
   const typing = event.target.matches("input, select, textarea");

@@ -1,0 +1,74 @@
+"""``trinity-mq inspect --evaluation``: the answers to the questions of a run's evaluations, from its folder."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from trinity_mq.cli.errors import CommandError
+from trinity_mq.cli.target import find_configuration
+from trinity_mq.telemetry.evaluation_log import EVALUATIONS_FOLDER, Evaluation, Question, read_evaluations
+
+
+def show_evaluations(arguments: argparse.Namespace) -> int:
+    """Print the kept answers by question: of each set the last evaluation, or that of ``--step``; 1 without any.
+
+    Raises:
+        CommandError: The run's folder is not on this machine, or cannot be read.
+    """
+    config = find_configuration(arguments.target, arguments.overrides)
+    if config is None or not config.path.is_dir():
+        raise CommandError(f"answers to evaluations are in the run's folder; {arguments.target!r} has none here")
+    try:
+        kept = read_evaluations(config.path)
+    except OSError as error:
+        raise CommandError(f"{config.path / EVALUATIONS_FOLDER} cannot be read: {error.strerror or error}") from error
+    chosen = chosen_of(kept, arguments.evaluation, arguments.step)
+    rows = [(one, question) for one in chosen for question in one.questions if _fits(question, arguments.task)]
+    shown = rows[-arguments.limit :] if arguments.last else rows[: arguments.limit]
+    for evaluation, question in shown:
+        _print(evaluation, question, as_json=arguments.json)
+    _note_rest(arguments, kept, len(rows), len(shown))
+    return 0 if shown else 1
+
+
+def chosen_of(kept: Sequence[Evaluation], name: str, step: str | None) -> list[Evaluation]:
+    """Return the evaluations of a set, or of all where ``name`` is empty: those at ``step``, else the last of each."""
+    fits = [one for one in kept if name in {"", one.set} and (step is None or str(one.label) == step)]
+    return fits if step is not None else list({one.set: one for one in fits}.values())
+
+
+def _fits(question: Question, task: str | None) -> bool:
+    return task is None or str(question.task) == task
+
+
+def _print(evaluation: Evaluation, question: Question, *, as_json: bool) -> None:
+    from trinity_mq.cli.inspect.show_experience import line, open_console, rule
+    from trinity_mq.telemetry.jsonline import dump_line
+
+    if as_json:
+        place = {"set": evaluation.set, "label": evaluation.label, "time": evaluation.time}
+        print(dump_line({**place, **question.model_dump()}), flush=True)
+        return
+    console = open_console(sys.stdout)
+    rule(console, f"{evaluation.set} at {evaluation.label}, question {question.task}", "cyan")
+    line(console, "asked", question.question)
+    line(console, "expected", "unknown" if question.expected is None else question.expected)
+    for one in question.answers:
+        reward = "none" if one.reward is None else f"{one.reward:g}"
+        line(console, f"run {one.run}", f"reward {reward}: {'(not kept)' if one.answer is None else one.answer}")
+    if question.failure is not None:
+        line(console, "failure", question.failure)
+
+
+def _note_rest(arguments: argparse.Namespace, kept: Sequence[Evaluation], matching: int, shown: int) -> None:
+    from trinity_mq.cli.inspect.command import note
+
+    if shown < matching:
+        note(f"{shown} of {matching} questions shown (--limit, --last, --task, --step)")
+    elif not kept:
+        note("the run keeps no answers: none of its evaluations has ended, or monitor.eval_answers_max_bytes is 0")
+    elif not shown:
+        places = ", ".join(f"{one.set} at {one.label}" for one in kept)
+        note(f"no question matches; answers are kept of: {places}")

@@ -1,0 +1,48 @@
+"""Answers to evaluations as the page shows them: by question, over the labels at which a set was evaluated. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from trinity_mq.telemetry.evaluation_log import Evaluation, Question
+
+PREVIEW = 96
+"""Characters of a question that the table shows."""
+
+
+def sets_of(evaluations: Sequence[Evaluation]) -> list[dict[str, Any]]:
+    """Return the sets with their labels and questions; a question has its mean reward at each label."""
+    return [_set(name, [one for one in evaluations if one.set == name]) for name in {one.set: 0 for one in evaluations}]
+
+
+def _set(name: str, evaluations: Sequence[Evaluation]) -> dict[str, Any]:
+    by_label = {one.label: {question.task: question for question in one.questions} for one in evaluations}
+    last = {task: question for questions in by_label.values() for task, question in questions.items()}
+    rows = [
+        {
+            "task": task,
+            "question": question.question[:PREVIEW],
+            "expected": question.expected,
+            "rewards": [mean_reward(questions.get(task)) for questions in by_label.values()],
+        }
+        for task, question in sorted(last.items())
+    ]
+    return {"set": name, "labels": list(by_label), "questions": rows, "left_out": evaluations[-1].left_out}
+
+
+def mean_reward(question: Question | None) -> float | None:
+    """Return the mean reward of the answers to a question; None where there is none."""
+    rewards = [one.reward for one in question.answers if one.reward is not None] if question is not None else []
+    return round(sum(rewards) / len(rewards), 6) if rewards else None
+
+
+def answers_to(evaluations: Sequence[Evaluation], name: str, task: int) -> list[dict[str, Any]]:
+    """Return a question with its answers, once for each label at which it was asked."""
+    return [
+        {"label": one.label, "time": one.time, **question.model_dump(exclude={"task"})}
+        for one in evaluations
+        if one.set == name
+        for question in one.questions
+        if question.task == task
+    ]
