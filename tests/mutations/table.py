@@ -436,6 +436,13 @@ MUTATIONS = [
         "unit/gateway/test_app.py::test_keys_and_scopes",
     ),
     Mutation(
+        "a mistyped key opens sessions on loopback",
+        "trinity_mq/gateway/access.py",
+        "            return not key\n",
+        "            return True\n",
+        "unit/gateway/test_app.py::test_a_mistyped_key_is_refused_on_loopback_too",
+    ),
+    Mutation(
         "what could not be given back is acknowledged",
         "trinity_mq/runtime/deliveries.py",
         "    if await publish_again(bus, delivery, past):\n",

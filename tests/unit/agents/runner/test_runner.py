@@ -16,6 +16,7 @@ from trinity_agents.runner.process_pool import ChildDied
 from trinity_agents.runner.result_publisher import RETURNED_PAUSE
 from trinity_mq.experience import Experience
 from trinity_mq.messages import RunnerStatus, TaskBody, TaskResult, TaskSlice
+from trinity_mq.messages.tasks import MOST_ANSWER, MOST_ANSWERS
 from trinity_mq.models import InferenceModel
 from trinity_mq.models.errors import EngineLost
 from trinity_mq.rollout.run_results import RunResults
@@ -429,6 +430,42 @@ def test_evaluation_sends_no_parts() -> None:
     assert (result.outcome, result.runs, result.parts) == ("finished", [0, 1], 0)
     assert (result.version_min, result.version_max) == ((1, 3), (1, 3))
     assert world.wire == ["sent task_result", "confirmed task_result", "acked tasks.eval"]
+
+
+async def spoken(task_slice: TaskSlice) -> SliceOutcome:
+    outcome = an_outcome(task_slice)
+    for one in outcome.experiences:
+        one.response_text = f"run {one.eid.run} " + "…" * 10_000
+    return outcome
+
+
+@pytest.mark.parametrize("kept", [2**20, 0])
+def test_results_of_an_evaluation_carry_its_answers(kept: int) -> None:
+    world = World(f"monitor.eval_answers_max_bytes={kept}")
+
+    async def main() -> None:
+        await send_slice(world, a_slice(lane="eval", deliver="none"))
+        await send_slice(world, a_slice(ticket="t2"))
+        async with world.living(make(world, spoken)):
+            await asyncio.sleep(1)
+
+    run_virtually(main())
+    found = {result.ticket: [answer[:6] for answer in result.answers] for result in results(world)}
+    assert found == {"t1": ["run 0 ", "run 1 "] if kept else [], "t2": []}
+    assert all(len(answer) <= MOST_ANSWER for result in results(world) for answer in result.answers)
+
+
+def test_a_result_that_is_too_large_goes_without_its_answers() -> None:
+    world, runs = World("broker.max_message_bytes=65536"), MOST_ANSWERS
+
+    async def main() -> None:
+        await send_slice(world, a_slice(lane="eval", deliver="none", runs=runs))
+        async with world.living(make(world, spoken)):
+            await asyncio.sleep(1)
+
+    run_virtually(main())
+    (result,) = results(world)
+    assert (result.outcome, result.runs, result.answers) == ("finished", list(range(runs)), [])
 
 
 def test_nothing_is_acknowledged_when_nobody_keeps_results() -> None:
