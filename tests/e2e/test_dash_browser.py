@@ -19,6 +19,7 @@ from tests.dash_page import DashProcess
 from tests.unit.agents.world import experience
 from trinity_mq.experience import ExperienceBatch
 from trinity_mq.telemetry import MetricsWriter
+from trinity_mq.telemetry.evaluation_log import Answer, Evaluation, EvaluationLog, Question
 from trinity_mq.telemetry.sample_log import SAMPLES_FOLDER, SampleLog
 from trinity_mq.testing.runs import LocalRun
 
@@ -151,13 +152,32 @@ async def test_a_sample_token_by_token_on_a_phone(tmp_path: Path) -> None:
         told = await page.locator(".tip").inner_text()
         assert "logprob" in told
         assert "advantage" in told
-        assert "null" not in await page.locator(".detail").inner_text()
+        shown = await page.locator(".detail").inner_text()
+        assert "null" not in shown
+        assert "what was expected" in shown
         assert await page.evaluate("document.documentElement.scrollWidth <= innerWidth"), (
             "nothing is wider than a phone"
         )
         await chromium.keep("sample-phone")
         await page.keyboard.press("Escape")
         await page.locator(".detail").wait_for(state="hidden")
+
+
+async def test_the_answers_to_a_question_of_an_evaluation(tmp_path: Path) -> None:
+    folder = made_run(tmp_path / "run", steps=2)
+    log = EvaluationLog(folder, 2**20)
+    for label in (0, 5):
+        answers = [Answer(run=0, answer=f"answer at {label}", reward=label / 5)]
+        log.append(Evaluation(set="held_out", label=label, questions=[Question(question="3+4=?", answers=answers)]))
+    async with DashProcess(folder) as dash, browser(400, 800) as chromium:
+        page = chromium.page
+        await page.goto(f"{dash.url}#evaluations")
+        await page.locator("tr.pick", has_text="3+4=?").click()
+        for label in (0, 5):
+            await page.get_by_text(f"answer at {label}").wait_for()
+        assert "null" not in await page.locator("main").inner_text()
+        assert await page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        await chromium.keep("evaluations-phone")
 
 
 async def test_ten_thousand_samples_scroll_and_the_page_is_there_within_a_second(tmp_path: Path) -> None:
@@ -198,6 +218,7 @@ def made_run(folder: Path, steps: int) -> Path:
                 one.eid.batch, one.eid.suffix = step, f"{step}-{task}-{run}"
                 one.versions = [(0, 1, max(0, step - 2)), (3, 1, step - 1)]
                 one.logprobs = -one.advantages.abs() if one.advantages is not None else None
+                one.info["truth"] = "what was expected"
                 one.response_text = f"task {task} run {run} of step {step} says something"
                 made.append(one)
         log.append(step, ExperienceBatch.of(made).encode())

@@ -661,6 +661,15 @@ CASES: dict[tuple[str, int], dict[str, dict[str, Any]]] = {
             "default": "reward",
             "default_reward": 0.0,
         },
+        "expected": {
+            "request": "97f4b8567efaf02d",
+            "batch": 41,
+            "ticket": "t",
+            "uid": "41/3/7/1/0011aabbccdd",
+            "expected": "ungefähr 6,28",
+            "asked": 1764158400.25,
+            "deadline": 1764158700.25,
+        },
     },
     ("review_verdict", 1): {
         "minimal": {"request": "0123456789abcdef", "verdict": "keep"},

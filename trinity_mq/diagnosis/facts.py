@@ -23,6 +23,8 @@ S = TypeVar("S", bound=Status)
 
 SILENT_SECONDS = 6.0
 """Three heartbeats left out: the process is dead, frozen, or its event loop is blocked."""
+YOUNG_BEATS = 30
+"""Heartbeats of an agent's first minute: others of a run that starts may not be there yet."""
 ROLES: tuple[Role, ...] = ("explorer", "trainer", "operator", "runner", "engine", "gateway", "scheduler")
 """The order in which silent agents are blamed: an explorer's silence is its engines' too."""
 
@@ -101,6 +103,14 @@ class Facts:
     def depth(self, queue: str) -> int:
         """Return the ready messages of a queue, 0 where that is not known."""
         return self.observation.depths.get(queue) or 0
+
+    @property
+    def is_starting(self) -> bool:
+        """Return whether nothing was done yet, and every agent that is heard has started a moment ago."""
+        explorer = self.explorer[1] if self.explorer else None
+        done = explorer is not None and bool(explorer.opened or explorer.closed)
+        done = done or bool(self.trainer and self.trainer[1].progress)
+        return not done and all(beat.seq < YOUNG_BEATS for beat, _ in self.living)
 
     @property
     def unprocessed(self) -> bool:

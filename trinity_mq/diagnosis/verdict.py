@@ -145,6 +145,9 @@ def _missing(facts: Facts) -> Iterator[_Cause]:
     )
     for role, needed, why in needs:
         if needed and not facts.of_role(role) and not _has_ended(facts, role):
+            if facts.is_starting:
+                yield _Cause("waiting", role, f"the run is starting: no {role} is heard yet", lever("loading"))
+                return
             words = f"no {role} lives: {why}"
             listened = f"no heartbeat of one came in {text_of(facts.observation.listened)} of listening"
             yield _Cause("stuck", role, words, lever(role), (listened,))

@@ -46,6 +46,8 @@ class ReviewRequest(Message):
     """Id of the last experience of the run: ``batch/task/run/step/suffix``."""
     calls: list[ReviewedCall] = Field(default_factory=list)
     """The steps of the run, in order."""
+    expected: str | None = None
+    """The expected answer of the task; null: not known."""
     reward: float | None = None
     """Reward of the run, which is that of its last step."""
     parts: dict[str, float] = Field(default_factory=dict)

@@ -14,6 +14,7 @@ from trinity_mq.config.agents import REVIEW_SECONDS
 from trinity_mq.experience import Experience
 from trinity_mq.experience.rules import RESPONSE_TRUNCATED
 from trinity_mq.messages import ReviewedCall
+from trinity_mq.messages.tasks import TRUTH
 from trinity_mq.operators.base import ExperienceOperatorV1, Processed
 from trinity_mq.reviews.base import Answer, Decision, Question
 
@@ -167,7 +168,8 @@ def _question(run: Sequence[Experience], reasons: Sequence[str]) -> Question:
         )
         for exp in run[-MOST_CALLS:]
     ]
-    return Question(last.eid.uid, calls, _finite(last.reward), _parts(last.metrics), reasons)
+    expected = _shown(str(last.info[TRUTH])) if TRUTH in last.info else None
+    return Question(last.eid.uid, calls, _finite(last.reward), _parts(last.metrics), reasons, expected)
 
 
 def _shown(text: str | None) -> str:

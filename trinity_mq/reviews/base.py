@@ -27,6 +27,8 @@ class Question:
     reward: float | None = None
     parts: dict[str, float] = field(default_factory=dict)
     reasons: Sequence[str] = ()
+    expected: str | None = None
+    """The expected answer of the task."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,6 +65,7 @@ class BatchReviews:
             reward=question.reward,
             parts=question.parts,
             reasons=list(question.reasons),
+            expected=question.expected,
             asked=now,
             deadline=deadline,
             default=default.verdict,

@@ -297,6 +297,16 @@ def test_a_run_of_a_trainer_alone_is_over_with_it() -> None:
     assert diagnose(Observation(heartbeats=gone, expected={"trainer": 1})).state == "silent"
 
 
+def test_a_run_that_starts_is_not_stuck() -> None:
+    first = {"runner-0": (beat("runner", seq=9), 0.5)}
+    for expected, others in (("explorer", {}), ("trainer", {"explorer-0": (beat("explorer", seq=9), 0.5)})):
+        found = diagnose(Observation(heartbeats={**first, **others}, expected=EXPECTED, still=12.0))
+        assert (found.state, found.culprit) == ("waiting", expected)
+        assert f"the run is starting: no {expected} is heard yet" in found.sentence
+    late = {name: (beat(one.role, name, seq=500), age) for name, (one, age) in {**first, **others}.items()}
+    assert diagnose(Observation(heartbeats=late, expected=EXPECTED, still=12.0)).state == "stuck"
+
+
 def test_missing_agents_are_not_blamed_before_their_heartbeats_can_have_come() -> None:
     assert seen(without=("operator-0",), depths={"closed": 1}, listened=4.0).culprit is None
 

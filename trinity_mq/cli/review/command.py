@@ -150,6 +150,8 @@ def as_page(review: Review, now: float) -> str:
         cut = ", cut at its limit" if call.truncated else ""
         lines += [f"-- step {number}: prompt", textwrap.indent(call.prompt, "   ")]
         lines += [f"-- step {number}: response{cut}", textwrap.indent(call.response, "   ")]
+    if request.expected is not None:
+        lines += ["-- expected", textwrap.indent(request.expected, "   ")]
     return visible("\n".join(lines))
 
 

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 
 from tests.unit.agents.operator.test_operator import batch_of, chunks, ready
-from tests.unit.agents.world import World, kill
+from tests.unit.agents.world import World, experience, kill
 from trinity_agents.operator.agent import Operator
 from trinity_mq.bus import Envelope
+from trinity_mq.cli.review.command import as_page
 from trinity_mq.config import ConfigError, OperatorConfig, load_config
 from trinity_mq.experience import Experience
 from trinity_mq.messages import ReviewClosed, ReviewRequest, decode
 from trinity_mq.operators import OperatorConfigError, create_operators
+from trinity_mq.operators.human_review import Choice, HumanReview
+from trinity_mq.reviews.base import Answer, Decision, Question
 from trinity_mq.reviews.ledger import Review
 from trinity_mq.reviews.stream import ReviewStream
 from trinity_mq.testing.virtual_time import run_virtually
@@ -193,6 +196,23 @@ def test_what_people_see_of_it_and_what_a_verdict_brings_about() -> None:
                     await reviews.send(review.request.request, "reward")
 
     run_virtually(main())
+
+
+async def test_people_are_told_the_expected_answer() -> None:
+    class Noting:
+        async def ask(self, questions: Sequence[Question], **_: Any) -> list[Answer]:
+            expected.extend(one.expected for one in questions)
+            return [Answer(Decision()) for _ in questions]
+
+    expected: list[str | None] = []
+    human_review = HumanReview(choose=Choice(fraction=1.0))
+    human_review.reviews = Noting()  # type: ignore[assignment]
+    await human_review.process([experience(1, 0, info={"truth": "7"}), experience(2, 0)])
+    assert sorted(map(str, expected)) == ["7", "None"]
+    request = ReviewRequest(
+        request="0123456789abcdef", batch=1, ticket="t", uid="u", expected="7", asked=0.0, deadline=1.0
+    )
+    assert as_page(Review(request), 0.0).endswith("-- expected\n   7")
 
 
 def test_rubbish_on_the_stream_harms_nobody() -> None:

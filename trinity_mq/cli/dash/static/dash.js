@@ -709,7 +709,7 @@ const review = {
     const give = (verdict) => h("button", { onclick: () => this.give(one.request, { verdict, note: note.value, ...(verdict === "reward" ? { reward: Number(reward.value) } : {}) }) }, verdict);
     const left = one.deadline - state.now;
     const until = `${one.default}${one.default_reward === null ? "" : ` ${one.default_reward}`} counts in ${duration(left)}`;
-    return h("section", { class: "card", style: { "margin-top": "1rem" } }, h("h3", {}, `${one.uid}: ${one.reasons.join("; ")}`), h("p", { class: "dim" }, `${parts} · ${until}`), ...calls, state.operate ? h("div", { class: "verdict" }, give("keep"), give("drop"), reward, give("reward"), note) : h("p", { class: "dim" }, "Verdicts are given with --operate, or by `trinity-mq review`."));
+    return h("section", { class: "card", style: { "margin-top": "1rem" } }, h("h3", {}, `${one.uid}: ${one.reasons.join("; ")}`), h("p", { class: "dim" }, `${parts} · ${until}`), ...calls, expected(one.expected), state.operate ? h("div", { class: "verdict" }, give("keep"), give("drop"), reward, give("reward"), note) : h("p", { class: "dim" }, "Verdicts are given with --operate, or by `trinity-mq review`."));
   },
   async give(request, verdict) {
     try {
