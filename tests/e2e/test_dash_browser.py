@@ -19,7 +19,7 @@ from tests.dash_page import DashProcess
 from tests.unit.agents.world import experience
 from trinity_mq.experience import ExperienceBatch
 from trinity_mq.telemetry import MetricsWriter
-from trinity_mq.telemetry.evaluation_log import Answer, Evaluation, EvaluationLog, Question
+from trinity_mq.telemetry.evaluations.log import Answer, Evaluation, EvaluationLog, Question
 from trinity_mq.telemetry.sample_log import SAMPLES_FOLDER, SampleLog
 from trinity_mq.testing.runs import LocalRun
 

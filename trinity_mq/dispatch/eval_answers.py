@@ -7,7 +7,7 @@ from trinity_mq.dispatch.tickets import Ticket
 from trinity_mq.messages import TaskBody, TaskResult
 from trinity_mq.rewards import ACCURACY
 from trinity_mq.rewards.truth import expected_answer, shortened, truth_text
-from trinity_mq.telemetry.evaluation_log import Answer, Question
+from trinity_mq.telemetry.evaluations.log import Answer, Question
 
 MOST_QUESTION = 2000
 """Characters of a question."""

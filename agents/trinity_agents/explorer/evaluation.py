@@ -17,7 +17,7 @@ from trinity_mq.dispatch.eval_answers import questions_of
 from trinity_mq.dispatch.tickets import Ticket, sort_batch_id
 from trinity_mq.messages import TaskBody, Version
 from trinity_mq.runtime.notify import Notifier
-from trinity_mq.telemetry.evaluation_log import Evaluation, EvaluationLog
+from trinity_mq.telemetry.evaluations.log import Evaluation, EvaluationLog
 
 log = structlog.get_logger(__name__)
 

@@ -47,7 +47,7 @@ from trinity_mq.runtime.deliveries import (
 )
 from trinity_mq.runtime.errors import FatalError, is_of_content, reason_of
 from trinity_mq.runtime.process import place
-from trinity_mq.telemetry.evaluation_log import EvaluationLog
+from trinity_mq.telemetry.evaluations.log import EvaluationLog
 from trinity_mq.telemetry.trace_ids import TRACEPARENT, read_traceparent
 
 log = structlog.get_logger(__name__)

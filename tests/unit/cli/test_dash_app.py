@@ -30,7 +30,7 @@ from trinity_mq.cli.observe.sources import BrokerSource, FolderSource
 from trinity_mq.cli.run_folder import RunFolder
 from trinity_mq.config import BrokerConfig, load_config
 from trinity_mq.telemetry import MetricsWriter
-from trinity_mq.telemetry.evaluation_log import Answer, Evaluation, EvaluationLog, Question, read_evaluations
+from trinity_mq.telemetry.evaluations.log import Answer, Evaluation, EvaluationLog, Question, read_evaluations
 
 PAGE_BYTES = 300_000
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from trinity_mq.cli.main import main
-from trinity_mq.telemetry.evaluation_log import Answer, Evaluation, EvaluationLog, Question
+from trinity_mq.telemetry.evaluations.log import Answer, Evaluation, EvaluationLog, Question
 
 
 @pytest.fixture

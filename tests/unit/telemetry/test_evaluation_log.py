@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from trinity_mq.telemetry import evaluation_log
-from trinity_mq.telemetry.evaluation_log import Answer, Evaluation, EvaluationLog, Question, read_evaluations
+from trinity_mq.telemetry.evaluations import log as evaluation_log
+from trinity_mq.telemetry.evaluations.log import Answer, Evaluation, EvaluationLog, Question, read_evaluations
 from trinity_mq.telemetry.sample_log import SEGMENTS, SampleLog, segments
 
 

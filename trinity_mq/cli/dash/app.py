@@ -27,7 +27,7 @@ from trinity_mq.cli.observe.observatory import Observatory
 from trinity_mq.cli.observe.samples import COLUMNS, MOST_ROWS, experience_at
 from trinity_mq.runtime.http.serving import new_application, read_json
 from trinity_mq.runtime.notify import Notifier
-from trinity_mq.telemetry.evaluation_log import Evaluation
+from trinity_mq.telemetry.evaluations.log import Evaluation
 from trinity_mq.telemetry.jsonline import dump_line
 from trinity_mq.telemetry.timeline import Span
 

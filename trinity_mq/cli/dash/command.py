@@ -111,7 +111,7 @@ async def _serve(arguments: argparse.Namespace, config: Config | None, others: d
     from trinity_mq.cli.observe.sources import BrokerSource, FolderSource
     from trinity_mq.config.threads import available_cores
     from trinity_mq.diagnosis import expected_agents, free_resources, limits
-    from trinity_mq.telemetry.evaluation_log import read_evaluations
+    from trinity_mq.telemetry.evaluations.log import read_evaluations
 
     folder = config.path if config is not None and config.path.is_dir() else None
     run = arguments.target if config is None else config.name

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from trinity_mq.cli.errors import CommandError
 from trinity_mq.cli.target import find_configuration
-from trinity_mq.telemetry.evaluation_log import EVALUATIONS_FOLDER, Evaluation, Question, read_evaluations
+from trinity_mq.telemetry.evaluations.log import EVALUATIONS_FOLDER, Evaluation, Question, read_evaluations
 
 
 def show_evaluations(arguments: argparse.Namespace) -> int:
@@ -63,12 +63,13 @@ def _print(evaluation: Evaluation, question: Question, *, as_json: bool) -> None
 
 
 def _note_rest(arguments: argparse.Namespace, kept: Sequence[Evaluation], matching: int, shown: int) -> None:
-    from trinity_mq.cli.inspect.command import note
-
-    if shown < matching:
-        note(f"{shown} of {matching} questions shown (--limit, --last, --task, --step)")
-    elif not kept:
-        note("the run keeps no answers: none of its evaluations has ended, or monitor.eval_answers_max_bytes is 0")
-    elif not shown:
-        places = ", ".join(f"{one.set} at {one.label}" for one in kept)
-        note(f"no question matches; answers are kept of: {places}")
+    """Say on stderr what is not shown."""
+    if 0 < shown == matching:
+        return
+    if shown:
+        words = f"{shown} of {matching} questions shown (--limit, --last, --task, --step)"
+    elif kept:
+        words = f"no question matches; answers are kept of: {', '.join(f'{one.set} at {one.label}' for one in kept)}"
+    else:
+        words = "the run keeps no answers: none of its evaluations has ended, or monitor.eval_answers_max_bytes is 0"
+    print(words, file=sys.stderr, flush=True)

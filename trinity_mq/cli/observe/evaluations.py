@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from trinity_mq.telemetry.evaluation_log import Evaluation, Question
+from trinity_mq.telemetry.evaluations.log import Evaluation, Question
 
 PREVIEW = 96
 """Characters of a question that the table shows."""

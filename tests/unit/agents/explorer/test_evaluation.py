@@ -15,7 +15,7 @@ from trinity_mq.config import load_config
 from trinity_mq.dispatch.dispatcher import Dispatcher
 from trinity_mq.messages import TaskBody, TaskSlice, Version
 from trinity_mq.runtime.notify import Notifier
-from trinity_mq.telemetry.evaluation_log import EvaluationLog, read_evaluations
+from trinity_mq.telemetry.evaluations.log import EvaluationLog, read_evaluations
 from trinity_mq.testing.fakes import FakeRunner
 from trinity_mq.testing.virtual_time import run_virtually
 

@@ -1,0 +1,1 @@
+"""Answers to the questions of evaluations, kept in the folders of runs."""
