@@ -73,7 +73,7 @@ def show(arguments: argparse.Namespace) -> int:
     for title, text in (
         ("source", preset.source),
         ("loss of a token", preset.formula),
-        ("differs from Trinity-RFT", preset.differs),
+        ("differs", preset.differs),
         ("also called", ", ".join(other for other, name in ALIASES.items() if name == config.algorithm_type)),
     ):
         if text:
@@ -82,11 +82,9 @@ def show(arguments: argparse.Namespace) -> int:
         print(f"needs: {NEEDS[need]}")
     used = {"imitation": weights.ce or config.ce_schedule, "distillation": weights.ref_kl, "pair": weights.pair}
     unused = {name for name, weight in used.items() if not weight}
-    shown = config.model_dump(
-        mode="json",
-        include={"repeat_times", "estimator", "reward_kl", *LossConfig.model_fields} - unused,
-        exclude_none=True,
-    )
+    pieces = {"repeat_times", "estimator", "reward_kl", *LossConfig.model_fields} - unused
+    include = dict.fromkeys(pieces, True) | {"optimizer": {"lr"}}
+    shown = config.model_dump(mode="json", include=include, exclude_none=True)
     print("\nalgorithm:")
     print(textwrap.indent(yaml.safe_dump({"algorithm_type": config.algorithm_type, **shown}, sort_keys=False), "  "))
     return 0

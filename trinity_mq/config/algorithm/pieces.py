@@ -481,9 +481,9 @@ class Reduction(Piece):
 
     kind: Literal["token", "token_sum", "sequence", "sequence_sum", "sequence_constant", "constant", "prompt"] = "token"
     """``token``: mean over trained tokens (DAPO); ``sequence``: mean over sequences of their token means;
-    ``sequence_sum``: mean over sequences of their sums; ``sequence_constant``: that divided by ``constant``;
-    ``constant``: sum divided by ``constant`` (Dr. GRPO, arXiv 2503.20783); ``prompt``: mean over tasks of their token
-    means; ``token_sum``: the plain sum."""
+    ``sequence_sum``: mean over sequences of their sums; ``sequence_constant``: that divided by ``constant`` (Dr. GRPO,
+    arXiv 2503.20783, as in its authors' code and TRL); ``constant``: sum divided by ``constant``, which grows with the
+    number of sequences; ``prompt``: mean over tasks of their token means; ``token_sum``: the plain sum."""
     constant: float | None = Field(default=None, gt=0)
     """Divisor of the two constant kinds. None: ``model.max_response_tokens``."""
 

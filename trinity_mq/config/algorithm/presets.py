@@ -15,6 +15,10 @@ Pieces = Mapping[str, Any]
 CLIP = {"kind": "clip", "low": 0.2, "high": 0.2, "dual": 3.0}
 K2 = {"kind": "k2", "coef": 0.001}
 SUPERVISED = {"rl": 0.0, "ce": 1.0}
+SUPERVISED_LR = 2e-5
+"""Learning rate of given answers: TRL's ``SFTConfig``."""
+PAIR_LR = 5e-6
+"""Learning rate of pairs: between TRL's ``DPOConfig`` (1e-6) and Llama 3 (1e-5, arXiv 2407.21783)."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +37,11 @@ class Preset:
     """Loss of a token; r is the ratio, A the advantage, p the policy, sg stops the gradient."""
     repeat_times: int = 8
     """Runs of a task, unless the configuration says."""
+    lr: float = 1e-6
+    """Peak learning rate for all weights of a model, unless the configuration says. Losses of sampled answers: 1e-6, as
+    in TRL's ``GRPOConfig`` and ``RLOOConfig``."""
     differs: str = ""
-    """Deliberate differences from Trinity-RFT 0.6."""
+    """Deliberate differences from Trinity-RFT 0.6, and surprises for a user of TRL or verl."""
 
 
 def _group(**settings: Any) -> dict[str, Any]:
@@ -68,9 +75,12 @@ PRESETS: dict[str, Preset] = {
     ),
     "dr_grpo": Preset(
         "GRPO without the biases of length and difficulty: no division by the deviation, a constant divisor.",
-        "arXiv 2503.20783",
+        "arXiv 2503.20783; divisor: sail-sg/understand-r1-zero and TRL, loss_type dr_grpo",
         _group(scale="none"),
-        {"surrogate": CLIP, "reduction": {"kind": "constant"}},
+        {"surrogate": CLIP, "reduction": {"kind": "sequence_constant"}},
+        "sum over tokens of max(-A r, -A clip(r, 1 - low, 1 + high)), divided by answers x model.max_response_tokens",
+        differs="The divisor counts the answers, as in the paper's code and TRL; answers without a trained token do "
+        "not count.",
     ),
     "ppo": Preset(
         "Advantages from a learned value function (GAE).",
@@ -86,7 +96,9 @@ PRESETS: dict[str, Preset] = {
         {"kind": "discounted", "gamma": 1.0, "whiten": True},
         {"surrogate": CLIP, "kl": K2},
         repeat_times=2,
-        differs="Returns skip masked tokens.",
+        differs="Returns skip masked tokens. The KL is a term of the loss (k2, weight .001); verl and OpenRLHF take it "
+        "from the reward of each token: set reward_kl for that, and kl: null. The runs of a task are not compared, so "
+        "hard tasks have negative and easy tasks positive advantages: reinforceplusplus_baseline compares them.",
     ),
     "reinforceplusplus_baseline": Preset(
         "Rewards minus the mean of their group, whitened over the batch.",
@@ -99,6 +111,10 @@ PRESETS: dict[str, Preset] = {
         "arXiv 2402.14740",
         _group(baseline="leave_one_out", scale="none"),
         {"surrogate": CLIP, "kl": K2},
+        differs="Ratio and clip apply to each token, and the loss is the mean over tokens, as in verl. TRL takes the "
+        "ratio of the whole answer and the mean over answers: set ratio: {kind: sequence_product}, surrogate: {dual: "
+        "null} and reduction: {kind: sequence}. The KL is a term of the loss (k2, weight .001); TRL takes .05 of it "
+        "from the reward, verl has none by default.",
     ),
     "rae": Preset(
         "Rewards minus the moving average of their role's: for games of several players, and of a policy with itself.",
@@ -141,7 +157,10 @@ PRESETS: dict[str, Preset] = {
         _group(scale="group"),
         {"surrogate": {"kind": "truncate", "cap": 1.28}},
         "-sg[min(r, cap)] A log p",
-        differs="No KL term: add kl to have one.",
+        differs="No KL term: add kl to have one. The cap is the largest ratio itself, as TRL's epsilon_high; ScaleRL's "
+        "is 5 (surrogate: {cap: 5}). In verl the cap is 1 + clip_ratio_high, and 1 - clip_ratio_low is a floor "
+        "(surrogate: {floor: 0.8}). The ratio is against the sampler's logprobs, not against recomputed ones (anchor: "
+        "old).",
     ),
     "gspo": Preset(
         "The ratio of the whole answer, to the power of one over its length.",
@@ -343,6 +362,7 @@ PRESETS: dict[str, Preset] = {
         {"weights": SUPERVISED},
         LIKELIHOOD_FORMULA,
         repeat_times=1,
+        lr=SUPERVISED_LR,
     ),
     "cpt": Preset(
         "Continued pre-training: as sft, on texts whose prompt is their first token.",
@@ -351,6 +371,7 @@ PRESETS: dict[str, Preset] = {
         {"weights": SUPERVISED},
         LIKELIHOOD_FORMULA,
         repeat_times=1,
+        lr=SUPERVISED_LR,
     ),
     "raft": Preset(
         "Supervised training on the sampled answers that an operator accepted.",
@@ -358,6 +379,7 @@ PRESETS: dict[str, Preset] = {
         NO_ADVANTAGE,
         {"weights": SUPERVISED},
         LIKELIHOOD_FORMULA,
+        lr=SUPERVISED_LR,
     ),
     "sft_is": Preset(
         "Supervised training weighted by the policy's own probability of each token.",
@@ -366,6 +388,7 @@ PRESETS: dict[str, Preset] = {
         {"weights": SUPERVISED, "imitation": {"weight": "probability"}},
         "-sg[p] log p",
         repeat_times=1,
+        lr=SUPERVISED_LR,
     ),
     "sft_phi": Preset(
         "Supervised training that leaves alone what the policy is sure of, or far from.",
@@ -374,6 +397,7 @@ PRESETS: dict[str, Preset] = {
         {"weights": SUPERVISED, "imitation": {"weight": "uncertainty"}},
         "-sg[p (1 - p)] log p",
         repeat_times=1,
+        lr=SUPERVISED_LR,
     ),
     "mix": Preset(
         "Sampled answers by GRPO and expert answers by their likelihood, each over its own tokens.",
@@ -399,6 +423,7 @@ PRESETS: dict[str, Preset] = {
         "-log sigmoid(beta (log ratio to ref of the chosen - that of the rejected))",
         repeat_times=1,
         differs="One logit for each pair, and no KL term beside it.",
+        lr=PAIR_LR,
     ),
     "ipo_pref": Preset(
         "Pairs by a squared distance, which does not overfit certain preferences as DPO does.",
@@ -407,6 +432,7 @@ PRESETS: dict[str, Preset] = {
         {"weights": {"rl": 0.0, "pair": 1.0}, "pair": {"form": "ipo"}},
         "(mean log ratio of the chosen - that of the rejected - 1 / (2 beta))^2",
         repeat_times=1,
+        lr=PAIR_LR,
     ),
 }
 """By the name in ``algorithm.algorithm_type``."""

@@ -40,8 +40,9 @@ def resolved(data: Mapping[str, Any]) -> dict[str, Any]:
     """
     name = data.get("algorithm_type", "grpo")
     preset = preset_of(name)
-    result: dict[str, Any] = {"repeat_times": preset.repeat_times, **LossConfig().model_dump()}
-    own = {key: _plain(value) for key, value in data.items()}
+    result: dict[str, Any] = {"repeat_times": preset.repeat_times, "optimizer": {"lr": preset.lr}}
+    result |= LossConfig().model_dump()
+    own = {key: _plain(key, value) for key, value in data.items()}
     estimator = {} if "advantage_fn" in own else {"estimator": preset.estimator}
     loss = {key: value for key, value in preset.loss.items() if key == "kl" or "policy_loss_fn" not in own}
     for layer in (estimator, loss, translated(own, preset), own):
@@ -50,8 +51,9 @@ def resolved(data: Mapping[str, Any]) -> dict[str, Any]:
     return {**result, "algorithm_type": canonical(name)}
 
 
-def _plain(value: Any) -> Any:
-    return value.model_dump() if isinstance(value, BaseModel) else value
+def _plain(key: str, value: Any) -> Any:
+    """Return a section as a mapping; ``optimizer`` without its unset fields, so that the preset's rate stays."""
+    return value.model_dump(exclude_unset=key == "optimizer") if isinstance(value, BaseModel) else value
 
 
 def _merged(below: Any, above: Any) -> Any:

@@ -25,7 +25,9 @@ class OptimizerConfig(Section):
     and AdamW for embeddings, head, norms and biases; needs torch 2.9. ``sgd``: steps along the gradient. ``adam``, as
     Trinity-RFT says, is ``adamw``."""
     lr: float = Field(default=1e-6, gt=0)
-    """Peak learning rate."""
+    """Peak learning rate. Without it the algorithm's own: 2e-5 for ``sft``, ``cpt``, ``raft``, ``sft_is`` and
+    ``sft_phi``, 5e-6 for ``dpo`` and ``ipo_pref``, 1e-6 for the others. Adapters (LoRA) need about ten times as much.
+    """
     betas: tuple[float, float] = (0.9, 0.95)
     """AdamW's decay rates of the first and second moment."""
     eps: float = Field(default=1e-8, gt=0)
