@@ -78,7 +78,7 @@ PRESETS: dict[str, Preset] = {
         "arXiv 2503.20783; divisor: sail-sg/understand-r1-zero and TRL, loss_type dr_grpo",
         _group(scale="none"),
         {"surrogate": CLIP, "reduction": {"kind": "sequence_constant"}},
-        "sum over tokens of max(-A r, -A clip(r, 1 - low, 1 + high)), divided by answers x model.max_response_tokens",
+        "max(-A r, -A clip(r, 1 - low, 1 + high)) / (answers x model.max_response_tokens)",
         differs="The divisor counts the answers, as in the paper's code and TRL; answers without a trained token do "
         "not count.",
     ),
