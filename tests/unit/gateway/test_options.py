@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from aiohttp import web
 
 from tests.unit.gateway.serving import Serving, serving
 from trinity_mq.gateway import app
+from trinity_mq.gateway.conversations import digest_of
 from trinity_mq.models.inference import InferenceModel
 from trinity_mq.models.recording.sse import PieceMender
 from trinity_mq.testing.scripted import logprob
@@ -161,7 +163,7 @@ async def test_a_character_whose_bytes_are_several_tokens_is_streamed_whole(path
     said = "a\U0001f600\u00e9"
     async with serving(lambda prompt: said) as at:
         _, events = await ask(at, path, stream=True)
-        texts = {
+        texts: dict[str, Callable[[Any], str]] = {
             "chat/completions": lambda event: event["choices"][0]["delta"].get("content", ""),
             "completions": lambda event: event["choices"][0]["text"],
             "responses": lambda event: event["delta"] if event["type"] == "response.output_text.delta" else "",
@@ -176,7 +178,7 @@ def test_a_mender_joins_halves_of_each_choice_and_replaces_what_stays_alone() ->
     mender = PieceMender()
 
     def mended(index: int, piece: str, finish: str | None = None) -> str:
-        chunk = {"choices": [{"index": index, "delta": {"content": piece}, "finish_reason": finish}]}
+        chunk: dict[str, Any] = {"choices": [{"index": index, "delta": {"content": piece}, "finish_reason": finish}]}
         mender.mend(chunk)
         return str(chunk["choices"][0]["delta"]["content"])
 
@@ -235,7 +237,7 @@ async def test_halves_of_a_pair_from_another_server_make_one_character() -> None
 
 
 async def test_a_long_request_is_read_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    begun, release, digest_of = threading.Event(), threading.Event(), app.digest_of
+    begun, release = threading.Event(), threading.Event()
 
     def held(path: str, body: Any) -> str:
         if len(body["messages"]) > 1:
