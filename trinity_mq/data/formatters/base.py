@@ -232,7 +232,7 @@ def _parsed(value: Any, key: str) -> Any:
         return value or None
     try:
         return json.loads(value)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise FormatError(f"holds {_shown(value)} at {key!r}, which is not JSON: {error}") from error
 
 

@@ -219,8 +219,8 @@ class Probe:
     def __init__(self, shape: Sequence[Turn], *, has_tools: bool) -> None:
         self._marks: dict[str, str] = {}
         """What each mark stands for."""
-        self.messages = [self._message(number, turn) for number, turn in enumerate(shape)]
         self.tools = [_offered(self._mark("tools"))] if has_tools else None
+        self.messages = [self._message(number, turn) for number, turn in enumerate(shape)]
 
     def left_out(self, text: str) -> str:
         """Return the name of the first thing that ``text``, the rendered probe, lacks; empty: it lacks nothing."""
