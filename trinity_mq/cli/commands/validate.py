@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from trinity_mq.cli.arguments import add_target
-from trinity_mq.cli.commands.long_prompts import count_long_prompts
+from trinity_mq.cli.long_prompts import count_long_prompts
 from trinity_mq.cli.target import configuration, staged
 from trinity_mq.config import Config, ConfigError, ExperienceBufferConfig, Stage, TasksetConfig
 from trinity_mq.config.algorithm.pieces import Plugin
