@@ -19,7 +19,7 @@ from trinity_mq.rollout.status import Failure
 from trinity_mq.runtime.user_code import place, shown
 from trinity_mq.workflows import RunFailedError, SandboxFailed, TaskError, Workflow
 from trinity_mq.workflows.auxiliary import AuxiliaryError
-from trinity_mq.workflows.step_wise import TOO_LONG, prompt_too_long
+from trinity_mq.workflows.step_wise import TOO_LONG
 
 MAX_ERROR = 500
 """Characters of an exception's own text that are kept, so that the place behind it is."""
@@ -72,8 +72,8 @@ def is_retryable(error: BaseException) -> bool:
     none that would be raised again.
     """
     final = any(isinstance(cause, RunFailedError) and not cause.retryable for cause in _causes(error))
-    incurable = isinstance(error, INCURABLE) or prompt_too_long(error)
-    return isinstance(error, Exception) and not final and not incurable
+    too_long = any(getattr(cause, "code", None) == TOO_LONG for cause in _causes(error))
+    return isinstance(error, Exception) and not (final or too_long or isinstance(error, INCURABLE))
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
