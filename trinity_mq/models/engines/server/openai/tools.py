@@ -29,15 +29,15 @@ def calls_in(text: str, prompt_end: str | None = None) -> tuple[str, list[dict[s
         text: The response.
         prompt_end: See :func:`answer_spans`.
     """
-    answers = [(start, *text[start:end].split(CALL_BEGINS)) for start, end in answer_spans(text, prompt_end)]
-    blocks = [block for _, _, *rest in answers for block in rest]
+    answers = [(start, text[start:end].split(CALL_BEGINS)) for start, end in answer_spans(text, prompt_end)]
+    blocks = [block for _, pieces in answers for block in pieces[1:]]
     if not blocks or len(blocks) > MAX_CALLS:
         return text, []
     calls = [_call(block) for block in blocks]
     understood = [call for call in calls if call is not None]
     if len(understood) < len(calls):
         return text, []
-    first = next(start + len(head) for start, head, *rest in answers if rest)
+    first = next(start + len(pieces[0]) for start, pieces in answers if len(pieces) > 1)
     return text[:first].rstrip(), understood
 
 
