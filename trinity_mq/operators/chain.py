@@ -10,7 +10,7 @@ from typing import Any
 from trinity_mq.experience import Experience, ExperienceBatch
 from trinity_mq.experience.fields import short
 from trinity_mq.operators.base import ColumnOperator, ExperienceOperatorV1
-from trinity_mq.runtime.user_code import described
+from trinity_mq.runtime.errors import described
 
 PREFIX = "experience_pipeline"
 Experiences = list[Experience] | ExperienceBatch

@@ -11,8 +11,7 @@ from pydantic import PydanticUserError, TypeAdapter, ValidationError
 from trinity_mq.config import OperatorConfig
 from trinity_mq.operators.base import AuxiliaryModels, ExperienceOperator, ExperienceOperatorV1, WrappedOperator
 from trinity_mq.rewards.lookup import Registry, lookup
-from trinity_mq.runtime.errors import FatalError
-from trinity_mq.runtime.user_code import place
+from trinity_mq.runtime.errors import FatalError, place
 
 OPERATORS = Registry(
     {

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, TypeVar
 
+from trinity_mq.runtime.errors import described
 from trinity_mq.runtime.plugins import UnknownNameError, import_named, registered_plugins
-from trinity_mq.runtime.user_code import described
 
 T = TypeVar("T")
 

@@ -16,7 +16,7 @@ from trinity_mq.experience.rules import REWARD_FAULT
 from trinity_mq.models.errors import EngineError, EngineRefused, ModelError
 from trinity_mq.rewards import RewardError, UnknownNameError
 from trinity_mq.rollout.status import Failure
-from trinity_mq.runtime.user_code import place, shown
+from trinity_mq.runtime.errors import place, shown
 from trinity_mq.workflows import RunFailedError, SandboxFailed, TaskError, Workflow
 from trinity_mq.workflows.auxiliary import AuxiliaryError
 from trinity_mq.workflows.step_wise import TOO_LONG

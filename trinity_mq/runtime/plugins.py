@@ -12,8 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from trinity_mq.runtime.errors import FatalError
-from trinity_mq.runtime.user_code import described
+from trinity_mq.runtime.errors import FatalError, described
 
 _added: dict[Path, None] = {}
 

@@ -26,6 +26,7 @@ from trinity_mq.runtime.errors import (
     FatalError,
     RecycleMe,
     RestartMe,
+    described,
     first_leaf,
 )
 from trinity_mq.runtime.event_loop import run_on_fast_loop
@@ -34,7 +35,6 @@ from trinity_mq.runtime.process import die_with_parent, disk_full, give_back_fre
 from trinity_mq.runtime.processes.marked_points import marked
 from trinity_mq.runtime.processes.supervisor import PARENT_VARIABLE
 from trinity_mq.runtime.service import LifeSigns
-from trinity_mq.runtime.user_code import described
 from trinity_mq.telemetry import setup_logging, start_trace
 
 log = structlog.get_logger(__name__)

@@ -18,7 +18,7 @@ LIBRARY = sysconfig.get_path("stdlib")
 TRACEBACK = f"""Traceback (most recent call last):
   File "{LIBRARY}/asyncio/runners.py", line 118, in run
     return self._loop.run_until_complete(task)
-  File "/home/me/my_reward.py", line 17, in judge
+  File "/users/me/my_reward.py", line 17, in judge
     return truths[answer]
            ~~~~~~^^^^^^^^
 KeyError: 'answer'
@@ -26,13 +26,13 @@ KeyError: 'answer'
 STACKS = f"""Fatal Python error: Segmentation fault
 
 Thread 0x00007f1 (most recent call first):
-  File "/home/me/other.py", line 3 in wait
+  File "/users/me/other.py", line 3 in wait
   File "{LIBRARY}/threading.py", line 982 in run
 
 Current thread 0x00007f2 (most recent call first):
   File "{LIBRARY}/ctypes/__init__.py", line 519 in string_at
-  File "/home/me/my_operator.py", line 8 in process
-  File "/home/me/main.py", line 1 in main
+  File "/users/me/my_operator.py", line 8 in process
+  File "/users/me/main.py", line 1 in main
 
 Extension modules: numpy.core._multiarray_umath, torch._C (total: 2)
 """
@@ -42,7 +42,7 @@ BLOCKED = f"""Current thread 0x00007f2 (most recent call first):
 
 Thread 0x00007f1 (most recent call first):
   File "{LIBRARY}/ssl.py", line 1166 in read
-  File "/home/me/my_workflow.py", line 5 in run_async
+  File "/users/me/my_workflow.py", line 5 in run_async
 """
 
 
@@ -50,6 +50,7 @@ Thread 0x00007f1 (most recent call first):
     ("printed", "code", "said"),
     [
         ("one\nthe disk is full\n\n", 1, "the disk is full"),
+        ("x1" * 16_000, 1, "x1" * 1000),
         (BAR, 1, ""),
         (f"no room on the device\n{BAR}{BAR}\n", 1, "no room on the device"),
         (f"no room on the device\n{ENDLESS}", 1, "no room on the device"),

@@ -9,9 +9,8 @@ from typing import Any
 from trinity_mq.algorithms.estimators.runs import is_finite, mask_lengths, reward_metrics, run_values, with_scores
 from trinity_mq.config.estimators import EstimatorPlugin
 from trinity_mq.experience import ExperienceBatch
-from trinity_mq.runtime.errors import FatalError
+from trinity_mq.runtime.errors import FatalError, described
 from trinity_mq.runtime.plugins import import_named
-from trinity_mq.runtime.user_code import described
 
 PluginFunction = Callable[..., Sequence[float]]
 """Takes the rewards of a task's runs, ordered by run, and keyword arguments; returns a number for each run."""

@@ -23,9 +23,8 @@ from trinity_mq.data.records import read_records
 from trinity_mq.messages import DecodeError
 from trinity_mq.models.model_folder import has_chat_template, known_folder
 from trinity_mq.rewards import RewardError, UnknownNameError, create_reward, find_reward
-from trinity_mq.runtime.errors import FatalError
+from trinity_mq.runtime.errors import FatalError, described
 from trinity_mq.runtime.plugins import add_plugins
-from trinity_mq.runtime.user_code import described
 from trinity_mq.transport.blobs import StoreUnavailable, open_store
 
 PLAIN_WORKFLOWS = frozenset({"simple_workflow", "math_workflow"})

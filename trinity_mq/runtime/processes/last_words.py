@@ -9,12 +9,14 @@ import re
 import signal
 from pathlib import Path
 
-from trinity_mq.runtime.user_code import is_own, shown
+from trinity_mq.runtime.errors import is_own, shown
 
 LAST_BYTES = 32 * 1024
 """Bytes at the end of a process's output in which the reason of its end is looked for: a progress bar takes many."""
-_BAR = re.compile(r"[^\r\n]*?(?:\d+%\|[^|\r\n]*\||\d+(?:\.\d+)?[kMG]?it)[^\[\r\n]*\[[^\]\r\n]*\]?|[^\r\n]*━[^\r\n]*")
-"""A progress bar: of tqdm, with and without a total, and of rich. What follows on its line is no part of it."""
+LONGEST_LINE = 2000
+"""Characters of a line that are looked at."""
+_BAR = re.compile(r"(?:\d{1,3}%\|[^|]*\||\d{1,12}(?:\.\d{1,4})?[kMG]?it)[^\[]*\[[^\]]*\]?")
+"""A progress bar of tqdm, with and without a total. What follows on its line is no part of it."""
 _ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _FRAME = re.compile(r'\s+File "(.+?)", line (\d+)')
 _LAST_FIRST, _FIRST_FIRST = "(most recent call last):", "(most recent call first):"
@@ -55,12 +57,16 @@ def last_words(printed: str, code: int) -> str:
         printed: The end of its output.
         code: Its exit code, 128 + n for signal n.
     """
-    lines = [line for line in _BAR.sub("\n", _ESCAPE.sub("", printed)).splitlines() if line.strip()]
-    said = _said(lines)
+    lines = map(_without_bar, _ESCAPE.sub("", printed).splitlines())
+    said = _said([line for line in lines if line.strip()])
     by = ended_by(code)
     if by.startswith("exit code"):
         return said
     return f"{by}; it said last: {said}" if said else by
+
+
+def _without_bar(line: str) -> str:
+    return "" if "━" in line else _BAR.split(line[:LONGEST_LINE])[-1]  # rich draws its bars with that
 
 
 def _said(lines: list[str]) -> str:
