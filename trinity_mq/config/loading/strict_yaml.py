@@ -17,7 +17,7 @@ class DuplicateKeyError(yaml.YAMLError):
 class _Loader(yaml.SafeLoader):
     # nodes are looked at before merge keys are filled in, which an explicit key may override
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        node: yaml.MappingNode = super().compose_mapping_node(anchor)  # type: ignore[no-untyped-call]
+        node: yaml.MappingNode = super().compose_mapping_node(anchor)
         lines: dict[tuple[str, str], int] = {}
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode) and key.tag != MERGE:

@@ -106,8 +106,9 @@ def test_its_heartbeats_say_how_many_runs_wait_for_people() -> None:
     async def main() -> None:
         world = make_world('"choose": {"fraction": 1}, "seconds": 100')
         await batch_of(world, "a0", "a1")
-        async with world.living(made := operator(world)):
-            assert (made.detail().reviews, made.detail().review_seconds) == (0, 0.0)
+        made = operator(world)
+        assert (made.detail().reviews, made.detail().review_seconds) == (0, 0.0)
+        async with world.living(made):
             await until(lambda: len(asked(world)) == 2)
             assert (made.detail().reviews, made.detail().ticket) == (2, "t1")
             assert 95 < made.detail().review_seconds <= 100
