@@ -211,7 +211,7 @@ async def compare(study: Study, file: Path, options: argparse.Namespace) -> list
             for seed, (name, offset) in itertools.product(range(options.seeds), SYSTEMS.items()):
                 if study.has(name, 0, seed):
                     continue
-                data = configuration(ALGORITHM, 0, options)
+                data = configuration(ALGORITHM, options)
                 if offset is None:
                     curve, seconds = await asyncio.to_thread(run_trl, data, seed, folder)
                 else:

@@ -1,18 +1,13 @@
 """Learning curves of algorithms on the example's task: held-out accuracy by train step.
 
     python benchmarks/learning_curves.py presets [--names grpo ipo ...] [--seeds 3] [--steps 300] [--jobs 2]
-    python benchmarks/learning_curves.py staleness [--names ...] [--depths 0 8 16] [--lr 3e-3] ...
 
 ``presets`` trains examples/arithmetic.yaml with each algorithm that samples answers, its own pieces unchanged, in one
 process each without a queue (``one_process.py``): about 30 seconds for 300 steps on one core, ``--jobs`` at a time.
 
-``staleness`` trains it on answers of several tokens (three digits, sorted), as a user would, with a real RabbitMQ,
-engine, runners, operator and trainer, and the explorer ahead of the trainer by so many batches (``sync_style:
-fully_async``; depth 0 is on-policy): ``none`` ignores that old weights sampled the data, the other rules are presets.
-One run after the other, about 2 minutes for 300 steps on 2 cores. Take ``--lr 3e-3``: at the example's rate weights
-move so little that old data do no harm.
+What rules do about old data is measured by ``old_data.py``.
 
-Curves, the measured staleness, seconds and, where a run ended badly, what it said go to ``<study>.json`` in the folder,
+Curves, seconds and, where a run ended badly, what it said go to ``<study>.json`` in the folder,
 which is read again: a study that was stopped goes on. At the end one table.
 """
 
@@ -23,7 +18,6 @@ import asyncio
 import itertools
 import json
 import multiprocessing
-import os
 import statistics
 import subprocess
 import sys
@@ -38,36 +32,13 @@ from typing import Any
 import yaml
 
 from one_process import OneProcess
-from trinity_mq.bus.addresses import URL_VARIABLE
 from trinity_mq.config import AlgorithmConfig, load_config
 from trinity_mq.config.algorithm.presets import PRESETS
-from trinity_mq.local_broker.node import PrivateNode
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "arithmetic.yaml"
 METRIC = "eval/ops3_held_out/accuracy/mean@1"
 EVALUATIONS = 6
 """Number of evaluations of a run, evenly spread; the last after its last step."""
-UNCORRECTED = "none"
-RULES: dict[str, dict[str, Any]] = {
-    UNCORRECTED: {"algorithm_type": "grpo", "ratio": {"kind": "self"}},
-    "grpo": {"algorithm_type": "grpo"},
-    "ipo": {"algorithm_type": "ipo"},
-    "decoupled": {"algorithm_type": "decoupled"},
-    "m2po": {"algorithm_type": "m2po"},
-    "tis": {"algorithm_type": "cispo", "surrogate": {"cap": 2.0}},
-    "gspo": {"algorithm_type": "gspo", "surrogate": {"low": 0.2, "high": 0.28}},
-}
-"""Rules that are compared on old data, and the settings of each. ``tis`` is truncated importance sampling against the
-sampler: the policy gradient, weighted by the ratio up to 2. ``gspo`` has the clip range that its preset recommends for
-old data."""
-ESTIMATOR = {"kind": "group", "scale": "batch"}
-"""Advantage estimator of all rules, so that only what they do about old data differs."""
-TASK = "sort3"
-"""Task of the study of old data: an answer of several tokens, where one that the policy left behind does most harm."""
-LONGEST = 5
-"""Response tokens of an answer to it: three digits, the end, and one too many to find out about."""
-ON_POLICY = "grpo"
-"""The one rule that is run on fresh data, where the ratio is 1 and all of them are the same."""
 LIMIT = 900.0
 """Seconds after which a whole run is ended and counts as failed."""
 
@@ -106,19 +77,8 @@ def sampling_presets() -> list[str]:
     return found
 
 
-def on_old_data(name: str, depth: int, options: argparse.Namespace) -> dict[str, Any]:
-    """Return the example with a rule for old data and a task of longer answers."""
-    data = configuration(RULES[name] | {"estimator": ESTIMATOR}, depth, options)
-    # At the example's short warm-up and this rate, fresh data come to .6 too.
-    data["algorithm"]["optimizer"]["lr_warmup_steps"] = 60
-    data["model"]["max_response_tokens"] = LONGEST
-    for taskset in (data["buffer"]["taskset"], *data["buffer"]["eval_tasksets"]):
-        taskset["path"] = TASK
-    return data
-
-
-def configuration(algorithm: Mapping[str, Any], depth: int, options: argparse.Namespace) -> dict[str, Any]:
-    """Return the example with another algorithm, and the explorer ``depth`` batches ahead."""
+def configuration(algorithm: Mapping[str, Any], options: argparse.Namespace) -> dict[str, Any]:
+    """Return the example with another algorithm, on-policy."""
     data: dict[str, Any] = yaml.safe_load(EXAMPLE.read_text(encoding="utf-8"))
     plain = data["algorithm"]
     optimizer = plain["optimizer"] | ({"lr": options.lr} if options.lr else {})
@@ -130,11 +90,7 @@ def configuration(algorithm: Mapping[str, Any], depth: int, options: argparse.Na
         data["buffer"]["taskset"]["workflow_args"] = {"greedy_baseline": True}
     data["buffer"]["total_steps"] = options.steps
     data["explorer"]["eval_interval"] = max(1, options.steps // EVALUATIONS)
-    if depth:
-        data["synchronizer"] = {"sync_style": "fully_async", "sync_interval": 1, "pipeline_depth": depth}
-        data["explorer"]["max_open_batches"] = depth + 2
-    else:
-        data["synchronizer"] = {"sync_interval": 1, "sync_offset": 0}
+    data["synchronizer"] = {"sync_interval": 1, "sync_offset": 0}
     return data
 
 
@@ -209,19 +165,14 @@ def table(curves: Iterable[Curve]) -> str:
     steps = sorted({int(step) for found in grouped.values() for curve in found for step in curve.accuracy})
     # the last step is evaluated too, right behind a regular one
     steps = [step for step, after in itertools.pairwise([*steps, steps[-1] * 2]) if after - step > 5] if steps else []
-    aged = any(depth for depth, _ in grouped)
     heads = [
         "algorithm",
-        *(["batches ahead", "staleness"] if aged else []),
         *(f"step {step}" for step in steps),
         "seeds at the end",
     ]
     rows = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
-    for (depth, name), found in sorted(grouped.items(), key=lambda item: (item[0][0], -_final(item[1]))):
-        ages = [curve.staleness for curve in found if curve.staleness is not None]
+    for (_, name), found in sorted(grouped.items(), key=lambda item: (item[0][0], -_final(item[1]))):
         cells = [f"`{name}`"]
-        if aged:
-            cells += [str(depth), f"{statistics.fmean(ages) if ages else 0:.1f}"]
         for step in steps:
             values = [curve.accuracy[str(step)] for curve in found if str(step) in curve.accuracy]
             cells.append(f"{statistics.fmean(values):.2f}" if values else "")
@@ -260,7 +211,7 @@ def compare_presets(study: Study, options: argparse.Namespace) -> None:
     """Train with what is not in the study yet, several at a time."""
     with ProcessPoolExecutor(options.jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
         running = [
-            pool.submit(in_one_process, name, configuration({"algorithm_type": name}, 0, options), seed)
+            pool.submit(in_one_process, name, configuration({"algorithm_type": name}, options), seed)
             for seed in range(options.seeds)
             for name in options.names or sampling_presets()
             if not study.has(name, 0, seed)
@@ -269,43 +220,21 @@ def compare_presets(study: Study, options: argparse.Namespace) -> None:
             study.add(outcome.result())
 
 
-async def compare_on_old_data(study: Study, options: argparse.Namespace) -> None:
-    """Run what is not in the study yet, one after another, on a broker of its own."""
-    with tempfile.TemporaryDirectory(prefix="tmq-curves-") as temporary:
-        node = PrivateNode(Path(temporary) / "broker")
-        await node.start()
-        os.environ[URL_VARIABLE] = node.url
-        try:
-            for depth in options.depths:
-                for seed in range(options.seeds):
-                    for name in (options.names or RULES) if depth else [ON_POLICY]:
-                        if not study.has(name, depth, seed):
-                            data = on_old_data(name, depth, options)
-                            study.add(await asyncio.to_thread(whole_run, name, data, seed, depth, Path(temporary)))
-        finally:
-            await node.stop()
-
-
 def main() -> None:
     """Run a study and print its table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("study", choices=("presets", "staleness"))
+    parser.add_argument("study", choices=("presets",))
     parser.add_argument("--names", nargs="+", help="algorithms, or rules (default: all of the study)")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--jobs", type=int, default=2, help="presets: runs at a time")
-    parser.add_argument("--depths", type=int, nargs="+", default=[0, 8, 16], help="staleness: batches ahead")
     parser.add_argument("--lr", type=float, help="peak learning rate (default: the example's)")
     parser.add_argument("--out", default="benchmarks/curves", help="folder of the curves")
     parser.add_argument("--table", action="store_true", help="only print the table of what is there")
     options = parser.parse_args()
     study = Study(Path(options.out) / f"{options.study}.json")
-    if options.table:
-        pass
-    elif options.study == "presets":
+    if not options.table:
         compare_presets(study, options)
-    else:
-        asyncio.run(compare_on_old_data(study, options))
     print(table(study.curves))
 
 
