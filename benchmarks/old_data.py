@@ -117,7 +117,9 @@ class Networks:
 
     def __call__(self, weights: Tensor, inputs: Tensor) -> Tensor:
         """Return the log-probabilities of the next digit, ``[runs, inputs, 10]``."""
-        parts = [part.view(-1, *shape) for part, shape in zip(weights.split(self._sizes, 1), self.SHAPES, strict=True)]
+        parts = [
+            part.view(-1, *shape) for part, shape in zip(torch.split(weights, self._sizes, 1), self.SHAPES, strict=True)
+        ]
         state = torch.baddbmm(parts[1], inputs, parts[0]).relu()
         state = torch.baddbmm(parts[3], state, parts[2]).relu()
         return torch.baddbmm(parts[5], state, parts[4]).log_softmax(-1)
@@ -313,6 +315,7 @@ def _train_step(
         part = batch.part(chosen) if config.mini_batches > 1 else batch
         distribution = _distribution(networks, part.inputs)
         view = part.view(distribution, config)
+        assert view.entropy is not None
         losses, _ = token_losses(view, config)
         bonus = config.entropy_coef * decay_factor(config.optimizer, step, steps)
         optimizer.step(((losses - bonus * view.entropy) * view.scale).sum(), config.optimizer, factor)
