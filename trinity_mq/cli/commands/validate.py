@@ -108,9 +108,10 @@ def _calling(what: str, *explained: type[Exception]) -> Iterator[None]:
     """Make an error of the user's own code, called in the ``with`` block, one that names the code and the line; errors
     that say by themselves what is wrong, such as ``explained``, stay.
     """
+    stays: tuple[type[Exception], ...] = (ConfigError, TasksetError, FatalError, *explained)
     try:
         yield
-    except (ConfigError, TasksetError, FatalError, *explained):
+    except stays:
         raise
     except (Exception, SystemExit) as error:  # whatever that code does
         raise ConfigError(f"{what} cannot be used: {described(error)}") from error

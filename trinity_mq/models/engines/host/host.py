@@ -277,8 +277,15 @@ class EngineHost:
         seconds = loop.time() - born
         log.warning("engine_died", engine=self.id, exit_code=code, after_seconds=round(seconds, 1))
         if seconds < self._lease:
-            why = last_words(end_of(self.output), code if code >= 0 else 128 - code) or ended_by(code)
+            why = self._why_it_died(code)
             raise EngineFailed(f"engine {self.id} died after {seconds:.0f} s: {why}; see {self.output}")
+
+    def _why_it_died(self, code: int | None) -> str:
+        """Return it from an exit code as Popen gives it; None: that of an engine that was taken over is not known."""
+        if code is None:
+            return last_words(end_of(self.output), 1) or "its exit code is not known"
+        code = code if code >= 0 else 128 - code
+        return last_words(end_of(self.output), code) or ended_by(code)
 
     async def _renew(self, process: EngineProcess) -> None:
         """Keep the lease up; an engine that does not answer for a whole lease is frozen, and is killed."""
