@@ -14,7 +14,7 @@ class DuplicateKeyError(yaml.YAMLError):
     """A mapping gives a key twice; the message names the key and both lines."""
 
 
-class _Loader(yaml.SafeLoader):
+class _StrictSafeLoader(yaml.SafeLoader):
     # nodes are looked at before merge keys are filled in, which an explicit key may override
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node: yaml.MappingNode = super().compose_mapping_node(anchor)
@@ -36,4 +36,4 @@ def load_yaml(text: str) -> Any:
         DuplicateKeyError: A mapping, at any depth, gives a key twice.
         yaml.YAMLError: The text is no YAML.
     """
-    return yaml.load(text, _Loader)
+    return yaml.load(text, Loader=_StrictSafeLoader)
