@@ -446,10 +446,10 @@ def main() -> None:
     """Run what is missing of the study and print its two tables."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rules", nargs="+", choices=RULES, default=list(RULES))
-    parser.add_argument("--rates", type=float, nargs="+", default=[3e-3, 1e-2, 3e-2, 1e-1], help="peak learning rates")
+    parser.add_argument("--rates", type=float, nargs="+", default=[1e-3, 3e-3, 1e-2, 3e-2], help="peak learning rates")
     parser.add_argument("--lags", type=int, nargs="+", default=[0, 4, 8, 16], help="train steps")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, default=240, help="train steps of a run")
+    parser.add_argument("--steps", type=int, default=720, help="train steps of a run")
     parser.add_argument("--out", default="benchmarks/curves", help="folder of old-data.json")
     parser.add_argument("--table", action="store_true", help="train nothing")
     options = parser.parse_args()
