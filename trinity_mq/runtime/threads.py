@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import contextvars
 import ctypes
+import inspect
 import math
 import os
 import threading
@@ -140,6 +141,8 @@ def await_in_thread(awaitable: Awaitable[T]) -> T:
 
     loop = _shared_loop()
     if threading.current_thread().name == SHARED_LOOP and asyncio.get_running_loop() is loop:
+        if inspect.iscoroutine(awaitable):
+            awaitable.close()  # else Python warns that nothing awaited it
         raise RuntimeError("a coroutine that waits here would stop the event loop that it runs on; await the other one")
     running = asyncio.run_coroutine_threadsafe(awaited(), loop)
     try:

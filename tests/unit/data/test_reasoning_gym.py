@@ -90,7 +90,7 @@ def test_limit_is_the_number_of_records_and_has_a_default():
 def test_a_saved_position_of_other_records_is_refused():
     state = open_taskset(config(dataset_args=SUMS), seed=1).state()
     open_taskset(config(dataset_args=SUMS), seed=1).restore(json.loads(json.dumps(state)))
-    with pytest.raises(TasksetError, match="belongs to identity"):
+    with pytest.raises(TasksetError, match="have changed since the run began"):
         open_taskset(config(dataset_args={**SUMS, "max_terms": 4}), seed=1).restore(state)
 
 

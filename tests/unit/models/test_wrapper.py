@@ -146,12 +146,12 @@ async def test_convert_messages_to_experience(wrap: Wrap, shared_generator: Text
     assert experience == _with_eid(
         experience, await asyncio.to_thread(model.convert_messages_to_experience, conversation)
     )
-    tokens = shared_generator.codec.encode("+12=22-12=1")
+    tokens = [*shared_generator.codec.encode("+12=22-12=1"), shared_generator.codec.end_id]
     assert experience.tokens.tolist() == tokens
     assert experience.prompt_length == 4
     assert experience.experience_type == "multi_turn"
     assert experience.action_mask is not None
-    assert experience.action_mask.tolist() == [True, True, False, False, False, False, True]
+    assert experience.action_mask.tolist() == [True, True, False, False, False, False, True, True]
     assert experience.logprobs is not None
     assert torch.allclose(
         experience.logprobs, plain_logprobs(shared_generator, tokens[:4], tokens[4:], 0.7), atol=1e-5, rtol=0
