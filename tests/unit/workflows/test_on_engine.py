@@ -228,7 +228,7 @@ async def test_a_conversation_is_scored_where_the_assistant_spoke(generator, tmp
     assert status.ok, status.message
     assert (one.experience_type, one.reward, one.metrics) == ("multi_turn", 0.5, {"turns": 2})
     trained = one.tokens[one.prompt_length :][one.action_mask].tolist()
-    assert generator.codec.decode([trained]) in (["onetwo"], ["one\ntwo\n"])
+    assert generator.codec.decode([trained]) in (["onetwo<eos>"], ["one\ntwo\n<eos>"])
     scored = torch.tensor(generator.score([ScoreRequest(one.tokens.tolist(), 1.0)])[0][one.prompt_length - 1 :])
     assert torch.allclose(one.logprobs, scored, atol=1e-4)
 
