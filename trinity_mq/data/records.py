@@ -216,7 +216,8 @@ def _plain(value: Any) -> Any:
     """
     match value:
         case Decimal() if value.is_finite() and value == value.to_integral_value():
-            return int(value) if LEAST_INTEGER <= value <= GREATEST_INTEGER else str(int(value))
+            whole = value.to_integral_value()  # never int() of one beyond: 1E+999999999 has a billion digits
+            return int(whole) if LEAST_INTEGER <= whole <= GREATEST_INTEGER else str(whole)
         case Decimal():
             return float(value)
         case datetime.date() | datetime.time():

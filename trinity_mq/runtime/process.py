@@ -10,6 +10,7 @@ import ctypes
 import errno
 import json
 import os
+import re
 import signal
 import socket
 import sys
@@ -283,6 +284,14 @@ def _words(folder: Path, name: str = RUN_FILE) -> list[str]:
 
 
 def _default_mode() -> int:
+    """Return the permissions of a new file. Where Linux tells the umask, it is not set for a moment to read it: a file
+    that another thread makes in that moment would be open to everybody.
+    """
+    told = None
+    with contextlib.suppress(OSError):  # no Linux
+        told = re.search(r"^Umask:\s*([0-7]+)$", Path("/proc/self/status").read_text(), re.MULTILINE)
+    if told is not None:
+        return 0o666 & ~int(told[1], 8)
     umask = os.umask(0)
     os.umask(umask)
     return 0o666 & ~umask

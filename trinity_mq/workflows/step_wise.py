@@ -27,8 +27,8 @@ class RecordedWorkflow(DualWorkflow, ABC):
 
     A step whose prompt is too long for the model ends the run, which keeps what there is: nothing would be different
     in another try. The recorded experience of such a prompt is masked. A run whose first prompt is too long has failed.
-    A step in which an answer was cut at a limit is
-    rewarded and is the last one, unless :attr:`stop_on_truncation` is False.
+    A step in which an answer was cut at a limit is rewarded and is the last one, unless :attr:`stop_on_truncation` is
+    False.
     """
 
     needs_history = True

@@ -87,6 +87,15 @@ def test_write_atomic_follows_the_umask(tmp_path: Path) -> None:
     assert stat.S_IMODE((tmp_path / "state").stat().st_mode) == 0o640
 
 
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="only Linux tells the umask")
+def test_the_umask_is_not_set_to_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that another thread made meanwhile would be open to everybody."""
+    asked: list[int] = []
+    monkeypatch.setattr(os, "umask", asked.append)
+    write_atomic(tmp_path / "state", b"x")
+    assert asked == []
+
+
 def test_write_atomic_keeps_the_old_file_when_it_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "state"
     write_atomic(path, b"old")

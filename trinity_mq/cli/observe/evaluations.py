@@ -13,7 +13,10 @@ PREVIEW = 96
 
 def sets_of(evaluations: Sequence[Evaluation]) -> list[dict[str, Any]]:
     """Return the sets with their labels and questions; a question has its mean reward at each label."""
-    return [_set(name, [one for one in evaluations if one.set == name]) for name in {one.set: 0 for one in evaluations}]
+    return [
+        _set(name, [one for one in evaluations if one.set == name])
+        for name in dict.fromkeys(one.set for one in evaluations)
+    ]
 
 
 def _set(name: str, evaluations: Sequence[Evaluation]) -> dict[str, Any]:

@@ -89,10 +89,6 @@ def _text(content: Any, where: str) -> str:
     return content or ""
 
 
-def _is_text_part(part: Any) -> bool:
-    return isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
-
-
 def _calls(calls: Any, where: str) -> list[Message]:
     if not isinstance(calls, list | tuple):
         raise MessageError(f"{where} is a {type(calls).__name__}, wanted a list of calls", where)
