@@ -515,7 +515,7 @@ class GatewayApp:
 
     @property
     def _advice(self) -> str:
-        """What to do about a key that is refused."""
+        """The next step for a client whose key is refused."""
         if self._access.is_keyless:
             return (
                 "send the key that POST /sessions returned, or no key: this gateway has no gateway.key_file "

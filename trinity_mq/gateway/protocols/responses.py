@@ -81,9 +81,9 @@ class ResponsesEvents(Events):
         self._number = 0
         self._text = ""
         self._logprobs: list[Any] = []
-        """Of the tokens whose text was sent."""
+        """Logprobs of the tokens whose text was sent."""
         self._news: list[Any] = []
-        """Of the tokens whose text is not certain yet."""
+        """Logprobs of the tokens whose text is not certain yet."""
         self._message = _message_id(call)
         self._is_open = False
 

@@ -72,7 +72,7 @@ class _Child:
         self.restarts: collections.deque[float] = collections.deque()
         self.code = 0
         self.exit_code = 0
-        """Of the last end of its process; 128 + n for signal n."""
+        """Exit code of its process when that ended last; 128 + n for signal n."""
         self.output_start = 0
         """Size of its output file when the process was started."""
         self.stopping = False

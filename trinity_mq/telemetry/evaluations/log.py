@@ -36,7 +36,7 @@ class Question(BaseModel):
     expected: str | None = None
     """The expected answer; None: not known."""
     answers: list[Answer] = Field(default_factory=list)
-    """Of the runs that finished."""
+    """Answers of the runs that finished."""
     failure: str | None = None
     """The first thing that went wrong."""
 

@@ -37,7 +37,7 @@ class Asked:
     """Its last message, which no other request has."""
     tries: int = 0
     is_repeated: bool = False
-    """A try said that it was not the first, be it that those before found no gateway."""
+    """A try said that it was not the first; the earlier ones may have found no gateway."""
     equal: int = 1
     """Equal requests at the same time."""
     answers: dict[int, str] = field(default_factory=dict)

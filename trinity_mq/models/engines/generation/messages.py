@@ -205,16 +205,17 @@ def _has_text_arguments(calls: Sequence[Message]) -> bool:
 
 
 class Probe:
-    """A conversation of a given shape whose words are marks: a mark that the template does not write was left out.
+    """A conversation of a given shape with marks in place of words: the template leaves out each mark that it does not
+    write.
 
     Args:
-        shape: Of the messages.
+        shape: Shape of the messages.
         has_tools: Whether tools are offered.
     """
 
     def __init__(self, shape: Sequence[Turn], *, has_tools: bool) -> None:
         self._marks: dict[str, str] = {}
-        """What each mark stands for."""
+        """The meaning of each mark."""
         self.tools = [_offered(self._mark("tools"))] if has_tools else None
         self.messages = [self._message(number, turn) for number, turn in enumerate(shape)]
 
