@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from functools import cached_property
 
 from trinity_agents.simulation import invariants
 from trinity_agents.simulation.invariants import GIVEN_UP, Evidence, Faults
+from trinity_agents.simulation.schedule import BrokerRestart, Cut, Freeze
 from trinity_agents.simulation.sessions.gateways import answer_of, version_of
 from trinity_agents.simulation.sessions.oracle import Oracle, OracleSession
-from trinity_agents.simulation.sessions.run import SessionRun
+from trinity_agents.simulation.sessions.run import SETTLE_SECONDS, SessionRun
 from trinity_agents.simulation.sessions.users import Asked, Diary
 from trinity_agents.simulation.stand_ins import PROMPT
 from trinity_agents.trainer.history import HistoryError
 from trinity_mq.experience import Experience
-from trinity_mq.messages import BatchReady, Progress, RunEnd, SyncEvent
+from trinity_mq.messages import BatchReady, SyncEvent
 
 OF_SESSIONS = {"session_call", "session_reward", "session_end", "sessions_decided"}
 """Kinds of events that a session may refuse."""
@@ -52,15 +54,9 @@ class SessionEvidence(Evidence):
 
     @cached_property
     def told_late(self) -> set[str]:
-        """Tickets that were first consumed after the end of the run was announced: gateways may have ended before."""
-        early: set[str] = set()
-        late: set[str] = set()
-        is_over = False
-        for one in self.messages:
-            is_over = is_over or isinstance(one, RunEnd)
-            if isinstance(one, Progress) and one.ticket not in early:
-                (late if is_over else early).add(one.ticket)
-        return late
+        """Tickets that were consumed so late that gateways may have ended before they told."""
+        ended_at = math.inf if self.run.ended_at is None else self.run.ended_at
+        return {ticket for ticket, at in self.run.consumed_at.items() if at > ended_at - SETTLE_SECONDS}
 
     @cached_property
     def requests(self) -> list[tuple[Diary, Asked]]:
@@ -223,9 +219,10 @@ def one_acts(found: SessionEvidence) -> Faults:
 
 
 def few_copies(found: SessionEvidence) -> Faults:
-    """A life of a gateway submits a task once in the time of a run."""
+    """A life of a gateway submits a task once in the time of a run, and again after each loss of its connection."""
+    losses = sum(isinstance(fault, Cut | BrokerRestart | Freeze) for fault in found.run.schedule.faults)
     for (who, name), times in found.run.submitted.items():
-        if times > 1 + found.run.seconds // 600:
+        if times > 1 + losses + found.run.seconds // 600:
             yield f"{who} submitted {name} {times} times"
 
 

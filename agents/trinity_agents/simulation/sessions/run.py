@@ -22,6 +22,7 @@ from trinity_agents.simulation.sessions.users import Users
 from trinity_mq.bus import Binding, Envelope, Queue, Topology
 from trinity_mq.bus.memory.queues import Stored, StreamQueue
 from trinity_mq.gateway import access
+from trinity_mq.messages import Progress, decode
 from trinity_mq.runtime.agent import Agent
 
 EPOCH = 1e9
@@ -30,6 +31,10 @@ LOG = "sessions-log"
 """Name, behind the run's prefix, of the stream that keeps every event of sessions."""
 SETTLED_WITHIN = 500.0
 """Seconds after the end of all users within which their sessions are settled."""
+SETTLE_SECONDS = 12.0
+"""Seconds before the end of a run after which the faults of a gateway may keep it from acting: a delay, a lost confirm
+and a restart take so long together.
+"""
 FILLERS = 3
 UNGROUPED = {"estimator": {"kind": "group", "baseline": "none", "scale": "none"}}
 
@@ -47,8 +52,12 @@ class SessionRun(ScheduledRun):
     """Sessions that were not settled in time."""
     unlocked: list[str] = field(default_factory=list)
     """Publishes of a gateway that never held the lock under which one acts."""
-    log_at_end: int | None = None
-    """Events of sessions when the explorer announced the end of the run; None: it did not."""
+    ended_at: float | None = None
+    """Time at which the explorer announced the end of the run; None: it did not."""
+    log_lengths: list[tuple[float, int]] = field(default_factory=list)
+    """Times of the publishes of gateways, and the number of events of sessions then."""
+    consumed_at: dict[str, float] = field(default_factory=dict)
+    """Times at which tickets were first reported as consumed."""
     submitted: Counter[tuple[str, str]] = field(default_factory=Counter)
     """Publishes of a task, by the life of the gateway and the task's id."""
 
@@ -101,7 +110,8 @@ class SessionRun(ScheduledRun):
         return gateway
 
     def _published(self, life: FaultyBus, envelope: Envelope) -> None:
-        """Note what only the gateway that acts may publish."""
+        """Note the time, and what only the gateway that acts may publish."""
+        self.log_lengths.append((asyncio.get_running_loop().time(), len(self.log())))
         if envelope.kind == "task_submission":
             self.submitted[life.who, str(envelope.message_id)] += 1
         gateway = next(one for one in self.gateways if one.life is life)
@@ -116,8 +126,19 @@ class SessionRun(ScheduledRun):
         return explorer
 
     def _announced(self, life: FaultyBus, envelope: Envelope) -> None:
-        if envelope.kind == "run_end" and self.log_at_end is None:
-            self.log_at_end = len(self.log())
+        if envelope.kind == "run_end" and self.ended_at is None:
+            self.ended_at = asyncio.get_running_loop().time()
+
+    def new_trainer(self, name: str) -> Agent:
+        """Return a trainer, whose reports of consumed tickets are noted."""
+        trainer = super().new_trainer(name)
+        self.lives[-1].on_publish = self._consumed
+        return trainer
+
+    def _consumed(self, life: FaultyBus, envelope: Envelope) -> None:
+        if envelope.kind == "progress":
+            progress = decode(envelope.body, Progress)
+            self.consumed_at.setdefault(progress.ticket, asyncio.get_running_loop().time())
 
     def living_gateways(self) -> Sequence[SimulatedGateway]:
         """Return the gateways that take requests, those that stand still too."""
@@ -156,9 +177,11 @@ class SessionRun(ScheduledRun):
         return gateway.book._offset  # noqa: SLF001  # nothing else needs it
 
     def ended_before(self, offset: int) -> bool:
-        """Return whether the last gateway had read no further than this, or the explorer took no task any more."""
-        ended = self.log_at_end
-        return ended is not None and offset >= ended
+        """Return whether the run may have ended before gateways acted on the event at ``offset``."""
+        if self.ended_at is None:
+            return False
+        limit = self.ended_at - SETTLE_SECONDS
+        return offset >= max((length for time, length in self.log_lengths if time <= limit), default=0)
 
     @property
     def is_cut(self) -> bool:
