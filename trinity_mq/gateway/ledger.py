@@ -165,6 +165,10 @@ class Ledger:
         """
         if (unknown := self._wait_for_sessions(event, body)) is not None:
             return Applied("unknown", reason=f"no session {unknown!r} is known here")
+        return self._decide(event, body)
+
+    def _decide(self, event: Event, body: SessionsDecided) -> Applied:
+        """Take in a decision about its sessions that are known."""
         sessions = [session for name in body.sessions if (session := self.get(name)) is not None]
         if all(session.decided == body for session in sessions):
             for session in sessions:
@@ -194,6 +198,22 @@ class Ledger:
             if not any(known is event for known in later.events):
                 later.events.append(event)
         return unknown[0] if unknown else None
+
+    def finish_reading(self) -> None:
+        """Take in decisions of which some sessions have lost their beginning to retention. Only settled sessions lose
+        it, and the sessions of a decision are settled together. Call this once everything on the stream was read.
+        """
+        decisions = {
+            event.origin: event
+            for unknown in self._unknown.values()
+            for event in unknown.events
+            if isinstance(event.body, SessionsDecided)
+        }
+        for _, event in sorted(decisions.items()):
+            body = event.body
+            assert isinstance(body, SessionsDecided)
+            if not body.submission or body.submission in self._outcomes:
+                self._decide(event, body)
 
     def _begin_task(self, submission: str, sessions: list[Session]) -> None:
         if not submission:
@@ -293,7 +313,7 @@ class Ledger:
         """Take in sessions of an earlier ledger, all of which are over by now, as far as they are not known here."""
         for session in sessions:
             if self.get(session.id) is None:
-                session.lost = not session.is_settled
+                session.lost = session.lost or not session.is_settled
                 session.forget_events()
                 self._settled[session.id] = session
 

@@ -316,6 +316,7 @@ class StreamBook:
             self._take(delivery, offset)
         if delivery.message_id == mark and not self._ready:
             self._ready = True
+            self.ledger.finish_reading()
             self.ledger.remember(self._earlier.values())
             self._earlier.clear()
             self.ledger.evaluated.clear()  # reported by earlier gateways, or by this one

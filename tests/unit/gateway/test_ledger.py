@@ -383,6 +383,44 @@ def test_what_is_carried_survives_the_beginning_of_the_stream(seed: int, where: 
             assert again[name] == before[name]
 
 
+def test_a_decision_counts_though_retention_has_cut_the_beginning_of_one_of_its_sessions() -> None:
+    stream = Stream()
+    for session in ("a", "b"):
+        stream.open(session, group="g", group_size=2)
+        stream.ask(session)
+        stream.reward(session, final=True)
+    begun = next(number for number, event in enumerate(stream.events) if event.body.session == "b")  # type: ignore[union-attr]
+    submission = submission_of(stream.act())
+    undecided = read(stream.events[begun:])
+    stream.outcome(submission)
+    stream.train(submission)
+    fresh = read(stream.events[begun:])
+    assert fresh.get("a") is None
+    assert fresh.live["b"].state == "parked"
+    fresh.finish_reading()
+    assert shape(fresh)["b"] == shape(stream.ledger)["b"]
+    assert (fresh.live, fresh.queued(), fresh.waiting, fresh.over) == ({}, [], 0, 0)
+    assert fresh.take_new_tasks() == []
+    undecided.finish_reading()
+    assert undecided.live["b"].state == "parked", "no batch has reported of it: its sessions are all to come"
+
+
+def test_a_session_that_two_cuts_passed_over_stays_lost() -> None:
+    stream = Stream()
+    stream.open("s1")
+    stream.end("s1")
+    first, second, third = stream.ledger, Ledger(), Ledger()
+    assert not first.get("s1").is_settled  # type: ignore[union-attr]
+    second.remember(first)
+    third.remember(second)
+    for ledger in (second, third):
+        session = ledger.get("s1")
+        assert session is not None
+        assert session.lost
+        assert session.is_settled
+        assert "retention has cut" in session.why
+
+
 @settings(max_examples=100, deadline=None)
 @given(st.integers(0, 10**9))
 def test_every_session_comes_to_one_end(seed: int) -> None:
