@@ -166,8 +166,13 @@ class StreamBook:
         cost = len(message.body) + PUBLISH_COST
         if self._unconfirmed + cost > self._most_unconfirmed:
             return _not_recorded(call, f"{self._unconfirmed} bytes of answers wait for the broker already")
+        publish = self._publish_call(call.session, call.call, message)
+        try:
+            publishing = self._tasks.create_task(publish, name="record call")
+        except RuntimeError:  # the task group is being cancelled
+            publish.close()
+            return _not_recorded(call, "the gateway is ending")
         self._unconfirmed += cost
-        publishing = self._tasks.create_task(self._publish_call(call.session, call.call, message), name="record call")
         publishing.add_done_callback(lambda _: self._confirmed(cost))
         del call  # while its publish waits, its body is kept and nothing else of it
         # of a broker that is away it is known already that it does not confirm in time

@@ -465,3 +465,24 @@ def test_answers_that_wait_for_the_broker_are_bounded() -> None:
             assert bus.usable
 
     run_virtually(story())
+
+
+def test_a_gateway_that_is_ending_says_of_an_answer_that_it_is_not_recorded() -> None:
+    async def story() -> None:
+        world = World(config())
+        async with world.running(), world.gateway(acts=False) as first:
+            await world.session(first, "a")
+            async with asyncio.TaskGroup() as group:
+                book = StreamBook(
+                    first._bus,
+                    world.topology,
+                    record_timeout=2.0,
+                    tasks=group,
+                    clock=world.clock,
+                    most_unconfirmed=1000,
+                )
+            for _ in range(20):
+                assert not await book.record(world.call("a", 2))
+            assert len(first.ledger.live["a"].calls) == 1
+
+    run_virtually(story())
