@@ -11,24 +11,26 @@ from pydantic import Field, field_validator, model_validator
 from trinity_mq.config.base import Section
 
 SLICE_RESERVE_BYTES = 8 * 1024
-"""Bytes of a slice's message beside its task."""
+"""Bytes of a slice's message that are reserved for everything except its task."""
 
 
 class TlsConfig(Section):
-    """Verification of ``amqps://``. All files are PEM and read again at each connect, so they may be rotated."""
+    """Verification of ``amqps://``. All files are PEM. They are read again at each connect, so they may be rotated."""
 
     ca_file: str | None = None
-    """Certificates of the authorities that may sign the broker's certificate. None: those that this system trusts."""
+    """File with the certificates of the authorities that may sign the broker's certificate. None: the authorities that
+    this system trusts."""
     cert_file: str | None = None
-    """Our own certificate, for a broker that asks for one, with the chain that leads to its authority."""
+    """Client certificate for a broker that requires one, with the chain up to its authority."""
     key_file: str | None = None
-    """Key of ``cert_file``. None: it is in ``cert_file`` too."""
+    """Key of ``cert_file``. None: ``cert_file`` also holds the key."""
     key_password_file: str | None = None
-    """File with the password of an encrypted key. None: the environment's ``TRINITY_MQ_BROKER_KEY_PASSWORD``."""
+    """File with the password of an encrypted key. None: the environment variable ``TRINITY_MQ_BROKER_KEY_PASSWORD``."""
     server_name: str | None = None
-    """The name that the broker's certificate must hold. None: the host in the URL."""
+    """Name that the broker's certificate must contain. None: the host in the URL."""
     verify: bool = True
-    """False: anybody on the path may read and change everything, passwords included; each start logs a warning."""
+    """``false``: anybody on the network path can read and change all messages, including passwords. Each start then
+    logs a warning."""
 
     @field_validator("ca_file", "cert_file", "key_file", "key_password_file")
     @classmethod
@@ -49,66 +51,67 @@ class BrokerConfig(Section):
     """RabbitMQ 3.10 or newer."""
 
     url: str | None = None
-    """``amqp://user:password@host:port/vhost``, or ``amqps://`` with TLS. Several nodes of a cluster as a list, or with
-    commas between: each connect tries them in turn from a random one on. None: ``url_file``, else
+    """``amqp://user:password@host:port/vhost``, or ``amqps://`` with TLS. Several nodes of a cluster are a list, or
+    separated by commas: each connect tries them in turn, starting with a random node. None: ``url_file``, else
     ``TRINITY_MQ_BROKER_URL``, else the file named by ``TRINITY_MQ_BROKER_URL_FILE``, else a private node, else Docker.
     """
     url_file: str | None = None
-    """A file that holds what ``url`` would, one URL a line; read anew at each connect, so it may be rotated."""
+    """File with the value of ``url``, one URL in each line. It is read at each connect, so it may be rotated."""
     password_file: str | None = None
-    """A file with the password of URLs that hold none, as it is; read anew at each connect. None: the file named by
-    ``TRINITY_MQ_BROKER_PASSWORD_FILE``."""
+    """File with the password for URLs without a password. The whole content is the password. It is read at each
+    connect. None: the file named by ``TRINITY_MQ_BROKER_PASSWORD_FILE``."""
     tls: TlsConfig = Field(default_factory=TlsConfig)
-    """Verification of the broker of an ``amqps://`` URL, and our own certificate."""
+    """Verification of the broker of an ``amqps://`` URL, and the client certificate."""
     max_message_bytes: int = Field(default=8 * 1024**2, ge=64 * 1024, le=16 * 1024**2)
-    """Most bytes of one message; producers split larger bodies. RabbitMQ 4 closes the channel above 16 MiB."""
+    """Maximum bytes of one message. Producers split larger bodies. RabbitMQ 4 closes the channel above 16 MiB."""
     max_batch_bytes: int = Field(default=2 * 1024**3, ge=1024**2)
-    """Most bytes of a batch, which one operator holds whole; a larger batch fails."""
+    """Maximum bytes of a batch, since one operator holds it completely in memory. A larger batch fails."""
     compression: Literal["none", "zstd"] = "none"
-    """Compression of written experience bodies; readers accept both. zstd costs CPU time and saves bandwidth."""
-    blob_store: str | None = None
-    """Store of single experiences over ``max_message_bytes``, of which only a reference is sent: an fsspec URL
-    such as ``s3://bucket/tmq`` or ``file:///data/tmq``, or an absolute path. Runners, operators and trainer reach it
-    under this same URL; credentials come from its library's own environment or files. Change it only between runs:
-    references into another store are refused. Each run has a folder of its name in it, so runs of one name on several
-    brokers need a store each. None: such an experience is an error.
+    """Compression of experience bodies that are written. Readers accept both. zstd costs CPU time and saves bandwidth.
     """
+    blob_store: str | None = None
+    """Store for single experiences larger than ``max_message_bytes``; the message then holds only a reference. It is an
+    fsspec URL such as ``s3://bucket/tmq`` or ``file:///data/tmq``, or an absolute path. Runners, operators and trainer
+    must reach it under the same URL. Credentials come from the environment or files of its library. Change it only
+    between runs: references into another store are refused. Each run has a folder with its name in the store, so runs
+    of the same name on several brokers need separate stores. None: such an experience is an error."""
     heartbeat: float = Field(default=10.0, ge=1.0)
     """Seconds between AMQP heartbeats."""
     connect_timeout: float = Field(default=60.0, gt=0)
-    """Seconds for which an agent waits for the broker at its start."""
+    """Seconds for which an agent waits for the broker when it starts."""
     publish_timeout: float = Field(default=300.0, gt=0)
-    """Seconds until an unconfirmed publish is an error."""
+    """Seconds after which an unconfirmed publish is an error."""
     consumer_timeout: float = Field(default=86_400.0, ge=60, le=7 * 86_400)
-    """Seconds for which an agent may hold a message, a runner a slice and an operator a batch; RabbitMQ then takes it
-    back. From 3.12 on the run's queues ask for it themselves, once, when they are made; a private node allows a week;
-    for other brokers `trinity-mq doctor` says which line their configuration needs."""
+    """Seconds for which an agent may hold a message (a runner a slice, an operator a batch) before RabbitMQ returns it
+    to the queue. From RabbitMQ 3.12 on, the run's queues set this limit once, when they are declared. A private node
+    allows a week. For other brokers, `trinity-mq doctor` shows the line that their configuration needs."""
     ready_max_bytes: int = Field(default=2 * 1024**3, ge=64 * 1024**2)
-    """Most bytes kept of the stream of processed batches."""
+    """Maximum bytes kept in the stream of processed batches."""
     results_max_bytes: int = Field(default=512 * 1024**2, ge=64 * 1024**2)
-    """Most bytes kept of the stream of results."""
+    """Maximum bytes kept in the stream of results."""
     sessions_max_bytes: int = Field(default=2 * 1024**3, ge=256 * 1024**2)
-    """Most bytes kept of the stream of sessions, which a gateway declares. The broker cuts 64 MiB at a time; what is
-    not settled is published again once it lies a quarter of this back."""
+    """Maximum bytes kept in the stream of sessions, which a gateway declares. The broker deletes 64 MiB at a time.
+    Messages of unsettled sessions are published again once they lie a quarter of this size behind the end of the
+    stream."""
     submitted_max_bytes: int = Field(default=1024**3, ge=64 * 1024**2)
-    """Most bytes of submitted tasks that wait in the queue ``submitted``. The broker refuses further ones, and their
-    submitter tries again. A queue keeps the bound that it was made with."""
+    """Maximum bytes of submitted tasks that wait in the queue ``submitted``. The broker refuses further tasks, and
+    their submitter retries. An existing queue keeps its limit."""
     dead_max_bytes: int = Field(default=512 * 1024**2, ge=64 * 1024**2)
-    """Most bytes of dead letters in the queue ``dead``. The broker drops the oldest ones beyond that; `trinity-mq why`
-    says how many. A queue keeps the bound that it was made with."""
+    """Maximum bytes of dead letters in the queue ``dead``. Beyond that the broker drops the oldest; `trinity-mq why`
+    shows how many were dropped. An existing queue keeps its limit."""
     delivery_limit: int = Field(default=5, ge=1)
-    """Deliveries after which a slice is poisoned or a batch failed, if one was seen to fail. What was given back in
-    good order does not count."""
+    """Number of deliveries after which a slice counts as poisoned or a batch as failed, if at least one delivery was
+    seen to fail. Deliveries that were returned to the queue in good order do not count."""
 
     @property
     def max_task_bytes(self) -> int:
-        """Most bytes of a task's record, or of a submitted task, that a slice has room for."""
+        """Maximum bytes of a task's record, or of a submitted task, that fit into a slice."""
         return self.max_message_bytes - SLICE_RESERVE_BYTES
 
     @field_validator("url", mode="before")
     @classmethod
     def _joined(cls, value: Any) -> Any:
-        """Join a list of URLs by commas."""
+        """Join a list of URLs with commas."""
         if isinstance(value, list | tuple) and value and all(isinstance(one, str) for one in value):
             return ",".join(value)
         return value
@@ -127,7 +130,7 @@ class BrokerConfig(Section):
     @field_validator("blob_store")
     @classmethod
     def _blob_url(cls, value: str | None) -> str | None:
-        """Return a URL without a slash at its end; a path becomes a ``file://`` URL."""
+        """Return a URL without a trailing slash; a path becomes a ``file://`` URL."""
         if value is None:
             return None
         if "://" not in value:

@@ -1,4 +1,4 @@
-"""Auxiliary models: models beside the policy that workflows and operators ask, such as judges and teachers."""
+"""Auxiliary models: models next to the policy that workflows and operators call, such as judges and teachers."""
 
 from __future__ import annotations
 
@@ -11,35 +11,36 @@ from trinity_mq.config.model import ModelConfig
 
 
 class AuxiliaryModelConfig(Section):
-    """A model that is asked and never trained.
+    """A model that is called and never trained.
 
     ``transformers``: ``model``, in our own engines, which the explorer hosts. ``external``: a model of the
     OpenAI-compatible server at ``url``.
     """
 
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9-]{0,39}$")
-    """Name used by workflows, operators and ``rollout_args.model``."""
+    """Name by which workflows, operators and ``rollout_args.model`` refer to the model."""
     engine: Literal["transformers", "external"] = "transformers"
     """Kind of the engine."""
     engine_num: int = Field(default=1, ge=1)
-    """transformers: engines that serve it."""
+    """transformers: number of engines that serve the model."""
     model: ModelConfig | None = None
-    """transformers: as the section ``model``."""
+    """transformers: the model, with the fields of the section ``model``."""
     num_threads: Threads = "auto"
-    """transformers: CPU threads of each engine; ``auto`` as of ``explorer.rollout_model``."""
+    """transformers: CPU threads of each engine; ``auto`` as in ``explorer.rollout_model``."""
     url: str | None = None
     """external: base URL up to and including ``/v1``, such as ``https://api.example.com/v1``."""
     served_name: str | None = None
-    """external: the server's name of the model. None: the only one that it lists."""
+    """external: name of the model on the server. None: the only model that the server lists."""
     api_key_env: str | None = Field(default=None, pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")
-    """external: the explorer's environment variable with the API key; the key itself is stored nowhere."""
+    """external: name of the explorer's environment variable with the API key. The key itself is not stored anywhere."""
     api_key_file: str | None = None
-    """external: instead, a file with the key on the explorer's machine, such as a secret of Docker or systemd."""
+    """external: file with the API key on the explorer's machine, such as a secret of Docker or systemd, instead of
+    ``api_key_env``."""
     token_ids: bool = False
-    """external: the server returns token ids and logprobs on ``return_token_ids``, as vLLM does. Without them its
-    answers are texts, which judges and evaluations can use."""
+    """external: the server returns token ids and logprobs if a request sets ``return_token_ids``, as vLLM does.
+    Otherwise its answers are only texts, which is enough for judges and evaluations."""
     health_interval: float = Field(default=10.0, gt=0)
-    """external: seconds between two checks of whether the server answers."""
+    """external: seconds between two health checks of the server."""
     timeout: float = Field(default=600.0, gt=0)
     """external: seconds for one answer."""
 

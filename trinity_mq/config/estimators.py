@@ -1,4 +1,4 @@
-"""Estimators: how rewards, or a teacher's logprobs, become an advantage per response token."""
+"""Estimators: methods that turn rewards, or a teacher's logprobs, into an advantage for each response token."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Place = Literal["operator", "trainer"]
 """The agent that computes advantages."""
 
 ACROSS_RUNS = frozenset({"mean", "leave_one_out", "logavgexp", "length_weighted", "second_best", "greedy"})
-"""Baselines made of the rewards of a task's other runs."""
+"""Baselines that use the rewards of the task's other runs."""
 
 
 class EstimatorBase(Section):
@@ -34,66 +34,72 @@ class EstimatorBase(Section):
 
     @property
     def where(self) -> Place:
-        """``operator`` where the batch alone is enough, ``trainer`` where a state or a critic is needed."""
+        """``operator`` if the batch alone is enough, ``trainer`` if a state or a critic is needed."""
         return "operator"
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """Inputs that are needed besides rewards: ``teacher``, ``critic``, ``roles``."""
+        """Inputs besides rewards: ``teacher``, ``critic``, ``roles``."""
         return ()
 
 
 class LengthPenaltyWeights(Section):
-    """Weights of a run's size, each relative to the largest of its task, in the penalty of its reward."""
+    """Weights for the parts of a run's size in its reward penalty. Each part is relative to its maximum among the runs
+    of the task.
+    """
 
     output: float = Field(default=0.25, ge=0)
     """Weight of the trained tokens."""
     input: float = Field(default=0.1, ge=0)
     """Weight of the tokens that are not trained: prompts and tool results."""
     turns: float = Field(default=0.1, ge=0)
-    """Weight of the turns: stretches of trained tokens."""
+    """Weight of the turns: contiguous stretches of trained tokens."""
 
 
 class GroupEstimator(EstimatorBase):
-    """The reward of a run minus a baseline, divided by a scale; every trained token of the run gets it."""
+    """The reward of a run minus a baseline, divided by a scale. Every trained token of the run gets this value."""
 
     kind: Literal["group"] = "group"
     baseline: Literal[
         "mean", "leave_one_out", "logavgexp", "none", "greedy", "length_weighted", "second_best", "role_mean"
     ] = "mean"
-    """The baseline, which is subtracted: the mean reward of the task's runs; of the other runs (``leave_one_out``);
-    ``tau * log(mean(exp(reward / tau)))``; nothing; the reward of the run with ``info["greedy"]``, which is not
-    trained on; the mean weighted with trained tokens; for the best run the second best reward, while all others get 0;
-    or the moving average of the rewards of its role (``info["role"]``), which the trainer keeps."""
+    """The baseline that is subtracted. ``mean``: the mean reward of the task's runs. ``leave_one_out``: the mean reward
+    of the other runs. ``logavgexp``: ``tau * log(mean(exp(reward / tau)))``. ``none``: 0. ``greedy``: the reward of the
+    run with ``info["greedy"]``, which is not trained on. ``length_weighted``: the mean reward weighted by trained
+    tokens. ``second_best``: for the best run the second best reward, while all other runs get advantage 0.
+    ``role_mean``: the moving average of the rewards of the run's role (``info["role"]``), which the trainer keeps."""
     tau: float = Field(default=1.0, gt=0)
-    """logavgexp: temperature; towards 0 the baseline is the largest reward, towards infinity the mean."""
+    """logavgexp: temperature. Towards 0 the baseline approaches the largest reward, towards infinity the mean."""
     decay: float = Field(default=0.95, ge=0, lt=1)
-    """role_mean: how much of the moving average stays at each reward."""
+    """role_mean: share of the moving average that is kept at each reward."""
     shift: float = 0.0
-    """Added to the baseline; below 0 good runs weigh more than bad ones."""
+    """Added to the baseline. With a value below 0, good runs weigh more than bad runs."""
     scale: Literal["none", "group", "population", "batch", "batch_raw", "mean"] = "group"
-    """Divisor: 1; the standard deviation of the task's rewards, unbiased (``group``) or not (``population``); that of
-    all rewards of the batch minus their baselines (``batch``) or as they are (``batch_raw``), both unbiased; or the
-    task's mean reward (``mean``), where one that is not above 0 gives advantage 0."""
+    """Divisor. ``none``: 1. ``group``: the unbiased standard deviation of the task's rewards. ``population``: their
+    biased standard deviation. ``batch``: the unbiased standard deviation of all rewards of the batch after their
+    baselines are subtracted. ``batch_raw``: the unbiased standard deviation of all rewards of the batch. ``mean``: the
+    task's mean reward; if it is not above 0, the advantage is 0."""
     epsilon: float = Field(default=1e-6, ge=0)
-    """Added to a standard deviation that divides. Where that is 0, the advantage is 0."""
+    """Added to a standard deviation used as divisor. If the standard deviation is 0, the advantage is 0."""
     std_threshold: float | None = Field(default=None, ge=0)
-    """Drop tasks whose rewards have an unbiased standard deviation up to this. None: keep all."""
+    """Drop tasks whose rewards have an unbiased standard deviation of at most this. None: keep all tasks."""
     rank_penalty: float | None = Field(default=None, gt=0, le=1)
-    """Take up to this share from the reward of a run, the more the likelier the policy found it among the task's."""
+    """Reduce the reward of a run by up to this share. The reduction is larger the more likely the run is under the
+    policy, compared with the other runs of the task."""
     length_penalty: LengthPenaltyWeights | None = None
-    """Take from the reward of a run its size times the task's mean reward."""
+    """Reduce the reward of a run by its size times the task's mean reward."""
     whiten: bool = False
-    """Give the advantages of all trained tokens of the batch mean 0 and variance 1."""
+    """Normalize the advantages of all trained tokens of the batch to mean 0 and variance 1."""
     drop: Literal["none", "balance"] = "none"
-    """``balance`` drops runs below their task's mean, chosen by a hash of their id, until these are no more than those
-    above it."""
+    """``balance``: drop runs below their task's mean, chosen by a hash of their id, until they are at most as many as
+    the runs above it."""
     nonzero_scale: bool = False
-    """Multiply by the number of runs over the number of runs whose reward is not 0."""
+    """Multiply by the number of runs divided by the number of runs with a nonzero reward."""
     step_norm: bool = False
-    """Divide by the number of the run's experiences, so that a run of many steps weighs as much as one of few."""
+    """Divide by the number of the run's experiences, so that a run of many steps weighs as much as a run of few steps.
+    """
     min_group_runs: int | None = Field(default=None, ge=1)
-    """Least finished runs of a task; tasks with fewer are dropped. None: as the caller says."""
+    """Minimum number of finished runs of a task; tasks with fewer are dropped. None: the caller's value."""
 
     @property
     def compares_runs(self) -> bool:
@@ -128,23 +134,24 @@ class DiscountedEstimator(EstimatorBase):
     gamma: float = Field(default=1.0, gt=0, le=1)
     """Discount per trained token; tokens that are not trained are skipped."""
     whiten: bool = True
-    """Give the advantages of all trained tokens of the batch mean 0 and variance 1."""
+    """Normalize the advantages of all trained tokens of the batch to mean 0 and variance 1."""
 
 
 class GigpoEstimator(EstimatorBase):
-    """Runs compared with runs, and steps with steps from the same state (GiGPO, arXiv 2505.10978)."""
+    """Comparison of runs with runs, and of steps with steps from the same state (GiGPO, arXiv 2505.10978)."""
 
     kind: Literal["gigpo"] = "gigpo"
     omega: float = Field(default=1.0, ge=0)
     """Weight of the comparison of steps."""
     gamma: float = Field(default=1.0, gt=0, le=1)
-    """Discount per step of the rewards that follow a step."""
+    """Discount for each step, applied to the rewards after a step."""
     scale: Literal["none", "group"] = "none"
-    """Divisor of each comparison: 1, or the unbiased standard deviation of what is compared."""
+    """Divisor of each comparison: 1 (``none``), or the unbiased standard deviation of the compared values (``group``).
+    """
     epsilon: float = Field(default=1e-6, ge=0)
     """Added to the divisor."""
     min_group_runs: int | None = Field(default=None, ge=1)
-    """Least finished runs of a task; tasks with fewer are dropped. None: as the caller says."""
+    """Minimum number of finished runs of a task; tasks with fewer are dropped. None: the caller's value."""
 
     @property
     def compares_runs(self) -> bool:
@@ -152,7 +159,7 @@ class GigpoEstimator(EstimatorBase):
 
 
 class TeacherEstimator(EstimatorBase):
-    """Base of the estimators that follow a teacher's logprobs and look at no reward."""
+    """Base of the estimators that use a teacher's logprobs and no rewards."""
 
     @property
     def needs_reward(self) -> bool:
@@ -164,7 +171,7 @@ class TeacherEstimator(EstimatorBase):
 
 
 class DistillEstimator(TeacherEstimator):
-    """The teacher's minus the student's logprob of each token (on-policy distillation, arXiv 2306.13649)."""
+    """The teacher's logprob minus the student's logprob of each token (on-policy distillation, arXiv 2306.13649)."""
 
     kind: Literal["distill"] = "distill"
     kl_coef: float = Field(default=1.0, gt=0)
@@ -176,7 +183,7 @@ class JsdEstimator(TeacherEstimator):
 
     kind: Literal["jsd"] = "jsd"
     beta: float = Field(default=0.5, gt=0, lt=1)
-    """Share of the teacher in the mixture both are compared with."""
+    """Share of the teacher in the mixture with which teacher and student are compared."""
     kl_coef: float = Field(default=1.0, gt=0)
     """Factor of the advantage."""
 
@@ -188,9 +195,9 @@ class GaeEstimator(EstimatorBase):
     gamma: float = Field(default=1.0, gt=0, le=1)
     """Discount per trained token; tokens that are not trained are skipped."""
     lam: float = Field(default=1.0, ge=0, le=1)
-    """Weight of longer looks ahead: 0 trusts the critic's next value, 1 the rewards alone."""
+    """GAE's lambda: 0 uses the critic's next value alone, 1 the rewards alone."""
     whiten: bool = True
-    """Give the advantages of all trained tokens of the batch mean 0 and variance 1."""
+    """Normalize the advantages of all trained tokens of the batch to mean 0 and variance 1."""
 
     @property
     def where(self) -> Place:
@@ -202,7 +209,7 @@ class GaeEstimator(EstimatorBase):
 
 
 class NoEstimator(EstimatorBase):
-    """No advantages: for losses of likelihood or preference alone (sft, dpo, raft)."""
+    """No advantages: for losses that use only likelihood or preferences (sft, dpo, raft)."""
 
     kind: Literal["none"] = "none"
 
@@ -212,17 +219,17 @@ class NoEstimator(EstimatorBase):
 
 
 class EstimatorPlugin(EstimatorBase):
-    """A function of your own: ``def advantages(rewards: list[float], **args) -> list[float]``.
+    """A user-defined function: ``def advantages(rewards: list[float], **args) -> list[float]``.
 
-    It is called for each task with the rewards of its runs, ordered by run, and returns a number for each of them.
+    It is called for each task with the rewards of its runs, ordered by run, and returns one number for each run.
     """
 
     kind: str = Field(pattern=r"^[^\W\d]\w*(\.[^\W\d]\w*)+$")
     """Dotted path of the function, ``package.module.function``."""
     args: dict[str, Any] = Field(default_factory=dict)
-    """Its keyword arguments, checked against its signature when it is first used."""
+    """Keyword arguments of the function, checked against its signature at its first use."""
     min_group_runs: int | None = Field(default=None, ge=1)
-    """Least finished runs of a task; tasks with fewer are dropped. None: as the caller says."""
+    """Minimum number of finished runs of a task; tasks with fewer are dropped. None: the caller's value."""
 
     @property
     def compares_runs(self) -> bool:
@@ -249,7 +256,7 @@ FIELDS = {
         NoEstimator,
     )
 }
-"""The fields of each estimator that is no plug-in, by its ``kind``."""
+"""Field names of each built-in estimator, by its ``kind``."""
 KINDS = tuple(FIELDS)
 
 
@@ -259,7 +266,7 @@ def _tag(value: Any) -> Any:
 
 
 def _known(value: Any) -> Any:
-    """Accept the kind alone for the whole section, and refuse what names none."""
+    """Accept a plain ``kind`` instead of the whole section, and refuse an unknown kind."""
     given: Any = {"kind": value} if isinstance(value, str) else value
     if isinstance(given, Mapping):
         kind = given.get("kind")

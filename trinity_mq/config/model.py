@@ -1,4 +1,4 @@
-"""The model section: the policy that is trained, and its lengths."""
+"""The model section: the policy that is trained, and its length limits."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from trinity_mq.config.base import Section
 
 
 class TinyModelConfig(Section):
-    """A small Qwen3 with random weights and a tokenizer of single characters; nothing is downloaded. The names are
-    those of a Hugging Face configuration.
+    """A small Qwen3 with random weights and a tokenizer of single characters. Nothing is downloaded. The field names
+    are the names of a Hugging Face configuration.
     """
 
     characters: str = "0123456789+-=,"
-    """The vocabulary, besides padding and end of sequence. Text with other characters is refused."""
+    """The vocabulary, in addition to padding and end of sequence. Text with other characters is refused."""
     hidden_size: int = Field(default=64, ge=8)
     """Width of the residual stream."""
     intermediate_size: int = Field(default=256, ge=8)
     """Width of the feed-forward layers."""
     num_hidden_layers: int = Field(default=2, ge=1)
-    """Transformer layers."""
+    """Number of transformer layers."""
     num_attention_heads: int = Field(default=2, ge=1)
-    """Attention heads of a layer; each has keys and values of its own."""
+    """Number of attention heads in a layer. Each head has its own keys and values."""
     head_dim: int = Field(default=32, ge=2)
     """Width of an attention head."""
     initializer_range: float = Field(default=0.05, gt=0)
     """Standard deviation of the random weights."""
     max_position_embeddings: int = Field(default=64, ge=8)
-    """Longest sequence, in tokens."""
+    """Maximum sequence length, in tokens."""
     chat_template: str = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-    """Jinja template; without constant tokens, on which a tiny model would spend its capacity."""
+    """Jinja template. It has no constant tokens, since a tiny model would spend its capacity on them."""
 
     @field_validator("characters")
     @classmethod
@@ -45,28 +45,27 @@ class TinyModelConfig(Section):
 
 
 class LoraConfig(Section):
-    """Low-rank adapters (arXiv 2106.09685): the weights ``W`` stay as they are, and ``W + scale x B A`` is trained by
-    its ``A`` and ``B``, with ``scale = alpha / r``. They begin as no change at all. Learning rates are usually ten
-    times those of training all weights.
+    """Low-rank adapters (arXiv 2106.09685): the weights ``W`` are frozen, and ``W + scale x B A`` is trained through
+    ``A`` and ``B``, with ``scale = alpha / r``. At the start the adapters change nothing. Learning rates are usually
+    ten times as high as for training all weights.
     """
 
     r: int = Field(default=16, ge=1)
     """Rank: rows of ``A`` and columns of ``B``."""
     alpha: float = Field(default=32.0, gt=0)
-    """Twice the rank is usual."""
+    """Numerator of the scale; twice the rank is usual."""
     rslora: bool = False
     """Whether the scale is ``alpha / sqrt(r)`` (arXiv 2312.03732), which suits high ranks."""
     target_modules: Literal["all-linear"] | list[str] = "all-linear"
-    """Ends of the names of the layers that get an adapter, such as ``[q_proj, v_proj]``; ``all-linear``: every linear
-    layer but the output layer.
-    """
+    """Endings of the names of the layers that get an adapter, such as ``[q_proj, v_proj]``. ``all-linear``: every
+    linear layer except the output layer."""
     sync: Literal["merged", "adapter"] = "merged"
-    """Weights that engines get after a train step. ``merged``: all weights with the adapter in them, by every engine.
-    ``adapter``: the adapter alone, a few percent of that; the engine has to be vllm, and answers under way go on with
-    the adapter that they began with.
-    """
+    """Weights that engines get after a train step. ``merged``: all weights with the adapter merged into them; works
+    with every engine. ``adapter``: only the adapter, a few percent of the bytes; the engine must be vllm, and answers
+    in progress continue with their first adapter."""
     quantization: Literal["4bit", "8bit"] | None = None
-    """Bits of the weights that stay (QLoRA, arXiv 2305.14314); needs bitsandbytes, a GPU and ``sync: merged``."""
+    """Number of bits of the frozen weights (QLoRA, arXiv 2305.14314). Needs bitsandbytes, a GPU and ``sync: merged``.
+    """
 
     @field_validator("target_modules")
     @classmethod
@@ -82,26 +81,26 @@ class LoraConfig(Section):
 
 
 class ModelConfig(Section):
-    """Either ``model_path`` or ``tiny``."""
+    """The model: either ``model_path`` or ``tiny``."""
 
     model_path: str | None = None
-    """A Hugging Face folder or hub id."""
+    """A Hugging Face model folder or hub id."""
     tiny: TinyModelConfig | None = None
-    """A small model made for the run."""
+    """A small model created for the run."""
     max_model_len: int = Field(default=4096, ge=8)
-    """Prompt and response together, in tokens."""
+    """Maximum length of prompt and response together, in tokens."""
     max_prompt_tokens: int = Field(default=2048, ge=1)
-    """Longest prompt, in tokens."""
+    """Maximum length of the prompt, in tokens."""
     max_response_tokens: int = Field(default=2048, ge=1)
-    """Longest response, in tokens."""
+    """Maximum length of the response, in tokens."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of the trained weights; float32 is recommended on a CPU."""
+    """Data type of the trained weights; float32 is recommended on a CPU."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Device of trainer and engines. ``auto``: CUDA where there is one."""
+    """Device of trainer and engines. ``auto``: CUDA if available, otherwise the CPU."""
     lora: LoraConfig | None = None
-    """Adapters to train in place of all weights; none: all weights are trained."""
+    """Adapters to train instead of all weights. Null: all weights are trained."""
     trust_remote_code: bool = False
-    """Allow code in the model's folder to run."""
+    """Allow code from the model's folder to run."""
 
     @model_validator(mode="after")
     def _one_source(self) -> ModelConfig:

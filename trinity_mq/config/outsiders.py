@@ -1,4 +1,4 @@
-"""The allow list of a run: the code that a task from outside may name, and the arguments that it may set."""
+"""The allow list of a run: the code that external tasks may name, and the arguments that they may set."""
 
 from __future__ import annotations
 
@@ -12,24 +12,27 @@ Keys = tuple[str, ...]
 class OutsidersConfig(Section):
     """Permissions of outsiders: programs that submit tasks, and agents whose sessions end with a replay.
 
-    An outsider may name the workflows and reward functions of the run's own tasksets, training and evaluation, and
-    those listed here. It sets no argument of them: the arguments of the taskset apply. Each key listed here is open: an
-    outsider may give it any value. List no key that names a command, path, URL, module or model unless every outsider
-    may choose that.
+    An outsider may name the workflows and reward functions of the run's own tasksets, for training and evaluation, and
+    the additional workflows and reward functions listed here. The arguments of the taskset apply. The outsider may set
+    only the keys listed here, to any value. Do not list a key that names a command, path, URL, module or model, unless
+    every outsider may choose it.
     """
 
     workflows: dict[str, Keys] = Field(default_factory=dict)
-    """Further workflows that outsiders may name, each with the keys of ``workflow_args`` that they may set, such as
-    ``{my.module.Workflow: [max_turns]}``. The name of a taskset's workflow opens keys of that."""
+    """Additional workflows that outsiders may name, each with the keys of ``workflow_args`` that they may set, such as
+    ``{my.module.Workflow: [max_turns]}``. Under the name of a taskset's workflow, list keys of its arguments that they
+    may set."""
     rewards: dict[str, Keys] = Field(default_factory=dict)
-    """Further reward functions that outsiders may name, each with the keys of ``reward_fn_args`` that they may set."""
+    """Additional reward functions that outsiders may name, each with the keys of ``reward_fn_args`` that they may set.
+    """
     rollout_args: Keys = ()
     """Keys of ``rollout_args`` that outsiders may set, such as ``temperature``."""
     format_args: Keys = ()
     """Keys of ``format_args`` that outsiders may set, such as ``system_prompt``."""
     record_args: Keys = ()
-    """Keys of ``raw_task`` that a workflow may take as arguments, such as ``seed`` of a game. Other keys are data."""
+    """Keys of ``raw_task`` that a workflow may use as arguments, such as ``seed`` of a game. Other keys are only data.
+    """
     max_runs: int = Field(default=4096, ge=1)
-    """Maximum runs of one task from outside."""
+    """Maximum number of runs of one external task."""
     reply_queues: Keys = ()
-    """Prefixes of queue names, in addition to the usual ones, to which the outcomes of submitted tasks may be sent."""
+    """Additional prefixes of names of queues to which the outcomes of submitted tasks may be sent."""

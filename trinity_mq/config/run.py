@@ -1,4 +1,4 @@
-"""The whole configuration of a run, and the checks that cross its sections."""
+"""The whole configuration of a run, and the checks across its sections."""
 
 from __future__ import annotations
 
@@ -36,31 +36,33 @@ from trinity_mq.config.outsiders import OutsidersConfig
 from trinity_mq.config.sync import SyncConfig
 
 STOP_SECONDS = 10.0
-"""Upper bound of the seconds that ending a workflow takes whose time is over."""
+"""Upper bound in seconds for stopping a workflow after its timeout."""
 
 SCHEMAS = {"sft": {"ce"}, "cpt": {"ce"}, "dpo": {"pair"}, "experience": {"rl", "ref_kl", "ce"}}
-"""Components of a loss of which one must have a weight, by what the records are."""
+"""Loss components by record schema: at least one of them must have a weight."""
 FITTING = {"sft": ("sft", "sft_is", "sft_phi"), "cpt": ("cpt",), "dpo": ("dpo", "ipo_pref"), "experience": ("grpo",)}
-"""Presets by what the records are."""
+"""Suggested presets by record schema."""
 
 MANIFEST_RESERVE_BYTES = 16 * 1024
-"""Bytes of a manifest for its metrics and names."""
+"""Bytes of a manifest that are reserved for its metrics and names."""
 
 TRUNCATING = frozenset(
     ["top_k", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias"]
 )
-"""Sampling parameters under which the logprobs are not those of the sampled distribution."""
+"""Sampling parameters whose logprobs are not the logprobs of the sampled distribution."""
 
 
 def _compares_with_sampler(loss: LossConfig) -> bool:
-    """Return whether a loss tells the policy from the one that sampled."""
+    """Return whether a loss takes into account that another policy may have sampled the data."""
     surrogate = loss.surrogate
     has_no_ratio = isinstance(surrogate, LogLinear) and surrogate.weight != "ratio" and surrogate.keep == "all"
     return bool(loss.correction) or not (has_no_ratio or loss.ratio.kind == "self")
 
 
 def manifest_bytes(slices: int, runs: int) -> int:
-    """Return an upper bound of the bytes that so many slices with so many runs in all take in a batch's manifest."""
+    """Return an upper bound of the bytes in a batch's manifest for a number of slices and the total number of their
+    runs.
+    """
     return 96 * slices + 5 * runs
 
 
@@ -68,21 +70,20 @@ class Config(Section):
     """One run."""
 
     name: str = Field(default="run", pattern=r"^[a-z0-9-]{1,40}$")
-    """Name of the run, part of every name on the broker, which many runs may share."""
+    """Name of the run. It is part of every name on the broker, which many runs may share."""
     run_dir: str = ""
     """Folder of checkpoints, logs, metrics and state. Empty: ``runs/<name>``."""
     mode: Mode = "both"
-    """The kind of run. ``both``: rolls out and trains. ``train``: trains on the records of
-    ``buffer.trainer_input.experience_buffer``, or on what another run saw (``source.tap``), without explorer, runners
-    and engines. ``explore``: rolls out,
-    and writes the experiences to ``buffer.explorer_output``; the model stays as it is. ``bench``: evaluates the
-    checkpoints of a run, as ``bench`` says. ``serve``: answers agents through a gateway, and trains on what they did
-    and were rewarded for."""
+    """Kind of the run. ``both``: rolls out and trains. ``train``: trains on the records of
+    ``buffer.trainer_input.experience_buffer``, or on the rollouts of another run (``source.tap``), without explorer,
+    runners and engines. ``explore``: rolls out and writes the experiences to ``buffer.explorer_output``; the model does
+    not change. ``bench``: evaluates the checkpoints of a run, see ``bench``. ``serve``: answers agents through a
+    gateway, and trains on their sessions and rewards."""
     seed: int = Field(default=0, ge=0)
     """Seed of the task order, of sampling and of a tiny model's weights."""
     plugin_dirs: tuple[str, ...] = ()
     """Folders of modules that every agent can import: a workflow, reward function or operator in ``my_file.py`` has the
-    dotted path ``my_file.Name``. Relative ones start at the working directory."""
+    dotted path ``my_file.Name``. Relative folders start at the working directory."""
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
     model: ModelConfig
     buffer: BufferConfig = Field(default_factory=BufferConfig)
@@ -102,8 +103,8 @@ class Config(Section):
     @model_validator(mode="before")
     @classmethod
     def _translated(cls, data: Any) -> Any:
-        """Bring the settings of Trinity-RFT's critic to their place, those of an evaluation to one of its own, and what
-        taps another run to mode train.
+        """Translate three kinds of settings: move the critic settings of Trinity-RFT to ``algorithm.critic``, give an
+        evaluation its own name and folder, and set mode train if ``source.tap`` is set.
         """
         return trains_on_tap(beside(with_critic(data))) if isinstance(data, dict) else data
 
@@ -125,7 +126,7 @@ class Config(Section):
 
     @property
     def hold_seconds(self) -> Mapping[str, float]:
-        """Upper bounds of the seconds for which a message is held, by what it is: sums of work, waits and publishes."""
+        """Upper bounds of the seconds for which a slice or a batch is held: the sum of work, waits and publishes."""
         publish = self.broker.publish_timeout
         return {
             "slice": self.explorer.slice_timeout + STOP_SECONDS + 2 * publish,
@@ -175,7 +176,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _trainer_input(self) -> Config:
-        if self.mode == "bench":  # of a run that was trained, in whatever mode
+        if self.mode == "bench":  # the evaluated run may have been trained in any mode
             return self
         data = self.buffer.trainer_input.experience_buffer
         where = "buffer.trainer_input.experience_buffer"
@@ -365,7 +366,7 @@ class Config(Section):
 
     @property
     def not_sharded(self) -> str | None:
-        """The reason why a train step cannot be shared among several processes, and the remedy; None: it can be."""
+        """The reason why a train step cannot be shared among several processes, with a remedy; None if it can."""
         optimizer = self.algorithm.optimizer
         if optimizer.optimizer_type not in {"adamw", "sgd"}:
             return (
@@ -400,7 +401,7 @@ class Config(Section):
         replay = self.buffer.trainer_input.replay
         staleness = max(staleness, replay.max_age) if replay.share else staleness
         if self.source.tap and self.mode == "train":
-            staleness = max(staleness, self.buffer.total_steps or 1)  # the sampler is another run's
+            staleness = max(staleness, self.buffer.total_steps or 1)  # the sampler is the policy of another run
         found = list(contradictions(self.algorithm, staleness, longest))
         if found:
             raise ValueError("; ".join(found))
@@ -437,13 +438,13 @@ class Config(Section):
 
     @property
     def takes_any_age(self) -> bool:
-        """Data are trained on however old they are."""
+        """Whether the trainer accepts data of any age."""
         return self.mode == "train" or (self.mode == "serve" and self.synchronizer.max_staleness is None)
 
     @property
     def chain_digest(self) -> str:
-        """Digest of the settings by which operators change a batch: ``operator.operators`` and the estimator. Defaults
-        are left out, so that releases with further settings agree.
+        """Digest of the settings that determine how operators change a batch: ``operator.operators`` and the estimator.
+        Defaults are left out, so that a release with additional settings has the same digest.
         """
         parts = (self.algorithm.estimator, *self.operator.operators)
         chain = [part.model_dump(mode="json", exclude_defaults=True) for part in parts]
@@ -451,12 +452,12 @@ class Config(Section):
 
     @property
     def max_refill(self) -> int:
-        """Most tasks of a batch that take the place of groups that operators dropped from earlier ones."""
+        """Maximum number of tasks in a batch that replace groups dropped by operators from earlier batches."""
         return math.ceil(self.explorer.refill.max * self.buffer.batch_size)
 
     @property
     def largest_batch(self) -> int:
-        """Most tasks of a batch."""
+        """Maximum number of tasks in a batch."""
         return self.buffer.batch_size + self.max_refill
 
     @property
@@ -469,14 +470,15 @@ class Config(Section):
 
     @property
     def train_steps(self) -> int | None:
-        """Train steps of the run if each batch is trained on, None where the taskset decides."""
+        """Number of train steps of the run if each batch is trained on; None if the taskset decides."""
         batches, together = self.buffer.total_steps, self.trainer.batches_per_step
         return None if batches is None else -(-batches // together)
 
     @property
     def estimated_batch_bytes(self) -> int:
-        """Size of a processed batch if every response used up its limit: 21 bytes a token and 300 an experience. That
-        of refilled ones is the same on average: no more tasks come on top than groups were dropped.
+        """Bytes of a processed batch if every response reaches its limit: 21 bytes for each token and 300 for each
+        experience. Batches with replacement tasks have the same size on average, since they replace groups that were
+        dropped.
         """
         runs = self.buffer.batch_size * self.algorithm.repeat_times
         return runs * (300 + 8 * self.model.max_prompt_tokens // 2 + 21 * self.model.max_response_tokens)

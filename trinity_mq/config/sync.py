@@ -1,4 +1,4 @@
-"""The section of the weight sync: its channel, its schedule and its timeouts."""
+"""The section of the weight sync: its channel, schedule and timeouts."""
 
 from __future__ import annotations
 
@@ -20,54 +20,57 @@ class SyncConfig(Section):
     """Channel, schedule and timeouts of weight syncs (docs/learning.md)."""
 
     sync_method: SyncMethod = "collective"
-    """``collective``: a broadcast from the trainer to all engines at once, over ``backend``. ``checkpoint``:
-    safetensors files below ``checkpoint_path``, which trainer and engines reach. ``memory``: each engine streams them
-    over HTTP from a copy in the trainer's host memory. ``nccl`` is taken for ``collective`` with that backend."""
+    """Channel of the weights. ``collective``: a broadcast from the trainer to all engines at once, over ``backend``.
+    ``checkpoint``: safetensors files below ``checkpoint_path``, which trainer and engines must reach. ``memory``: each
+    engine streams the weights over HTTP from a copy in the trainer's host memory. ``nccl`` is accepted as a name for
+    ``collective`` with that backend."""
     sync_style: SyncStyle = "fixed"
-    """The start of a sync, and the explorer's waiting. ``fixed``: the trainer, when it has consumed a multiple of
-    ``sync_interval`` batches; the explorer opens no batch before the weights it is due (1 and offset 0: on-policy).
-    ``trainer_driven``: the trainer, every ``sync_interval`` of its steps; the explorer does not wait for weights.
-    ``explorer_driven``: every ``sync_interval`` batches the explorer asks for the newest weights and waits for them.
-    ``fully_async``: as trainer_driven, and requests in flight go on under the new weights. ``dynamic_by_trainer`` and
-    ``dynamic_by_explorer`` are taken for the middle two."""
+    """Start of a sync, and the explorer's waiting. ``fixed``: the trainer starts a sync whenever it has consumed a
+    multiple of ``sync_interval`` batches; the explorer opens a batch only after it has the weights due for it (interval
+    1 and offset 0: on-policy). ``trainer_driven``: the trainer starts a sync every ``sync_interval`` of its steps; the
+    explorer does not wait for weights. ``explorer_driven``: every ``sync_interval`` batches the explorer requests the
+    newest weights and waits for them. ``fully_async``: like trainer_driven, and requests in flight continue under the
+    new weights. ``dynamic_by_trainer`` and ``dynamic_by_explorer`` are accepted as names for ``trainer_driven`` and
+    ``explorer_driven``."""
     sync_interval: int = Field(default=1, ge=1)
-    """Batches, or steps of the trainer, between two syncs, by ``sync_style``."""
+    """Number of batches, or of trainer steps, between two syncs, depending on ``sync_style``."""
     sync_offset: int = Field(default=0, ge=0)
-    """fixed: batches that the explorer opens beyond the interval before it waits."""
+    """fixed: number of batches that the explorer opens beyond the interval before it waits."""
     pipeline_depth: int = Field(default=1, ge=0)
-    """Other styles than fixed: most batches opened and not yet consumed, besides the one being opened."""
+    """All styles except fixed: maximum number of batches opened and not yet consumed, in addition to the batch being
+    opened."""
     max_staleness: int | None = Field(default=None, ge=0)
-    """Largest age of data to train on, in steps of the trainer, by the oldest token of a group. None: the staleness
-    that the style causes by itself; in mode ``serve`` any, since rewards may be late."""
+    """Maximum age of training data, in trainer steps, measured by the oldest token of a group. None: the staleness that
+    the style itself causes; in mode ``serve`` no limit, since rewards may be late."""
     stale: Literal["drop", "requeue"] = "drop"
-    """Groups beyond ``max_staleness``: ``drop`` them, or give their tasks back to the explorer, which puts them at the
-    head of its next batch (``requeue``; a task at most once)."""
+    """Treatment of groups older than ``max_staleness``. ``drop``: drop them. ``requeue``: return their tasks to the
+    explorer, which puts them at the head of its next batch; each task is returned at most once."""
     pause_mode: PauseMode | None = None
-    """Requests in flight when weights come: ``wait`` for them to end, ``keep`` them (they go on under the new weights,
-    each token stamped with its own version) or ``abort`` them (they begin anew). None: ``keep`` under fully_async, else
-    ``wait``."""
+    """Treatment of requests in flight when new weights arrive. ``wait``: let them finish first. ``keep``: continue them
+    under the new weights; each token is stamped with its weight version. ``abort``: restart them. None: ``keep`` under
+    fully_async, otherwise ``wait``."""
     request_timeout: float = Field(default=1800.0, gt=0)
-    """explorer_driven: seconds for which the explorer waits for requested weights while a trainer lives; then the run
-    ends with an error, its state saved. Must be longer than a train step."""
+    """explorer_driven: seconds for which the explorer waits for requested weights while a trainer is alive. After that
+    the run saves its state and ends with an error. Must be longer than a train step."""
     sync_timeout: float = Field(default=60.0, gt=0)
     """Seconds for each phase of one attempt at a sync."""
     member_lease: float = Field(default=15.0, gt=0)
-    """Seconds without a join event after which an engine is out of the gate."""
+    """Seconds without a join event after which an engine is no longer counted as a member of the sync."""
     backend: Literal["gloo", "nccl"] = "gloo"
-    """Transport of the broadcast: ``gloo`` over host memory, everywhere; ``nccl`` where the trainer and every engine
-    have a GPU of their own."""
+    """Transport of the broadcast. ``gloo``: over host memory, works everywhere. ``nccl``: needs a separate GPU for the
+    trainer and for every engine."""
     bucket_bytes: int = Field(default=64 * 1024**2, ge=1024)
-    """Most bytes of one broadcast, of one shard of a checkpoint, and of one streamed chunk."""
+    """Maximum bytes of one broadcast, of one checkpoint shard, and of one streamed chunk."""
     host: str = "127.0.0.1"
-    """Address on which the trainer's rendezvous and weight server listen: one that engines reach."""
+    """Address on which the trainer's rendezvous and weight server listen. Engines must be able to reach it."""
     checkpoint_path: str = ""
-    """Folder or fsspec URL (such as ``s3://bucket/weights``) of weights sent as files, in a folder of the run's name.
-    Empty: ``weights`` in the run folder. The trainer resumes from ``checkpoints``, not from here."""
+    """Folder or fsspec URL (such as ``s3://bucket/weights``) for weights sent as files. Each run has a folder with its
+    name there. Empty: ``weights`` in the run folder. The trainer resumes from ``checkpoints``, not from here."""
     checkpoint_keep: int = Field(default=2, ge=1)
-    """Versions kept in ``checkpoint_path``, the newest included."""
+    """Number of weight versions kept in ``checkpoint_path``, including the newest."""
     pull: PullMethod | None = None
-    """collective: source of the committed weights for an engine that lost its own or joined late. ``memory``, the
-    default: a copy in the trainer's host memory. ``checkpoint``: files below ``checkpoint_path``, written before each
+    """collective: source of the committed weights for an engine that lost its weights or joined late. ``memory``
+    (default): a copy in the trainer's host memory. ``checkpoint``: files below ``checkpoint_path``, written before each
     broadcast. With the other methods such an engine fetches by ``sync_method`` itself."""
 
     @model_validator(mode="before")
@@ -109,13 +112,13 @@ class SyncConfig(Section):
 
     @property
     def inherent_staleness(self) -> int:
-        """Largest staleness, in steps, that the style causes by itself where batches are trained in order of opening.
+        """Maximum staleness, in steps, that the style itself causes if batches are trained in the order of opening.
 
         The first token of batch b may be sampled as soon as b is opened. Under ``fixed`` the weights are then at most
-        ``sync_interval - 1 + sync_offset`` batches behind b. In the others b is opened at a progress of at least
-        b - 1 - ``pipeline_depth``, on weights that lack at most ``sync_interval`` of those steps (all of them where the
-        commit follows right behind the opening); ``explorer_driven`` opens the first of ``sync_interval`` batches on
-        the newest ones.
+        ``sync_interval - 1 + sync_offset`` batches behind b. Under the other styles b is opened at a progress of at
+        least b - 1 - ``pipeline_depth``, with weights that lack at most ``sync_interval`` of those steps (all of them
+        if the commit follows directly after the opening). ``explorer_driven`` opens the first of ``sync_interval``
+        batches with the newest weights.
         """
         if self.sync_style == "fixed":
             return self.sync_interval - 1 + self.sync_offset

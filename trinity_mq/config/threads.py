@@ -1,4 +1,4 @@
-"""CPU threads that each trainer process and each engine of a run takes."""
+"""Number of CPU threads for each trainer process and each engine of a run."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from trinity_mq.config.run import Config
 
 
 def cpu_threads(config: Config, wanted: Threads) -> int:
-    """Return the CPU threads of a trainer process or an engine that ``wanted`` so many.
+    """Return the number of CPU threads of a trainer process or an engine whose setting is ``wanted``.
 
-    Two programs that share cores lose more by waiting for each other than a second thread brings: with ``auto`` those
-    that compute on this machine at the same time take as many threads together as it has cores, and each at least one.
-    External engines are none of them; on a machine that runs only a part of the agents, a number says it better.
+    Two programs that share cores lose more by waiting for each other than a second thread gains. With ``auto``, the
+    processes that compute on this machine at the same time therefore use as many threads in total as it has cores, and
+    at least one each. External engines do not count. On a machine that runs only some of the agents, set a number.
     """
     return wanted if wanted != "auto" else max(1, available_cores() // computing_processes(config))
 
 
 def available_cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Return the cores that this process may use, in a container those that its limit on processor time is worth."""
+    """Return the number of cores that this process may use, within the CPU limit of its container."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, math.ceil(min(cores, _limit(cgroup))))
 
 
 def _limit(cgroup: Path) -> float:
-    """Return the processor seconds a second that a container may take, infinity without a limit.
+    """Return the CPU seconds per second that the container may use, infinity without a limit.
 
     Source: the kernel's documentation, cgroup-v2 (``cpu.max``) and sched-bwc (``cpu.cfs_quota_us``).
     """
@@ -40,12 +40,12 @@ def _limit(cgroup: Path) -> float:
             return math.inf
     try:
         return float(quota) / float(period) if float(quota) > 0 else math.inf
-    except (ValueError, ZeroDivisionError):  # "max"
+    except (ValueError, ZeroDivisionError):  # cpu.max holds "max"
         return math.inf
 
 
 def computing_processes(config: Config) -> int:
-    """Return the trainer processes and engines of the run."""
+    """Return the number of trainer processes and engines of the run."""
     explorer = config.explorer
     auxiliary = sum(one.engine_num for one in explorer.auxiliary_models if one.engine != "external")
     return config.trainer.nproc + explorer.rollout_model.engine_num + auxiliary

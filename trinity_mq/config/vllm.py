@@ -36,18 +36,18 @@ OURS = frozenset(
         "weight-transfer-config",
     }
 )
-"""Options of the server that follow from other settings or that the weight sync depends on."""
+"""Server options that follow from other settings or on which the weight sync depends."""
 
 
 class VllmConfig(Section):
-    """Settings of vLLM's server, where ``explorer.rollout_model.engine`` is vllm. It uses one device."""
+    """Settings of vLLM's server, used if ``explorer.rollout_model.engine`` is vllm. The server uses one device."""
 
     kv_cache_memory_bytes: int | None = Field(default=None, ge=2**20)
     """Bytes of the KV cache. None: 256 MiB on a CPU; on a GPU the rest of ``gpu_memory_utilization``."""
     gpu_memory_utilization: float = Field(default=0.5, gt=0, le=1)
-    """Fraction of the GPU's memory for model and cache; the trainer may need the rest."""
+    """Fraction of the GPU's memory for model and cache. The trainer may need the rest."""
     enforce_eager: bool = True
-    """Compile nothing: the server starts in seconds and samples more slowly."""
+    """Do not compile: the server starts in seconds and samples more slowly."""
     start_timeout: float = Field(default=900.0, gt=0)
     """Seconds from the start of the server until it accepts requests."""
     extra_args: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""Refuses combinations of pieces with which a run would learn nothing, or something else than it says."""
+"""Refuses combinations of pieces with which a run would learn nothing, or something other than configured."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from trinity_mq.config.algorithm.section import AlgorithmConfig
 BY_TOKEN = ("discounted", "gae")
 """Estimators that give each token its own rewards."""
 LONG_ANSWER = 64
-"""Response tokens beyond which the product of an answer's ratios leaves any range soon: a drift of .02 nats a token is
-a factor of 3.6 over 64."""
+"""Number of response tokens above which the product of an answer's ratios becomes extreme: a drift of .02 nats per
+token is a factor of 3.6 over 64 tokens."""
 
 AGAINST_SAMPLER = {"weight", "reject", "divergence", "second_moment"}
-"""Corrections that look at the sampler's logprobs of each token."""
+"""Corrections that use the sampler's logprob of each token."""
 
 
 def contradictions(config: AlgorithmConfig, staleness: int, max_response_tokens: int) -> Iterator[str]:
-    """Yield a sentence for each thing that is wrong: what, why, and what to do.
+    """Yield one sentence for each problem: the settings, the reason and the remedy.
 
     Args:
         config: The algorithm.
-        staleness: Most train steps by which data may be behind.
-        max_response_tokens: Longest answer, in tokens.
+        staleness: Maximum age of the data, in train steps.
+        max_response_tokens: Maximum length of an answer, in tokens.
     """
     loss, weights, entropy_coef = config, config.weights, config.entropy_coef
     if not any((weights.rl, weights.ce, weights.ref_kl, weights.pair)) and loss.ce_schedule is None:
@@ -83,7 +83,7 @@ def contradictions(config: AlgorithmConfig, staleness: int, max_response_tokens:
 
 
 def _of_the_reference(config: AlgorithmConfig) -> Iterator[str]:
-    """Yield what is wrong with the reference and the KL to it, in the loss and in the rewards."""
+    """Yield the problems of the reference model and of the KL terms that use it, in the loss and in the rewards."""
     if config.kl is not None and config.kl.kind == "k1" and config.kl.coef:
         yield (
             "algorithm.kl.kind is k1: as a loss its expected gradient is 0, so it would only add noise; take k2 or k3, "

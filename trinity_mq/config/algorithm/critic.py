@@ -8,13 +8,16 @@ from trinity_mq.config.base import Section
 
 
 class CriticConfig(Section):
-    """A copy of the first model with a scalar head, trained beside the policy; without effect on other estimators."""
+    """A copy of the first model with a scalar head, trained together with the policy. It is used only by the estimator
+    ``gae``.
+    """
 
     lr: float = Field(default=1e-5, gt=0)
-    """Learning rate of its AdamW, constant."""
+    """Learning rate of the critic's AdamW; constant."""
     warmup_steps: int = Field(default=0, ge=0)
-    """Train steps, counted from the first one of the run, in which only the critic learns; the policy stays."""
+    """Number of train steps at the start of the run in which only the critic is trained and the policy does not change.
+    """
     value_clip: float = Field(default=0.5, gt=0)
-    """Largest change of a token's value in a train step that has a gradient."""
+    """Maximum change of a token's value in one train step; beyond it the value loss has no gradient."""
     clip_grad: float = Field(default=1.0, gt=0)
-    """Largest norm of its gradient; a larger gradient is scaled down to it."""
+    """Maximum norm of the critic's gradient. A larger gradient is scaled down to it."""

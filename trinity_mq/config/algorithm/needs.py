@@ -1,4 +1,4 @@
-"""The components of a loss, and what they read besides tokens, engine logprobs and advantages."""
+"""The components of a loss, and their inputs besides tokens, engine logprobs and advantages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def components(config: LossConfig) -> set[str]:
 
 
 def needs(config: LossConfig, weights: Mapping[str, float]) -> set[str]:
-    """Return what the components of a train step read besides tokens, engine logprobs and advantages: see
+    """Return the inputs of a train step's components besides tokens, engine logprobs and advantages; see
     :class:`Piece`.
 
     Args:

@@ -1,4 +1,4 @@
-"""The pieces a loss is composed of, as configuration: ratio, surrogate, corrections, regularisers and reduction."""
+"""The pieces of a loss, as configuration: ratio, surrogate, corrections, regularisers and reduction."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class Piece(Section):
 
 
 class Plugin(Piece):
-    """A function of the user's own, imported by its dotted path."""
+    """A user-defined function, imported by its dotted path."""
 
     kind: str
-    """``package.module.function``; the module lies on the Python path or in ``plugin_dirs``."""
+    """``package.module.function``. The module must be on the Python path or in ``plugin_dirs``."""
     args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the function."""
 
@@ -39,7 +39,9 @@ class Plugin(Piece):
 
 
 def _by_kind(*kinds: str) -> Discriminator:
-    """Return what finds the member of a union by ``kind``: one of ``kinds``, else a plug-in."""
+    """Return the discriminator of a union: the member named by ``kind`` if it is one of ``kinds``, otherwise the
+    plug-in.
+    """
 
     def tag(value: Any) -> str | None:
         kind = value.get("kind") if isinstance(value, Mapping) else getattr(value, "kind", None)
@@ -64,8 +66,8 @@ class TokenRatio(Piece):
 
 
 class SequenceRatio(Piece):
-    """The mean log ratio of the token's sequence; its gradient is the token's own, times the sequence's ratio (GSPO's
-    token form, arXiv 2507.18071, equation 14).
+    """The mean log ratio of the token's sequence. Its gradient is the token's own gradient times the sequence's ratio
+    (GSPO's token form, arXiv 2507.18071, equation 14).
     """
 
     kind: Literal["sequence"] = "sequence"
@@ -80,27 +82,27 @@ class SequenceMeanRatio(Piece):
 
 
 class SequenceProductRatio(Piece):
-    """The sum of the log ratios of the token's sequence: the ratio of the whole answer. It leaves any range soon on
-    long answers of older weights.
+    """The sum of the log ratios of the token's sequence: the ratio of the whole answer. On long answers sampled by
+    older weights it soon becomes extreme.
     """
 
     kind: Literal["sequence_product"] = "sequence_product"
 
 
 class GeometricRatio(Piece):
-    """The mean over the sequence of log ratios that were each clipped against the advantage's sign (GMPO, arXiv
+    """The mean over the sequence of the log ratios, each clipped against the sign of the advantage (GMPO, arXiv
     2507.20673).
     """
 
     kind: Literal["geometric"] = "geometric"
     low: float = Field(default=0.4, gt=0)
-    """Log ratios are clipped below minus this."""
+    """Log ratios are clipped below the negative of this value."""
     high: float = Field(default=0.4, gt=0)
-    """Log ratios are clipped above this."""
+    """Log ratios are clipped above this value."""
 
 
 class SelfRatio(Piece):
-    """Ratio 1 with the policy's own gradient: the plain policy gradient, whatever sampled."""
+    """Ratio 1 with the policy's own gradient: the plain policy gradient, independent of the policy that sampled."""
 
     kind: Literal["self"] = "self"
 
@@ -114,17 +116,17 @@ Ratio = Annotated[
 
 
 class Clip(Piece):
-    """``max(-A r, -A clip(r, 1 - low, 1 + high))``, where ``A < 0`` at most ``dual |A|`` (PPO, arXiv 1707.06347,
+    """``max(-A r, -A clip(r, 1 - low, 1 + high))``, limited to ``dual |A|`` if ``A < 0`` (PPO, arXiv 1707.06347,
     equation 7; dual clip, arXiv 1912.09729, equation 5).
     """
 
     kind: Literal["clip"] = "clip"
     low: float = Field(default=0.2, gt=0, le=1)
-    """The ratio is clipped below 1 minus this."""
+    """The ratio is clipped below 1 minus this value."""
     high: float = Field(default=0.28, gt=0)
-    """The ratio is clipped above 1 plus this."""
+    """The ratio is clipped above 1 plus this value."""
     dual: float | None = Field(default=3.0, gt=1)
-    """A ratio above this one has no gradient where the advantage is negative; null: it has."""
+    """If the advantage is negative, a ratio above this value has no gradient. Null: no such limit."""
 
 
 class Truncate(Piece):
@@ -134,29 +136,29 @@ class Truncate(Piece):
 
     kind: Literal["truncate"] = "truncate"
     floor: float = Field(default=0.0, ge=0)
-    """Least weight."""
+    """Minimum weight."""
     cap: float = Field(default=1.28, gt=0)
-    """Largest weight."""
+    """Maximum weight."""
     only: Literal["all", "negative"] = "all"
     """``negative``: tokens whose advantage is above ``threshold`` have weight 1."""
     threshold: float = 0.0
     """Advantage above which a token counts as positive."""
     mask_low: float | None = Field(default=None, gt=0, le=1)
-    """Drop tokens with ``A < 0`` and a ratio below 1 minus this."""
+    """Drop tokens with ``A < 0`` and a ratio below 1 minus this value."""
     mask_high: float | None = Field(default=None, gt=0)
-    """Drop tokens with ``A > 0`` and a ratio above 1 plus this."""
+    """Drop tokens with ``A > 0`` and a ratio above 1 plus this value."""
 
 
 class Gate(Piece):
-    """``-A 4/tau sigmoid(tau (r - 1))``: a soft clip whose gradient falls on both sides of 1 (SAPO, arXiv
+    """``-A 4/tau sigmoid(tau (r - 1))``: a soft clip whose gradient decreases on both sides of 1 (SAPO, arXiv
     2511.20347).
     """
 
     kind: Literal["gate"] = "gate"
     positive: float = Field(default=1.0, gt=0)
-    """``tau`` where the advantage is positive."""
+    """``tau`` for positive advantages."""
     negative: float = Field(default=1.05, gt=0)
-    """``tau`` where it is not."""
+    """``tau`` for all other advantages."""
 
 
 class Linear(Piece):
@@ -164,11 +166,11 @@ class Linear(Piece):
 
     kind: Literal["linear"] = "linear"
     cap: float | None = Field(default=None, gt=0)
-    """Ratios above it count as a constant weight on the log probability."""
+    """A ratio above this value counts as this value, a constant weight on the logprob. Null: no limit."""
 
 
 class LogLinear(Piece):
-    """``-A w log pi``: the policy gradient, over chosen tokens, with a constant weight (REC, arXiv 2509.24203;
+    """``-A w log pi``: the policy gradient over selected tokens with a constant weight (REC, arXiv 2509.24203;
     OPMD).
     """
 
@@ -176,20 +178,21 @@ class LogLinear(Piece):
     weight: Literal["none", "ratio", "advantage"] = "none"
     """``ratio``: ``sg[r]``; ``advantage``: ``exp(A / temperature)``."""
     keep: Literal["all", "one_side", "two_side", "ring"] = "all"
-    """``one_side``: as PPO's clip; ``two_side``: ``r`` within the range; ``ring``: within it, or so far outside,
-    against the advantage, that the token matters again."""
+    """Selection of tokens. ``one_side``: the tokens to which PPO's clip leaves a gradient. ``two_side``: ``r`` within
+    the range. ``ring``: ``r`` within the range, or so far outside it, against the advantage, that the token matters
+    again."""
     low: float = Field(default=0.2, gt=0)
-    """The range begins at 1 minus this."""
+    """The range begins at 1 minus this value."""
     high: float = Field(default=0.2, gt=0)
-    """The range ends at 1 plus this."""
+    """The range ends at 1 plus this value."""
     outer_low: float = Field(default=0.6, gt=0)
-    """ring: a token of positive advantage stays below 1 minus this."""
+    """ring: a token of positive advantage is also kept below 1 minus this value."""
     outer_high: float = Field(default=2.0, gt=0)
-    """ring: a token of negative advantage stays above 1 plus this."""
+    """ring: a token of negative advantage is also kept above 1 plus this value."""
     temperature: float = Field(default=1.0, gt=0)
     """Temperature of the weight ``advantage``."""
     divisor: float = Field(default=1.0, gt=0)
-    """The loss is divided by it; ``1 + tau`` for OPMD."""
+    """The loss is divided by this value; ``1 + tau`` for OPMD."""
 
 
 class LogRatio(Piece):
@@ -197,7 +200,7 @@ class LogRatio(Piece):
 
     kind: Literal["log_ratio"] = "log_ratio"
     epsilon: float = Field(default=0.3, gt=0)
-    """Largest deviation of the ratio from 1, as a factor."""
+    """Maximum deviation of the ratio from 1, as a factor."""
 
 
 class Quadratic(Piece):
@@ -213,23 +216,23 @@ class Vespo(Piece):
 
     kind: Literal["vespo"] = "vespo"
     positive_power: float = Field(default=2.0, gt=0)
-    """``k`` where the advantage is not negative."""
+    """``k`` for advantages of at least 0."""
     positive_rate: float = Field(default=3.0, gt=0)
-    """``l`` where the advantage is not negative."""
+    """``l`` for advantages of at least 0."""
     negative_power: float = Field(default=3.0, gt=0)
-    """``k`` where it is."""
+    """``k`` for negative advantages."""
     negative_rate: float = Field(default=2.0, gt=0)
-    """``l`` where it is."""
+    """``l`` for negative advantages."""
 
 
 class Likelihood(Piece):
-    """``-w log pi``: supervised training (SFT); the weights are those of CHORD (arXiv 2508.11408)."""
+    """``-w log pi``: supervised training (SFT), with the weights of CHORD (arXiv 2508.11408)."""
 
     kind: Literal["likelihood"] = "likelihood"
     weight: Literal["none", "probability", "uncertainty"] = "none"
     """``probability``: ``sg[p]``; ``uncertainty``: ``sg[p (1 - p)]``."""
     cutoff: float = Field(default=1.0, gt=0, le=1)
-    """Probabilities above it count as it: such a token has no gradient."""
+    """Maximum probability: a token with a higher probability has no gradient."""
 
 
 class Distill(Piece):
@@ -240,7 +243,7 @@ class Distill(Piece):
     kind: Literal["distill"] = "distill"
     needs: ClassVar[tuple[str, ...]] = ("teacher",)
     bound: float = Field(default=0.2, gt=0, le=1)
-    """Largest fall of a probability."""
+    """Maximum fall of a probability."""
     square: float = Field(default=0.001, ge=0)
     """Weight of ``log(pi / mu)^2``."""
 
@@ -251,7 +254,8 @@ class Pair(Piece):
     kind: Literal["pair"] = "pair"
     needs: ClassVar[tuple[str, ...]] = ("ref",)
     form: Literal["sigmoid", "ipo"] = "sigmoid"
-    """``sigmoid``: DPO, over sums of log ratios; ``ipo``: squared distance of their means from ``1 / (2 beta)``."""
+    """``sigmoid``: DPO, over sums of log ratios. ``ipo``: squared distance of the difference of mean log ratios from
+    ``1 / (2 beta)``."""
     beta: float = Field(default=0.1, gt=0)
     """Scale of the implicit rewards."""
     label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
@@ -271,25 +275,26 @@ Surrogate = Annotated[
     _by_kind("clip", "truncate", "gate", "linear", "log_linear", "log_ratio", "quadratic", "vespo"),
 ]
 
-# Corrections: a constant weight per token, 0 to leave it out
+# Corrections: a constant weight for each token; 0 leaves the token out
 
 
 class Weight(Piece):
-    """The ratio of the old policy (of the policy itself where the anchor is the sampler) to the sampler, bounded.
+    """The bounded ratio of the old policy to the sampler. If the anchor is the sampler, the ratio of the policy itself.
 
-    With ``beyond: truncate`` it is truncated importance sampling; with ``mask`` IcePop (arXiv 2510.18855) by token, and
-    masked importance sampling by sequence.
+    With ``beyond: truncate`` it is truncated importance sampling. With ``beyond: mask`` it is IcePop (arXiv 2510.18855)
+    by token, and masked importance sampling by sequence.
     """
 
     kind: Literal["weight"] = "weight"
     level: Literal["token", "sequence", "geometric"] = "token"
-    """``sequence``: product of the sequence's ratios; ``geometric``: their geometric mean."""
+    """``token``: ratio of each token. ``sequence``: product of the sequence's ratios. ``geometric``: their geometric
+    mean."""
     low: float | None = Field(default=None, gt=0)
-    """Least weight; none without."""
+    """Minimum weight. Null: no minimum."""
     high: float | None = Field(default=2.0, gt=0)
-    """Largest weight; none without."""
+    """Maximum weight. Null: no maximum."""
     beyond: Literal["truncate", "mask"] = "truncate"
-    """The weight outside the bounds: the bound itself, or 0."""
+    """Weight outside the bounds: the bound itself (``truncate``), or 0 (``mask``)."""
     normalize: bool = False
     """Divide by the mean weight of the optimizer step."""
 
@@ -300,93 +305,96 @@ class Weight(Piece):
 
 
 class Reject(Piece):
-    """Leaves out tokens or sequences that the policies disagree on, by the k1, k2 or k3 estimate of their divergence.
+    """Leaves out tokens or sequences on which the policies disagree, by the k1, k2 or k3 estimate of their divergence.
 
-    With ``x`` the log of the ratio: k1 is ``-x`` and is bounded as a ratio, ``low <= exp(-x) <= high``; k2 ``x^2 / 2``
-    and k3 ``e^x - 1 - x`` are at most ``high`` (http://joschu.net/blog/kl-approx.html).
+    With ``x`` the log of the ratio: k1 is ``-x``, with bounds on the ratio, ``low <= exp(-x) <= high``; k2 ``x^2 / 2``
+    and k3 ``e^x - 1 - x`` must be at most ``high`` (http://joschu.net/blog/kl-approx.html).
     """
 
     kind: Literal["reject"] = "reject"
     estimate: Literal["k1", "k2", "k3"] = "k1"
     """The estimate of the divergence."""
     level: Literal["token", "sequence_sum", "sequence_mean", "sequence_max"] = "token"
-    """By token, or by sequence over the sum, the mean or the largest of its tokens."""
+    """Unit that is judged: the token, or the sequence by the sum, the mean or the maximum over its tokens."""
     low: float = Field(default=0.5, gt=0)
-    """k1: least ratio that stays."""
+    """k1: minimum ratio that is kept."""
     high: float = Field(default=2.0, gt=0)
-    """Largest ratio (k1) or estimate (k2, k3) that stays."""
+    """Maximum ratio (k1) or estimate (k2, k3) that is kept."""
 
 
 class Divergence(Piece):
-    """Leaves out tokens whose probability left the sampler's by more than ``bound`` (DPPO, arXiv 2602.04879; IPO of
-    prime-rl where ``signed`` is false).
+    """Leaves out tokens whose probability differs from the sampler's by more than ``bound`` (DPPO, arXiv 2602.04879;
+    with ``signed: false`` IPO of prime-rl).
     """
 
     kind: Literal["divergence"] = "divergence"
     measure: Literal["tv", "kl"] = "tv"
     """``tv``: difference of the two probabilities; ``kl``: KL of the two Bernoulli distributions, in nats."""
     bound: float = Field(default=0.2, gt=0)
-    """Largest divergence that stays."""
+    """Maximum divergence that is kept."""
     signed: bool = True
-    """Only in the direction of the advantage: up where it is positive, down where it is negative."""
+    """Leave out tokens only in the direction of the advantage: upwards for a positive, downwards for a negative
+    advantage."""
 
 
 class SecondMoment(Piece):
-    """Keeps, of the tokens with ``A log(pi / mu) > 0`` (``active``) or of all, those of least squared log ratio while
-    its mean over the kept is at most ``bound``; all tokens of the optimizer step together (M2PO, arXiv 2510.01161).
+    """Keeps the tokens with the smallest squared log ratio, as many as possible while the mean square of the kept
+    tokens is at most ``bound``. It judges the tokens with ``A log(pi / mu) > 0`` (``active``), or all tokens, over the
+    whole optimizer step (M2PO, arXiv 2510.01161).
     """
 
     kind: Literal["second_moment"] = "second_moment"
     bound: float = Field(default=0.04, gt=0)
-    """Largest second moment."""
+    """Maximum second moment."""
     active: bool = True
-    """Judge only the tokens whose ratio moves in the direction of their advantage; the others stay."""
+    """Judge only the tokens whose ratio moves in the direction of their advantage, and keep all others."""
 
 
 class OffPolicySequenceMask(Piece):
-    """Leaves out sequences of negative advantage whose mean log probability fell by more than ``bound`` since they were
-    sampled (DeepSeek-V3.2, arXiv 2512.02556, equation 9).
+    """Leaves out sequences of negative advantage whose mean logprob fell by more than ``bound`` since they were sampled
+    (DeepSeek-V3.2, arXiv 2512.02556, equation 9).
     """
 
     kind: Literal["sequence_mask"] = "sequence_mask"
     bound: float = Field(default=0.1, gt=0)
-    """Largest mean of ``log mu - log pi`` in nats."""
+    """Maximum mean of ``log mu - log pi``, in nats."""
     against: Literal["anchor", "mu"] = "mu"
-    """The policy that the trained one is compared with: the ratio's anchor, or the sampler."""
+    """Policy with which the trained policy is compared: the ratio's anchor, or the sampler."""
 
 
 class StalenessWeight(Piece):
-    """Weighs a sequence by ``decay`` to the number of train steps by which its oldest token is behind."""
+    """Weighs a sequence by ``decay`` to the power of the age of its oldest token in train steps."""
 
     kind: Literal["staleness"] = "staleness"
     needs: ClassVar[tuple[str, ...]] = ("staleness",)
     decay: float = Field(default=0.9, gt=0, le=1)
-    """Factor a train step."""
+    """Factor for each train step of age."""
 
 
 class EntropyClip(Piece):
-    """Leaves out tokens of negative advantage that would change the entropy most, those with ``S - mean S`` below
-    ``-bound`` standard deviations, ``S = p (H + log p)``, over the optimizer step (Clip-B, arXiv 2602.03392).
+    """Leaves out the tokens of negative advantage that would change the entropy most: tokens with ``S - mean S`` below
+    ``-bound`` standard deviations, where ``S = p (H + log p)``, over the optimizer step (Clip-B, arXiv 2602.03392).
     """
 
     kind: Literal["entropy_clip"] = "entropy_clip"
     needs: ClassVar[tuple[str, ...]] = ("entropy",)
     bound: float = Field(default=2.5, gt=0)
-    """Standard deviations."""
+    """Bound, in standard deviations."""
 
 
 class VocabularyClip(Piece):
-    """Leaves out tokens of negative advantage that would lower the entropy most, compared with the whole vocabulary:
-    those with ``E S - S`` above ``bound`` standard deviations of it over the optimizer step, where ``S = p (H + log
-    p)`` and ``E S`` is its expectation over the vocabulary (Clip-V, arXiv 2602.03392).
+    """Leaves out the tokens of negative advantage that would lower the entropy most, compared with the whole
+    vocabulary: tokens with ``E S - S`` above ``bound`` standard deviations of ``E S - S`` over the optimizer step,
+    where ``S = p (H + log p)`` and ``E S`` is its expectation over the vocabulary (Clip-V, arXiv 2602.03392).
     """
 
     kind: Literal["vocabulary_clip"] = "vocabulary_clip"
     needs: ClassVar[tuple[str, ...]] = ("entropy", "entropy_baseline")
     bound: float = Field(default=8.5, gt=0)
-    """Standard deviations."""
+    """Bound, in standard deviations."""
     share: float = Field(default=0.0001, gt=0, le=1)
-    """Most of the trained tokens that are left out, those above the bound by most; at least one may be."""
+    """Maximum share of the trained tokens that is left out, farthest above the bound first; at least one token may be.
+    """
 
 
 class CovarianceClip(Piece):
@@ -394,11 +402,11 @@ class CovarianceClip(Piece):
 
     kind: Literal["covariance_clip"] = "covariance_clip"
     share: float = Field(default=0.0002, gt=0, le=1)
-    """Share of the trained tokens, at least one."""
+    """Share of the trained tokens; at least one token."""
     low: float = 1.0
-    """Only tokens with a covariance above it."""
+    """Only tokens with a covariance above this value are candidates."""
     high: float = 5.0
-    """Only tokens with a covariance below it."""
+    """Only tokens with a covariance below this value are candidates."""
 
 
 Correction = Annotated[
@@ -436,9 +444,10 @@ class ReferenceKL(Piece):
 
     needs: ClassVar[tuple[str, ...]] = ("ref",)
     kind: Literal["k1", "k2", "k3", "k3_clamped", "abs", "k3_weighted", "k3_k2"] = "k2"
-    """With ``d = log pi - log ref``: ``k1`` is ``d``, ``k2`` ``d^2 / 2`` (as a loss it has the gradient of the reverse
-    KL), ``k3`` ``e^-d - 1 + d``, ``k3_clamped`` the same within +-10, ``abs`` ``|d|``, ``k3_weighted`` k3 times the
-    ratio within 0 and 2 (DeepSeek-V3.2), ``k3_k2`` the value of k3 with the gradient of k2."""
+    """Estimate of the KL. With ``d = log pi - log ref``: ``k1`` is ``d``. ``k2`` is ``d^2 / 2`` (as a loss it has the
+    gradient of the reverse KL). ``k3`` is ``e^-d - 1 + d``. ``k3_clamped`` is k3 limited to +-10. ``abs`` is ``|d|``.
+    ``k3_weighted`` is k3 times the ratio, limited to 0 to 2 (DeepSeek-V3.2). ``k3_k2`` has the value of k3 with the
+    gradient of k2."""
     coef: float = Field(default=0.001, ge=0)
     """Weight of the term."""
 
@@ -450,13 +459,13 @@ class CovarianceKL(Piece):
 
     kind: Literal["covariance"] = "covariance"
     share: float = Field(default=0.0002, gt=0, le=1)
-    """Share of the trained tokens, at least one."""
+    """Share of the trained tokens; at least one token."""
     coef: float = Field(default=1.0, ge=0)
     """Weight of the term."""
 
 
 class Square(Piece):
-    """``coef log(pi / anchor)^2``: holds the policy near the one that sampled (Kimi k1.5, arXiv 2501.12599)."""
+    """``coef log(pi / anchor)^2``: holds the policy near the policy that sampled (Kimi k1.5, arXiv 2501.12599)."""
 
     kind: Literal["square"] = "square"
     coef: float = Field(default=0.001, ge=0)
@@ -477,15 +486,16 @@ Regulariser = Annotated[CovarianceKL | Square | NegativeLikelihood, Field(discri
 
 
 class Reduction(Piece):
-    """The reduction of token losses to a sum: each has a scale made from counts of the whole optimizer step."""
+    """The reduction of token losses to a sum. A token's scale follows from counts of the whole optimizer step."""
 
     kind: Literal["token", "token_sum", "sequence", "sequence_sum", "sequence_constant", "constant", "prompt"] = "token"
-    """``token``: mean over trained tokens (DAPO); ``sequence``: mean over sequences of their token means;
-    ``sequence_sum``: mean over sequences of their sums; ``sequence_constant``: that divided by ``constant`` (Dr. GRPO,
-    arXiv 2503.20783, as in its authors' code and TRL); ``constant``: sum divided by ``constant``, which grows with the
-    number of sequences; ``prompt``: mean over tasks of their token means; ``token_sum``: the plain sum."""
+    """``token``: mean over trained tokens (DAPO). ``sequence``: mean over sequences of their token means.
+    ``sequence_sum``: mean over sequences of their token sums. ``sequence_constant``: ``sequence_sum`` divided by
+    ``constant`` (Dr. GRPO, arXiv 2503.20783, as in its authors' code and TRL). ``constant``: sum divided by
+    ``constant``; it grows with the number of sequences. ``prompt``: mean over tasks of their token means.
+    ``token_sum``: the plain sum."""
     constant: float | None = Field(default=None, gt=0)
-    """Divisor of the two constant kinds. None: ``model.max_response_tokens``."""
+    """Divisor of ``constant`` and ``sequence_constant``. None: ``model.max_response_tokens``."""
 
     @model_validator(mode="after")
     def _constant(self) -> Reduction:
@@ -498,59 +508,59 @@ class Reduction(Piece):
 
 
 class Schedule(Section):
-    """A weight over train steps: linear from 0 to ``peak``, then along a cosine to ``valley``."""
+    """A weight over train steps: it rises linearly from 0 to ``peak``, then follows a cosine to ``valley``."""
 
     warmup_steps: int = Field(default=0, ge=0)
-    """Train steps of the rise."""
+    """Number of train steps of the rise."""
     decay_steps: int = Field(default=0, ge=0)
-    """Train steps at which the fall has ended; 0: it stays at ``peak``."""
+    """Number of train steps until the fall ends. 0: the weight stays at ``peak``."""
     peak: float = Field(default=0.1, ge=0, le=1)
-    """After the rise."""
+    """Weight after the rise."""
     valley: float = Field(default=0.1, ge=0, le=1)
-    """After the fall."""
+    """Weight after the fall."""
 
 
 Anchor = Literal["mu", "old", "loglinear", "linear"]
-"""The anchor, by which the ratio divides: the sampler's logprobs; those of the policy at the start of the train step,
-by a forward pass; or an interpolation between the two by the age of the token, without one: of the logprobs (arXiv
-2512.06547), or of the probabilities."""
+"""The divisor of the ratio, as logprobs: ``mu``, the sampler's; ``old``, computed with the policy at the start of the
+train step by a forward pass; or an interpolation between the two by the age of the token, without a forward pass:
+``loglinear`` of the logprobs (arXiv 2512.06547), ``linear`` of the probabilities."""
 BY_AGE = frozenset({"loglinear", "linear"})
 """Anchors that need the age of each token."""
 
 KINDS = {name: get_args(get_args(union)[0]) for name, union in (("surrogate", Surrogate), ("correction", Correction))}
-"""Members of the open unions."""
+"""Members of the unions that also accept a plug-in."""
 
 
 class ComponentWeights(Section):
     """Weights of the components of a loss, each reduced over its own tokens."""
 
     rl: float = Field(default=1.0, ge=0)
-    """Sampled answers, by ratio, surrogate and corrections."""
+    """Weight of sampled answers, trained by ratio, surrogate and corrections."""
     ce: float = Field(default=0.0, ge=0)
-    """Answers to imitate, by their likelihood."""
+    """Weight of answers to imitate, trained by their likelihood."""
     ref_kl: float = Field(default=0.0, ge=0)
-    """Sampled answers, towards a teacher."""
+    """Weight of sampled answers, trained towards a teacher."""
     pair: float = Field(default=0.0, ge=0)
-    """Pairs of a chosen and a rejected answer."""
+    """Weight of pairs of a chosen and a rejected answer."""
 
 
 class LossConfig(Section):
     """The loss of an algorithm, piece by piece."""
 
     anchor: Anchor = "mu"
-    """Logprobs that the ratio divides by: ``mu``, the sampler's; ``old``, the policy's at the start of the train step;
-    ``loglinear``, between the two by the token's age, without a forward pass; ``linear``, the same of the probabilities
-    instead of their logarithms, so that the anchor of a token that became likely lies higher."""
+    """Logprobs by which the ratio divides. ``mu``: the sampler's. ``old``: the policy's at the start of the train step.
+    ``loglinear``: an interpolation between the two by the token's age, without a forward pass. ``linear``: the same
+    interpolation of probabilities instead of logprobs, so that the anchor of a token that became likely is higher."""
     ratio: Ratio = Field(default_factory=TokenRatio)
-    """Ratio of policy and anchor."""
+    """Ratio between policy and anchor."""
     surrogate: Surrogate = Field(default_factory=Clip)
-    """From ratio and advantage to the loss of a token."""
+    """Loss of a token, computed from ratio and advantage."""
     correction: tuple[Correction, ...] = ()
-    """Constant weights of tokens that older weights, or another implementation of the model, sampled."""
+    """Constant weights for tokens that were sampled by older weights or by another implementation of the model."""
     kl: ReferenceKL | None = None
-    """Holds the policy near a reference model."""
+    """KL term that holds the policy near a reference model."""
     regularisers: tuple[Regulariser, ...] = ()
-    """Further terms for each token."""
+    """Additional terms for each token."""
     reduction: Reduction = Field(default_factory=Reduction)
     """The reduction of token losses to a sum."""
     imitation: Likelihood = Field(default_factory=Likelihood)
@@ -562,4 +572,5 @@ class LossConfig(Section):
     weights: ComponentWeights = Field(default_factory=ComponentWeights)
     """Weights of the components."""
     ce_schedule: Schedule | None = None
-    """The weight of ``ce`` over train steps; that of ``rl`` is 1 minus it. Without: ``weights``."""
+    """Weight of ``ce`` over train steps; the weight of ``rl`` is then 1 minus this weight. Null: the fixed ``weights``.
+    """

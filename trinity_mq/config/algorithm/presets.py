@@ -1,7 +1,7 @@
-"""The algorithms by name: which pieces each is made of, what it is for, and where it comes from.
+"""The algorithms by name: the pieces, purpose and source of each.
 
-A preset says only what differs from the defaults: advantages from the runs of a task, the sampler's logprobs as anchor,
-the token's ratio, PPO's clip, no correction, no reference model, the mean over trained tokens.
+A preset contains only its differences from the defaults: advantages from the runs of a task, the sampler's logprobs as
+anchor, the token's ratio, PPO's clip, no correction, no reference model, the mean over trained tokens.
 """
 
 from __future__ import annotations
@@ -16,30 +16,30 @@ CLIP = {"kind": "clip", "low": 0.2, "high": 0.2, "dual": 3.0}
 K2 = {"kind": "k2", "coef": 0.001}
 SUPERVISED = {"rl": 0.0, "ce": 1.0}
 SUPERVISED_LR = 2e-5
-"""Learning rate of given answers: TRL's ``SFTConfig``."""
+"""Learning rate for supervised answers: TRL's ``SFTConfig``."""
 PAIR_LR = 5e-6
-"""Learning rate of pairs: between TRL's ``DPOConfig`` (1e-6) and Llama 3 (1e-5, arXiv 2407.21783)."""
+"""Learning rate for pairs: between TRL's ``DPOConfig`` (1e-6) and Llama 3 (1e-5, arXiv 2407.21783)."""
 
 
 @dataclass(frozen=True)
 class Preset:
-    """One algorithm as pieces over the defaults."""
+    """One algorithm, as differences from the default pieces."""
 
     summary: str
-    """One line."""
+    """Description in one line."""
     source: str
-    """Paper or code that defines it."""
+    """Paper or code that defines the algorithm."""
     estimator: Pieces
-    """The source of advantages."""
+    """Estimator of the advantages."""
     loss: Pieces = field(default_factory=dict)
     """Fields of the loss that differ from the defaults."""
     formula: str = "max(-A r, -A clip(r, 1 - low, 1 + high)), where A < 0 at most dual |A|"
     """Loss of a token; r is the ratio, A the advantage, p the policy, sg stops the gradient."""
     repeat_times: int = 8
-    """Runs of a task, unless the configuration says."""
+    """Number of runs of a task, unless configured."""
     lr: float = 1e-6
-    """Peak learning rate for all weights of a model, unless the configuration says. Losses of sampled answers: 1e-6, as
-    in TRL's ``GRPOConfig`` and ``RLOOConfig``."""
+    """Peak learning rate for all weights of a model, unless configured. Losses on sampled answers: 1e-6, as in TRL's
+    ``GRPOConfig`` and ``RLOOConfig``."""
     differs: str = ""
     """Deliberate differences from Trinity-RFT 0.6, and surprises for a user of TRL or verl."""
 
@@ -435,7 +435,7 @@ PRESETS: dict[str, Preset] = {
         lr=PAIR_LR,
     ),
 }
-"""By the name in ``algorithm.algorithm_type``."""
+"""Presets by the name in ``algorithm.algorithm_type``."""
 
 ALIASES = {"grpo_verl": "grpo"}
-"""Names of others for the same algorithm."""
+"""Names from other libraries for the same algorithm."""

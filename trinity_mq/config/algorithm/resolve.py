@@ -1,4 +1,4 @@
-"""Resolves the algorithm section: the preset's pieces, and over them the user's, names of Trinity-RFT translated."""
+"""Resolves the algorithm section: preset pieces, overridden by the user's, with names of Trinity-RFT translated."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def preset_of(name: Any) -> Preset:
     """Return the preset of an ``algorithm_type``.
 
     Raises:
-        ValueError: There is none of that name; says which are near.
+        ValueError: No preset has this name; the message suggests similar names.
     """
     found = PRESETS.get(canonical(name))
     if found is None:
@@ -33,10 +33,10 @@ def canonical(name: Any) -> str:
 
 
 def resolved(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the section with every piece in full: defaults, then the preset's, then what ``data`` says.
+    """Return the section with every piece in full: the defaults, overridden by the preset, overridden by ``data``.
 
-    A piece that ``data`` names by the preset's kind, or without a kind, keeps the preset's other fields; one of another
-    kind replaces it. Names of Trinity-RFT are translated.
+    A piece in ``data`` with the preset's kind, or without a kind, keeps the preset's other fields. A piece with another
+    kind replaces the preset's piece. Names of Trinity-RFT are translated.
     """
     name = data.get("algorithm_type", "grpo")
     preset = preset_of(name)
@@ -52,12 +52,12 @@ def resolved(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plain(key: str, value: Any) -> Any:
-    """Return a section as a mapping; ``optimizer`` without its unset fields, so that the preset's rate stays."""
+    """Return a section as a mapping; ``optimizer`` without unset fields, so that the preset's learning rate stays."""
     return value.model_dump(exclude_unset=key == "optimizer") if isinstance(value, BaseModel) else value
 
 
 def _merged(below: Any, above: Any) -> Any:
-    """Return ``above`` over ``below``: field by field where both are the same kind of piece."""
+    """Return ``above`` merged over ``below``: field by field if both are pieces of one kind, otherwise ``above``."""
     if not isinstance(below, Mapping) or not isinstance(above, Mapping):
         return above
     same = above.get("kind", below.get("kind")) == below.get("kind")

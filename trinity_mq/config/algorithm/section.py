@@ -20,41 +20,41 @@ class OptimizerConfig(Section):
     """The optimizer of the policy, and the schedule of its learning rate."""
 
     optimizer_type: Literal["adamw", "adamw_8bit", "muon", "sgd"] = "adamw"
-    """``adamw`` (arXiv 1711.05101). ``adamw_8bit``: with moments of 8 bits (arXiv 2110.02861); needs bitsandbytes or
-    torchao. ``muon`` (arXiv 2502.16982): Muon for the matrices of the blocks, its steps scaled to the size of AdamW's,
-    and AdamW for embeddings, head, norms and biases; needs torch 2.9. ``sgd``: steps along the gradient. ``adam``, as
-    Trinity-RFT says, is ``adamw``."""
+    """``adamw`` (arXiv 1711.05101). ``adamw_8bit``: AdamW with 8-bit moments (arXiv 2110.02861); needs bitsandbytes or
+    torchao. ``muon`` (arXiv 2502.16982): Muon for the matrices of the blocks, with steps scaled to the size of AdamW's
+    steps, and AdamW for embeddings, head, norms and biases; needs torch 2.9. ``sgd``: steps along the gradient.
+    Trinity-RFT's ``adam`` is accepted as a name for ``adamw``."""
     lr: float = Field(default=1e-6, gt=0)
-    """Peak learning rate. Without it the algorithm's own: 2e-5 for ``sft``, ``cpt``, ``raft``, ``sft_is`` and
-    ``sft_phi``, 5e-6 for ``dpo`` and ``ipo_pref``, 1e-6 for the others. Adapters (LoRA) need about ten times as much.
-    """
+    """Peak learning rate. Default by algorithm: 2e-5 for ``sft``, ``cpt``, ``raft``, ``sft_is`` and ``sft_phi``, 5e-6
+    for ``dpo`` and ``ipo_pref``, 1e-6 for all others. Adapters (LoRA) need about ten times as much."""
     betas: tuple[float, float] = (0.9, 0.95)
     """AdamW's decay rates of the first and second moment."""
     eps: float = Field(default=1e-8, gt=0)
-    """AdamW adds this to the root of the second moment. Gradients near it take smaller steps: lower it for them."""
+    """Value that AdamW adds to the root of the second moment. Gradients of about this size take smaller steps: lower it
+    for them."""
     momentum: float | None = Field(default=None, ge=0, lt=1)
     """Share of the last direction that Muon and SGD keep. None: 0.95 for ``muon``, 0 for ``sgd``."""
     weight_decay: float = Field(default=0.0, ge=0)
-    """Decoupled weight decay: each step takes ``lr x weight_decay`` of a weight. SGD adds ``weight_decay`` times the
-    weight to the gradient, which is the same without momentum."""
+    """Decoupled weight decay: each step subtracts ``lr x weight_decay`` times the weight. SGD adds ``weight_decay``
+    times the weight to the gradient, which is the same without momentum."""
     decay_norms_and_biases: bool = False
-    """Let ``weight_decay`` act on norms and biases too, which are all weights of less than two dimensions."""
+    """Apply ``weight_decay`` also to norms and biases, that is to all weights of less than two dimensions."""
     offload: bool = False
-    """Keep the optimizer's state in host memory, from where each step brings it to the device part by part. It saves 8
-    bytes of device memory a weight with AdamW, and takes a transfer of as much each way a step."""
+    """Keep the optimizer's state in host memory; each step copies it to the device part by part. With AdamW it saves 8
+    bytes of device memory for each weight and transfers as much in each direction in every step."""
     lr_warmup_steps: int = Field(default=10, ge=0)
-    """Train steps in which the learning rate rises linearly from 0."""
+    """Number of train steps in which the learning rate rises linearly from 0."""
     lr_scheduler_type: Literal["linear", "cosine", "wsd", "constant"] = "linear"
-    """``linear`` falls from the first train step on, as ``1 - step / buffer.total_steps``, to ``min_lr_ratio``;
-    ``cosine`` from the end of the warm-up along half a cosine, to ``min_lr_ratio`` at ``buffer.total_steps``. ``wsd``
-    (warm-up, stable, decay) is constant until the last ``lr_decay_ratio`` of the train steps. ``constant`` was measured
-    to oscillate."""
+    """``linear`` falls from the first train step on, as ``1 - step / buffer.total_steps``, to ``min_lr_ratio``.
+    ``cosine`` falls from the end of the warm-up along half a cosine, to ``min_lr_ratio`` at ``buffer.total_steps``.
+    ``wsd`` (warm-up, stable, decay) is constant until the last ``lr_decay_ratio`` of the train steps. ``constant``
+    oscillated in our measurements."""
     lr_decay_ratio: float = Field(default=0.1, gt=0, le=1)
-    """Share of the run, its end, over which ``wsd`` falls linearly to ``min_lr_ratio``."""
+    """wsd: last share of the run over which the learning rate falls linearly to ``min_lr_ratio``."""
     min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
     """Learning rate at the end of the decay, as a fraction of ``lr``."""
     clip_grad: float = Field(default=1.0, gt=0)
-    """Largest norm of the gradient; a larger gradient is scaled down to it."""
+    """Maximum norm of the gradient. A larger gradient is scaled down to it."""
 
     @field_validator("optimizer_type", mode="before")
     @classmethod
@@ -77,33 +77,34 @@ class OptimizerConfig(Section):
 
 
 class AlgorithmConfig(LossConfig):
-    """An algorithm: a preset by name, any of its pieces changed, and the optimizer."""
+    """An algorithm: a preset, changes to its pieces, and the optimizer."""
 
     algorithm_type: str = "grpo"
-    """Preset whose pieces are used where nothing else is said; ``trinity-mq algorithms`` lists them."""
+    """Preset for all pieces that are not configured; ``trinity-mq algorithms`` lists the presets."""
     estimator: Estimator = Field(default_factory=lambda: GroupEstimator(epsilon=1e-4))
-    """The method that turns rewards, or a teacher's logprobs, into an advantage for each response token."""
+    """Method that turns rewards, or a teacher's logprobs, into an advantage for each response token."""
     reward_kl: RewardKL | None = None
-    """Takes a KL to the reference model from the rewards of tokens; for the estimators ``discounted`` and ``gae``."""
+    """Subtracts a KL to the reference model from the rewards of tokens; for the estimators ``discounted`` and ``gae``.
+    """
     repeat_times: int = Field(default=8, ge=1)
-    """Runs of each task: the group size."""
+    """Number of runs of each task: the group size."""
     min_group_runs: int | None = Field(default=None, ge=1)
-    """Least finished runs of a task where runs are compared; smaller groups are dropped. None: half of
+    """Minimum number of finished runs of a task if runs are compared; smaller groups are dropped. None: half of
     ``repeat_times``, at least 2."""
     entropy_coef: float = Field(default=0.0, ge=0)
     """Weight of the entropy bonus in the loss."""
     entropy_decay: bool = False
     """Scale ``entropy_coef`` with the decay of the learning rate."""
     mini_batches: int = Field(default=1, ge=1)
-    """Optimizer steps a batch is divided into."""
+    """Number of optimizer steps into which a batch is divided."""
     epochs: int = Field(default=1, ge=1)
-    """Passes over a batch."""
+    """Number of passes over a batch."""
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     """The optimizer and its schedule."""
     critic: CriticConfig = Field(default_factory=CriticConfig)
-    """The value function, where ``estimator`` is ``gae``."""
+    """The value function, used if ``estimator`` is ``gae``."""
     reference: ReferenceConfig = Field(default_factory=ReferenceConfig)
-    """The model that the policy is held near, where a piece needs one."""
+    """The model near which the policy is held, used if a piece needs it."""
     allow_truncated_sampling: bool = False
     """Train on samples drawn with top-p, top-k, min-p or penalties, although their logprobs are not the policy's."""
 
@@ -114,7 +115,7 @@ class AlgorithmConfig(LossConfig):
 
     @property
     def advantages_in(self) -> Place:
-        """The agent that computes advantages: the trainer, where that takes a state or a model of its own."""
+        """The agent that computes advantages: the trainer if they need a state or a model of their own."""
         return "trainer" if self.reward_kl is not None else self.estimator.where
 
     @property
@@ -145,7 +146,7 @@ class OperatorConfig(Section):
     name: str
     """Registered name or dotted path."""
     args: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of its constructor, checked against its annotations when it is made."""
+    """Keyword arguments of its constructor, checked against its annotations when the operator is created."""
 
     @field_validator("args")
     @classmethod

@@ -1,4 +1,4 @@
-"""Names of Trinity-RFT's algorithm section, and what they are here: one table for each."""
+"""Names of Trinity-RFT's algorithm section and the corresponding names here: one table for each."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SURROGATE_KEYS = {
     "clip_range_high": ("high",),
     "clip_ratio_c": ("dual",),
 }
-"""Settings of clipped losses, and the fields of ``surrogate`` that they are."""
+"""Settings of clipped losses, and the corresponding fields of ``surrogate``."""
 
 ESTIMATOR_KEYS = {
     "std_level": "scale",
@@ -35,9 +35,9 @@ ESTIMATOR_KEYS = {
     "drop": "drop",
     "kl_coef": "kl_coef",
 }
-"""Settings of advantage functions, and the fields of ``estimator`` that they are."""
+"""Settings of advantage functions, and the corresponding fields of ``estimator``."""
 TOP_LEVEL = ("std_level", "std_epsilon", "kl_coef")
-"""Those that may stand in the section itself; null there is as if they did not."""
+"""Settings of advantage functions that may also stand directly in the section. Null there counts as unset."""
 ESTIMATOR_VALUES = {("std_cal_level", "batch"): "batch_raw", ("fnorm", "std"): "group"}
 
 ADVANTAGES = {
@@ -55,7 +55,7 @@ ADVANTAGES = {
     "on_policy_distill": "on_policy_distill",
     "jsd": "jsd",
 }
-"""``advantage_fn`` of Trinity-RFT, and the presets whose estimator it is."""
+"""``advantage_fn`` of Trinity-RFT, and the preset that has its estimator."""
 
 POLICY_LOSSES = {
     "gspo": "gspo",
@@ -73,7 +73,7 @@ POLICY_LOSSES = {
     "mix_chord": "mix_chord",
     "dpo": "dpo",
 }
-"""``policy_loss_fn`` of Trinity-RFT but ``ppo``, and the presets whose loss, without a term for a reference, it is."""
+"""``policy_loss_fn`` of Trinity-RFT except ``ppo``, and the preset that has its loss, without the reference term."""
 
 REDUCTIONS = {
     "token-mean": "token",
@@ -95,9 +95,9 @@ KL_KINDS = {
 
 
 REWARD_KL_KINDS = KL_KINDS | {"corrected_k3": "k3"}
-"""``kl_penalty_fn`` of Trinity-RFT, and the kinds of ``reward_kl``, which has no ratio to correct with."""
+"""``kl_penalty_fn`` of Trinity-RFT, and the kinds of ``reward_kl``, which has no ratio for a correction."""
 REWARD_KL_KEYS = {"kl_coef": "coef", "target_kl": "target", "horizon": "horizon"}
-"""``kl_penalty_fn_args`` but ``adaptive``, and the fields of ``reward_kl``."""
+"""``kl_penalty_fn_args`` except ``adaptive``, and the fields of ``reward_kl``."""
 
 CRITIC_KEYS = {
     "critic_warmup": "warmup_steps",
@@ -110,10 +110,10 @@ CRITIC_KEYS = {
 
 
 def translated(own: dict[str, Any], preset: Preset) -> dict[str, Any]:
-    """Take names of Trinity-RFT out of ``own`` and return what they mean as pieces.
+    """Remove names of Trinity-RFT from ``own`` and return the corresponding pieces.
 
     Raises:
-        ValueError: A name has no meaning for the algorithm, or a value is not known.
+        ValueError: A name has no meaning for the algorithm, or a value is unknown.
     """
     result: dict[str, Any] = {}
     if (name := own.pop("advantage_fn", None)) is not None:
@@ -145,7 +145,7 @@ def translated(own: dict[str, Any], preset: Preset) -> dict[str, Any]:
 
 
 def _kl_terms(own: dict[str, Any], preset: Preset) -> dict[str, Any]:
-    """Take the KL to a reference out of ``own``, and return ``kl`` and ``reward_kl`` as far as it says something."""
+    """Remove the KL to a reference from ``own``, and return ``kl`` and ``reward_kl`` as far as it sets them."""
     result: dict[str, Any] = {}
     args = _arguments(own, "kl_loss_fn_args")
     if (kind := own.pop("kl_loss_fn", None)) is not None:
@@ -160,7 +160,7 @@ def _kl_terms(own: dict[str, Any], preset: Preset) -> dict[str, Any]:
 
 
 def _reward_kl(kind: str, args: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return ``reward_kl`` from ``kl_penalty_fn`` and its arguments; without a weight there is none."""
+    """Return ``reward_kl`` from ``kl_penalty_fn`` and its arguments, None if its weight is 0."""
     adaptive = bool(args.get("adaptive"))
     if unknown := args.keys() - REWARD_KL_KEYS.keys() - {"adaptive"}:
         raise ValueError(
@@ -198,10 +198,10 @@ def _estimator_settings(settings: Mapping[str, Any], estimator: Any) -> dict[str
 
 
 def _arguments(own: dict[str, Any], name: str) -> dict[str, Any]:
-    """Take the arguments called ``name`` out of ``own``.
+    """Remove the arguments called ``name`` from ``own`` and return them.
 
     Raises:
-        ValueError: They are no settings by name.
+        ValueError: They are not a mapping of names to values.
     """
     value = own.pop(name, None) or {}
     if not isinstance(value, Mapping):
@@ -216,11 +216,11 @@ def _known(name: str, value: Any, table: Mapping[str, str]) -> str:
 
 
 def with_critic(data: dict[str, Any]) -> dict[str, Any]:
-    """Return a configuration with the settings of a critic in ``trainer``, as Trinity-RFT has them, in
-    ``algorithm.critic``, where what it says itself counts.
+    """Return a configuration with Trinity-RFT's critic settings moved from ``trainer`` to ``algorithm.critic``.
+    Settings that ``algorithm.critic`` already has take precedence.
 
     Raises:
-        ValueError: ``trainer.trainer_config`` says something else too.
+        ValueError: ``trainer.trainer_config`` contains other settings.
     """
     trainer, algorithm = data.get("trainer"), data.get("algorithm") or {}
     if not isinstance(trainer, Mapping) or not isinstance(algorithm, Mapping):

@@ -1,4 +1,4 @@
-"""The buffer section: where tasks and training data come from, and how much of them makes a run."""
+"""The buffer section: sources of tasks and training data, and the length of a run."""
 
 from trinity_mq.config.buffer.explorer_output import ExplorerOutputConfig
 from trinity_mq.config.buffer.replay import ReplayConfig

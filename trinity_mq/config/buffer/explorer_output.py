@@ -1,4 +1,4 @@
-"""The place where mode ``explore`` writes the experiences that the operators have processed."""
+"""The output of mode ``explore``: experiences that the operators have processed."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from trinity_mq.config.base import Section
 
 
 class ExplorerOutputConfig(Section):
-    """Output of mode ``explore``: a file for each batch in a folder, or rows of a table.
+    """Output of mode ``explore``: one file for each batch in a folder, or rows of a table.
 
-    ``body``: ``.tmqx`` files, which hold experiences exactly: mode ``train`` reads the folder, ``trinity-mq inspect``
-    a file. ``jsonl`` and ``parquet`` (extra ``parquet``): a row an experience, with ids, texts, tokens, logprobs,
-    rewards and advantages as plain columns. ``sql`` (extra ``sql``): the same in a table.
+    ``body``: ``.tmqx`` files with the exact experiences. Mode ``train`` reads the folder, ``trinity-mq inspect`` a
+    single file. ``jsonl`` and ``parquet`` (extra ``parquet``): one row for each experience, with ids, texts, tokens,
+    logprobs, rewards and advantages as plain columns. ``sql`` (extra ``sql``): the same rows in a table.
     """
 
     storage_type: Literal["body", "jsonl", "parquet", "sql"] = "body"
     """Kind of the output."""
     path: str = ""
-    """Folder, made if missing, or URL of a database, such as ``sqlite:///experiences.db``. Empty: ``experiences`` in
-    the run's folder; ``sql`` needs one."""
+    """Folder, created if missing, or URL of a database, such as ``sqlite:///experiences.db``. Empty: ``experiences`` in
+    the run's folder; ``sql`` needs a URL."""
     table: str = Field(default="experiences", pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,62}$")
-    """sql: table, made if missing."""
+    """sql: name of the table, created if missing."""
 
     @model_validator(mode="after")
     def _url(self) -> ExplorerOutputConfig:

@@ -8,31 +8,33 @@ from trinity_mq.config.base import Section
 
 
 class ReplayConfig(Section):
-    """Groups of rollouts that earlier train steps had, beside the fresh ones of each step.
+    """Groups of rollouts from earlier train steps, trained on next to the fresh groups of each step.
 
-    A group is all runs of one task, with the logprobs and advantages that it had; only groups with an advantage other
-    than 0 are kept. Those with the highest priority are taken, ``step - decay x uses`` with the train step at which a
-    group was fresh: new ones first, and those that were used least. Choices follow from ``seed`` and the step, so that
-    a trainer that was killed makes them again.
+    A group contains all runs of one task, with their original logprobs and advantages. Only groups with an advantage
+    other than 0 are kept. The groups with the highest priority are chosen. The priority is ``step - decay x uses``,
+    where ``step`` is the train step at which the group was fresh: new and rarely used groups come first. Choices follow
+    from ``seed`` and the step, so that a trainer that was killed repeats them.
     """
 
     model_config = ConfigDict(allow_inf_nan=False)
 
     share: float = Field(default=0.0, ge=0, lt=1)
-    """Share of replayed groups in a train step with all of its rollouts, whose number is the same in every step and
-    comes on top; fewer where fewer can be taken. 0: nothing is replayed."""
+    """Share of replayed groups in a train step, relative to all its rollouts. Their number is the same in every step
+    and is added to the fresh groups; it is smaller if fewer groups are available. 0: no replay."""
     decay: float = Field(default=2.0, ge=0)
-    """Train steps by which a use makes a group older in the order of priority."""
+    """Number of train steps by which each use ages a group in the order of priority."""
     sigma: float = Field(default=0.0, ge=0)
-    """Standard deviation of a normal number that is added to each priority, anew in each step; 0: none."""
+    """Standard deviation of a normal random number that is added to each priority, drawn again in each step. 0: no
+    noise."""
     max_uses: int = Field(default=3, ge=1)
-    """Most times that a group is replayed."""
+    """Maximum number of times that a group is replayed."""
     cooldown: int = Field(default=1, ge=1)
-    """Train steps from one use of a group to the next, its first one included."""
+    """Number of train steps between two uses of a group, including its first use as a fresh group."""
     max_age: int = Field(default=16, ge=1)
-    """Most train steps since a group was fresh. ``synchronizer.max_staleness`` is for fresh groups alone."""
+    """Maximum number of train steps since a group was fresh. ``synchronizer.max_staleness`` applies only to fresh
+    groups."""
     capacity: int = Field(default=10_000, ge=1)
-    """Most groups to choose from; those of the lowest priority go."""
+    """Maximum number of groups to choose from. The groups with the lowest priority are removed."""
     cache_bytes: int = Field(default=2**28, ge=0)
-    """Memory for groups that may be replayed; the others are read from the broker's stream again, whose retention
-    (``broker.ready_max_bytes``) bounds their age."""
+    """Bytes of memory for groups that may be replayed. Other groups are read again from the broker's stream, whose
+    retention (``broker.ready_max_bytes``) limits their age."""

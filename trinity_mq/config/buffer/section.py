@@ -14,26 +14,26 @@ class BufferConfig(Section):
     """Batches and epochs."""
 
     batch_size: int = Field(default=32, ge=1)
-    """Tasks in a batch; in mode ``train`` records."""
+    """Number of tasks in a batch; in mode ``train`` the number of records."""
     total_steps: int | None = Field(default=None, ge=1)
-    """Batches of the run. None: ``total_epochs`` over the taskset."""
+    """Number of batches of the run. None: ``total_epochs`` over the taskset."""
     total_epochs: int = Field(default=1, ge=1)
-    """Passes over the taskset, in mode ``train`` over the data, unless ``total_steps`` is given."""
+    """Number of passes over the taskset, in mode ``train`` over the data, unless ``total_steps`` is given."""
     taskset: TasksetConfig = Field(default_factory=lambda: TasksetConfig(storage_type="queue"))
     """Source of the training tasks."""
     tasksets: tuple[TasksetConfig, ...] = ()
-    """Several sources of training tasks, in place of ``taskset``: interleaved by ``ratio``, or in proportion to size.
-    """
+    """Several sources of training tasks, instead of ``taskset``: interleaved by ``ratio``, or in proportion to their
+    size."""
     trainer_input: TrainerInputConfig = Field(default_factory=TrainerInputConfig)
     """The data that the trainer trains on: rollouts, or existing records."""
     explorer_output: ExplorerOutputConfig = Field(default_factory=ExplorerOutputConfig)
-    """The place where mode ``explore`` writes experiences."""
+    """Output of mode ``explore``."""
     eval_tasksets: tuple[TasksetConfig, ...] = ()
-    """Sources of the evaluation tasks, each reported by its name."""
+    """Sources of the evaluation tasks. Each is reported under its name."""
 
     @property
     def training_tasksets(self) -> tuple[TasksetConfig, ...]:
-        """The sources of training tasks; the first one also completes submitted tasks."""
+        """The sources of training tasks. Submitted tasks take missing settings from the first source."""
         return self.tasksets or (self.taskset,)
 
     @model_validator(mode="after")

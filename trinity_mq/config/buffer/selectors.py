@@ -1,4 +1,4 @@
-"""Selectors: which task of a taskset comes next."""
+"""Selectors: methods that choose the next task of a taskset."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from pydantic import ConfigDict, Discriminator, Field, Tag, field_validator, mod
 from trinity_mq.config.base import Section
 
 LEARNING = frozenset({"difficulty_based", "difficulty_pools"})
-"""Built-in selectors that are told the rewards of finished tasks."""
+"""Built-in selectors that receive the rewards of finished tasks."""
 
 
 class SelectorBase(Section):
-    """The settings that all selectors have in common."""
+    """The common settings of all selectors."""
 
     model_config = ConfigDict(allow_inf_nan=False)
 
@@ -24,7 +24,7 @@ class SelectorBase(Section):
     @model_validator(mode="before")
     @classmethod
     def _kwargs(cls, given: Any) -> Any:
-        """Take Trinity-RFT's ``kwargs`` for settings of the section."""
+        """Accept Trinity-RFT's ``kwargs`` as settings of the section."""
         if not isinstance(given, Mapping) or "kwargs" in cls.model_fields or "kwargs" not in given:
             return given
         kwargs = given["kwargs"] or {}
@@ -36,84 +36,85 @@ class SelectorBase(Section):
 
 
 class SequentialSelector(SelectorBase):
-    """Every task once an epoch, as they are stored."""
+    """Every task once an epoch, in the stored order."""
 
     selector_type: Literal["sequential"] = "sequential"
     """Name of the selector."""
 
 
 class ShuffleSelector(SelectorBase):
-    """Every task once an epoch, each epoch in an order of its own that follows from seed + epoch."""
+    """Every task once an epoch, in an order that follows from seed + epoch and differs between epochs."""
 
     selector_type: Literal["shuffle"] = "shuffle"
     """Name of the selector."""
 
 
 class RandomSelector(SelectorBase):
-    """Uniformly random tasks, none twice in a batch of at most the taskset's size."""
+    """Uniformly random tasks. No task occurs twice in a batch unless the batch is larger than the taskset."""
 
     selector_type: Literal["random"] = "random"
     """Name of the selector."""
 
 
 class EasyToHardSelector(SelectorBase):
-    """Every task once an epoch, sorted by numbers in the records, the largest first."""
+    """Every task once an epoch, sorted by numbers in the records, largest first."""
 
     selector_type: Literal["offline_easy2hard"] = "offline_easy2hard"
     """Name of the selector."""
     feature_keys: tuple[str, ...] = Field(min_length=1)
-    """Keys of numbers in each record, such as pass rates; the later ones decide between equals."""
+    """Keys of numbers in each record, such as pass rates. Later keys decide ties."""
 
 
 class DifficultyBasedSelector(SelectorBase):
     """Tasks whose estimated pass rate is near a target, from a Beta posterior for each task.
 
-    A batch of pass rates updates every posterior: ``alpha`` and ``beta`` are drawn towards the prior of 1 by ``lamb``;
-    a task that was run gains ``m`` runs at its pass rate, every other ``rho m`` runs at the rate between those of a
-    weak and a strong model that the policy's capability implies.
+    A batch of pass rates updates every posterior: ``alpha`` and ``beta`` are moved towards the prior of 1 by ``lamb``.
+    A task that was run gains ``m`` runs at its pass rate. Every other task gains ``rho m`` runs at an interpolated
+    rate: the policy's capability sets the point between the pass rates of a weak and a strong model.
     """
 
     selector_type: Literal["difficulty_based"] = "difficulty_based"
     """Name of the selector."""
     feature_keys: tuple[str, str]
-    """Keys of the pass rates (0 to 1) of a weak and of a strong model in each record."""
+    """Keys in each record of the pass rates (0 to 1) of a weak and of a strong model."""
     m: float = Field(default=16.0, gt=0.0)
-    """Runs that an observed pass rate counts as."""
+    """Number of runs that an observed pass rate counts as."""
     lamb: float = Field(default=0.2, ge=0.0, le=1.0)
-    """Part of the posterior that each update forgets."""
+    """Share of the posterior that each update forgets."""
     rho: float = Field(default=0.2, ge=0.0, le=1.0)
-    """Weight of the interpolated pass rate of tasks that were not run, as a part of ``m``."""
+    """Weight of the interpolated pass rate of tasks that were not run, as a share of ``m``."""
     target_reward: float = Field(default=0.5, ge=0.0, le=1.0)
-    """Pass rate that is looked for."""
+    """Target pass rate."""
     tau: float = Field(default=0.1, ge=0.0)
-    """Temperature of the choice by closeness to the target. 0: the closest tasks."""
+    """Temperature of the choice by distance from the target. 0: always the closest tasks."""
     do_sample: bool = False
-    """Judge each task by a draw from its posterior (Thompson sampling), not by its mean."""
+    """Judge each task by a sample from its posterior (Thompson sampling) instead of its mean."""
     adaptive_rho: bool = False
-    """Halve ``rho`` after each batch whose interpolated pass rates were a quarter and more off on average: the two
+    """Halve ``rho`` after each batch whose interpolated pass rates were wrong by a quarter or more on average: the two
     models then say little about the policy."""
 
 
 class DifficultyPool(Section):
-    """Tasks with about the same reward."""
+    """A pool of tasks with similar rewards."""
 
     model_config = ConfigDict(allow_inf_nan=False)
 
     threshold: float
-    """Least mean reward of a task in the pool; the pool with the lowest threshold also has what is below."""
+    """Minimum mean reward of a task in the pool. The pool with the lowest threshold also contains all tasks below it.
+    """
     weight: float = Field(ge=0.0)
-    """Frequency at which each of its tasks is drawn, relative to those of other pools. 0: never."""
+    """Frequency at which each task of the pool is drawn, relative to tasks of other pools. 0: never."""
 
 
 class DifficultyPoolsSelector(SelectorBase):
-    """Tasks drawn with replacement, by the weight of the pool that a task's latest mean reward puts it into."""
+    """Tasks drawn with replacement, weighted by pool. A task's latest mean reward determines its pool."""
 
     selector_type: Literal["difficulty_pools"] = "difficulty_pools"
     """Name of the selector."""
     pools: tuple[DifficultyPool, ...] = Field(min_length=1)
-    """Pools, in any order. A task is in the one with the highest threshold that its latest mean reward reaches."""
+    """Pools, in any order. A task is in the pool with the highest threshold that its latest mean reward reaches."""
     unseen_weight: float = Field(default=1.0, ge=0.0)
-    """Weight of a task that has not been run."""
+    """Weight of a task that has not been run yet."""
 
     @field_validator("pools")
     @classmethod
@@ -131,12 +132,12 @@ class DifficultyPoolsSelector(SelectorBase):
 
 
 class SelectorPlugin(SelectorBase):
-    """A selector of your own."""
+    """A user-defined selector."""
 
     selector_type: str = Field(pattern=r"^\w+(\.\w+)+$")
     """Dotted path of the class."""
     feature_keys: tuple[str, ...] = ()
-    """Handed to the class if there are any."""
+    """Passed to the class if not empty."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """Further keyword arguments of the class."""
 
@@ -161,4 +162,4 @@ SIMPLE: Mapping[str, type[SequentialSelector | ShuffleSelector | RandomSelector]
     "shuffle": ShuffleSelector,
     "random": RandomSelector,
 }
-"""Selectors without settings, by the names that ``selector`` takes."""
+"""Selectors without settings, by the value of ``selector``."""

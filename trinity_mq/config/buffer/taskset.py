@@ -11,10 +11,10 @@ from trinity_mq.config.buffer.selectors import LEARNING, SIMPLE, SelectorConfig,
 
 
 def check_query(name: str, storage_type: str, query: str) -> None:
-    """Check that a source in a database says which rows, and no other source does.
+    """Check that a database source has a query and every other source has none.
 
     Raises:
-        ValueError: It does not.
+        ValueError: A query is missing or not allowed.
     """
     if (storage_type == "sql") != bool(query):
         raise ValueError(
@@ -32,7 +32,7 @@ class FormatConfig(Section):
     response_key: str = "answer"
     """Key of the expected answer."""
     system_prompt: str | None = None
-    """System prompt of all tasks. None: none."""
+    """System prompt of all tasks. None: no system prompt."""
 
 
 class TasksetConfig(Section):
@@ -43,7 +43,7 @@ class TasksetConfig(Section):
     hub id at ``path`` (extra ``datasets``). ``synthetic``: problems of the generator named ``path``, such as ``ops3``,
     without any file. ``sql``: the rows of ``query`` in the database at the URL ``path`` (extra ``sql``), such as
     ``sqlite:///tasks.db``. ``reasoning_gym``: the dataset of reasoning-gym named ``path``, such as ``chain_sum`` (extra
-    ``reasoning-gym``), drawn by the run's seed. ``queue``: tasks submitted from outside.
+    ``reasoning-gym``), drawn with the run's seed. ``queue``: tasks submitted from outside.
     """
 
     name: str = "train"
@@ -53,38 +53,39 @@ class TasksetConfig(Section):
     path: str = ""
     """File, dataset, database or generator, by ``storage_type``."""
     query: str = ""
-    """sql: a table's name, or a SELECT statement with an ORDER BY, since positions are places in its rows."""
+    """sql: a table's name, or a SELECT statement with an ORDER BY, since positions in the taskset are row numbers."""
     subset_name: str | None = None
     """huggingface: name of the dataset's configuration. None: its default."""
     split: str = "train"
-    """huggingface, synthetic: split of the dataset. reasoning_gym: ``test`` has a fifth of all questions, ``train`` the
-    others."""
+    """huggingface, synthetic: split of the dataset. reasoning_gym: ``test`` contains a fifth of all questions,
+    ``train`` the others."""
     dataset_args: dict[str, Any] = Field(default_factory=dict)
-    """reasoning_gym: settings of the dataset, such as ``max_terms``, and ``seed``, which takes the place of the run's.
-    """
+    """reasoning_gym: settings of the dataset, such as ``max_terms``, and ``seed``, which overrides the run's seed."""
     limit: int | None = Field(default=None, ge=1)
-    """Most records read. None: all; reasoning_gym: 500."""
+    """Maximum number of records to read. None: all; reasoning_gym: 500."""
     selector: Literal["sequential", "shuffle", "random"] = "shuffle"
-    """Order of the records: as stored, shuffled anew in each epoch by ``seed``, or random draws."""
+    """Order of the records: ``sequential`` as stored, ``shuffle`` shuffled by ``seed`` in each epoch, or ``random``
+    draws."""
     data_selector: SelectorConfig | None = None
-    """A selector with settings, in place of ``selector``; of training tasksets only. None: ``selector`` says all."""
+    """A selector with settings, instead of ``selector``; only for training tasksets. None: only ``selector`` counts."""
     ratio: float | None = Field(default=None, gt=0.0, allow_inf_nan=False)
-    """Share of the tasks that come from this one of ``buffer.tasksets``, relative to the others. None: by its size."""
+    """Share of the tasks that come from this member of ``buffer.tasksets``, relative to the others. None: by its size.
+    """
     format: FormatConfig = Field(default_factory=FormatConfig)
     """Keys of the parts of a record."""
     workflow: str = "async_simple_workflow"
-    """Registered name or dotted path."""
+    """Registered name or dotted path of the workflow."""
     workflow_args: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the workflow."""
     reward_fn: str = ""
-    """Registered name or dotted path; empty means the workflow's own. Empty with reasoning_gym:
+    """Registered name or dotted path of the reward function. Empty: the workflow's own; with reasoning_gym:
     ``reasoning_gym_reward``."""
     reward_fn_args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the reward function."""
     rollout_args: dict[str, Any] = Field(default_factory=dict)
-    """Sampling parameters that override those of ``explorer.rollout_model``."""
+    """Sampling parameters that override the parameters of ``explorer.rollout_model``."""
     repeat_times: int = Field(default=1, ge=1)
-    """Runs of each task, of evaluation tasksets only; training uses ``algorithm.repeat_times``."""
+    """Number of runs of each task, for evaluation tasksets only; training uses ``algorithm.repeat_times``."""
 
     @model_validator(mode="before")
     @classmethod
@@ -98,7 +99,7 @@ class TasksetConfig(Section):
         if self.data_selector is None:
             return self
         kinds = self.selector, self.data_selector.selector_type
-        if self.selector not in {"shuffle", kinds[1]}:  # a dumped section has the default too
+        if self.selector not in {"shuffle", kinds[1]}:  # the default may be explicit in a dumped section
             raise ValueError(
                 f"taskset {self.name!r} has selector {kinds[0]!r} and data_selector {kinds[1]!r}; remove one of them"
             )
@@ -113,7 +114,7 @@ class TasksetConfig(Section):
 
     @property
     def learns(self) -> bool:
-        """Whether the selector is told the rewards of finished tasks."""
+        """Whether the selector receives the rewards of finished tasks."""
         chosen = self.effective_selector
         return isinstance(chosen, SelectorPlugin) or chosen.selector_type in LEARNING
 

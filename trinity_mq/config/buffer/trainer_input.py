@@ -14,37 +14,38 @@ Schema = Literal["experience", "sft", "dpo", "cpt"]
 
 
 class RecordFormatConfig(Section):
-    """Keys of the parts of a record, by their names in Trinity-RFT."""
+    """Keys of the parts of a record; the field names are Trinity-RFT's."""
 
     prompt_type: Literal["plaintext", "messages"] = "plaintext"
-    """``plaintext``: prompt and answers are texts. ``messages``: they are lists of chat messages."""
+    """``plaintext``: prompt and answers are texts. ``messages``: prompt and answers are lists of chat messages."""
     prompt_key: str = "question"
-    """plaintext: key of the prompt; with ``cpt`` that of the whole text."""
+    """plaintext: key of the prompt; with ``cpt`` the key of the whole text."""
     response_key: str = "answer"
     """plaintext, ``sft``: key of the answer to imitate."""
     system_prompt: str | None = None
-    """plaintext: system prompt of all records. None: none."""
+    """plaintext: system prompt of all records. None: no system prompt."""
     system_prompt_key: str | None = None
-    """plaintext: key of a record's own system prompt, which takes the place of ``system_prompt``."""
+    """plaintext: key of a record's own system prompt, which overrides ``system_prompt``."""
     messages_key: str = "messages"
-    """messages: key of the conversation, with ``dpo`` of the prompt."""
+    """messages: key of the conversation; with ``dpo`` the key of the prompt."""
     tools_key: str = "tools"
-    """messages: key of the tools offered in the conversation, a list or JSON text; records without it offer none."""
+    """messages: key of the tools offered in the conversation, a list or JSON text. Records without this key offer no
+    tools."""
     enable_concatenated_multi_turn: bool = False
     """messages, ``sft``: imitate every assistant turn of the conversation, not only the last message."""
     chosen_key: str = "chosen"
     """``dpo``: key of the preferred answer, a text or a list of messages."""
     rejected_key: str = "rejected"
-    """``dpo``: key of the other answer."""
+    """``dpo``: key of the rejected answer."""
 
 
 class ExperienceBufferConfig(Section):
     """Data of the trainer.
 
-    ``stream``: rollouts, as operators process them. The others read records: ``file`` at ``path`` (JSON lines, a JSON
-    list, CSV, Parquet; with schema ``experience`` a ``.tmqx`` file or a folder of them), ``huggingface`` a dataset
-    folder or hub id, ``sql`` the rows of ``query`` in the database at the URL ``path`` (extra ``sql``), ``synthetic``
-    the generator named ``path``, such as ``ops3``.
+    ``stream``: rollouts, as processed by the operators. All other types read records. ``file``: the file at ``path``
+    (JSON lines, a JSON list, CSV, Parquet; with schema ``experience`` a ``.tmqx`` file or a folder of such files).
+    ``huggingface``: a dataset folder or hub id. ``sql``: the rows of ``query`` in the database at the URL ``path``
+    (extra ``sql``). ``synthetic``: the generator named ``path``, such as ``ops3``.
     """
 
     name: str = "train"
@@ -57,20 +58,20 @@ class ExperienceBufferConfig(Section):
     path: str = ""
     """File, folder, dataset, database or generator, by ``storage_type``."""
     query: str = ""
-    """sql: a table's name, or a SELECT statement with an ORDER BY, since positions are places in its rows."""
+    """sql: a table's name, or a SELECT statement with an ORDER BY, since positions in the data are row numbers."""
     subset_name: str | None = None
     """huggingface: name of the dataset's configuration. None: its default."""
     split: str = "train"
     """huggingface, synthetic: split of the dataset."""
     limit: int | None = Field(default=None, ge=1)
-    """Most records read. None: all."""
+    """Maximum number of records to read. None: all."""
     selector: Literal["sequential", "shuffle"] = "shuffle"
-    """Order of the records: as stored, or shuffled anew in each epoch by ``seed``."""
+    """Order of the records: ``sequential`` as stored, or ``shuffle`` shuffled by ``seed`` in each epoch."""
     format: RecordFormatConfig = Field(default_factory=RecordFormatConfig)
     """Keys of the parts of a record."""
     too_long: Literal["skip", "cut"] = "skip"
-    """Records of more tokens than ``model.max_model_len``: leave them out, or cut their answers. Metric
-    ``data/too_long`` counts both."""
+    """Treatment of records with more tokens than ``model.max_model_len``: ``skip`` leaves them out, ``cut`` cuts their
+    answers. The metric ``data/too_long`` counts both."""
 
     @model_validator(mode="after")
     def _path(self) -> ExperienceBufferConfig:
@@ -90,7 +91,7 @@ class ExperienceBufferConfig(Section):
 
     @property
     def required_keys(self) -> dict[str, str]:
-        """Keys that every record must have, by the name of the setting that gives each."""
+        """Keys that every record must have, by the name of the setting that gives the key."""
         given = self.format
         if self.schema_type == "cpt":
             return {"prompt_key": given.prompt_key}
@@ -107,14 +108,14 @@ class TrainerInputConfig(Section):
     experience_buffer: ExperienceBufferConfig = Field(default_factory=ExperienceBufferConfig)
     """The data of each train step."""
     auxiliary_buffers: dict[str, ExperienceBufferConfig] = Field(default_factory=dict)
-    """Mode ``both``: expert answers beside rollouts, by name, at most one; of ``schema_type`` ``sft``. The algorithm
-    imitates them: ``mix``, ``mix_chord``, or any with a weight for ``ce``."""
+    """Mode ``both``: expert answers that are added to the rollouts, by name; at most one source, of ``schema_type``
+    ``sft``. The algorithm imitates them: ``mix``, ``mix_chord``, or any algorithm with a weight for ``ce``."""
     expert_data_ratio: float = Field(default=0.2, gt=0, lt=1)
-    """Share of expert answers in a train step with all of its rollouts. Their number is the same in every step, and
-    comes on top of the rollouts."""
+    """Share of expert answers in a train step, relative to all its rollouts. Their number is the same in every step and
+    is added to the rollouts."""
 
     replay: ReplayConfig = Field(default_factory=ReplayConfig)
-    """Mode ``both``: groups that earlier steps had, beside the fresh ones."""
+    """Mode ``both``: groups of earlier train steps that are added to the fresh groups."""
 
     @model_validator(mode="after")
     def _experts(self) -> TrainerInputConfig:

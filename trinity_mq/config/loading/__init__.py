@@ -1,1 +1,1 @@
-"""Loading of a configuration: one run, or the stages of several."""
+"""Loading of a configuration: a single run, or the stages of several runs."""

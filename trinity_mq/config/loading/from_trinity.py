@@ -61,7 +61,7 @@ KEYS: Mapping[str, str] = MappingProxyType(
         "on age `synchronizer.max_staleness`",
     }
 )
-"""Advice on settings of Trinity-RFT that stand elsewhere here, by dotted key; places in lists are left out."""
+"""Advice for settings of Trinity-RFT that have another place here, by dotted key without list positions."""
 
 OF_TASKSETS: Mapping[str, str] = MappingProxyType(
     {
@@ -77,14 +77,14 @@ OF_TASKSETS: Mapping[str, str] = MappingProxyType(
         "total_steps": "it is `buffer.total_steps`",
     }
 )
-"""The same, of a taskset."""
+"""Advice for settings of a taskset in Trinity-RFT."""
 
 
 def counterpart(location: Sequence[int | str]) -> str | None:
-    """Return what a key of Trinity-RFT is here; None for a key that it does not have either.
+    """Return the advice for a key of Trinity-RFT, None for any other key.
 
     Args:
-        location: The key, as the user wrote it, with the places in lists.
+        location: The key as the user wrote it, with list positions.
     """
     parts = [part for part in location if isinstance(part, str)]
     found = KEYS.get(".".join(parts))

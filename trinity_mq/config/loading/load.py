@@ -1,4 +1,4 @@
-"""Loads a Config from a YAML file and ``key=value`` overrides; errors name the nearest known key."""
+"""Loads a Config from a YAML file and ``key=value`` overrides. Errors name the nearest known key."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ STAGES = "stages"
 
 
 class ConfigError(ValueError):
-    """An invalid configuration; the message names the place and the reason of each error, one a line."""
+    """An invalid configuration. The message has one line for each error, with its place and reason."""
 
 
 def load_config(path: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
     """Return the configuration in the YAML file (or mapping) ``path`` with ``section.key=value`` overrides applied.
 
-    Values may hold OmegaConf's interpolations: ``${oc.env:NAME}`` is the environment variable NAME,
+    Values may contain OmegaConf's interpolations: ``${oc.env:NAME}`` is the environment variable NAME,
     ``${oc.env:NAME,default}`` has a default, ``${model.max_model_len}`` is another value. ``${env:NAME:default}`` is
-    taken for the second. A number in an override is the place of an item: ``buffer.eval_tasksets.0.limit=8``.
+    accepted as well. A number in an override is a list position: ``buffer.eval_tasksets.0.limit=8``.
 
     Raises:
         ConfigError: The file cannot be read, a key is unknown, a value is not allowed, or a variable is not set.
@@ -51,15 +51,15 @@ def load_config(path: str | Path | Mapping[str, Any], overrides: Sequence[str] =
 
 
 def title(path: str | Path | Mapping[str, Any]) -> str:
-    """Return how errors name a configuration."""
+    """Return the name of a configuration for error messages."""
     return "configuration" if isinstance(path, Mapping) else str(path)
 
 
 def read_settings(path: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """Return the settings of :func:`load_config` before they are checked, nothing left to interpolate.
+    """Return the settings of :func:`load_config` before validation, with all interpolations resolved.
 
     Raises:
-        ConfigError: The file cannot be read, an override has no place, or a variable is not set.
+        ConfigError: The file cannot be read, an override names a missing list item, or a variable is not set.
     """
     if not OmegaConf.has_resolver("env"):
         OmegaConf.register_resolver("env", _environment)
@@ -76,10 +76,10 @@ def read_settings(path: str | Path | Mapping[str, Any], overrides: Sequence[str]
 
 
 def validated(settings: Mapping[str, Any], where: str) -> Config:
-    """Return the configuration that ``settings`` make.
+    """Return the validated configuration.
 
     Raises:
-        ConfigError: A key is unknown or a value not allowed; the lines begin with ``where``.
+        ConfigError: A key is unknown or a value is not allowed; each line of the message begins with ``where``.
     """
     try:
         return Config.model_validate(settings)
@@ -89,7 +89,7 @@ def validated(settings: Mapping[str, Any], where: str) -> Config:
 
 
 def literal(value: Any) -> Any:
-    """Return ``value`` with its texts as they must be written so that :func:`load_config` interpolates nothing."""
+    """Return ``value`` with its texts escaped, so that :func:`load_config` does not interpolate them."""
     if isinstance(value, dict):
         return {key: literal(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -115,10 +115,10 @@ def _explain_interpolation(error: OmegaConfBaseException) -> str:
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """Return the settings of a YAML file as they stand there.
+    """Return the raw settings of a YAML file.
 
     Raises:
-        ConfigError: It cannot be read, or holds no settings.
+        ConfigError: The file cannot be read, or does not contain settings.
     """
     try:
         data = load_yaml(path.read_text(encoding="utf-8"))
@@ -127,7 +127,7 @@ def read_file(path: Path) -> dict[str, Any]:
     except DuplicateKeyError as error:
         raise ConfigError(f"{path}: {error}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        detail = mask_passwords(" ".join(str(error).split()))  # it quotes the line, which may hold a URL
+        detail = mask_passwords(" ".join(str(error).split()))  # the error quotes the line, which may contain a URL
         raise ConfigError(f"{path}: is not YAML: {detail}") from error
     if not isinstance(data, dict):
         raise ConfigError(f"{path}: holds a {type(data).__name__}, wanted sections such as model: and buffer:")
@@ -151,12 +151,12 @@ def _override(data: DictConfig, word: str) -> None:
         ConfigIndexError,
         TypeError,
         ValueError,
-    ) as error:  # an item that is not there, a word for the place of an item
+    ) as error:  # a missing item, or a word instead of a list position
         raise ConfigError(mask_passwords(f"override {word!r}: {_no_item(data, key)}")) from error
 
 
 def _no_item(data: DictConfig, key: str) -> str:
-    """Return why ``key`` leads to no item of a list."""
+    """Return the reason why ``key`` does not lead to an item of a list."""
     parts = key.split(".")
     for count in range(1, len(parts)):
         items = OmegaConf.select(data, ".".join(parts[:count]))
@@ -184,13 +184,13 @@ def _explain(model: type[BaseModel], finding: Any) -> str:
 
 
 def _followed(model: type[BaseModel], location: tuple[int | str, ...]) -> tuple[list[int | str], list[str]]:
-    """Return a location as the user wrote it, and the keys known beside its last part.
+    """Return a location as the user wrote it, and the keys known at the level of its last part.
 
-    Where a section comes in several kinds, pydantic names the kind in between; the user did not.
+    For a section with several kinds, pydantic inserts the kind into the location.
     """
     here, written, names = [model], [], []
     for part in location:
-        if len(here) > 1 and isinstance(part, str):  # the kind
+        if len(here) > 1 and isinstance(part, str):  # the kind, which the user did not write
             here = [one for one in here if one.model_fields["kind"].default == part] or here[-1:]
             continue
         written.append(part)
@@ -202,7 +202,7 @@ def _followed(model: type[BaseModel], location: tuple[int | str, ...]) -> tuple[
 
 
 def sections_of(annotation: Any) -> list[type[BaseModel]]:
-    """Return the sections that a type holds, also within unions and lists."""
+    """Return the sections in a type, including sections in unions and lists."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     inner = get_args(annotation)[:1] if get_origin(annotation) is Annotated else get_args(annotation)

@@ -1,9 +1,9 @@
-"""Stages: one file that describes several runs, each of which begins with the model of the one before.
+"""Stages: one file that describes several runs. Each run starts with the model of the previous run.
 
 .. code-block:: yaml
 
-    name: digits              # the runs are called digits-sft and digits-rl
-    model: {tiny: {}}         # settings beside ``stages`` hold for every stage
+    name: digits              # the names of the runs are digits-sft and digits-rl
+    model: {tiny: {}}         # settings outside of ``stages`` apply to every stage
     stages:
       - stage_name: sft
         mode: train
@@ -26,31 +26,32 @@ from trinity_mq.config.run import Config
 
 STAGE_NAME = "stage_name"
 ALTERNATIVES = (("model_path", "tiny"), ("total_steps", "total_epochs"), ("taskset", "tasksets"))
-"""Settings of which a section holds one: a stage that gives one takes the others of the file back."""
+"""Mutually exclusive settings: a stage that sets one of them removes the others that the file sets."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One run of several."""
+    """One of several runs."""
 
     name: str
-    """Its ``stage_name``."""
+    """The ``stage_name``."""
     config: Config
-    """Its whole configuration."""
+    """The whole configuration of the stage."""
     begins_with: str | None
-    """Name of the earlier stage whose model it begins with; None: the configuration's own."""
+    """Name of the earlier stage whose trained model this stage starts with. None: the model of the configuration."""
 
 
 def load_stages(path: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> list[Stage]:
-    """Return the stages of a file in their order; none where it describes one run.
+    """Return the stages of a file in their order; an empty list if the file describes a single run.
 
-    A stage's sections are merged into those of the file, key by key; lists are replaced, and so is ``algorithm`` where
-    the stage names an ``algorithm_type``, since the pieces of one algorithm mean little for another. A setting of the
-    command line is one of the file; ``stages.0.buffer.total_steps=10`` is one of the first stage.
+    A stage's sections are merged into the sections of the file, key by key. Lists are replaced. ``algorithm`` is also
+    replaced if the stage names an ``algorithm_type``, since the pieces of one algorithm mean little for another. An
+    override on the command line counts as a setting of the file; ``stages.0.buffer.total_steps=10`` sets a value of the
+    first stage.
 
     Raises:
-        ConfigError: As :func:`trinity_mq.config.load_config`; a stage has no name or one that is taken; or a setting of
-            the command line has no effect, because each stage has its own.
+        ConfigError: As :func:`trinity_mq.config.load_config`; a stage has no name or a name that is already used; or an
+            override has no effect, because each stage sets the value itself.
     """
     settings, where = read_settings(path, overrides), title(path)
     given = settings.pop(STAGES, None)
@@ -66,7 +67,7 @@ def load_stages(path: str | Path | Mapping[str, Any], overrides: Sequence[str] =
 
 
 def merged(settings: Mapping[str, Any], stage: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``settings`` with those of a stage over them."""
+    """Return ``settings`` overridden by the settings of a stage."""
     result = dict(settings)
     for key, value in stage.items():
         for others in ALTERNATIVES:
@@ -112,7 +113,7 @@ def _stage(name: str, settings: dict[str, Any], earlier: Stage | None, where: st
 
 
 def final_model(config: Config) -> Path:
-    """Return the folder in which a run leaves its trained model."""
+    """Return the folder of a run's trained model."""
     return (config.path / "final").absolute()
 
 
@@ -129,7 +130,7 @@ def _check_overrides(overrides: Sequence[str], stages: Sequence[Mapping[str, Any
 
 
 def _sets(stage: Mapping[str, Any], parts: Sequence[str]) -> bool:
-    """Return whether a stage has a value of its own at a key."""
+    """Return whether a stage sets a value at a key."""
     here: Any = stage
     for part in parts:
         if not isinstance(here, Mapping):
@@ -144,7 +145,7 @@ def find_stage(stages: Sequence[Stage], name: str) -> Stage:
     """Return the stage of this name.
 
     Raises:
-        ConfigError: There is none.
+        ConfigError: No stage has this name.
     """
     for stage in stages:
         if stage.name == name:

@@ -1,4 +1,4 @@
-"""YAML in which every key of a mapping is given once: PyYAML takes the last of several and says nothing."""
+"""YAML with unique keys in every mapping. PyYAML alone silently takes the last of several equal keys."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import Any
 import yaml
 
 MERGE = "tag:yaml.org,2002:merge"
-"""Tag of ``<<``, which may stand several times in a mapping: each has an effect."""
+"""Tag of ``<<``, which may occur several times in a mapping, since each occurrence has an effect."""
 
 
 class DuplicateKeyError(yaml.YAMLError):
-    """A mapping gives a key twice; the message names the key and both lines."""
+    """A mapping contains a key twice; the message names the key and both lines."""
 
 
 class _StrictSafeLoader(yaml.SafeLoader):
-    # nodes are looked at before merge keys are filled in, which an explicit key may override
+    # keys are checked before merge keys are expanded, since an explicit key may override a merged key
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node: yaml.MappingNode = super().compose_mapping_node(anchor)
         lines: dict[tuple[str, str], int] = {}
@@ -33,7 +33,7 @@ def load_yaml(text: str) -> Any:
     """Return the content of a YAML document.
 
     Raises:
-        DuplicateKeyError: A mapping, at any depth, gives a key twice.
-        yaml.YAMLError: The text is no YAML.
+        DuplicateKeyError: A mapping, at any depth, contains a key twice.
+        yaml.YAMLError: The text is not valid YAML.
     """
     return yaml.load(text, Loader=_StrictSafeLoader)

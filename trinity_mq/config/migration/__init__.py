@@ -1,4 +1,4 @@
-"""A configuration of Trinity-RFT rewritten as one of ours."""
+"""Migration of a configuration of Trinity-RFT to a configuration of this library."""
 
 from trinity_mq.config.migration.commented import as_yaml, comment_lines
 from trinity_mq.config.migration.migrate import Migration, migrate

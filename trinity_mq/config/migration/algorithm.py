@@ -1,4 +1,4 @@
-"""The section ``algorithm``: the algorithm itself keeps its names, the optimizer's defaults are written out."""
+"""The section ``algorithm``: the algorithm keeps its names, and the optimizer's defaults are written explicitly."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ KEPT = (
 )
 """Settings that have the same names here."""
 EXPERTS = ("train_batch_size_expert", "train_batch_size_usual", "ppo_mini_batch_size", "ngpus_trainer")
-"""Sizes in the arguments of losses that mix in expert answers; here they follow from the data."""
+"""Sizes in the arguments of losses that mix in expert answers. Here they follow from the data."""
 DEFAULTS: dict[str, Any] = {"betas": [0.9, 0.999], "weight_decay": 0.01}
-"""Defaults of Trinity-RFT's optimizer that are others here."""
+"""Defaults of Trinity-RFT's optimizer that differ from the defaults here."""
 
 
 def algorithm(move: Move) -> None:
@@ -111,7 +111,7 @@ def _optimizer(move: Move) -> None:
         move.put(here + "lr_warmup_steps", 0, why)
     least = move.take(there + "min_lr_ratio")
     if move.settings["algorithm"]["optimizer"]["lr_scheduler_type"] == "constant":
-        pass  # nothing falls
+        pass  # a constant learning rate has no decay
     elif least is None:
         move.put(here + "min_lr_ratio", 0.01, "Trinity-RFT's default; here it is 0.1")
     else:

@@ -1,4 +1,4 @@
-"""Writes a configuration as YAML with a comment above each setting that has one."""
+"""Writes a configuration as YAML, with comments above the settings that have comments."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import yaml
 from trinity_mq.config.migration.move import Path
 
 WIDTH = 116
-"""Most characters of a comment line."""
+"""Maximum number of characters in a comment line."""
 
 
 def as_yaml(settings: Mapping[str, Any], comments: Mapping[Path, Sequence[str]]) -> str:
     """Return ``settings`` as YAML.
 
     Args:
-        settings: Nested mappings, with lists of mappings or values in them.
-        comments: By place, such as ``("buffer", "eval_tasksets", 0, "path")``.
+        settings: Nested mappings, which may contain lists of mappings or values.
+        comments: Comments by place, such as ``("buffer", "eval_tasksets", 0, "path")``.
     """
     return "".join(f"{line}\n" for line in _mapping(settings, comments, (), ""))
 

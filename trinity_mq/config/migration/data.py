@@ -1,4 +1,6 @@
-"""The sections ``buffer`` and ``data_processor``: tasksets stand in ``buffer`` here, the chain in ``operator``."""
+"""The sections ``buffer`` and ``data_processor``: here tasksets are part of ``buffer``, the chain is part of
+``operator``.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +15,9 @@ from trinity_mq.config.migration.move import LeftOut, Move
 from trinity_mq.config.migration.values import known, number, whole
 
 FILES = {".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet"}
-"""Endings of files that are read as they are."""
+"""Endings of file names that ``storage_type: file`` reads."""
 SCHEMAS = {"sft": "sft", "sft_is": "sft", "sft_phi": "sft", "dpo": "dpo", "cpt": "cpt"}
-"""Schemas of the records of a training data source, by the algorithm that trains on them."""
+"""Schema of the records of a training data source, by the algorithm that trains on them."""
 UNUSED = {
     "enable_progress_bar": "progress shows by itself",
     "max_retry_times": "reading a file is not tried again",
@@ -201,7 +203,7 @@ def _stream(item: Move) -> None:
 
 
 def _replay(move: Move, item: Move) -> None:
-    """Move a priority queue, which takes what was used before wherever nothing newer is there."""
+    """Move a priority queue. In Trinity-RFT it returns used experiences if no newer experiences are available."""
     given = item.take_mapping("replay_buffer")
     if known(given.get("enable")):
         here, arguments = "buffer.trainer_input.replay.", given.get("priority_fn_args") or {}

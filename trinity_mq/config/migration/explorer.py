@@ -1,4 +1,4 @@
-"""The section ``explorer``: runners have a section of their own here, and engines other names."""
+"""The section ``explorer``: here runners have their own section, and engine settings have other names."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from trinity_mq.config.migration.move import LeftOut, Move
 from trinity_mq.config.migration.values import known, number, whole
 
 TIMEOUT = 1800
-"""Trinity-RFT's default of ``max_timeout``, seconds."""
+"""Trinity-RFT's default of ``max_timeout``, in seconds."""
 ENGINE = "explorer.rollout_model."
 SIZES = ("tensor_parallel_size", "data_parallel_size", "pipeline_parallel_size", "nnodes")
-"""Settings of one engine on several devices."""
+"""Settings of an engine on several devices."""
 SWITCHES = {"enable_prefix_caching": True, "enable_chunked_prefill": True, "enable_auto_tool_choice": False}
 """Switches of vLLM's server that have no setting here, with their defaults."""
 OPTIONS = ("tool_call_parser", "reasoning_parser")
 """Options of vLLM's server that have no setting here."""
 API_JUDGE = "rubric_judge_openai_workflow"
-"""Workflow whose judge is a service; here that is an auxiliary model like any."""
+"""Workflow whose judge is a service; here such a judge is an ordinary auxiliary model."""
 UNUSED = {
     "explorer.name": "agents name themselves",
     "explorer.runner_prepare_concurrency": "runners start at once",
@@ -149,7 +149,7 @@ def _auxiliary(move: Move) -> None:
 
 
 def _api_judges(move: Move) -> Iterator[dict[str, Any]]:
-    """Yield the judges that tasksets ask at a service, and have their workflows ask these."""
+    """Yield the external judge models of the tasksets, and rewrite the tasksets' workflows to use these models."""
     buffer, names = move.settings.get("buffer", {}), set[str]()
     for taskset in (buffer.get("taskset") or {}, *buffer.get("tasksets", ()), *buffer.get("eval_tasksets", ())):
         if taskset.get("workflow") != API_JUDGE:

@@ -1,4 +1,4 @@
-"""Turns a configuration of Trinity-RFT into one of ours, and says what it changed and what it left out."""
+"""Translates a configuration of Trinity-RFT, and lists its changes and the settings that it left out."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from trinity_mq.config.run import Config
 
 RULES = (algorithm, model, buffer, explorer, trainer)
 MODES = {"both": "both", "colocate": "both", "train": "train", "explore": "explore", "bench": "bench"}
-"""Modes of Trinity-RFT, and what they are here."""
+"""Modes of Trinity-RFT, and the corresponding modes here."""
 UNUSED = {
     "project": "a run has a name alone",
     "group": "a run has a name alone",
@@ -30,7 +30,7 @@ UNUSED = {
     "ignore_validator_suggestions": "`trinity-mq validate` suggests nothing, it finds errors",
     "log": "logs are in the run's folder",
 }
-"""Settings beside the sections that a run does not need."""
+"""Top-level settings that a run does not need."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,20 +38,21 @@ class Migration:
     """A configuration, ready to be written."""
 
     settings: dict[str, Any]
-    """Settings of ours, by section."""
+    """Settings of the new configuration, by section."""
     comments: Mapping[Path, Sequence[str]]
-    """Comments on what changed, by the place of a setting."""
+    """Comments on changes, by the place of a setting."""
     left_out: Sequence[LeftOut]
-    """Settings that have no place here."""
+    """Settings without a counterpart here."""
 
 
 def migrate(source: Mapping[str, Any]) -> Migration:
-    """Return the configuration that does here what ``source`` does with Trinity-RFT.
+    """Return a configuration that does the same here as ``source`` does with Trinity-RFT.
 
-    Interpolations of environment variables stay; defaults of Trinity-RFT that are others here are written out.
+    Interpolations of environment variables are kept. Defaults of Trinity-RFT that differ from the defaults here are
+    written explicitly.
 
     Raises:
-        ConfigError: It is none of Trinity-RFT, or a reference in it leads nowhere.
+        ConfigError: ``source`` is not a configuration of Trinity-RFT, or contains a dangling reference.
     """
     if not any(isinstance(source.get(section), Mapping) for section in ("model", "buffer", "algorithm")):
         raise ConfigError(
@@ -92,7 +93,7 @@ def _run(source: Mapping[str, Any], comments: Comments) -> dict[str, Any]:
 
 
 def _ordered(section: Any) -> Any:
-    """Return a section with its plain values before its sections."""
+    """Return a section with its plain values before its subsections."""
     if isinstance(section, list):
         return [_ordered(one) for one in section]
     if not isinstance(section, Mapping):
@@ -130,15 +131,15 @@ def _mode(move: Move) -> None:
 
 
 def slug(text: str) -> str:
-    """Return a name that a run can have."""
+    """Return a valid run name made from ``text``."""
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:40].strip("-") or "run"
 
 
 def _stages(base: Mapping[str, Any], stages: Any) -> Migration:
-    """Return several runs one after another.
+    """Return several runs, one after another.
 
-    A stage of Trinity-RFT replaces whole sections; here it is merged into them. So each stage is rewritten as a whole
-    run, and what all of them have in common is written once.
+    A stage of Trinity-RFT replaces whole sections; here a stage is merged into them. So each stage is migrated as a
+    complete run, and the sections that all runs have in common are written once.
     """
     if not isinstance(stages, list) or not all(isinstance(one, Mapping) and one.get(STAGE_NAME) for one in stages):
         raise ConfigError(f"{STAGES}: wanted a list of settings with a {STAGE_NAME} each, got {stages!r}")

@@ -1,4 +1,4 @@
-"""The section ``model``: lengths, LoRA, and the sampling parameters that stand with the rollout engine here."""
+"""The section ``model``: lengths, LoRA, and the sampling parameters, which belong to the rollout engine here."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from trinity_mq.config.migration.move import LeftOut, Move
 from trinity_mq.config.migration.values import number, whole
 
 LENGTHS = ("max_model_len", "max_prompt_tokens", "max_response_tokens")
-"""Limits of lengths: both together, the prompt's, the response's."""
+"""Length limits: the total, the prompt and the response."""
 
 
 def model(move: Move) -> None:
@@ -44,7 +44,7 @@ def model(move: Move) -> None:
 
 
 def sampling(move: Move) -> dict[str, Any]:
-    """Return sampling parameters of the model that are parameters of each taskset here."""
+    """Return the sampling parameters of the model that belong to each taskset here."""
     found = {}
     for name in ("top_k", "repetition_penalty"):
         engine, of_model = move.take(f"explorer.rollout_model.{name}"), move.take(f"model.{name}")
@@ -64,11 +64,11 @@ def _truncated(move: Move) -> None:
 
 
 def lengths(move: Move, there: str, here: str = "model.") -> None:
-    """Move the limits of lengths, and fill in those that Trinity-RFT would fill in."""
+    """Move the length limits, and fill in the limits that Trinity-RFT would fill in."""
     given = {name: value for name in LENGTHS if (value := move.take(there + name)) is not None}
     numbers = {name: found for name, value in given.items() if (found := whole(value)) is not None}
     said: dict[str, str] = {}
-    if len(numbers) == len(given) and given:  # no variable that is not set on this machine
+    if len(numbers) == len(given) and given:  # otherwise a limit is a variable that is not set on this machine
         filled, said = _filled(numbers)
         given |= {name: value for name, value in filled.items() if value != numbers.get(name)}
     for name in LENGTHS:
@@ -77,7 +77,7 @@ def lengths(move: Move, there: str, here: str = "model.") -> None:
 
 
 def _filled(given: Mapping[str, int]) -> tuple[dict[str, int], dict[str, str]]:
-    """Return all three limits from some of them, and what is to be said about those that were not given."""
+    """Return all three limits, computed from the given ones, and comments on the computed limits."""
     total, prompt, response = (given.get(name) for name in LENGTHS)
     said = {}
     if total is None:

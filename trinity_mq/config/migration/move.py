@@ -1,4 +1,4 @@
-"""Moves settings one by one from one mapping to another, so that what nobody took is known at the end."""
+"""Moves settings one by one from one mapping to another, and keeps track of the settings that were not moved."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ class LeftOut:
     """A setting that the new configuration does not have."""
 
     key: str
-    """Its dotted key in the old one."""
+    """Dotted key in the old configuration."""
     value: Any
     reason: str
     matters: bool
-    """Whether the run does something else without it."""
+    """Whether the run behaves differently without it."""
 
 
 @dataclass
 class Comments:
-    """The comments on settings of the new configuration, and the settings that it lacks."""
+    """The comments on settings of the new configuration, and the old settings that were left out."""
 
     at: dict[Path, list[str]] = field(default_factory=dict)
     """Comments by place."""
@@ -37,15 +37,15 @@ class Comments:
 
 
 class Move:
-    """The settings of one mapping on their way into another.
+    """A transfer of the settings of one mapping to another.
 
-    Keys are dotted. A value of None in the old configuration is as if it were not there.
+    Keys are dotted. A value of None in the old configuration counts as missing.
 
     Args:
-        source: The old settings, which stay as they are.
-        comments: Takes what is to be said.
-        place: Where the new settings will stand in the whole configuration.
-        prefix: Where the old ones stood, for messages.
+        source: The old settings, which are not modified.
+        comments: Collects comments and the settings that are left out.
+        place: Place of the new settings in the whole configuration.
+        prefix: Place of the old settings, for messages.
     """
 
     def __init__(self, source: Mapping[str, Any], comments: Comments, place: Path = (), prefix: str = "") -> None:
@@ -56,14 +56,14 @@ class Move:
         self.settings: dict[str, Any] = {}
 
     def peek(self, key: str, default: Any = None) -> Any:
-        """Return the value of an old key, which stays to be taken."""
+        """Return the value of an old key without removing it."""
         here: Any = self._source
         for part in key.split("."):
             here = here.get(part) if isinstance(here, Mapping) else None
         return default if here is None else here
 
     def take(self, key: str, default: Any = None) -> Any:
-        """Return the value of an old key and take it out; ``default`` where it has none."""
+        """Remove an old key and return its value; ``default`` if it has none."""
         *parents, last = key.split(".")
         here: Any = self._source
         for part in parents:
@@ -74,10 +74,10 @@ class Move:
         return default if found is None else found
 
     def take_mapping(self, key: str) -> Mapping[str, Any]:
-        """Return settings by name and take them out.
+        """Remove an old key and return its value, a mapping; empty if it has none.
 
         Raises:
-            ConfigError: They are something else.
+            ConfigError: The value is not a mapping.
         """
         value = self.take(key, {})
         if not isinstance(value, Mapping):
@@ -85,10 +85,10 @@ class Move:
         return value
 
     def take_mappings(self, key: str) -> list[Mapping[str, Any]]:
-        """Return a list of settings by name and take it out.
+        """Remove an old key and return its value, a list of mappings; empty if it has none.
 
         Raises:
-            ConfigError: It is something else.
+            ConfigError: The value is not a list of mappings.
         """
         value = self.take(key, [])
         if not isinstance(value, list):
@@ -99,7 +99,7 @@ class Move:
         return value
 
     def names(self) -> list[str]:
-        """Return the keys that nobody took, without those inside."""
+        """Return the remaining top-level keys of the old settings."""
         return [str(key) for key in self._source]
 
     def put(self, key: str, value: Any, *comments: str) -> None:
@@ -117,38 +117,38 @@ class Move:
         self._comments.at.setdefault((*self._place, *key.split(".")), []).extend(comments)
 
     def move(self, old: str, new: str, why: str = "") -> None:
-        """Bring an old key, where it has a value, to its new place."""
+        """Move an old key, if it has a value, to its new place."""
         value = self.take(old)
         if value is not None:
             self.put(new, value, f"was {self._prefix}{old}" + (f": {why}" if why else ""))
 
     def keep(self, key: str) -> None:
-        """Bring a key, where it has a value, to the same place."""
+        """Move a key, if it has a value, to the same place."""
         value = self.take(key)
         if value is not None:
             self.put(key, value)
 
     def leave_out(self, old: str, reason: str, *, matters: bool = True) -> None:
-        """Take an old key, where it has a value, and say why it is not there any more."""
+        """Remove an old key, if it has a value, and record the reason why it is left out."""
         value = self.take(old)
         if value is not None:
             self.lost(LeftOut(f"{self._prefix}{old}", value, reason, matters))
 
     def lost(self, what: LeftOut) -> None:
-        """Add a setting to those that are not there any more."""
+        """Record a setting that is left out."""
         self._comments.left_out.append(what)
 
     def give_up(self, reason: str) -> None:
-        """Leave out all that nobody took."""
+        """Leave out all remaining settings."""
         for key, _ in list(self.rest()):
             self.leave_out(key, reason)
 
     def item(self, source: Mapping[str, Any], new: Path, old: str) -> Move:
-        """Return a move of a mapping inside, such as an item of a list."""
+        """Return a transfer of a nested mapping, such as an item of a list."""
         return Move(source, self._comments, (*self._place, *new), f"{self._prefix}{old}.")
 
     def rest(self) -> Iterator[tuple[str, Any]]:
-        """Yield what nobody took, by dotted keys."""
+        """Yield the remaining settings, by dotted keys."""
         yield from _leaves(self._source, "")
 
 
@@ -161,7 +161,7 @@ def _leaves(section: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]
 
 
 def is_ours(key: str, section: type[BaseModel] = Config) -> bool:
-    """Return whether ``section`` has a setting of this dotted key."""
+    """Return whether ``section`` has a setting with this dotted key."""
     first, _, rest = key.partition(".")
     field_ = section.model_fields.get(first)
     if field_ is None:

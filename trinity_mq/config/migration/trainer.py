@@ -31,7 +31,7 @@ UNUSED = {
 
 
 OF_MACHINES = ("micro_batch_size", "use_dynamic_bsz", "offload", "sequence_parallel", "balance_batch", "max_token_len")
-"""Parts of names in veRL's own configuration that say how a step is spread, and not what it computes."""
+"""Parts of key names in veRL's own configuration that affect how a step is distributed, not its result."""
 
 
 def trainer(move: Move) -> None:

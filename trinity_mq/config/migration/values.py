@@ -1,4 +1,4 @@
-"""Values of a configuration as they stand in its file, which may be interpolations of OmegaConf."""
+"""Raw values of a configuration file, which may be interpolations of OmegaConf."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _OTHER = re.compile(r"\$\{(?!oc\.env:|env:)")
 def without_references(source: Mapping[str, Any]) -> dict[str, Any]:
     """Return ``source`` with references to its own settings replaced by their values, since keys move.
 
-    Interpolations of environment variables stay as they are.
+    Interpolations of environment variables are kept.
 
     Raises:
-        ConfigError: A reference leads nowhere.
+        ConfigError: A reference does not resolve.
     """
     whole = OmegaConf.create(dict(source), flags={"allow_objects": True})
 
@@ -46,7 +46,7 @@ def without_references(source: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def known(value: Any) -> Any:
-    """Return a value with its environment variables filled in; None where one has neither a value nor a default."""
+    """Return a value with its environment variables filled in; None if a variable has neither a value nor a default."""
     if not isinstance(value, str) or not _VARIABLE.search(value):
         return value
     missing = False
@@ -62,7 +62,7 @@ def known(value: Any) -> Any:
 
 
 def number(value: Any) -> float | None:
-    """Return a number, also where it is written as text such as ``5e-7``; None where it is none."""
+    """Return a number, also from a text such as ``5e-7``; None if the value is not a number."""
     found = known(value)
     if isinstance(found, bool) or not isinstance(found, int | float | str):
         return None
@@ -73,6 +73,6 @@ def number(value: Any) -> float | None:
 
 
 def whole(value: Any) -> int | None:
-    """Return a whole number; None where it is none."""
+    """Return a whole number; None if the value is not a whole number."""
     found = number(value)
     return int(found) if found is not None and found == int(found) else None

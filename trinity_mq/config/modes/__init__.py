@@ -1,1 +1,1 @@
-"""Modes of a run, and the sections that belong to one of them alone."""
+"""Modes of a run, and the sections that belong to a single mode."""

@@ -1,4 +1,4 @@
-"""The section of mode ``bench``: which checkpoints are evaluated."""
+"""The section of mode ``bench``: the run and the checkpoints that are evaluated."""
 
 from __future__ import annotations
 
@@ -10,26 +10,27 @@ from pydantic import Field
 from trinity_mq.config.base import Section
 
 SUFFIX = "-bench"
-"""End of the name and of the folder of an evaluation that is given none of its own."""
+"""Suffix of the name and the folder of an evaluation without a name and folder of its own."""
 LONGEST_NAME = 40
 
 
 class BenchConfig(Section):
     """Mode ``bench``: evaluates checkpoints of a run on ``buffer.eval_tasksets``, each under the step of its
-    checkpoint. Those that were evaluated before are evaluated again only where they have changed.
+    checkpoint. Checkpoints that were evaluated before are evaluated again only if they have changed.
     """
 
     run: str = ""
-    """Folder of the run whose checkpoints are evaluated. Empty: that of this configuration; the evaluation is then a
-    run of its own beside it, whose name and folder end with ``-bench``."""
+    """Folder of the run whose checkpoints are evaluated. Empty: the folder of this configuration. The evaluation is
+    then a separate run, with ``-bench`` appended to name and folder."""
     checkpoints: Literal["all", "latest"] | tuple[Annotated[int, Field(ge=0)], ...] = "all"
-    """``all`` in their order, with ``explorer.eval_on_startup`` the first model before them; the ``latest``; or a list
-    of those to take, by the batches that they were trained on, such as ``[50, 100]``. 0 is the first model."""
+    """``all``: all checkpoints in their order, after the first model if ``explorer.eval_on_startup`` is set.
+    ``latest``: the latest checkpoint. A list: checkpoints by their number of trained batches, such as ``[50, 100]``; 0
+    is the first model."""
 
 
 def beside(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return settings of mode ``bench`` with a name and a folder beside those of the run that is evaluated. Where
-    ``bench.run`` is given, name and folder are the evaluation's own already, and stay.
+    """Return settings of mode ``bench`` with ``-bench`` appended to the name and the folder of the evaluated run. If
+    ``bench.run`` is given, name and folder already belong to the evaluation and are kept.
     """
     bench = settings.get("bench") or {}
     if settings.get("mode") != "bench" or not isinstance(bench, dict) or bench.get("run"):

@@ -18,63 +18,65 @@ class GatewayConfig(Section):
     """The HTTP gateway: sessions, their rewards, and how they become training batches."""
 
     host: str = "127.0.0.1"
-    """Address to listen on. Beyond loopback it needs ``key_file``, and TLS."""
+    """Address to listen on. An address other than loopback needs ``key_file`` and TLS."""
     port: int = Field(default=8710, ge=0, le=65535)
-    """Port to listen on; 0: a free one. Further gateways on one machine take the ports behind it."""
+    """Port to listen on. 0: a free port. Further gateways on the same machine take the following ports."""
     num_gateways: int = Field(default=1, ge=1)
-    """Gateways that ``trinity-mq run`` starts; a process each, all of which know every session."""
+    """Number of gateways that ``trinity-mq run`` starts. Each is a process, and all of them know every session."""
     public_url: str = ""
-    """Base URL by which agents reach the gateways, such as that of a balancer. Empty: host and port."""
+    """Base URL by which agents reach the gateways, such as the URL of a load balancer. Empty: host and port."""
     allowed_hosts: list[str] = Field(default_factory=list)
-    """Further names of this machine that clients may call the gateway by where ``key_file`` is not set. Loopback names,
-    ``host`` and that of ``public_url`` always count. A request by another name may be a web page's, which has its own
-    name resolve to this machine, and is refused."""
+    """Additional host names by which clients may call the gateway if ``key_file`` is not set. Loopback names, ``host``
+    and the host of ``public_url`` are always allowed. A request for another name is refused, since it may come from a
+    web page whose own host name resolves to this machine (DNS rebinding)."""
     key_file: str | None = None
-    """File with the keys, one a line, that may make sessions and see all of them. None: whoever reaches it may."""
+    """File with the keys that may create sessions and see all of them, one key in each line. None: no key is needed."""
     cert_file: str | None = None
-    """PEM file with the certificate for TLS, and the chain behind it."""
+    """PEM file with the TLS certificate, followed by its chain."""
     cert_key_file: str | None = None
-    """Key of ``cert_file``. None: it is in ``cert_file`` too."""
+    """Key of ``cert_file``. None: ``cert_file`` also holds the key."""
     tls_elsewhere: bool = False
-    """A balancer in front speaks TLS: the gateway may listen beyond loopback without."""
+    """A load balancer in front of the gateway terminates TLS, so the gateway may listen without TLS on an address other
+    than loopback."""
     idle_ttl: float = Field(default=3600.0, gt=0)
-    """Seconds without a call or a reward after which a session ends by itself, unless it asks for another limit."""
+    """Seconds without a call or a reward after which a session ends by itself, unless it requests another limit."""
     reward_ttl: float = Field(default=86_400.0, gt=0)
-    """Seconds for which a session that has ended waits for a reward, and for the others of its group, unless it asks
-    for another limit."""
+    """Seconds for which an ended session waits for a reward and for the other sessions of its group, unless it requests
+    another limit."""
     group_size: int | None = Field(default=None, ge=2)
-    """Sessions of a group. None: ``algorithm.repeat_times``."""
+    """Number of sessions in a group. None: ``algorithm.repeat_times``."""
     merge: Merge = "prefix"
-    """Experiences of a session. ``prefix``: turns whose prompt begins with exactly the tokens of an earlier turn become
-    one. ``per_call``: each answer is one. ``renderer``: as ``prefix``, and a prompt of a chat is rendered behind the
-    tokens of the turn before where these are of its text, so that no turn is lost to another way to cut the same text
-    into tokens."""
+    """Experiences of a session. ``prefix``: a turn whose prompt begins with exactly the tokens of an earlier turn is
+    merged with that turn into one experience. ``per_call``: each answer is an experience. ``renderer``: like
+    ``prefix``, and the prompt of a chat is rendered after the exact tokens of the previous turn if these belong to its
+    text, so that no turn is lost because the same text was tokenized differently."""
     turn_discount: float = Field(default=1.0, ge=0, le=1)
-    """Reward of an answer that has none of its own: that of the next one, times this."""
+    """Reward of an answer without a reward of its own: this factor times the reward of the next answer."""
     sampling: Literal["configured", "agent"] = "configured"
-    """``configured``: sessions that are trained on are sampled as ``explorer.rollout_model`` says, whatever the agent
-    asks for. ``agent``: its temperature counts, which is kept with each answer."""
+    """``configured``: sessions that are trained on are sampled with the parameters of ``explorer.rollout_model``, and
+    the agent's parameters are ignored. ``agent``: the agent's temperature is used, and recorded with each answer."""
     batch_wait: float = Field(default=30.0, gt=0)
-    """Seconds for which an incomplete batch waits for further sessions before it is trained on as it is."""
+    """Seconds for which an incomplete batch waits for further sessions. Then it is trained on although it is
+    incomplete."""
     record_timeout: float = Field(default=2.0, gt=0)
-    """Seconds that an answer waits for the broker's confirm. Then it is given as not recorded, and counted."""
+    """Seconds that an answer waits for the broker's confirm. After that it is returned as not recorded, and counted."""
     when_behind: Literal["sample", "refuse"] = "sample"
-    """Treatment of new sessions while training is behind. ``sample``: a part of them is recorded, the others are
-    answered and not. ``refuse``: 429."""
+    """Treatment of new sessions while training is behind. ``sample``: some of them are recorded, the others are
+    answered but not recorded. ``refuse``: they get status 429."""
     max_waiting: int = Field(default=4096, ge=1)
-    """Sessions that wait to be trained on, from which on training counts as behind."""
+    """Number of sessions waiting to be trained on at which training counts as behind."""
     max_kept_bytes: int = Field(default=512 * 1024**2, ge=1024**2)
-    """Bytes of all sessions that are not settled, from which on nothing further is recorded."""
+    """Bytes of all unsettled sessions at which recording stops."""
     max_open: int = Field(default=10_000, ge=1)
-    """Sessions that may be open at a time."""
+    """Maximum number of open sessions."""
     max_calls: int = Field(default=1000, ge=1)
-    """Calls of one session."""
+    """Maximum number of calls in one session."""
     calls_per_minute: int = Field(default=600, ge=1)
-    """Calls of one session within a minute."""
+    """Maximum number of calls in one session within a minute."""
     max_body_bytes: int = Field(default=8 * 1024**2, ge=1024)
-    """Bytes of one request."""
+    """Maximum bytes of one request."""
     not_ready_timeout: float = Field(default=60.0, ge=0)
-    """Seconds that a call waits for an engine with weights."""
+    """Seconds for which a call waits for an engine with weights."""
     request_timeout: float = Field(default=600.0, gt=0)
     """Seconds for one answer of an engine."""
 
@@ -85,12 +87,12 @@ class GatewayConfig(Section):
 
     @property
     def is_local(self) -> bool:
-        """Only programs on this machine reach it."""
+        """Whether only programs on this machine can reach the gateway."""
         return is_loopback(self.host)
 
     @property
     def host_names(self) -> frozenset[str]:
-        """Names by which clients may call it where nobody needs a key, besides those of loopback."""
+        """Host names by which clients may call the gateway if no key is needed, in addition to loopback names."""
         named = urlsplit(self.public_url).hostname
         return frozenset(name.lower() for name in (self.host, named, *self.allowed_hosts) if name)
 

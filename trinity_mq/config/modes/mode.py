@@ -1,4 +1,4 @@
-"""Modes of a run: which agents work in each, and which of them ends it."""
+"""Modes of a run: the agents of each mode, and the agent whose end is the end of the run."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ class Agents(NamedTuple):
     """The agents of a mode."""
 
     roles: tuple[str, ...]
-    """Roles of the processes that ``trinity-mq run`` starts, in the order of their start."""
+    """Roles of the processes that ``trinity-mq run`` starts, in starting order."""
     ends: str
-    """Role of the one agent whose end is the end of the run."""
+    """Role of the agent whose end is the end of the run."""
 
 
 AGENTS: Mapping[Mode, Agents] = MappingProxyType(
     {
         "both": Agents(("explorer", "trainer", "operator", "runner"), ends="explorer"),
-        # the trainer writes what it would train on, and gives engines the weights
+        # the trainer writes the experiences instead of training on them, and sends the weights to engines
         "explore": Agents(("explorer", "trainer", "operator", "runner"), ends="explorer"),
         "train": Agents(("trainer",), ends="trainer"),
-        # the trainer gives engines the weights of one checkpoint after another
+        # the trainer sends the weights of one checkpoint after another to engines
         "bench": Agents(("explorer", "trainer", "runner"), ends="explorer"),
-        # gateways answer; runners make experiences of the sessions that are over
+        # gateways answer; runners turn ended sessions into experiences
         "serve": Agents(("explorer", "trainer", "operator", "runner", "gateway"), ends="explorer"),
     }
 )
-"""Agents by mode; a mode without an entry is refused by the configuration."""
+"""Agents by mode. The configuration refuses a mode without an entry."""
 
 TRAINING_MODES = frozenset[Mode]({"both", "train", "serve"})
-"""Modes that leave a trained model behind."""
+"""Modes that produce a trained model."""

@@ -1,4 +1,4 @@
-"""The section of a run that trains on what another run saw."""
+"""The section of a run that trains on the rollouts of another run."""
 
 from __future__ import annotations
 
@@ -10,21 +10,23 @@ from trinity_mq.config.base import Section
 
 
 class SourceConfig(Section):
-    """Mode ``train``: trains on the processed batches of another run, as they are on its stream. The other run may go
-    on meanwhile, or be over.
+    """Mode ``train``: trains on the processed batches of another run, read from its stream. The other run may still be
+    running, or have ended.
     """
 
     tap: str = ""
-    """The run: its folder, or its name. A run whose folder is on this machine is found by it, broker and blob store
-    too; of a name alone, on this run's broker. It is only read. Empty: none, the run trains on its own data. Given, it
-    makes mode ``train`` of mode ``both``."""
+    """Folder or name of the other run. If its folder is on this machine, the folder also gives its broker and blob
+    store; a name alone refers to this run's broker. The other run is only read. Empty: the run trains on its own data.
+    If set, mode ``both`` becomes mode ``train``."""
     start: Literal["beginning", "now"] | Annotated[int, Field(ge=1)] = "beginning"
-    """First batch: the ``beginning`` of what its stream still holds, the first that is published from ``now`` on, or
-    that of this number."""
+    """First batch: the ``beginning`` of the batches that the stream still holds, the first batch published from ``now``
+    on, or a batch number."""
 
 
 def trains_on_tap(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return settings of mode ``both`` with ``source.tap`` as those of mode ``train``: nothing is rolled out."""
+    """Return settings with mode ``train`` instead of ``both`` if ``source.tap`` is set, since nothing is rolled out
+    then.
+    """
     source = settings.get("source") or {}
     if not isinstance(source, dict) or not source.get("tap") or settings.get("mode", "both") != "both":
         return settings
