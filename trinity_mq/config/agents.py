@@ -430,7 +430,7 @@ class SupervisorConfig(Section):
     restart_window: float = Field(default=600.0, gt=0)
     """Seconds over which restarts are counted."""
     grace: float = Field(default=30.0, gt=0)
-    """Seconds that a process has to drain before it is killed."""
+    """Seconds in which a process drains before it is killed."""
     fork: bool = True
     """Fork agents and engines from one process that has already imported their modules (Linux): a run starts sooner and
     takes less memory. ``false``: start each with its command line, for libraries that do not work after a fork."""

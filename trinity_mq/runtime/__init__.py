@@ -1,1 +1,1 @@
-"""The base of the daemons, shared by all agents."""
+"""The common base of all daemons."""

@@ -1,4 +1,4 @@
-"""The base of the daemons: a bus, heartbeats sent and received, commands, an orderly end."""
+"""Base class of the daemons: bus connection, heartbeats, commands and an orderly end."""
 
 from __future__ import annotations
 
@@ -43,25 +43,25 @@ log = structlog.get_logger(__name__)
 __all__ = ["HEARTBEAT_INTERVAL", "HEARTBEAT_LEASE", "Agent"]
 
 LOCK_RETRY = 2.0
-"""Seconds between two tries to take a lock that another agent holds."""
+"""Seconds between two attempts to take a lock that another agent holds."""
 TAKEN_OVER = "another {0.role} of this run may have taken over while this one, {0.id}, was disconnected"
 
 
 TAKES_WORK: tuple[Role, ...] = ("runner", "operator")
-"""Roles that take messages which another agent of another run could take as well. Where the run folder names the run,
-they belong to it before they hear an explorer."""
+"""Roles that take messages which an agent of another run could take as well. If the run folder names the run, agents of
+these roles belong to it before they hear an explorer."""
 
 
 class Agent(ABC):
-    """Base of the daemons.
+    """Base class of the daemons.
 
-    A subclass implements :meth:`serve`, which returns when its work is over or soon after :attr:`draining` is set, and
-    :meth:`detail`, which each heartbeat carries.
+    A subclass implements :meth:`serve`, which returns when its work is done or soon after :attr:`draining` is set, and
+    :meth:`detail`, the status in each heartbeat.
     """
 
     role: ClassVar[Role]
     compatibility: ClassVar[Compatibility] = OWN
-    """The message schemas that it reads and writes."""
+    """The message schemas that the agent reads and writes."""
 
     def __init__(
         self, config: Config, *, bus: Bus, topology: Topology, agent_id: str, metrics: MetricsWriter | None = None
@@ -76,9 +76,8 @@ class Agent(ABC):
         self.serving = asyncio.Event()
         """Set once the agent is connected, subscribed and about to serve."""
         self.run_folder: Path | None = None
-        """Folder with the marker of a run that is over: an agent that was not started or not connected when it ended
-        has missed the explorer's last heartbeat.
-        """
+        """Folder with the marker of a finished run. An agent that was not started or not connected at the end of the
+        run has missed the explorer's last heartbeat."""
         self._reconnected = asyncio.Event()
         self.woken = Notifier()
         """Notified on every change that an agent's main loop may wait for."""
@@ -88,10 +87,10 @@ class Agent(ABC):
         """The lock of the run under which this agent acts, if it needs one."""
         self._drain_within = math.inf
         self.waits_for: str | None = None
-        """The awaited event, None while the agent works."""
+        """Description of the awaited event, None while the agent works."""
         self._waits_since = 0.0
         self._other_runs: set[str | None] = set()
-        """Ids of runs of the same name whose messages are dropped at once."""
+        """Ids of other runs of the same name whose messages are dropped at once."""
         self._heartbeats = HeartbeatPublisher(bus, topology, agent_id, self._current_heartbeats)
 
     @abstractmethod
@@ -113,7 +112,7 @@ class Agent(ABC):
         self._unsent.put_nowait(Metrics(role=self.role, id=self.id, step=step, values=values))
 
     def set_state(self, state: str, waits_for: str | None = None) -> None:
-        """Set what the agent does and what it waits for; a heartbeat tells soon."""
+        """Set the agent's state and the event that it waits for; a heartbeat reports a change within half a second."""
         if (state, waits_for) != (self.state, self.waits_for):
             if waits_for != self.waits_for:
                 self._waits_since = asyncio.get_running_loop().time()
@@ -121,15 +120,15 @@ class Agent(ABC):
             self.heartbeat_soon()
 
     def heartbeat_soon(self) -> None:
-        """Have a heartbeat tell what changed, within half a second."""
+        """Schedule a heartbeat that reports a change within half a second."""
         self._heartbeats.soon()
 
     def heartbeat_now(self) -> None:
-        """Have a heartbeat tell at once what another agent may be waiting for."""
+        """Send a heartbeat at once, since another agent may be waiting for its content."""
         self._heartbeats.now()
 
     def drain(self, within: float | None = None) -> None:
-        """Ask the agent to finish its work in hand and end; ``within`` bounds its ``drain_timeout`` in seconds."""
+        """Ask the agent to finish its work in hand and end; ``within`` limits its ``drain_timeout``, in seconds."""
         if within is not None:
             self._drain_within = within
         if not self.draining.is_set():
@@ -139,15 +138,19 @@ class Agent(ABC):
 
     @property
     def drain_timeout(self) -> float:
-        """Seconds that draining agents have for the work in hand (``runner.drain_timeout``, or less when pressed)."""
+        """Seconds that a draining agent has for its work in hand: ``runner.drain_timeout``, or less if :meth:`drain`
+        limits it.
+        """
         return min(self.config.runner.drain_timeout, self._drain_within)
 
     def restart(self, why: RestartMe) -> None:
-        """End this process so that a fresh one takes its place. An agent that can give its work back does so first."""
+        """End this process so that a new process replaces it. Agents that can return their work to the queue do so
+        first.
+        """
         raise why
 
     async def run(self) -> None:
-        """Connect, serve, send a last heartbeat, close."""
+        """Connect, serve, send a last heartbeat, and close the connection."""
         if not await self.woken.unless(self.draining.is_set, self.bus.connect()):
             return
         if self.run_folder is not None and self.role in TAKES_WORK:
@@ -177,17 +180,18 @@ class Agent(ABC):
 
     async def _serve_once(self, subscribed: asyncio.Event) -> None:
         await subscribed.wait()
-        if self.compatibility.writes > 1:  # release 0.1.0, and maybe others, would not read it
+        if self.compatibility.writes > 1:  # release 0.1.0, and maybe others, could not read it
             await self.woken.until(lambda: self.draining.is_set() or self._met.is_set())
         self.serving.set()
-        if self.run_folder is not None and is_run_over(self.run_folder):  # after we listen: a mark made earlier is seen
+        # checked after subscribing, so that an earlier mark is seen
+        if self.run_folder is not None and is_run_over(self.run_folder):
             log.info("run_is_over", agent=self.id)
             return
         await self.serve()
 
     async def _look_for_end(self) -> None:
-        """End if the run has ended: look after each outage, and while no explorer is heard. A process that was frozen
-        at the end of the run may miss that without an outage.
+        """End the agent if the run has ended: check after each outage, and while no explorer is heard. A process that
+        was frozen at the end of the run may miss the end without an outage.
         """
         while self.run_folder is not None:
             with contextlib.suppress(TimeoutError):
@@ -229,7 +233,7 @@ class Agent(ABC):
             group.create_task(self.each(commands, self._on_control))
 
     async def with_background(self, main: Awaitable[Any], *background: Coroutine[Any, Any, None]) -> None:
-        """Await ``main`` and run ``background`` tasks until it returns; an exception of one of them ends all."""
+        """Await ``main`` and run ``background`` tasks until it returns. An exception in any of them ends all."""
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(one) for one in background]
             await main
@@ -239,7 +243,7 @@ class Agent(ABC):
     async def each(self, feed: Consumer, handle: Callable[[Any, Delivery], Awaitable[None]], **how: Any) -> None:
         """Pass every message of ``feed`` to ``handle`` and acknowledge it; dead-letter a body that does not decode.
 
-        ``how`` as for :func:`trinity_mq.runtime.deliveries.decode_or_dead_letter`.
+        ``how`` is passed to :func:`trinity_mq.runtime.deliveries.decode_or_dead_letter`.
         """
 
         async def receive(delivery: Delivery) -> None:
@@ -260,12 +264,12 @@ class Agent(ABC):
             if message.detail.run_id:
                 self.follow_run(message.detail)
         elif self.bus.is_foreign(delivery):
-            return  # its counters are of another run
+            return  # its counters belong to another run
         self.peers.receive(message)
         self.woken.notify()
 
     def follow_run(self, explorer: ExplorerStatus) -> None:
-        """Belong to the run of the explorer that schedules. Agents that save the run's id themselves override it.
+        """Join the run of the explorer that schedules. Agents that save the run's id themselves override this method.
 
         Raises:
             FatalError: The agent's run folder belongs to another run.
@@ -275,12 +279,13 @@ class Agent(ABC):
         self.bus.run_id = explorer.run_id
 
     async def drop_foreign(self, delivery: Delivery) -> bool:
-        """Acknowledge and count a message of another run of the same name; return whether it was one.
+        """Acknowledge and count a message of another run of the same name; return whether it was such a message.
 
-        A message may come earlier than the first heartbeat of the explorer that began its run: the first one of each
-        other run is held until heartbeats of a whole lease have not confirmed that run, and until the explorer of this
-        agent's run is heard: before that, the message may be of the run that works on the broker. An agent that is
-        asked to drain meanwhile leaves it, unanswered, to the broker.
+        A message may arrive before the first heartbeat of the explorer that began its run. The first message of each
+        other run is therefore held until two conditions are met: a whole lease has passed without a heartbeat that
+        confirms that run, and the explorer of this agent's run is heard. Before that, the message may belong to the run
+        that is active on the broker. If the agent is asked to drain while it holds the message, it leaves the message
+        unanswered to the broker.
         """
         if self.bus.is_foreign(delivery) and delivery.run_id not in self._other_runs:
             with contextlib.suppress(TimeoutError):
@@ -297,7 +302,7 @@ class Agent(ABC):
 
     @property
     def _is_run_confirmed(self) -> bool:
-        """A living explorer announces the run that this agent belongs to."""
+        """Whether a live explorer announces the run that this agent belongs to."""
         return any(status.run_id == self.bus.run_id for status in self.peers.statuses("explorer", ExplorerStatus))
 
     async def _on_control(self, message: Message, delivery: Delivery) -> None:
@@ -312,13 +317,13 @@ class Agent(ABC):
             await self.on_control(message)
 
     async def on_control(self, event: ControlEvent) -> None:
-        """Act on a pause or resume command; the default ignores both."""
+        """Act on a pause or resume command; by default both are ignored."""
         log.info("control_ignored", verb=event.verb)
 
     async def take_lock(self, name: str, state: str, waits_for: str, *, until: Callable[[], bool]) -> bool:
-        """Take the run's lock ``name`` once it is free; return False if ``until`` holds before.
+        """Take the run's lock ``name`` once it is free; return False if ``until`` becomes true first.
 
-        Meanwhile the heartbeats say ``state`` and ``waits_for``.
+        While waiting, the heartbeats report ``state`` and ``waits_for``.
         """
         while not until():
             try:
@@ -334,17 +339,17 @@ class Agent(ABC):
         """Wait until the lock is lost.
 
         Raises:
-            RestartMe: It is.
+            RestartMe: The lock is lost.
         """
         assert self.lock is not None
         await self.lock.wait_lost()
         raise RestartMe(TAKEN_OVER.format(self))
 
     async def ensure_lock(self) -> None:
-        """Return while the lock is held, waiting through a lost connection; without a lock at once.
+        """Return if the lock is held, after waiting for a lost connection to return. Without a lock, return at once.
 
         Raises:
-            RestartMe: Another agent took it meanwhile, which alone may write now.
+            RestartMe: Another agent took the lock, so that only that agent may write.
         """
         if self.lock is None or self.lock.held:
             return
@@ -366,7 +371,7 @@ class Agent(ABC):
 
     def _current_heartbeats(self) -> Iterable[Heartbeat]:
         now = asyncio.get_running_loop().time()
-        self.peers.changed.notify()  # no message tells that a lease has run out
+        self.peers.changed.notify()  # no message reports an expired lease
         self.woken.notify()
         self.heartbeat_seq += 1
         own = Heartbeat(

@@ -1,4 +1,4 @@
-"""Makes envelopes of messages and messages of deliveries; gives deliveries back; dead-letters bodies without use."""
+"""Envelopes of messages, messages of deliveries, return of deliveries to their queue, and dead letters."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ log = structlog.get_logger(__name__)
 EXPERIENCES = "application/vnd.trinity-mq.experiences"
 """Content type of experience parts and chunks."""
 REFERENCE = "application/vnd.trinity-mq.reference"
-"""Content type of an ExperienceReference, whose experience body lies in the blob store."""
+"""Content type of an ExperienceReference, whose experience body is in the blob store."""
 OFFSETS_HEADER = "offsets"
-"""Header of a dead BatchReady: the offsets of its chunks on the ready stream, separated by commas."""
+"""Header of a dead-lettered BatchReady: the offsets of its chunks on the ready stream, separated by commas."""
 
 GIVEN_BACK, FAILED, RETURNED, FAILURES = "given-back", "failed-tries", "returned", "failures"
 PUT_BACK = "put-back"
-"""Headers of a message that an agent gave back: see :class:`PastDeliveries`."""
+"""Headers of a message that an agent returned to the queue: see :class:`PastDeliveries`."""
 MAX_FAILURES = 5
-"""Failed tries whose reasons travel with a message."""
+"""Maximum number of failure reasons in the headers of a message."""
 MAX_FAILURE = 240
-"""Characters of such a reason."""
+"""Maximum number of characters of such a reason."""
 MAX_DEATHS = 3
-"""Deaths of a process with the same message in hand after which the message is set aside as it is."""
+"""Number of process deaths with the same message in hand after which the message is set aside unhandled."""
 SLOTS, SLOT = 64, 512
-"""Queues that a process reads from, and bytes that name the message in hand of each."""
+"""Number of queues that a process reads from, and bytes that name the message in hand of each queue."""
 
 
 def envelope(
@@ -51,8 +51,9 @@ def envelope(
     correlation_id: str | None = None,
     reply_to: str | None = None,
 ) -> Envelope:
-    """Return ``message`` ready to publish, with ``kind`` and ``version`` repeated in the headers; while traced, one
-    of a batch has the header ``traceparent`` too. A batch, ticket or attempt that no header can hold is not repeated.
+    """Return ``message`` ready to publish, with ``kind`` and ``version`` repeated in the headers. While tracing is on,
+    a message of a batch also has the header ``traceparent``. A batch, ticket or attempt that does not fit into a header
+    is not repeated.
     """
     found: dict[str, HeaderValue] = {"kind": message.kind, "version": message.version_number, **(headers or {})}
     fields = {name: getattr(message, name, None) for name in ("batch", "ticket", "attempt") if name not in found}
@@ -74,7 +75,7 @@ def envelope(
 
 
 def new_mark() -> Envelope:
-    """Return a mark of its own, by which a reader finds the present end of a stream."""
+    """Return a unique mark, by which a reader finds the current end of a stream."""
     nonce = uuid.uuid4().hex
     return envelope(Mark(nonce=nonce), message_id=f"mark-{nonce}")
 
@@ -82,10 +83,10 @@ def new_mark() -> Envelope:
 async def dead_letter(
     bus: Bus, topology: Topology, incoming: Incoming, reason: str, by: str, *, past: PastDeliveries | None = None
 ) -> None:
-    """Publish a copy of a body to ``dead`` with its reason; the original is the caller's to acknowledge afterwards.
+    """Publish a copy of a body to ``dead`` with its reason. The caller acknowledges the original afterwards.
 
-    A body too large for us to publish is rejected instead: the broker moves it, and the reason is in our log only.
-    ``past`` are its deliveries so far, by default those before this one.
+    A body too large to publish is rejected instead: the broker moves it, and only our log has the reason. ``past`` are
+    its deliveries so far, by default the deliveries before this one.
     """
     past = past or PastDeliveries.of(incoming)
     log.warning(
@@ -96,7 +97,7 @@ async def dead_letter(
         deliveries=past.count,
     )
     if len(incoming.body) > bus.max_message_bytes and isinstance(incoming, Delivery):
-        with contextlib.suppress(StaleDelivery):  # stale: the broker redelivers it, and it is handled then
+        with contextlib.suppress(StaleDelivery):  # stale: the broker redelivers the message, and it is handled then
             await incoming.reject()
         return
     _, left_out = outside_headers(incoming.headers)
@@ -110,11 +111,12 @@ async def dead_letter(
     }
     copy = _copy(incoming, f"dead-{incoming.queue}-{_identity(incoming)}", headers)
     while not await bus.publish(topology.exchange("dead"), incoming.routing_key or "unknown", copy):
-        await bus.declare(topology.dead)  # it was deleted; the original is acknowledged next and must not be lost
+        # the queue was deleted; the original is acknowledged next and must not be lost
+        await bus.declare(topology.dead)
 
 
 def _copy(incoming: Incoming, message_id: str, headers: dict[str, HeaderValue]) -> Envelope:
-    """Return the message to publish again, with these headers beside its own."""
+    """Return the message to publish again, with ``headers`` added to its own headers."""
     kept, _ = outside_headers(incoming.headers)
     return Envelope(
         body=incoming.body,
@@ -128,7 +130,7 @@ def _copy(incoming: Incoming, message_id: str, headers: dict[str, HeaderValue]) 
 
 
 def _identity(incoming: Incoming) -> str:
-    """Return an id of this body; outside senders may leave the message id out."""
+    """Return an id of this body. Outside senders may leave the message id out."""
     if incoming.message_id:
         return incoming.message_id
     return hashlib.sha256(incoming.body).hexdigest()[:32] if incoming.offset is None else str(incoming.offset)
@@ -138,7 +140,7 @@ def check_readable(incoming: Incoming) -> None:
     """Check that the properties of a message could be read.
 
     Raises:
-        DecodeError: They could not.
+        DecodeError: The properties could not be read.
     """
     if incoming.unreadable is not None:
         raise DecodeError(incoming.unreadable)
@@ -149,7 +151,7 @@ def in_hand(bus: Bus, incoming: Incoming) -> Iterator[None]:
     """Note that a message is in hand while the ``with`` block handles it.
 
     Raises:
-        EndsProcessError: It was in hand at :data:`MAX_DEATHS` deaths of this agent's process.
+        EndsProcessError: The message was in hand at :data:`MAX_DEATHS` deaths of this agent's process.
     """
     if bus.notes is None:
         yield
@@ -170,8 +172,8 @@ async def handle_or_set_aside(
     decide: Callable[[str], Awaitable[None]] | None = None,
     quiet: bool = False,
 ) -> None:
-    """Handle a message. A message that cannot be handled because of its content becomes a dead letter, acknowledged; so
-    does a message that was in hand at :data:`MAX_DEATHS` deaths of the process. Any other error is raised.
+    """Handle a message. If it cannot be handled because of its content, or was in hand at :data:`MAX_DEATHS` deaths of
+    the process, it is dead-lettered and acknowledged. Any other error is raised.
 
     Args:
         bus: The bus that the delivery came from.
@@ -179,8 +181,9 @@ async def handle_or_set_aside(
         delivery: The message.
         by: Id of the agent.
         handle: Handles the message, and acknowledges it.
-        decide: Called with the reason before the dead letter. It publishes the decision that another agent waits for.
-        quiet: Only log the message: of the many receivers of a broadcast one dead-letters it.
+        decide: Called with the reason before the message is dead-lettered. It publishes the decision that another agent
+            waits for.
+        quiet: Only log the message, since another of the many receivers of a broadcast dead-letters it.
     """
     try:
         with in_hand(bus, delivery):
@@ -208,19 +211,20 @@ async def decode_or_dead_letter(
     quiet: bool = False,
     at_once: bool = False,
 ) -> Message | None:
-    """Return the control-plane message in ``delivery``; None if it does not decode, dead-lettered and acknowledged.
+    """Return the control-plane message in ``delivery``; None if it does not decode and was dead-lettered and
+    acknowledged.
 
-    A body of a newer version is kept until the heartbeats of all other agents have come: one of a newer release among
-    them ends this agent, and the body is delivered again to one that reads it.
+    A body of a newer version is held until the heartbeats of all other agents have arrived. If an agent of a newer
+    release is among them, this agent ends, and the body is redelivered to an agent that can read it.
 
     Args:
         bus: A connected bus.
         topology: The run's names.
         delivery: The delivery.
         by: Id of the agent, for the dead letter.
-        expect: The only kind that belongs there, which the body may then leave out.
-        at_once: Do not wait for heartbeats: of these themselves.
-        quiet: Only log a body that does not decode: of the many receivers of a broadcast one dead-letters it.
+        expect: The only kind allowed in this queue; the body may then leave the kind out.
+        at_once: Do not wait for heartbeats, as for heartbeats themselves.
+        quiet: Only log a body that does not decode, since another of the many receivers of a broadcast dead-letters it.
     """
     try:
         check_readable(delivery)
@@ -239,7 +243,7 @@ async def decode_or_dead_letter(
 
 
 async def drop_foreign(bus: Bus, delivery: Delivery) -> bool:
-    """Acknowledge and count a message of another run of the same name; return whether it was one."""
+    """Acknowledge and count a message of another run of the same name; return whether it was such a message."""
     if not bus.is_foreign(delivery):
         return False
     if not bus.foreign:
@@ -250,7 +254,7 @@ async def drop_foreign(bus: Bus, delivery: Delivery) -> bool:
 
 
 async def acknowledge(delivery: Delivery) -> bool:
-    """Acknowledge; return False for a stale delivery, which the broker redelivers."""
+    """Acknowledge a delivery; return False for a stale delivery, which the broker redelivers."""
     try:
         await delivery.ack()
     except StaleDelivery:
@@ -259,7 +263,7 @@ async def acknowledge(delivery: Delivery) -> bool:
 
 
 async def requeue(delivery: Delivery) -> None:
-    """Requeue, which counts as returned; a stale delivery has been taken back by the broker already."""
+    """Requeue a delivery, which counts as returned. A stale delivery is already back in the queue."""
     with contextlib.suppress(StaleDelivery):
         await delivery.requeue()
 
@@ -269,19 +273,22 @@ class PastDeliveries:
     """The outcomes of the earlier deliveries of a message."""
 
     given_back: int = 0
-    """An agent gave it back in good order, as at the end of its drain. This says nothing about the message."""
+    """Number of deliveries that an agent returned to the queue in good order, as at the end of its drain. They say
+    nothing about the message."""
     failed: int = 0
-    """An agent saw the work on it fail, and lived to say so."""
+    """Number of deliveries whose handling failed in a process that survived and reported the failure."""
     returned: int = 0
-    """The broker took it back: the agent died, lost its connection, or the broker was restarted. Not a verdict."""
+    """Number of deliveries that the broker took back: the agent died, lost its connection, or the broker restarted.
+    They are not evidence against the message."""
     failures: tuple[str, ...] = ()
-    """Reasons why the latest tries failed."""
+    """Failure reasons of the latest tries."""
     put_back: int = 0
-    """Number of those given back in good order that had failed for want of infrastructure, such as a sandbox."""
+    """Number of deliveries, among those in ``given_back``, that failed because infrastructure was unavailable, such as
+    a sandbox."""
 
     @classmethod
     def of(cls, incoming: Incoming) -> PastDeliveries:
-        """Return what the headers and the broker's count say."""
+        """Return the outcomes recorded in the headers and in the broker's count."""
 
         def number(name: str) -> int:
             return clamped(incoming.headers.get(name))
@@ -304,17 +311,19 @@ class PastDeliveries:
 
     @property
     def suspect(self) -> int:
-        """Number of those that the work on the message may have ended: the ones not given back in good order."""
+        """Number of deliveries that the handling of the message may have ended: all except the deliveries in
+        ``given_back``.
+        """
         return self.failed + self.returned
 
     def poisoned(self, limit: int, crashes: int) -> bool:
-        """Say whether the message is not to be tried again: it had ``limit`` suspect deliveries, and there is evidence
-        that the work on it was to blame, a failure that was seen or ``crashes`` that :class:`CrashNotes` knows of.
+        """Return whether the message must not be tried again. It had ``limit`` suspect deliveries, and there is
+        evidence against its handling: a reported failure, or ``crashes`` counted by :class:`CrashNotes`.
         """
         return self.suspect >= limit and bool(self.failed or crashes)
 
     def then(self, failure: str | None) -> PastDeliveries:
-        """Return them with one more, which ended with ``failure``, or in good order."""
+        """Return the outcomes with one more delivery, which ended with ``failure``, or in good order if None."""
         if failure is None:
             return replace(self, given_back=self.given_back + 1)
         line = " ".join(failure.split())[:MAX_FAILURE]
@@ -323,7 +332,7 @@ class PastDeliveries:
 
     @property
     def headers(self) -> dict[str, HeaderValue]:
-        """The headers that say so."""
+        """The headers that record the outcomes."""
         said: dict[str, HeaderValue] = {
             GIVEN_BACK: self.given_back,
             FAILED: self.failed,
@@ -335,21 +344,21 @@ class PastDeliveries:
 
 
 async def give_back(bus: Bus, delivery: Delivery, failure: str | None = None) -> None:
-    """Publish a delivery again under its message id with headers that tell why, then acknowledge it.
+    """Publish a delivery again under its message id with headers for its outcome, then acknowledge it.
 
-    If this process dies between the two, both come: the readers of slices and manifests drop the second. What cannot be
-    published is requeued, which counts as returned.
+    If this process dies between the two, both copies are delivered, and the readers of slices and manifests drop the
+    second. A delivery that cannot be published is requeued, which counts as returned.
 
     Args:
         bus: The bus that the delivery came from.
         delivery: The delivery.
-        failure: How the work on it failed; None: it is given back in good order.
+        failure: Reason why its handling failed; None: it is returned in good order.
     """
     await _give_back(bus, delivery, PastDeliveries.of(delivery).then(failure))
 
 
 async def put_back(bus: Bus, delivery: Delivery) -> None:
-    """:func:`give_back` in good order, and count a try that failed for want of infrastructure."""
+    """Call :func:`give_back` in good order, and count a try that failed because infrastructure was unavailable."""
     past = PastDeliveries.of(delivery)
     await _give_back(bus, delivery, replace(past.then(None), put_back=past.put_back + 1))
 
@@ -362,26 +371,27 @@ async def _give_back(bus: Bus, delivery: Delivery, past: PastDeliveries) -> None
 
 
 async def publish_again(bus: Bus, delivery: Delivery, past: PastDeliveries) -> bool:
-    """Publish a copy of a delivery under its message id to where it came from, with headers that say what is past;
-    return whether a queue has it. The delivery is the caller's to answer.
+    """Publish a copy of a delivery under its message id to its original exchange and routing key, with headers for its
+    past outcomes; return whether it reached a queue. The caller acknowledges or requeues the delivery.
     """
     copy = _copy(delivery, _identity(delivery), past.headers)
     try:
         return await bus.publish(delivery.exchange, delivery.routing_key, copy)
-    except (BusError, ValueError) as error:  # ValueError: it came through an exchange of somebody else
+    except (BusError, ValueError) as error:  # ValueError: it came through an exchange that does not belong to the run
         log.warning("requeued", queue=delivery.queue, message_id=delivery.message_id, reason=str(error))
         return False
 
 
 class CrashNotes:
-    """The deliveries that earlier processes of this agent were at work on when they died: evidence of a crash, which
-    the broker's count is not. Kept in a file; it is not synced to the disk, as a machine that fails is nobody's crash.
+    """The deliveries that earlier processes of this agent were handling when they died. Unlike the broker's count, they
+    are evidence of a crash. The notes are kept in a file that is not synced to disk, since a failing machine is not a
+    crash of the agent.
 
-    A message that is in hand for a moment only is noted in a second file, which is mapped into memory: a note costs a
-    copy of some bytes, and the system keeps them when the process is killed.
+    A message that is only briefly in hand is noted in a second, memory-mapped file: a note costs a copy of a few bytes,
+    and the kernel keeps it when the process is killed.
 
     Args:
-        path: The file; its folder must exist. None: nothing is noted and nothing known.
+        path: The file; its folder must exist. None: nothing is noted or remembered.
     """
 
     def __init__(self, path: Path | None = None) -> None:
@@ -396,16 +406,16 @@ class CrashNotes:
         except (OSError, ValueError, TypeError) as error:
             log.warning("crash_notes_unreadable", path=str(path), reason=str(error))
         self._slots: dict[str, int] = {}
-        """Number of the slot of each queue."""
+        """Slot number of each queue."""
         self._hands = self._mapped()
 
     def crashes(self, key: str) -> int:
-        """Return how many processes died while they worked on ``key``."""
+        """Return the number of processes that died while they worked on ``key``."""
         return self._crashes[key]
 
     @contextlib.contextmanager
     def at_work(self, key: str) -> Iterator[None]:
-        """Note that this process works on ``key``, until it ends in whatever way but with the process."""
+        """Note that this process works on ``key`` until the block ends. The note remains only if the process dies."""
         self._at_work[key] += 1
         self._write()
         try:
@@ -416,9 +426,9 @@ class CrashNotes:
 
     @contextlib.contextmanager
     def in_hand(self, incoming: Incoming) -> Iterator[int]:
-        """Note that a message is in hand until the ``with`` block ends, in whatever way but with the process. Return
-        the number of processes that died with it in hand; a message that was handled is forgotten. Do not wait for a
-        broker or a peer in the block: a process that is killed then dies of something else.
+        """Note that a message is in hand until the ``with`` block ends. The note remains only if the process dies.
+        Return the number of processes that died with the message in hand. A message that was handled is forgotten. The
+        block must not wait for a broker or a peer: a process killed while waiting did not die of the message.
         """
         key = _place_of(incoming)
         start = self._slots.setdefault(incoming.queue, len(self._slots)) * SLOT
@@ -435,7 +445,7 @@ class CrashNotes:
                 self.forget(key)
 
     def _mapped(self) -> mmap.mmap:
-        """Return empty slots; count the messages that the last process had in hand."""
+        """Return empty slots, after counting the messages that the last process had in hand."""
         size, path = SLOTS * SLOT, self._path and self._path.with_suffix(".hand")
         if path is None:
             return mmap.mmap(-1, size)
@@ -452,7 +462,7 @@ class CrashNotes:
             return mmap.mmap(-1, size)
 
     def forget(self, key: str) -> None:
-        """Forget the crashes of ``key``, whose work is over."""
+        """Forget the crashes of ``key`` after its work is done."""
         if self._crashes.pop(key, 0):
             self._write()
 
@@ -471,7 +481,7 @@ class CrashNotes:
 
 
 def _noted(slots: bytes) -> Iterator[str]:
-    """Yield the names in the slots of messages in hand."""
+    """Yield the names of messages in hand from the slots."""
     for start in range(0, len(slots) - SLOT + 1, SLOT):
         size = int.from_bytes(slots[start : start + 2], "big")
         if 0 < size <= SLOT - 2:

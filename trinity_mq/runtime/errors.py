@@ -1,5 +1,5 @@
-"""Exceptions and exit codes of an agent that cannot go on, the errors that a message causes by its content, and the
-line of the user's own code at which an error was raised.
+"""Exceptions and exit codes of an agent that cannot continue, errors caused by the content of a message, and the line
+of the user's code that raised an error.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ _LIBRARIES = (*{sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "p
 _PROJECT = tuple(str(Path(__file__).parents[2] / package) + "/" for package in ("trinity_mq", "agents/trinity_agents"))
 
 EXIT_RESTART = 75
-"""A passing failure: start the agent again (sysexits EX_TEMPFAIL)."""
+"""A temporary failure: start the agent again (sysexits EX_TEMPFAIL)."""
 EXIT_RECYCLE = 79
-"""No failure: start a fresh process in its place."""
+"""No failure: replace the agent with a new process."""
 EXIT_DISK_FULL = 74
-"""The disk is full: starting again does not help before there is room (sysexits EX_IOERR)."""
+"""The disk is full: a restart does not help until there is space (sysexits EX_IOERR)."""
 EXIT_FATAL = 78
-"""Starting again does not help (sysexits EX_CONFIG)."""
+"""A restart does not help (sysexits EX_CONFIG)."""
 
 
 class FatalError(Exception):
-    """The run cannot go on; a restart would meet the same. The message is one line for a person."""
+    """The run cannot continue, and a restart would fail in the same way. The message is one line for people."""
 
 
 class RestartMe(Exception):
-    """Raised to have a fresh process take over from one that cannot go on."""
+    """Raised so that a new process replaces a process that cannot continue."""
 
 
 class RecycleMe(RestartMe):
-    """Raised to have a fresh process take over without a failure being counted."""
+    """Raised so that a new process replaces this process without counting a failure."""
 
 
 def first_leaf(error: BaseException) -> BaseException:
@@ -44,13 +44,13 @@ def first_leaf(error: BaseException) -> BaseException:
 
 def described(error: BaseException) -> str:
     """Return error and place in one line, such as ``KeyError: 'answer' (my_operator.py:17)``."""
-    error = first_leaf(error)  # the words of a group do not say what went wrong
+    error = first_leaf(error)  # the text of a group does not describe the error
     name, text = type(error).__name__, " ".join(str(error).split())
     return f"{name}: {text}{place(error)}" if text else f"{name}{place(error)}"
 
 
 def place(error: BaseException) -> str:
-    """Return where an error was raised, as the end of a line: the innermost line of the user's own code."""
+    """Return the place where an error was raised, as the end of a line: the innermost line of the user's own code."""
     frames = traceback.extract_tb(error.__traceback__)
     if not frames:
         return ""
@@ -62,23 +62,25 @@ def place(error: BaseException) -> str:
 
 
 def is_own(file: str) -> bool:
-    """Return whether a file is the user's own: it belongs neither to a library nor to this project."""
+    """Return whether a file is the user's own: it does not belong to a library or to this project."""
     return not file.startswith(("<", *_LIBRARIES, *_PROJECT))
 
 
 def shown(file: str) -> str:
-    """Return how a file is named to a person: relative to the working directory where it lies below it."""
+    """Return the name of a file for messages: relative to the working directory if it is below it, otherwise without
+    its folder.
+    """
     path = Path(file)
     try:
         return str(path.relative_to(Path.cwd()))
-    except (ValueError, OSError):  # it lies elsewhere, or the working directory is gone
+    except (ValueError, OSError):  # the file is outside of the working directory, or the working directory was deleted
         return path.name
 
 
 OF_CONTENT = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
-"""Errors that handling code raises at values that it does not expect. Errors of decoding and validation are such."""
+"""Errors that handling code raises at unexpected values. They include errors of decoding and validation."""
 NOT_OF_CONTENT = (OSError, BusError, FatalError, RestartMe)
-"""Errors of disk, broker and run. They win over :data:`OF_CONTENT`."""
+"""Errors of disk, broker and run. They take precedence over :data:`OF_CONTENT`."""
 
 
 def is_of_content(error: BaseException) -> bool:
@@ -93,10 +95,10 @@ def is_of_content(error: BaseException) -> bool:
 
 
 def reason_of(error: BaseException) -> str:
-    """Return the reason that a dead letter gives for an error of content."""
+    """Return the dead-letter reason of an error of content."""
     cause = first_leaf(error)
     return str(cause) if isinstance(cause, EndsProcessError) else f"cannot be handled: {type(cause).__name__}: {cause}"
 
 
 class EndsProcessError(ValueError):
-    """A message was in hand at so many deaths of the process that it is not handled again."""
+    """A message was in hand at too many deaths of the process and is not handled again."""

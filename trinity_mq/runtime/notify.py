@@ -11,7 +11,7 @@ class Notifier:
 
     def __init__(self) -> None:
         self._waiters: dict[asyncio.Future[None], None] = {}
-        """In order of arrival: the order of a set would differ from run to run."""
+        """A dict, which keeps the order of arrival: the order of a set would differ from run to run."""
 
     def notify(self) -> None:
         """Wake the waiters."""
@@ -37,12 +37,12 @@ class Notifier:
         return True
 
     async def until(self, predicate: Callable[[], bool]) -> None:
-        """Return once ``predicate`` holds; it is asked now and after each :meth:`notify`."""
+        """Return once ``predicate`` is true; it is evaluated now and after each :meth:`notify`."""
         while not predicate():
             await self.wait()
 
     async def unless(self, predicate: Callable[[], bool], work: Awaitable[None]) -> bool:
-        """Await ``work``, but cancel it once ``predicate`` holds; return whether it ended by itself."""
+        """Await ``work``, but cancel it once ``predicate`` is true; return whether it ended by itself."""
         tasks = [asyncio.ensure_future(work), asyncio.ensure_future(self.until(predicate))]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

@@ -1,4 +1,4 @@
-"""Heartbeats: publishing one's own, and the latest one of each other agent, valid while its lease lasts."""
+"""Heartbeats: publishing an agent's own, and keeping the latest of every other agent while its lease lasts."""
 
 from __future__ import annotations
 
@@ -31,27 +31,27 @@ HEARD_BY: Mapping[Role, tuple[Role, ...] | None] = {
     "engine": ("explorer", "engine", "trainer"),
     "gateway": ("explorer", "engine", "trainer"),
 }
-"""Roles whose heartbeats each role receives, None for all: were everybody's sent to everybody, N agents would make N²/2
-deliveries a second. Operators and trainers hear their own role, to wait for the one at work.
-"""
+"""Roles whose heartbeats each role receives; None: all. If all agents received all heartbeats, N agents would cause
+N²/2 deliveries a second. Operators and trainers hear their own role, so that they can wait for the active agent of that
+role."""
 HEARTBEAT_INTERVAL = 2.0
 """Seconds between two heartbeats without a change."""
 HEARTBEAT_LEASE = 10.0
-"""Seconds after which an agent that sends nothing is taken for dead."""
+"""Seconds without a heartbeat after which an agent counts as dead."""
 REMEMBERED_LEASES = 6
-"""Leases after which an agent that sends nothing is forgotten. Before, its last heartbeat is still known."""
+"""Number of leases without a heartbeat after which an agent is forgotten. Until then its last heartbeat is kept."""
 SILENT_AFTER = 3 * HEARTBEAT_INTERVAL
-"""Seconds without a heartbeat after which an agent is reported as silent, before its lease is over."""
+"""Seconds without a heartbeat after which an agent is reported as silent, before its lease ends."""
 UNHEARD = 8
-"""Silent agents that are reported and, once forgotten, remembered."""
+"""Maximum number of silent agents that are reported and, once forgotten, remembered."""
 CHANGE_GAP = 0.5
-"""Least seconds from one heartbeat to the next for a change that nobody waits for. In a run with many short steps each
-agent changes several times a step, and every heartbeat goes to all who listen.
-"""
+"""Minimum seconds between two heartbeats for a change that no agent waits for. In a run with many short steps each
+agent changes several times a step, and every heartbeat is delivered to all listeners."""
 MEETING_SECONDS = 2 * HEARTBEAT_INTERVAL
-"""Seconds from its subscription after which an agent has heard everybody who lives, one that is not punctual too."""
+"""Seconds after its subscription in which an agent hears from every live agent, even an unpunctual one."""
 MIN_HEARTBEAT_GAP = 0.05
-"""The same for a change that another agent may be waiting for: a burst of them makes one heartbeat."""
+"""Minimum seconds between two heartbeats for a change that another agent may be waiting for: a burst of changes makes
+one heartbeat."""
 
 
 def heartbeat_patterns(role: Role) -> tuple[str, ...]:
@@ -74,7 +74,7 @@ class Peer:
 
 
 class Peers:
-    """Heartbeats by agent id. Leases run on our own monotonic clock and stand still while we are disconnected.
+    """Heartbeats by agent id. Leases run on the local monotonic clock and stand still while this agent is disconnected.
 
     Args:
         own: The message schemas that this agent reads and writes.
@@ -84,23 +84,23 @@ class Peers:
         self.own = own
         self._began: float | None = None
         self._misfits: set[tuple[str, str]] = set()
-        """Agents of releases that do not fit, as id and incarnation, that are logged."""
+        """Id and incarnation of the agents of incompatible releases that were already logged."""
         self._known: dict[str, Peer] = {}
         self._living: defaultdict[Role, dict[str, Peer]] = defaultdict(dict)
         self._unheard: dict[str, Peer] = {}
-        """Forgotten agents that have not said goodbye, the latest last."""
+        """Forgotten agents that did not say goodbye, the latest last."""
         self._suspended_since: float | None = None
         self._next_sweep = 0.0
         self._is_run_over = False
         self.changed = Notifier()
 
     def receive(self, beat: Heartbeat) -> None:
-        """Store a heartbeat; one older than the stored one of the same incarnation is ignored, and so is that of an
-        agent whose release does not fit ours, which refuses to work here.
+        """Store a heartbeat. A heartbeat that is not newer than the stored heartbeat of the same incarnation is
+        ignored. A heartbeat of an agent with an incompatible release is also ignored, since that agent refuses to work
+        here.
 
         Raises:
-            FatalError: An agent that was here before is of a release that does not fit ours: it is we who do not work
-                here.
+            FatalError: An agent that was here first has an incompatible release, so this agent must not work here.
         """
         if not self.own.fits(other := Compatibility.of(beat)):
             self._refuse(beat, other)
@@ -122,7 +122,7 @@ class Peers:
 
     @property
     def uptime(self) -> float:
-        """Seconds since this was first asked for."""
+        """Seconds since the first access to this property."""
         now = asyncio.get_running_loop().time()
         if self._began is None:
             self._began = now
@@ -132,19 +132,22 @@ class Peers:
         if beat.state in {"gone", "finished"}:
             return
         reason = misfit(self.own, beat.id, other)
-        if beat.uptime is None or self.uptime < beat.uptime + HEARTBEAT_INTERVAL:  # as old as we, as far as we know
+        # not younger than this agent, as far as known
+        if beat.uptime is None or self.uptime < beat.uptime + HEARTBEAT_INTERVAL:
             raise FatalError(reason)
         if (beat.id, beat.incarnation) not in self._misfits:
             self._misfits.add((beat.id, beat.incarnation))
             log.error("agent_refused", agent=beat.id, reason=reason)
 
     def suspend(self) -> None:
-        """Stop all leases until :meth:`refresh`: no heartbeat arrives while we are disconnected."""
+        """Stop all leases until :meth:`refresh`, since no heartbeat arrives while this agent is disconnected."""
         if self._suspended_since is None:
             self._suspended_since = asyncio.get_running_loop().time()
 
     def refresh(self) -> None:
-        """Start the leases anew that ran at :meth:`suspend`; those that had run out stay so until a heartbeat comes."""
+        """Restart the leases that were running at :meth:`suspend`. Expired leases stay expired until a heartbeat
+        arrives.
+        """
         if self._suspended_since is not None:
             now = asyncio.get_running_loop().time()
             for role in self._living:
@@ -154,11 +157,11 @@ class Peers:
         self.changed.notify()
 
     def alive(self, role: Role) -> list[Heartbeat]:
-        """Return the heartbeats of the living agents of a role, oldest id first."""
+        """Return the heartbeats of the live agents of a role, sorted by id."""
         return sorted((peer.beat for peer in self._running(role)), key=lambda beat: beat.id)
 
     def _running(self, role: Role) -> list[Peer]:
-        """Return the agents of a role whose lease runs, and leave the others out of later looks."""
+        """Return the agents of a role with a running lease, and remove the others from the index of live agents."""
         now = asyncio.get_running_loop().time() if self._suspended_since is None else self._suspended_since
         living = self._living[role]
         running = [peer for peer in living.values() if now - peer.received < peer.beat.lease]
@@ -167,7 +170,7 @@ class Peers:
         return running
 
     def _forget(self, now: float) -> None:
-        """Forget agents that were not heard of for so long; once a lease is enough."""
+        """Forget agents without a heartbeat for :data:`REMEMBERED_LEASES`; one sweep in each lease is enough."""
         self._next_sweep = now + HEARTBEAT_LEASE
         known = self._known
         self._known = {
@@ -179,9 +182,9 @@ class Peers:
         self._unheard = dict([*self._unheard.items(), *forgotten.items()][-UNHEARD:])
 
     def silent(self) -> list[tuple[Heartbeat, float]]:
-        """Return the last heartbeats of agents that have left out several and have not said goodbye, each with the
-        seconds since it was received; longest silent first, at most :data:`UNHEARD`. Nobody is silent while we are
-        disconnected.
+        """Return the last heartbeats of agents that missed several heartbeats and did not say goodbye, each with the
+        seconds since it was received. The longest silence comes first, with at most :data:`UNHEARD` agents. The list is
+        empty while this agent is disconnected.
         """
         if self._suspended_since is not None:
             return []
@@ -191,8 +194,8 @@ class Peers:
         return sorted((one for one in quiet if one[1] >= SILENT_AFTER), key=lambda one: -one[1])[:UNHEARD]
 
     def remembered(self, role: Role) -> list[Heartbeat]:
-        """Return the last heartbeats of agents of a role that have not said goodbye, also of those whose lease has run
-        out, until they are forgotten.
+        """Return the last heartbeats of agents of a role that did not say goodbye, including agents with an expired
+        lease, until they are forgotten.
         """
         beats = (peer.beat for peer in self._known.values() if peer.beat.role == role)
         return [beat for beat in beats if beat.state not in {"gone", "finished"}]
@@ -203,7 +206,7 @@ class Peers:
         return peer.beat if peer else None
 
     def statuses(self, role: Role, status: type[S], *, without: str = "") -> list[S]:
-        """Return what the living agents of a role report, oldest id first, the agent ``without`` left out.
+        """Return the statuses of the live agents of a role, sorted by id, except for the agent ``without``.
 
         Args:
             role: The role.
@@ -214,14 +217,15 @@ class Peers:
         return [detail for detail in details if isinstance(detail, status)]
 
     def end_run(self) -> None:
-        """Take the run for finished from now on: its explorer is gone, and we missed the heartbeats that said so."""
+        """Treat the run as finished from now on: its explorer is gone, and this agent missed its last heartbeats."""
         self._is_run_over = True
         self.changed.notify()
 
     @property
     def explorer(self) -> ExplorerStatus:
-        """Status of the living explorer, of defaults when there is none. One that says that the run is over is right:
-        the lease of one that was killed may still run. After :meth:`end_run` it always says so.
+        """Status of the live explorer; default values without a live explorer. Among several, a status that reports the
+        end of the run takes precedence, since the lease of a killed explorer may still run. After :meth:`end_run` the
+        status always reports the end.
         """
         known = self.statuses("explorer", ExplorerStatus)
         status = next((status for status in known if status.finished), known[-1] if known else ExplorerStatus())
@@ -229,19 +233,19 @@ class Peers:
 
     @property
     def trainer(self) -> TrainerStatus:
-        """Status of the living trainer, of defaults when there is none."""
+        """Status of the live trainer; default values without a live trainer."""
         return next(reversed(self.statuses("trainer", TrainerStatus)), TrainerStatus())
 
 
 def _only_waits(beat: Heartbeat, known: Heartbeat) -> bool:
-    """Return whether ``beat`` is of a process without its role's lock, and ``known`` of another one with that lock and
-    the same agent id. Readers of the role's state must not find an empty one.
+    """Return whether ``beat`` comes from a process without its role's lock, and ``known`` from another process that has
+    the lock and the same agent id. Readers of the role's state must not see an empty state.
     """
     return beat.incarnation != known.incarnation and _has_lock(known.detail) and not _has_lock(beat.detail)
 
 
 def _has_lock(status: Status) -> bool:
-    """Return whether a status is of an explorer that schedules, or of a trainer that trains."""
+    """Return whether a status comes from an explorer that schedules, or from a trainer that trains."""
     match status:
         case ExplorerStatus():
             return bool(status.run_id)
@@ -251,11 +255,11 @@ def _has_lock(status: Status) -> bool:
 
 
 class HeartbeatPublisher:
-    """Publishes heartbeats until cancelled.
+    """Publisher loop of heartbeats.
 
     Args:
         who: Id of the sending agent, for logs.
-        make: Returns the heartbeats to send now, each with a higher ``seq`` than the last one.
+        make: Returns the heartbeats to send now, each with a higher ``seq`` than before.
     """
 
     def __init__(self, bus: Bus, topology: Topology, who: str, make: Callable[[], Iterable[Heartbeat]]) -> None:
@@ -266,17 +270,17 @@ class HeartbeatPublisher:
         self._timer: asyncio.TimerHandle | None = None
 
     def now(self) -> None:
-        """Send a heartbeat at once: another agent may be waiting for what it says."""
+        """Send a heartbeat at once, since another agent may be waiting for its content."""
         self._due.set()
 
     def soon(self) -> None:
-        """Send a heartbeat, :data:`CHANGE_GAP` after the last one at the earliest."""
+        """Send a heartbeat as soon as :data:`CHANGE_GAP` has passed since the last heartbeat."""
         if self._timer is None:
             loop = asyncio.get_running_loop()
             self._timer = loop.call_at(max(self._sent + CHANGE_GAP, loop.time()), self._due.set)
 
     async def run(self) -> None:
-        """Send at each interval, on :meth:`now` and on :meth:`soon`."""
+        """Send a heartbeat at each interval, on :meth:`now` and on :meth:`soon`, until cancelled."""
         while True:
             self._due.clear()
             if self._timer is not None:
@@ -293,8 +297,8 @@ class HeartbeatPublisher:
                 continue
 
     async def once(self) -> None:
-        """Send now, and write the spans of before for those who follow. A heartbeat that cannot be sent is dropped: the
-        next one replaces it.
+        """Send the heartbeats now, after writing the earlier spans for readers of the trace. A heartbeat that cannot be
+        sent is dropped, since the next heartbeat replaces it.
         """
         flush_trace()
         try:

@@ -18,24 +18,25 @@ _added: dict[Path, None] = {}
 
 
 class UnknownNameError(FatalError, ValueError):
-    """A name means nothing here; the message lists near misses, or says why a dotted path cannot be imported."""
+    """An unknown name. The message lists similar names, or explains why a dotted path cannot be imported."""
 
 
 def add_plugins(folders: Sequence[str]) -> list[Path]:
-    """Make the modules in ``folders`` importable in this process and in those it starts with multiprocessing.
+    """Make the modules in ``folders`` importable in this process and in the processes that it starts with
+    multiprocessing.
 
-    The folders go behind everything else on ``sys.path``, so that no file in them replaces a module that others import;
-    ``my_file.py`` with a class ``Mine`` gives the dotted path ``my_file.Mine``. Nothing of them is executed here.
-    Adding a folder twice changes nothing.
+    The folders are appended to ``sys.path``, so that no file in them replaces a module that others import.
+    ``my_file.py`` with a class ``Mine`` gives the dotted path ``my_file.Mine``. No module is executed here. Adding a
+    folder twice changes nothing.
 
     Args:
-        folders: Relative ones start where the process was started.
+        folders: The folders. Relative folders start at the working directory of the process.
 
     Returns:
-        The folders, absolute.
+        The absolute folders.
 
     Raises:
-        FatalError: There is no such folder, or one of its modules is hidden by another of the same name.
+        FatalError: A folder does not exist, or one of its modules is hidden by another module of the same name.
     """
     paths = [Path(folder).expanduser().resolve() for folder in folders]
     for given, path in zip(folders, paths, strict=True):
@@ -56,7 +57,7 @@ def add_plugins(folders: Sequence[str]) -> list[Path]:
 def plugin_names() -> list[str]:
     """Return the dotted paths of the classes in the added folders, such as ``my_file.Mine``.
 
-    The files are read, not executed; one that is no Python is left out: importing it says why.
+    The files are read, not executed. A file that is not valid Python is left out; importing it gives the reason.
     """
     return sorted(
         f"{file.stem}.{node.name}"
@@ -68,13 +69,13 @@ def plugin_names() -> list[str]:
 
 
 def registered_plugins(registries: Sequence[str]) -> dict[str, list[str]]:
-    """Return what modules in the added folders register by decorator: dotted paths by registered name.
+    """Return the objects that modules in the added folders register by decorator: dotted paths by registered name.
 
     The files are read, not executed: ``@WORKFLOWS.register_module("mine")`` above a class ``Mine`` of ``my_file.py``
     gives ``{"mine": ["my_file.Mine"]}``.
 
     Args:
-        registries: Names of the object with ``register_module``, such as ``WORKFLOWS``.
+        registries: Names of the objects with ``register_module``, such as ``WORKFLOWS``.
     """
     files = [file for folder in _added for file in _modules(folder)]
     found: dict[str, list[str]] = {}
@@ -87,7 +88,7 @@ def registered_plugins(registries: Sequence[str]) -> dict[str, list[str]]:
 
 @functools.lru_cache(maxsize=1024)
 def _registrations(file: Path, _changed: int) -> list[tuple[str, str, str]]:
-    """Return registry, registered name and decorated name of what a file registers."""
+    """Return registry, registered name and decorated name of each registration in a file."""
     found = []
     for node in _statements(file):
         if not isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
@@ -105,10 +106,10 @@ def _registrations(file: Path, _changed: int) -> list[tuple[str, str, str]]:
 
 
 def import_named(kind: str, name: str) -> Any:
-    """Return what the dotted path ``name``, such as ``package.module.Class``, means.
+    """Return the object with the dotted path ``name``, such as ``package.module.Class``.
 
     Args:
-        kind: For messages: ``workflow``, ``estimator``.
+        kind: Kind of the object for error messages: ``workflow``, ``estimator``.
         name: The path.
 
     Raises:
@@ -117,7 +118,7 @@ def import_named(kind: str, name: str) -> Any:
     module, _, attribute = name.rpartition(".")
     try:
         holder = importlib.import_module(module)
-    except (Exception, SystemExit) as error:  # whatever the user's module does while it is imported
+    except (Exception, SystemExit) as error:  # the user's module may raise any error while it is imported
         raise UnknownNameError(
             f"{kind} {name!r}: module {module!r} cannot be imported: {described(error)}. "
             "It must be on PYTHONPATH or installed where this runs"
@@ -131,7 +132,7 @@ def import_named(kind: str, name: str) -> Any:
 
 
 def _modules(folder: Path) -> Iterator[Path]:
-    """Yield the modules of a folder; a name with a leading underscore is for its neighbours."""
+    """Yield the modules of a folder. Modules with a leading underscore are private to the folder."""
     return (file for file in sorted(folder.glob("*.py")) if file.stem.isidentifier() and not file.stem.startswith("_"))
 
 

@@ -1,5 +1,5 @@
-"""Helpers for processes and files: ending with a parent, waiting for an exit, atomic writes, and what a run folder says
-of its run: that it is over, and which one it is. Two runs of one name on one broker differ in their ids.
+"""Helpers for processes, files and run folders: end with a parent, wait for an exit, write atomically, mark a run as
+finished, and identify a run. Two runs of one name on one broker differ in their ids.
 """
 
 from __future__ import annotations
@@ -24,31 +24,31 @@ from pathlib import Path
 from trinity_mq.runtime.errors import FatalError
 
 PARENT_INTERVAL = 0.5
-"""Seconds between two looks at whether the parent lives."""
+"""Seconds between two checks that the parent is alive."""
 KEPT_MEMORY = 256 * 1024 * 1024
-"""Freed bytes that a process which computes keeps for its next computation."""
+"""Freed bytes that a computing process keeps for its next computation."""
 TRIM_INTERVAL = 60.0
-"""Seconds between two times at which freed memory is given back."""
+"""Seconds between two returns of freed memory to the kernel."""
 _PR_SET_PDEATHSIG = 1
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-_LARGEST_MMAP_THRESHOLD = 32 * 1024 * 1024  # larger ones are refused
+_LARGEST_MMAP_THRESHOLD = 32 * 1024 * 1024  # the maximum; larger values are refused
 _RUN_MARKER = "finished"
 RUN_FILE = "run_id"
-"""File in the run folder with the run's id, and a second word once an explorer has begun the run."""
+"""File in the run folder with the run's id, followed by a second word once an explorer has begun the run."""
 TRAINER_FILE = "trainer_id"
-"""File in the run folder of a trainer, with an id for the folder."""
+"""File in a trainer's run folder, with an id of the folder."""
 _BEGUN = "begun"
 _OF_EARLIER_STARTS = ("state", "checkpoints")
-"""Folders in a run folder whose content names its run already."""
+"""Subfolders of a run folder whose content already belongs to a run."""
 
 
 def die_with_parent(parent: int, signum: int = signal.SIGTERM) -> None:
-    """Have the kernel send ``signum`` to this process when ``parent`` ends, however it ends. Linux only; elsewhere it
-    does nothing.
+    """Let the kernel send ``signum`` to this process when ``parent`` ends for any reason. Linux only; without
+    effect on other systems.
 
     Args:
-        parent: Process id of the parent as the parent itself told it. If it has ended already, the signal comes at
-            once.
+        parent: Process id of the parent, as reported by the parent itself. If the parent has already ended, the signal
+            is sent at once.
         signum: The signal.
 
     Raises:
@@ -66,11 +66,11 @@ def die_with_parent(parent: int, signum: int = signal.SIGTERM) -> None:
 
 
 def keep_freed_memory(size: int = KEPT_MEMORY) -> None:
-    """Have malloc keep up to ``size`` freed bytes instead of giving them back to the kernel at once.
+    """Let malloc keep up to ``size`` freed bytes instead of returning them to the kernel at once.
 
-    A train step takes and frees the same memory again and again, and each page that the kernel gives anew costs a fault
-    and is filled with zeros: about a fifth of the processor time of the demo's train step. Only glibc has this setting;
-    elsewhere nothing happens.
+    A train step allocates and frees the same memory repeatedly, and each new page from the kernel costs a page fault
+    and is filled with zeros: about a fifth of the CPU time of the demo's train step. Only glibc has this setting; with
+    other libraries the call has no effect.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is not None:
@@ -79,22 +79,22 @@ def keep_freed_memory(size: int = KEPT_MEMORY) -> None:
 
 
 async def give_back_freed_memory(every: float = TRIM_INTERVAL) -> None:
-    """Give the freed pages between malloc's blocks back to the kernel every so many seconds, until cancelled.
+    """Return the freed pages between malloc's blocks to the kernel every ``every`` seconds, until cancelled.
 
     A process that handles messages of many sizes fragments its heap: without this the memory of a supervisor grew by 1
-    to 2 MiB an hour while what it had in use stayed the same. Only glibc has such a function; elsewhere the call
-    returns at once. Not for a process that computes, see :func:`keep_freed_memory`.
+    to 2 MiB an hour at constant use. Only glibc has this function; with other libraries the call returns at once. Not
+    for a process that computes, see :func:`keep_freed_memory`.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     while trim is not None:
         await asyncio.sleep(every)
-        await asyncio.to_thread(trim, 0)  # a quarter of a second where a gigabyte is in pieces
+        await asyncio.to_thread(trim, 0)  # takes a quarter of a second with a gigabyte of fragments
 
 
 def when_parent_ends(parent: int, call: Callable[[], None]) -> None:
-    """Call ``call``, in a thread of its own, within :data:`PARENT_INTERVAL` after the parent ``parent`` has ended.
+    """Call ``call`` in a separate thread within :data:`PARENT_INTERVAL` seconds after the parent ``parent`` has ended.
 
-    That needs no event loop, and works on every system.
+    It does not need an event loop, and works on every system.
     """
 
     def watch() -> None:
@@ -106,7 +106,8 @@ def when_parent_ends(parent: int, call: Callable[[], None]) -> None:
 
 
 async def wait_exit(pid: int) -> None:
-    """Return when process ``pid`` has ended, at once if there is none; its exit status stays for its parent to read.
+    """Return when process ``pid`` has ended, or at once if it does not exist. Its parent can still read its exit
+    status.
 
     Raises:
         OSError: This system cannot watch processes (no pidfd).
@@ -126,17 +127,17 @@ async def wait_exit(pid: int) -> None:
 
 
 def write_atomic(path: Path, data: bytes, mode: int | None = None) -> None:
-    """Replace the file ``path`` by one that holds ``data``: a reader sees the old content or the new one, whole.
+    """Replace the content of the file ``path`` by ``data``: a reader sees either the old or the new content completely.
 
     Data and name are on disk on return.
 
     Args:
-        path: Its folder must exist.
+        path: The file; its folder must exist.
         data: The whole content.
-        mode: Permissions; None: those of any new file.
+        mode: Permissions; None: the permissions of any new file.
 
     Raises:
-        OSError: Not written; the old file is as it was.
+        OSError: The file was not written; the old file is unchanged.
     """
     fd, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent)
     try:
@@ -158,7 +159,9 @@ def write_atomic(path: Path, data: bytes, mode: int | None = None) -> None:
 
 
 def apply_umask(folder: Path) -> None:
-    """Give every file below ``folder`` the permissions of any new file: safetensors writes for the owner alone."""
+    """Give every file below ``folder`` the permissions of any new file, since safetensors makes files private to the
+    owner.
+    """
     mode = _default_mode()
     for path in folder.rglob("*"):
         if path.is_file() and not path.is_symlink():
@@ -166,7 +169,9 @@ def apply_umask(folder: Path) -> None:
 
 
 def disk_full(error: BaseException) -> str | None:
-    """Return in one line which path has no room left and what to do, None if neither ``error`` nor a cause says so."""
+    """Return a line with the full disk's path and the remedy; None if neither ``error`` nor a cause reports a full
+    disk.
+    """
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError) and cause.errno in {errno.ENOSPC, errno.EDQUOT}:
@@ -180,13 +185,13 @@ def disk_full(error: BaseException) -> str | None:
 
 
 def is_run_over(folder: Path) -> bool:
-    """Return whether the run in ``folder`` has come to its end."""
+    """Return whether the run in ``folder`` has ended."""
     return (folder / _RUN_MARKER).exists()
 
 
 def mark_run_over(folder: Path) -> None:
-    """Leave a marker in ``folder`` that its run has come to its end, on disk on return: an agent that is started later
-    finds nothing to do.
+    """Mark the run in ``folder`` as ended; the marker is on disk on return. An agent that starts later then has nothing
+    to do.
 
     Raises:
         OSError: The marker cannot be written.
@@ -195,19 +200,19 @@ def mark_run_over(folder: Path) -> None:
 
 
 def unmark_run_over(folder: Path) -> None:
-    """Remove the marker of a run that goes on; none is fine."""
+    """Remove the marker, if it exists, of a run that continues."""
     (folder / _RUN_MARKER).unlink(missing_ok=True)
 
 
 def folder_run(folder: Path) -> str | None:
-    """Return the id of the run that ``folder`` belongs to, None where no explorer has claimed it."""
+    """Return the id of the run that ``folder`` belongs to; None if the folder is not claimed."""
     return next(iter(_words(folder)), None)
 
 
 def claim_folder(folder: Path) -> None:
     """Give a new run folder the id of the run that will begin there, before any of its agents can meet another run.
 
-    A folder of an earlier start keeps what it has. Of several processes the first one decides.
+    A folder of an earlier start is not changed. Of several processes the first one decides.
 
     Raises:
         OSError: The file cannot be written.
@@ -220,13 +225,13 @@ def claim_folder(folder: Path) -> None:
 
 
 def claimed_run(folder: Path) -> str:
-    """Return the id for a run that begins in ``folder``: the one it was claimed with, if no run has used that."""
+    """Return the id for a run that begins in ``folder``: the claimed id if no run has used it, otherwise a new id."""
     words = _words(folder)
     return words[0] if len(words) == 1 else uuid.uuid4().hex
 
 
 def note_run(folder: Path, run_id: str) -> None:
-    """Write the id of the run that has begun in ``folder``: its agents read it there.
+    """Write the id of the run that has begun in ``folder``, where its agents read it.
 
     Raises:
         OSError: The file cannot be written.
@@ -241,7 +246,7 @@ def own_trainer(folder: Path) -> str:
 
 
 def note_trainer(folder: Path) -> str:
-    """Return :func:`own_trainer` of a folder in which a trainer has the run's lock; it is made if missing.
+    """Return :func:`own_trainer` of the folder of a trainer with the run's lock; create the id if missing.
 
     Raises:
         OSError: The file cannot be written.
@@ -264,8 +269,8 @@ def other_run(name: str, folder: Path, role: str, theirs: str, where: str) -> Fa
         name: Name of both runs.
         folder: The agent's run folder.
         role: Role of the agent of the other run that was heard.
-        theirs: Id of the other run; empty: not known.
-        where: Host and folder of that agent; empty: it did not say.
+        theirs: Id of the other run; empty if unknown.
+        where: Host and folder of that agent; empty if not reported.
     """
     own = folder_run(folder)
     return FatalError(
@@ -284,11 +289,11 @@ def _words(folder: Path, name: str = RUN_FILE) -> list[str]:
 
 
 def _default_mode() -> int:
-    """Return the permissions of a new file. Where Linux tells the umask, it is not set for a moment to read it: a file
-    that another thread makes in that moment would be open to everybody.
+    """Return the permissions of a new file. On Linux the umask is read without setting it: while it is set to 0,
+    another thread could create a file that everybody can write.
     """
     told = None
-    with contextlib.suppress(OSError):  # no Linux
+    with contextlib.suppress(OSError):  # not on Linux
         told = re.search(r"^Umask:\s*([0-7]+)$", Path("/proc/self/status").read_text(), re.MULTILINE)
     if told is not None:
         return 0o666 & ~int(told[1], 8)

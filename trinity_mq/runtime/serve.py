@@ -41,27 +41,28 @@ log = structlog.get_logger(__name__)
 
 
 ORPHAN_LEASE = HEARTBEAT_LEASE
-"""Seconds from the end of its supervisor to the end of an agent."""
+"""Maximum seconds from the end of its supervisor to the end of an agent."""
 ORPHAN_DRAIN_SHARE, ORPHAN_CANCEL_SHARE = 0.4, 0.7
-"""Shares of it after which work in hand is given back, and after which the agent is cancelled."""
+"""Shares of :data:`ORPHAN_LEASE` after which work in hand is returned to the queue, and after which the agent is
+cancelled."""
 GC_THRESHOLDS = (20_000, 20, 20)
-"""Thresholds of the cycle collector in processes with many long-lived small objects: with the default ones a scheduler
-with 10,000 tasks in flight spends a quarter of its time in the collector."""
+"""Thresholds of the cycle collector in processes with many long-lived small objects. With the default thresholds a
+scheduler with 10,000 tasks in flight spends a quarter of its time in the collector."""
 
 
 def collect_seldom() -> None:
-    """Exempt the objects that exist now from the cycle collector, and run it less often."""
+    """Exclude all existing objects from the cycle collector, and run it less often."""
     gc.freeze()
     gc.set_threshold(*GC_THRESHOLDS)
 
 
 def run_daemon(config: Config, agent_id: str, role: Role, build: Callable[[Bus, Topology], Agent]) -> int:
-    """Run the agent that ``build`` makes until its work is over or it was asked to drain.
+    """Run the agent made by ``build`` until its work is done or it was asked to drain.
 
     Returns:
-        0 when done; ``EXIT_FATAL`` when a restart would fail the same way, ``EXIT_DISK_FULL`` when it would before
-        there is room; ``EXIT_RESTART`` when a fresh process can go on, ``EXIT_RECYCLE`` when one should; 1 for an
-        unexpected error (its traceback is in the log).
+        0 when done; ``EXIT_FATAL`` if a restart would fail in the same way; ``EXIT_DISK_FULL`` if it would until there
+            is space; ``EXIT_RESTART`` if a new process can continue; ``EXIT_RECYCLE`` if a new process should replace
+            this one; 1 for an unexpected error (its traceback is in the log).
     """
     parent = int(os.environ.get(PARENT_VARIABLE) or 0) or None
     if parent is not None:
@@ -72,7 +73,8 @@ def run_daemon(config: Config, agent_id: str, role: Role, build: Callable[[Bus, 
     monitor = config.monitor
     start_trace(role, agent_id, config.path, on=monitor.traced, sample=monitor.sample, exported_only=not monitor.trace)
     supervised = parent is not None
-    signs = LifeSigns.from_environment(supervised=supervised)  # before anything is started that could inherit it
+    # before any child is started that could inherit the request
+    signs = LifeSigns.from_environment(supervised=supervised)
     try:
         add_plugins(config.plugin_dirs)
         if role in {"explorer", "runner"}:
@@ -101,7 +103,7 @@ def run_daemon(config: Config, agent_id: str, role: Role, build: Callable[[Bus, 
 
 def _end(agent_id: str, error: BaseException, code: int) -> int:
     named = str(error) if code != 1 else described(error)
-    # also the one line on stderr, which its supervisor shows
+    # this is also the line on stderr that its supervisor shows
     log.error("agent_ends", agent=agent_id, reason=named, code=code)
     return code
 
@@ -117,7 +119,7 @@ async def _serve(
     agent = build(create_bus(config.broker, topology, agent_id), topology)
     agent.bus.notes = CrashNotes(config.path / f"{agent_id}.in-hand.json")
     marked(agent.bus, agent.role, agent_id)
-    if agent.role != "explorer":  # the explorer tells agents that cannot see the folder
+    if agent.role != "explorer":  # the explorer itself tells agents that cannot see the folder
         agent.run_folder = config.path
     loop = asyncio.get_running_loop()
 
@@ -133,7 +135,7 @@ async def _serve(
             if parent is not None:
                 when_parent_ends(parent, functools.partial(_end_orphaned, loop, drain, until))
             background = [signs.report(agent)]
-            if agent.role != "trainer":  # which keeps what it freed for its next step
+            if agent.role != "trainer":  # the trainer keeps freed memory for its next step
                 background.append(give_back_freed_memory())
             await agent.with_background(agent.run(), *background)
     except TimeoutError:
@@ -144,8 +146,8 @@ async def _serve(
 
 
 def _end_orphaned(loop: asyncio.AbstractEventLoop, drain: Callable[[], None], until: asyncio.Timeout) -> None:
-    """End this process within :data:`ORPHAN_LEASE`: in good order where that is possible, for a broker of the
-    supervisor's own is gone too. Called in a thread, which the event loop cannot hold up.
+    """End this process within :data:`ORPHAN_LEASE`, in good order if possible, since a broker started by the supervisor
+    is gone too. Called in a thread, which the event loop cannot block.
     """
     log.warning("supervisor_gone", seconds=ORPHAN_LEASE)
 
@@ -153,7 +155,7 @@ def _end_orphaned(loop: asyncio.AbstractEventLoop, drain: Callable[[], None], un
         drain()
         until.reschedule(loop.time() + ORPHAN_CANCEL_SHARE * ORPHAN_LEASE)
 
-    with contextlib.suppress(RuntimeError):  # the loop has ended, and the process will
+    with contextlib.suppress(RuntimeError):  # the loop has ended, so the process will end too
         loop.call_soon_threadsafe(begin)
     time.sleep(ORPHAN_LEASE)
     log.error("agent_killed", reason="its supervisor is gone, and it did not end in time")

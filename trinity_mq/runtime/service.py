@@ -28,9 +28,9 @@ HEALTH_VARIABLE = "TRINITY_MQ_HEALTH_FILE"
 NOTIFY_VARIABLE, WATCHDOG_VARIABLE, WATCHDOG_PID_VARIABLE = "NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID"
 
 INTERVAL = 5.0
-"""Seconds between reports; less where a watchdog expects them sooner."""
+"""Maximum seconds between two reports; shorter if a watchdog requires it."""
 EXTENSION = 30.0
-"""Seconds of more time that a starting or draining agent requests with each report."""
+"""Seconds of additional time that a starting or draining agent requests with each report."""
 LONGEST_DRAIN = 900.0
 """Seconds of draining after which no more time is requested."""
 LONGEST_STATUS = 200
@@ -40,8 +40,8 @@ class ServiceManager:
     """The service manager that started this process.
 
     Args:
-        address: Its socket: a path, or ``@`` and an abstract name.
-        watchdog: Seconds within which it expects each report; None: it does not watch.
+        address: Socket of the manager: a path, or ``@`` and an abstract name.
+        watchdog: Seconds within which the manager expects each report; None: no watchdog.
     """
 
     def __init__(self, address: str, watchdog: float | None = None) -> None:
@@ -74,7 +74,7 @@ class HealthFile:
         self.remove()  # left by an earlier process
 
     def write(self, agent: Agent) -> None:
-        """Write that the event loop runs."""
+        """Write the file, as a sign that the event loop runs."""
         fields = {
             "pid": os.getpid(),
             "agent": agent.id,
@@ -91,7 +91,7 @@ class HealthFile:
             self._warned = True
 
     def remove(self) -> None:
-        """Take it away: nobody lives here any more."""
+        """Remove the file, since the agent no longer runs."""
         for path in (self._path, self._part):
             with contextlib.suppress(OSError):
                 path.unlink()
@@ -110,11 +110,12 @@ class LifeSigns:
 
     @classmethod
     def from_environment(cls, environ: MutableMapping[str, str] = os.environ, *, supervised: bool = False) -> LifeSigns:
-        """Return the reports that the environment requests, and remove the request: children must not report for us.
+        """Return the reports that the environment requests, and remove the request, so that children do not report for
+        us.
 
         Args:
             environ: The environment.
-            supervised: This agent has a supervisor, which is the one to report.
+            supervised: Whether this agent has a supervisor, which reports instead.
         """
         address = environ.pop(NOTIFY_VARIABLE, "")
         watchdog = _watchdog(environ.pop(WATCHDOG_VARIABLE, ""), environ.pop(WATCHDOG_PID_VARIABLE, ""))
@@ -140,7 +141,7 @@ class LifeSigns:
                 self._manager.send("STOPPING=1")
 
     async def report(self, agent: Agent) -> None:
-        """Report until cancelled: at each interval, and at once when ``agent`` is ready or begins to drain."""
+        """Report until cancelled: at each interval, and at once when ``agent`` is ready or starts to drain."""
         if self._manager is None and self._health is None:
             return
         async with asyncio.TaskGroup() as group:
@@ -186,7 +187,7 @@ class LifeSigns:
 
 
 def status_of(agent: Agent) -> str:
-    """Return the agent's state, what it waits for and its broker's trouble, in one line for a person."""
+    """Return the agent's state, its awaited event and its broker's trouble, in one line for people."""
     if agent.bus.trouble is not None:
         waits = f"waits for the broker: {agent.bus.trouble}" if agent.serving.is_set() else "connects to the broker"
     else:
@@ -197,7 +198,7 @@ def status_of(agent: Agent) -> str:
 
 
 def _watchdog(microseconds: str, pid: str) -> float | None:
-    """Return the seconds of the watchdog, None where there is none or it watches another process."""
+    """Return the seconds of the watchdog; None without a watchdog or if it watches another process."""
     if not microseconds or (pid and pid != str(os.getpid())):
         return None
     if not microseconds.isdecimal() or int(microseconds) == 0:

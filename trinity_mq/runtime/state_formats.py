@@ -1,4 +1,4 @@
-"""Formats of the files that a run goes on from: older ones are read, one that only a newer release reads is refused."""
+"""Formats of the files from which a run resumes: older formats are read, newer formats are refused."""
 
 from __future__ import annotations
 
@@ -10,24 +10,25 @@ from trinity_mq.release import VERSION
 from trinity_mq.runtime.errors import FatalError
 
 FORMAT, RELEASE = "format", "release"
-"""Keys of JSON files: the format, and the release that wrote it. Release 0.1.0 wrote neither, and format 1."""
+"""Keys of JSON files: the format, and the release that wrote the file. Release 0.1.0 wrote neither key, and format 1.
+"""
 
 
 class NewerStateError(FatalError):
-    """A file was written by a newer release, in a format that this one does not read."""
+    """A file was written by a newer release, in a format that this release does not read."""
 
 
 def refuse_newer(path: Path, seen: int, newest: int, release: str = "of a later date") -> None:
-    """Return if ``path``, of format ``seen``, is none that only a newer release reads.
+    """Check that this release can read the file ``path`` of format ``seen``.
 
     Args:
         path: The file.
         seen: Its format.
-        newest: The newest one that this release reads.
-        release: The release that wrote it, where that is known.
+        newest: The newest format that this release reads.
+        release: The release that wrote the file, if known.
 
     Raises:
-        NewerStateError: It is.
+        NewerStateError: The format is newer.
     """
     if seen > newest:
         raise NewerStateError(
@@ -38,11 +39,11 @@ def refuse_newer(path: Path, seen: int, newest: int, release: str = "of a later 
 
 
 def format_of(path: Path, fields: Mapping[str, Any], newest: int) -> int:
-    """Return the format that a JSON file says it has, 1 where it says none.
+    """Return the format of a JSON file, 1 if the file does not contain it.
 
     Raises:
         NewerStateError: As :func:`refuse_newer`.
-        ValueError: It is no whole number from 1.
+        ValueError: The format is not a positive whole number.
     """
     seen = fields.get(FORMAT, 1)
     if type(seen) is not int or seen < 1:

@@ -1,4 +1,4 @@
-"""Blocking calls in threads: daemon threads that nobody has to wait for, and work that is waited for to its end."""
+"""Blocking calls in threads: in daemon threads that may be abandoned, or awaited until their end."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from typing import TypeVar
 T = TypeVar("T")
 
 MOST_IDLE = 64
-"""Threads that are kept for further calls."""
+"""Maximum number of idle threads kept for further calls."""
 
 _abandoned: dict[threading.Thread, float] = {}
-"""Threads that run on although nobody waits for them, with the loop time of their abandonment in seconds."""
+"""Abandoned threads that still run, with the loop time of their abandonment in seconds."""
 
 
 class AbandonedError(BaseException):
-    """Raised inside an abandoned thread. Not an Exception: code in the thread must not handle it."""
+    """Raised inside an abandoned thread. It is not an Exception, since code in the thread must not handle it."""
 
 
 class _Worker(threading.Thread):
-    """A daemon thread that makes one call after the other, until one of them was abandoned."""
+    """A daemon thread that makes one call after another until one of its calls is abandoned."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
         self.calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
 
     def run(self) -> None:
-        with contextlib.suppress(AbandonedError):  # an interruption that came late: nobody waits any more
+        with contextlib.suppress(AbandonedError):  # a late interruption: no caller waits any more
             while True:
                 self.calls.get()()
                 if self in _abandoned or len(_idle) >= MOST_IDLE:
@@ -46,26 +46,25 @@ class _Worker(threading.Thread):
 
 
 _idle: list[_Worker] = []
-"""Threads without a call. To start one takes a tenth of a millisecond, in which the event loop stands still."""
+"""Threads without a call. Starting a thread blocks the event loop for a tenth of a millisecond."""
 os.register_at_fork(after_in_child=_idle.clear)
 
 
 async def in_thread(function: Callable[[], T], name: str, stop: Callable[[int], None] | None = None) -> T:
-    """Return what ``function`` returns, run in a daemon thread that it has for itself.
+    """Return the result of ``function``, run in a daemon thread that it has for itself.
 
-    Unlike with ``asyncio.to_thread``, a function that never returns takes no thread from a pool that others need, and
-    does not keep the process from ending. When the caller is cancelled, the thread is abandoned: it is asked to end if
-    there is a way, its result is dropped, and :func:`stuck_threads` names it until it ends. Other threads are used
-    again.
+    Unlike with ``asyncio.to_thread``, a function that never returns does not take a thread from a shared pool and does
+    not prevent the process from ending. When the caller is cancelled, the thread is abandoned: ``stop`` asks it to end,
+    its result is dropped, and :func:`stuck_threads` names it until it ends. Other threads are reused.
 
     Args:
         function: The blocking call.
         name: Name of the thread.
-        stop: Called with the thread's number when the caller is cancelled while ``function`` runs, such as
+        stop: Called with the thread's number if the caller is cancelled while ``function`` runs, such as
             :func:`interrupt`.
 
     Raises:
-        RuntimeError: It raised a BaseException other than Exception, SystemExit and CancelledError.
+        RuntimeError: ``function`` raised a BaseException other than Exception, SystemExit and CancelledError.
     """
     loop, context, future = asyncio.get_running_loop(), contextvars.copy_context(), Future[T]()
     lock, is_over = threading.Lock(), False
@@ -85,7 +84,7 @@ async def in_thread(function: Callable[[], T], name: str, stop: Callable[[int], 
             raise
         except BaseException as error:
             passes = isinstance(error, Exception | SystemExit | asyncio.CancelledError)
-            passes = passes and not isinstance(error, StopIteration)  # which no future carries
+            passes = passes and not isinstance(error, StopIteration)  # a future cannot carry StopIteration
             future.set_exception(error if passes else RuntimeError(f"raised {error!r}, wanted an Exception"))
         else:
             future.set_result(result)
@@ -104,7 +103,7 @@ async def in_thread(function: Callable[[], T], name: str, stop: Callable[[int], 
 
 
 def _given(call: Callable[[], None], name: str) -> _Worker:
-    """Have an idle thread, else a new one, make a call."""
+    """Let an idle thread, or else a new thread, make a call; return the thread."""
     try:
         thread = _idle.pop()
     except IndexError:
@@ -121,16 +120,16 @@ def _given(call: Callable[[], None], name: str) -> _Worker:
 _loops: dict[int, asyncio.AbstractEventLoop] = {}
 """The event loop of :func:`await_in_thread`, by process id."""
 SHARED_LOOP = "coroutines"
-"""Name of the thread of that event loop."""
+"""Name of that event loop's thread."""
 CHECK = 0.5
-"""Seconds after which a thread that waits for a coroutine sees that it was interrupted."""
+"""Maximum seconds until a thread that waits for a coroutine notices an interruption."""
 
 
 def await_in_thread(awaitable: Awaitable[T]) -> T:
-    """Return the result of an awaitable in a thread that has no event loop; block until then.
+    """Return the result of an awaitable to a thread without an event loop; block until then.
 
-    All awaitables of this process run on one event loop, which stays: clients that they share belong to it.
-    An interruption of the calling thread cancels the awaitable.
+    All awaitables of this process run on one permanent event loop, so that they can share clients that belong to it. An
+    interruption of the calling thread cancels the awaitable.
 
     Raises:
         RuntimeError: Called on that event loop, which would wait for itself.
@@ -142,7 +141,7 @@ def await_in_thread(awaitable: Awaitable[T]) -> T:
     loop = _shared_loop()
     if threading.current_thread().name == SHARED_LOOP and asyncio.get_running_loop() is loop:
         if inspect.iscoroutine(awaitable):
-            awaitable.close()  # else Python warns that nothing awaited it
+            awaitable.close()  # otherwise Python warns that the coroutine was never awaited
         raise RuntimeError("a coroutine that waits here would stop the event loop that it runs on; await the other one")
     running = asyncio.run_coroutine_threadsafe(awaited(), loop)
     try:
@@ -164,19 +163,19 @@ def _shared_loop() -> asyncio.AbstractEventLoop:
 
 
 def stuck_threads(since: float = math.inf) -> list[str]:
-    """Return the names of threads that were abandoned at loop time ``since`` (seconds) or before and still run."""
+    """Return the names of threads that were abandoned at loop time ``since`` (seconds) or earlier and still run."""
     for thread in [thread for thread in _abandoned if not thread.is_alive()]:
         _abandoned.pop(thread, None)
     return sorted(thread.name for thread, when in _abandoned.items() if when <= since)
 
 
 def interrupt(thread: int) -> None:
-    """Raise AbandonedError in a thread, as soon as it executes Python code."""
+    """Raise AbandonedError in a thread as soon as it executes Python code."""
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(AbandonedError))
 
 
 async def run_to_end(executor: Executor, work: Callable[[], T]) -> T:
-    """Run ``work`` in ``executor``; when cancelled, drop it if it has not begun, else wait for its end first."""
+    """Run ``work`` in ``executor``. If cancelled, drop it if it has not started, otherwise wait for its end first."""
     running = executor.submit(work)
     waiting = asyncio.wrap_future(running)
     cancelled: asyncio.CancelledError | None = None

@@ -1,1 +1,1 @@
-"""HTTP servers: what all of them have in common."""
+"""Common parts of all HTTP servers."""

@@ -1,4 +1,4 @@
-"""Reads large bodies of requests in threads: many of them, or huge ones, neither stop a server nor fill its memory."""
+"""Reads large request bodies in threads, so that many or huge bodies neither block a server nor fill its memory."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from typing import TypeVar
 T = TypeVar("T")
 THREADS = 2
 MOST_BYTES = 256 * 1024**2
-"""Bytes of the bodies that are read or wait for a thread. Those that come then are refused."""
+"""Maximum bytes of the large bodies that are being read or wait for a thread. Further bodies are refused."""
 
 
 class ReaderBusy(Exception):
-    """Too many bytes wait to be read; ask again."""
+    """Too many bytes wait to be read; the client should retry."""
 
 
 class BodyReader:
-    """Reads bodies of more than ``small`` bytes in threads, :data:`THREADS` at a time, and others on the event loop,
-    which costs less than a thread.
+    """Reads bodies of more than ``small`` bytes in threads, :data:`THREADS` at a time. It reads smaller bodies on the
+    event loop, which costs less than a thread.
     """
 
     def __init__(self, small: int) -> None:
@@ -29,20 +29,20 @@ class BodyReader:
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="tmq-body")
         self._free = asyncio.Semaphore(THREADS)
         self.held = 0
-        """Bytes of the large bodies that are read or wait."""
+        """Bytes of the large bodies that are being read or wait."""
 
     async def run(self, size: int, read: Callable[[], T]) -> T:
-        """Return what ``read`` returns.
+        """Return the result of ``read``.
 
-        A caller that is cancelled while it waits takes no thread. One that is cancelled later keeps its thread, and its
-        bytes count, until ``read`` ends.
+        A caller that is cancelled while it waits does not take a thread. If the caller is cancelled later, the thread
+        stays occupied and the bytes count until ``read`` ends.
 
         Args:
             size: Bytes of the body.
-            read: Reads it; no part of it may need the event loop.
+            read: Reads the body; it must not use the event loop.
 
         Raises:
-            ReaderBusy: More than :data:`MOST_BYTES` would wait.
+            ReaderBusy: More than :data:`MOST_BYTES` would be read or wait.
         """
         if size <= self._small:
             return read()
@@ -61,7 +61,7 @@ class BodyReader:
         reading = self._threads.submit(contextvars.copy_context().run, read)
 
         def ended(_: object) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop has closed since
+            with contextlib.suppress(RuntimeError):  # the loop was closed in the meantime
                 loop.call_soon_threadsafe(self._ended, size)
 
         reading.add_done_callback(ended)

@@ -1,4 +1,6 @@
-"""Rules of every HTTP server here: time limits of a connection, reading a body, and requests that a browser forged."""
+"""Rules of every HTTP server here: time limits of a connection, reading a body, and refusing forged browser
+requests.
+"""
 
 from __future__ import annotations
 
@@ -18,37 +20,39 @@ from trinity_mq.config.hosts import is_loopback
 from trinity_mq.messages.msgpack_scan import ContentError, check_value
 
 HEAD_SECONDS = 65.0
-"""Seconds that a connection may wait for a complete head of a request. It is longer than the 60 s for which balancers
-keep an idle connection, and than our own clients do."""
+"""Seconds that a connection may wait for a complete request head. Longer than load balancers (60 s) and our own clients
+keep an idle connection."""
 BODY_SECONDS = 120.0
 """Seconds for the whole body of a request."""
 LARGE_BODY = 64 * 1024
-"""Bytes of a body from which on it is checked in a thread."""
+"""Bytes of a body at which it is parsed in a thread."""
 FORM_TYPES = frozenset({"text/plain", "multipart/form-data", "application/x-www-form-urlencoded"})
-"""Content types that a page may send to another site without asking that site first."""
+"""Content types that a page may send to another site without a preflight request."""
 JSON = "application/json"
 
 
 def new_application(
     middlewares: Iterable[Middleware] = (), *, max_body: int = 1024**2, seconds: float | None = None
 ) -> web.Application:
-    """Return an application whose connections are closed when no complete head of a request comes in time.
+    """Return an application that closes connections without a complete request head in time.
 
     Args:
-        middlewares: Its middlewares, the outermost first.
-        max_body: Bytes of one request.
-        seconds: Time limit of a head; None: :data:`HEAD_SECONDS`.
+        middlewares: The middlewares, outermost first.
+        max_body: Maximum bytes of one request.
+        seconds: Time limit of a head in seconds; None: :data:`HEAD_SECONDS`.
     """
     limits = {"keepalive_timeout": HEAD_SECONDS if seconds is None else seconds, "logger": _SERVER_LOG}
     return web.Application(middlewares=middlewares, client_max_size=max_body, handler_args=limits)
 
 
 NOT_HTTP = (web.RequestPayloadError, HttpProcessingError)
-"""Errors of bytes that are no HTTP."""
+"""Errors of bytes that are not HTTP."""
 
 
 def _is_own_fault(record: logging.LogRecord) -> bool:
-    """Return whether a log record is not of bytes that are no HTTP: a client could fill the log with those."""
+    """Return whether a log record is about anything except bytes that are not HTTP, with which a client could fill the
+    log.
+    """
     return not (record.exc_info and isinstance(record.exc_info[1], NOT_HTTP))
 
 
@@ -57,21 +61,21 @@ _SERVER_LOG.addFilter(_is_own_fault)
 
 
 def route(method: str, path: str, handler: Handler) -> web.RouteDef:
-    """Return a route whose handler decides whether a client that sent ``Expect`` shall send its body."""
+    """Return a route whose handler decides whether a client that sent ``Expect`` should send its body."""
     return web.route(method, path, handler, expect_handler=_expect_later)
 
 
 async def _expect_later(_: web.Request) -> None:
-    """Answer ``Expect`` in :func:`read_body`."""
+    """Do nothing, since :func:`read_body` answers ``Expect``."""
 
 
 async def read_body(request: web.Request) -> bytes:
     """Return the body of a request.
 
     Raises:
-        web.HTTPRequestTimeout: It was not there within :data:`BODY_SECONDS`.
-        web.HTTPBadRequest: It breaks the rules of HTTP.
-        web.HTTPExpectationFailed: The client expects something unknown.
+        web.HTTPRequestTimeout: The body was not complete within :data:`BODY_SECONDS`.
+        web.HTTPBadRequest: The body violates HTTP.
+        web.HTTPExpectationFailed: The client has an unknown expectation.
     """
     if expected := request.headers.get(hdrs.EXPECT):
         await _answer_expect(request, expected)
@@ -92,17 +96,17 @@ async def _answer_expect(request: web.Request, expected: str) -> None:
 
 
 async def read_json(request: web.Request) -> dict[str, Any]:
-    """Return the JSON object in the body of a request, an empty one without a body; errors as :func:`read_body`.
+    """Return the JSON object in the body of a request, an empty object without a body; errors as :func:`read_body`.
 
     Raises:
-        ContentError: The body is not a JSON object, or holds a value that no message can hold.
+        ContentError: The body is not a JSON object, or contains a value that does not fit into a message.
     """
     raw = await read_body(request)
     return json_object(raw) if len(raw) < LARGE_BODY else await asyncio.to_thread(json_object, raw)
 
 
 def json_object(raw: bytes) -> dict[str, Any]:
-    """Return a JSON object, an empty one where there are no bytes; errors as :func:`read_json`."""
+    """Return a JSON object, an empty object for empty bytes; errors as :func:`read_json`."""
     try:
         fields = json.loads(raw.decode("utf-8-sig") or "{}", parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
@@ -118,17 +122,17 @@ def _no_constant(name: str) -> None:
 
 
 def refuse_forged(request: web.Request, hosts: Collection[str] = (), types: Collection[str] = ()) -> None:
-    """Refuse a request that a page of another site may have had a browser send. For servers that give rights to whoever
-    reaches them.
+    """Refuse a request that a browser may have sent for a page of another site. For servers that trust every client
+    that reaches them.
 
     Args:
         request: The request.
-        hosts: Names in ``Host`` and ``Origin`` besides those of loopback.
-        types: Content types of bodies; empty: every type that a page must ask for.
+        hosts: Allowed names in ``Host`` and ``Origin``, in addition to loopback names.
+        types: Allowed content types of bodies; empty: every type that needs a preflight request.
 
     Raises:
-        web.HTTPForbidden: ``Host`` or ``Origin`` is a strange name, or the browser says that the site is another one.
-        web.HTTPUnsupportedMediaType: The body is of a type that a page may send without asking.
+        web.HTTPForbidden: ``Host`` or ``Origin`` is an unknown name, or the browser reports another site.
+        web.HTTPUnsupportedMediaType: The body has a type that a page may send without a preflight request.
     """
     if refused := forged(request.method, request.headers, hosts, types):
         kind, reason = refused
@@ -137,7 +141,7 @@ def refuse_forged(request: web.Request, hosts: Collection[str] = (), types: Coll
 
 @web.middleware
 async def from_this_site(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Middleware of :func:`refuse_forged` for a server on loopback."""
+    """Middleware that applies :func:`refuse_forged` to a server on loopback."""
     refuse_forged(request)
     return await handler(request)
 
@@ -145,7 +149,7 @@ async def from_this_site(request: web.Request, handler: Handler) -> web.StreamRe
 def forged(
     method: str, headers: CIMultiDictProxy[str], hosts: Collection[str], types: Collection[str]
 ) -> tuple[type[web.HTTPForbidden | web.HTTPUnsupportedMediaType], str] | None:
-    """Return the error and its reason for :func:`refuse_forged`; None: the request is not refused."""
+    """Return the error and its reason for :func:`refuse_forged`; None: the request is accepted."""
     if not all(_is_among(f"//{name}", hosts) for name in headers.getall(hdrs.HOST, [""])):
         seen = headers.get(hdrs.HOST)
         return web.HTTPForbidden, f"Host is {seen!a}, wanted 127.0.0.1, localhost or a name that is configured"
@@ -170,7 +174,7 @@ def _type_problem(headers: Mapping[str, str], types: Collection[str]) -> str | N
 
 
 def _is_among(url: str, hosts: Collection[str]) -> bool:
-    """Return whether the host of a URL is this machine's loopback or among ``hosts``."""
+    """Return whether the host of a URL is a loopback name or in ``hosts``."""
     try:
         host = (urlsplit(url).hostname or "").rstrip(".")
     except ValueError:

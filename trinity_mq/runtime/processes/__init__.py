@@ -1,1 +1,1 @@
-"""Other processes: forked or started anew, kept alive, asked over pipes."""
+"""Other processes: start by fork or command line, supervision, and requests over pipes."""

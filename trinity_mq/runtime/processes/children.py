@@ -1,8 +1,8 @@
-"""Child processes that answer requests over pipes, and the limits they set themselves.
+"""Child processes that answer requests over pipes, and limit their own resources.
 
-The math judge and the reader of legacy bodies hand hostile input to code that may hang, crash or exhaust memory; in a
-child process the kernel enforces the limits. pebble does not fit: its limits are wall time, which turns right answers
-into wrong ones on a busy machine, and it unpickles what its workers send.
+The math judge and the reader of legacy bodies pass hostile input to code that may hang, crash or exhaust memory. In a
+child process the kernel enforces the limits. pebble does not fit: it limits wall time, which turns right answers into
+wrong answers on a busy machine, and it unpickles the output of its workers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 
 _READY = b"ready"
 _EXIT_SECONDS = 0.2
-"""Seconds that a child gets to end by itself once its input is closed."""
+"""Seconds for a child to end by itself after its input is closed."""
 
 
 class ChildEndedError(Exception):
@@ -32,11 +32,11 @@ class ChildEndedError(Exception):
     def __init__(self, exitcode: int) -> None:
         super().__init__(f"the child process ended with code {exitcode}")
         self.exitcode = exitcode
-        """As of ``subprocess.Popen``: below 0 a signal."""
+        """Exit code as in ``subprocess.Popen``: a negative number is a signal."""
 
 
 class ChildSilentError(RuntimeError):
-    """The child process did not answer in time, for a reason that is not the request's; trying again may help."""
+    """The child process did not answer in time, for a reason outside of the request; a retry may help."""
 
 
 class ChildNotStartedError(RuntimeError):
@@ -44,14 +44,14 @@ class ChildNotStartedError(RuntimeError):
 
 
 class ChildServer:
-    """A child process that answers one request at a time; it starts on first use, and again after it has ended.
+    """A child process that answers one request at a time. It starts at the first use, and again after it has ended.
 
-    Safe to share between threads. A forked process starts a child of its own.
+    Threads may share it. A forked process starts its own child.
 
     Args:
         file: Python file to run; it calls :func:`serve`.
-        arguments: Its command line.
-        silence: Seconds without an answer, also to the start, after which the child is killed.
+        arguments: The command line of the child.
+        silence: Seconds without an answer, or without the start message, after which the child is killed.
     """
 
     def __init__(self, file: Path, *arguments: object, silence: float = 120.0) -> None:
@@ -66,20 +66,20 @@ class ChildServer:
 
     @property
     def pid(self) -> int | None:
-        """Process id of the child, None before the first request and after one that ended it."""
+        """Process id of the child; None before the first request and after a request that ended the child."""
         return self._child.pid if self._child else None
 
     def ask(self, request: bytes, max_answer: int = 1 << 20) -> bytes:
         """Return the child's answer to a request.
 
         Args:
-            request: Handed to the child.
-            max_answer: Upper bound of the answer's bytes; the child is killed for a longer one.
+            request: Passed to the child.
+            max_answer: Maximum bytes of the answer; the child is killed for a longer answer.
 
         Raises:
-            ChildEndedError: The child ended, and starts again with the next request.
-            ChildSilentError: It did not answer in time, and was killed.
-            ChildNotStartedError: It cannot be started.
+            ChildEndedError: The child ended; it starts again with the next request.
+            ChildSilentError: The child did not answer in time, and was killed.
+            ChildNotStartedError: The child cannot be started.
         """
         with self._lock:
             try:
@@ -91,7 +91,7 @@ class ChildServer:
                     raise self._silent() from None
                 except (EOFError, OSError):
                     raise ChildEndedError(self._end()) from None
-            except BaseException:  # the answer to an interrupted request must not reach the next one
+            except BaseException:  # the answer to an interrupted request must not reach the next request
                 self._end()
                 raise
 
@@ -104,7 +104,7 @@ class ChildServer:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         self._pipe, theirs = Pipe()
         limit = struct.pack("ll", int(self._silence), int(self._silence % 1 * 1e6))
-        with socket.socket(fileno=os.dup(self._pipe.fileno())) as ours:  # the options are the pipe's too
+        with socket.socket(fileno=os.dup(self._pipe.fileno())) as ours:  # both sockets share the options
             ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
             ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
         with theirs:
@@ -140,14 +140,14 @@ class ChildServer:
             return child.wait()
 
     def _forget(self) -> None:
-        """Leave the child and the lock to the process that this one was forked from."""
-        self._inherited.append(self._child)  # kept: a Popen that is collected while its process runs warns
+        """Leave child and lock to the process from which this process was forked."""
+        self._inherited.append(self._child)  # kept, since a collected Popen warns if its process is running
         self._child = self._pipe = None
         self._lock = threading.Lock()
 
 
 def serve(answer: Callable[[bytes], bytes]) -> None:
-    """Answer the requests of a :class:`ChildServer` until it closes the pipe; runs in the child process."""
+    """Answer the requests of a :class:`ChildServer` until it closes the pipe. Runs in the child process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, whose end closes our input
     with Connection(os.dup(0)) as pipe:
         pipe.send_bytes(_READY)
@@ -160,7 +160,7 @@ def serve(answer: Callable[[bytes], bytes]) -> None:
 
 
 def limit_memory(limit: int) -> None:
-    """Let this process allocate at most ``limit`` bytes beyond what it holds now."""
+    """Allow this process to allocate at most ``limit`` bytes in addition to its current memory."""
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":" in line)
     most = int(status["VmData"].split()[0]) * 1024 + limit
     hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
@@ -170,12 +170,12 @@ def limit_memory(limit: int) -> None:
 
 
 def answer_in_fork(answer: Callable[[bytes], bytes], request: bytes, cpu_seconds: int, memory: int) -> bytes:
-    """Return ``answer(request)`` as computed in a fork of this process that has limits, and ends with the answer.
+    """Return ``answer(request)``, computed in a fork of this process with limits that ends after the answer.
 
     Args:
         answer: Runs in the fork.
         request: Its argument.
-        cpu_seconds: Processor time of the fork.
+        cpu_seconds: Maximum CPU seconds of the fork.
         memory: Bytes that the fork may allocate.
 
     Raises:

@@ -1,10 +1,10 @@
-"""The process that agents are forked from: it imports what they need once, and then serves forks. Linux only.
+"""The process from which agents are forked: it imports their modules once, and then serves forks. Linux only.
 
-Started by :class:`~trinity_mq.runtime.processes.forking.ForkServer`, as ``python -m`` with a listening socket and the
-modules to import. Each connection asks for one process, see :class:`ForkRequest`, with its file descriptors beside it.
+:class:`~trinity_mq.runtime.processes.forking.ForkServer` starts it as ``python -m`` with a listening socket and the
+modules to import. Each connection requests one process, see :class:`ForkRequest`, together with its file descriptors.
 
-It never has a second thread: a fork would leave that one's locks held for ever in the child. Where an import has
-started one, requests are refused, and their processes are started anew.
+It never has a second thread, since a fork would leave the locks of that thread held for ever in the child. If an import
+has started a thread, requests are refused, and their processes are started with their command line.
 """
 
 from __future__ import annotations
@@ -32,38 +32,40 @@ from typing import Any, NoReturn
 from setproctitle import getproctitle, setproctitle
 
 GO = b"go"
-"""Answers a new process's id: whoever asked still wants it."""
+"""Reply to a new process's id: the client still wants the process."""
 ANSWER_SECONDS = 10.0
-"""Seconds that a connected client may take to go on."""
+"""Maximum seconds to wait for a connected client."""
 MOST_FDS = 8
 MOST_BYTES = 1 << 17
-"""Upper bound of a request, which is one packet."""
+"""Maximum bytes of a request, which is one packet."""
 ADOPTION_INTERVAL = 0.0005
-"""Seconds between two looks at whether the process that asked has become our parent."""
+"""Seconds between two checks for the adoption of this process by its new parent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForkRequest:
-    """A process that does ``python -m module words...`` in a session of its own."""
+    """A request for a process that runs ``python -m module words...`` in its own session."""
 
     module: str
     words: Sequence[str]
     env: dict[str, str]
-    """Its whole environment."""
+    """The complete environment of the process."""
     cwd: str
     fds: Sequence[int]
-    """The numbers that it has the descriptors under that come with the request."""
+    """Descriptor numbers in the process for the file descriptors sent with the request."""
     adopted: bool
-    """Its parent is the process above the server that adopts orphans; else the server is, and nobody asks how it ended.
-    """
+    """Whether the parent is the process above the server that adopts orphans. Otherwise the parent is the server, and
+    no exit status is reported."""
 
     def encode(self) -> bytes:
-        """Return it as a packet."""
+        """Return the request as a packet."""
         return json.dumps(asdict(self)).encode()
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Import the modules, then serve until the process that started us ends. Returns in each forked process, too."""
+    """Import the modules, then serve until the process that started this server ends. Also returns in each forked
+    process.
+    """
     parser = argparse.ArgumentParser(prog="python -m trinity_mq.runtime.processes.fork_server", description=__doc__)
     parser.add_argument("--socket", type=int, required=True, help="file descriptor of a listening socket")
     parser.add_argument("--parent", type=int, required=True, help="process id of who started this")
@@ -77,31 +79,33 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     from trinity_mq.runtime.process import die_with_parent
 
-    getproctitle()  # finds its place beside the environment, which is another one later
+    getproctitle()  # finds the memory of the title next to the environment, before the environment is replaced
     listener = socket.socket(fileno=options.socket)
     _remove_when_ended(Path(listener.getsockname()))
     die_with_parent(options.parent, signal.SIGTERM)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel buries what nobody waits for
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps children that no process waits for
     request, fds = import_and_serve(listener, options.modules)
     place(fds, request.fds)
     become(request)
-    sys.modules.pop(request.module, None)  # else runpy warns; what it imports is there
+    sys.modules.pop(request.module, None)  # otherwise runpy warns; the imported dependencies stay
     try:
         runpy.run_module(request.module, run_name="__main__", alter_sys=True)
     except SystemExit as end:
         if end.code is None or isinstance(end.code, int):
             end_process(end.code or 0)
-        raise  # the interpreter prints it
+        raise  # the interpreter prints the message
     end_process(0)
 
 
 def _remove_when_ended(path: Path) -> None:
-    """Have SIGTERM, which also says that the process that started us has ended, remove the socket and its folder."""
+    """Let SIGTERM remove the socket and its folder. The kernel also sends SIGTERM when the process that started us has
+    ended.
+    """
     server = os.getpid()
 
     def end(number: int, _: object) -> None:
-        if os.getpid() == server:  # else a fork that is not yet a process of its own
+        if os.getpid() == server:  # otherwise a fork that has not changed its signal handlers yet
             shutil.rmtree(path.parent, ignore_errors=True)
         os._exit(128 + number)
 
@@ -110,7 +114,7 @@ def _remove_when_ended(path: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """A request that came over a connection."""
+    """A request received over a connection."""
 
     connection: socket.socket
     packet: bytes
@@ -118,30 +122,30 @@ class _Asked:
 
     @property
     def word(self) -> str | None:
-        """The first word of the command line, None where there is none."""
+        """The first word of the command line; None if it is empty."""
         with contextlib.suppress(ValueError, KeyError, IndexError, TypeError):
             return str(json.loads(self.packet)["words"][0])
         return None
 
     def close(self) -> None:
-        """Give up the connection and the descriptors that came with the request."""
+        """Close the connection and the descriptors that came with the request."""
         self.connection.close()
         for fd in self.fds:
             os.close(fd)
 
 
 def import_and_serve(listener: socket.socket, modules: Sequence[str]) -> tuple[ForkRequest, Sequence[int]]:
-    """Import modules, each a ``MODULE[=WORD]``, and fork a process for each request, as soon as what its first word
-    stands for is imported; return the request in that process only, with the descriptors that came with it.
+    """Import modules, each given as ``MODULE[=WORD]``, and fork a process for each request once the module for its
+    first word is imported. Return only in the forked process, with the request and its descriptors.
     """
     waiting: list[_Asked] = []
     words: set[str | None] = set()
-    gc.disable()  # most of what imports make stays: to look through it again and again takes a fifth of their time
+    gc.disable()  # most objects of imports are permanent: collecting them repeatedly takes a fifth of the import time
     for name in modules:
         module, _, word = name.partition("=")
         with contextlib.suppress(Exception):
             importlib.import_module(module)
-        gc.collect()  # looks at what the module brought only
+        gc.collect()  # examines only the objects of this module
         gc.freeze()  # pages that the collector does not touch stay shared
         if word:
             words.add(word)
@@ -156,7 +160,7 @@ def import_and_serve(listener: socket.socket, modules: Sequence[str]) -> tuple[F
 
 
 def _arrived(listener: socket.socket) -> list[_Asked]:
-    """Return the requests that have come, without waiting."""
+    """Return the requests that have arrived, without waiting."""
     found = []
     while select.select([listener], [], [], 0)[0]:
         if (asked := _receive(listener)) is not None:
@@ -169,7 +173,7 @@ def _receive(listener: socket.socket) -> _Asked | None:
     connection.settimeout(ANSWER_SECONDS)
     try:
         packet, fds, _, _ = socket.recv_fds(connection, MOST_BYTES, MOST_FDS)
-    except OSError:  # nothing came
+    except OSError:  # the client sent nothing
         packet, fds = b"", []
     asked = _Asked(connection, packet, fds)
     if packet:
@@ -181,7 +185,9 @@ def _receive(listener: socket.socket) -> _Asked | None:
 def _serve_waiting(
     listener: socket.socket, waiting: list[_Asked], words: Collection[str | None] | None
 ) -> tuple[ForkRequest, Sequence[int]] | None:
-    """Fork the waiting requests with one of ``words``, None for all of them; return one in its new process only."""
+    """Fork a process for each waiting request with one of ``words`` (None: all requests). Return only in a new process,
+    with its request.
+    """
     for asked in [one for one in waiting if words is None or one.word in words]:
         waiting.remove(asked)
         request = _forked(asked.connection, asked.packet)
@@ -197,7 +203,7 @@ def _serve_waiting(
 
 
 def _forked(connection: socket.socket, packet: bytes) -> ForkRequest | None:
-    """Fork as a packet says and answer it; return the request in the new process."""
+    """Fork as a packet requests and answer it; return the request in the new process, None in the server."""
     try:
         request = ForkRequest(**json.loads(packet))
         if (threads := len(os.listdir("/proc/self/task"))) > 1:
@@ -219,18 +225,20 @@ def _forked(connection: socket.socket, packet: bytes) -> ForkRequest | None:
         wanted = connection.recv(len(GO)) == GO
     except OSError:
         wanted = False
-    if not wanted:  # who asked has given up, and has started another one
+    if not wanted:  # the client gave up and started another process
         os._exit(1)
     return request
 
 
 def _answer(connection: socket.socket, **said: Any) -> None:
-    with contextlib.suppress(OSError):  # who asked has gone
+    with contextlib.suppress(OSError):  # the client is gone
         connection.send(json.dumps(said).encode())
 
 
 def place(fds: Sequence[int], numbers: Sequence[int]) -> None:
-    """Give open file descriptors other numbers, inheritable; whatever had these numbers is closed."""
+    """Give open file descriptors other numbers and make them inheritable; close the descriptors that had these
+    numbers.
+    """
     beyond = max([*fds, *numbers, 2]) + 1
     for spare, fd in enumerate(fds, beyond):
         os.dup2(fd, spare, inheritable=False)
@@ -241,7 +249,7 @@ def place(fds: Sequence[int], numbers: Sequence[int]) -> None:
 
 
 def become(request: ForkRequest) -> None:
-    """Make this process what it would be had it been started with a command line."""
+    """Give this process the state that it would have after a start with a command line."""
     os.setsid()
     for number in (signal.SIGINT, signal.SIGCHLD, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
@@ -255,23 +263,23 @@ def become(request: ForkRequest) -> None:
         stream.reconfigure(line_buffering=True, write_through=True)  # type: ignore[union-attr]
     gc.enable()
     if (threads := request.env.get("OMP_NUM_THREADS")) and (torch := sys.modules.get("torch")) is not None:
-        torch.set_num_threads(int(threads))  # the variable was read when it was imported
+        torch.set_num_threads(int(threads))  # torch read the variable at its import, before it was set
     if (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.seed()  # each process its own, as when it is started
+        numpy.random.seed()  # each process gets its own seed, as after a normal start
     sys.path[0] = str(Path.cwd())
 
 
 def end_process(code: int) -> NoReturn:
     """End this process as the interpreter would, but let the kernel free its objects.
 
-    The interpreter visits each of them, and so gets a copy of every page that is shared with the fork server: with all
-    agents of a run ending at the same time, half as much memory again as the run took, and a second of processor time.
+    The interpreter visits every object, and so copies every page that is shared with the fork server. If all agents of
+    a run end at the same time, that takes half as much memory again as the run, and a second of CPU time.
     """
-    # as the interpreter does: first it waits for threads and executors
+    # the interpreter also first waits for threads and executors
     threading._shutdown()  # type: ignore[attr-defined]  # noqa: SLF001
     atexit._run_exitfuncs()  # noqa: SLF001
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # closed, or whoever read it has gone
+        with contextlib.suppress(OSError, ValueError):  # closed, or the reader is gone
             stream.flush()
     os._exit(code)
 

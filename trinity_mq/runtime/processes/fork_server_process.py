@@ -1,4 +1,6 @@
-"""A fork server as a child process of this one. Imports little, since nothing is done before it is started."""
+"""A fork server as a child of this process. This module imports little, since the server must start before anything
+else.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +24,16 @@ class ForkServer:
     def __init__(self, process: subprocess.Popen[bytes], folder: tempfile.TemporaryDirectory[str], path: Path) -> None:
         self._process, self._folder = process, folder
         self.path = path
-        """Path of its socket."""
+        """Path of the server's socket."""
 
     @classmethod
     def start(cls, modules: Sequence[str]) -> Self:
-        """Start a server that imports ``modules``, and become the parent of what it starts; does not wait for it.
+        """Start a server that imports ``modules``, without waiting for it, and become the parent of the processes that
+        it forks.
 
         Args:
-            modules: In this order. ``MODULE=WORD``: processes whose first word is WORD are forked once it is imported.
+            modules: Modules in the order of import. ``MODULE=WORD``: processes whose first word is WORD are forked once
+                this module is imported.
 
         Raises:
             OSError: This system is not Linux, or has no process left.
@@ -47,11 +51,11 @@ class ForkServer:
 
     @property
     def pid(self) -> int:
-        """Its process id."""
+        """Process id of the server."""
         return self._process.pid
 
     def close(self) -> None:
-        """End it, and adopt nobody any more. What it has started lives on."""
+        """End the server, and stop adopting orphans. The processes that it has started continue."""
         self._process.kill()
         self._process.wait()
         self._folder.cleanup()
@@ -75,7 +79,7 @@ def _start_server(path: Path, modules: Sequence[str]) -> subprocess.Popen[bytes]
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            # a library that starts a pool of threads when it is imported would end the forking
+            # forking fails if a library starts a thread pool at its import
             env=os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
             start_new_session=True,
             pass_fds=(listener.fileno(),),
@@ -83,10 +87,10 @@ def _start_server(path: Path, modules: Sequence[str]) -> subprocess.Popen[bytes]
 
 
 def set_subreaper(on: bool) -> None:
-    """Say whether processes below this one that lose their parent get this one instead.
+    """Set whether this process adopts orphaned descendants.
 
     Raises:
-        OSError: The kernel refused, or there is no such call.
+        OSError: The kernel refused, or does not have this call.
     """
     if sys.platform != "linux":
         raise OSError("processes are forked on Linux only")

@@ -1,8 +1,8 @@
-"""Starts processes by forking one that has imported everything: in milliseconds, and sharing that memory.
+"""Starts processes by forking a process that has imported everything: in milliseconds, and with shared memory.
 
-``trinity-mq run`` starts a fork server first of all; its address is in the environment of the agents, so that
-an explorer has its engines forked too. Where there is none (on another system than Linux, agents started one by one, a
-server that has died) processes are started with their command line, and do the same.
+``trinity-mq run`` starts a fork server before anything else. The server's address is in the environment of the agents,
+so that an explorer can fork its engines too. Without a server (on a system other than Linux, for agents started one by
+one, or after the server has died) processes are started with their command line and behave the same.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ log = structlog.get_logger(__name__)
 ADDRESS_VARIABLE = "TRINITY_MQ_FORK_SERVER"
 """Environment variable with the path of the server's socket."""
 IMPORT_SECONDS = 60.0
-"""Seconds that a server may take to answer, its imports included."""
+"""Maximum seconds for a server to answer, including its imports."""
 
 
 class NotForkedError(RuntimeError):
@@ -37,25 +37,25 @@ class NotForkedError(RuntimeError):
 
 
 class Process(Protocol):
-    """The interface that :class:`asyncio.subprocess.Process` and :class:`ForkedProcess` have in common."""
+    """The common interface of :class:`asyncio.subprocess.Process` and :class:`ForkedProcess`."""
 
     @property
     def pid(self) -> int:
-        """Its process id."""
+        """Process id."""
 
     @property
     def returncode(self) -> int | None:
-        """Exit code, below 0 a signal; None while it runs."""
+        """Exit code, below 0 for a signal; None while the process runs."""
 
     async def wait(self) -> int:
-        """Return the exit code once it has ended."""
+        """Return the exit code once the process has ended."""
 
     def send_signal(self, signal: int, /) -> None:
-        """Send a signal; of no effect once it has ended."""
+        """Send a signal; without effect after the process has ended."""
 
 
 class ForkedProcess:
-    """A process that a fork server started for us, and whose parent we have become."""
+    """A process that a fork server started for this process, which became its parent."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -66,13 +66,13 @@ class ForkedProcess:
         self._loop.add_reader(self._fd, self._bury)
 
     async def wait(self) -> int:
-        """Return the exit code once it has ended."""
+        """Return the exit code once the process has ended."""
         await self._ended.wait()
         assert self.returncode is not None
         return self.returncode
 
     def send_signal(self, number: int, /) -> None:
-        """Send a signal; of no effect once it has ended."""
+        """Send a signal; without effect after the process has ended."""
         if self.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._fd, number)
@@ -82,7 +82,7 @@ class ForkedProcess:
         os.close(self._fd)
         try:
             self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-        except ChildProcessError:  # killed before it was ours
+        except ChildProcessError:  # killed before we became its parent
             self.returncode = -signal.SIGKILL
         self._ended.set()
 
@@ -91,8 +91,7 @@ Starter = Callable[[Sequence[str], Mapping[str, str], IO[bytes]], Awaitable[Proc
 """Starts a command line with an environment and a file for its output, in a session of its own.
 
 Raises:
-    OSError: It cannot be started.
-"""
+    OSError: The process cannot be started."""
 
 
 async def start_command(command: Sequence[str], env: Mapping[str, str], output: IO[bytes]) -> Process:
@@ -108,7 +107,9 @@ async def start_command(command: Sequence[str], env: Mapping[str, str], output: 
 
 
 def start_forked(server: ForkServer) -> Starter:
-    """Return a starter that has Python modules forked by ``server``, and starts them itself where that fails."""
+    """Return a starter that forks Python modules through ``server``, and starts them with their command line if that
+    fails.
+    """
 
     async def start(command: Sequence[str], env: Mapping[str, str], output: IO[bytes]) -> Process:
         if is_forkable(command):
@@ -122,7 +123,7 @@ def start_forked(server: ForkServer) -> Starter:
 
 
 def orphans_of(session: int) -> list[ForkedProcess]:
-    """Return our children of a session whose leader has ended: by becoming their parent we have to bury them."""
+    """Return our children in a session whose leader has ended. As their adoptive parent we have to reap them."""
     found = []
     for child in psutil.Process().children():
         with contextlib.suppress(ProcessLookupError):
@@ -140,18 +141,19 @@ async def fork(
     fds: Sequence[int] = (),
     adopted: bool,
 ) -> int:
-    """Have the server at ``address`` start ``python -m module words...`` in a session of its own; return its pid.
+    """Let the server at ``address`` start ``python -m module words...`` in a session of its own; return its process id.
 
     Args:
         address: The server's socket.
         command: ``sys.executable``, ``-m``, the module and its command line.
-        env: Its whole environment.
+        env: The complete environment of the process.
         output: File descriptor for stdout and stderr.
-        fds: Further descriptors, which it has under the same numbers.
-        adopted: Its parent becomes the process that started the server; else the server is, and no exit code is known.
+        fds: Further descriptors, which get the same numbers in the process.
+        adopted: Whether the process that started the server becomes the parent. Otherwise the server is the parent, and
+            the exit code is unknown.
 
     Raises:
-        NotForkedError: It was not started.
+        NotForkedError: The process was not started.
     """
     if not is_forkable(command):
         raise NotForkedError(f"the command is {' '.join(command)!r}, wanted {sys.executable!r} -m MODULE")

@@ -1,4 +1,4 @@
-"""Why a process ended, in a line for a person: from its exit code and from what it printed."""
+"""The reason why a process ended, in one line for people: from its exit code and its output."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from pathlib import Path
 from trinity_mq.runtime.errors import is_own, shown
 
 LAST_BYTES = 32 * 1024
-"""Bytes at the end of a process's output in which the reason of its end is looked for: a progress bar takes many."""
+"""Bytes at the end of a process's output that are searched for the reason of its end. Progress bars take many bytes."""
 LONGEST_LINE = 2000
-"""Characters of a line that are looked at."""
+"""Maximum number of characters of a line that are searched."""
 _BAR = re.compile(r"(?:\d{1,3}%\|[^|]*\||\d{1,12}(?:\.\d{1,4})?[kMG]?it)[^\[]*\[[^\]]*\]?")
-"""A progress bar of tqdm, with and without a total. What follows on its line is no part of it."""
+"""A progress bar of tqdm, with or without a total. The rest of its line does not belong to it."""
 _ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _FRAME = re.compile(r'\s+File "(.+?)", line (\d+)')
 _LAST_FIRST, _FIRST_FIRST = "(most recent call last):", "(most recent call first):"
-"""Ends of the line above the frames: of a traceback, and of the stacks that ``faulthandler`` writes."""
+"""Ends of the line above the frames: of a traceback, and of the stacks written by ``faulthandler``."""
 AGENT_ENDS = "(agent_ends "
-"""In the line with which an agent says why it ends."""
+"""Part of the line with which an agent logs the reason of its end."""
 
 
 def ended_by(code: int) -> str:
-    """Return how a process ended, by its exit code: 128 + n for signal n.
+    """Return a description of an exit code: 128 + n for signal n.
 
     >>> ended_by(1), ended_by(137)
     ('exit code 1', 'killed by SIGKILL: somebody sent it, or the machine had no memory left, see `dmesg`')
@@ -41,7 +41,9 @@ def ended_by(code: int) -> str:
 
 
 def end_of(output: Path, start: int = 0) -> str:
-    """Return the end of a file that a process printed to from byte ``start`` on; empty where it cannot be read."""
+    """Return the end of the output that a process wrote to a file from byte ``start`` on; empty if it cannot be
+    read.
+    """
     with contextlib.suppress(OSError), output.open("rb") as file:
         file.seek(max(start, file.seek(0, os.SEEK_END) - LAST_BYTES))
         return file.read().decode(errors="replace")
@@ -49,9 +51,10 @@ def end_of(output: Path, start: int = 0) -> str:
 
 
 def last_words(printed: str, code: int) -> str:
-    """Return why a process ended: the signal that killed it, and what it said last, without progress bars.
+    """Return the reason why a process ended: the signal that killed it, and its last output without progress bars.
 
-    Of a traceback that is the error with the line of the user's own file, of the stacks of a crash that line.
+    For a traceback, the output is the error with the line of the user's own file; for the stacks of a crash it is that
+    line.
 
     Args:
         printed: The end of its output.
@@ -66,7 +69,7 @@ def last_words(printed: str, code: int) -> str:
 
 
 def _without_bar(line: str) -> str:
-    return "" if "━" in line else _BAR.split(line[:LONGEST_LINE])[-1]  # rich draws its bars with that
+    return "" if "━" in line else _BAR.split(line[:LONGEST_LINE])[-1]  # rich draws its bars with this character
 
 
 def _said(lines: list[str]) -> str:
@@ -88,8 +91,8 @@ def _of_traceback(below: list[str]) -> str:
 
 
 def _of_stacks(lines: list[str]) -> str:
-    """Return the line above the stacks of all threads, and the innermost line of the user's own code: of the current
-    thread, else of another one, since a watchdog's own stack says nothing.
+    """Return the line above the stacks of all threads, and the innermost line of the user's own code: in the current
+    thread, otherwise in another thread, since a watchdog's own stack says nothing.
     """
     heads = [number for number, line in enumerate(lines) if line.endswith(_FIRST_FIRST)]
     above = _in_one(lines[heads[0] - 1]) if heads[0] else "it was at work"

@@ -1,8 +1,8 @@
 """Marked points inside an agent, at which ``trinity-mq chaos`` can stop its process: between the confirm of a publish
-and the acknowledgement of the delivery that it answers, and behind a written checkpoint.
+and the acknowledgement of the delivery that caused it, and after a checkpoint is written.
 
-Without the variable :data:`POINTS_VARIABLE` in the environment nothing is wrapped, and :func:`passed` looks at one
-name. No message and no request can set it.
+Without the environment variable :data:`POINTS_VARIABLE` nothing is wrapped, and :func:`passed` only checks one name. No
+message or request can set the variable.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from typing import Any
 from trinity_mq.bus import Bus, Consumer, Delivery, Envelope, Queue
 
 POINTS_VARIABLE = "TRINITY_MQ_CHAOS_POINTS"
-"""Folder in which points are armed; set by ``trinity-mq chaos`` for the run that it starts."""
+"""Environment variable with the folder in which points are armed; ``trinity-mq chaos`` sets it for the run that it
+starts."""
 ARMED, HIT = ".armed", ".hit"
-"""Ends of names in it: ``ROLE POINT.armed`` holds a token and an occurrence; whoever stops renames it to
-``TOKEN AGENT PID.hit``.
-"""
+"""Suffixes of file names in that folder. ``ROLE POINT.armed`` contains a token and an occurrence. The process that
+stops renames it to ``TOKEN AGENT PID.hit``."""
 SINGLE = {"task_results": "task_result", "task_slices": "task_slice"}
-"""Messages that hold several of a kind pass the points of that kind."""
+"""Kinds of messages that contain several messages of another kind and pass the points of that kind."""
 
 
 class MarkedPoints:
     """The points that are armed for one agent.
 
     Args:
-        folder: Where points are armed.
+        folder: Folder in which points are armed.
         role: The agent's role.
-        agent_id: Its id.
+        agent_id: The agent's id.
         stop: Stops this process until it is continued.
     """
 
@@ -41,13 +41,13 @@ class MarkedPoints:
         self._counted: Counter[str] = Counter()
 
     def passed(self, name: str) -> None:
-        """Stop here if this point is armed and this is its occurrence."""
+        """Stop here if this point is armed and its occurrence is reached."""
         armed = self._folder / f"{self._role} {name}{ARMED}"
         try:
             token, occurrence = armed.read_text().split()
             self._counted[token] += 1
             if self._counted[token] >= int(occurrence):
-                # of several agents only one can rename it
+                # of several agents only one can rename the file
                 armed.rename(self._folder / f"{token} {self._id} {os.getpid()}{HIT}")
                 self._stop()
         except FileNotFoundError:
@@ -55,17 +55,17 @@ class MarkedPoints:
 
 
 _points: list[MarkedPoints] = []
-"""The agent's, where there are some."""
+"""The points of this agent; empty without the variable."""
 
 
 def passed(name: str) -> None:
-    """Pass a point that no message shows."""
+    """Pass a point that no message marks."""
     for points in _points:
         points.passed(name)
 
 
 def marked(bus: Bus, role: str, agent_id: str) -> None:
-    """Let what passes over an agent's bus pass points, where the environment names a folder for them."""
+    """Wrap an agent's bus with marked points if the environment names a folder for them."""
     folder = os.environ.get(POINTS_VARIABLE)
     if folder:
         _points.append(MarkedPoints(Path(folder), role, agent_id))
@@ -73,7 +73,7 @@ def marked(bus: Bus, role: str, agent_id: str) -> None:
 
 
 def mark_bus(bus: Bus, points: MarkedPoints) -> None:
-    """Let what passes over a bus pass ``confirmed KIND`` and ``acknowledging KIND``."""
+    """Let the messages of a bus pass the points ``confirmed KIND`` and ``acknowledging KIND``."""
     publish, consume = bus.publish, bus.consume
 
     async def publish_marked(exchange: str, routing_key: str, envelope: Envelope, **how: Any) -> bool:
@@ -96,7 +96,7 @@ def _single(kind: str | None) -> str:
 
 
 class _MarkedConsumer(Consumer):
-    """Passes a point just before each acknowledgement."""
+    """A consumer that passes a point just before each acknowledgement."""
 
     def __init__(self, inner: Consumer, points: MarkedPoints) -> None:
         self._inner, self._points = inner, points
@@ -115,7 +115,7 @@ class _MarkedConsumer(Consumer):
         await self._inner.close()
 
     def _marked(self, delivery: Delivery) -> Delivery:
-        if delivery.offset is not None:  # on a stream an acknowledgement does nothing
+        if delivery.offset is not None:  # on a stream an acknowledgement has no effect
             return delivery
         ack, name = delivery.ack, f"acknowledging {_single(delivery.kind)}"
 

@@ -1,4 +1,4 @@
-"""Keeps processes alive: starts them, restarts them after a crash, fails with a reason, ends them in order."""
+"""Keeps processes alive: starts them, restarts them after a crash, fails with a reason, and ends them in order."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PARENT_VARIABLE = "TRINITY_MQ_PARENT"
 """Environment variable with the supervisor's process id, for :func:`~trinity_mq.runtime.process.die_with_parent`."""
 
 FIRST_DELAY, LONGEST_DELAY = 0.25, 30.0
-"""Seconds before the first restart and at most before later ones; the delay doubles with each."""
+"""Seconds before the first restart, and maximum before later restarts. The delay doubles with each restart."""
 
 What = Literal["started", "died", "restarting", "finished", "stopped", "killed", "failed"]
 Phase = Literal["new", "running", "waiting", "finished", "stopped", "failed"]
@@ -34,13 +34,14 @@ class ProcessSpec:
     """A process to keep alive."""
 
     name: str
-    """Unique; also the name of its output file."""
+    """Unique name, also of the output file."""
     role: str
     argv: Sequence[str]
     env: Mapping[str, str] = field(default_factory=dict)
-    """Added to the supervisor's own environment."""
+    """Environment variables added to the supervisor's own environment."""
     starts_anew: bool = False
-    """It is not forked: a library reads its environment when it is imported."""
+    """Whether the process is started with its command line instead of forked, since a library reads its environment at
+    its import."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,18 +51,19 @@ class ProcessEvent:
     name: str
     role: str
     what: What
-    """``died``: it ended by itself with an error. ``stopped``: on request. ``killed``: it did not stop in time."""
+    """``died``: it ended by itself with an error. ``stopped``: it ended on request. ``killed``: it did not stop in
+    time."""
     pid: int | None = None
     code: int | None = None
     """Exit code; 128 + n for signal n."""
     delay: float = 0.0
     """restarting: seconds until the restart."""
     restarts: int = 0
-    """restarting: restarts within the window, this one included."""
+    """restarting: number of restarts within the window, including this restart."""
     reason: str = ""
     output: str = ""
-    """died, failed, restarting: the reason of :func:`~trinity_mq.runtime.processes.last_words.last_words`, empty where
-    there is none but the exit code."""
+    """died, failed, restarting: the reason from :func:`~trinity_mq.runtime.processes.last_words.last_words`, empty if
+    only the exit code is known."""
 
 
 class _Child:
@@ -72,14 +74,14 @@ class _Child:
         self.restarts: collections.deque[float] = collections.deque()
         self.code = 0
         self.exit_code = 0
-        """Exit code of its process when that ended last; 128 + n for signal n."""
+        """Exit code of the process at its last end; 128 + n for signal n."""
         self.output_start = 0
-        """Size of its output file when the process was started."""
+        """Size of the output file in bytes when the process was started."""
         self.stopping = False
         self.replacing = False
         self.forced = False
         self.woken = asyncio.Event()
-        """Set to cut a wait before a restart short."""
+        """Set to end the wait before a restart early."""
         self.ended = asyncio.Event()
 
     @property
@@ -88,19 +90,19 @@ class _Child:
 
 
 class Supervisor:
-    """Runs a set of processes, each in a session of its own, output to ``<log_dir>/<name>.out``.
+    """Runs a set of processes, each in a session of its own, with output to ``<log_dir>/<name>.out``.
 
-    An exit code of 0 means finished; 78 (EX_CONFIG) that starting again does not help, 74 that the disk is full; 79
-    asks for a fresh process at once, which is not counted; any other end is followed by a restart after a growing
-    delay. A process that was restarted more than ``max_restarts`` times within ``restart_window`` has failed, and then
-    all others are drained.
+    Exit codes: 0 means finished, 78 (EX_CONFIG) that a restart does not help, 74 that the disk is full. 79 requests a
+    new process at once, which is not counted as a restart. After any other exit the process is restarted with a growing
+    delay. If a process was restarted more than ``max_restarts`` times within ``restart_window``, it has failed, and all
+    others are drained.
 
     Args:
         specs: The processes.
         config: Limits.
-        log_dir: Folder of the output files; made if missing.
+        log_dir: Folder of the output files, created if missing.
         on_event: Called on the event loop with every change of a process.
-        backoff: Seconds to wait before a restart, from the number of restarts within the window.
+        backoff: Returns the seconds to wait before a restart, from the number of restarts within the window.
         start: Starts a process.
     """
 
@@ -128,9 +130,9 @@ class Supervisor:
         return {name: child.phase for name, child in self._children.items()}
 
     async def run(self) -> int:
-        """Keep all processes going until each has finished, was drained, or failed; return the worst exit code.
+        """Run all processes until each has finished, was drained, or failed; return the highest exit code.
 
-        Cancelled, it kills what still runs before it returns.
+        If cancelled, kill the running processes before returning.
         """
         self._log_dir.mkdir(parents=True, exist_ok=True)
         try:
@@ -145,7 +147,9 @@ class Supervisor:
         return max((child.code for child in self._children.values()), default=0)
 
     async def restart(self, name: str) -> None:
-        """Stop the process ``name`` and start it again, uncounted; one that has ended for good stays ended."""
+        """Stop the process ``name`` and start it again without counting a restart. A process that has ended for good is
+        not started.
+        """
         child = self._child(name)
         if child.stopping or child.ended.is_set():
             return
@@ -154,7 +158,9 @@ class Supervisor:
         await self._stop(child)
 
     async def drain(self, *names: str) -> None:
-        """End the processes ``names`` (default: all): SIGTERM, after the grace SIGKILL. Returns when they are gone."""
+        """End the processes ``names`` (default: all): SIGTERM, and SIGKILL after the grace period. Return when they
+        have ended.
+        """
         children = [self._child(name) for name in names] if names else list(self._children.values())
         for child in children:
             child.stopping = True
@@ -167,7 +173,7 @@ class Supervisor:
                 await child.ended.wait()
 
     def kill(self) -> None:
-        """Send SIGKILL to all processes and restart none."""
+        """Send SIGKILL to all processes and restart none of them."""
         self._killing = True
         for child in self._children.values():
             child.stopping = child.forced = True
@@ -210,7 +216,7 @@ class Supervisor:
                 group.create_task(self.drain(*others))
 
     async def _once(self, child: _Child) -> int | None:
-        """Run the process once and return its exit code, None when it could not be started."""
+        """Run the process once and return its exit code; None if it could not be started."""
         spec = child.spec
         child.forced = False
         child.woken.clear()
@@ -226,7 +232,7 @@ class Supervisor:
             return None
         child.phase, child.replacing = "running", False
         self._emit(child, "started")
-        if child.stopping:  # since it was being started, when there was nothing to stop yet
+        if child.stopping:  # a stop during the start found no process to stop
             await self._stop(child)
         code = await child.process.wait()
         self._orphans = [one for one in self._orphans if one.returncode is None] + orphans_of(child.process.pid)
@@ -251,7 +257,7 @@ class Supervisor:
         self._emit(child, "died", code=code)
         if code == EXIT_FATAL:
             return self._fail(child, code, "starting it again does not help")
-        if code == EXIT_DISK_FULL:  # its output may have had no room either
+        if code == EXIT_DISK_FULL:  # the output file may not have been written either
             return self._fail(child, code, f"a disk is full, see `df -h {self._log_dir.parent}`: make room")
         now = asyncio.get_running_loop().time()
         child.restarts.append(now)
