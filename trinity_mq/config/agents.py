@@ -248,7 +248,7 @@ class OperatorsConfig(Section):
     @property
     def review_seconds(self) -> float:
         """Maximum seconds that a batch waits for people: the sum over the ``human_review`` operators of the chain."""
-        waits = [one.args.get("seconds", REVIEW_SECONDS) for one in self.operators if _asks_people(one)]
+        waits = [operator.args.get("seconds", REVIEW_SECONDS) for operator in self.operators if _asks_people(operator)]
         return float(sum(wait + REVIEW_MARGIN for wait in waits if isinstance(wait, int | float)))
 
     @model_validator(mode="after")

@@ -112,7 +112,7 @@ class BrokerConfig(Section):
     @classmethod
     def _joined(cls, value: Any) -> Any:
         """Join a list of URLs with commas."""
-        if isinstance(value, list | tuple) and value and all(isinstance(one, str) for one in value):
+        if isinstance(value, list | tuple) and value and all(isinstance(item, str) for item in value):
             return ",".join(value)
         return value
 

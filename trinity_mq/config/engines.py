@@ -57,6 +57,6 @@ class AuxiliaryModelConfig(Section):
                 raise ValueError(f"{who}: api_key_env and api_key_file are both given: remove one of them")
         elif self.model is None:
             raise ValueError(f"{who} needs model, with a model_path or tiny; or set engine: external and a url")
-        elif given := [key for key in only_external if getattr(self, key) is not None]:
-            raise ValueError(f"{who} is served here: remove {', '.join(given)}, or set engine: external")
+        elif misplaced := [key for key in only_external if getattr(self, key) is not None]:
+            raise ValueError(f"{who} is served here: remove {', '.join(misplaced)}, or set engine: external")
         return self

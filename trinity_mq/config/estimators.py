@@ -238,15 +238,15 @@ class EstimatorPlugin(EstimatorBase):
     @field_validator("args")
     @classmethod
     def _finite(cls, value: dict[str, Any]) -> dict[str, Any]:
-        for key, each in value.items():
-            if isinstance(each, float) and not math.isfinite(each):
-                raise ValueError(f"{key} is {each}, wanted a finite number")
+        for key, item in value.items():
+            if isinstance(item, float) and not math.isfinite(item):
+                raise ValueError(f"{key} is {item}, wanted a finite number")
         return value
 
 
 FIELDS = {
-    one.model_fields["kind"].default: frozenset(one.model_fields)
-    for one in (
+    estimator.model_fields["kind"].default: frozenset(estimator.model_fields)
+    for estimator in (
         GroupEstimator,
         DiscountedEstimator,
         GigpoEstimator,
@@ -265,17 +265,17 @@ def _tag(value: Any) -> Any:
     return kind if kind in KINDS else "plugin"
 
 
-def _known(value: Any) -> Any:
+def _checked_kind(value: Any) -> Any:
     """Accept a plain ``kind`` instead of the whole section, and refuse an unknown kind."""
-    given: Any = {"kind": value} if isinstance(value, str) else value
-    if isinstance(given, Mapping):
-        kind = given.get("kind")
+    section: Any = {"kind": value} if isinstance(value, str) else value
+    if isinstance(section, Mapping):
+        kind = section.get("kind")
         if kind not in KINDS and not (isinstance(kind, str) and "." in kind):
             raise ValueError(
                 f"kind is {kind!r}, wanted one of {', '.join(KINDS)}, or the dotted path of a function of your own, "
                 "package.module.function"
             )
-    return given
+    return section
 
 
 Estimator = Annotated[
@@ -288,6 +288,6 @@ Estimator = Annotated[
     | Annotated[NoEstimator, Tag("none")]
     | Annotated[EstimatorPlugin, Tag("plugin")],
     Discriminator(_tag),
-    BeforeValidator(_known),
+    BeforeValidator(_checked_kind),
 ]
 """The section ``algorithm.estimator``; its ``kind`` decides which fields it has."""

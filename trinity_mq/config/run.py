@@ -142,10 +142,10 @@ class Config(Section):
             "batch": f"explorer.operator_deadline {explorer.operator_deadline:g} s, operator.timeout "
             f"{self.operator.timeout:g} s, 3 x {publish}",
         }
-        for what, seconds in self.hold_seconds.items():
+        for kind, seconds in self.hold_seconds.items():
             if seconds >= self.broker.consumer_timeout:
                 raise ValueError(
-                    f"an agent may hold a {what} for {seconds:g} s ({sums[what]}), and broker.consumer_timeout is "
+                    f"an agent may hold a {kind} for {seconds:g} s ({sums[kind]}), and broker.consumer_timeout is "
                     f"{self.broker.consumer_timeout:g} s, after which the broker takes it back: raise that, or lower "
                     "the others"
                 )
@@ -211,11 +211,11 @@ class Config(Section):
             raise ValueError(
                 f"trainer.nproc is {self.trainer.nproc} in mode explore, which trains nothing: leave it at 1"
             )
-        wanted = SCHEMAS[data.schema_type]
-        if self.mode == "train" and not wanted & components(self.algorithm):
+        needed_components = SCHEMAS[data.schema_type]
+        if self.mode == "train" and not needed_components & components(self.algorithm):
             raise ValueError(
                 f"{where}.schema_type is {data.schema_type}, and algorithm_type {self.algorithm.algorithm_type} has no "
-                f"loss for it: it gives no weight to {' or '.join(sorted(wanted))}. Fitting presets: "
+                f"loss for it: it gives no weight to {' or '.join(sorted(needed_components))}. Fitting presets: "
                 f"{', '.join(FITTING[data.schema_type])}"
             )
         return self
@@ -333,8 +333,8 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _ranks(self) -> Config:
-        if self.trainer.nproc > 1 and (why := self.not_sharded):
-            raise ValueError(f"trainer.nproc is {self.trainer.nproc}, but {why}")
+        if self.trainer.nproc > 1 and (reason := self.not_sharded):
+            raise ValueError(f"trainer.nproc is {self.trainer.nproc}, but {reason}")
         return self
 
     @model_validator(mode="after")
@@ -385,7 +385,9 @@ class Config(Section):
     def _sampling(self) -> Config:
         if self.mode in {"train", "bench"}:
             return self
-        used = sorted({name for one in self.buffer.training_tasksets for name in TRUNCATING & set(one.rollout_args)})
+        used = sorted(
+            {name for taskset in self.buffer.training_tasksets for name in TRUNCATING & set(taskset.rollout_args)}
+        )
         if self.explorer.rollout_model.top_p < 1:
             used.append("explorer.rollout_model.top_p")
         if used and not self.algorithm.allow_truncated_sampling:
@@ -402,9 +404,9 @@ class Config(Section):
         staleness = max(staleness, replay.max_age) if replay.share else staleness
         if self.source.tap and self.mode == "train":
             staleness = max(staleness, self.buffer.total_steps or 1)  # the sampler is the policy of another run
-        found = list(contradictions(self.algorithm, staleness, longest))
-        if found:
-            raise ValueError("; ".join(found))
+        problems = list(contradictions(self.algorithm, staleness, longest))
+        if problems:
+            raise ValueError("; ".join(problems))
         return self
 
     @model_validator(mode="after")
@@ -463,10 +465,10 @@ class Config(Section):
     @property
     def reduction(self) -> Reduction:
         """``algorithm.reduction`` with its constant filled in."""
-        found = self.algorithm.reduction
-        if found.constant is not None or found.kind not in {"constant", "sequence_constant"}:
-            return found
-        return Reduction(kind=found.kind, constant=float(self.model.max_response_tokens))
+        reduction = self.algorithm.reduction
+        if reduction.constant is not None or reduction.kind not in {"constant", "sequence_constant"}:
+            return reduction
+        return Reduction(kind=reduction.kind, constant=float(self.model.max_response_tokens))
 
     @property
     def train_steps(self) -> int | None:

@@ -10,14 +10,14 @@ from trinity_mq.config.base import Threads
 from trinity_mq.config.run import Config
 
 
-def cpu_threads(config: Config, wanted: Threads) -> int:
-    """Return the number of CPU threads of a trainer process or an engine whose setting is ``wanted``.
+def cpu_threads(config: Config, setting: Threads) -> int:
+    """Return the number of CPU threads of a trainer process or an engine with this ``setting``.
 
     Two programs that share cores lose more by waiting for each other than a second thread gains. With ``auto``, the
     processes that compute on this machine at the same time therefore use as many threads in total as it has cores, and
     at least one each. External engines do not count. On a machine that runs only some of the agents, set a number.
     """
-    return wanted if wanted != "auto" else max(1, available_cores() // computing_processes(config))
+    return setting if setting != "auto" else max(1, available_cores() // computing_processes(config))
 
 
 def available_cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
@@ -47,5 +47,5 @@ def _limit(cgroup: Path) -> float:
 def computing_processes(config: Config) -> int:
     """Return the number of trainer processes and engines of the run."""
     explorer = config.explorer
-    auxiliary = sum(one.engine_num for one in explorer.auxiliary_models if one.engine != "external")
+    auxiliary = sum(model.engine_num for model in explorer.auxiliary_models if model.engine != "external")
     return config.trainer.nproc + explorer.rollout_model.engine_num + auxiliary

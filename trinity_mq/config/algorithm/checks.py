@@ -35,7 +35,7 @@ def contradictions(config: AlgorithmConfig, staleness: int, max_response_tokens:
             f"algorithm.entropy_coef is {entropy_coef:g}, but weights.rl is 0: the bonus belongs to sampled answers "
             "and would have no effect; remove it"
         )
-    yield from _of_the_reference(config)
+    yield from _reference_problems(config)
     if not weights.rl:
         return
     if config.estimator.kind == "none":
@@ -50,10 +50,10 @@ def contradictions(config: AlgorithmConfig, staleness: int, max_response_tokens:
             "ce_schedule trains on answers that were not sampled: the trainer computes advantages of samples alone; "
             "take another estimator, or weights: {rl: 1}"
         )
-    few = [one for one in loss.regularisers if isinstance(one, CovarianceKL)]
-    if len(few) > 1:
+    terms = [term for term in loss.regularisers if isinstance(term, CovarianceKL)]
+    if len(terms) > 1:
         yield (
-            f"algorithm.regularisers has kind covariance {len(few)} times: each would act on the tokens that any of "
+            f"algorithm.regularisers has kind covariance {len(terms)} times: each would act on the tokens that any of "
             "them chooses, and not on its own share. Keep one, with the share and the coef that you want"
         )
     weighs = [rule for rule in loss.correction if isinstance(rule, Weight)]
@@ -82,7 +82,7 @@ def contradictions(config: AlgorithmConfig, staleness: int, max_response_tokens:
         )
 
 
-def _of_the_reference(config: AlgorithmConfig) -> Iterator[str]:
+def _reference_problems(config: AlgorithmConfig) -> Iterator[str]:
     """Yield the problems of the reference model and of the KL terms that use it, in the loss and in the rewards."""
     if config.kl is not None and config.kl.kind == "k1" and config.kl.coef:
         yield (

@@ -10,8 +10,8 @@ from trinity_mq.config.algorithm.section import AlgorithmConfig
 
 def components(config: LossConfig) -> set[str]:
     """Return the components that have a weight in some train step."""
-    known = {name for name, weight in config.weights.model_dump().items() if weight}
-    return known | {"rl", "ce"} if config.ce_schedule is not None else known
+    weighted = {name for name, weight in config.weights.model_dump().items() if weight}
+    return weighted | {"rl", "ce"} if config.ce_schedule is not None else weighted
 
 
 def needs(config: LossConfig, weights: Mapping[str, float]) -> set[str]:
@@ -23,15 +23,15 @@ def needs(config: LossConfig, weights: Mapping[str, float]) -> set[str]:
         weights: Weights of its components.
     """
     pieces: list[Piece] = []
-    found: set[str] = set()
+    inputs: set[str] = set()
     if weights.get("rl"):
         pieces += [config.ratio, config.surrogate, *config.correction, *config.regularisers]
         pieces += [config.kl] if config.kl is not None and config.kl.coef else []
-        found |= {"old"} if config.anchor == "old" else set()
-        found |= {"staleness"} if config.anchor in BY_AGE else set()
+        inputs |= {"old"} if config.anchor == "old" else set()
+        inputs |= {"staleness"} if config.anchor in BY_AGE else set()
     pieces += [config.distillation] if weights.get("ref_kl") else []
     pieces += [config.pair] if weights.get("pair") else []
-    return found.union(*(piece.needs for piece in pieces))
+    return inputs.union(*(piece.needs for piece in pieces))
 
 
 def needs_reference(config: AlgorithmConfig) -> bool:

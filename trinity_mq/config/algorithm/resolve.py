@@ -19,12 +19,12 @@ def preset_of(name: Any) -> Preset:
     Raises:
         ValueError: No preset has this name; the message suggests similar names.
     """
-    found = PRESETS.get(canonical(name))
-    if found is None:
+    preset = PRESETS.get(canonical(name))
+    if preset is None:
         near = difflib.get_close_matches(str(name), PRESETS, n=3, cutoff=0.5)
         hint = f"; did you mean {' or '.join(near)}?" if near else ""
         raise ValueError(f"algorithm_type {name!r} is not known, wanted one of {', '.join(sorted(PRESETS))}{hint}")
-    return found
+    return preset
 
 
 def canonical(name: Any) -> str:
@@ -42,10 +42,10 @@ def resolved(data: Mapping[str, Any]) -> dict[str, Any]:
     preset = preset_of(name)
     result: dict[str, Any] = {"repeat_times": preset.repeat_times, "optimizer": {"lr": preset.lr}}
     result |= LossConfig().model_dump()
-    own = {key: _plain(key, value) for key, value in data.items()}
-    estimator = {} if "advantage_fn" in own else {"estimator": preset.estimator}
-    loss = {key: value for key, value in preset.loss.items() if key == "kl" or "policy_loss_fn" not in own}
-    for layer in (estimator, loss, translated(own, preset), own):
+    user_settings = {key: _plain(key, value) for key, value in data.items()}
+    estimator = {} if "advantage_fn" in user_settings else {"estimator": preset.estimator}
+    loss = {key: value for key, value in preset.loss.items() if key == "kl" or "policy_loss_fn" not in user_settings}
+    for layer in (estimator, loss, translated(user_settings, preset), user_settings):
         for key, value in layer.items():
             result[key] = _merged(result.get(key), value)
     return {**result, "algorithm_type": canonical(name)}

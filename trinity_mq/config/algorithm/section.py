@@ -159,8 +159,8 @@ def _refuse_infinite(where: str, value: Any) -> None:
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"{where} is {value}, wanted a finite number")
     if isinstance(value, Mapping):
-        for key, each in value.items():
-            _refuse_infinite(f"{where}.{key}", each)
+        for key, item in value.items():
+            _refuse_infinite(f"{where}.{key}", item)
     elif isinstance(value, list | tuple):
-        for number, each in enumerate(value):
-            _refuse_infinite(f"{where}[{number}]", each)
+        for number, item in enumerate(value):
+            _refuse_infinite(f"{where}[{number}]", item)

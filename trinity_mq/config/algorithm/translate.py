@@ -109,52 +109,52 @@ CRITIC_KEYS = {
 """Settings of a critic in Trinity-RFT's section ``trainer``, and the fields of ``algorithm.critic``."""
 
 
-def translated(own: dict[str, Any], preset: Preset) -> dict[str, Any]:
-    """Remove names of Trinity-RFT from ``own`` and return the corresponding pieces.
+def translated(user_settings: dict[str, Any], preset: Preset) -> dict[str, Any]:
+    """Remove names of Trinity-RFT from ``user_settings`` and return the corresponding pieces.
 
     Raises:
         ValueError: A name has no meaning for the algorithm, or a value is unknown.
     """
     result: dict[str, Any] = {}
-    if (name := own.pop("advantage_fn", None)) is not None:
-        result["estimator"] = dict(PRESETS[_known("advantage_fn", name, ADVANTAGES)].estimator)
-    if (name := own.pop("policy_loss_fn", None)) is not None:
+    if (name := user_settings.pop("advantage_fn", None)) is not None:
+        result["estimator"] = dict(PRESETS[_lookup("advantage_fn", name, ADVANTAGES)].estimator)
+    if (name := user_settings.pop("policy_loss_fn", None)) is not None:
         plain = {"surrogate": CLIP} if name == "ppo" else None
-        loss = plain or PRESETS[_known("policy_loss_fn", name, {"ppo": "", **POLICY_LOSSES})].loss
+        loss = plain or PRESETS[_lookup("policy_loss_fn", name, {"ppo": "", **POLICY_LOSSES})].loss
         result |= {key: value for key, value in loss.items() if key != "kl"}
-    given = {name: own.pop(name, None) for name in TOP_LEVEL}
-    settings = {name: value for name, value in given.items() if value is not None}
-    if settings := settings | _arguments(own, "advantage_fn_args"):
+    top_level = {name: user_settings.pop(name, None) for name in TOP_LEVEL}
+    settings = {name: value for name, value in top_level.items() if value is not None}
+    if settings := settings | _arguments(user_settings, "advantage_fn_args"):
         base = result.get("estimator", preset.estimator)
-        result["estimator"] = {**base, **_estimator_settings(settings, own.get("estimator", base))}
+        result["estimator"] = {**base, **_estimator_settings(settings, user_settings.get("estimator", base))}
     for section in ("policy_loss_fn_args", "entropy_loss_fn_args"):
-        for name, value in _arguments(own, section).items():
-            own.setdefault(name, value)
+        for name, value in _arguments(user_settings, section).items():
+            user_settings.setdefault(name, value)
     surrogate: dict[str, Any] = {}
     for name, targets in SURROGATE_KEYS.items():
-        if name in own:
-            surrogate |= dict.fromkeys(targets, own.pop(name))
+        if name in user_settings:
+            surrogate |= dict.fromkeys(targets, user_settings.pop(name))
     if surrogate:
         base = {"kind": "clip", **(result.get("surrogate") or preset.loss.get("surrogate") or {})}
-        if (kind := (own.get("surrogate") or base).get("kind", base["kind"])) != "clip":
+        if (kind := (user_settings.get("surrogate") or base).get("kind", base["kind"])) != "clip":
             raise ValueError(f"a clip range has no meaning for the surrogate {kind!r}; set the fields of surrogate")
         result["surrogate"] = {**base, **surrogate}
-    if "loss_agg_mode" in own:
-        result["reduction"] = {"kind": _known("loss_agg_mode", own.pop("loss_agg_mode"), REDUCTIONS)}
-    return result | _kl_terms(own, preset)
+    if "loss_agg_mode" in user_settings:
+        result["reduction"] = {"kind": _lookup("loss_agg_mode", user_settings.pop("loss_agg_mode"), REDUCTIONS)}
+    return result | _kl_terms(user_settings, preset)
 
 
-def _kl_terms(own: dict[str, Any], preset: Preset) -> dict[str, Any]:
-    """Remove the KL to a reference from ``own``, and return ``kl`` and ``reward_kl`` as far as it sets them."""
+def _kl_terms(user_settings: dict[str, Any], preset: Preset) -> dict[str, Any]:
+    """Remove the KL to a reference from ``user_settings``, and return the ``kl`` and ``reward_kl`` that it sets."""
     result: dict[str, Any] = {}
-    args = _arguments(own, "kl_loss_fn_args")
-    if (kind := own.pop("kl_loss_fn", None)) is not None:
-        term = {"kind": _known("kl_loss_fn", kind, {"none": "", **KL_KINDS}), "coef": args.get("kl_coef", 0.001)}
+    args = _arguments(user_settings, "kl_loss_fn_args")
+    if (kind := user_settings.pop("kl_loss_fn", None)) is not None:
+        term = {"kind": _lookup("kl_loss_fn", kind, {"none": "", **KL_KINDS}), "coef": args.get("kl_coef", 0.001)}
         result["kl"] = term if kind != "none" else None
     elif "kl_coef" in args and preset.loss.get("kl"):
         result["kl"] = {**preset.loss["kl"], "coef": args["kl_coef"]}
-    args = _arguments(own, "kl_penalty_fn_args")
-    if (kind := own.pop("kl_penalty_fn", None)) is not None:
+    args = _arguments(user_settings, "kl_penalty_fn_args")
+    if (kind := user_settings.pop("kl_penalty_fn", None)) is not None:
         result["reward_kl"] = None if kind == "none" else _reward_kl(kind, args)
     return result
 
@@ -171,10 +171,10 @@ def _reward_kl(kind: str, args: Mapping[str, Any]) -> dict[str, Any] | None:
             "kl_penalty_fn_args.adaptive is true without target_kl or horizon, wanted both: the KL in nats a token to "
             "hold, and the samples over which its weight changes by a fifth"
         )
-    given = {name: args[key] for key, name in REWARD_KL_KEYS.items() if args.get(key) is not None}
-    fields = given if adaptive else {name: value for name, value in given.items() if name == "coef"}
-    found = {"kind": _known("kl_penalty_fn", kind, REWARD_KL_KINDS), "coef": 0.001, **fields}
-    return found if found["coef"] else None
+    values = {name: args[key] for key, name in REWARD_KL_KEYS.items() if args.get(key) is not None}
+    fields = values if adaptive else {name: value for name, value in values.items() if name == "coef"}
+    term = {"kind": _lookup("kl_penalty_fn", kind, REWARD_KL_KINDS), "coef": 0.001, **fields}
+    return term if term["coef"] else None
 
 
 def _estimator_settings(settings: Mapping[str, Any], estimator: Any) -> dict[str, Any]:
@@ -197,19 +197,19 @@ def _estimator_settings(settings: Mapping[str, Any], estimator: Any) -> dict[str
     return result
 
 
-def _arguments(own: dict[str, Any], name: str) -> dict[str, Any]:
-    """Remove the arguments called ``name`` from ``own`` and return them.
+def _arguments(user_settings: dict[str, Any], name: str) -> dict[str, Any]:
+    """Remove the arguments called ``name`` from ``user_settings`` and return them.
 
     Raises:
         ValueError: They are not a mapping of names to values.
     """
-    value = own.pop(name, None) or {}
+    value = user_settings.pop(name, None) or {}
     if not isinstance(value, Mapping):
         raise ValueError(f"{name} is {value!r}, wanted settings by name, such as {{epsilon: 1.0e-6}}")
     return dict(value)
 
 
-def _known(name: str, value: Any, table: Mapping[str, str]) -> str:
+def _lookup(name: str, value: Any, table: Mapping[str, str]) -> str:
     if value not in table:
         raise ValueError(f"{name} is {value!r}, wanted one of {', '.join(table)}")
     return table[value]
@@ -227,14 +227,14 @@ def with_critic(data: dict[str, Any]) -> dict[str, Any]:
         return data
     flat = _flat({key: trainer[key] for key in ("critic_warmup", "trainer_config") if trainer.get(key) is not None})
     if unknown := flat.keys() - CRITIC_KEYS.keys():
-        known = ", ".join(key.removeprefix("trainer_config.") for key in CRITIC_KEYS if "." in key)
+        valid = ", ".join(key.removeprefix("trainer_config.") for key in CRITIC_KEYS if "." in key)
         raise ValueError(
-            f"trainer.{min(unknown)} has no meaning here, wanted of trainer_config only {known}; remove it: our own "
+            f"trainer.{min(unknown)} has no meaning here, wanted of trainer_config only {valid}; remove it: our own "
             "settings are in docs/settings.md"
         )
     critic = {CRITIC_KEYS[key]: value for key, value in flat.items()} | dict(algorithm.get("critic") or {})
-    left = {key: value for key, value in trainer.items() if key not in {"critic_warmup", "trainer_config"}}
-    return data | {"trainer": left} | ({"algorithm": {**algorithm, "critic": critic}} if critic else {})
+    remaining = {key: value for key, value in trainer.items() if key not in {"critic_warmup", "trainer_config"}}
+    return data | {"trainer": remaining} | ({"algorithm": {**algorithm, "critic": critic}} if critic else {})
 
 
 def _flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

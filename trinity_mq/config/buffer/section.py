@@ -48,8 +48,8 @@ class BufferConfig(Section):
                 f"buffer.tasksets: {', '.join(queues)} of storage_type queue hold no tasks to interleave; remove them. "
                 "Submitted tasks come into the next batches anyway"
             )
-        given = [taskset.ratio is not None for taskset in self.tasksets]
-        if any(given) and not all(given):
+        has_ratio = [taskset.ratio is not None for taskset in self.tasksets]
+        if any(has_ratio) and not all(has_ratio):
             raise ValueError("buffer.tasksets: some have a ratio and some none; give one to each, or to none")
         if self.taskset.ratio is not None:
             raise ValueError("buffer.taskset.ratio has no meaning with a single taskset; remove it")

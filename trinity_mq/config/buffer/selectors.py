@@ -23,16 +23,16 @@ class SelectorBase(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _kwargs(cls, given: Any) -> Any:
+    def _kwargs(cls, data: Any) -> Any:
         """Accept Trinity-RFT's ``kwargs`` as settings of the section."""
-        if not isinstance(given, Mapping) or "kwargs" in cls.model_fields or "kwargs" not in given:
-            return given
-        kwargs = given["kwargs"] or {}
+        if not isinstance(data, Mapping) or "kwargs" in cls.model_fields or "kwargs" not in data:
+            return data
+        kwargs = data["kwargs"] or {}
         if not isinstance(kwargs, Mapping):
             raise ValueError(f"data_selector.kwargs is a {type(kwargs).__name__}, wanted names with values")
-        if twice := sorted(set(kwargs) & set(given)):
+        if twice := sorted(set(kwargs) & set(data)):
             raise ValueError(f"data_selector: {', '.join(twice)} given twice, in kwargs too; remove one of them")
-        return {**{key: value for key, value in given.items() if key != "kwargs"}, **kwargs}
+        return {**{key: value for key, value in data.items() if key != "kwargs"}, **kwargs}
 
 
 class SequentialSelector(SelectorBase):
@@ -142,8 +142,8 @@ class SelectorPlugin(SelectorBase):
     """Further keyword arguments of the class."""
 
 
-def _tag(given: Any) -> str:
-    kind = given.get("selector_type") if isinstance(given, Mapping) else getattr(given, "selector_type", None)
+def _tag(value: Any) -> str:
+    kind = value.get("selector_type") if isinstance(value, Mapping) else getattr(value, "selector_type", None)
     return "plugin" if isinstance(kind, str) and "." in kind else str(kind)
 
 

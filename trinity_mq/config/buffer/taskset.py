@@ -89,10 +89,10 @@ class TasksetConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _scored_by_the_dataset(cls, given: Any) -> Any:
-        if isinstance(given, dict) and given.get("storage_type") == "reasoning_gym" and not given.get("reward_fn"):
-            return {**given, "reward_fn": "reasoning_gym_reward"}
-        return given
+    def _scored_by_the_dataset(cls, data: Any) -> Any:
+        if isinstance(data, dict) and data.get("storage_type") == "reasoning_gym" and not data.get("reward_fn"):
+            return {**data, "reward_fn": "reasoning_gym_reward"}
+        return data
 
     @model_validator(mode="after")
     def _one_selector(self) -> TasksetConfig:

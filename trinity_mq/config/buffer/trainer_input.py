@@ -92,14 +92,14 @@ class ExperienceBufferConfig(Section):
     @property
     def required_keys(self) -> dict[str, str]:
         """Keys that every record must have, by the name of the setting that gives the key."""
-        given = self.format
+        keys = self.format
         if self.schema_type == "cpt":
-            return {"prompt_key": given.prompt_key}
-        as_messages = given.prompt_type == "messages"
-        prompt = {"messages_key": given.messages_key} if as_messages else {"prompt_key": given.prompt_key}
+            return {"prompt_key": keys.prompt_key}
+        as_messages = keys.prompt_type == "messages"
+        prompt = {"messages_key": keys.messages_key} if as_messages else {"prompt_key": keys.prompt_key}
         if self.schema_type == "dpo":
-            return prompt | {"chosen_key": given.chosen_key, "rejected_key": given.rejected_key}
-        return prompt if as_messages else prompt | {"response_key": given.response_key}
+            return prompt | {"chosen_key": keys.chosen_key, "rejected_key": keys.rejected_key}
+        return prompt if as_messages else prompt | {"response_key": keys.response_key}
 
 
 class TrainerInputConfig(Section):

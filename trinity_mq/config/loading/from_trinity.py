@@ -87,7 +87,7 @@ def counterpart(location: Sequence[int | str]) -> str | None:
         location: The key as the user wrote it, with list positions.
     """
     parts = [part for part in location if isinstance(part, str)]
-    found = KEYS.get(".".join(parts))
-    if found is None and len(parts) > 1 and "taskset" in parts[-2]:
-        found = OF_TASKSETS.get(parts[-1])
-    return found
+    advice = KEYS.get(".".join(parts))
+    if advice is None and len(parts) > 1 and "taskset" in parts[-2]:
+        advice = OF_TASKSETS.get(parts[-1])
+    return advice

@@ -69,10 +69,10 @@ def read_settings(path: str | Path | Mapping[str, Any], overrides: Sequence[str]
         )
         for word in overrides:
             _override(data, word)
-        found: dict[str, Any] = OmegaConf.to_container(data, resolve=True)  # type: ignore[assignment]  # of a mapping
+        settings: dict[str, Any] = OmegaConf.to_container(data, resolve=True)  # type: ignore[assignment]  # of a mapping
     except OmegaConfBaseException as error:
         raise ConfigError(f"{title(path)}: {_explain_interpolation(error)}") from None
-    return found
+    return settings
 
 
 def validated(settings: Mapping[str, Any], where: str) -> Config:
@@ -99,16 +99,16 @@ def literal(value: Any) -> Any:
 
 def _environment(*words: str) -> str:
     name, colon, default = ",".join(str(word) for word in words).partition(":")
-    found = os.environ.get(name, default if colon else None)
-    if found is None:
+    value = os.environ.get(name, default if colon else None)
+    if value is None:
         raise KeyError(f"Environment variable {name!r} not found")
-    return found
+    return value
 
 
 def _explain_interpolation(error: OmegaConfBaseException) -> str:
     key, first = getattr(error, "full_key", None) or "(top level)", str(error).splitlines()[0]
-    if found := _NOT_SET.search(first):
-        return f"{key}: environment variable {found[1]} is not set; set it or write ${{oc.env:{found[1]},default}}"
+    if match := _NOT_SET.search(first):
+        return f"{key}: environment variable {match[1]} is not set; set it or write ${{oc.env:{match[1]},default}}"
     return mask_passwords(
         f"{key}: {first}; wanted ${{oc.env:NAME,default}} or ${{section.key}}, or \\${{ for a plain ${{"
     )
@@ -167,11 +167,11 @@ def _no_item(data: DictConfig, key: str) -> str:
 
 
 def _explain(model: type[BaseModel], finding: Any) -> str:
-    location, names = _followed(model, tuple(finding["loc"]))
+    location, names = _user_location(model, tuple(finding["loc"]))
     where = ".".join(map(str, location)) or "(top level)"
     if finding["type"] == "extra_forbidden":
-        if (known := counterpart(location)) is not None:
-            return f"{where}: a key of Trinity-RFT: {known}"
+        if (advice := counterpart(location)) is not None:
+            return f"{where}: a key of Trinity-RFT: {advice}"
         near = difflib.get_close_matches(str(location[-1]), names, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]!r}?" if near else f"known here: {', '.join(sorted(names))}"
         return f"{where}: unknown key; {hint}"
@@ -183,7 +183,7 @@ def _explain(model: type[BaseModel], finding: Any) -> str:
     return mask_passwords(f"{where}: {message}, got {finding['input']!r}")
 
 
-def _followed(model: type[BaseModel], location: tuple[int | str, ...]) -> tuple[list[int | str], list[str]]:
+def _user_location(model: type[BaseModel], location: tuple[int | str, ...]) -> tuple[list[int | str], list[str]]:
     """Return a location as the user wrote it, and the keys known at the level of its last part.
 
     For a section with several kinds, pydantic inserts the kind into the location.
@@ -191,11 +191,11 @@ def _followed(model: type[BaseModel], location: tuple[int | str, ...]) -> tuple[
     here, written, names = [model], [], []
     for part in location:
         if len(here) > 1 and isinstance(part, str):  # the kind, which the user did not write
-            here = [one for one in here if one.model_fields["kind"].default == part] or here[-1:]
+            here = [section for section in here if section.model_fields["kind"].default == part] or here[-1:]
             continue
         written.append(part)
         if isinstance(part, str):
-            fields = {name: field for one in here for name, field in one.model_fields.items()}
+            fields = {name: field for section in here for name, field in section.model_fields.items()}
             names = list(fields)
             here = sections_of(fields[part].annotation) if part in fields else []
     return written, names
@@ -206,4 +206,4 @@ def sections_of(annotation: Any) -> list[type[BaseModel]]:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     inner = get_args(annotation)[:1] if get_origin(annotation) is Annotated else get_args(annotation)
-    return [model for one in inner for model in sections_of(one)]
+    return [model for member in inner for model in sections_of(member)]

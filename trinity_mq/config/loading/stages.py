@@ -54,26 +54,26 @@ def load_stages(path: str | Path | Mapping[str, Any], overrides: Sequence[str] =
             override has no effect, because each stage sets the value itself.
     """
     settings, where = read_settings(path, overrides), title(path)
-    given = settings.pop(STAGES, None)
-    if given is None:
+    raw_stages = settings.pop(STAGES, None)
+    if raw_stages is None:
         return []
-    named = list(_named(given, where))
+    named = list(_named_stages(raw_stages, where))
     _check_overrides(overrides, [stage for _, stage in named])
-    found: list[Stage] = []
+    stages: list[Stage] = []
     for name, stage in named:
-        earlier = next((one for one in reversed(found) if one.config.mode in TRAINING_MODES), None)
-        found.append(_stage(name, merged(settings, stage), earlier, where))
-    return found
+        earlier = next((candidate for candidate in reversed(stages) if candidate.config.mode in TRAINING_MODES), None)
+        stages.append(_stage(name, merged(settings, stage), earlier, where))
+    return stages
 
 
 def merged(settings: Mapping[str, Any], stage: Mapping[str, Any]) -> dict[str, Any]:
     """Return ``settings`` overridden by the settings of a stage."""
     result = dict(settings)
     for key, value in stage.items():
-        for others in ALTERNATIVES:
-            if key in others and value is not None:
-                for other in others:
-                    result.pop(other, None)
+        for alternatives in ALTERNATIVES:
+            if key in alternatives and value is not None:
+                for alternative in alternatives:
+                    result.pop(alternative, None)
         before = result.get(key)
         is_replaced = key == "algorithm" and isinstance(value, Mapping) and "algorithm_type" in value
         if isinstance(value, Mapping) and isinstance(before, Mapping) and not is_replaced:
@@ -83,22 +83,25 @@ def merged(settings: Mapping[str, Any], stage: Mapping[str, Any]) -> dict[str, A
     return result
 
 
-def _named(given: Any, where: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    if not isinstance(given, Sequence) or isinstance(given, str) or not given:
-        raise ConfigError(f"{where}: {STAGES}: wanted a list of stages, got {given!r}")
+def _named_stages(stages: Any, where: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    if not isinstance(stages, Sequence) or isinstance(stages, str) or not stages:
+        raise ConfigError(f"{where}: {STAGES}: wanted a list of stages, got {stages!r}")
     names: list[str] = []
-    for number, one in enumerate(given):
+    for number, entry in enumerate(stages):
         place = f"{where}: {STAGES}.{number}"
-        if not isinstance(one, Mapping) or not isinstance(one.get(STAGE_NAME), str) or not one[STAGE_NAME]:
-            raise ConfigError(f"{place}: wanted settings with a {STAGE_NAME}, such as sft, got {one!r}")
-        name = one[STAGE_NAME]
+        if not isinstance(entry, Mapping) or not isinstance(entry.get(STAGE_NAME), str) or not entry[STAGE_NAME]:
+            raise ConfigError(f"{place}: wanted settings with a {STAGE_NAME}, such as sft, got {entry!r}")
+        name = entry[STAGE_NAME]
         if name in names:
             raise ConfigError(f"{place}: {STAGE_NAME} {name!r} is that of an earlier stage; give each its own")
         names.append(name)
-        stage = {key: value for key, value in one.items() if key != STAGE_NAME}
-        for key, why in {"name": f"follows from {STAGE_NAME}", "run_dir": "follows from run_dir of the file"}.items():
+        stage = {key: value for key, value in entry.items() if key != STAGE_NAME}
+        for key, reason in {
+            "name": f"follows from {STAGE_NAME}",
+            "run_dir": "follows from run_dir of the file",
+        }.items():
             if key in stage:
-                raise ConfigError(f"{place}.{key}: a stage has none of its own, it {why}; remove it")
+                raise ConfigError(f"{place}.{key}: a stage has none of its own, it {reason}; remove it")
         yield name, stage
 
 

@@ -104,11 +104,13 @@ def _optimizer(move: Move) -> None:
     elif ratio and steps:
         move.put(here + "lr_warmup_steps", int(ratio * steps), f"was lr_warmup_steps_ratio {ratio:g}, of {steps} steps")
     else:
-        why = "Trinity-RFT's default; here it is 10"
+        comment = "Trinity-RFT's default; here it is 10"
         if ratio:
-            why = f"was lr_warmup_steps_ratio {ratio:g}; give that share of the run's train steps, which follow from "
-            why += "the size of the data"
-        move.put(here + "lr_warmup_steps", 0, why)
+            comment = (
+                f"was lr_warmup_steps_ratio {ratio:g}; give that share of the run's train steps, which follow from "
+            )
+            comment += "the size of the data"
+        move.put(here + "lr_warmup_steps", 0, comment)
     least = move.take(there + "min_lr_ratio")
     if move.settings["algorithm"]["optimizer"]["lr_scheduler_type"] == "constant":
         pass  # a constant learning rate has no decay

@@ -34,10 +34,10 @@ def _mapping(
         if isinstance(value, Mapping) and value:
             yield f"{indent}{key}:"
             yield from _mapping(value, comments, here, indent + "  ")
-        elif isinstance(value, Sequence) and any(isinstance(one, Mapping) for one in value):
+        elif isinstance(value, Sequence) and any(isinstance(item, Mapping) for item in value):
             yield f"{indent}{key}:"
-            for number, one in enumerate(value):
-                lines = list(_mapping(one, comments, (*here, number), indent + "    "))
+            for number, item in enumerate(value):
+                lines = list(_mapping(item, comments, (*here, number), indent + "    "))
                 first = next(place for place, line in enumerate(lines) if not line.lstrip().startswith("#"))
                 yield from lines[:first]
                 yield f"{indent}  - {lines[first].lstrip()}"

@@ -57,20 +57,20 @@ def _sizes(move: Move, mode: str) -> None:
         return
     tasks = 1 if batch is None else batch
     move.put("buffer.batch_size", tasks, *(["Trinity-RFT's default; here it is 32"] if batch is None else []))
-    runs, wanted = whole(move.peek("algorithm.repeat_times")), whole(trained)
-    if trained is None or wanted is None:
+    runs, experiences = whole(move.peek("algorithm.repeat_times")), whole(trained)
+    if trained is None or experiences is None:
         return
     rolled_out = (whole(tasks) or 0) * (runs or 0)
     if not rolled_out:
         move.lost(LeftOut("buffer.train_batch_size", trained, "a train step has a whole batch", matters=True))
-    elif wanted > rolled_out and wanted % rolled_out == 0:
-        batches = wanted // rolled_out
-        move.put("trainer.batches_per_step", batches, f"was buffer.train_batch_size {wanted}")
+    elif experiences > rolled_out and experiences % rolled_out == 0:
+        batches = experiences // rolled_out
+        move.put("trainer.batches_per_step", batches, f"was buffer.train_batch_size {experiences}")
         interval = whole(move.take("synchronizer.sync_interval", 1)) or 1
         move.put("synchronizer.sync_interval", interval * batches, "in batches here, of which a step has several")
-    elif wanted < rolled_out and rolled_out % wanted == 0:
-        move.put("algorithm.mini_batches", rolled_out // wanted, f"was buffer.train_batch_size {wanted}")
-    elif wanted != rolled_out:
+    elif experiences < rolled_out and rolled_out % experiences == 0:
+        move.put("algorithm.mini_batches", rolled_out // experiences, f"was buffer.train_batch_size {experiences}")
+    elif experiences != rolled_out:
         reason = f"a train step has the {rolled_out} experiences of a batch, whole batches or equal parts of one"
         move.lost(LeftOut("buffer.train_batch_size", trained, reason, matters=True))
 
@@ -80,21 +80,21 @@ def _tasksets(move: Move, shared: Mapping[str, Any]) -> None:
     workflow = move.take(there + "default_workflow_type")
     eval_workflow = move.take(there + "default_eval_workflow_type") or workflow
     reward = move.take(there + "default_reward_fn_type")
-    if one := move.take_mapping(there + "taskset"):
-        item = move.item(one, ("buffer", "taskset"), there + "taskset")
+    if taskset := move.take_mapping(there + "taskset"):
+        item = move.item(taskset, ("buffer", "taskset"), there + "taskset")
         move.put("buffer.taskset", item.settings)
         _taskset(item, workflow, reward, shared, training=True)
     for name in ("tasksets", "eval_tasksets"):
         training = name == "tasksets"
-        found = []
-        for number_, given in enumerate(move.take_mappings(there + name)):
-            item = move.item(given, ("buffer", name, number_), f"{there}{name}.{number_}")
-            found.append(item.settings)
+        tasksets = []
+        for number_, entry in enumerate(move.take_mappings(there + name)):
+            item = move.item(entry, ("buffer", name, number_), f"{there}{name}.{number_}")
+            tasksets.append(item.settings)
             _taskset(
                 item, workflow if training else eval_workflow, reward, shared if training else {}, training=training
             )
-        if found:
-            move.put(f"buffer.{name}", found)
+        if tasksets:
+            move.put(f"buffer.{name}", tasksets)
 
 
 def _taskset(item: Move, workflow: Any, reward: Any, shared: Mapping[str, Any], *, training: bool) -> None:
@@ -151,27 +151,27 @@ def _storage(item: Move) -> None:
 
 def _selector(item: Move) -> None:
     old = item.take_mapping("task_selector")
-    given = item.take_mapping("data_selector") or old
-    kind = given.get("selector_type") or "sequential"
-    if not given:
+    selector = item.take_mapping("data_selector") or old
+    kind = selector.get("selector_type") or "sequential"
+    if not selector:
         item.put("selector", "sequential", "Trinity-RFT's default; here it is shuffle")
-    elif kind in SIMPLE and set(given) <= {"selector_type"}:
+    elif kind in SIMPLE and set(selector) <= {"selector_type"}:
         item.put("selector", kind)
     else:
-        item.put("data_selector", {key: value for key, value in given.items() if value not in ([], {}, None)})
+        item.put("data_selector", {key: value for key, value in selector.items() if value not in ([], {}, None)})
 
 
 def _rollout_args(item: Move, shared: Mapping[str, Any]) -> None:
-    given = item.take_mapping("rollout_args")
-    kept = {
+    rollout_args = item.take_mapping("rollout_args")
+    arguments = {
         key: value
-        for key, value in given.items()
+        for key, value in rollout_args.items()
         if value is not None and key not in {"n", "logprobs"} and (key, number(value)) != ("top_k", -1.0)
     }
-    if (runs := whole(given.get("n", 1))) != 1:
+    if (runs := whole(rollout_args.get("n", 1))) != 1:
         item.lost(LeftOut("rollout_args.n", runs, "runs of a task are `repeat_times`", matters=True))
-    if kept := {**shared, **kept}:
-        item.put("rollout_args", kept)
+    if arguments := {**shared, **arguments}:
+        item.put("rollout_args", arguments)
 
 
 def _trainer_input(move: Move) -> None:
@@ -187,10 +187,10 @@ def _trainer_input(move: Move) -> None:
         else:
             _stream(item)
             _replay(move, item)
-    others = move.item(move.take_mapping(there + "auxiliary_buffers"), (), there + "auxiliary_buffers")
-    for name in others.names():
+    experts = move.item(move.take_mapping(there + "auxiliary_buffers"), (), there + "auxiliary_buffers")
+    for name in experts.names():
         place = ("buffer", "trainer_input", "auxiliary_buffers", name)
-        item = move.item(others.take_mapping(name), place, f"{there}auxiliary_buffers.{name}")
+        item = move.item(experts.take_mapping(name), place, f"{there}auxiliary_buffers.{name}")
         move.put(".".join(place), item.settings)
         _records(item, "sft")
 
@@ -204,9 +204,9 @@ def _stream(item: Move) -> None:
 
 def _replay(move: Move, item: Move) -> None:
     """Move a priority queue. In Trinity-RFT it returns used experiences if no newer experiences are available."""
-    given = item.take_mapping("replay_buffer")
-    if known(given.get("enable")):
-        here, arguments = "buffer.trainer_input.replay.", given.get("priority_fn_args") or {}
+    replay_buffer = item.take_mapping("replay_buffer")
+    if known(replay_buffer.get("enable")):
+        here, arguments = "buffer.trainer_input.replay.", replay_buffer.get("priority_fn_args") or {}
         move.put(
             here + "share", 0.5,
             "was replay_buffer.enable: half of a step; Trinity-RFT's depends on how fast rollouts come",
@@ -220,19 +220,19 @@ def _replay(move: Move, item: Move) -> None:
 
 def _records(item: Move, schema: str) -> None:
     item.keep("name")
-    given = item.take("schema_type") or schema
+    schema_type = item.take("schema_type") or schema
     _storage(item)
-    if given == "experience" and item.settings["storage_type"] != "sql":
+    if schema_type == "experience" and item.settings["storage_type"] != "sql":
         item.put(
             "storage_type", "file",
             "a folder of .tmqx files; `trinity-mq convert-experiences` makes one of Trinity-RFT's recordings",
         )  # fmt: skip
-    item.put("schema_type", given, *([] if given != schema else ["follows from the algorithm"]))
+    item.put("schema_type", schema_type, *([] if schema_type != schema else ["follows from the algorithm"]))
     for name in ("subset_name", "split"):
         item.keep(name)
     selector = item.take_mapping("data_selector")
     item.put("selector", "shuffle" if selector.get("selector_type") in {"shuffle", "random"} else "sequential")
-    if given != "experience":
+    if schema_type != "experience":
         _record_format(item)
     item.take("replay_buffer")
     for name, reason in UNUSED.items():
@@ -243,14 +243,14 @@ def _records(item: Move, schema: str) -> None:
 def _record_format(item: Move) -> None:
     kind = known(item.take("format.prompt_type")) or "messages"
     item.put("format.prompt_type", kind)
-    wanted: Sequence[tuple[str, str]] = (
+    required_keys: Sequence[tuple[str, str]] = (
         (("messages_key", "message"),)
         if kind == "messages"
         else (("prompt_key", "prompt"),)
         if item.settings["schema_type"] != "sft"
         else (("prompt_key", "prompt"), ("response_key", "response"))
     )
-    for name, default in wanted:
+    for name, default in required_keys:
         if item.peek(f"format.{name}") is None:
             item.put(f"format.{name}", default, "Trinity-RFT's default")
     for name in (
@@ -263,12 +263,12 @@ def _record_format(item: Move) -> None:
 
 def _operators(move: Move) -> None:
     there = "data_processor.experience_pipeline."
-    found = [
-        {key: value for key, value in one.items() if value is not None}
-        for one in move.take_mappings(there + "operators")
+    operators = [
+        {key: value for key, value in operator.items() if value is not None}
+        for operator in move.take_mappings(there + "operators")
     ]
-    if found:
-        move.put("operator.operators", found, "was data_processor.experience_pipeline.operators")
+    if operators:
+        move.put("operator.operators", operators, "was data_processor.experience_pipeline.operators")
     for name in ("save_input", "input_save_path"):
         move.leave_out(there + name, "`trinity-mq inspect` reads what a run sampled", matters=False)
     for key in [key for key, _ in move.rest() if key.startswith("data_processor.task_pipeline.")]:

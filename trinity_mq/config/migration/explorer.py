@@ -59,9 +59,9 @@ def explorer(move: Move) -> None:
     if "max_timeout" not in move.settings["explorer"]:
         move.put("explorer.max_timeout", TIMEOUT, "Trinity-RFT's default; here it is 360 s")
     tries = whole(move.peek("explorer.max_retry_times", ExplorerConfig.model_fields["max_retry_times"].default))
-    one = number(move.settings["explorer"]["max_timeout"])
-    if one is not None and tries is not None:
-        limit = one * (tries + 1)
+    run_timeout = number(move.settings["explorer"]["max_timeout"])
+    if run_timeout is not None and tries is not None:
+        limit = run_timeout * (tries + 1)
         for name in ("batch_timeout", "stall_timeout"):
             usual = ExplorerConfig.model_fields[name].default
             if limit > usual:
@@ -121,10 +121,12 @@ def _engine(move: Move) -> None:
 
 
 def _auxiliary(move: Move) -> None:
-    found = []
-    for number_, given in enumerate(move.take_mappings("explorer.auxiliary_models")):
-        item = move.item(given, ("explorer", "auxiliary_models", number_), f"explorer.auxiliary_models.{number_}")
-        found.append(item.settings)
+    models = []
+    for number_, model_settings in enumerate(move.take_mappings("explorer.auxiliary_models")):
+        item = move.item(
+            model_settings, ("explorer", "auxiliary_models", number_), f"explorer.auxiliary_models.{number_}"
+        )
+        models.append(item.settings)
         name = item.take("name")
         item.put("name", name if name is not None else f"model-{number_}")
         external = item.take_mapping("external_model_config")
@@ -143,9 +145,9 @@ def _auxiliary(move: Move) -> None:
         for key in ("engine_type", "tensor_parallel_size", "gpu_memory_utilization", "enforce_eager"):
             item.leave_out(key, "auxiliary models are not served by vLLM here", matters=False)
         item.give_up("no counterpart here")
-    found += _api_judges(move)
-    if found:
-        move.put("explorer.auxiliary_models", found)
+    models += _api_judges(move)
+    if models:
+        move.put("explorer.auxiliary_models", models)
 
 
 def _api_judges(move: Move) -> Iterator[dict[str, Any]]:
@@ -154,11 +156,14 @@ def _api_judges(move: Move) -> Iterator[dict[str, Any]]:
     for taskset in (buffer.get("taskset") or {}, *buffer.get("tasksets", ()), *buffer.get("eval_tasksets", ())):
         if taskset.get("workflow") != API_JUDGE:
             continue
-        given = dict(taskset.get("workflow_args") or {})
-        served = str(given.pop("judge_model_name", "judge"))
-        url, key = given.pop("judge_api_base_url_env", "OPENAI_BASE_URL"), given.pop("judge_api_key_env", "")
+        workflow_args = dict(taskset.get("workflow_args") or {})
+        served = str(workflow_args.pop("judge_model_name", "judge"))
+        url, key = (
+            workflow_args.pop("judge_api_base_url_env", "OPENAI_BASE_URL"),
+            workflow_args.pop("judge_api_key_env", ""),
+        )
         name = re.sub(r"[^a-z0-9]+", "-", served.lower()).strip("-")[:40] or "judge"
-        taskset |= {"workflow": "rubric_judge_workflow", "workflow_args": {**given, "judge": name}}
+        taskset |= {"workflow": "rubric_judge_workflow", "workflow_args": {**workflow_args, "judge": name}}
         if name not in names:
             names.add(name)
             yield {

@@ -59,12 +59,12 @@ def migrate(source: Mapping[str, Any]) -> Migration:
             f"is no configuration of Trinity-RFT: it has {', '.join(map(str, source)) or 'nothing'}, wanted sections "
             "such as algorithm, model and buffer"
         )
-    given = without_references(source)
-    stages = given.pop(STAGES, None)
+    resolved = without_references(source)
+    stages = resolved.pop(STAGES, None)
     if not stages:
         comments = Comments()
-        return Migration(_run(given, comments), comments.at, comments.left_out)
-    return _stages(given, stages)
+        return Migration(_run(resolved, comments), comments.at, comments.left_out)
+    return _stages(resolved, stages)
 
 
 def _run(source: Mapping[str, Any], comments: Comments) -> dict[str, Any]:
@@ -95,7 +95,7 @@ def _run(source: Mapping[str, Any], comments: Comments) -> dict[str, Any]:
 def _ordered(section: Any) -> Any:
     """Return a section with its plain values before its subsections."""
     if isinstance(section, list):
-        return [_ordered(one) for one in section]
+        return [_ordered(item) for item in section]
     if not isinstance(section, Mapping):
         return section
     inner = {key: value for key, value in section.items() if _is_section(value)}
@@ -107,16 +107,16 @@ def _ordered(section: Any) -> Any:
 def _is_section(value: Any) -> bool:
     if isinstance(value, Mapping):
         return True
-    return isinstance(value, list) and any(isinstance(one, Mapping) for one in value)
+    return isinstance(value, list) and any(isinstance(item, Mapping) for item in value)
 
 
 def _names(move: Move) -> None:
-    given = move.take("name") or "rft"
-    name = slug(str(known(given) or "run"))
-    move.put("name", name, *([f"was {given}"] if name != given else []))
+    old_name = move.take("name") or "rft"
+    name = slug(str(known(old_name) or "run"))
+    move.put("name", name, *([f"was {old_name}"] if name != old_name else []))
     root, exact = move.take("checkpoint_root_dir"), move.take("checkpoint_job_dir")
     if exact or root:
-        folders = (root, move.peek("project"), move.peek("group"), given)
+        folders = (root, move.peek("project"), move.peek("group"), old_name)
         place = exact or "/".join(str(part).rstrip("/") for part in folders if part)
         move.put("run_dir", place, "where Trinity-RFT has its checkpoints; without it: runs/<name>")
 
@@ -141,20 +141,24 @@ def _stages(base: Mapping[str, Any], stages: Any) -> Migration:
     A stage of Trinity-RFT replaces whole sections; here a stage is merged into them. So each stage is migrated as a
     complete run, and the sections that all runs have in common are written once.
     """
-    if not isinstance(stages, list) or not all(isinstance(one, Mapping) and one.get(STAGE_NAME) for one in stages):
+    if not isinstance(stages, list) or not all(
+        isinstance(stage, Mapping) and stage.get(STAGE_NAME) for stage in stages
+    ):
         raise ConfigError(f"{STAGES}: wanted a list of settings with a {STAGE_NAME} each, got {stages!r}")
-    runs, said = [], []
+    runs, run_comments = [], []
     for stage in stages:
-        own = {key: value for key, value in stage.items() if key != STAGE_NAME and value is not None}
+        stage_settings = {key: value for key, value in stage.items() if key != STAGE_NAME and value is not None}
         comments = Comments()
-        runs.append(_run({**base, **own}, comments))
-        said.append(comments)
-    shared = {key: value for key, value in runs[0].items() if all(one.get(key) == value for one in runs)}
+        runs.append(_run({**base, **stage_settings}, comments))
+        run_comments.append(comments)
+    shared = {key: value for key, value in runs[0].items() if all(run.get(key) == value for run in runs)}
     settings: dict[str, Any] = {**shared, STAGES: []}
-    at: dict[Path, Sequence[str]] = {place: words for place, words in said[0].at.items() if place[0] in shared}
-    for number, (stage, run, comments) in enumerate(zip(stages, runs, said, strict=True)):
-        own = {key: value for key, value in run.items() if key not in shared}
-        settings[STAGES].append({STAGE_NAME: slug(str(stage[STAGE_NAME])), **own})
+    at: dict[Path, Sequence[str]] = {place: words for place, words in run_comments[0].at.items() if place[0] in shared}
+    for number, (stage, run, comments) in enumerate(zip(stages, runs, run_comments, strict=True)):
+        stage_settings = {key: value for key, value in run.items() if key not in shared}
+        settings[STAGES].append({STAGE_NAME: slug(str(stage[STAGE_NAME])), **stage_settings})
         at |= {(STAGES, number, *place): words for place, words in comments.at.items() if place[0] not in shared}
-    left = {(one.key, repr(one.value)): one for comments in said for one in comments.left_out}
-    return Migration(settings, at, list(left.values()))
+    left_out = {
+        (setting.key, repr(setting.value)): setting for comments in run_comments for setting in comments.left_out
+    }
+    return Migration(settings, at, list(left_out.values()))

@@ -22,8 +22,8 @@ def model(move: Move) -> None:
         move.leave_out(f"model.{name}", "explorer.rollout_model has its own", matters=False)
         if value is None:
             continue
-        why = f"was model.{name}" if engine is None else ""
-        move.put(f"explorer.rollout_model.{name}", value, *([why] if why else []))
+        comment = f"was model.{name}" if engine is None else ""
+        move.put(f"explorer.rollout_model.{name}", value, *([comment] if comment else []))
         if name == "top_p" and (number(value) or 1.0) < 1:
             _truncated(move)
     for place in ("model.", "explorer.rollout_model."):
@@ -45,13 +45,13 @@ def model(move: Move) -> None:
 
 def sampling(move: Move) -> dict[str, Any]:
     """Return the sampling parameters of the model that belong to each taskset here."""
-    found = {}
+    parameters = {}
     for name in ("top_k", "repetition_penalty"):
         engine, of_model = move.take(f"explorer.rollout_model.{name}"), move.take(f"model.{name}")
         if (value := of_model if engine is None else engine) is not None:
-            found[name] = value
+            parameters[name] = value
             _truncated(move)
-    return found
+    return parameters
 
 
 def _truncated(move: Move) -> None:
@@ -65,55 +65,55 @@ def _truncated(move: Move) -> None:
 
 def lengths(move: Move, there: str, here: str = "model.") -> None:
     """Move the length limits, and fill in the limits that Trinity-RFT would fill in."""
-    given = {name: value for name in LENGTHS if (value := move.take(there + name)) is not None}
-    numbers = {name: found for name, value in given.items() if (found := whole(value)) is not None}
-    said: dict[str, str] = {}
-    if len(numbers) == len(given) and given:  # otherwise a limit is a variable that is not set on this machine
-        filled, said = _filled(numbers)
-        given |= {name: value for name, value in filled.items() if value != numbers.get(name)}
+    limits = {name: value for name in LENGTHS if (value := move.take(there + name)) is not None}
+    numbers = {name: whole_value for name, value in limits.items() if (whole_value := whole(value)) is not None}
+    comments: dict[str, str] = {}
+    if len(numbers) == len(limits) and limits:  # otherwise a limit is a variable that is not set on this machine
+        filled, comments = _filled_limits(numbers)
+        limits |= {name: value for name, value in filled.items() if value != numbers.get(name)}
     for name in LENGTHS:
-        if name in given:
-            move.put(here + name, given[name], *([said[name]] if name in said else []))
+        if name in limits:
+            move.put(here + name, limits[name], *([comments[name]] if name in comments else []))
 
 
-def _filled(given: Mapping[str, int]) -> tuple[dict[str, int], dict[str, str]]:
+def _filled_limits(limits: Mapping[str, int]) -> tuple[dict[str, int], dict[str, str]]:
     """Return all three limits, computed from the given ones, and comments on the computed limits."""
-    total, prompt, response = (given.get(name) for name in LENGTHS)
-    said = {}
+    total, prompt, response = (limits.get(name) for name in LENGTHS)
+    comments = {}
     if total is None:
         if prompt is None or response is None:
-            return dict(given), {}
-        total, said["max_model_len"] = prompt + response, "prompt and response together"
+            return dict(limits), {}
+        total, comments["max_model_len"] = prompt + response, "prompt and response together"
     elif prompt is None and response is None:
         prompt = total // 2
-        said |= dict.fromkeys(LENGTHS[1:], "half of max_model_len, as Trinity-RFT fills it in")
+        comments |= dict.fromkeys(LENGTHS[1:], "half of max_model_len, as Trinity-RFT fills it in")
     if prompt is None:
         prompt = total - (response or 0)
-        said.setdefault("max_prompt_tokens", "what max_response_tokens leaves of max_model_len")
+        comments.setdefault("max_prompt_tokens", "what max_response_tokens leaves of max_model_len")
     if response is None:
         response = total - prompt
-        said["max_response_tokens"] = "what max_prompt_tokens leaves of max_model_len"
+        comments["max_response_tokens"] = "what max_prompt_tokens leaves of max_model_len"
     if prompt + response > total:
-        said["max_prompt_tokens"] = f"was {prompt}, which is over max_model_len with max_response_tokens"
+        comments["max_prompt_tokens"] = f"was {prompt}, which is over max_model_len with max_response_tokens"
         prompt = total - response
-    return dict(zip(LENGTHS, (total, prompt, response), strict=True)), said
+    return dict(zip(LENGTHS, (total, prompt, response), strict=True)), comments
 
 
 def _lora(move: Move) -> None:
-    given = move.take_mappings("model.lora_configs")
-    if not given:
+    adapters = move.take_mappings("model.lora_configs")
+    if not adapters:
         return
-    first, *others = given
+    first, *other_adapters = adapters
     item = move.item(first, ("model", "lora"), "model.lora_configs.0")
     move.put("model.lora", item.settings)
     for old, new, default in (("lora_rank", "r", 32), ("lora_alpha", "alpha", 32)):
         value = item.take(old)
-        why = f"was model.lora_configs[0].{old}" if value is not None else "Trinity-RFT's default"
-        item.put(new, default if value is None else value, why)
+        comment = f"was model.lora_configs[0].{old}" if value is not None else "Trinity-RFT's default"
+        item.put(new, default if value is None else value, comment)
     item.keep("target_modules")
     for name in ("name", "base_model_name", "lora_dtype", "is_dummy"):
         item.leave_out(name, "it follows from the model", matters=False)
     item.leave_out("path", "a run begins with fresh adapters; merge yours into the model first")
     item.give_up("no counterpart here")
-    for number_, other in enumerate(others, 1):
-        move.lost(LeftOut(f"model.lora_configs.{number_}", other, "a run trains one adapter", matters=True))
+    for number_, adapter in enumerate(other_adapters, 1):
+        move.lost(LeftOut(f"model.lora_configs.{number_}", adapter, "a run trains one adapter", matters=True))

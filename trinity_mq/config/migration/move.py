@@ -70,8 +70,8 @@ class Move:
             here = here.get(part)
             if not isinstance(here, Mapping):
                 return default
-        found = here.pop(last, None) if isinstance(here, dict) else None
-        return default if found is None else found
+        value = here.pop(last, None) if isinstance(here, dict) else None
+        return default if value is None else value
 
     def take_mapping(self, key: str) -> Mapping[str, Any]:
         """Remove an old key and return its value, a mapping; empty if it has none.
@@ -93,9 +93,9 @@ class Move:
         value = self.take(key, [])
         if not isinstance(value, list):
             raise ConfigError(f"{self._prefix}{key}: wanted a list, got {value!r}")
-        for number, one in enumerate(value):
-            if not isinstance(one, Mapping):
-                raise ConfigError(f"{self._prefix}{key}.{number}: wanted settings by name, got {one!r}")
+        for number, item in enumerate(value):
+            if not isinstance(item, Mapping):
+                raise ConfigError(f"{self._prefix}{key}.{number}: wanted settings by name, got {item!r}")
         return value
 
     def names(self) -> list[str]:
@@ -116,11 +116,11 @@ class Move:
         """Add comments about a new key."""
         self._comments.at.setdefault((*self._place, *key.split(".")), []).extend(comments)
 
-    def move(self, old: str, new: str, why: str = "") -> None:
+    def move(self, old: str, new: str, reason: str = "") -> None:
         """Move an old key, if it has a value, to its new place."""
         value = self.take(old)
         if value is not None:
-            self.put(new, value, f"was {self._prefix}{old}" + (f": {why}" if why else ""))
+            self.put(new, value, f"was {self._prefix}{old}" + (f": {reason}" if reason else ""))
 
     def keep(self, key: str) -> None:
         """Move a key, if it has a value, to the same place."""
@@ -134,9 +134,9 @@ class Move:
         if value is not None:
             self.lost(LeftOut(f"{self._prefix}{old}", value, reason, matters))
 
-    def lost(self, what: LeftOut) -> None:
+    def lost(self, setting: LeftOut) -> None:
         """Record a setting that is left out."""
-        self._comments.left_out.append(what)
+        self._comments.left_out.append(setting)
 
     def give_up(self, reason: str) -> None:
         """Leave out all remaining settings."""
@@ -167,4 +167,4 @@ def is_ours(key: str, section: type[BaseModel] = Config) -> bool:
     if field_ is None:
         return False
     inner = sections_of(field_.annotation)
-    return not rest or not inner or any(is_ours(rest, one) for one in inner)
+    return not rest or not inner or any(is_ours(rest, model) for model in inner)

@@ -35,11 +35,11 @@ def without_references(source: Mapping[str, Any]) -> dict[str, Any]:
         if not isinstance(value, str) or not _OTHER.search(value):
             return value
         try:
-            found = OmegaConf.select(whole, place)
+            resolved = OmegaConf.select(whole, place)
         except (OmegaConfBaseException, KeyError) as error:
             reason = str(error).splitlines()[0].rstrip(".")
             raise ConfigError(f"{place}: {value!r} has no value: {reason}; write the value itself") from None
-        return OmegaConf.to_container(found) if OmegaConf.is_config(found) else found
+        return OmegaConf.to_container(resolved) if OmegaConf.is_config(resolved) else resolved
 
     result: dict[str, Any] = replaced(dict(source), "")
     return result
@@ -53,9 +53,9 @@ def known(value: Any) -> Any:
 
     def fill(match: re.Match[str]) -> str:
         nonlocal missing
-        found = os.environ.get(match[1], match[2])
-        missing = missing or found is None
-        return found or ""
+        variable = os.environ.get(match[1], match[2])
+        missing = missing or variable is None
+        return variable or ""
 
     text = _VARIABLE.sub(fill, value)
     return None if missing else yaml.safe_load(text)
@@ -63,16 +63,16 @@ def known(value: Any) -> Any:
 
 def number(value: Any) -> float | None:
     """Return a number, also from a text such as ``5e-7``; None if the value is not a number."""
-    found = known(value)
-    if isinstance(found, bool) or not isinstance(found, int | float | str):
+    resolved = known(value)
+    if isinstance(resolved, bool) or not isinstance(resolved, int | float | str):
         return None
     try:
-        return float(found)
+        return float(resolved)
     except ValueError:
         return None
 
 
 def whole(value: Any) -> int | None:
     """Return a whole number; None if the value is not a whole number."""
-    found = number(value)
-    return int(found) if found is not None and found == int(found) else None
+    parsed = number(value)
+    return int(parsed) if parsed is not None and parsed == int(parsed) else None
