@@ -235,7 +235,7 @@ class Agent(ABC):
     async def with_background(self, main: Awaitable[Any], *background: Coroutine[Any, Any, None]) -> None:
         """Await ``main`` and run ``background`` tasks until it returns. An exception in any of them ends all."""
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(one) for one in background]
+            tasks = [group.create_task(coroutine) for coroutine in background]
             await main
             for task in tasks:
                 task.cancel()
@@ -374,7 +374,7 @@ class Agent(ABC):
         self.peers.changed.notify()  # no message reports an expired lease
         self.woken.notify()
         self.heartbeat_seq += 1
-        own = Heartbeat(
+        heartbeat = Heartbeat(
             role=self.role,
             id=self.id,
             seq=self.heartbeat_seq,
@@ -387,4 +387,4 @@ class Agent(ABC):
             detail=self.detail(),
             **self.compatibility.fields(self.peers.uptime),
         )
-        return own, *self.hosted_heartbeats()
+        return heartbeat, *self.hosted_heartbeats()

@@ -55,19 +55,19 @@ def envelope(
     a message of a batch also has the header ``traceparent``. A batch, ticket or attempt that does not fit into a header
     is not repeated.
     """
-    found: dict[str, HeaderValue] = {"kind": message.kind, "version": message.version_number, **(headers or {})}
-    fields = {name: getattr(message, name, None) for name in ("batch", "ticket", "attempt") if name not in found}
+    all_headers: dict[str, HeaderValue] = {"kind": message.kind, "version": message.version_number, **(headers or {})}
+    fields = {name: getattr(message, name, None) for name in ("batch", "ticket", "attempt") if name not in all_headers}
     repeated, _ = outside_headers({name: value for name, value in fields.items() if isinstance(value, str | int)})
-    found |= repeated
-    if isinstance(batch := found.get("batch"), int | str):
+    all_headers |= repeated
+    if isinstance(batch := all_headers.get("batch"), int | str):
         task = getattr(message, "task_id", None)
-        found |= parent_header(batch, task if isinstance(task, int) else None)
+        all_headers |= parent_header(batch, task if isinstance(task, int) else None)
     own_id = {} if message_id is None else {"message_id": message_id}
     return Envelope(
         body=encode(message),
         kind=message.kind,
         content_type=CONTENT_TYPE,
-        headers=found,
+        headers=all_headers,
         correlation_id=correlation_id,
         reply_to=reply_to,
         **own_id,
@@ -117,13 +117,13 @@ async def dead_letter(
 
 def _copy(incoming: Incoming, message_id: str, headers: dict[str, HeaderValue]) -> Envelope:
     """Return the message to publish again, with ``headers`` added to its own headers."""
-    kept, _ = outside_headers(incoming.headers)
+    original_headers, _ = outside_headers(incoming.headers)
     return Envelope(
         body=incoming.body,
-        kind=str(kept.get("kind") or "unknown"),
+        kind=str(original_headers.get("kind") or "unknown"),
         message_id=message_id,
         content_type=incoming.content_type or "application/octet-stream",
-        headers={**kept, **headers},
+        headers={**original_headers, **headers},
         correlation_id=incoming.correlation_id,
         reply_to=incoming.reply_to,
     )
@@ -333,14 +333,14 @@ class PastDeliveries:
     @property
     def headers(self) -> dict[str, HeaderValue]:
         """The headers that record the outcomes."""
-        said: dict[str, HeaderValue] = {
+        headers: dict[str, HeaderValue] = {
             GIVEN_BACK: self.given_back,
             FAILED: self.failed,
             RETURNED: self.returned,
             PUT_BACK: self.put_back,
         }
-        said[FAILURES] = "\n".join(self.failures)
-        return {name: value for name, value in said.items() if value}
+        headers[FAILURES] = "\n".join(self.failures)
+        return {name: value for name, value in headers.items() if value}
 
 
 async def give_back(bus: Bus, delivery: Delivery, failure: str | None = None) -> None:
@@ -399,8 +399,8 @@ class CrashNotes:
         self._at_work: Counter[str] = Counter()
         self._crashes: Counter[str] = Counter()
         try:
-            known = json.loads(path.read_bytes()) if path is not None else {}
-            self._crashes.update({str(key): int(n) for key, n in dict(known).items()})
+            crashes = json.loads(path.read_bytes()) if path is not None else {}
+            self._crashes.update({str(key): int(n) for key, n in dict(crashes).items()})
         except FileNotFoundError:
             pass
         except (OSError, ValueError, TypeError) as error:
@@ -470,11 +470,11 @@ class CrashNotes:
         if self._path is None:
             return
         try:
-            if not (known := self._crashes + self._at_work):
+            if not (crashes := self._crashes + self._at_work):
                 self._path.unlink(missing_ok=True)
                 return
             new = self._path.with_name(f"{self._path.name}.new")
-            new.write_text(json.dumps(known), encoding="utf-8")
+            new.write_text(json.dumps(crashes), encoding="utf-8")
             new.replace(self._path)
         except OSError as error:
             log.warning("crash_notes_not_written", path=str(self._path), reason=str(error))

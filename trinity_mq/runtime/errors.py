@@ -55,10 +55,12 @@ def place(error: BaseException) -> str:
     if not frames:
         return ""
     raised = frames[-1]
-    own = next((frame for frame in reversed(frames) if is_own(frame.filename)), raised)
-    if own is raised:
-        return f" ({shown(own.filename)}:{own.lineno})"
-    return f" ({shown(own.filename)}:{own.lineno}, raised in {Path(raised.filename).name}:{raised.lineno})"
+    user_frame = next((frame for frame in reversed(frames) if is_own(frame.filename)), raised)
+    if user_frame is raised:
+        return f" ({shown(user_frame.filename)}:{user_frame.lineno})"
+    return (
+        f" ({shown(user_frame.filename)}:{user_frame.lineno}, raised in {Path(raised.filename).name}:{raised.lineno})"
+    )
 
 
 def is_own(file: str) -> bool:

@@ -61,7 +61,7 @@ def heartbeat_patterns(role: Role) -> tuple[str, ...]:
     (('beat.runner.#',), ('beat.#',))
     """
     heard = HEARD_BY.get(role)
-    return ("beat.#",) if heard is None else tuple(f"beat.{one}.#" for one in heard)
+    return ("beat.#",) if heard is None else tuple(f"beat.{sender}.#" for sender in heard)
 
 
 @dataclass(slots=True)
@@ -102,16 +102,16 @@ class Peers:
         Raises:
             FatalError: An agent that was here first has an incompatible release, so this agent must not work here.
         """
-        if not self.own.fits(other := Compatibility.of(beat)):
-            self._refuse(beat, other)
+        if not self.own.fits(theirs := Compatibility.of(beat)):
+            self._refuse(beat, theirs)
             return
-        known = self._known.get(beat.id)
-        if known and known.beat.incarnation == beat.incarnation and known.beat.seq >= beat.seq:
+        previous = self._known.get(beat.id)
+        if previous and previous.beat.incarnation == beat.incarnation and previous.beat.seq >= beat.seq:
             return
-        if known and _only_waits(beat, known.beat) and known in self._running(known.beat.role):
+        if previous and _only_waits(beat, previous.beat) and previous in self._running(previous.beat.role):
             return
-        if known:
-            self._living[known.beat.role].pop(beat.id, None)
+        if previous:
+            self._living[previous.beat.role].pop(beat.id, None)
         self._unheard.pop(beat.id, None)
         peer = self._known[beat.id] = Peer(beat, asyncio.get_running_loop().time())
         if beat.state != "gone":
@@ -128,10 +128,10 @@ class Peers:
             self._began = now
         return now - self._began
 
-    def _refuse(self, beat: Heartbeat, other: Compatibility) -> None:
+    def _refuse(self, beat: Heartbeat, theirs: Compatibility) -> None:
         if beat.state in {"gone", "finished"}:
             return
-        reason = misfit(self.own, beat.id, other)
+        reason = misfit(self.own, beat.id, theirs)
         # not younger than this agent, as far as known
         if beat.uptime is None or self.uptime < beat.uptime + HEARTBEAT_INTERVAL:
             raise FatalError(reason)
@@ -172,13 +172,13 @@ class Peers:
     def _forget(self, now: float) -> None:
         """Forget agents without a heartbeat for :data:`REMEMBERED_LEASES`; one sweep in each lease is enough."""
         self._next_sweep = now + HEARTBEAT_LEASE
-        known = self._known
+        previous = self._known
         self._known = {
             name: peer
-            for name, peer in known.items()
+            for name, peer in previous.items()
             if now - peer.received < REMEMBERED_LEASES * max(peer.beat.lease, HEARTBEAT_LEASE)
         }
-        forgotten = {name: peer for name, peer in known.items() if name not in self._known}
+        forgotten = {name: peer for name, peer in previous.items() if name not in self._known}
         self._unheard = dict([*self._unheard.items(), *forgotten.items()][-UNHEARD:])
 
     def silent(self) -> list[tuple[Heartbeat, float]]:
@@ -191,7 +191,7 @@ class Peers:
         now = asyncio.get_running_loop().time()
         peers = [*self._unheard.values(), *self._known.values()]
         quiet = [(peer.beat, now - peer.received) for peer in peers if peer.beat.state not in {"gone", "finished"}]
-        return sorted((one for one in quiet if one[1] >= SILENT_AFTER), key=lambda one: -one[1])[:UNHEARD]
+        return sorted((entry for entry in quiet if entry[1] >= SILENT_AFTER), key=lambda entry: -entry[1])[:UNHEARD]
 
     def remembered(self, role: Role) -> list[Heartbeat]:
         """Return the last heartbeats of agents of a role that did not say goodbye, including agents with an expired
@@ -227,8 +227,10 @@ class Peers:
         end of the run takes precedence, since the lease of a killed explorer may still run. After :meth:`end_run` the
         status always reports the end.
         """
-        known = self.statuses("explorer", ExplorerStatus)
-        status = next((status for status in known if status.finished), known[-1] if known else ExplorerStatus())
+        statuses = self.statuses("explorer", ExplorerStatus)
+        status = next(
+            (status for status in statuses if status.finished), statuses[-1] if statuses else ExplorerStatus()
+        )
         return status.model_copy(update={"finished": True}) if self._is_run_over else status
 
     @property
@@ -237,11 +239,11 @@ class Peers:
         return next(reversed(self.statuses("trainer", TrainerStatus)), TrainerStatus())
 
 
-def _only_waits(beat: Heartbeat, known: Heartbeat) -> bool:
-    """Return whether ``beat`` comes from a process without its role's lock, and ``known`` from another process that has
-    the lock and the same agent id. Readers of the role's state must not see an empty state.
+def _only_waits(beat: Heartbeat, previous: Heartbeat) -> bool:
+    """Return whether ``beat`` comes from a process without its role's lock, and ``previous`` from another process that
+    has the lock and the same agent id. Readers of the role's state must not see an empty state.
     """
-    return beat.incarnation != known.incarnation and _has_lock(known.detail) and not _has_lock(beat.detail)
+    return beat.incarnation != previous.incarnation and _has_lock(previous.detail) and not _has_lock(beat.detail)
 
 
 def _has_lock(status: Status) -> bool:

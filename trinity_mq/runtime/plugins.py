@@ -39,10 +39,10 @@ def add_plugins(folders: Sequence[str]) -> list[Path]:
         FatalError: A folder does not exist, or one of its modules is hidden by another module of the same name.
     """
     paths = [Path(folder).expanduser().resolve() for folder in folders]
-    for given, path in zip(folders, paths, strict=True):
+    for folder, path in zip(folders, paths, strict=True):
         if not path.is_dir():
             raise FatalError(
-                f"plugin_dirs: there is no folder {given!r} ({path}); relative folders start where the command is run"
+                f"plugin_dirs: there is no folder {folder!r} ({path}); relative folders start where the command is run"
             )
         if str(path) not in sys.path:
             sys.path.append(str(path))
@@ -78,18 +78,18 @@ def registered_plugins(registries: Sequence[str]) -> dict[str, list[str]]:
         registries: Names of the objects with ``register_module``, such as ``WORKFLOWS``.
     """
     files = [file for folder in _added for file in _modules(folder)]
-    found: dict[str, list[str]] = {}
+    paths_by_name: dict[str, list[str]] = {}
     for file in files:
         for registry, name, owner in _registrations(file, file.stat().st_mtime_ns):
             if registry in registries:
-                found.setdefault(name, []).append(f"{file.stem}.{owner}")
-    return found
+                paths_by_name.setdefault(name, []).append(f"{file.stem}.{owner}")
+    return paths_by_name
 
 
 @functools.lru_cache(maxsize=1024)
 def _registrations(file: Path, _changed: int) -> list[tuple[str, str, str]]:
     """Return registry, registered name and decorated name of each registration in a file."""
-    found = []
+    registrations = []
     for node in _statements(file):
         if not isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             continue
@@ -101,8 +101,8 @@ def _registrations(file: Path, _changed: int) -> list[tuple[str, str, str]]:
                     ),
                     args=[ast.Constant(value=str(name)), *_],
                 ):
-                    found.append((registry, name, node.name))
-    return found
+                    registrations.append((registry, name, node.name))
+    return registrations
 
 
 def import_named(kind: str, name: str) -> Any:
@@ -146,9 +146,9 @@ def _statements(file: Path) -> list[ast.stmt]:
 def _check_not_hidden(file: Path) -> None:
     loaded = sys.modules.get(file.stem)
     spec = getattr(loaded, "__spec__", None) if loaded is not None else importlib.util.find_spec(file.stem)
-    found = None if spec is None else spec.origin
-    if found is None or Path(found).resolve() != file.resolve():
+    actual = None if spec is None else spec.origin
+    if actual is None or Path(actual).resolve() != file.resolve():
         raise FatalError(
-            f"plugin_dirs: {file} is hidden by another module of that name ({found or loaded!r}); give the file a name "
-            "of its own"
+            f"plugin_dirs: {file} is hidden by another module of that name ({actual or loaded!r}); give the file a "
+            "name of its own"
         )

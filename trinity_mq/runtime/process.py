@@ -272,11 +272,11 @@ def other_run(name: str, folder: Path, role: str, theirs: str, where: str) -> Fa
         theirs: Id of the other run; empty if unknown.
         where: Host and folder of that agent; empty if not reported.
     """
-    own = folder_run(folder)
+    ours = folder_run(folder)
     return FatalError(
         f"another run of the name {name!r} works on this broker: its {role}{f' in {where}' if where else ''} "
         f"has{f' run id {theirs} and' if theirs else ''} another run folder than {folder}"
-        f"{f' (run id {own})' if own else ''}. Start this one under another name (name=...), or stop the other one, "
+        f"{f' (run id {ours})' if ours else ''}. Start this one under another name (name=...), or stop the other one, "
         f"remove what it left with `trinity-mq broker clean {name}`, and start this one again"
     )
 
@@ -292,11 +292,11 @@ def _default_mode() -> int:
     """Return the permissions of a new file. On Linux the umask is read without setting it: while it is set to 0,
     another thread could create a file that everybody can write.
     """
-    told = None
+    umask_line = None
     with contextlib.suppress(OSError):  # not on Linux
-        told = re.search(r"^Umask:\s*([0-7]+)$", Path("/proc/self/status").read_text(), re.MULTILINE)
-    if told is not None:
-        return 0o666 & ~int(told[1], 8)
+        umask_line = re.search(r"^Umask:\s*([0-7]+)$", Path("/proc/self/status").read_text(), re.MULTILINE)
+    if umask_line is not None:
+        return 0o666 & ~int(umask_line[1], 8)
     umask = os.umask(0)
     os.umask(umask)
     return 0o666 & ~umask

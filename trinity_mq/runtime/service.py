@@ -170,13 +170,13 @@ class LifeSigns:
             lines.append(f"STATUS={status}")
         if manager.watchdog is not None:
             lines.append("WATCHDOG=1")
-        if self._is_excused(serving, draining):
+        if self._needs_more_time(serving, draining):
             lines.append(f"EXTEND_TIMEOUT_USEC={int((EXTENSION + self.interval) * 1e6)}")
         if lines and manager.send(*lines):
             self._sent |= edges
             self._status = status
 
-    def _is_excused(self, serving: bool, draining: bool) -> bool:
+    def _needs_more_time(self, serving: bool, draining: bool) -> bool:
         """Return whether to request more time than the unit allows."""
         if not draining:
             return not serving

@@ -18,22 +18,22 @@ class NewerStateError(FatalError):
     """A file was written by a newer release, in a format that this release does not read."""
 
 
-def refuse_newer(path: Path, seen: int, newest: int, release: str = "of a later date") -> None:
-    """Check that this release can read the file ``path`` of format ``seen``.
+def refuse_newer(path: Path, number: int, newest: int, release: str = "of a later date") -> None:
+    """Check that this release can read the file ``path`` of format ``number``.
 
     Args:
         path: The file.
-        seen: Its format.
+        number: Its format.
         newest: The newest format that this release reads.
         release: The release that wrote the file, if known.
 
     Raises:
         NewerStateError: The format is newer.
     """
-    if seen > newest:
+    if number > newest:
         raise NewerStateError(
-            f"{path} has format {seen}, written by release {release}; this is release {VERSION}, which reads formats 1 "
-            f"to {newest}. Upgrade trinity-mq here, or restore the copy of the run's folder that was made before the "
+            f"{path} has format {number}, written by release {release}; this is release {VERSION}, which reads formats "
+            f"1 to {newest}. Upgrade trinity-mq here, or restore the copy of the run's folder that was made before the "
             "upgrade (docs/upgrading.md); nothing was changed"
         )
 
@@ -45,8 +45,8 @@ def format_of(path: Path, fields: Mapping[str, Any], newest: int) -> int:
         NewerStateError: As :func:`refuse_newer`.
         ValueError: The format is not a positive whole number.
     """
-    seen = fields.get(FORMAT, 1)
-    if type(seen) is not int or seen < 1:
-        raise ValueError(f"{path} has format {seen!r}, wanted a whole number from 1 to {newest}")
-    refuse_newer(path, seen, newest, *([str(fields[RELEASE])] if RELEASE in fields else []))
-    return seen
+    number = fields.get(FORMAT, 1)
+    if type(number) is not int or number < 1:
+        raise ValueError(f"{path} has format {number!r}, wanted a whole number from 1 to {newest}")
+    refuse_newer(path, number, newest, *([str(fields[RELEASE])] if RELEASE in fields else []))
+    return number

@@ -90,7 +90,7 @@ async def in_thread(function: Callable[[], T], name: str, stop: Callable[[int], 
             future.set_result(result)
 
     future.set_running_or_notify_cancel()
-    thread = _given(work, name)
+    thread = _start_call(work, name)
     try:
         return await asyncio.wrap_future(future)
     except asyncio.CancelledError:
@@ -102,7 +102,7 @@ async def in_thread(function: Callable[[], T], name: str, stop: Callable[[int], 
         raise
 
 
-def _given(call: Callable[[], None], name: str) -> _Worker:
+def _start_call(call: Callable[[], None], name: str) -> _Worker:
     """Let an idle thread, or else a new thread, make a call; return the thread."""
     try:
         thread = _idle.pop()

@@ -151,8 +151,8 @@ def forged(
 ) -> tuple[type[web.HTTPForbidden | web.HTTPUnsupportedMediaType], str] | None:
     """Return the error and its reason for :func:`refuse_forged`; None: the request is accepted."""
     if not all(_is_among(f"//{name}", hosts) for name in headers.getall(hdrs.HOST, [""])):
-        seen = headers.get(hdrs.HOST)
-        return web.HTTPForbidden, f"Host is {seen!a}, wanted 127.0.0.1, localhost or a name that is configured"
+        host = headers.get(hdrs.HOST)
+        return web.HTTPForbidden, f"Host is {host!a}, wanted 127.0.0.1, localhost or a name that is configured"
     if (origin := headers.get(hdrs.ORIGIN)) is not None and not _is_among(origin, hosts):
         return web.HTTPForbidden, f"Origin is {origin!a}: pages of other sites are refused"
     navigates = method == hdrs.METH_GET and headers.get("Sec-Fetch-Mode") == "navigate"

@@ -197,8 +197,8 @@ def answer_in_fork(answer: Callable[[bytes], bytes], request: bytes, cpu_seconds
             os._exit(1)
     os.close(writing)
     with os.fdopen(reading, "rb") as pipe:
-        found = pipe.read()
+        reply = pipe.read()
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     if status:
         raise ChildEndedError(status)
-    return found
+    return reply

@@ -113,7 +113,7 @@ def _remove_when_ended(path: Path) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
+class _PendingRequest:
     """A request received over a connection."""
 
     connection: socket.socket
@@ -138,7 +138,7 @@ def import_and_serve(listener: socket.socket, modules: Sequence[str]) -> tuple[F
     """Import modules, each given as ``MODULE[=WORD]``, and fork a process for each request once the module for its
     first word is imported. Return only in the forked process, with the request and its descriptors.
     """
-    waiting: list[_Asked] = []
+    waiting: list[_PendingRequest] = []
     words: set[str | None] = set()
     gc.disable()  # most objects of imports are permanent: collecting them repeatedly takes a fifth of the import time
     for name in modules:
@@ -149,56 +149,56 @@ def import_and_serve(listener: socket.socket, modules: Sequence[str]) -> tuple[F
         gc.freeze()  # pages that the collector does not touch stay shared
         if word:
             words.add(word)
-        waiting += _arrived(listener)
-        if (found := _serve_waiting(listener, waiting, words)) is not None:
-            return found
+        waiting += _arrived_requests(listener)
+        if (forked := _serve_waiting(listener, waiting, words)) is not None:
+            return forked
     while True:
-        if (found := _serve_waiting(listener, waiting, None)) is not None:
-            return found
-        if (asked := _receive(listener)) is not None:
-            waiting.append(asked)
+        if (forked := _serve_waiting(listener, waiting, None)) is not None:
+            return forked
+        if (pending := _receive(listener)) is not None:
+            waiting.append(pending)
 
 
-def _arrived(listener: socket.socket) -> list[_Asked]:
+def _arrived_requests(listener: socket.socket) -> list[_PendingRequest]:
     """Return the requests that have arrived, without waiting."""
-    found = []
+    pending_requests = []
     while select.select([listener], [], [], 0)[0]:
-        if (asked := _receive(listener)) is not None:
-            found.append(asked)
-    return found
+        if (pending := _receive(listener)) is not None:
+            pending_requests.append(pending)
+    return pending_requests
 
 
-def _receive(listener: socket.socket) -> _Asked | None:
+def _receive(listener: socket.socket) -> _PendingRequest | None:
     connection, _ = listener.accept()
     connection.settimeout(ANSWER_SECONDS)
     try:
         packet, fds, _, _ = socket.recv_fds(connection, MOST_BYTES, MOST_FDS)
     except OSError:  # the client sent nothing
         packet, fds = b"", []
-    asked = _Asked(connection, packet, fds)
+    pending = _PendingRequest(connection, packet, fds)
     if packet:
-        return asked
-    asked.close()
+        return pending
+    pending.close()
     return None
 
 
 def _serve_waiting(
-    listener: socket.socket, waiting: list[_Asked], words: Collection[str | None] | None
+    listener: socket.socket, waiting: list[_PendingRequest], words: Collection[str | None] | None
 ) -> tuple[ForkRequest, Sequence[int]] | None:
     """Fork a process for each waiting request with one of ``words`` (None: all requests). Return only in a new process,
     with its request.
     """
-    for asked in [one for one in waiting if words is None or one.word in words]:
-        waiting.remove(asked)
-        request = _forked(asked.connection, asked.packet)
+    for pending in [candidate for candidate in waiting if words is None or candidate.word in words]:
+        waiting.remove(pending)
+        request = _forked(pending.connection, pending.packet)
         if request is None:
-            asked.close()
+            pending.close()
             continue
-        asked.connection.close()
-        for other in waiting:
-            other.close()
+        pending.connection.close()
+        for unserved in waiting:
+            unserved.close()
         listener.close()
-        return request, asked.fds
+        return request, pending.fds
     return None
 
 
@@ -222,17 +222,17 @@ def _forked(connection: socket.socket, packet: bytes) -> ForkRequest | None:
             time.sleep(ADOPTION_INTERVAL)
     _answer(connection, pid=os.getpid())
     try:
-        wanted = connection.recv(len(GO)) == GO
+        confirmed = connection.recv(len(GO)) == GO
     except OSError:
-        wanted = False
-    if not wanted:  # the client gave up and started another process
+        confirmed = False
+    if not confirmed:  # the client gave up and started another process
         os._exit(1)
     return request
 
 
-def _answer(connection: socket.socket, **said: Any) -> None:
+def _answer(connection: socket.socket, **fields: Any) -> None:
     with contextlib.suppress(OSError):  # the client is gone
-        connection.send(json.dumps(said).encode())
+        connection.send(json.dumps(fields).encode())
 
 
 def place(fds: Sequence[int], numbers: Sequence[int]) -> None:

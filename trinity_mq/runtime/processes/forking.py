@@ -63,7 +63,7 @@ class ForkedProcess:
         self._loop = asyncio.get_running_loop()
         self._ended = asyncio.Event()
         self._fd = os.pidfd_open(pid)
-        self._loop.add_reader(self._fd, self._bury)
+        self._loop.add_reader(self._fd, self._reap)
 
     async def wait(self) -> int:
         """Return the exit code once the process has ended."""
@@ -77,7 +77,7 @@ class ForkedProcess:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._fd, number)
 
-    def _bury(self) -> None:
+    def _reap(self) -> None:
         self._loop.remove_reader(self._fd)
         os.close(self._fd)
         try:
@@ -124,12 +124,12 @@ def start_forked(server: ForkServer) -> Starter:
 
 def orphans_of(session: int) -> list[ForkedProcess]:
     """Return our children in a session whose leader has ended. As their adoptive parent we have to reap them."""
-    found = []
+    orphans = []
     for child in psutil.Process().children():
         with contextlib.suppress(ProcessLookupError):
             if os.getsid(child.pid) == session:
-                found.append(ForkedProcess(child.pid))
-    return found
+                orphans.append(ForkedProcess(child.pid))
+    return orphans
 
 
 async def fork(

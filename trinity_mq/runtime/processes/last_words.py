@@ -61,43 +61,43 @@ def last_words(printed: str, code: int) -> str:
         code: Its exit code, 128 + n for signal n.
     """
     lines = map(_without_bar, _ESCAPE.sub("", printed).splitlines())
-    said = _said([line for line in lines if line.strip()])
+    last_output = _last_message([line for line in lines if line.strip()])
     by = ended_by(code)
     if by.startswith("exit code"):
-        return said
-    return f"{by}; it said last: {said}" if said else by
+        return last_output
+    return f"{by}; it said last: {last_output}" if last_output else by
 
 
 def _without_bar(line: str) -> str:
     return "" if "━" in line else _BAR.split(line[:LONGEST_LINE])[-1]  # rich draws its bars with this character
 
 
-def _said(lines: list[str]) -> str:
+def _last_message(lines: list[str]) -> str:
     for number in range(len(lines) - 1, -1, -1):
         if AGENT_ENDS in lines[number]:
-            return _in_one(lines[number])
+            return _one_line(lines[number])
         if lines[number].endswith(_LAST_FIRST):
-            return _of_traceback(lines[number + 1 :])
+            return _from_traceback(lines[number + 1 :])
         if lines[number].endswith(_FIRST_FIRST):
-            return _of_stacks(lines)
-    return _in_one(lines[-1]) if lines else ""
+            return _from_stacks(lines)
+    return _one_line(lines[-1]) if lines else ""
 
 
-def _of_traceback(below: list[str]) -> str:
+def _from_traceback(below: list[str]) -> str:
     """Return the error of a traceback, and the innermost line of the user's own code among its frames."""
     frames = _frames(below)
     error = next((line for line in below if not line.startswith(" ")), "")
-    return f"{_in_one(error)}{_at(frames[::-1])}".strip()
+    return f"{_one_line(error)}{_place_suffix(frames[::-1])}".strip()
 
 
-def _of_stacks(lines: list[str]) -> str:
+def _from_stacks(lines: list[str]) -> str:
     """Return the line above the stacks of all threads, and the innermost line of the user's own code: in the current
     thread, otherwise in another thread, since a watchdog's own stack says nothing.
     """
     heads = [number for number, line in enumerate(lines) if line.endswith(_FIRST_FIRST)]
-    above = _in_one(lines[heads[0] - 1]) if heads[0] else "it was at work"
+    above = _one_line(lines[heads[0] - 1]) if heads[0] else "it was at work"
     heads.sort(key=lambda number: not lines[number].startswith("Current thread"))
-    return f"{above}{_at([frame for head in heads for frame in _frames(lines[head + 1 :])])}"
+    return f"{above}{_place_suffix([frame for head in heads for frame in _frames(lines[head + 1 :])])}"
 
 
 def _frames(below: list[str]) -> list[tuple[str, str]]:
@@ -106,9 +106,9 @@ def _frames(below: list[str]) -> list[tuple[str, str]]:
     return [(match[1], match[2]) for line in frames if (match := _FRAME.match(line))]
 
 
-def _at(frames: list[tuple[str, str]]) -> str:
+def _place_suffix(frames: list[tuple[str, str]]) -> str:
     return next((f" ({shown(file)}:{line})" for file, line in frames if is_own(file)), "")
 
 
-def _in_one(line: str) -> str:
+def _one_line(line: str) -> str:
     return " ".join(line.split())

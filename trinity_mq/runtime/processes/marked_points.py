@@ -105,8 +105,8 @@ class _MarkedConsumer(Consumer):
         return self._marked(await self._inner.__anext__())
 
     def get_nowait(self) -> Delivery | None:
-        found = self._inner.get_nowait()
-        return None if found is None else self._marked(found)
+        delivery = self._inner.get_nowait()
+        return None if delivery is None else self._marked(delivery)
 
     async def stop(self) -> None:
         await self._inner.stop()

@@ -138,7 +138,7 @@ class Supervisor:
         try:
             async with asyncio.TaskGroup() as group:
                 for child in self._children.values():
-                    group.create_task(self._keep(child, group), name=f"keep {child.spec.name}")
+                    group.create_task(self._keep_alive(child, group), name=f"keep {child.spec.name}")
         finally:
             self.kill()
             for child in self._children.values():
@@ -199,11 +199,11 @@ class Supervisor:
         _send(child, signal.SIGKILL)
         await process.wait()
 
-    async def _keep(self, child: _Child, group: asyncio.TaskGroup) -> None:
+    async def _keep_alive(self, child: _Child, group: asyncio.TaskGroup) -> None:
         try:
             while not child.stopping:
-                code = await self._once(child)
-                if code is None or not await self._goes_on(child, code):
+                code = await self._run_once(child)
+                if code is None or not await self._should_restart(child, code):
                     break
             else:
                 child.phase = "stopped"
@@ -211,11 +211,11 @@ class Supervisor:
         finally:
             child.ended.set()
         if child.phase == "failed":
-            others = [name for name, other in self._children.items() if other is not child]
-            if others:
-                group.create_task(self.drain(*others))
+            other_names = [name for name, sibling in self._children.items() if sibling is not child]
+            if other_names:
+                group.create_task(self.drain(*other_names))
 
-    async def _once(self, child: _Child) -> int | None:
+    async def _run_once(self, child: _Child) -> int | None:
         """Run the process once and return its exit code; None if it could not be started."""
         spec = child.spec
         child.forced = False
@@ -235,16 +235,18 @@ class Supervisor:
         if child.stopping:  # a stop during the start found no process to stop
             await self._stop(child)
         code = await child.process.wait()
-        self._orphans = [one for one in self._orphans if one.returncode is None] + orphans_of(child.process.pid)
+        self._orphans = [orphan for orphan in self._orphans if orphan.returncode is None] + orphans_of(
+            child.process.pid
+        )
         child.exit_code = code if code >= 0 else 128 - code
         return child.exit_code
 
-    async def _goes_on(self, child: _Child, code: int) -> bool:
+    async def _should_restart(self, child: _Child, code: int) -> bool:
         """Handle an exit; return True to start the process again now."""
         if child.stopping:
             child.phase = "stopped"
-            asked = code == 0 or (code == 128 + signal.SIGTERM and not child.forced)
-            child.code = 0 if asked else code
+            as_requested = code == 0 or (code == 128 + signal.SIGTERM and not child.forced)
+            child.code = 0 if as_requested else code
             self._emit(child, "killed" if child.forced else "stopped", code=code)
             return False
         if child.replacing or code == EXIT_RECYCLE:
@@ -294,14 +296,14 @@ class Supervisor:
                 delay=numbers.get("delay", 0.0),
                 restarts=int(numbers.get("restarts", 0)),
                 reason=reason,
-                output=self._why(child) if what in {"died", "failed", "restarting"} else "",
+                output=self._exit_reason(child) if what in {"died", "failed", "restarting"} else "",
             )
         )
 
     def _output(self, child: _Child) -> Path:
         return self._log_dir / f"{child.spec.name}.out"
 
-    def _why(self, child: _Child) -> str:
+    def _exit_reason(self, child: _Child) -> str:
         return last_words(end_of(self._output(child), child.output_start), child.exit_code)
 
 
