@@ -50,7 +50,7 @@ class RolloutModelConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _takes_weights(cls, data: Any) -> Any:
+    def _refuse_external(cls, data: Any) -> Any:
         if isinstance(data, dict) and data.get("engine") == "external":
             raise ValueError(
                 "engine is 'external', but a server elsewhere takes no weights from the trainer, so it cannot be the "
@@ -248,7 +248,9 @@ class OperatorsConfig(Section):
     @property
     def review_seconds(self) -> float:
         """Maximum seconds that a batch waits for people: the sum over the ``human_review`` operators of the chain."""
-        waits = [operator.args.get("seconds", REVIEW_SECONDS) for operator in self.operators if _asks_people(operator)]
+        waits = [
+            operator.args.get("seconds", REVIEW_SECONDS) for operator in self.operators if _is_human_review(operator)
+        ]
         return float(sum(wait + REVIEW_MARGIN for wait in waits if isinstance(wait, int | float)))
 
     @model_validator(mode="after")
@@ -263,7 +265,7 @@ class OperatorsConfig(Section):
         return self
 
 
-def _asks_people(operator: OperatorConfig) -> bool:
+def _is_human_review(operator: OperatorConfig) -> bool:
     return operator.name == "human_review" or operator.name.endswith(".HumanReview")
 
 

@@ -38,7 +38,7 @@ class TlsConfig(Section):
         return str(Path(value).expanduser()) if value else None
 
     @model_validator(mode="after")
-    def _key_of_a_certificate(self) -> TlsConfig:
+    def _check_certificate(self) -> TlsConfig:
         for name in ("key_file", "key_password_file"):
             if getattr(self, name) and not self.cert_file:
                 raise ValueError(f"{name} is given without cert_file, the certificate that it belongs to: give both")
@@ -110,7 +110,7 @@ class BrokerConfig(Section):
 
     @field_validator("url", mode="before")
     @classmethod
-    def _joined(cls, value: Any) -> Any:
+    def _join_urls(cls, value: Any) -> Any:
         """Join a list of URLs with commas."""
         if isinstance(value, list | tuple) and value and all(isinstance(item, str) for item in value):
             return ",".join(value)
@@ -122,7 +122,7 @@ class BrokerConfig(Section):
         return str(Path(value).expanduser()) if value else None
 
     @model_validator(mode="after")
-    def _one_place(self) -> BrokerConfig:
+    def _check_url_source(self) -> BrokerConfig:
         if self.url and self.url_file:
             raise ValueError("url and url_file are both given: remove one of them")
         return self

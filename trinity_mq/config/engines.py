@@ -45,18 +45,18 @@ class AuxiliaryModelConfig(Section):
     """external: seconds for one answer."""
 
     @model_validator(mode="after")
-    def _one_kind(self) -> AuxiliaryModelConfig:
-        who = f"auxiliary model {self.name!r} of engine {self.engine}"
+    def _check_engine(self) -> AuxiliaryModelConfig:
+        description = f"auxiliary model {self.name!r} of engine {self.engine}"
         only_external = ("url", "served_name", "api_key_env", "api_key_file")
         if self.engine == "external":
             if self.url is None or not self.url.startswith(("http://", "https://")):
-                raise ValueError(f"{who} needs url, such as https://api.example.com/v1; got {self.url!r}")
+                raise ValueError(f"{description} needs url, such as https://api.example.com/v1; got {self.url!r}")
             if self.model is not None or self.engine_num != 1:
-                raise ValueError(f"{who} is served elsewhere: remove model and engine_num")
+                raise ValueError(f"{description} is served elsewhere: remove model and engine_num")
             if self.api_key_env is not None and self.api_key_file is not None:
-                raise ValueError(f"{who}: api_key_env and api_key_file are both given: remove one of them")
+                raise ValueError(f"{description}: api_key_env and api_key_file are both given: remove one of them")
         elif self.model is None:
-            raise ValueError(f"{who} needs model, with a model_path or tiny; or set engine: external and a url")
+            raise ValueError(f"{description} needs model, with a model_path or tiny; or set engine: external and a url")
         elif misplaced := [key for key in only_external if getattr(self, key) is not None]:
-            raise ValueError(f"{who} is served here: remove {', '.join(misplaced)}, or set engine: external")
+            raise ValueError(f"{description} is served here: remove {', '.join(misplaced)}, or set engine: external")
         return self

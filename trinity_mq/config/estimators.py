@@ -114,7 +114,7 @@ class GroupEstimator(EstimatorBase):
         return ("roles",) if self.baseline == "role_mean" else ()
 
     @model_validator(mode="after")
-    def _fitting(self) -> GroupEstimator:
+    def _check_scale(self) -> GroupEstimator:
         if not self.compares_runs and self.scale in {"group", "population", "mean"}:
             raise ValueError(
                 f"scale is {self.scale!r} with baseline {self.baseline!r}, wanted none, batch or batch_raw: a task's "

@@ -36,10 +36,10 @@ class TinyModelConfig(Section):
 
     @field_validator("characters")
     @classmethod
-    def _each_once(cls, value: str) -> str:
-        doubled = sorted({character for character in value if value.count(character) > 1})
-        if doubled or not value:
-            problem = f"holds {''.join(doubled)!r} more than once" if doubled else "is empty"
+    def _check_unique(cls, value: str) -> str:
+        repeated = sorted({character for character in value if value.count(character) > 1})
+        if repeated or not value:
+            problem = f"holds {''.join(repeated)!r} more than once" if repeated else "is empty"
             raise ValueError(f"the vocabulary {problem}; give each character once")
         return value
 
@@ -69,7 +69,7 @@ class LoraConfig(Section):
 
     @field_validator("target_modules")
     @classmethod
-    def _names_some(cls, value: str | list[str]) -> str | list[str]:
+    def _check_target_modules(cls, value: str | list[str]) -> str | list[str]:
         if not value or any(not name for name in value):
             raise ValueError('names no layer; give ends of their names, such as [q_proj, v_proj], or "all-linear"')
         return value

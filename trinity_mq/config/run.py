@@ -110,7 +110,7 @@ class Config(Section):
 
     @field_validator("mode")
     @classmethod
-    def _is_there(cls, value: Mode) -> Mode:
+    def _check_mode(cls, value: Mode) -> Mode:
         if value not in AGENTS:
             raise ValueError(f"mode {value} is not there yet; wanted one of {', '.join(AGENTS)}")
         return value
@@ -134,7 +134,7 @@ class Config(Section):
         }
 
     @model_validator(mode="after")
-    def _hold_times(self) -> Config:
+    def _check_hold_times(self) -> Config:
         explorer, publish = self.explorer, f"broker.publish_timeout {self.broker.publish_timeout:g} s"
         sums = {
             "slice": f"explorer.max_timeout {explorer.max_timeout:g} s x {explorer.max_retry_times + 1} tries, "
@@ -316,7 +316,7 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
-    def _whole_steps(self) -> Config:
+    def _check_batches_per_step(self) -> Config:
         together, sync = self.trainer.batches_per_step, self.synchronizer
         if sync.sync_style == "fixed" and sync.sync_interval % together:
             raise ValueError(
@@ -410,7 +410,7 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
-    def _asked_models(self) -> Config:
+    def _check_model_names(self) -> Config:
         names = [model.name for model in self.explorer.auxiliary_models]
         if any("model" in taskset.rollout_args for taskset in self.buffer.training_tasksets):
             raise ValueError(

@@ -86,7 +86,7 @@ class SyncConfig(Section):
 
     @field_validator("checkpoint_path")
     @classmethod
-    def _no_slash(cls, value: str) -> str:
+    def _strip_slash(cls, value: str) -> str:
         return value.rstrip("/") if len(value) > 1 else value
 
     @property

@@ -55,7 +55,7 @@ class VllmConfig(Section):
 
     @field_validator("extra_args")
     @classmethod
-    def _not_ours(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+    def _refuse_reserved(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         for argument in value:
             name = argument.lstrip("-").split("=")[0].replace("_", "-")
             if argument.startswith("-") and name in OURS:

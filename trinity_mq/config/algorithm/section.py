@@ -62,7 +62,7 @@ class OptimizerConfig(Section):
         return "adamw" if value == "adam" else value
 
     @model_validator(mode="after")
-    def _has_an_effect(self) -> OptimizerConfig:
+    def _check_effects(self) -> OptimizerConfig:
         if self.momentum is not None and self.optimizer_type not in {"muon", "sgd"}:
             raise ValueError(
                 f"momentum is {self.momentum:g}, which {self.optimizer_type} does not have: its moments follow betas; "

@@ -30,8 +30,8 @@ class SelectorBase(Section):
         kwargs = data["kwargs"] or {}
         if not isinstance(kwargs, Mapping):
             raise ValueError(f"data_selector.kwargs is a {type(kwargs).__name__}, wanted names with values")
-        if twice := sorted(set(kwargs) & set(data)):
-            raise ValueError(f"data_selector: {', '.join(twice)} given twice, in kwargs too; remove one of them")
+        if duplicates := sorted(set(kwargs) & set(data)):
+            raise ValueError(f"data_selector: {', '.join(duplicates)} given twice, in kwargs too; remove one of them")
         return {**{key: value for key, value in data.items() if key != "kwargs"}, **kwargs}
 
 
@@ -125,7 +125,7 @@ class DifficultyPoolsSelector(SelectorBase):
         return tuple(sorted(pools, key=lambda pool: pool.threshold))
 
     @model_validator(mode="after")
-    def _any(self) -> DifficultyPoolsSelector:
+    def _check_unseen_weight(self) -> DifficultyPoolsSelector:
         if not self.unseen_weight:
             raise ValueError("data_selector.unseen_weight is 0, so that no task would ever be the first; give more")
         return self

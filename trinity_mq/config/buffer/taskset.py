@@ -89,7 +89,7 @@ class TasksetConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _scored_by_the_dataset(cls, data: Any) -> Any:
+    def _default_reward_fn(cls, data: Any) -> Any:
         if isinstance(data, dict) and data.get("storage_type") == "reasoning_gym" and not data.get("reward_fn"):
             return {**data, "reward_fn": "reasoning_gym_reward"}
         return data

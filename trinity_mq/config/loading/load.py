@@ -152,10 +152,10 @@ def _override(data: DictConfig, word: str) -> None:
         TypeError,
         ValueError,
     ) as error:  # a missing item, or a word instead of a list position
-        raise ConfigError(mask_passwords(f"override {word!r}: {_no_item(data, key)}")) from error
+        raise ConfigError(mask_passwords(f"override {word!r}: {_missing_item(data, key)}")) from error
 
 
-def _no_item(data: DictConfig, key: str) -> str:
+def _missing_item(data: DictConfig, key: str) -> str:
     """Return the reason why ``key`` does not lead to an item of a list."""
     parts = key.split(".")
     for count in range(1, len(parts)):

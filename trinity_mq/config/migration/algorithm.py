@@ -111,13 +111,13 @@ def _optimizer(move: Move) -> None:
             )
             comment += "the size of the data"
         move.put(here + "lr_warmup_steps", 0, comment)
-    least = move.take(there + "min_lr_ratio")
+    min_ratio = move.take(there + "min_lr_ratio")
     if move.settings["algorithm"]["optimizer"]["lr_scheduler_type"] == "constant":
         pass  # a constant learning rate has no decay
-    elif least is None:
+    elif min_ratio is None:
         move.put(here + "min_lr_ratio", 0.01, "Trinity-RFT's default; here it is 0.1")
     else:
-        move.put(here + "min_lr_ratio", least)
+        move.put(here + "min_lr_ratio", min_ratio)
     for name, value in DEFAULTS.items():
         if move.peek(there + name) is None:
             move.put(here + name, value, "Trinity-RFT's default, which is another here")

@@ -63,9 +63,9 @@ def explorer(move: Move) -> None:
     if run_timeout is not None and tries is not None:
         limit = run_timeout * (tries + 1)
         for name in ("batch_timeout", "stall_timeout"):
-            usual = ExplorerConfig.model_fields[name].default
-            if limit > usual:
-                move.put(f"explorer.{name}", limit, f"as long as {tries + 1} tries of max_timeout; usually {usual:g}")
+            default = ExplorerConfig.model_fields[name].default
+            if limit > default:
+                move.put(f"explorer.{name}", limit, f"as long as {tries + 1} tries of max_timeout; usually {default:g}")
 
 
 def _runners(move: Move) -> None:

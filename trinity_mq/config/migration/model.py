@@ -47,8 +47,8 @@ def sampling(move: Move) -> dict[str, Any]:
     """Return the sampling parameters of the model that belong to each taskset here."""
     parameters = {}
     for name in ("top_k", "repetition_penalty"):
-        engine, of_model = move.take(f"explorer.rollout_model.{name}"), move.take(f"model.{name}")
-        if (value := of_model if engine is None else engine) is not None:
+        engine_value, model_value = move.take(f"explorer.rollout_model.{name}"), move.take(f"model.{name}")
+        if (value := model_value if engine_value is None else engine_value) is not None:
             parameters[name] = value
             _truncated(move)
     return parameters

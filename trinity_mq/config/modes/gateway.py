@@ -97,7 +97,7 @@ class GatewayConfig(Section):
         return frozenset(name.lower() for name in (self.host, named, *self.allowed_hosts) if name)
 
     @model_validator(mode="after")
-    def _safe(self) -> GatewayConfig:
+    def _check_exposure(self) -> GatewayConfig:
         if self.cert_key_file and not self.cert_file:
             raise ValueError("gateway.cert_key_file is given without cert_file, the certificate that it belongs to")
         if self.is_local:
