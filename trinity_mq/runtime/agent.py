@@ -164,7 +164,7 @@ class Agent(ABC):
                 self._serve_once(subscribed),
                 self._listen(subscribed),
                 self._send_metrics(),
-                self._meet(subscribed),
+                self._wait_for_peers(subscribed),
                 self._look_for_end(),
             )
             self.state, self.waits_for = "gone" if self.draining.is_set() else "finished", None
@@ -172,7 +172,7 @@ class Agent(ABC):
         finally:
             await self.bus.close()
 
-    async def _meet(self, subscribed: asyncio.Event) -> None:
+    async def _wait_for_peers(self, subscribed: asyncio.Event) -> None:
         await subscribed.wait()
         await asyncio.sleep(MEETING_SECONDS)
         self._met.set()

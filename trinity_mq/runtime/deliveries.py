@@ -407,7 +407,7 @@ class CrashNotes:
             log.warning("crash_notes_unreadable", path=str(path), reason=str(error))
         self._slots: dict[str, int] = {}
         """Slot number of each queue."""
-        self._hands = self._mapped()
+        self._in_hand_slots = self._map_slots()
 
     def crashes(self, key: str) -> int:
         """Return the number of processes that died while they worked on ``key``."""
@@ -430,29 +430,29 @@ class CrashNotes:
         Return the number of processes that died with the message in hand. A message that was handled is forgotten. The
         block must not wait for a broker or a peer: a process killed while waiting did not die of the message.
         """
-        key = _place_of(incoming)
+        key = _message_key(incoming)
         start = self._slots.setdefault(incoming.queue, len(self._slots)) * SLOT
-        noted = key.encode()[: SLOT - 2]
-        is_noted = start + SLOT <= len(self._hands)
+        encoded = key.encode()[: SLOT - 2]
+        is_noted = start + SLOT <= len(self._in_hand_slots)
         if is_noted:
-            self._hands[start : start + 2 + len(noted)] = len(noted).to_bytes(2, "big") + noted
+            self._in_hand_slots[start : start + 2 + len(encoded)] = len(encoded).to_bytes(2, "big") + encoded
         try:
             yield self._crashes[key] if self._crashes else 0
         finally:
             if is_noted:
-                self._hands[start : start + 2] = bytes(2)
+                self._in_hand_slots[start : start + 2] = bytes(2)
             if self._crashes and self._crashes[key] < MAX_DEATHS:  # a stream may be read from its beginning again
                 self.forget(key)
 
-    def _mapped(self) -> mmap.mmap:
+    def _map_slots(self) -> mmap.mmap:
         """Return empty slots, after counting the messages that the last process had in hand."""
         size, path = SLOTS * SLOT, self._path and self._path.with_suffix(".hand")
         if path is None:
             return mmap.mmap(-1, size)
         try:
-            if path.exists() and (died := list(_noted(path.read_bytes()))):
-                log.warning("in_hand_at_a_death", messages=died)
-                self._crashes.update(died)
+            if path.exists() and (messages := list(_names_in_slots(path.read_bytes()))):
+                log.warning("in_hand_at_a_death", messages=messages)
+                self._crashes.update(messages)
                 self._write()
             path.write_bytes(bytes(size))
             with path.open("r+b") as file:
@@ -480,7 +480,7 @@ class CrashNotes:
             log.warning("crash_notes_not_written", path=str(self._path), reason=str(error))
 
 
-def _noted(slots: bytes) -> Iterator[str]:
+def _names_in_slots(slots: bytes) -> Iterator[str]:
     """Yield the names of messages in hand from the slots."""
     for start in range(0, len(slots) - SLOT + 1, SLOT):
         size = int.from_bytes(slots[start : start + 2], "big")
@@ -488,7 +488,7 @@ def _noted(slots: bytes) -> Iterator[str]:
             yield slots[start + 2 : start + 2 + size].decode("utf-8", "replace")
 
 
-def _place_of(incoming: Incoming) -> str:
+def _message_key(incoming: Incoming) -> str:
     """Return a name of a message that is the same at each delivery."""
     if incoming.offset is not None:
         return f"{incoming.queue}@{incoming.offset}"

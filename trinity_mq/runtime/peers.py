@@ -87,7 +87,7 @@ class Peers:
         """Id and incarnation of the agents of incompatible releases that were already logged."""
         self._known: dict[str, Peer] = {}
         self._living: defaultdict[Role, dict[str, Peer]] = defaultdict(dict)
-        self._unheard: dict[str, Peer] = {}
+        self._forgotten: dict[str, Peer] = {}
         """Forgotten agents that did not say goodbye, the latest last."""
         self._suspended_since: float | None = None
         self._next_sweep = 0.0
@@ -108,11 +108,11 @@ class Peers:
         previous = self._known.get(beat.id)
         if previous and previous.beat.incarnation == beat.incarnation and previous.beat.seq >= beat.seq:
             return
-        if previous and _only_waits(beat, previous.beat) and previous in self._running(previous.beat.role):
+        if previous and _is_standby(beat, previous.beat) and previous in self._running(previous.beat.role):
             return
         if previous:
             self._living[previous.beat.role].pop(beat.id, None)
-        self._unheard.pop(beat.id, None)
+        self._forgotten.pop(beat.id, None)
         peer = self._known[beat.id] = Peer(beat, asyncio.get_running_loop().time())
         if beat.state != "gone":
             self._living[beat.role][beat.id] = peer
@@ -179,7 +179,7 @@ class Peers:
             if now - peer.received < REMEMBERED_LEASES * max(peer.beat.lease, HEARTBEAT_LEASE)
         }
         forgotten = {name: peer for name, peer in previous.items() if name not in self._known}
-        self._unheard = dict([*self._unheard.items(), *forgotten.items()][-UNHEARD:])
+        self._forgotten = dict([*self._forgotten.items(), *forgotten.items()][-UNHEARD:])
 
     def silent(self) -> list[tuple[Heartbeat, float]]:
         """Return the last heartbeats of agents that missed several heartbeats and did not say goodbye, each with the
@@ -189,7 +189,7 @@ class Peers:
         if self._suspended_since is not None:
             return []
         now = asyncio.get_running_loop().time()
-        peers = [*self._unheard.values(), *self._known.values()]
+        peers = [*self._forgotten.values(), *self._known.values()]
         quiet = [(peer.beat, now - peer.received) for peer in peers if peer.beat.state not in {"gone", "finished"}]
         return sorted((entry for entry in quiet if entry[1] >= SILENT_AFTER), key=lambda entry: -entry[1])[:UNHEARD]
 
@@ -239,7 +239,7 @@ class Peers:
         return next(reversed(self.statuses("trainer", TrainerStatus)), TrainerStatus())
 
 
-def _only_waits(beat: Heartbeat, previous: Heartbeat) -> bool:
+def _is_standby(beat: Heartbeat, previous: Heartbeat) -> bool:
     """Return whether ``beat`` comes from a process without its role's lock, and ``previous`` from another process that
     has the lock and the same agent id. Readers of the role's state must not see an empty state.
     """

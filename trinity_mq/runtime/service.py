@@ -163,9 +163,9 @@ class LifeSigns:
 
     def _report_to_manager(self, manager: ServiceManager, agent: Agent) -> None:
         serving, draining = agent.serving.is_set(), agent.draining.is_set()
-        edges = {line for line, now in (("READY=1", serving), ("STOPPING=1", draining)) if now} - self._sent
+        transitions = {line for line, now in (("READY=1", serving), ("STOPPING=1", draining)) if now} - self._sent
         status = status_of(agent)
-        lines = sorted(edges)
+        lines = sorted(transitions)
         if status != self._status:
             lines.append(f"STATUS={status}")
         if manager.watchdog is not None:
@@ -173,7 +173,7 @@ class LifeSigns:
         if self._needs_more_time(serving, draining):
             lines.append(f"EXTEND_TIMEOUT_USEC={int((EXTENSION + self.interval) * 1e6)}")
         if lines and manager.send(*lines):
-            self._sent |= edges
+            self._sent |= transitions
             self._status = status
 
     def _needs_more_time(self, serving: bool, draining: bool) -> bool:

@@ -62,11 +62,11 @@ class BodyReader:
 
         def ended(_: object) -> None:
             with contextlib.suppress(RuntimeError):  # the loop was closed in the meantime
-                loop.call_soon_threadsafe(self._ended, size)
+                loop.call_soon_threadsafe(self._release, size)
 
         reading.add_done_callback(ended)
         return await asyncio.wrap_future(reading)
 
-    def _ended(self, size: int) -> None:
+    def _release(self, size: int) -> None:
         self.held -= size
         self._free.release()

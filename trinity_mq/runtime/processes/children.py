@@ -88,7 +88,7 @@ class ChildServer:
                     pipe.send_bytes(request)
                     return pipe.recv_bytes(max_answer)
                 except BlockingIOError:
-                    raise self._silent() from None
+                    raise self._timeout_error() from None
                 except (EOFError, OSError):
                     raise ChildEndedError(self._end()) from None
             except BaseException:  # the answer to an interrupted request must not reach the next request
@@ -118,12 +118,12 @@ class ChildServer:
         try:
             self._pipe.recv_bytes(len(_READY))
         except BlockingIOError:
-            raise self._silent() from None
+            raise self._timeout_error() from None
         except (EOFError, OSError):
             raise ChildNotStartedError(f"the child process ended with code {self._end()} before it was ready") from None
         return self._pipe
 
-    def _silent(self) -> ChildSilentError:
+    def _timeout_error(self) -> ChildSilentError:
         return ChildSilentError(f"no answer in {self._silence:g} s: the machine has no time for it")
 
     def _end(self) -> int:
@@ -162,11 +162,11 @@ def serve(answer: Callable[[bytes], bytes]) -> None:
 def limit_memory(limit: int) -> None:
     """Allow this process to allocate at most ``limit`` bytes in addition to its current memory."""
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":" in line)
-    most = int(status["VmData"].split()[0]) * 1024 + limit
+    soft = int(status["VmData"].split()[0]) * 1024 + limit
     hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
     if hard != resource.RLIM_INFINITY:
-        most = min(most, hard)
-    resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+        soft = min(soft, hard)
+    resource.setrlimit(resource.RLIMIT_DATA, (soft, soft))
 
 
 def answer_in_fork(answer: Callable[[bytes], bytes], request: bytes, cpu_seconds: int, memory: int) -> bytes:

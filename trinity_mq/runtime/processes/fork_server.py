@@ -81,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     getproctitle()  # finds the memory of the title next to the environment, before the environment is replaced
     listener = socket.socket(fileno=options.socket)
-    _remove_when_ended(Path(listener.getsockname()))
+    _remove_on_sigterm(Path(listener.getsockname()))
     die_with_parent(options.parent, signal.SIGTERM)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps children that no process waits for
@@ -98,7 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     end_process(0)
 
 
-def _remove_when_ended(path: Path) -> None:
+def _remove_on_sigterm(path: Path) -> None:
     """Let SIGTERM remove the socket and its folder. The kernel also sends SIGTERM when the process that started us has
     ended.
     """
@@ -215,10 +215,10 @@ def _forked(connection: socket.socket, packet: bytes) -> ForkRequest | None:
     if pid:
         return None
     if request.adopted:
-        between = os.getpid()
+        intermediate = os.getpid()
         if os.fork():
             os._exit(0)
-        while os.getppid() == between:
+        while os.getppid() == intermediate:
             time.sleep(ADOPTION_INTERVAL)
     _answer(connection, pid=os.getpid())
     try:
@@ -239,11 +239,11 @@ def place(fds: Sequence[int], numbers: Sequence[int]) -> None:
     """Give open file descriptors other numbers and make them inheritable; close the descriptors that had these
     numbers.
     """
-    beyond = max([*fds, *numbers, 2]) + 1
-    for spare, fd in enumerate(fds, beyond):
+    first_spare = max([*fds, *numbers, 2]) + 1
+    for spare, fd in enumerate(fds, first_spare):
         os.dup2(fd, spare, inheritable=False)
         os.close(fd)
-    for spare, number in enumerate(numbers, beyond):
+    for spare, number in enumerate(numbers, first_spare):
         os.dup2(spare, number)
         os.close(spare)
 

@@ -78,7 +78,7 @@ def mark_bus(bus: Bus, points: MarkedPoints) -> None:
 
     async def publish_marked(exchange: str, routing_key: str, envelope: Envelope, **how: Any) -> bool:
         routed = await publish(exchange, routing_key, envelope, **how)
-        points.passed(f"confirmed {_single(envelope.kind)}")
+        points.passed(f"confirmed {_single_kind(envelope.kind)}")
         return routed
 
     async def consume_marked(queue: Queue, **how: Any) -> Consumer:
@@ -91,7 +91,7 @@ def _stop() -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def _single(kind: str | None) -> str:
+def _single_kind(kind: str | None) -> str:
     return SINGLE.get(kind or "", kind or "")
 
 
@@ -117,7 +117,7 @@ class _MarkedConsumer(Consumer):
     def _marked(self, delivery: Delivery) -> Delivery:
         if delivery.offset is not None:  # on a stream an acknowledgement has no effect
             return delivery
-        ack, name = delivery.ack, f"acknowledging {_single(delivery.kind)}"
+        ack, name = delivery.ack, f"acknowledging {_single_kind(delivery.kind)}"
 
         async def marked_ack() -> None:
             self._points.passed(name)
