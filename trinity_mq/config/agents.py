@@ -276,8 +276,8 @@ class GuardConfig(Section):
 
     max_norm_ratio: float | None = Field(default=None, gt=1)
     """Maximum gradient norm, before clipping, as a multiple of its recent median. A step with a larger norm is skipped.
-    The median covers the last 100 applied steps, and the limit applies from the 20th applied step on. 10 excludes only
-    extreme outliers. None: no limit."""
+    The median covers the last 100 applied steps, and the limit applies once 20 steps have been applied. 10 excludes
+    only extreme outliers. None: no limit."""
     max_mismatch: float | None = Field(default=None, gt=0)
     """Maximum ``mismatch/k3`` of the first optimizer step of a batch, in nats: the difference between the logprobs of
     engine and trainer under the same weights. A step with a larger value is skipped. None: no limit."""

@@ -25,8 +25,8 @@ class RewardKL(Section):
     """Target KL in nats per token. After each train step the weight becomes ``coef (1 + clip(kl / target - 1, -.2, .2)
     samples / horizon)``. Null: the weight is constant."""
     horizon: int = Field(default=10000, ge=1)
-    """With ``target``: number of samples over which the weight changes by a fifth, which is also the maximum in one
-    train step."""
+    """With ``target``: number of samples over which the weight changes by at most a fifth. One train step never changes
+    it by more."""
 
 
 class ReferenceConfig(Section):
