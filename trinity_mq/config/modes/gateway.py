@@ -59,8 +59,8 @@ class GatewayConfig(Section):
     """Seconds for which an incomplete batch waits for further sessions. Then it is trained on although it is
     incomplete."""
     record_timeout: float = Field(default=2.0, gt=0)
-    """Seconds that an answer waits for the broker's confirm. After that the answer is returned anyway, and counted as not
-    recorded."""
+    """Seconds that an answer waits for the broker's confirm. After that the answer is returned anyway, and counted as
+    not recorded."""
     when_behind: Literal["sample", "refuse"] = "sample"
     """Treatment of new sessions while training is behind. ``sample``: some of them are recorded, the others are
     answered but not recorded. ``refuse``: they get status 429."""
