@@ -1,9 +1,9 @@
 """The trainer agent.
 
-Input: processed batches of the ``ready`` stream; in mode ``train`` records, or those of another run's stream. One batch
-is one unit of progress, whatever is left in it.
-Output: train steps, checkpoints, progress, and weights for the engines: it leads the weight sync.
-Waits for: the next batch, an engine to give weights to, and at the end the explorer's last evaluation.
+Input: processed batches of the ``ready`` stream; in mode ``train`` records, or processed batches of another run's
+stream. Each batch is one unit of progress, however many experiences it holds.
+Output: train steps, checkpoints, progress events and weights for the engines. The trainer leads the weight sync.
+Waits for: the next batch, an engine that needs weights, and at the end the explorer's last evaluation.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ log = structlog.get_logger(__name__)
 
 
 class Trainer(Agent):
-    """The one training trainer of a run."""
+    """The trainer of a run; a lock allows one active trainer per run."""
 
     role = "trainer"
 
@@ -82,29 +82,30 @@ class Trainer(Agent):
         )
 
     def detail(self) -> TrainerStatus:
-        """Return the counters that pace the others."""
+        """Return the counters that pace the other agents."""
         if not self.loop.generation:
-            # while waiting for the lock: readers of the trainer's state must not find an empty one
+            # While this trainer waits for the lock, it reports the active trainer's state instead of an empty state.
             others = [one for one in self.peers.statuses("trainer", TrainerStatus) if one.generation]
             if others:
                 return others[0]
         return self.loop.detail().model_copy(update=self._where)
 
     def _check_folder(self) -> None:
-        """Return if the trainer that is heard works in our folder.
+        """Check that the trainers in the heartbeats use this run folder.
 
         Raises:
-            FatalError: It works in another one: its checkpoints are not there.
+            FatalError: A trainer uses another folder, so its checkpoints are not in this folder.
         """
         for status in self.peers.statuses("trainer", TrainerStatus):
             if status.folder_id and status.folder_id != own_trainer(self.loop.folder):
                 raise other_run(self.topology.run, self.loop.folder, "trainer", "", status.place)
 
     def follow_run(self, explorer: ExplorerStatus) -> None:
-        """Belong to the run of the explorer that schedules.
+        """Adopt the run of the explorer that schedules.
 
         Raises:
-            RestartMe: That is another run than the one that this process trains.
+            FatalError: The checkpoints belong to another run.
+            RestartMe: This process trains another run.
         """
         self.loop.check_run(explorer.run_id)
         super().follow_run(explorer)
@@ -127,7 +128,7 @@ class Trainer(Agent):
             await self.ranks.start()
             await self.with_background(loop.restore(), self.ranks.watch())
             async with await self.bus.consume(queue) as feed:
-                self.heartbeat_now()  # engines that it does not list join now
+                self.heartbeat_now()  # an engine that this heartbeat does not list as a member joins now
                 await self.with_background(
                     loop.run(),
                     self.ranks.watch(),
@@ -139,7 +140,7 @@ class Trainer(Agent):
                     self.restart_without_lock(),
                 )
             if self.config.mode == "train" and loop.finished:
-                await asyncio.to_thread(mark_run_over, loop.folder)  # a start after this has nothing to do
+                await asyncio.to_thread(mark_run_over, loop.folder)  # a later start has no work left
         finally:
             await loop.close()
             await self.ranks.end()
@@ -149,7 +150,7 @@ class Trainer(Agent):
 
 
 def main(config: Config, agent_id: str = "trainer-0") -> int:
-    """Run the trainer until the run is over, or one of its ranks above 0 until rank 0 ends; returns the exit code."""
+    """Run the trainer until the run is over, or a rank above 0 until rank 0 ends; returns the exit code."""
     keep_freed_memory()
     world = world_size(config.trainer.nproc)
     if own_rank():
@@ -199,7 +200,7 @@ def main(config: Config, agent_id: str = "trainer-0") -> int:
 
 
 def follow(config: Config, agent_id: str, world: int) -> int:
-    """Be a rank above 0: do what rank 0 announces; returns the exit code."""
+    """Run a rank above 0, which executes the commands of rank 0; returns the exit code."""
     begin_follower()
     rank = own_rank()
     setup_logging(

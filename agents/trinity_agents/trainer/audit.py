@@ -1,4 +1,4 @@
-"""Checks which experiences made a checkpoint, each once: from the run's folder, and from the ``ready`` stream."""
+"""Audits a checkpoint with the run's folder and the ``ready`` stream: each experience must be trained on once."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ Entry = dict[str, Any]
 Result = Literal["holds", "fault", "not checked"]
 MODEL_FOLDER, FINAL_FOLDER = "model", "final"
 TRAINABLE_LATER = {"failed", "skipped"}
-"""Outcomes of a ticket that may be trained on later, as a repaired one."""
+"""Outcomes after which a ticket may be repaired and trained on later."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was looked at."""
+    """Result of one check."""
 
     name: str
     result: Result
     text: str
-    """The finding; of a fault, what was seen and what was wanted."""
+    """The finding; for a fault the actual and the expected value."""
 
 
 @dataclass(frozen=True)
@@ -37,21 +37,21 @@ class StreamSet:
 
     offset: int
     is_first: bool
-    """It is the first one of its ticket there."""
+    """True for the first set of its ticket on the stream."""
     uids: frozenset[str] | None
-    """Experiences in it; None: a chunk could not be read."""
+    """Uids of its experiences; None if a chunk could not be read."""
     other_chain: bool = False
-    """Its operator had another configuration than the explorer."""
+    """True if the operator that made it had another configuration than the explorer."""
 
 
 @dataclass
 class StreamContent:
-    """Present content of the ``ready`` stream."""
+    """Current content of the ``ready`` stream."""
 
     begins: int = 0
-    """The first offset that retention has left."""
+    """First offset that retention has not removed."""
     sets: dict[tuple[str, str], StreamSet] = field(default_factory=dict)
-    """By ticket and processing."""
+    """Sets by (ticket, processing)."""
 
 
 class Auditor:
@@ -59,7 +59,7 @@ class Auditor:
 
     Args:
         folder: The run's folder.
-        checkpoint: The one.
+        checkpoint: The checkpoint to check.
     """
 
     def __init__(self, folder: Path, checkpoint: Checkpoint) -> None:
@@ -75,19 +75,19 @@ class Auditor:
 
     @property
     def uids(self) -> list[str]:
-        """Experiences that it was trained on, in order."""
+        """Uids of the experiences that the checkpoint was trained on, in order."""
         return [uid for entry in self.entries for uid in entry.get("uids", ())]
 
     @property
     def has_faults(self) -> bool:
-        """Whether something does not hold."""
+        """Whether a check found a fault."""
         return any(check.result == "fault" for check in self.checks)
 
     def check_folder(self, run_id: str | None = None) -> None:
-        """Check all that the run's folder tells.
+        """Run all checks that need only the run's folder.
 
         Args:
-            run_id: Id of the run, as its explorer knows it.
+            run_id: Id of the run in the explorer's state.
         """
         self._add("files", self._files)
         self._add("progress", self._progress)
@@ -99,15 +99,18 @@ class Auditor:
         self._add("final model", self._final)
 
     def check_stream(self, content: StreamContent) -> None:
-        """Check what operators said of these tickets, as far as the stream still holds it."""
+        """Compare the history with the operators' sets, as far as the stream still holds these sets."""
         self._add("stream", lambda: self._stream(content))
 
     def leave_out(self, name: str, why: str) -> None:
-        """Note what is not checked."""
+        """Record a check as not done."""
         self.checks.append(Check(name, "not checked", why))
 
     def _add(self, name: str, check: Callable[[], Iterator[Check | str]]) -> None:
-        """Run a check, which yields faults as texts, and then how it ends where there are none."""
+        """Run a check, which yields each fault as a string and its conclusions as :class:`Check`.
+
+        The conclusions count only if there is no fault.
+        """
         try:
             found = list(check())
         except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -155,7 +158,7 @@ class Auditor:
             yield f"experiences trained on more than once: {some(double)}"
         for entry in self.entries:
             uids = entry["uids"]
-            # the first part of an experience's id is its batch; a number is not escaped in it
+            # An experience's id begins with its batch number, which contains no escaped characters.
             if foreign := [uid for uid in uids if uid.partition("/")[0] != str(entry["batch"])]:
                 yield f"progress {entry['progress']} is batch {entry['batch']}, but holds others: {some(foreign)}"
             if uids and entry["outcome"] != "trained":
@@ -181,10 +184,10 @@ class Auditor:
             return
         decided = {entry["ticket"] for entry in self.entries}
         known = set(source["consumed"]) | set(source.get("failed", ()))
-        # a run that taps another one also knows the tickets before the first one that it wants
+        # A run that taps another run also consumed the tickets before its first batch, without training on them.
         if missing := [] if is_tap else sorted(known - decided):
             yield f"the checkpoint has these tickets behind it, and its history has not: {some(missing)}"
-        settled = source.get("settled", NONE_SETTLED)  # of batches up to that the checkpoint does not name tickets
+        settled = source.get("settled", NONE_SETTLED)  # the checkpoint lists no tickets of batches up to this number
         recent = {entry["ticket"] for entry in self.entries if int(entry["batch"]) > settled}
         if foreign := sorted(recent - known):
             yield f"the history has these tickets, and the checkpoint has not: {some(foreign)}"
@@ -228,7 +231,7 @@ class Auditor:
             name for name in self.checkpoint.checksums if name.startswith(prefix) and name.endswith(".safetensors")
         ]
         weights = {name.removeprefix(prefix): self.checkpoint.checksums[name] for name in names}
-        with contextlib.suppress(DamagedCheckpointError):  # it is the end of another line, or was never written
+        with contextlib.suppress(DamagedCheckpointError):  # final/ belongs to another checkpoint, or was not written
             if weights:
                 verify(Checkpoint(final, self.checkpoint.state, checksums=weights))
                 yield Check("final model", "holds", "final/ holds the weights of this checkpoint")
@@ -243,7 +246,7 @@ class Auditor:
                 continue
             found = content.sets.get((entry["ticket"], entry["op"]))
             if found is None and first is None:
-                cut += 1  # nobody knows where it lay
+                cut += 1  # the offset of the set is unknown
                 continue
             if found is None or not (found.is_first or entry.get("repaired")):
                 where = "is not there" if found is None else "is not the first of its ticket there"
@@ -268,7 +271,7 @@ class Auditor:
 
 
 def verdict(audits: Iterable[Auditor]) -> str:
-    """Return a line on everything that was checked."""
+    """Return a one-line summary of all checks."""
     found = list(audits)
     faults = sum(check.result == "fault" for audit in found for check in audit.checks)
     left = sum(check.result == "not checked" for audit in found for check in audit.checks)
@@ -278,7 +281,7 @@ def verdict(audits: Iterable[Auditor]) -> str:
 
 
 def as_json(audit: Auditor) -> Mapping[str, Any]:
-    """Return an audit for programs."""
+    """Return an audit as a mapping for JSON."""
     state = audit.checkpoint.state
     return {
         "checkpoint": audit.checkpoint.path.name,

@@ -1,4 +1,4 @@
-"""Trains on the batches of a train step, repaired ones included, and reports the outcome of each."""
+"""Trains on the batches of a train step, including repaired batches, and reports the outcome of each batch."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from trinity_mq.training.update import SKIPPED, WRITTEN
 log = structlog.get_logger(__name__)
 
 STOPPED_FOLDER = "stopped"
-"""In a run's folder: the experiences of batches at which the guard stopped the training."""
+"""Subfolder of the run folder for the experiences of batches at which the guard stopped the training."""
 
 
 def staleness(versions: Versions | None, step: int) -> int:
-    """Return ``max(0, trainer step - step stamped on the oldest token)``, in train steps; 0 where none is stamped."""
+    """Return ``max(0, trainer step - step stamped on the oldest token)``, in train steps; 0 without stamped tokens."""
     if not versions:
         return 0
     if len(versions) == 1:
@@ -86,7 +86,7 @@ def drop_stale(
 
 @dataclass(frozen=True, slots=True)
 class BatchResult:
-    """The end of one batch."""
+    """Outcome of one batch."""
 
     outcome: StepOutcome
     reason: str | None = None
@@ -95,19 +95,19 @@ class BatchResult:
     stale_tasks: list[int] = field(default_factory=list)
     """Tasks whose groups were too old."""
     dropped: int = 0
-    """Experiences in those groups."""
+    """Number of experiences in the groups that were too old."""
     kills: bool = False
-    """It was skipped because trainers did not survive it; its dead letter is for people to look at."""
+    """True if the batch was skipped because trainers crashed on it; it is then dead-lettered for inspection."""
     co_batched: list[BatchResult] = field(default_factory=list)
     """Results of the other batches of the step, in their order."""
     moved: bool = True
-    """Training changed the policy's weights, which it does not while only a critic learns."""
+    """True if the train step changed the policy's weights; False while only the critic learns."""
     repaired: list[BatchResult] = field(default_factory=list)
     """Results of the repaired batches trained on in the same step, in their order."""
 
     @property
     def trained(self) -> bool:
-        """Whether a train step was made, be it one in which only a critic learned."""
+        """Whether a train step was made; a step that only trains the critic counts."""
         return any(one.outcome == "trained" for one in (self, *self.co_batched, *self.repaired))
 
     @property
@@ -117,7 +117,7 @@ class BatchResult:
 
     @property
     def counts(self) -> dict[str, float]:
-        """Whether no train step was made, and how many repaired batches were trained on if there were any."""
+        """``sample/*`` metrics: whether the step was skipped, and the number of repaired batches trained on, if any."""
         found = {"sample/skipped_step": float(not self.trained)}
         if self.repaired:
             found["sample/repaired_batches"] = float(sum(one.outcome == "trained" for one in self.repaired))
@@ -127,15 +127,18 @@ class BatchResult:
 async def train_on(
     batch: TrainBatch, step: int, *, learner: Learner, attempts: StepAttempts, max_staleness: int
 ) -> BatchResult:
-    """Train on ``batch`` and on what belongs to its step, if there is something to train on; what is left in each is
-    what was trained on.
+    """Train on ``batch`` and its co-batched, repaired and replayed experiences, if any are usable.
+
+    Experiences that are not trained on are removed from each batch.
 
     Args:
-        batch: As it came from the source.
-        step: Train steps so far; staleness is measured from there.
-        learner: Who steps the weights.
-        attempts: Noted before the step and cleared after it, so that a batch that kills trainers is known.
-        max_staleness: Groups with an older token are dropped whole, before any optimizer step.
+        batch: The batch that the source returned.
+        step: Number of train steps so far; staleness is measured from this step.
+        learner: Makes the optimizer step.
+        attempts: Records the attempt before the step and clears it afterwards, which identifies batches that crash
+            trainers.
+        max_staleness: Maximum age in train steps; groups with an older token are dropped as a whole before any
+            optimizer step.
     """
     parts = [batch, *batch.co_batched, *batch.repaired]
     own = 1 + len(batch.co_batched)
@@ -145,15 +148,15 @@ async def train_on(
         number: _unfit(part, attempts.starts(key), limit)
         for number, (part, key, limit) in enumerate(zip(parts, keys, limits, strict=True))
     }
-    if any(end is not None and end.kills for end in ends.values()):  # and not what was replayed beside it
+    if any(end is not None and end.kills for end in ends.values()):  # the batch is to blame, not the replayed groups
         attempts.finish([key for key in attempts.known if key.startswith(REPLAYED)])
     usable = [number for number, end in ends.items() if end is None]
     sizes = {number: len(parts[number].experiences) for number in usable}
     stale: dict[int, list[int]] = {}
     metrics: dict[str, float] = {}
-    replayed, batch.replayed = batch.replayed, ExperienceBatch.of([])  # given back where there are fresh ones
+    replayed, batch.replayed = batch.replayed, ExperienceBatch.of([])  # restored below if fresh experiences remain
     if usable:
-        # on a thread: what is joined and copied may be gigabytes
+        # On a thread, because the experiences that are joined and copied may be gigabytes.
         with span("drop stale groups", threads=True):
             found, kept, metrics = await asyncio.to_thread(
                 _fresh, [parts[number] for number in usable], step, max_staleness
@@ -186,7 +189,7 @@ async def train_on(
 
 
 def _why_no_step(metrics: Mapping[str, float]) -> tuple[StepOutcome, str]:
-    """Return what becomes of the batches of a train step in which no optimizer step was made, and why."""
+    """Return the outcome and reason for the batches of a train step without an optimizer step."""
     skipped = [name.removeprefix(SKIPPED) for name, count in metrics.items() if name.startswith(SKIPPED) and count]
     if skipped == ["empty"]:
         return "empty", "no token to train on"
@@ -198,13 +201,13 @@ def _why_no_step(metrics: Mapping[str, float]) -> tuple[StepOutcome, str]:
 
 
 def _unfit(batch: TrainBatch, starts: int, max_starts: int) -> BatchResult | None:
-    """Return why nothing is done with ``batch``, None if there is no reason."""
+    """Return the result of a batch that must not be trained on, None for a usable batch."""
     if batch.state != "ready":
         log.warning("batch_skipped", batch=batch.batch, state=batch.state, reason=batch.reason)
         return BatchResult(batch.state, batch.reason)
     if starts < max_starts:
         return None
-    # its starts stay on record: a restart from an older checkpoint meets it again, and must skip it again
+    # The attempts stay recorded: a restart from an older checkpoint reads this batch again and must skip it again.
     counted = "1 start" if max_starts == 1 else f"{max_starts} starts"
     return BatchResult("skipped", f"the trainer did not survive {counted} on this batch", kills=True)
 
@@ -212,8 +215,11 @@ def _unfit(batch: TrainBatch, starts: int, max_starts: int) -> BatchResult | Non
 def _fresh(
     parts: Sequence[TrainBatch], step: int, max_staleness: int
 ) -> tuple[list[list[int]], ExperienceBatch, dict[str, float]]:
-    """Leave in each batch only the groups that are fresh enough; return the tasks of each that were too old, what is
-    left of all, in order, and the ``sample/*`` metrics of :func:`drop_stale`.
+    """Remove from each batch the groups that are too old.
+
+    Returns:
+        The stale tasks of each batch, the remaining experiences of all batches in order, and the ``sample/*`` metrics
+        of :func:`drop_stale`.
     """
     stale = [stale_tasks(part.experiences, step, max_staleness) for part in parts]
     whole = ExperienceBatch.concat(part.experiences for part in parts)
@@ -227,13 +233,15 @@ def _fresh(
 
 
 def keep_for_a_look(batch: TrainBatch, folder: Path, tokenizer: Path) -> str:
-    """Write the experiences at which the guard stopped the training into a file; return sentences for a person: what
-    becomes of the batch, where they are and how to look at them.
+    """Write the experiences at which the guard stopped the training to a file.
 
     Args:
-        batch: The batch, with what belongs to its step.
-        folder: Of the run.
-        tokenizer: Folder with the model's.
+        batch: The batch, with the other experiences of its step.
+        folder: The run's folder.
+        tokenizer: Folder with the model's tokenizer.
+
+    Returns:
+        A message for the user: the batch is read again, and the command that shows its experiences.
     """
     path = folder / STOPPED_FOLDER / f"batch-{re.sub('[^0-9A-Za-z_.-]', '_', str(batch.batch))}.tmqx"
     parts = [batch, *batch.co_batched, *batch.repaired]
@@ -248,8 +256,9 @@ def keep_for_a_look(batch: TrainBatch, folder: Path, tokenizer: Path) -> str:
 
 
 def skipped_batch_dead_letter(batch: TrainBatch, reason: str, by: str, topology: Topology) -> Envelope:
-    """Return the dead letter of a batch that is not tried again until ``trinity-mq dead replay`` publishes it again:
-    the BatchReady of its set, with the stream offsets of the chunks.
+    """Return the dead letter of a skipped batch: the BatchReady of its set, with the stream offsets of the chunks.
+
+    The batch is retried only if ``trinity-mq dead replay`` publishes it again.
     """
     headers: dict[str, HeaderValue] = {
         "dead-reason": reason,

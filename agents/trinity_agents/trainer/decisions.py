@@ -1,5 +1,6 @@
-"""Chooses the processed set of a ticket that counts, and the offset that a restarted trainer reads from. Pure: stream
-events in, decisions out.
+"""Chooses the processed set that counts for each ticket, and the offset at which a restarted trainer begins to read.
+
+Pure logic: stream events in, decisions out.
 """
 
 from __future__ import annotations
@@ -14,33 +15,35 @@ from types import MappingProxyType
 from trinity_mq.messages import BatchReady
 
 NONE_SETTLED = -1
-"""Below the number of any batch."""
+"""Value of :attr:`Decider.settled` if no batch is settled: lower than any batch number."""
 MAX_STARTS = 2
-"""Starts on one batch that crashed; the next start skips it. Where it had company, which may be what kills, the next
-start is on the batch alone, and the one after that skips it."""
+"""Crashed starts on a batch after which the next start skips it. If the batch had company, which may be the cause of
+the crashes, the next start tries the batch alone, and the start after that skips it."""
 MAX_STARTS_REPAIRED = 1
-"""The same for one that goes along with another: what kills may be either, and the other gets a start without it."""
+"""The same limit for a repaired batch, which is trained on with another batch: either may be the cause of a crash, and
+the other batch gets a start without the repaired batch."""
 
 
 def repaired_key(ticket: str, op: str) -> str:
-    """Return under what the starts on a set that repairs a failed ticket are counted: each replay has a start."""
+    """Return the key for counting starts on a set that repairs a failed ticket; each replay is counted separately."""
     return f"{ticket}/{op}"
 
 
 REPLAYED = "replayed/"
+"""Prefix of the keys for counting starts on replayed groups."""
 
 
 def replayed_key(tid: str) -> str:
-    """Return under what the starts on a group that is replayed are counted."""
+    """Return the key for counting starts on a replayed group."""
     return f"{REPLAYED}{tid}"
 
 
 @dataclass(slots=True)
 class Chunk:
-    """One chunk as it came, not looked into."""
+    """One chunk of experiences as received, not decoded."""
 
     body: bytes
-    """Empty once released: it is read from the stream again when it is needed."""
+    """Encoded experiences; empty once released, and then read from the stream again when needed."""
     content_type: str | None
     offset: int = 0
     """Stream offset."""
@@ -63,25 +66,26 @@ class Decision:
 
 @dataclass(slots=True)
 class _Sets:
-    """Sets of chunks received for one ticket."""
+    """Chunks received for one ticket, by processing (op) and chunk number."""
 
     first_offset: int
     by_op: dict[str, dict[int, Chunk]] = field(default_factory=dict)
 
 
 class Decider:
-    """Reads the ready stream in order. The first complete ``(ticket, op)``, by its BatchReady, decides its ticket;
-    other sets are freed. A ticket that was decided as failed, or that trainers did not survive, is progress, and may
-    still be repaired: the first complete set that comes of it afterwards (``trinity-mq dead replay``) is handed out
-    once, beside a later batch.
+    """Decides tickets from the events of the ready stream, in stream order.
+
+    The first complete ``(ticket, op)``, in the order of the BatchReady messages, decides its ticket; other sets are
+    freed. A ticket that was decided as failed, or on which trainers crashed, counts as progress and may still be
+    repaired: the next complete set of the ticket (``trinity-mq dead replay``) is returned once, with a later batch.
 
     Args:
-        consumed: Consumed tickets, and the number of each one's batch.
+        consumed: Consumed tickets with the number of each ticket's batch.
         next_offset: Offset to read from.
         failed: Tickets decided as failed.
-        starts: Returns the starts that crashed, by ticket or :func:`repaired_key`.
+        starts: Returns the number of crashed starts for a ticket or :func:`repaired_key`.
         settled: See :attr:`settled`.
-        max_starts: Returns the starts that crashed after which a batch is skipped.
+        max_starts: Returns the number of crashed starts after which a batch is skipped.
     """
 
     def __init__(
@@ -94,27 +98,29 @@ class Decider:
         max_starts: Callable[[], int] = lambda: MAX_STARTS,
     ) -> None:
         self.consumed = OrderedDict(sorted(consumed.items(), key=operator.itemgetter(1)))
-        """Tickets that are done with, trained on or skipped for good, with the numbers of their batches; without those
-        that :attr:`settled` stands for."""
+        """Batch numbers by ticket of the tickets that were trained on or skipped for good, without the tickets that
+        :attr:`settled` covers."""
         self.settled = settled
-        """Up to this batch all are consumed, and nothing that may still come of them counts, whatever its ticket."""
+        """Number of the batch up to which all batches are consumed; later messages of these batches are ignored,
+        whatever their ticket."""
         self._max_starts = max_starts
         self._starts = starts
-        """Starts that crashed, by ticket or :func:`repaired_key`."""
+        """Returns the number of crashed starts for a ticket or :func:`repaired_key`."""
         self._failed: set[str] = set(failed)
-        """Tickets decided as failed and not repaired yet, or not consumed since."""
+        """Tickets decided as failed whose repaired set was not consumed yet."""
         self._repaired: dict[str, tuple[int, Decision]] = {}
-        """First offset and set of failed tickets, in stream order."""
+        """First offset and repaired set by failed ticket, in stream order."""
         self.next_offset = next_offset
         self.ended: int | None = None
-        """Batches of the run, once known; None again where a later batch shows that it was extended."""
+        """Number of batches of the run, once known; None again after a later batch shows that the run was extended."""
         self._open: dict[str, _Sets] = {}
         self._decided: dict[int, Decision] = {}
         self._held: dict[str, int] = {}
 
     def chunk(self, ticket: str, op: str, n: int, chunk: Chunk, offset: int, batch: int | None = None) -> None:
-        """A chunk has come; repeats and chunks of decided tickets are nothing new. ``batch``: number of its batch, None
-        where it does not say.
+        """Take in a chunk; repeats and chunks of decided tickets are ignored.
+
+        ``batch`` is the number of its batch, None if the message does not name the batch.
         """
         self.next_offset = offset + 1
         if self.is_settled(ticket, batch):
@@ -123,7 +129,7 @@ class Decider:
         sets.by_op.setdefault(op, {}).setdefault(n, chunk)
 
     def ready(self, message: BatchReady, offset: int) -> Decision | None:
-        """A set is said to be complete; returns the decision if it is, and is the first."""
+        """Take in the BatchReady of a set; return the decision if the set is complete and decides its ticket."""
         self.next_offset = offset + 1
         if not isinstance(message.batch, int):
             return None
@@ -133,11 +139,11 @@ class Decider:
         again = message.ticket in self._failed
         if again and message.state not in {"ready", "empty"}:
             self._open.pop(message.ticket, None)
-            return None  # it has failed once more
+            return None  # the ticket has failed again
         sets = self._open.get(message.ticket) or _Sets(offset)
         chunks = sets.by_op.get(message.op, {})
         if any(n not in chunks for n in range(message.chunks)):
-            return None  # its chunks lie before our offset: another set, or a repeat of this one, decides
+            return None  # its chunks lie before our offset: another set, or a repeat of this set, decides
         self._open.pop(message.ticket, None)
         decision = Decision(message, tuple(chunks[n] for n in range(message.chunks)), offset)
         if again:
@@ -152,22 +158,24 @@ class Decider:
         return decision
 
     def other(self, offset: int) -> None:
-        """Something else was read."""
+        """Advance past a message of another kind."""
         self.next_offset = offset + 1
 
     def peek(self, batch: int) -> Decision | None:
-        """Return the decision of batch ``batch`` if it has been made."""
+        """Return the decision of batch ``batch``, None if the batch is not decided or already consumed."""
         return self._decided.get(batch)
 
     def is_settled(self, ticket: str, batch: int | None = None) -> bool:
-        """Whether nothing that may still come of ``ticket``, which is of this batch, counts."""
+        """Return whether further messages of ``ticket``, which belongs to this batch, are ignored."""
         if ticket in self._failed:
             return ticket in self._repaired
         return ticket in self.consumed or ticket in self._held or (batch is not None and batch <= self.settled)
 
     def settle(self, through: int, newest: int, pinned: Callable[[], Collection[str]]) -> None:
-        """Forget the tickets of batches up to ``through``, which are all consumed: memory and checkpoints would else
-        grow with the run. Those that are ``pinned`` are remembered as if they were of batch ``newest``.
+        """Forget the tickets of batches up to ``through``, which are all consumed.
+
+        Otherwise memory and checkpoints would grow with the run. ``pinned`` tickets are kept as if they belonged to
+        batch ``newest``.
         """
         self.settled = max(self.settled, through)
         while self.consumed and next(iter(self.consumed.values())) <= through:
@@ -176,18 +184,20 @@ class Decider:
                 self.consumed[ticket] = newest
 
     def repaired(self, before: Decision) -> list[Decision]:
-        """Return the sets of failed tickets that go along with batch ``before``: those on the stream before its own,
-        of batches before it. Only the stream's order has a part in this, so that a restart does the same.
+        """Return the repaired sets that are trained on with batch ``before``: sets of earlier batches that lie before
+        its own set on the stream.
+
+        The choice depends only on the order of the stream, so that a restart makes the same choice.
         """
         found = (decision for _, decision in self._repaired.values())
         return [decision for decision in found if decision.offset < before.offset and decision.batch < before.batch]
 
     def first(self, count: int) -> list[Decision]:
-        """Return up to so many of the decisions not consumed, those made first."""
+        """Return the first ``count`` decisions that are not consumed, oldest first."""
         return list(itertools.islice(self._decided.values(), count))
 
     def consume(self, decision: Decision) -> None:
-        """The batch was trained on or skipped, or a repaired one along with it."""
+        """Mark a batch, or a repaired batch, as consumed: trained on or skipped."""
         ticket = decision.ready.ticket
         if self._repaired.get(ticket, (0, None))[1] is decision:
             del self._repaired[ticket]
@@ -201,18 +211,18 @@ class Decider:
             self.consumed[ticket] = decision.batch
 
     def forget(self, ticket: str) -> None:
-        """Forget a consumed ticket: a further set of it would count again."""
+        """Forget a consumed ticket, so that a further set of the ticket would count again."""
         self.consumed.pop(ticket, None)
         self._failed.discard(ticket)
 
     @property
     def failed(self) -> set[str]:
-        """Tickets consumed as failed, of which operators may still make a set that counts."""
+        """Tickets consumed as failed, which operators may still repair."""
         return self._failed - self._held.keys()
 
     @property
     def unused(self) -> list[int]:
-        """Batches that were repaired, and that no later one has taken along."""
+        """Numbers of repaired batches that were not trained on with a later batch yet."""
         return [decision.batch for _, decision in self._repaired.values()]
 
     @property
@@ -221,8 +231,10 @@ class Decider:
         return list(self._held)
 
     def resume_offset(self) -> int:
-        """Return the lowest offset that a restart needs: the first chunk of undecided tickets and unconsumed batches,
-        repaired ones among them, else the next.
+        """Return the lowest offset that a restart needs.
+
+        This is the offset of the first chunk of undecided tickets and unconsumed batches, repaired batches included,
+        or the next offset without such tickets.
         """
         firsts = [sets.first_offset for sets in self._open.values()]
         firsts += [first for first, _ in self._repaired.values()]

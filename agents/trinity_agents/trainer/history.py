@@ -1,4 +1,4 @@
-"""Record of decided tickets and saved checkpoints: one append-only file of JSON lines per generation of the trainer."""
+"""History of decided tickets and saved checkpoints: one append-only JSON lines file per generation of the trainer."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from trinity_mq.runtime.errors import FatalError
 from trinity_mq.runtime.state_formats import FORMAT, RELEASE, format_of
 
 NEWEST_FORMAT = 1
-"""Format that this release writes and the newest that it reads, in the first line of each file."""
+"""Format number in the first line of each file: this release writes it, and reads no newer format."""
 
 
 class HistoryError(FatalError):
-    """The history cannot be written, or does not lead where it should; the message says where it breaks."""
+    """The history cannot be written, or does not lead to the checkpoint; the message names the broken place."""
 
 
 @dataclass(frozen=True)
@@ -39,28 +39,29 @@ class StreamPlace:
 
 @dataclass
 class Line:
-    """Content of a checkpoint's history, and what is wrong with it."""
+    """Content of a checkpoint's history, and its faults."""
 
     entries: list[dict[str, Any]] = field(default_factory=list)
-    """In order; as far as the files go where one is missing or damaged."""
+    """Entries in order; incomplete if a file is missing or damaged."""
     spans: list[tuple[int, int, int]] = field(default_factory=list)
-    """By generation, first to last: its number, its first progress and its last."""
+    """(generation, first progress, last progress) of each generation, in order."""
     faults: list[str] = field(default_factory=list)
+    """Messages about missing, damaged or misordered content."""
 
 
 class History:
-    """The file of the running generation. Each line reaches the operating system before :meth:`record` returns."""
+    """History file of the running generation. :meth:`record` returns once the operating system has the line."""
 
     def __init__(self, folder: Path, generation: int, resumed_from: tuple[int, int] | None) -> None:
         """Start the file ``<generation>.jsonl``.
 
         Args:
-            folder: Made if missing.
-            generation: Number of this start of the trainer; used once.
-            resumed_from: ``(generation, progress)`` of the checkpoint it goes on from, None for a fresh start.
+            folder: Folder of the history files, created if missing.
+            generation: Number of this start of the trainer; each start needs a new number.
+            resumed_from: ``(generation, progress)`` of the checkpoint to resume from, None for a fresh start.
 
         Raises:
-            HistoryError: The generation has a history already, or the folder cannot be written.
+            HistoryError: The generation already has a history, or the folder cannot be written.
         """
         path = folder / f"{generation}.jsonl"
         origin = None if resumed_from is None else {"generation": resumed_from[0], "progress": resumed_from[1]}
@@ -88,23 +89,25 @@ class History:
         replayed: Sequence[str] = (),
         stream: StreamPlace | None = None,
     ) -> None:
-        """Note a decided ticket, before any checkpoint that contains it is saved.
+        """Record a decided ticket, before any checkpoint that contains the ticket is saved.
 
         Args:
-            progress: Closed batches consumed, this one included: rises by one with each line, ``repaired`` ones aside.
-            step: Train steps that changed the weights, this one included.
-            batch: Its batch.
+            progress: Number of consumed batches, including this batch; rises by one with each line that is not
+                ``repaired``.
+            step: Number of train steps that changed the weights, including this step.
+            batch: Number of the ticket's batch.
             ticket: The ticket.
-            op: The processing that decided it.
-            outcome: What became of it.
-            uids: The experiences trained on.
-            repaired: It was recorded before, as failed, and went along with the batch of the line before.
-            dropped: Experiences of the set that were too old.
-            replayed: Groups of earlier tickets that were trained on again beside it.
-            stream: Where its set lies on the ``ready`` stream.
+            op: The processing that decided the ticket.
+            outcome: Outcome of the batch.
+            uids: Uids of the experiences trained on.
+            repaired: The ticket was recorded as failed before, and was trained on with the batch of the previous
+                line that is not ``repaired``.
+            dropped: Number of experiences of the set that were too old.
+            replayed: Groups of earlier tickets that were trained on again with this batch.
+            stream: Place of the set on the ``ready`` stream.
 
         Raises:
-            HistoryError: It cannot be written.
+            HistoryError: The line cannot be written.
         """
         entry = {"progress": progress, "step": step, "batch": batch, "ticket": ticket, "op": op, "outcome": outcome}
         more: dict[str, Any] = {} if stream is None else {"stream": asdict(stream), "dropped": dropped}
@@ -113,10 +116,10 @@ class History:
         self._append(entry | {"uids": list(uids)} | more | ({"repaired": True} if repaired else {}))
 
     def sync(self) -> None:
-        """Have all lines on disk before going on, so that a checkpoint never outlives the lines that it needs.
+        """Flush all lines to disk, so that a checkpoint never outlives the lines that it needs.
 
         Raises:
-            HistoryError: They cannot be written.
+            HistoryError: The lines cannot be written.
         """
         try:
             os.fsync(self._file.fileno())
@@ -124,10 +127,10 @@ class History:
             raise HistoryError(f"cannot write the history {self._file.name}: {error}; check the space there") from error
 
     def saved(self, progress: int) -> None:
-        """Note that a checkpoint of ``progress`` was saved, so that its loss is noticed.
+        """Record that a checkpoint of ``progress`` was saved, so that a lost checkpoint is detected.
 
         Raises:
-            HistoryError: It cannot be written.
+            HistoryError: The line cannot be written.
         """
         self._append({"saved": progress})
 
@@ -144,12 +147,12 @@ class History:
 
 
 def last_generation(folder: Path) -> int:
-    """Return the highest generation that has a history in ``folder``, 0 where there is none."""
+    """Return the highest generation that has a history in ``folder``, 0 without a history."""
     return max((int(path.stem) for path in folder.glob("*.jsonl") if path.stem.isdecimal()), default=0)
 
 
 def last_progress(folder: Path) -> int:
-    """Return the highest progress that a generation with a history in ``folder`` came to, 0 where there is none.
+    """Return the highest progress of all generations with a history in ``folder``, 0 without a history.
 
     Raises:
         HistoryError: A file is unreadable.
@@ -169,7 +172,7 @@ def last_progress(folder: Path) -> int:
 
 
 def last_saved(folder: Path) -> int | None:
-    """Return the progress of the checkpoint that was saved last, None if none ever was.
+    """Return the progress of the checkpoint that was saved last, None if no checkpoint was saved.
 
     Raises:
         HistoryError: A file is unreadable.
@@ -177,7 +180,7 @@ def last_saved(folder: Path) -> int | None:
     for generation in range(last_generation(folder), 0, -1):
         path = folder / f"{generation}.jsonl"
         if not path.exists() or not path.stat().st_size:
-            continue  # a start that ended before its history was there
+            continue  # the trainer of this generation ended before it had written its history
         header, *entries = _read(path)
         saved = [entry["saved"] for entry in entries if "saved" in entry]
         origin = header.get("resumed_from")
@@ -189,10 +192,10 @@ def last_saved(folder: Path) -> int | None:
 
 
 def lineage(folder: Path, generation: int, progress: int) -> list[dict[str, Any]]:
-    """Return the entries that made the checkpoint of ``generation`` at ``progress``: progress 1, 2, ... in order, each
-    followed by the ``repaired`` ones that went along with it, if any.
+    """Return the entries that lead to the checkpoint of ``generation`` at ``progress``.
 
-    What a generation decided after the checkpoint from which the next one went on is not part of it.
+    The entries have progress 1, 2, ... in order; each is followed by the ``repaired`` entries of the same train step,
+    if any. Entries that a generation recorded after the checkpoint from which the next generation resumed are left out.
 
     Raises:
         HistoryError: A file is missing or unreadable, or an entry is missing.
@@ -204,7 +207,7 @@ def lineage(folder: Path, generation: int, progress: int) -> list[dict[str, Any]
 
 
 def trace(folder: Path, generation: int, progress: int) -> Line:
-    """Return the same as :func:`lineage`, with everything that is wrong instead of an error."""
+    """Return the entries of :func:`lineage`, and a list of all faults instead of an error."""
     line = Line()
     end, current = progress, generation
     while True:
@@ -236,7 +239,7 @@ def trace(folder: Path, generation: int, progress: int) -> Line:
             line.faults.append(f"{path} says it goes on from generation {before}, which is not before {current}")
             return line
         if start == 0:
-            return line  # a generation that ended before its first batch may have left no file
+            return line  # a generation that ended before its first batch may have no file
         end, current = start, before
 
 
@@ -252,17 +255,17 @@ def _difference(has: Sequence[int], start: int, end: int) -> str:
 
 
 def some(found: Sequence[object], most: int = 5) -> str:
-    """Return the first of them, and how many more there are."""
+    """Return the first ``most`` items as text, and the number of further items."""
     left = len(found) - most
     return ", ".join(map(str, found[:most])) + (f" and {left} more" if left > 0 else "")
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of a file, the header first; a last line cut short by a kill is left out.
+    """Return the lines of a file, the header first; a truncated last line (of a killed process) is left out.
 
     Raises:
-        HistoryError: It cannot be read.
-        NewerStateError: A newer release wrote it.
+        HistoryError: The file cannot be read, or a line is damaged.
+        NewerStateError: A newer release wrote the file.
     """
     try:
         lines = path.read_bytes().splitlines()

@@ -52,27 +52,28 @@ from trinity_mq.transport.blobs import open_store
 log = structlog.get_logger(__name__)
 
 OF_SOURCES = ("data/unfit_records", "data/too_long", "replay/", "tap/")
-"""Beginnings of the metrics of sources that the trainer reports; operators report those of rollouts."""
+"""Name prefixes of the source metrics that the trainer reports; operators report the metrics of rollouts."""
 QUIET_SECONDS = 10.0
-"""Seconds a restarted trainer waits for the next batch that it has trained on before; the stream holds them all."""
+"""Seconds a restarted trainer waits for the next batch on which an earlier generation trained, before it syncs weights;
+the stream holds all these batches."""
 
 
 class TrainLoop:
-    """Steps the optimizer: in batch order under style fixed, else in the order in which batches are ready.
+    """Trains on batches: in batch order with sync style ``fixed``, otherwise in order of arrival.
 
     Args:
         agent: The trainer, whose lock, bus, heartbeats and peers are used.
-        learner: Steps and holds the weights.
+        learner: Holds the weights and makes the optimizer steps.
         channel: Carries weights to the engines.
         folder: The run's folder.
-        fingerprint: Of the model's structure, which engines must share.
-        canary: Token ids of the canary prompt; more of them show smaller changes.
-        source: Of train batches; None: the stream of rollouts.
-        experts: Answers to imitate beside the rollouts.
+        fingerprint: Fingerprint of the model's structure, which engines must share.
+        canary: Token ids of the canary prompt; a longer prompt detects smaller weight changes.
+        source: Source of train batches; None: the stream of rollouts.
+        experts: Expert answers that are trained on together with the rollouts.
     """
 
     store: CheckpointStore
-    """The checkpoints; opened, and cleared of what a dead trainer left half done, once the lock is ours."""
+    """The checkpoints; opened once this trainer has the lock, which also removes a dead trainer's unfinished files."""
     saver: CheckpointSaver
     _attempts: StepAttempts
     _history: History | None = None
@@ -95,7 +96,7 @@ class TrainLoop:
         config = agent.config
         blobs = open_store(config.broker, agent.topology.run)
         self._is_alone = config.mode == "train"
-        """There is no explorer, and no engine to give weights to."""
+        """True in mode ``train``, which has neither explorer nor engines."""
         self._max_staleness = sys.maxsize if config.takes_any_age else config.synchronizer.effective_max_staleness
         self._in_batch_order = config.synchronizer.sync_style == "fixed"
         stream = StreamSource(
@@ -106,7 +107,7 @@ class TrainLoop:
             in_batch_order=self._in_batch_order,
             batches_per_step=config.trainer.batches_per_step,
             starts=self._starts,
-            # blobs of a ticket go once as many checkpoints as are kept have it behind them
+            # The blobs of a ticket are deleted only after max_checkpoints_to_keep checkpoints have consumed the ticket.
             remembered=max(REMEMBERED, (config.trainer.max_checkpoints_to_keep + 2) * config.trainer.save_interval),
         )
         replays = config.buffer.trainer_input.replay.share > 0
@@ -119,16 +120,16 @@ class TrainLoop:
         self._samples = Samples(folder, monitor.samples_per_step, monitor.samples_max_bytes)
         self._saved_progress = self._first_step = 0
         self._last_save = 0
-        """Progress at which the last save was begun."""
+        """Progress at the start of the last save."""
         self._bytes_saved = 0
-        """Bytes read from the stream that a checkpoint that is being written has behind it."""
+        """Bytes read from the stream before the checkpoint that is being written."""
         self._reached = 0
-        """Progress that an earlier generation came to."""
+        """Highest progress of the earlier generations."""
         self._replay_ends = self._quiet_ends = 0.0
         self._saved_run: str | None = None
-        """Id of the run that the checkpoints are of."""
+        """Id of the run to which the checkpoints belong."""
         self._answered = 0
-        """The last batch for which the explorer asked for our newest weights and for which they were committed."""
+        """The last batch whose request for the newest weights was answered: the weights are committed."""
         self._in_hand: list[str] = []
         self._waited = self._counts_since = 0.0
         self._work = WorkUnderWay()
@@ -145,16 +146,16 @@ class TrainLoop:
         )
 
     def _starts(self, key: str) -> int:
-        """Return how many train steps on a batch crashed."""
+        """Return the number of crashed train steps on a batch or group, by its key."""
         return self._attempts.starts(key)
 
     @property
     def version(self) -> tuple[int, int]:
-        """The version of the weights the learner holds."""
+        """The (generation, step) of the weights that the learner holds."""
         return (self.generation, self.step)
 
     def detail(self) -> TrainerStatus:
-        """Return the counters that pace the others."""
+        """Return the counters that pace the other agents."""
         machine = self.gate.machine
         return TrainerStatus(
             generation=self.generation,
@@ -175,14 +176,15 @@ class TrainLoop:
         )
 
     async def restore(self) -> None:
-        """Go on from the latest checkpoint, in a generation of its own."""
+        """Resume from the latest checkpoint, in a new generation."""
         self.agent.set_state("starting", "the model")
         folder, histories = self.folder / "checkpoints", self.folder / "history"
         settings = self.config.trainer
         self.store = CheckpointStore(folder, settings.max_checkpoints_to_keep, settings.keep_every)
         self.saver = CheckpointSaver(self.store, self.learner, in_background=settings.async_save)
         self._attempts = StepAttempts(folder)
-        # counted first: what an earlier generation saves after this is not chosen, and not missed either
+        # The generation is claimed first, so that a checkpoint that an earlier generation saves after this is neither
+        # loaded nor reported as lost.
         self.generation = self.store.next_generation(after=last_generation(histories))
         checkpoint = await self._load()
         if checkpoint and checkpoint.state.run_id:
@@ -206,12 +208,11 @@ class TrainLoop:
         self._history = History(histories, self.generation, resumed)
 
     async def _load(self) -> Checkpoint | None:
-        """Load the newest checkpoint that can be used into the learner, or the one that was chosen, or the first model
-        where none was ever saved.
+        """Load the newest usable checkpoint, or the chosen checkpoint, or the initial model if no checkpoint was saved.
 
         Raises:
-            CheckpointError: Checkpoints were saved, and none can be used, or not the one that was chosen: to train from
-                another step again is the user's to decide.
+            CheckpointError: No saved checkpoint is usable, or the chosen checkpoint is not usable. Only the user
+                decides to resume from another step.
         """
         whole, damaged = self.store.usable()
         only = self.store.only(whole)
@@ -240,11 +241,11 @@ class TrainLoop:
         return None
 
     def check_run(self, explorers: str) -> None:
-        """Return if the explorer's run is the one that this trainer trains, or that is not known yet.
+        """Check that the explorer's run is the run that this trainer trains; an unknown run passes.
 
         Raises:
-            FatalError: The checkpoints are of another run.
-            RestartMe: The explorer has begun another run since this process started.
+            FatalError: The checkpoints belong to another run.
+            RestartMe: The explorer has started another run since this process started.
         """
         if self._saved_run and self._saved_run != explorers:
             raise FatalError(
@@ -265,15 +266,16 @@ class TrainLoop:
         self._samples.close()
 
     async def follow_gate(self) -> None:
-        """Let each change of the gate wake this loop and show in a heartbeat."""
+        """Wake this loop and send a heartbeat after each change of the gate, until cancelled."""
         while True:
             await self.gate.changed.wait()
             self.agent.woken.notify()
             self.agent.heartbeat_soon()
 
     async def excuse_step(self) -> None:
-        """Note it as soon as this process is to end, asked to or cancelled: what cuts a step off after that is no
-        crash, and does not count against its batch.
+        """Withdraw the recorded attempt once this process is asked to end or is cancelled.
+
+        A step that is interrupted after this point does not count as a crash of its batch.
         """
         try:
             await self.agent.draining.wait()
@@ -311,11 +313,11 @@ class TrainLoop:
 
     @property
     def _replay_left(self) -> float:
-        """Seconds for which what an earlier generation has trained on goes before syncs, 0 once that is over.
+        """Remaining seconds of the phase that trains on an earlier generation's batches before any weight sync.
 
-        Rollouts under way would else end with weights as old as the checkpoint, and their groups be dropped as stale.
-        Engines that lack weights wait meanwhile, at most as long as one attempt of a rollout may take, and not for
-        batches that do not come.
+        The value is 0 after this phase. Without it, running rollouts would end with weights as old as the checkpoint,
+        and their groups would be dropped as stale. Engines without weights wait during this phase, for at most the
+        time limit of one rollout attempt (``explorer.max_timeout``), or for :data:`QUIET_SECONDS` without a batch.
         """
         now = asyncio.get_running_loop().time()
         if self._is_alone or self.progress >= self._reached:
@@ -325,7 +327,7 @@ class TrainLoop:
 
     @property
     def is_run_over(self) -> bool:
-        """The explorer has done the last evaluation; without one, the final model is written."""
+        """Whether the explorer has finished the last evaluation; in mode ``train`` whether the final save is done."""
         return (self._is_alone and self.finished) or self.agent.peers.explorer.finished
 
     @property
@@ -336,7 +338,7 @@ class TrainLoop:
 
     @property
     def _wanted(self) -> int:
-        """The last batch for which the explorer asks for our newest weights."""
+        """The last batch for which the explorer requests the newest weights."""
         return self.agent.peers.explorer.wants
 
     def _sync_is_due(self) -> bool:
@@ -375,13 +377,16 @@ class TrainLoop:
         self.agent.heartbeat_now()
 
     async def evaluation_ended(self) -> None:
-        """Return once no evaluation is pinned to the present version, at the latest after ``explorer.eval_timeout``."""
+        """Wait until no evaluation is pinned to the present version (style ``fixed`` only).
+
+        The wait lasts at most ``explorer.eval_timeout`` seconds.
+        """
         if self._in_batch_order:
             await evaluation_ended(self.agent, self.gate.machine)
 
     async def _consume(self) -> None:
         self.agent.set_state("working", None)
-        self.finished = False  # a run that had come to its end may be extended
+        self.finished = False  # a finished run may be extended
         with self._waiting_for_data():
             batch = await self.source.next()
         batches = [batch, *batch.co_batched]
@@ -390,7 +395,7 @@ class TrainLoop:
             await self._train(batch, batches)
 
     async def _train(self, batch: TrainBatch, batches: list[TrainBatch]) -> None:
-        """Train on a batch and those that go along with it, and record what became of each."""
+        """Make the train step of a batch with its co-batched and repaired batches, and record their outcomes."""
         agent, loop = self.agent, asyncio.get_running_loop()
         self._in_hand = [one.ticket for one in batches]
         started = loop.time()
@@ -434,7 +439,7 @@ class TrainLoop:
         metrics["time/batch"] = loop.time() - started
         metrics |= self._waits()
         counters = {"trainer/generation": float(self.generation), "trainer/step": float(self.step)}
-        # the gate's once more: how long engines took to serve again is known only now
+        # The gate's metrics are reported again, because the time until engines serve again is known only now.
         with span("write metrics"):
             agent.report(self.progress, counters | metrics | self.gate.metrics())
         agent.heartbeat_soon()
@@ -453,7 +458,7 @@ class TrainLoop:
 
     @contextmanager
     def _waiting_for_data(self) -> Iterator[None]:
-        """Count the seconds of the ``with`` block as time without anything to train on."""
+        """Add the duration of the ``with`` block to the time that the trainer waits for data."""
         loop = asyncio.get_running_loop()
         started = loop.time()
         try:
@@ -462,7 +467,7 @@ class TrainLoop:
             self._waited += loop.time() - started
 
     def _waits(self) -> dict[str, float]:
-        """Return how long the trainer has waited for data since it was asked last, and which share of the time."""
+        """Return the seconds of waiting for data since the last call, and their share of the time since then."""
         now = asyncio.get_running_loop().time()
         waited, passed = self._waited, now - self._counts_since
         self._waited, self._counts_since = 0.0, now
@@ -501,7 +506,7 @@ class TrainLoop:
     # -- saving and the end
 
     async def _save(self) -> None:
-        """Begin to save the present state, once the checkpoint before it is written."""
+        """Start to save the present state after the previous checkpoint is written."""
         await self.saver.idle()
         if self.progress == self._saved_progress and self.store.latest() is not None:
             return
@@ -522,7 +527,7 @@ class TrainLoop:
         self.agent.report(self.progress, {"time/save": asyncio.get_running_loop().time() - started})
 
     async def _saved(self, state: TrainerState, seconds: float) -> None:
-        """Do what may follow only once a checkpoint is committed; that took ``seconds``."""
+        """Record a committed checkpoint and release consumed blobs; the write took ``seconds``."""
         assert self._history is not None
         self._history.saved(state.progress)
         self._saved_progress, self._saved_run = state.progress, state.run_id
@@ -532,7 +537,7 @@ class TrainLoop:
         self.agent.report(state.progress, {"time/write_checkpoint": seconds})
 
     async def _finish(self) -> None:
-        """All batches are consumed and the engines hold the final weights: save them for good."""
+        """Save the last checkpoint and write the final model, after all batches are consumed."""
         self.agent.set_state("working", "the final model to be written")
         with self._work.doing("final", "the final model"):
             await self._save()
@@ -555,7 +560,7 @@ class TrainLoop:
 
 
 def _of_sources(batch: TrainBatch) -> dict[str, float]:
-    """Return what records and replayed groups in a batch say of themselves."""
+    """Return the metrics of records, replayed groups and a tapped run in a batch and its co-batched batches."""
     return {
         name: value
         for one in (batch, *batch.co_batched)
@@ -565,5 +570,5 @@ def _of_sources(batch: TrainBatch) -> dict[str, float]:
 
 
 def _done_with(source: Mapping[str, Any]) -> set[str]:
-    """Return the tickets, by a source's state, of which nothing is read again."""
+    """Return the tickets in a source's state whose chunks are never read again."""
     return set(source.get("consumed", ())) - set(source.get("replay", {}).get("offsets", ()))

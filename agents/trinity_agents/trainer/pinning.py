@@ -1,4 +1,4 @@
-"""Keeps a weight sync from replacing the version that an evaluation is being done with."""
+"""Prevents a weight sync from replacing the weight version of a running evaluation."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from trinity_mq.sync.gate.coordinator import Coordinator
 
 
 async def evaluation_ended(agent: Agent, machine: Coordinator) -> None:
-    """Return once no evaluation goes on that an engine still serves, at the latest after ``explorer.eval_timeout``."""
+    """Wait until no engine serves a running evaluation, at most ``explorer.eval_timeout`` seconds."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + agent.config.explorer.eval_timeout
     state, waits_for = agent.state, agent.waits_for
     while _is_under_way(agent, machine) and (left := deadline - loop.time()) > 0:
         agent.set_state("holding", "the evaluation of the present version")
-        await agent.woken.wait(min(left, HEARTBEAT_INTERVAL))  # the end of a dead explorer's lease wakes nobody
+        await agent.woken.wait(min(left, HEARTBEAT_INTERVAL))  # a dead explorer's lease ends without a notification
     agent.set_state(state, waits_for)
 
 

@@ -1,7 +1,9 @@
-"""The trainer of mode ``bench``: it gives engines the weights of the checkpoint that the explorer evaluates next.
+"""The trainer of mode ``bench``: sends the engines the weights of the checkpoint that the explorer evaluates next.
 
-Input: the explorer's heartbeats, which say the checkpoint. Output: weight syncs, and the version in its own heartbeats.
-Waits for: the explorer's next checkpoint. It keeps nothing: started again, it serves what the explorer asks for.
+Input: the explorer's heartbeats, which name the checkpoint.
+Output: weight syncs, and the weight version in its own heartbeats.
+Waits for: the explorer's next checkpoint.
+The trainer keeps no state: after a restart it serves the checkpoint that the explorer requests.
 """
 
 from __future__ import annotations
@@ -35,10 +37,10 @@ class WeightReader(Weights, Protocol):
     """Holds the weights of one checkpoint after another."""
 
     async def take_weights(self, checkpoint: Path | None) -> None:
-        """Take those of a checkpoint, or of the first model."""
+        """Load the weights of a checkpoint, or of the initial model (None)."""
 
     async def close(self) -> None:
-        """Give everything back."""
+        """Release all resources."""
 
 
 class Presenter(Agent):
@@ -46,15 +48,15 @@ class Presenter(Agent):
 
     Args:
         config: The run's configuration.
-        bus: Not connected yet.
+        bus: A bus that is not connected yet.
         topology: The run's names.
         agent_id: This agent's id.
         reader: Reads weights.
-        checkpoints: Looks for those that are there now, by label; the first model is None.
+        checkpoints: Returns the checkpoints that exist now, by label; the value of the initial model is None.
         channel: Carries weights to the engines.
         folder: The run's folder.
         metrics: Writes metrics.
-        fingerprint: Of the model's structure, which engines must share.
+        fingerprint: Fingerprint of the model's structure, which engines must share.
         canary: Token ids of the canary prompt.
     """
 
@@ -80,9 +82,9 @@ class Presenter(Agent):
         self._folder = folder or config.path
         self.generation = 0
         self.step = 0
-        """Number of checkpoints that were taken: the step of the version that is held."""
+        """Number of checkpoints loaded so far, which is the step of the current weight version."""
         self.label: int | None = None
-        """Label of the checkpoint whose weights are held."""
+        """Label of the checkpoint whose weights are loaded."""
         self.gate = CoordinatorDriver(
             name=self.id,
             config=config.synchronizer,
@@ -96,7 +98,7 @@ class Presenter(Agent):
         )
 
     def detail(self) -> TrainerStatus:
-        """Return the version that is held, and what engines have."""
+        """Return the loaded version and the state of the engines."""
         if not self.generation and (others := self.peers.statuses("trainer", TrainerStatus, without=self.id)):
             return others[0]
         machine = self.gate.machine
@@ -119,11 +121,11 @@ class Presenter(Agent):
             return
         queue = self.topology.listener(self.id, self.incarnation, "sync", *(f"weights.{verb}" for verb in SYNC_VERBS))
         await self.bus.declare(queue)
-        store = CheckpointStore(self._folder / "checkpoints", 1)  # only to count generations: nothing is saved
+        store = CheckpointStore(self._folder / "checkpoints", 1)  # only counts generations, saves nothing
         self.generation = await asyncio.to_thread(store.next_generation)
         try:
             async with await self.bus.consume(queue) as feed:
-                self.heartbeat_now()  # engines that it does not list join now
+                self.heartbeat_now()  # an engine that this heartbeat does not list as a member joins now
                 await self.with_background(
                     self._present(), self.gate.run(feed, self.each), self._follow_gate(), self.restart_without_lock()
                 )
@@ -189,6 +191,6 @@ class Presenter(Agent):
 
 
 def without_training(config: Config) -> Config:
-    """Return a configuration for reading weights alone: no reference and no critic beside the policy."""
+    """Return a configuration that only loads the policy's weights, without a reference model and a critic."""
     plain = AlgorithmConfig.model_validate({"algorithm_type": "rloo"})
     return config.model_copy(update={"algorithm": plain})

@@ -1,4 +1,4 @@
-"""The learner of mode ``explore``: it writes what it would train on, and its weights stay as they are."""
+"""The learner of mode ``explore``: writes the experiences to a sink and never changes the weights."""
 
 from __future__ import annotations
 
@@ -18,15 +18,14 @@ if TYPE_CHECKING:
     from trinity_mq.training.checkpoints.checkpoint import Writer
 
 NOTE = "recorded.txt"
-"""File of a checkpoint: what is behind it, is in the sink."""
+"""File in a checkpoint folder: names the sink that has the experiences up to this checkpoint."""
 
 
 class RecordingLearner:
-    """Writes batches to a sink. Killed and started again it writes those behind its checkpoint once more, in the place
-    of the first ones.
+    """Writes batches to a sink. After a crash it writes the batches after its checkpoint again, which overwrites them.
 
     Args:
-        learner: Has the weights that engines are given.
+        learner: Holds the weights that the engines get.
         sink: Takes the experiences.
     """
 
@@ -34,14 +33,14 @@ class RecordingLearner:
         self._learner, self._sink = learner, sink
 
     async def open(self, checkpoint: Path | None) -> None:
-        """Load the configured model, whatever the checkpoint: it holds no weights."""
+        """Load the configured model, whatever the checkpoint, because these checkpoints hold no weights."""
         await self._learner.open(None)
 
     async def step(self, experiences: Sequence[Experience], step_number: int) -> dict[str, float]:
-        """Write experiences, by the batches in their ids.
+        """Write the experiences, grouped by the batch number in their ids.
 
         Raises:
-            SinkError: They cannot be written.
+            SinkError: The experiences cannot be written.
         """
         by_batch: dict[int, list[Experience]] = {}
         for one in experiences:
@@ -51,15 +50,15 @@ class RecordingLearner:
         return {"actor/optimizer_steps": 0.0, WRITTEN: float(len(experiences))}
 
     async def save(self, folder: Path) -> None:
-        """Write a note."""
+        """Write the file :data:`NOTE`, which names the sink."""
         await asyncio.to_thread((folder / NOTE).write_text, f"written to {self._sink.title}\n")
 
     async def stage(self) -> Writer:
-        """Return :meth:`save`: there is nothing that changes."""
+        """Return :meth:`save`: no state changes while the checkpoint is written."""
         return self.save
 
     async def export(self, folder: Path) -> None:
-        """Write the model, which is the one that the run began with."""
+        """Write the model, which is still the initial model of the run."""
         await self._learner.export(folder)
 
     async def manifest(self) -> list[tuple[str, str, list[int]]]:

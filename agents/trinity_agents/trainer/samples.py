@@ -1,4 +1,4 @@
-"""Keeps some experiences of each train step in the run's folder, for who looks at the run later."""
+"""Writes a sample of the experiences of each train step to the run's folder, for later inspection."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ log = structlog.get_logger(__name__)
 
 
 def chosen(batch: ExperienceBatch, most: int, seed: int) -> list[int]:
-    """Return the numbers of about ``most`` experiences: whole groups drawn at random, the first of them whatever its
-    size; the same for the same seed.
+    """Return the indexes of about ``most`` experiences: whole groups in random order, fixed by ``seed``.
+
+    The first group is included whatever its size.
     """
     groups: dict[str, list[int]] = {}
     for number, tid in enumerate(batch.ids("tid")):
@@ -33,12 +34,12 @@ def chosen(batch: ExperienceBatch, most: int, seed: int) -> list[int]:
 
 
 class Samples:
-    """The log of samples of one trainer.
+    """The sample log of one trainer.
 
     Args:
         run_dir: The run's folder.
-        each: Experiences of a step; 0: none.
-        max_bytes: Bytes of the whole log.
+        each: Experiences per batch of a train step; 0 switches the log off.
+        max_bytes: Maximum size of the whole log in bytes.
     """
 
     def __init__(self, run_dir: Path, each: int, max_bytes: int) -> None:
@@ -46,7 +47,7 @@ class Samples:
         self._log = SampleLog(run_dir / SAMPLES_FOLDER, max_bytes)
 
     async def keep(self, step: int, batches: Sequence[ExperienceBatch]) -> None:
-        """Write some experiences of train step ``step``. A disk that is full ends the log, and not the trainer."""
+        """Write some experiences of train step ``step``. An OSError such as a full disk ends only the log."""
         if not self._each:
             return
         try:

@@ -1,4 +1,4 @@
-"""Saves checkpoints while training goes on, one at a time."""
+"""Saves checkpoints while training continues, one checkpoint at a time."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ from trinity_mq.training.checkpoints.checkpoint import CheckpointStore, TrainerS
 from trinity_mq.training.learner import Learner
 
 Committed = Callable[[TrainerState, float], Awaitable[None]]
-"""Called with the state of a checkpoint that is committed, and the seconds since its writing began."""
+"""Called with the state of a committed checkpoint, and the seconds since the write began."""
 
 
 class CheckpointSaver:
-    """Copies the learner's state, and writes the copy beside the training: at most one checkpoint is being written.
+    """Copies the learner's state and writes the copy while training continues, at most one checkpoint at a time.
 
     Args:
-        store: Where to.
-        learner: Whose.
-        in_background: Otherwise :meth:`save` returns when the checkpoint is committed.
+        store: Store of the checkpoints.
+        learner: Learner whose state is saved.
+        in_background: True: :meth:`run` writes the checkpoint. False: :meth:`save` returns once it is committed.
     """
 
     def __init__(self, store: CheckpointStore, learner: Learner, *, in_background: bool) -> None:
         self._store, self._learner, self._in_background = store, learner, in_background
         self._begun: tuple[Writer, TrainerState, Committed] | None = None
-        """The checkpoint to be written."""
+        """The staged checkpoint that :meth:`run` writes, None without a staged checkpoint."""
         self._changed = Notifier()
 
     async def save(self, state: TrainerState, committed: Committed) -> None:
-        """Begin a checkpoint once the one before it is committed; on return the weights may change.
+        """Start a checkpoint after the previous checkpoint is committed; the weights may change after the return.
 
         Args:
-            state: Goes beside what the learner writes.
-            committed: Awaited once the checkpoint is committed, before the next one is begun.
+            state: The trainer's state, saved next to the learner's files.
+            committed: Awaited after the checkpoint is committed, before the next checkpoint is started.
 
         Raises:
-            RestartMe: A trainer of a newer generation has gone on with the run.
-            CheckpointError: Not in the background: it could not be written.
+            RestartMe: A trainer of a newer generation has taken over the run.
+            CheckpointError: The checkpoint could not be written; only if not ``in_background``.
         """
         await self.idle()
         if not self._in_background:
@@ -49,15 +49,15 @@ class CheckpointSaver:
         self._changed.notify()
 
     async def idle(self) -> None:
-        """Return when no checkpoint is being written. Where that fails, :meth:`run` raises and this never returns."""
+        """Wait until no checkpoint is being written. If a write fails, :meth:`run` raises and this never returns."""
         await self._changed.until(lambda: self._begun is None)
 
     async def run(self) -> None:
-        """Write what is begun, until cancelled.
+        """Write each staged checkpoint to disk, until cancelled.
 
         Raises:
-            CheckpointError: A checkpoint could not be written; older ones are untouched.
-            RestartMe: A trainer of a newer generation has gone on with the run.
+            CheckpointError: A checkpoint could not be written; older checkpoints are untouched.
+            RestartMe: A trainer of a newer generation has taken over the run.
         """
         while True:
             await self._changed.until(lambda: self._begun is not None)

@@ -1,1 +1,1 @@
-"""Sources of train batches: the stream of rollouts, and records that are there."""
+"""Sources of train batches: the stream of rollouts, and existing records."""

@@ -1,4 +1,4 @@
-"""The interface of a source of train batches, and the batch."""
+"""The train batch, and the interface of a source of train batches."""
 
 from __future__ import annotations
 
@@ -17,36 +17,36 @@ class LostError(Exception):
 
 @dataclass(slots=True)
 class TrainBatch:
-    """One unit of progress, however many experiences are left in it; with those co-batched, a train step's worth."""
+    """One unit of progress, whatever its number of experiences; together with its co-batched batches one train step."""
 
     batch: int
     ticket: str
     op: str
     state: BatchState
-    """ready, empty, failed, gone."""
+    """Processing state of the batch; only a ``ready`` batch is trained on."""
     experiences: ExperienceBatch = field(default_factory=lambda: ExperienceBatch.of([]))
     metrics: dict[str, float] = field(default_factory=dict)
     reason: str | None = None
     filtered_groups: int = 0
-    """Groups of which the operators kept nothing."""
+    """Number of groups that the operators removed completely."""
     offsets: list[int] = field(default_factory=list)
-    """Offsets of its chunks on the stream."""
+    """Stream offsets of its chunks."""
     offset: int = 0
-    """Offset of its BatchReady."""
+    """Stream offset of its BatchReady."""
     announced: int = 0
-    """Experiences that the BatchReady says there are."""
+    """Number of experiences that the BatchReady announces."""
     co_batched: list[TrainBatch] = field(default_factory=list)
     """The other batches of its train step, in order (``trainer.batches_per_step``)."""
     replayed: ExperienceBatch = field(default_factory=lambda: ExperienceBatch.of([]))
-    """Groups of earlier batches to be trained on with this one; empty once it turned out that they were not."""
+    """Experiences of earlier groups that are trained on with this batch; emptied if they were not trained on."""
     repaired: list[TrainBatch] = field(default_factory=list)
-    """Earlier batches that were progress as failed, and that operators could process since: to be trained on with this
-    one, so that a step more does not make other batches older."""
+    """Earlier batches that counted as failed progress and that operators have processed since. They are trained on with
+    this batch, because an extra train step would make other batches older."""
     max_starts: int = MAX_STARTS
-    """Starts on it that crashed after which it is skipped."""
+    """Number of crashed starts after which the batch is skipped."""
     is_alone: bool = False
-    """Trainers died at a step with it and with company; it is tried without other batches, replayed groups and experts,
-    so that only what kills is skipped."""
+    """True if trainers crashed at a step of this batch with company. The batch is then tried without other batches,
+    replayed groups and experts, so that only the cause of the crash is skipped."""
     outcome: StepOutcome | None = None
     """Outcome of its train step; None before that step."""
 
@@ -59,37 +59,37 @@ class Source(Protocol):
     bytes_since_save: int
     """Bytes read since the last checkpoint was committed."""
     has_company: bool
-    """Its batches are trained on with others, or with what another source adds."""
+    """True if batches are trained on together with other batches, or with experiences of another source."""
 
     @property
     def ended(self) -> int | None:
-        """Batches of the run, None as long as that is unknown."""
+        """Number of batches of the run, None while unknown."""
 
     @property
     def waiting(self) -> list[str]:
-        """Tickets that are here and not consumed."""
+        """Tickets that have arrived and are not consumed."""
 
     @property
     def unused(self) -> list[int]:
-        """Batches that were repaired too late to be trained on."""
+        """Numbers of batches that were repaired too late to be trained on."""
 
     def available(self) -> bool:
         """Return whether :meth:`next` returns without waiting."""
 
     async def next(self) -> TrainBatch:
-        """Return the next batch; the same one again until :meth:`consumed` is called."""
+        """Return the next batch; return the same batch again until :meth:`consumed` is called."""
 
     def consumed(self) -> None:
-        """Move on: the batch that :meth:`next` returned last is done with."""
+        """Advance past the batch that :meth:`next` returned last."""
 
     def state(self) -> dict[str, Any]:
-        """Return the position behind the last consumed batch, as JSON."""
+        """Return the position after the last consumed batch, as JSON."""
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on where ``state`` was taken."""
+        """Resume from a ``state`` that :meth:`state` returned."""
 
     def run_begins(self, offset: int) -> None:
-        """Pass over what lies before this offset of the ``ready`` stream."""
+        """Skip all messages before this offset of the ``ready`` stream."""
 
     async def run(self) -> None:
-        """Do what the source has to do meanwhile, until cancelled."""
+        """Run the source's background work, until cancelled."""

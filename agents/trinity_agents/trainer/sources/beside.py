@@ -1,4 +1,4 @@
-"""The base of sources that put further experiences beside the rollouts of another source, which sets the pace."""
+"""Base class of sources that add experiences to the rollouts of another source; the rollouts set the pace."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from trinity_agents.trainer.sources.base import Source
 
 
 class BesideRollouts:
-    """Passes on everything that concerns the rollouts alone; a subclass has ``next``, ``consumed``, ``state`` and
-    ``restore``.
+    """Delegates to the source of rollouts; a subclass implements ``next``, ``consumed``, ``state`` and ``restore``.
 
     Args:
-        rollouts: Paces, and counts progress.
+        rollouts: Source of rollouts, which sets the pace and counts progress.
     """
 
     def __init__(self, rollouts: Source) -> None:
@@ -21,7 +20,7 @@ class BesideRollouts:
 
     @property
     def has_company(self) -> bool:
-        """Rollouts are trained on with what this source adds."""
+        """Always True: rollouts are trained on with the experiences that this source adds."""
         return True
 
     @has_company.setter
@@ -48,25 +47,25 @@ class BesideRollouts:
 
     @property
     def ended(self) -> int | None:
-        """Batches of the run, None as long as that is unknown."""
+        """Number of batches of the run, None while unknown."""
         return self._rollouts.ended
 
     @property
     def waiting(self) -> list[str]:
-        """Tickets of rollouts that are here and not consumed."""
+        """Tickets of rollouts that have arrived and are not consumed."""
         return self._rollouts.waiting
 
     @property
     def unused(self) -> list[int]:
-        """Batches of rollouts that were repaired too late."""
+        """Numbers of batches of rollouts that were repaired too late."""
         return self._rollouts.unused
 
     def available(self) -> bool:
-        """Return whether the rollouts of the next step are there."""
+        """Return whether the rollouts of the next step have arrived."""
         return self._rollouts.available()
 
     def run_begins(self, offset: int) -> None:
-        """Pass over what lies before this offset of the ``ready`` stream."""
+        """Skip all messages before this offset of the ``ready`` stream."""
         self._rollouts.run_begins(offset)
 
     async def run(self) -> None:

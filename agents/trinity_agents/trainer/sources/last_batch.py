@@ -1,4 +1,4 @@
-"""Tells whether all batches of a run have come on its stream, wherever the reading began. Pure."""
+"""Tracks whether all batches of a run have arrived on its stream, wherever the reader began. Pure logic."""
 
 from __future__ import annotations
 
@@ -7,27 +7,27 @@ from typing import Any, Self
 
 
 class LastBatch:
-    """The batches that have come, as a number up to which all have and those beyond it.
+    """The batches that have arrived: a number up to which all have arrived, and the set of later batches.
 
-    The batches before the first one that is read are taken to lie before the place where the reading began, and so are
-    those before the first one behind a cut.
+    Batches before the first batch that is read count as arrived, because they may lie before the start offset. The
+    same applies to batches before the first batch after a retention cut.
     """
 
     def __init__(self) -> None:
         self._batches: int | None = None
-        """Batches of the run, once known."""
+        """Number of batches of the run, None while unknown."""
         self._all_up_to: int | None = None
         self._ahead: set[int] = set()
 
     @property
     def has_come(self) -> bool:
-        """All batches of the run have come, as far as they can."""
+        """Whether all batches of the run that can still arrive have arrived."""
         if self._batches is None:
             return False
         return self._batches == 0 or (self._all_up_to is not None and self._all_up_to >= self._batches)
 
     def batch(self, number: int) -> None:
-        """A batch has come, with or without experiences; a repeat is nothing new."""
+        """Record the arrival of a batch, with or without experiences; a repeat has no effect."""
         if self._all_up_to is None:
             self._all_up_to = number - 1
         if number > self._all_up_to:
@@ -39,20 +39,20 @@ class LastBatch:
             self._ahead.discard(self._all_up_to)
 
     def cut(self) -> None:
-        """Retention has cut what comes next: nobody knows which batches that were."""
+        """Record that retention has removed the next messages, which belong to unknown batches."""
         self._all_up_to, self._ahead = None, set()
 
     def run_ends(self, batches: int) -> None:
-        """The run opens no more than so many batches."""
+        """Record that the run has exactly ``batches`` batches, unless it is extended later."""
         self._batches = batches
 
     def state(self) -> dict[str, Any]:
-        """Return it as JSON."""
+        """Return the state as JSON."""
         return {"batches": self._batches, "all_up_to": self._all_up_to, "ahead": sorted(self._ahead)}
 
     @classmethod
     def restored(cls, state: Mapping[str, Any]) -> Self:
-        """Return what :meth:`state` was taken of."""
+        """Return the object whose :meth:`state` is given."""
         found = cls()
         found._batches, found._all_up_to = state["batches"], state["all_up_to"]
         found._ahead = set(state["ahead"])

@@ -1,4 +1,4 @@
-"""Train batches of rollouts with expert answers beside them."""
+"""Train batches of rollouts with added expert answers."""
 
 from __future__ import annotations
 
@@ -17,22 +17,23 @@ from trinity_mq.training.packing import EXPERT
 
 
 class MixSource(BesideRollouts):
-    """Adds the same number of expert answers to every train step that has rollouts. The rollouts set the pace: experts
-    are always there, and a batch without rollouts takes none of them.
+    """Adds the same number of expert answers to every train step that has rollouts.
+
+    The rollouts set the pace: expert answers are always available, and a step without rollouts consumes no answers.
 
     Args:
-        rollouts: Paces, and counts progress.
-        experts: Gives a step's answers with each batch.
+        rollouts: Source of rollouts, which sets the pace and counts progress.
+        experts: Source of expert answers; each of its batches has the answers of one step.
     """
 
     def __init__(self, rollouts: Source, experts: RecordSource) -> None:
         super().__init__(rollouts)
         self._experts = experts
         self._first: TrainBatch | None = None
-        """The batch of the step that experts belong to."""
+        """The batch of the current step to which the experts belong, None if the step has no rollouts."""
 
     async def next(self) -> TrainBatch:
-        """Return the next rollouts, with experts beside those of the first batch that has any, unless it is tried
+        """Return the next rollouts, with experts added to the step's first batch with rollouts, unless it is tried
         alone.
         """
         batch = await self._rollouts.next()
@@ -46,37 +47,38 @@ class MixSource(BesideRollouts):
         return batch
 
     def consumed(self) -> None:
-        """Move on, behind the experts too if the step had some, or survived without those that would have come."""
+        """Advance past the rollouts, and past the experts if the step had experts or was trained without them.
+
+        A batch that was tried alone and not trained on consumes no experts.
+        """
         self._rollouts.consumed()
         first, self._first = self._first, None
         if first is not None and not (first.is_alone and first.outcome != "trained"):
             self._experts.consumed()
 
     def state(self) -> dict[str, Any]:
-        """Return the state of the rollouts, and the experts' position in it."""
+        """Return the state of the rollouts, which includes the position of the experts."""
         return {**self._rollouts.state(), "experts": self._experts.state()}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on where ``state`` was taken; at the first expert where there were none then."""
+        """Resume from ``state``; begin at the first expert if the state has no position of experts."""
         self._rollouts.restore(state)
         if "experts" in state:
             self._experts.restore(state["experts"])
 
 
 def experts_in_a_step(config: Config) -> int:
-    """Return how many expert answers a train step has: so many that they are ``expert_data_ratio`` of a step with all
-    of its rollouts.
-    """
+    """Return the number of expert answers in a train step: ``expert_data_ratio`` of a step with all rollouts."""
     share = config.buffer.trainer_input.expert_data_ratio
     rollouts = config.buffer.batch_size * config.algorithm.repeat_times * config.trainer.batches_per_step
     return math.ceil(rollouts * share / (1 - share))
 
 
 def open_experts(config: Config, codec: TextCodec) -> RecordSource | None:
-    """Return the source of the experts of a run, None where it has none.
+    """Return the source of the run's expert answers, None for a run without experts.
 
     Raises:
-        TasksetError: Their records cannot be read, or none of them can be used.
+        TasksetError: The records cannot be read, or no record can be used.
     """
     for data in config.buffer.trainer_input.auxiliary_buffers.values():
         records = read(data, codec, config.model.max_model_len)
@@ -85,11 +87,11 @@ def open_experts(config: Config, codec: TextCodec) -> RecordSource | None:
 
 
 ENDLESS = 1 << 62
-"""Batches of experts: as many as the rollouts ask for."""
+"""Number of batches of experts: practically unlimited, because the rollouts set the pace."""
 
 
 def _joined(rollouts: TrainBatch, experts: TrainBatch) -> ExperienceBatch:
-    """Return both together; experts have ids of their own and are marked."""
+    """Return rollouts and experts in one batch; experts get their own ids and the mark :data:`EXPERT`."""
     members: list[Experience] = []
     for one in experts.experiences.into_list():
         one.eid = EID(rollouts.batch, f"expert-{one.eid.task}", run=one.eid.run, suffix="expert")

@@ -1,4 +1,4 @@
-"""Train batches from records that are there: supervised data, or rollouts recorded earlier."""
+"""Train batches from existing records: supervised data, or rollouts recorded earlier."""
 
 from __future__ import annotations
 
@@ -27,41 +27,42 @@ from trinity_mq.runtime.notify import Notifier
 log = structlog.get_logger(__name__)
 
 TRIED = 64
-"""Records that are tried before the training begins: where none of them can be used, the settings are wrong."""
+"""Maximum number of records tried before the training begins; if no record is usable, the settings are wrong."""
 NAMED = 20
-"""Records that cannot be used of which the log names each."""
+"""Maximum number of unusable records that the log names."""
 BODY_SUFFIX = ".tmqx"
-"""End of the names of files with recorded experiences."""
+"""Suffix of files with recorded experiences."""
 
 Rows = Callable[[Sequence[int]], tuple[list[Experience], dict[str, float]]]
-"""Makes the experiences of the records with these indexes, and returns metrics: how many could not be used."""
+"""Converts the records with these indexes; returns the experiences, and metrics with the number of unusable records."""
 
 
 @dataclass(frozen=True, slots=True)
 class Records:
-    """Records that are there."""
+    """Existing records."""
 
     count: int
-    """Their number, at least 1."""
+    """Number of records, at least 1."""
     identity: str
-    """Changes with them."""
+    """Hash over the records."""
     rows: Rows
-    """Makes experiences of them; called on a thread."""
+    """Converts records to experiences; called on a thread."""
     source: Sequence[Record] = ()
-    """The records themselves; none for recorded experiences."""
+    """The records themselves; empty for recorded experiences."""
 
 
 class RecordSource:
-    """Batches of records, epoch after epoch. Its state is the position: killed at any point, a trainer goes on with the
-    records that would have come, each once an epoch.
+    """Batches of records, epoch after epoch.
+
+    The state is the position: a trainer that is killed at any point resumes with the next records, each once per epoch.
 
     Args:
-        data: What the records are, and their order.
-        records: Their number, a hash over them, and what makes experiences of them.
-        seed: Of the order.
-        size: Records in a batch.
-        batches: Number of batches; None: ``epochs``.
-        epochs: Passes over the records; the last batch has those that are left.
+        data: Settings of the records and their order.
+        records: The records.
+        seed: Seed of the order.
+        size: Number of records in a batch.
+        batches: Number of batches; None: as many as ``epochs`` needs.
+        epochs: Number of passes over the records; the last batch has the remaining records.
     """
 
     def __init__(
@@ -81,26 +82,26 @@ class RecordSource:
         self._total = batches if batches is not None else math.ceil(self._most / self._size)
         self._has_epochs = batches is None
         self._batch = 0
-        """Batches that are consumed."""
+        """Number of consumed batches."""
         self._next: tuple[TrainBatch, tuple[int, int]] | None = None
-        """The batch that was made last, and the position behind it."""
+        """The current batch and the (epoch, cursor) position after it, None after it was consumed."""
         self.changed = Notifier()
         self.has_company = False
         self.bytes_since_save = 0
 
     @property
     def ended(self) -> int:
-        """Batches of the run."""
+        """Number of batches of the run."""
         return self._total
 
     @property
     def waiting(self) -> list[str]:
-        """Nothing: records do not wait for each other."""
+        """Always empty: records are not queued."""
         return []
 
     @property
     def unused(self) -> list[int]:
-        """Nothing: no batch is repaired."""
+        """Always empty: batches of records are not repaired."""
         return []
 
     def available(self) -> bool:
@@ -108,7 +109,7 @@ class RecordSource:
         return self._batch < self._total
 
     async def next(self) -> TrainBatch:
-        """Return the next batch; the last one of the last epoch has the records that are left."""
+        """Return the next batch; the last batch of the last epoch has the remaining records."""
         if self._next is None:
             size = min(self._size, self._most - self._order.given) if self._has_epochs else self._size
             before = (self._order.epoch, self._order.cursor)
@@ -132,20 +133,20 @@ class RecordSource:
         return self._next[0]
 
     def consumed(self) -> None:
-        """Move on behind the batch that :meth:`next` returned last."""
+        """Advance past the batch that :meth:`next` returned last."""
         assert self._next is not None
         self._order.move_to(*self._next[1])
         self._batch, self._next = self._batch + 1, None
 
     def state(self) -> dict[str, Any]:
-        """Return the position, and what it is a position in."""
+        """Return the position, and the identity and order of the records to which it applies."""
         return {**self._settings, "batch": self._batch, "epoch": self._order.epoch, "cursor": self._order.cursor}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from a position.
+        """Resume from a position.
 
         Raises:
-            FatalError: It belongs to other records, or to another order.
+            FatalError: The position belongs to other records, or to another order.
         """
         what = f"training data {self._data.name!r}"
         check_identity(what, self._data, state.get("identity"), self._records.source, self._records.identity)
@@ -162,7 +163,7 @@ class RecordSource:
         self._batch, self._next = int(state["batch"]), None
 
     def run_begins(self, offset: int) -> None:
-        """Do nothing: there is no stream."""
+        """Do nothing: records are not on a stream."""
 
     async def run(self) -> None:
         """Do nothing until cancelled."""
@@ -170,10 +171,10 @@ class RecordSource:
 
 
 def open_records(config: Config, codec: TextCodec) -> RecordSource:
-    """Return the source of a run of mode ``train``, at its beginning.
+    """Return the source of a run of mode ``train``, at the first record.
 
     Raises:
-        TasksetError: The data cannot be read, or nothing in them can be used.
+        TasksetError: The data cannot be read, or no record can be used.
     """
     data, buffer = config.buffer.trainer_input.experience_buffer, config.buffer
     return RecordSource(
@@ -190,12 +191,12 @@ def read(data: ExperienceBufferConfig, codec: TextCodec, max_tokens: int) -> Rec
     """Return the records that ``data`` describes.
 
     Args:
-        data: Where they are.
+        data: Path and format of the records.
         codec: The model's tokenizer and chat template.
-        max_tokens: Of a prompt and an answer together.
+        max_tokens: Maximum number of tokens of prompt and answer together.
 
     Raises:
-        TasksetError: They cannot be read, or nothing in them can be used.
+        TasksetError: The records cannot be read, or no record can be used.
     """
     if data.schema_type == "experience":
         batch, identity = recorded(data)
@@ -207,11 +208,10 @@ def read(data: ExperienceBufferConfig, codec: TextCodec, max_tokens: int) -> Rec
 
 
 def recorded(data: ExperienceBufferConfig) -> tuple[ExperienceBatch, str]:
-    """Return the experiences of a ``.tmqx`` file, or of all in a folder in the order of their names, and a hash over
-    them.
+    """Return the experiences of a ``.tmqx`` file, or of all such files of a folder in name order, and their hash.
 
     Raises:
-        TasksetError: There are none, or a file cannot be read.
+        TasksetError: A file cannot be read, or no experience is found.
     """
     path = Path(data.path).expanduser()
     files = sorted(path.rglob(f"*{BODY_SUFFIX}")) if path.is_dir() else [path]
@@ -241,7 +241,7 @@ def recorded(data: ExperienceBufferConfig) -> tuple[ExperienceBatch, str]:
 
 
 class _Formatted:
-    """Makes experiences of records; those that cannot be used are left out, counted, and named in the log."""
+    """Converts records to experiences; unusable records are left out, counted and named in the log."""
 
     def __init__(self, data: ExperienceBufferConfig, rows: Sequence[Record], codec: TextCodec, max_tokens: int) -> None:
         self._data, self._records, self._max_tokens = data, rows, max_tokens
@@ -266,10 +266,10 @@ class _Formatted:
         return found, {"data/unfit_records": float(unfit), "data/too_long": float(too_long)}
 
     def try_first(self) -> None:
-        """Make the first records.
+        """Check that one of the first :data:`TRIED` records can be used.
 
         Raises:
-            TasksetError: None of them can be used.
+            TasksetError: No record can be used.
         """
         reasons: dict[str, int] = {}
         for index, record in enumerate(self._records[:TRIED]):

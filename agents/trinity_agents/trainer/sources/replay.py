@@ -1,4 +1,4 @@
-"""Train batches of fresh rollouts with groups of earlier ones beside them."""
+"""Train batches of fresh rollouts with added groups of earlier rollouts."""
 
 from __future__ import annotations
 
@@ -23,29 +23,29 @@ class Rereadable(Source, Protocol):
     """A source whose batches can be read again."""
 
     starts: Callable[[str], int]
-    """Returns the starts that crashed, by what :mod:`trinity_agents.trainer.decisions` counts them under."""
+    """Returns the number of crashed starts for a key of :mod:`trinity_agents.trainer.decisions`."""
     pinned: Callable[[], Collection[str]]
-    """Returns consumed tickets that its state goes on to name, however old they are."""
+    """Returns consumed tickets that the state must keep, whatever their age."""
 
     async def read_again(self, offsets: Sequence[int]) -> ExperienceBatch:
-        """Return the experiences of a batch that was consumed.
+        """Return the experiences of a consumed batch.
 
         Args:
-            offsets: Those of its chunks.
+            offsets: Stream offsets of its chunks.
 
         Raises:
-            LostError: They are not there any more.
+            LostError: The stream does not hold the chunks any more.
         """
 
 
 class ReplaySource(BesideRollouts):
-    """Adds groups of earlier batches to every train step that has fresh ones, which set the pace.
+    """Adds groups of earlier batches to every train step that has fresh groups; the fresh groups set the pace.
 
-    Its state is the index of groups, so that a trainer that goes on from a checkpoint chooses as the one before did.
+    The state includes the index of groups, so that a trainer that resumes from a checkpoint makes the same choices.
 
     Args:
-        rollouts: Paces, counts progress, and reads batches again.
-        config: The run's.
+        rollouts: Source of rollouts, which sets the pace, counts progress and reads batches again.
+        config: The run's configuration.
     """
 
     def __init__(self, rollouts: Rereadable, config: Config) -> None:
@@ -57,12 +57,12 @@ class ReplaySource(BesideRollouts):
         self._count = replayed_in_a_step(config)
         self._cache = _Cache(settings.cache_bytes // max(1, config.estimated_batch_bytes))
         self._step = 0
-        """Train steps that had something to train on."""
+        """Number of train steps with experiences to train on."""
         self._next: tuple[TrainBatch, list[Group], dict[str, list[str]]] | None = None
-        """The batch that was made last, its replayed groups, and the fresh groups by ticket."""
+        """The current batch, its replayed groups, and the ids of its fresh groups by ticket."""
 
     async def next(self) -> TrainBatch:
-        """Return the next rollouts, with replayed groups beside them if there are any to train on."""
+        """Return the next rollouts, with replayed groups if the step has fresh groups to train on."""
         batch = await self._rollouts.next()
         parts = [one for one in (batch, *batch.co_batched, *batch.repaired) if one.state == "ready"]
         fresh = {one.ticket: list(dict.fromkeys(one.experiences.ids("tid"))) for one in parts}
@@ -84,7 +84,7 @@ class ReplaySource(BesideRollouts):
         return batch
 
     def _chosen(self) -> list[Group]:
-        """Return the groups of the next step; forget those at which trainers died again and again."""
+        """Return the replayed groups of the next step, after dropping groups with :data:`MAX_STARTS` crashed starts."""
         while True:
             groups = self._index.choose(self._count, self._step + 1)
             deadly = [one.tid for one in groups if self._reader.starts(replayed_key(one.tid)) >= MAX_STARTS]
@@ -115,7 +115,7 @@ class ReplaySource(BesideRollouts):
         return found
 
     def consumed(self) -> None:
-        """Move on: what was trained on for the first time may be replayed; what was skipped may not."""
+        """Advance: groups that were trained on for the first time may be replayed; skipped groups may not."""
         assert self._next is not None
         batch, groups, fresh = self._next
         self._rollouts.consumed()
@@ -125,7 +125,7 @@ class ReplaySource(BesideRollouts):
         if batch.replayed:
             self._index.use(groups, self._step)
         for part in parts:
-            own = set(fresh[part.ticket])  # experts that were added since are none
+            own = set(fresh[part.ticket])  # without the experts that another source has added since
             tids = [tid for tid in _with_advantage(part.experiences) if tid in own]
             if tids:
                 self._index.add(tids, part.ticket, part.offsets, self._step)
@@ -134,20 +134,20 @@ class ReplaySource(BesideRollouts):
         self._next = None
 
     def state(self) -> dict[str, Any]:
-        """Return the state of the rollouts, with the index in it."""
+        """Return the state of the rollouts, which includes the index of groups."""
         return {**self._rollouts.state(), "replay": {"step": self._step, **self._index.state()}}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on where ``state`` was taken; with no group where none was kept then."""
+        """Resume from ``state``; keep the index empty if the state has none."""
         self._next = None
         if "replay" in state:
             self._step = int(state["replay"]["step"])
             self._index.restore(state["replay"])
-        self._rollouts.restore(state)  # last: it asks for the tickets of the index
+        self._rollouts.restore(state)  # last, because it reads the tickets of the index
 
 
 class _Cache:
-    """The experiences of tickets, of those used last."""
+    """LRU cache of experiences by ticket, for at most ``size`` tickets."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -165,21 +165,19 @@ class _Cache:
             self._batches.popitem(last=False)
 
     def keep(self, tickets: Sequence[str]) -> None:
-        """Forget all but these."""
+        """Remove all tickets except ``tickets``."""
         for ticket in self._batches.keys() - set(tickets):
             del self._batches[ticket]
 
 
 def replayed_in_a_step(config: Config) -> int:
-    """Return how many replayed groups a train step has: so many that they are ``replay.share`` of one with all of its
-    rollouts.
-    """
+    """Return the number of replayed groups in a train step: ``replay.share`` of a step with all rollouts."""
     share = config.buffer.trainer_input.replay.share
     return round(config.buffer.batch_size * config.trainer.batches_per_step * share / (1 - share))
 
 
 def _with_advantage(batch: ExperienceBatch) -> list[str]:
-    """Return the groups in which somebody has an advantage other than 0, and those whose advantages are not known."""
+    """Return the groups that have a nonzero advantage or an experience without advantages."""
     lengths = batch.lengths("advantages")
     known = np.maximum(lengths, 0)
     moves = lengths < 0

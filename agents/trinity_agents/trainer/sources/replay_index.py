@@ -1,4 +1,4 @@
-"""The index of groups that may be trained on again. Pure: groups and train steps in, choices out."""
+"""The index of groups that may be replayed. Pure logic: groups and train steps in, choices out."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from trinity_mq.config import ReplayConfig
 
 @dataclass(slots=True)
 class Group:
-    """All runs of one task that a train step had."""
+    """All runs of one task in a train step."""
 
     tid: str
-    """Its id, as :meth:`trinity_mq.experience.ExperienceBatch.ids` gives it."""
+    """Group id, as returned by :meth:`trinity_mq.experience.ExperienceBatch.ids`."""
     ticket: str
-    """Ticket of its batch."""
+    """Ticket of the group's batch."""
     born: int
-    """Train step at which it was fresh."""
+    """Train step at which the group was fresh."""
     used: int
-    """Train step at which it was trained on last."""
+    """Train step at which the group was trained on last."""
     uses: int = 0
-    """Train steps in which it was replayed."""
+    """Number of train steps that replayed the group."""
 
 
 def linear_decay(born: float, uses: int, decay: float) -> float:
@@ -33,33 +33,33 @@ def linear_decay(born: float, uses: int, decay: float) -> float:
 
 
 class ReplayIndex:
-    """Groups in the order in which they came, and where the batches of each lie on the ``ready`` stream.
+    """Groups in order of arrival, and the stream offsets of their batches.
 
     Args:
-        config: Bounds and priorities.
-        seed: Of the random part of priorities.
+        config: Limits and priorities.
+        seed: Seed of the random part of priorities.
     """
 
     def __init__(self, config: ReplayConfig, seed: int) -> None:
         self._config, self._seed = config, seed
         self._groups: dict[str, Group] = {}
         self._offsets: dict[str, list[int]] = {}
-        """Offsets of the chunks of a ticket, of which a group is still here."""
+        """Stream offsets of chunks by ticket, for the tickets of the groups in the index."""
 
     def __len__(self) -> int:
         return len(self._groups)
 
     @property
     def tickets(self) -> list[str]:
-        """Tickets whose bodies are still needed."""
+        """Tickets whose chunks are still needed."""
         return list(self._offsets)
 
     def offsets(self, ticket: str) -> list[int]:
-        """Return the offsets of the chunks of a ticket."""
+        """Return the stream offsets of a ticket's chunks."""
         return self._offsets[ticket]
 
     def choose(self, count: int, step: int) -> list[Group]:
-        """Return at most ``count`` groups for train step ``step``, by priority; of equals the oldest first."""
+        """Return at most ``count`` groups for train step ``step``, by priority; for equal priority the oldest first."""
         config = self._config
         fit = [
             group
@@ -76,31 +76,31 @@ class ReplayIndex:
         return [fit[number] for number in ranked[:count]]
 
     def use(self, groups: Iterable[Group], step: int) -> None:
-        """Note that groups were replayed in train step ``step``."""
+        """Record that groups were replayed in train step ``step``."""
         for group in groups:
             group.uses, group.used = group.uses + 1, step
 
     def add(self, tids: Sequence[str], ticket: str, offsets: Sequence[int], step: int) -> None:
-        """Add the groups of a batch that train step ``step`` had."""
+        """Add the groups of a batch that was trained on in train step ``step``."""
         for tid in tids:
             self._groups[tid] = Group(tid, ticket, born=step, used=step)
         self._offsets[ticket] = list(offsets)
         self._forget(step)
 
     def remove(self, ticket: str) -> int:
-        """Forget the groups of a ticket, whose bodies are lost; return their number."""
+        """Remove the groups of a ticket whose chunks are lost; return the number of groups."""
         lost = [tid for tid, group in self._groups.items() if group.ticket == ticket]
         self.drop(lost)
         return len(lost)
 
     def drop(self, tids: Iterable[str]) -> None:
-        """Forget groups."""
+        """Remove groups by id."""
         for tid in tids:
             del self._groups[tid]
         self._forget_offsets()
 
     def _forget(self, step: int) -> None:
-        """Forget groups that no later step can take, and those of the lowest priority beyond the capacity."""
+        """Remove groups that no later step can use, then the groups with the lowest priority beyond the capacity."""
         config = self._config
         for tid, group in list(self._groups.items()):
             if group.uses >= config.max_uses or step + 1 - group.born > config.max_age:
@@ -120,6 +120,6 @@ class ReplayIndex:
         return {"groups": [list(asdict(group).values()) for group in self._groups.values()], "offsets": self._offsets}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on where ``state`` was taken."""
+        """Resume from a ``state`` that :meth:`state` returned."""
         self._groups = {values[0]: Group(*values) for values in state["groups"]}
         self._offsets = {ticket: list(offsets) for ticket, offsets in state["offsets"].items()}

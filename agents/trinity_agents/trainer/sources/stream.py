@@ -39,34 +39,35 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True)
 class Tapped:
-    """Rules for reading the stream of another run: nothing of that run is changed, and what cannot be read costs only
-    its batches.
+    """Rules for reading the stream of another run: that run is not changed, and unreadable messages only fail their
+    batches.
     """
 
     bus: Bus
-    """Bus of the run that reads: bodies that do not decode go to its dead letters."""
+    """Bus of the run that reads, which gets the dead letters for bodies that do not decode."""
     topology: Topology
     """Names of the run that reads."""
     came: Callable[[BatchReady, int], bool]
-    """Called with each BatchReady and its offset; False: the batch is not wanted."""
+    """Called with each BatchReady and its offset; returns False for a batch that must be skipped."""
     ends: Callable[[RunEnd], None]
-    """Called when the other run says that it ends."""
+    """Called with the other run's RunEnd."""
     cut: Callable[[StreamCut], None]
-    """Called when retention has cut what comes next; the reading goes on behind."""
+    """Called when retention has removed the next messages; the reader continues after the gap."""
 
 
 REMEMBERED = 1000
-"""Latest batches whose tickets are remembered one by one; of those before, their numbers say that they are consumed."""
+"""Number of latest batches whose tickets are remembered individually; earlier batches are known as consumed by their
+number."""
 MARK_TIMEOUT = 60.0
-"""Seconds on a usable bus without anything new until a missing own mark means: not the stream the checkpoint knows."""
+"""Seconds without a message on a working bus after which a missing own mark means that this is not the stream of the
+checkpoint."""
 
 
 class StreamSource:
-    """Processed batches from the ``ready`` stream: in batch order (style fixed), or in the order in which the stream
-    decides them.
+    """Processed batches from the ``ready`` stream: in batch order (style ``fixed``), or in the order of decisions.
 
-    The stream is read as fast as it comes, so that all that is on it is known; the bodies of batches beyond the next
-    two train steps are released, and read from the stream again when their turn comes.
+    The stream is read without delay, so that all decisions are known. The bodies of batches beyond the next two train
+    steps are released, and read from the stream again when they are needed.
     """
 
     def __init__(
@@ -84,61 +85,64 @@ class StreamSource:
     ) -> None:
         self._remembered = remembered
         self.pinned: Callable[[], Collection[str]] = tuple
-        """Returns consumed tickets that are remembered however old they are."""
+        """Returns consumed tickets that are remembered whatever their age."""
         self._bus, self._topology, self._by, self._store = bus, topology, by, store
         self._tapped = tapped
         self._stream = topology.ready if tapped is None else replace(topology.ready, redeclare=False)
         self._in_batch_order, self._batches_per_step = in_batch_order, batches_per_step
         self.starts = starts
-        """Returns the starts that crashed, by what :mod:`trinity_agents.trainer.decisions` counts them under."""
+        """Returns the number of crashed starts for a key of :mod:`trinity_agents.trainer.decisions`."""
         self.has_company = batches_per_step > 1
-        """Batches are trained on with others, or with what other sources add; it may be those that kill."""
+        """True if batches are trained on with other batches, or with experiences of other sources, which may also be
+        the cause of a crash."""
         self._decider = Decider(starts=starts, max_starts=self._max_starts)
         self._handed_out: list[Decision] = []
         """Decisions of the batches that :meth:`next` returned last."""
         self._consumed_batches = 0
-        """All batches up to this one are consumed."""
+        """Number of the batch up to which all batches are consumed."""
         self._ahead: set[int] = set()
-        """Batches beyond that are consumed."""
+        """Numbers of later batches that are consumed."""
         self._marked = False
-        """Our own mark was read: the stream is the one we know, and we have seen all that was on it at our start."""
+        """True once our own mark was read: this is the stream of the checkpoint, and all its messages up to our start
+        were read."""
         self._begins = 0
-        """Offset at which the run begins, once the explorer has told it."""
+        """Offset at which the run begins, 0 until the explorer has reported it."""
         self.changed = Notifier()
         self.bytes_since_save = 0
 
     @property
     def run_id(self) -> str | None:
-        """Id of the run whose stream it is, None until it is known."""
+        """Id of the run that owns the stream, None while unknown."""
         return self._bus.run_id
 
     @property
     def ended(self) -> int | None:
-        """Batches of the run, once the explorer has said so."""
+        """Number of batches of the run, None until the explorer has reported it."""
         return self._decider.ended
 
     @property
     def waiting(self) -> list[str]:
-        """Tickets that are here and not consumed."""
+        """Tickets that have arrived and are not consumed."""
         return self._decider.waiting
 
     @property
     def unused(self) -> list[int]:
-        """Batches repaired so late that none came after them to be trained with."""
+        """Numbers of batches that were repaired too late: no later batch was left to train on with them."""
         return self._decider.unused
 
     def available(self) -> bool:
-        """All batches of the next train step have arrived, and the stream is known to be ours."""
+        """Return whether all batches of the next train step have arrived, and our own mark was read."""
         return self._marked and bool(self._next_decisions())
 
     def _next_decisions(self) -> list[Decision]:
-        """Return the decisions of the next train step, none as long as one of them is missing. The last step of a run
-        takes what is left. A batch that is tried alone divides the step that it was part of.
+        """Return the decisions of the next train step, an empty list while a decision is missing.
+
+        The last step of a run takes the remaining batches. A batch that is tried alone splits its step.
         """
         done = self._consumed_batches + len(self._ahead)
         count = self._batches_per_step - done % self._batches_per_step
         if self._decider.ended is not None:
-            count = min(count, max(1, self._decider.ended - done))  # one taken for missing may have come all the same
+            count = min(count, max(1, self._decider.ended - done))  # a batch that counted as missing may have arrived
         if not self._in_batch_order:
             there = self._decider.first(count)
         else:
@@ -160,11 +164,13 @@ class StreamSource:
         return list(found.values())
 
     async def next(self) -> TrainBatch:
-        """Return the next batch with all that belongs to its train step once it is there, decoded on a thread; an
-        undecodable chunk fails its batch.
+        """Wait for all batches of the next train step and return the first, with the others as its co-batched and
+        repaired batches.
+
+        Chunks are decoded on a thread; an undecodable chunk fails its batch.
 
         Raises:
-            RestartMe: A chunk lies in the blob store, and that does not answer: no reason to lose the batch.
+            RestartMe: A chunk is in the blob store, and the store does not answer; a restart keeps the batch.
         """
         await self.changed.until(self.available)
         self._handed_out = decisions = self._next_decisions()
@@ -211,7 +217,7 @@ class StreamSource:
         return batch
 
     def _is_near(self, decision: Decision) -> bool:
-        """Whether a batch is one of the next two train steps."""
+        """Return whether a batch belongs to one of the next two train steps."""
         count = 2 * self._batches_per_step
         if self._in_batch_order:
             return decision.batch <= self._consumed_batches + count
@@ -221,7 +227,7 @@ class StreamSource:
         """Read the bodies of released chunks from the stream again.
 
         Raises:
-            FatalError: The stream does not hold them any more.
+            FatalError: The stream does not hold the chunks any more.
         """
         try:
             found = await read_at(self._bus, self._stream, [chunk.offset for chunk in released], MARK_TIMEOUT)
@@ -239,8 +245,8 @@ class StreamSource:
         """Return the experiences of a consumed batch, whose chunks lie at ``offsets``.
 
         Raises:
-            LostError: They are not there any more.
-            RestartMe: They lie in the blob store, and that does not answer.
+            LostError: The chunks cannot be read any more.
+            RestartMe: The chunks are in the blob store, and the store does not answer.
         """
         try:
             found = await read_at(self._bus, self._stream, offsets, MARK_TIMEOUT)
@@ -256,7 +262,7 @@ class StreamSource:
             raise RestartMe(f"a batch that is replayed cannot be read now: {error}") from error
 
     def consumed(self) -> None:
-        """The batches that :meth:`next` returned last are done with, repaired ones among them."""
+        """Advance past the batches that :meth:`next` returned last, including repaired batches."""
         decisions, self._handed_out = self._handed_out, []
         for one in (*self._repaired(decisions), *decisions):
             self._decider.consume(one)
@@ -265,7 +271,7 @@ class StreamSource:
     def _advance(self, consumed: set[int]) -> None:
         self._ahead |= {batch for batch in consumed if batch > self._consumed_batches}
         if self._tapped is not None and len(self._ahead) > self._remembered:
-            # what is missing before these does not come: the reading began in the middle, or retention has cut it
+            # Missing earlier batches will not arrive: the reader began after them, or retention has removed them.
             self._consumed_batches = min(self._ahead) - 1
         while self._consumed_batches + 1 in self._ahead:
             self._consumed_batches += 1
@@ -275,11 +281,11 @@ class StreamSource:
 
     @property
     def has_caught_up(self) -> bool:
-        """All that was on the stream at our start was read."""
+        """Whether all messages that were on the stream at our start were read."""
         return self._marked
 
     def state(self) -> dict[str, Any]:
-        """Return consumed tickets and the offset to read on from."""
+        """Return the consumed tickets and the offset from which to resume."""
         return {
             "consumed": dict(self._decider.consumed),
             "failed": sorted(self._decider.failed),
@@ -291,9 +297,9 @@ class StreamSource:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on where ``state`` was taken."""
+        """Resume from a ``state`` that :meth:`state` returned."""
         consumed = state["consumed"]
-        if not isinstance(consumed, dict):  # of release 0.1.0: all tickets, without the numbers of their batches
+        if not isinstance(consumed, dict):  # format of release 0.1.0: a list of all tickets without batch numbers
             consumed = dict.fromkeys(consumed, max(state["batches"], *state.get("ahead", ()), 0))
         settled = state.get("settled", NONE_SETTLED)
         failed = state.get("failed", ())
@@ -303,7 +309,7 @@ class StreamSource:
         self._advance(set(state.get("ahead", ())))
 
     def run_begins(self, offset: int) -> None:
-        """Pass over what lies before ``offset``: it is of an earlier run of the same name."""
+        """Skip all messages before ``offset``, which belong to an earlier run of the same name."""
         self._begins = offset
 
     async def run(self) -> None:
@@ -330,11 +336,11 @@ class StreamSource:
             self._decider.other(self._begins - 1)
 
     async def _read_from(self, offset: int, nonce: str) -> None:
-        """Read from ``offset`` on; return when it turns out that the run begins further on.
+        """Read the stream from ``offset``; return if the run turns out to begin at a later offset.
 
         Raises:
             FatalError: The stream is shorter than ``offset``.
-            StreamCut: Retention has cut what is at ``offset``.
+            StreamCut: Retention has removed the message at ``offset``.
         """
         async with await self._bus.consume(self._stream, offset=offset) as feed:
             await self._bus.publish(
@@ -351,11 +357,11 @@ class StreamSource:
                 await self._take(delivery, nonce)
 
     async def _know_run(self) -> None:
-        """Return once this trainer's run is known: by its checkpoint, or by the explorer's heartbeats."""
+        """Wait until this trainer's run is known, from its checkpoint or from the explorer's heartbeats."""
         await self.changed.until(lambda: self._bus.run_id is not None)
 
     async def _take(self, delivery: Delivery, nonce: str) -> None:
-        """Take in one delivery, or set it aside."""
+        """Process one delivery, or dead-letter it if that fails."""
         offset = delivery.offset
         assert offset is not None
 

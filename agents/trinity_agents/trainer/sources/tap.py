@@ -1,4 +1,4 @@
-"""Train batches from what another run saw: its stream of processed batches."""
+"""Train batches from the stream of processed batches of another run."""
 
 from __future__ import annotations
 
@@ -32,49 +32,48 @@ from trinity_mq.transport.blobs import open_store
 log = structlog.get_logger(__name__)
 
 LOOK_SECONDS = 1.0
-"""Seconds between looks at whether the broker of the other run is there."""
+"""Seconds between checks for the other run's broker."""
 COMPARED = 64
-"""Texts of the first batch by which the tokenizers are compared."""
+"""Maximum number of texts of the first batch with which the tokenizers are compared."""
 
 
 class TapSource:
-    """Batches of another run in the order in which its operators publish them, with the advantages of this run's own
-    operators and algorithm. Each is one train step.
+    """Batches of another run, in the order of publication by its operators; each batch is one train step.
 
-    The position is part of the checkpoint: killed at any point, a trainer goes on with the batches that would have
-    come. The versions of the other run's weights count its own steps, so they are replaced by this run's first one:
-    ages are train steps of this run.
+    The advantages come from this run's own operators and algorithm. The position is part of the checkpoint: a trainer
+    that is killed at any point resumes with the next batch. The other run's weight versions count its own train steps,
+    so this run's first version replaces them: staleness is counted in train steps of this run.
 
     Args:
-        config: Of the run that trains.
-        bus: Its own bus, for dead letters.
-        topology: Its names.
+        config: Configuration of the run that trains.
+        bus: Bus of the run that trains, for dead letters.
+        topology: Names of the run that trains.
         by: Id of the trainer.
-        codec: Its tokenizer.
+        codec: The trainer's tokenizer.
     """
 
     def __init__(self, config: Config, bus: Bus, topology: Topology, by: str, codec: TextCodec) -> None:
         self._config, self._own_bus, self._own_topology, self._by, self._codec = config, bus, topology, by, codec
         self._run = TappedRun.of(config)
         self._stream: StreamSource | None = None
-        """None until the other run's broker is connected."""
+        """The other run's stream, None until its broker is connected."""
         self._chain: list[ExperienceOperatorV1] = []
         self._total = config.buffer.total_steps
         self._state: dict[str, Any] = {}
-        """The position that the reading begins at."""
+        """The position from which the reader starts; empty for a fresh start."""
         self._last = LastBatch()
         self._run_id: str | None = None
-        """Id of the other run; None until a message of it says."""
+        """Id of the other run, None until one of its messages has named it."""
         self._consumed = 0
         self._made: TrainBatch | None = None
-        """The batch that was made last."""
+        """The batch that :meth:`next` returned last, None after it was consumed."""
         self._is_checked = False
         self._changed = Notifier()
         self.has_company = False
 
     @property
     def changed(self) -> Notifier:
-        """Notified when a batch may have come."""
+        """Notified when a batch may have arrived."""
         return self._changed
 
     @changed.setter
@@ -95,7 +94,9 @@ class TapSource:
 
     @property
     def ended(self) -> int | None:
-        """Batches of this run: ``buffer.total_steps``, less where the other run has ended before; None: not known."""
+        """Number of batches of this run: ``buffer.total_steps``, or fewer if the other run ended earlier; None while
+        unknown.
+        """
         if self._stream is None or not (self._stream.has_caught_up and self._last.has_come):
             return self._total
         found = self._consumed + len(self._stream.waiting)
@@ -103,24 +104,24 @@ class TapSource:
 
     @property
     def waiting(self) -> list[str]:
-        """Tickets of the other run that are here and not consumed."""
+        """Tickets of the other run that have arrived and are not consumed."""
         return [] if self._stream is None else self._stream.waiting
 
     @property
     def unused(self) -> list[int]:
-        """Batches that were repaired too late to be trained on."""
+        """Numbers of batches that were repaired too late to be trained on."""
         return [] if self._stream is None else self._stream.unused
 
     def available(self) -> bool:
-        """Return whether a batch is here."""
+        """Return whether a batch has arrived."""
         return self._stream is not None and self._stream.available()
 
     async def next(self) -> TrainBatch:
         """Return the next batch, with this run's advantages.
 
         Raises:
-            FatalError: Its tokens are those of another tokenizer.
-            RestartMe: A chunk lies in the blob store, and that does not answer.
+            FatalError: The batch was tokenized with another tokenizer.
+            RestartMe: A chunk is in the blob store, and the store does not answer.
         """
         await self._changed.until(self.available)
         assert self._stream is not None
@@ -133,7 +134,7 @@ class TapSource:
         return self._made
 
     def consumed(self) -> None:
-        """Move on behind the batch that :meth:`next` returned last."""
+        """Advance past the batch that :meth:`next` returned last."""
         assert self._stream is not None
         self._stream.consumed()
         self._consumed, self._made = self._consumed + 1, None
@@ -151,10 +152,10 @@ class TapSource:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on where ``state`` was taken.
+        """Resume from a ``state`` that :meth:`state` returned.
 
         Raises:
-            FatalError: It is a position in something else.
+            FatalError: The position belongs to another run or to other data.
         """
         if state and state.get("tap") != self._run.name:
             was = f"run {state['tap']!r}" if state.get("tap") else "other data"
@@ -168,7 +169,7 @@ class TapSource:
             self._last = LastBatch.restored(state["last"])
 
     def run_begins(self, offset: int) -> None:
-        """Do nothing: an offset on this run's stream says nothing of the other's."""
+        """Do nothing: an offset of this run's stream does not apply to the other run's stream."""
 
     async def run(self) -> None:
         """Read the other run's stream until cancelled."""
@@ -183,7 +184,7 @@ class TapSource:
             topology = Topology.on(self._run.name, self._run.broker)
             bus = await self._connected(topology)
             stack.push_async_callback(bus.close)
-            if self._state:  # also without the id of a run that began later than this one
+            if self._state:  # the run id may be unknown, if the other run began later than this run
                 position = self._state["stream"]
             else:
                 offset, self._run_id = await self._beginning(bus, topology)
@@ -204,11 +205,13 @@ class TapSource:
             await stream.run()
 
     async def _connected(self, topology: Topology) -> Bus:
-        """Return a bus to the other run's broker; a private one may end, and its file with it, at any moment.
+        """Return a bus connected to the other run's broker.
+
+        A private broker may end at any moment, which removes its address file; the connection is then retried.
 
         Raises:
             AddressError: The address of the broker cannot be used.
-            BusUnavailable: It does not answer.
+            BusUnavailable: The broker does not answer.
         """
         while True:
             await self._broker_is_there()
@@ -222,7 +225,7 @@ class TapSource:
                 return bus
 
     async def _broker_is_there(self) -> None:
-        """Return once the private broker of the other run lives; another one is waited for by connecting to it."""
+        """Wait until the other run's private broker has written its address file; return at once for other brokers."""
         file = self._run.url_file
         if file is not None and not file.is_file():
             log.warning("tap_waits", run=self._run.name, reason=f"its private broker does not run: there is no {file}")
@@ -230,9 +233,7 @@ class TapSource:
                 await asyncio.sleep(LOOK_SECONDS)
 
     async def _beginning(self, bus: Bus, topology: Topology) -> tuple[int, str | None]:
-        """Return the first offset that is read, and the id of the newest run of that name on the stream, None where it
-        holds nothing yet.
-        """
+        """Return the first offset to read, and the id of the newest run on the stream, None for an empty stream."""
         mark, run_id, end = new_mark(), None, 0
         async for delivery in read_up_to_now(bus, _unmade(topology), mark, offset=0):
             run_id = delivery.run_id or run_id
@@ -258,7 +259,7 @@ class TapSource:
         self._last.cut()
 
     async def _prepare(self, batch: TrainBatch) -> None:
-        """Give a batch this run's versions and advantages; one that the operators fail on is a failed one."""
+        """Set this run's weight versions and advantages in a batch; an operator error makes the batch ``failed``."""
         if not batch.experiences:
             return
         came = batch.experiences
@@ -288,7 +289,7 @@ class TapSource:
         """Compare the other run's tokens with this run's tokenizer.
 
         Raises:
-            FatalError: They are of another one.
+            FatalError: The tokens belong to another tokenizer.
         """
         largest = int(came.dense("tokens").max())
         if largest >= self._codec.size:
@@ -303,7 +304,7 @@ class TapSource:
         texts = self._codec.decode([one.tokens[one.prompt_length :].tolist() for one in known])
         pairs = [(one.response_text or "", text) for one, text in zip(known, texts, strict=True)]
         others = [pair for pair in pairs if pair[0] not in pair[1]]
-        if len(others) > len(pairs) / 2:  # a single text may be spelled otherwise: part of a character, cut off
+        if len(others) > len(pairs) / 2:  # a single text may differ, if it ends within a character
             said, made = others[0]
             raise FatalError(
                 f"source.tap: run {self._run.name!r} answered {said!r:.60}, and this run's tokenizer makes "
@@ -312,12 +313,12 @@ class TapSource:
 
 
 def as_sampled(came: ExperienceBatch) -> ExperienceBatch:
-    """Return experiences without what the other run's algorithm added, and of this run's first version."""
+    """Return experiences without the other run's advantages and returns, stamped with this run's first version."""
     nothing: Sequence[None] = [None] * len(came)
     versions = [None if rows is None else [(0, 0, 0)] for rows in came.values("versions")]
     return came.replace(advantages=nothing, returns=nothing, versions=versions)
 
 
 def _unmade(topology: Topology) -> Queue:
-    """Return the stream as it is read: a reader must not make it."""
+    """Return the ready stream with ``redeclare`` off, because a reader must not create the stream."""
     return dataclasses.replace(topology.ready, redeclare=False)

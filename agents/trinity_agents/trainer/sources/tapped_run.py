@@ -1,4 +1,4 @@
-"""The run that another one trains on: its name, its folder and its broker."""
+"""The run whose stream another run trains on: its name, its folder and its broker."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from trinity_mq.config import BrokerConfig, Config, ConfigError, load_config
 from trinity_mq.runtime.errors import FatalError
 
 RUNS = Path("runs")
-"""The folder of the runs whose configuration names no other."""
+"""Default parent folder of run folders."""
 CONFIG_FILE, URL_FILE, BROKER_FOLDER = "config.yaml", "broker.url", "broker"
-"""In a run's folder: its configuration, the URL of the broker while that lives, and the data of a private one."""
+"""Names in a run's folder: the configuration, the URL file of a running broker, and the data of a private broker."""
 
 
 @dataclass(frozen=True)
 class TappedRun:
-    """A run that is read and not changed."""
+    """A run whose stream is read but not changed."""
 
     name: str
     broker: BrokerConfig
-    """Settings of the broker that holds its stream and its blobs."""
+    """Settings of the broker that holds the run's stream and blobs."""
     config: Config | None = None
-    """None: only its name is known."""
+    """Configuration of the run; None if only its name is known."""
     url_file: Path | None = None
-    """Its private broker's URL, which is there while that lives. None: its broker is one that others keep."""
+    """File with the URL of the run's private broker, which exists while the broker runs; None for a shared broker."""
 
     @classmethod
     def of(cls, config: Config) -> TappedRun:
         """Return the run that ``source.tap`` of a configuration names.
 
         Raises:
-            FatalError: It names no run, or the run itself.
+            FatalError: The setting names no run, or the run itself.
         """
         tapped = config.source.tap
         folders = [folder for folder in (Path(tapped).expanduser(), RUNS / tapped) if (folder / CONFIG_FILE).is_file()]
@@ -55,7 +55,7 @@ class TappedRun:
             found = other.broker.model_copy(update={"url": None, "url_file": str(url_file), "password_file": None})
             return cls(other.name, found, other, url_file)
         where = other.broker
-        if not (where.url or where.url_file):  # agents are told the URL, and the file of settings holds none
+        if not (where.url or where.url_file):  # the configuration file lacks the URL, agents get it separately
             here = {"url": own.url, "url_file": own.url_file, "password_file": own.password_file, "tls": own.tls}
             if url_file.is_file():
                 here["url"] = url_file.read_text().strip()
