@@ -1,7 +1,8 @@
 """The explorer agent.
 
-Input: tasks of the taskset and submitted ones, outcomes on ``results``, the trainer's progress.
-Output: task slices, manifests of closed batches, answers to submitters, evaluation metrics; it hosts rollout engines.
+Input: tasks of the taskset and submitted tasks, outcomes on ``results``, the trainer's progress.
+Output: task slices, manifests of closed batches, answers to submitters and evaluation metrics. The explorer also hosts
+rollout engines.
 Waits for: committed weights (the pacing), outcomes, and at the end the final weights for the last evaluation.
 """
 
@@ -50,25 +51,24 @@ class _Parts(TypedDict):
 
 
 class Explorer(Agent):
-    """The one scheduling explorer of a run: ``await Explorer(config).explore()`` is all of its work.
+    """The scheduling explorer of a run; ``await Explorer(config).explore()`` does all of its work.
 
     Args:
         config: The run's configuration.
-        bus: A bus, not connected yet; closed at the end. None: one as configured (``broker.url``), and with it the
-            taskset, the evaluation sets, the engines and the metrics of the configuration, in place of the arguments
-            below.
+        bus: A bus that is not connected yet; closed at the end. None: the bus (``broker.url``), taskset, evaluation
+            sets, engines and metrics are made from the configuration, and the arguments below for these are ignored.
         topology: The run's names; by default made from the configuration.
         agent_id: This agent's id.
-        engine: Host of the one rollout engine.
-        engines: Hosts of several.
+        engine: Host of a single rollout engine.
+        engines: Hosts of several rollout engines, instead of ``engine``.
         auxiliaries: Hosts of auxiliary engines.
-        folder: Folder of the state; by default the run's.
-        taskset: Source of the training tasks; None: submitted ones only.
+        folder: Folder of the state; by default the run's folder.
+        taskset: Source of the training tasks; None: only submitted tasks.
         eval_sets: Evaluation tasks by set.
         metrics: Writes metrics.
 
     Raises:
-        AddressError: No bus is given, and the configuration has no usable address of a broker.
+        AddressError: ``bus`` is None and the configuration has no usable broker address.
     """
 
     role = "explorer"
@@ -104,27 +104,29 @@ class Explorer(Agent):
         self.exploration: ExplorerLoop | None = None
 
     def detail(self) -> ExplorerStatus:
-        """Return what runners, the trainer and the display need to know."""
+        """Return the status for runners, the trainer and the display."""
         if self.exploration is not None:
             return self.exploration.detail()
-        # while waiting for the lock: readers of the explorer's state must not find an empty one
+        # While this explorer waits for the lock, it reports the active explorer's state instead of an empty state.
         others = [one for one in self.peers.statuses("explorer", ExplorerStatus) if one.run_id]
-        # the id of the run is announced by the explorer that schedules, and by no other
+        # Only the explorer that schedules announces the id of the run.
         return others[0].model_copy(update={"run_id": ""}) if others else ExplorerStatus(open=[], finished=False)
 
     def follow_run(self, explorer: ExplorerStatus) -> None:
         """Do nothing: the id of the run is in the saved state."""
 
     def _check_run(self) -> None:
-        """Return if the explorer that is heard is of the run in our folder: that explorer writes its id there first.
+        """Check that the explorers in the heartbeats belong to the run in this folder.
+
+        An explorer writes its run id to the folder before it announces the id.
 
         Raises:
-            FatalError: It is of another run.
+            FatalError: An explorer belongs to another run.
         """
         for status in self.peers.statuses("explorer", ExplorerStatus):
             if status.run_id in {"", folder_run(self._folder)}:
                 continue
-            if status.run_id != StateFile.of(self._folder).load().run_id:  # release 0.1.0 writes it there alone
+            if status.run_id != StateFile.of(self._folder).load().run_id:  # release 0.1.0 keeps the id only here
                 raise other_run(self.topology.run, self._folder, "explorer", status.run_id, status.place)
 
     def hosted_heartbeats(self) -> list[Heartbeat]:
@@ -141,7 +143,7 @@ class Explorer(Agent):
 
         if not await self.take_lock("explorer", "idle", "the other explorer of this run to end", until=gives_up):
             return
-        state = self._file.load()  # only with the lock: another explorer may have changed it meanwhile
+        state = self._file.load()  # with the lock, because another explorer may have changed the state before
         state.mark_gateways(self.topology.sessions.name)
         if not state.run_id:
             await begin_run(state, self.bus, self.topology, claimed_run(self._folder))
@@ -149,18 +151,19 @@ class Explorer(Agent):
         state.incarnations += 1
         sources = self._taskset, self._eval_sets, await asyncio.to_thread(checksums, self.config)
         exploration = ExplorerLoop(self, self.engines, self.auxiliaries, state, self._file, *sources)
-        # Saved before a heartbeat carries the count: the next process would count the same numbers after a kill in
-        # between. The loop is made first: it reads observations that a save moves from the state into the file.
+        # The state is saved before a heartbeat has the new sequence number: after a kill in between, the next process
+        # would use the same numbers. The loop is created first, because a save moves the observations that the loop
+        # reads from the state into the file.
         await self._file.save(state)
         note_run(self._folder, state.run_id)
-        self.heartbeat_seq = state.incarnations << 32  # heartbeats of a later process always count as later
+        self.heartbeat_seq = state.incarnations << 32  # heartbeats of a later process always have higher numbers
         self.exploration = exploration
         if state.finished:
             self.set_state("finished")
             await asyncio.to_thread(mark_run_over, self._folder)
-            await asyncio.sleep(HEARTBEAT_LEASE)  # for agents that started at the same time
+            await asyncio.sleep(HEARTBEAT_LEASE)  # agents that started at the same time need to receive the end
             return
-        await asyncio.to_thread(unmark_run_over, self._folder)  # it was extended
+        await asyncio.to_thread(unmark_run_over, self._folder)  # a finished run may have been extended
         hosted = self.exploration.hosted
         try:
             await hosted.start()
@@ -168,17 +171,17 @@ class Explorer(Agent):
             await self.with_background(self.exploration.run(), self.restart_without_lock(), *background)
             await hosted.leave()
             if state.finished:
-                await asyncio.to_thread(mark_run_over, self._folder)  # for agents that start only now
+                await asyncio.to_thread(mark_run_over, self._folder)  # agents that start later see the mark
                 await self.exploration.see_off()
         finally:
-            # a drained or finished run needs no engines; a successor adopts those of an explorer that failed
+            # A drained or finished run needs no engines; after a failure the next explorer adopts the engines.
             await hosted.close(stop=self.draining.is_set() or state.finished)
 
     async def explore(self) -> str:
-        """Connect, open, follow and close batches and evaluate, period after period, then close the bus; return this
-        explorer's id at the end. It is :meth:`run` by its documented name.
+        """Run the explorer to the end of the run and return its id; the documented name of :meth:`run`.
 
-        One period under style ``fixed`` with interval n::
+        The explorer connects to the bus, opens, follows and closes batches, evaluates, and closes the bus at the end.
+        A period with style ``fixed`` and interval n::
 
             explorer | step 1 | step 2 | ... | step n | eval | sync |
             trainer  | idle   | step 1 | step 2 | ...  | step n | sync |
@@ -189,19 +192,18 @@ class Explorer(Agent):
     async def setup_weight_sync_group(
         self, master_address: str, master_port: int, state_dict_meta: Sequence[Any] | None = None
     ) -> None:
-        """Have every engine hosted here meet rank 0 at ``master_address:master_port`` and take one broadcast of the
-        tensors in ``state_dict_meta``.
+        """Connect each hosted engine to rank 0 and receive one broadcast of the tensors in ``state_dict_meta``.
 
         Args:
-            master_address: Address at which the sender's TCPStore listens.
-            master_port: Its port.
-            state_dict_meta: ``(name, dtype, shape)`` of each tensor, in the order sent.
+            master_address: Address of the sender's TCPStore.
+            master_port: Port of the sender's TCPStore.
+            state_dict_meta: ``(name, dtype, shape)`` of each tensor, in the order of the broadcast.
         """
         sync = self.config.synchronizer
         await receive_broadcast(self.engines, sync, master_address, master_port, state_dict_meta or ())
 
     async def get_weight(self, name: str) -> Tensor:
-        """Return one weight as the engine holds it, on the CPU."""
+        """Return one weight of the first engine, as a CPU tensor."""
         from safetensors.torch import load
 
         weight: Tensor = load(await self.engines[0].weight(name))[name]
@@ -212,7 +214,7 @@ class Explorer(Agent):
 
 
 def _configured(config: Config, agent_id: str) -> _Parts:
-    """Return what an explorer of this configuration works with; the model's folder is there afterwards."""
+    """Create the engine hosts, tasksets and metrics writer of a configuration, and the model's folder if missing."""
     from trinity_mq.models import ensure_model_folder
     from trinity_mq.models.engines.host.host import auxiliary_hosts, rollout_hosts
 

@@ -1,4 +1,4 @@
-"""Mode ``bench``: evaluates one checkpoint after another, as the trainer gives engines their weights."""
+"""Mode ``bench``: evaluates the checkpoints one by one, after the trainer has sent their weights to the engines."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from trinity_mq.runtime.agent import Agent
 log = structlog.get_logger(__name__)
 
 Until = Callable[[str, Callable[[], bool]], Awaitable[bool]]
-"""Waits for a condition, with words for it; False when asked to drain before."""
+"""Waits for a condition, described by the first argument; returns False if the explorer is drained first."""
 
 
 class Benchmark:
     """The evaluations of a run of mode ``bench``.
 
-    The checkpoint that engines should have is ``wants`` in the explorer's heartbeats, by its label, once ``opened`` is
-    not 0. The trainer's ``answered`` is the label of the weights that it holds, and gives to the engines.
+    ``wants`` in the explorer's heartbeats is the label of the checkpoint that the engines need, valid once ``opened``
+    is not 0. ``answered`` in the trainer's heartbeats is the label of the weights that the trainer sends the engines.
 
     Args:
         agent: The explorer.
-        state: Its state; evaluations that it holds are not done again, unless the checkpoint has changed since.
-        evaluations: Does them.
-        checksums: Of the weights, by the checkpoint's label, in the order of evaluation.
-        served: Returns the version that engines serve.
-        until: Waits.
+        state: The explorer's state; its completed evaluations are repeated only if the checkpoint has changed since.
+        evaluations: Executes the evaluations.
+        checksums: Checksum of the weights by checkpoint label, in the order of evaluation.
+        served: Returns the weight version that the engines serve.
+        until: Waits for a condition.
         save: Saves the state.
     """
 
@@ -47,8 +47,8 @@ class Benchmark:
         self._agent, self._state, self._evaluations = agent, state, evaluations
         self._checksums, self._served, self._until, self._save = checksums, served, until, save
         self.label = 0
-        """Label of the checkpoint that engines should have."""
-        state.ended = True  # there are no training batches: submitted tasks of theirs are refused
+        """Label of the checkpoint that the engines need."""
+        state.ended = True  # mode bench has no training batches, so submitted training tasks are refused
         state.opened, state.due = 0, []
         for label, checksum in checksums.items():
             if state.benchmarked.get(str(label)) != checksum:
@@ -64,7 +64,7 @@ class Benchmark:
         return [label for label in self._checksums if not self._evaluations.is_done(label)]
 
     async def run(self) -> bool:
-        """Evaluate what is left; False when asked to drain before."""
+        """Evaluate the remaining checkpoints; return False if the explorer is drained first."""
         for number, (label, checksum) in enumerate(self._checksums.items(), 1):
             if self._evaluations.is_done(label):
                 continue

@@ -1,6 +1,8 @@
-"""The engine host that ``--engines-only`` starts: engines of a run whose explorer is elsewhere.
+"""The engine host of ``--engines-only``, which hosts engines for a run whose explorer runs elsewhere.
 
-Input: the weights that the trainer broadcasts. Output: engines and their heartbeats. Waits for: the end of the run.
+Input: the weights that the trainer broadcasts.
+Output: engines and their heartbeats.
+Waits for: the end of the run.
 """
 
 from __future__ import annotations
@@ -21,11 +23,11 @@ if TYPE_CHECKING:
     from trinity_mq.models import EngineHost
 
 NAME_TIMEOUT = 30.0
-"""Seconds within which the broker notices that a former host of the same name is gone."""
+"""Maximum seconds until the broker notices that a former host of the same name is dead."""
 
 
 class EngineHosting(Agent):
-    """Hosts engines for a run; any number of these may run, each under a name of its own."""
+    """Hosts engines for a run; any number of hosts may run, each with a unique name."""
 
     role = "engine"
 
@@ -37,7 +39,7 @@ class EngineHosting(Agent):
         self._is_of_another_run = False
 
     def detail(self) -> EngineStatus:
-        """Return the ids of the hosted engines; without a URL the host is not taken for an engine itself."""
+        """Return the ids of the hosted engines; the status has no URL, so that the host does not count as an engine."""
         return EngineStatus(hosts=[engine.snapshot.id for engine in self.hosted.engines])
 
     def hosted_heartbeats(self) -> list[Heartbeat]:
@@ -45,10 +47,10 @@ class EngineHosting(Agent):
         return self.hosted.heartbeats()
 
     def follow_run(self, explorer: ExplorerStatus) -> None:
-        """Belong to the run of the explorer that schedules.
+        """Adopt the run of the explorer that schedules.
 
         Raises:
-            RestartMe: It has begun another run: the engines hold weights, and versions, of the one before.
+            RestartMe: The explorer has started another run, and the engines hold weights and versions of the old run.
         """
         before = self.bus.run_id
         self._is_of_another_run = before is not None and before != explorer.run_id
@@ -60,7 +62,7 @@ class EngineHosting(Agent):
         """Keep the engines running and synchronised until drained or the run is over.
 
         Raises:
-            FatalError: Another host of the same name runs.
+            FatalError: Another host of the same name is running.
         """
         deadline = asyncio.get_running_loop().time() + NAME_TIMEOUT
 
@@ -72,7 +74,7 @@ class EngineHosting(Agent):
                 )
             return self._is_over()
 
-        # with the lock the host's name, and so those of its engines, are unique
+        # The lock makes the host's name unique, and with it the names of its engines.
         waits_for = f"the other host called {self.id} to end"
         if not await self.take_lock(self.id, "holding", waits_for, until=gives_up) or self._is_over():
             return

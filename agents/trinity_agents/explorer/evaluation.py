@@ -1,4 +1,4 @@
-"""Evaluations by their own task queue, each done once; under style ``fixed`` pinned to the version committed then."""
+"""Evaluations on their own task queue, each done once; with style ``fixed`` pinned to the committed weight version."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from trinity_mq.telemetry.evaluations.log import Evaluation, EvaluationLog
 log = structlog.get_logger(__name__)
 
 MAX_TRIES = 3
-"""Upper bound of the tries of one evaluation whose version was lost with its engine."""
+"""Maximum number of attempts for an evaluation whose pinned version was lost with its engine."""
 
 
 class Evaluations:
@@ -48,13 +48,14 @@ class Evaluations:
 
     @property
     def running(self) -> int | None:
-        """The label under evaluation or next to be, None if there is none; the trainer reads it in the heartbeat and
-        begins no sync under style ``fixed`` meanwhile.
+        """The label of the running or next evaluation, None without a due evaluation.
+
+        With style ``fixed`` the trainer reads the label in the heartbeat and delays a sync until the evaluation ends.
         """
         return self._state.due[0] if self._state.due else None
 
     def request(self, label: int) -> None:
-        """Queue an evaluation of all sets under ``label``; the caller saves."""
+        """Queue an evaluation of all sets under ``label``; the caller saves the state."""
         if self._sets and label not in self._state.due and not self.is_done(label):
             self._state.due.append(label)
             self._dispatcher.heartbeat_now()
@@ -65,7 +66,7 @@ class Evaluations:
         return all(f"{label}/{name}" in self._state.evaluated for name in self._sets)
 
     async def run(self) -> None:
-        """Serve requests until cancelled."""
+        """Execute requested evaluations one by one, until cancelled."""
         await self._dispatcher.resumed()
         while True:
             await self._woken.until(lambda: bool(self._state.due))
@@ -99,7 +100,7 @@ class Evaluations:
         metrics = {"time/eval": asyncio.get_running_loop().time() - began}
         detailed = self._config.monitor.detailed_stats
         for name, ticket in zip(names, tickets, strict=True):
-            # in a thread: to resample a large set takes a tenth of a second and more
+            # On a thread, because resampling a large set takes 0.1 s or more.
             metrics |= await asyncio.to_thread(eval_metrics, ticket, name, detailed=detailed)
         await asyncio.to_thread(self._keep_answers, label, names, tickets)
         for ticket in tickets:
@@ -109,7 +110,7 @@ class Evaluations:
         self._report(label, metrics)
 
     def _keep_answers(self, label: int, names: Sequence[str], tickets: Sequence[Ticket]) -> None:
-        """Write the answers for who looks at the run later. A disk that is full ends that, and not the explorer."""
+        """Write the answers to the evaluation log. A write error such as a full disk ends only the log."""
         if self._answers is None:
             return
         try:
@@ -121,8 +122,10 @@ class Evaluations:
             self._answers = None
 
     def _note_done(self, label: int, names: Sequence[str]) -> None:
-        """Note that sets were evaluated under ``label``, and forget earlier labels: none is asked for again, and each
-        save would hold them all. Mode ``bench`` asks for all checkpoints again at its next start.
+        """Record that sets were evaluated under ``label``, and forget earlier labels.
+
+        Earlier labels are not requested again and would enlarge each save. Mode ``bench`` keeps all labels, because it
+        requests all checkpoints again at its next start.
         """
         done = self._state.evaluated
         if self._config.mode != "bench":
@@ -130,8 +133,9 @@ class Evaluations:
         self._state.evaluated = [*done, *(f"{label}/{name}" for name in names)]
 
     async def _open(self, label: int, names: Sequence[str]) -> list[Ticket]:
-        """Return the tickets of an evaluation: those a restart found open, else fresh ones, under style ``fixed``
-        pinned to the version served now.
+        """Return the tickets of an evaluation: the open tickets after a restart, otherwise new tickets.
+
+        With style ``fixed`` or in mode ``bench``, new tickets are pinned to the version that engines serve now.
         """
         known = {ticket.batch: ticket for ticket in self._dispatcher.tickets.values()}
         found = [known[f"{label}/{name}"] for name in names if f"{label}/{name}" in known]
@@ -139,7 +143,7 @@ class Evaluations:
             return found
         for ticket in found:
             del self._dispatcher.tickets[ticket.ticket]
-        # a sync that had begun before the trainer heard of this evaluation ends first
+        # A sync that began before the trainer received this evaluation's label must end first.
         await self._woken.until(lambda: (self._hosted.idle or not self._is_pinned) and self._hosted.version is not None)
         pinned: Version | None = self._hosted.version if self._is_pinned else None
         tickets = [

@@ -1,4 +1,4 @@
-"""The engines that one agent hosts: those of the policy, each a member of the sync gate, and auxiliary ones."""
+"""The engines hosted by an agent: policy engines, each a member of the sync gate, and auxiliary engines."""
 
 from __future__ import annotations
 
@@ -20,20 +20,21 @@ if TYPE_CHECKING:
     from trinity_mq.models import EngineHost
 
 ENGINE_LEASE = 3 * HEARTBEAT_LEASE
-"""Seconds for which an engine's heartbeat is valid: longer than its host's, whose restart it survives."""
+"""Lease of an engine's heartbeat in seconds; longer than its host's lease, because the engine survives a restart of the
+host."""
 
 
 class HostedEngines:
     """Starts and watches engines, and drives their members of the sync gate.
 
-    Each engine is a member under its own id, so that one of them dying costs the others only the current sync try.
-    Auxiliary engines are no members.
+    Each policy engine is a member under its own id, so that a dead engine costs the other engines only the current sync
+    attempt. Auxiliary engines are not members.
 
     Args:
         agent: The hosting agent, whose bus, heartbeats and peers are used.
-        engines: Hosts of engines that serve the policy; at least one.
+        engines: Hosts of engines that serve the policy; at least one host.
         auxiliaries: Hosts of auxiliary engines.
-        on_commit: Called with the version and the progress of each commit; the version is None where only the progress
+        on_commit: Called with the version and the progress of each commit; the version is None if only the progress
             changes.
     """
 
@@ -51,7 +52,7 @@ class HostedEngines:
         self._on_commit = on_commit
         self._members = [self._member(engine) for engine in self.engines]
         self._seen: set[str] = set()
-        """Ids of the engines that have run: one that dies is reported as gone until it is back."""
+        """Ids of the engines that have run; a dead engine among them is reported as ``gone`` until it runs again."""
 
     def _member(self, engine: EngineHost | Any) -> MemberDriver:
         member = MemberDriver(
@@ -69,35 +70,35 @@ class HostedEngines:
 
     @property
     def version(self) -> Version | None:
-        """The newest version that an engine serves, here or at another host; None: there is none to ask."""
+        """The newest version that an engine of any host serves; None if no engine serves."""
         own = [member.version for member in self._members if member.version is not None]
         return max(own + self._elsewhere(), default=None)
 
     @property
     def idle(self) -> bool:
-        """Return whether no sync try is under way here and all engines know of the last one's end."""
+        """Whether no sync attempt is running here and all engines know the end of the last attempt."""
         return all(member.idle for member in self._members)
 
     @property
     def any_alive(self) -> bool:
-        """Return whether an engine of the policy runs, here or at another host."""
+        """Whether a policy engine is alive here or serves at another host."""
         return any(engine.snapshot.alive for engine in self.engines) or bool(self._elsewhere())
 
     async def leave(self) -> None:
-        """Take all members out of the gate."""
+        """Remove all members from the gate."""
         for member in self._members:
             await member.leave()
 
     # -- life cycle
 
     async def start(self) -> None:
-        """Start or adopt all engines, side by side; errors as :meth:`EngineHost.start`."""
+        """Start or adopt all engines concurrently; raises the errors of :meth:`EngineHost.start`."""
         async with asyncio.TaskGroup() as group:
             for host in self._all():
                 group.create_task(host.start())
 
     async def background(self) -> list[Coroutine[Any, Any, None]]:
-        """Return the coroutines that keep engines and members running, subscribed to what they receive."""
+        """Subscribe to sync events and return the coroutines that keep engines and members running."""
         agent = self._agent
         subscription = agent.topology.listener(
             agent.id, agent.incarnation, "sync", *(f"weights.{verb}" for verb in COORDINATOR_VERBS)
@@ -117,13 +118,13 @@ class HostedEngines:
         ]
 
     async def close(self, *, stop: bool) -> None:
-        """End the engines for good, or leave them running for a successor to adopt."""
+        """Stop the engines, or leave them running so that the next host process can adopt them."""
         async with asyncio.TaskGroup() as group:
             for host in self._all():
                 group.create_task(host.stop() if stop else host.detach())
 
     def heartbeats(self) -> list[Heartbeat]:
-        """Return the engines' heartbeats of now; one that has died is *gone* until it is back."""
+        """Return the engines' current heartbeats; a dead engine has the state ``gone`` until it runs again."""
         policy = [self._heartbeat(engine, "rollout", member) for engine, member in self._pairs()]
         auxiliary = [self._heartbeat(engine, "auxiliary", None) for engine in self.auxiliaries]
         return [each for each in (*policy, *auxiliary) if each is not None]
@@ -179,16 +180,21 @@ class HostedEngines:
             await member.receive_event(message, delivery)
 
     async def _watch(self) -> None:
-        """Refresh after each change of a member: weights that an engine lost during a sync try show only at its end."""
+        """Refresh after each change of a member, until cancelled.
+
+        Weights that an engine lost during a sync attempt become visible only at the end of the attempt.
+        """
         while True:
             await self.changed.wait()
             self._refresh()
 
     async def _compare_tokenizers(self) -> None:
-        """Compare tokenizer and chat template with the trainer's, by its heartbeats, until cancelled.
+        """Compare the engines' fingerprints of tokenizer and chat template with the trainer's, until cancelled.
+
+        The trainer's fingerprint is in its heartbeats.
 
         Raises:
-            FatalError: They differ: the trainer gives this host's engines no weights.
+            FatalError: The fingerprints differ, so that the trainer would send no weights to this host's engines.
         """
         while True:
             trained = (self._agent.peers.trainer.sync or GateStatus()).fingerprint
@@ -203,8 +209,9 @@ class HostedEngines:
             await self._agent.peers.changed.wait()
 
     async def _join_where_unknown(self) -> None:
-        """Join again after each heartbeat of a trainer that does not list an engine, until cancelled: a join that was
-        sent before the trainer listened is lost.
+        """Join again after each heartbeat of a trainer that does not list an engine, until cancelled.
+
+        A join that was sent before the trainer subscribed is lost.
         """
         answered: set[tuple[str, int]] = set()
         while True:
@@ -231,14 +238,14 @@ class HostedEngines:
             elif snapshot.state in {"empty", "dirty"} and member.idle and member.version is not None:
                 member.engine_up(None, snapshot.fingerprint or None)
             elif snapshot.state == "current" and snapshot.alive and member.idle and member.version is None:
-                # a transfer was cut off before it touched anything
+                # a transfer was aborted before it changed any weight
                 member.engine_up(snapshot.version, snapshot.fingerprint or None)
         if any(engine.snapshot.alive != (engine.snapshot.id in self._seen) for engine in self.auxiliaries):
             self._agent.heartbeat_now()
         self._agent.woken.notify()
 
     def _reported(self, engine: str) -> MemberStatus:
-        """Return the trainer's view of an engine, from its heartbeat."""
+        """Return the member status of an engine in the trainer's heartbeat."""
         sync = self._agent.peers.trainer.sync or GateStatus()
         return sync.members.get(engine) or MemberStatus()
 
@@ -247,7 +254,7 @@ class HostedEngines:
         return "weights that its canary shows: it is quarantined" if quarantined else "weights"
 
     def _committed(self, engine: str) -> Key | None:
-        """Return the version last committed at an engine and the try it came with, by the trainer's heartbeat."""
+        """Return the version last committed at an engine and its sync attempt, from the trainer's heartbeat."""
         reported = self._reported(engine)
         return (reported.version, *reported.given) if reported.version and reported.given else None
 
@@ -262,14 +269,14 @@ class HostedEngines:
 async def receive_broadcast(
     engines: Sequence[EngineHost | Any], sync: SyncConfig, address: str, port: int, tensors: Sequence[Any]
 ) -> None:
-    """Have every engine meet rank 0 at ``address:port`` and take one broadcast of ``tensors``, outside of the gate.
+    """Connect every engine to rank 0 at ``address:port`` and receive one broadcast of ``tensors``, without the gate.
 
     Args:
-        engines: Hosts of engines, which become the ranks from 1 on.
+        engines: Hosts of engines, which get the ranks from 1.
         sync: Bucket size and timeout.
-        address: Address at which the sender's TCPStore listens.
-        port: Its port.
-        tensors: ``(name, dtype, shape)`` of each tensor, in the order sent.
+        address: Address of the sender's TCPStore.
+        port: Port of the sender's TCPStore.
+        tensors: ``(name, dtype, shape)`` of each tensor, in the order of the broadcast.
     """
     spec = {
         "host": address,

@@ -1,4 +1,4 @@
-"""Closed batches that the trainer has not yet consumed, and the recovery of those that get lost. No I/O."""
+"""Closed batches that the trainer has not consumed yet, and the recovery of lost batches. No I/O."""
 
 from __future__ import annotations
 
@@ -11,42 +11,42 @@ from trinity_mq.dispatch.tickets import SubmissionRef
 from trinity_mq.messages import BatchClosed, SubmissionOutcome, TaskBody
 
 MANIFEST_LOST_AFTER = 15.0
-"""Seconds after which a manifest that nobody works on is looked for in the queue ``closed``: longer than a lease."""
+"""Idle seconds after which the queue ``closed`` is checked for a manifest; longer than a heartbeat lease."""
 RecoveryAction = Literal["publish again", "tombstone"]
 
 
 class PendingTask(BaseModel):
-    """A task that waits for the next batch: submitted from outside, or given back unfinished or too old."""
+    """A task that waits for the next batch: submitted from outside, or requeued because it was unfinished or stale."""
 
     task: TaskBody
     submission: SubmissionRef | None = None
     given_back: bool = False
-    """It was in a batch before; it is not given back twice."""
+    """True if the task was requeued from an earlier batch; a task is requeued only once."""
 
 
 class SubmittedTask(BaseModel):
-    """The outcome that was sent to a submitter which waits for experiences."""
+    """The outcome of a submitted task whose submitter waits for experiences."""
 
     submission: SubmissionRef
     outcome: SubmissionOutcome
 
 
 class InFlightBatch(BaseModel):
-    """A manifest that the trainer has not yet reported on."""
+    """A closed batch for which no progress of the trainer has arrived."""
 
     manifest: BatchClosed
     promises: list[SubmittedTask] = Field(default_factory=list)
     tasks: dict[int, TaskBody] = Field(default_factory=dict)
-    """By id: tasks that are given back if their groups are too old to train on."""
+    """Tasks by id that are requeued if their groups are too old to train on."""
     idle: float = 0.0
-    """Seconds in which no operator or trainer worked on it."""
+    """Seconds since an operator or the trainer last worked on the batch."""
     tries: int = 1
     buried: bool = False
     looked: bool = Field(default=False, exclude=True)
-    """It has been idle for :data:`MANIFEST_LOST_AFTER`, and ``closed`` was looked at; not saved."""
+    """True once the queue ``closed`` was checked after :data:`MANIFEST_LOST_AFTER`; not saved."""
 
     def returned(self, stale: Collection[int]) -> list[PendingTask]:
-        """Return the tasks among ``stale`` that are given back, in their order."""
+        """Return the tasks with ids in ``stale`` that are requeued, ordered by id."""
         return [PendingTask(task=self.tasks[n], given_back=True) for n in sorted(set(stale)) if n in self.tasks]
 
 
@@ -58,16 +58,16 @@ class InFlightBatches(BaseModel):
     def add(
         self, manifest: BatchClosed, promises: Sequence[SubmittedTask] = (), tasks: Mapping[int, TaskBody] | None = None
     ) -> None:
-        """Follow a manifest; ``tasks`` are given back if their groups come out too old."""
+        """Follow a manifest; ``tasks`` are requeued if their groups turn out too old."""
         closed = InFlightBatch(manifest=manifest, promises=list(promises), tasks=dict(tasks or {}))
         self.tickets.setdefault(manifest.ticket, closed)
 
     def tick(
         self, seconds: float, in_hand: Collection[str], *, deadline: float, max_tries: int
     ) -> list[tuple[RecoveryAction, BatchClosed]]:
-        """Let ``seconds`` pass and return the recovery actions that are due.
+        """Advance the idle clocks by ``seconds`` and return the due recovery actions.
 
-        ``in_hand``: tickets that a living operator works on or that the trainer already holds; their clocks start anew.
+        ``in_hand`` has the tickets of a living operator or of the trainer; their idle clocks restart at 0.
         """
         actions: list[tuple[RecoveryAction, BatchClosed]] = []
         for name, closed in self.tickets.items():
@@ -87,8 +87,9 @@ class InFlightBatches(BaseModel):
         return actions
 
     def unseen(self) -> list[BatchClosed]:
-        """Return the manifests that nobody has worked on for :data:`MANIFEST_LOST_AFTER`, each once in that time: they
-        are lost if the queue ``closed`` is empty.
+        """Return the manifests that have been idle for :data:`MANIFEST_LOST_AFTER` seconds, each once per idle period.
+
+        These manifests are lost if the queue ``closed`` is empty.
         """
         unseen = [one for one in self.tickets.values() if one.idle >= MANIFEST_LOST_AFTER and not one.looked]
         for closed in unseen:

@@ -1,4 +1,4 @@
-"""The explorer's main loop, and the parts that it connects: batches, evaluations, submissions, engines."""
+"""The explorer's main loop, which connects batches, evaluations, submissions and engines."""
 
 from __future__ import annotations
 
@@ -53,17 +53,19 @@ from trinity_mq.telemetry.trace_ids import TRACEPARENT, read_traceparent
 log = structlog.get_logger(__name__)
 
 CLOCK_TICK = 1.0
-"""Seconds between two looks at the timeouts."""
+"""Seconds between two checks of the timeouts."""
 INTAKE = 64
-"""Submissions that are taken in at a time, with one save."""
+"""Maximum number of submissions that are accepted together, with a single save."""
 OPEN_EVALUATIONS = 512
-"""Submitted evaluations that are open at a time: enough to keep runners busy; each is a ticket in every heartbeat."""
+"""Maximum number of open submitted evaluations: enough to keep runners busy, limited because every heartbeat lists the
+ticket of each open evaluation."""
 TOLD_OF_END: tuple[Role, ...] = ("trainer", "runner", "operator", "gateway")
-"""Roles of which each agent is to receive the end of the run before the explorer ends."""
+"""Roles whose agents must receive the end of the run before the explorer ends."""
 GATEWAYS_NAME = f"submission ids that begin with {OF_SESSIONS!r} are the gateway's; choose another"
 NO_MORE_BATCHES = "the run has opened its last batch"
 KEEP_QUEUES_INTERVAL = 24 * 3600.0
-"""Seconds between two declarations of a batch queue, which expires after seven days without one or a reader."""
+"""Seconds between two declarations of a batch queue; the queue expires after seven days without a declaration or a
+reader."""
 
 
 class ExplorerLoop:
@@ -83,11 +85,11 @@ class ExplorerLoop:
         self.agent, self.state, self._file = agent, state, file
         self._place, self._chain = place(agent.config.path), agent.config.chain_digest
         self._trainer_moved = (0, 0, 0)
-        """Generation, progress and step that the trainer reported last."""
+        """(generation, progress, step) that the trainer reported last."""
         config, woken = agent.config, agent.woken
         self.config = config
         if state.consecutive_empty >= config.explorer.max_consecutive_empty:
-            state.consecutive_empty = 0  # it ended the run, and the run was started again on purpose
+            state.consecutive_empty = 0  # the limit ended the run, and the user has started the run again
         self.dispatcher = Dispatcher(
             config,
             bus=agent.bus,
@@ -103,7 +105,7 @@ class ExplorerLoop:
             changed=woken,
         )
         self._taken_in_at = -math.inf
-        """Loop time at which submissions were last taken in."""
+        """Event loop time at which submissions were last accepted."""
         self.hosted = HostedEngines(agent, engines, auxiliaries, on_commit=self._on_commit)
         self.source = TaskSource(config, state, taskset)
         total = self.source.total_batches
@@ -133,7 +135,7 @@ class ExplorerLoop:
             woken=woken,
         )
         self.benchmark = None
-        """The evaluations of mode ``bench``."""
+        """The evaluations of mode ``bench``, None in other modes."""
         if config.mode == "bench":
             self.benchmark = Benchmark(
                 agent,
@@ -146,7 +148,7 @@ class ExplorerLoop:
             )
 
     async def save(self) -> None:
-        """Write the state; only the holder of the run's lock may."""
+        """Write the state, after checking that this explorer still holds the run's lock."""
         await self.agent.ensure_lock()
         self.state.results_offset = self.dispatcher.results_offset
         await self._file.save(self.state)
@@ -181,7 +183,7 @@ class ExplorerLoop:
         )
 
     async def background(self) -> list[Any]:
-        """Return the coroutines that run beside :meth:`run`, subscribed to what they receive."""
+        """Subscribe to sync events and return the coroutines that run concurrently with :meth:`run`."""
         return [
             *await self.hosted.background(),
             self.dispatcher.follow(),
@@ -198,7 +200,7 @@ class ExplorerLoop:
         ]
 
     async def run(self) -> None:
-        """Open batches as the pacing allows; at the end evaluate the final weights."""
+        """Open batches when the pacing allows it; at the end evaluate the final weights."""
         agent, state = self.agent, self.state
         await self.dispatcher.caught_up()
         await self.dispatcher.resume()
@@ -222,7 +224,7 @@ class ExplorerLoop:
             await self._let_runners_finish()
 
     async def _finish(self) -> bool:
-        """Announce the end and wait for the last batches and evaluations; False when asked to drain before."""
+        """Announce the end and wait for the last batches and evaluations; return False if drained first."""
         agent, state = self.agent, self.state
         state.ended = True
         await self._reject_pending()
@@ -239,14 +241,14 @@ class ExplorerLoop:
             agent.set_state("working", "submitted tasks to be answered")
             await agent.woken.wait(CLOCK_TICK)
         agent.report(state.opened, {"rollout/tasks/left_over": float(state.left_over_tasks)})
-        state.left_over_tasks = 0  # a run that goes on for more batches counts anew
+        state.left_over_tasks = 0  # a run that is extended later counts from 0
         state.finished = True
         await self.save()
         self.agent.heartbeat_now()
         return True
 
     async def _until(self, what: str, done: Callable[[], bool]) -> bool:
-        """Return True once ``done``, False when asked to drain before; ``what`` is the state's reason meanwhile."""
+        """Wait for ``done``, with ``what`` as the reason in the heartbeats; return False if drained first."""
         while not done():
             if self.agent.draining.is_set():
                 return False
@@ -258,12 +260,15 @@ class ExplorerLoop:
         return True
 
     async def _submissions_wait(self) -> bool:
-        """Return whether submissions wait in the broker, or came a moment ago: further ones may be on their way."""
+        """Return whether submissions wait in the broker, or whether the last submission arrived only a moment ago.
+
+        After a recent submission, further submissions may follow.
+        """
         recent = asyncio.get_running_loop().time() - self._taken_in_at < CLOCK_TICK
         return recent or bool(await self.agent.bus.depth(self.agent.topology.submitted.name))
 
     async def _reject_pending(self) -> None:
-        """Answer the submitters of tasks that no batch will take: every task ends in an outcome."""
+        """Send an outcome to the submitters of all pending tasks, because no batch will take these tasks."""
         for one in self.state.pending:
             if one.submission is not None:
                 await self._refuse(one.submission, "cancelled", NO_MORE_BATCHES)
@@ -272,7 +277,7 @@ class ExplorerLoop:
         await self.save()
 
     async def _refuse(self, submission: SubmissionRef, outcome: Outcome, reason: str) -> None:
-        """Answer the submitter of a task that no batch takes."""
+        """Send the submitter of a task that no batch takes an outcome with ``reason``."""
         answer = SubmissionOutcome(
             submission_id=submission.submission_id, batch="", ticket="", outcome=outcome, message=reason
         )
@@ -296,8 +301,9 @@ class ExplorerLoop:
         await self.save()
 
     async def see_off(self) -> None:
-        """Keep announcing the end of the run until each agent that lives, or is being restarted or cut off, has
-        received it: one that does not see the run's folder would wait for ever.
+        """Keep announcing the end of the run until each living agent has received it, at most two heartbeat leases.
+
+        An agent that is restarting or disconnected and cannot read the run's folder would otherwise wait forever.
         """
 
         def unaware() -> list[str]:
@@ -320,8 +326,13 @@ class ExplorerLoop:
             await self.batches.close_complete()
 
     async def _compare_state(self) -> None:
-        """End after an outage in which another explorer went on with the run, even if that one is gone again and has
-        left the lock to this one. There may have been one since the state was read.
+        """Check the state file now and after each outage, until cancelled.
+
+        Another explorer may have continued the run during the outage, even if it has ended since and this explorer has
+        the lock again.
+
+        Raises:
+            RestartMe: Another explorer has written the state file.
         """
         bus = self.agent.bus
         while True:
@@ -330,7 +341,7 @@ class ExplorerLoop:
             await self.agent.woken.until(lambda: not bus.usable)
 
     async def _count_dropped(self) -> None:
-        """Count the dead letters that the broker drops because the queue ``dead`` is full."""
+        """Count the dead letters that the broker drops because the queue ``dead`` is full, until cancelled."""
         agent = self.agent
         queue = agent.topology.listener(agent.id, f"{agent.incarnation}.dropped", "control", DROPPED)
         await agent.bus.declare(queue)
@@ -342,7 +353,12 @@ class ExplorerLoop:
                 agent.heartbeat_soon()
 
     async def _clock(self) -> None:
-        """Let the batches' time pass while they can make progress; end a run that makes none."""
+        """Advance the batches' clocks while they can make progress; end a run without progress.
+
+        Raises:
+            FatalError: Nothing has changed for ``explorer.stall_timeout`` seconds, or the trainer has not answered a
+                request for weights in time.
+        """
         agent, limit = self.agent, self.config.explorer.stall_timeout
         still, seen = 0.0, self._movement()
         while True:
@@ -366,7 +382,7 @@ class ExplorerLoop:
                 )
 
     def _paused_reason(self) -> str:
-        """Return what to do about lanes that runners have paused, empty where there are none."""
+        """Return advice about lanes that runners have paused, empty without paused lanes."""
         if not (paused := self.batches.paused_lanes()):
             return ""
         return (
@@ -375,11 +391,13 @@ class ExplorerLoop:
         )
 
     def _movement(self) -> tuple[object, ...]:
-        """Return values that change with each progress of the run, the trainer's included: after a restart it trains on
-        what came after its checkpoint again, and nothing else moves meanwhile. Commits and late results are none.
+        """Return values that change with each progress of the run, including the trainer's counters.
+
+        After a restart the trainer trains again on the batches after its checkpoint, while no other value changes.
+        Commits and late results do not count as progress.
         """
         state, trainer = self.state, self.agent.peers.trainer
-        if trainer.generation:  # without a living trainer its values stay as they were
+        if trainer.generation:  # without a living trainer the last values are kept
             self._trainer_moved = (trainer.generation, trainer.progress or 0, trainer.step)
         outcomes = sum(ticket.decided for ticket in state.tickets.values())
         followed = len(state.following.tickets)
@@ -391,7 +409,7 @@ class ExplorerLoop:
             await self.dispatcher.queues.keep()
 
     async def _submissions(self) -> None:
-        """Take in submitted tasks while there is room for them; the broker keeps the others."""
+        """Accept submitted tasks while there is room for them; the other tasks stay in the broker's queue."""
         agent = self.agent
         await self.dispatcher.resumed()
         while True:
@@ -411,17 +429,18 @@ class ExplorerLoop:
 
     @property
     def _room(self) -> int:
-        """Number of submissions that are taken in now."""
+        """Number of submissions that can be accepted now."""
         return min(INTAKE, self.source.room, OPEN_EVALUATIONS - self.batches.open_submitted)
 
     @staticmethod
     def _comes_first(delivery: Delivery) -> bool:
-        """Return whether no explorer has had the submission before: it may be taken in together with others."""
+        """Return whether the submission is delivered for the first time, and may be accepted together with others."""
         return not delivery.deliveries_before
 
     async def _take_in_all(self, group: Sequence[Delivery]) -> None:
-        """Take in a group. A submission that came back is taken in alone, so that one that ends the process does not
-        take others along.
+        """Accept a group of submissions, but each redelivered submission alone.
+
+        A submission that crashes the process then does not affect other submissions.
         """
         agent, first = self.agent, [one for one in group if self._comes_first(one)]
         if first:
@@ -432,7 +451,7 @@ class ExplorerLoop:
                 await handle_or_set_aside(agent.bus, agent.topology, delivery, agent.id, work, decide=decide)
 
     async def _give_up(self, delivery: Delivery, reason: str) -> None:
-        """Answer the submitter of a message that is set aside, as far as its properties tell who that is."""
+        """Answer the submitter of a dead-lettered message, if the message properties identify the submitter."""
         if delivery.message_id and delivery.reply_to and self.agent.topology.is_reply_queue(delivery.reply_to):
             ref = SubmissionRef(
                 submission_id=delivery.message_id, reply_to=delivery.reply_to, correlation_id=delivery.correlation_id
@@ -482,7 +501,7 @@ class ExplorerLoop:
         agent.woken.notify()
 
     async def _submitted(self, delivery: Delivery, message: TaskSubmission, ref: SubmissionRef) -> list[Ticket]:
-        """Accept or refuse a submission that is not a repeat; return the ticket of an evaluation."""
+        """Accept or refuse a submission that is not a repeat; return its ticket if it is an evaluation."""
         agent, limit = self.agent, self.config.broker.max_task_bytes
         try:
             task = self._allowed(message, ref)
@@ -513,14 +532,14 @@ class ExplorerLoop:
         """Return the completed task of a submission.
 
         Raises:
-            NotAllowed: The task, or the queue for its outcome, is not open to its submitter.
+            NotAllowed: The submitter may not use the task's settings or the reply queue.
         """
         if not (ref.reply_to is None or ref.by_gateway or self.agent.topology.is_reply_queue(ref.reply_to)):
             raise NotAllowed(NO_REPLY_QUEUE)
         return self.source.completed(message.task, exact_runs=message.exact_runs, by_gateway=ref.by_gateway)
 
     async def _follow_trainer(self) -> None:
-        """Read the trainer's counters from its heartbeats: a lost event costs one heartbeat."""
+        """Read the trainer's counters from its heartbeats, so that a lost progress event delays only by a heartbeat."""
         while True:
             trainer = self.agent.peers.trainer
             if trainer.generation:

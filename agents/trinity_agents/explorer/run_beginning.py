@@ -1,4 +1,4 @@
-"""The beginning of a run: its identity, and its place behind what earlier runs of the same name left on the broker."""
+"""The start of a run: its id, and its stream offsets after the messages of earlier runs with the same name."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ log = structlog.get_logger(__name__)
 
 
 async def begin_run(state: ExplorerState, bus: Bus, topology: Topology, run_id: str) -> None:
-    """Give the run its id, which no other run has had. A fresh state begins behind the present content of the streams;
-    that of an older release stays where it is.
+    """Set the unique run id in the state; a fresh state also begins after the present content of the streams.
+
+    The stream offsets in a state of an older release do not change.
     """
     state.run_id = run_id
     if state.incarnations:
@@ -23,7 +24,8 @@ async def begin_run(state: ExplorerState, bus: Bus, topology: Topology, run_id: 
     state.ready_offset = await _end(bus, topology.ready)
     work = (topology.tasks_train, topology.tasks_eval, topology.closed)
     waiting = [await bus.depth(queue.name) or 0 for queue in work]
-    # of the streams only this one counts: on the other a trainer that has just started may have put its mark
+    # Only the results stream is counted, because a trainer that has just started may have put its mark on the ready
+    # stream. 1 is subtracted for the mark that _end publishes.
     state.left_over = state.results_offset - 1 + sum(waiting)
     if state.left_over:
         log.warning(
@@ -32,7 +34,7 @@ async def begin_run(state: ExplorerState, bus: Bus, topology: Topology, run_id: 
 
 
 async def _end(bus: Bus, stream: Queue) -> int:
-    """Return the offset behind what is on a stream now, and behind the mark by which that was found."""
+    """Publish a mark on a stream and return the offset after the mark, which follows all present messages."""
     end = 0
     async for delivery in read_up_to_now(bus, stream, new_mark()):
         assert delivery.offset is not None

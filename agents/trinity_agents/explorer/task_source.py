@@ -1,4 +1,4 @@
-"""The source of a batch's tasks: those given back or submitted first, then those of the taskset."""
+"""The source of a batch's tasks: first requeued and submitted tasks, then tasks of the taskset."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from trinity_mq.rewards.outsiders import allowed_task
 log = structlog.get_logger(__name__)
 
 LEAST_PENDING = 64
-"""Pending tasks that are taken in even where batches are small."""
+"""Minimum limit of pending tasks, for small batch sizes."""
 
 
 class TaskReader(Protocol):
-    """The interface of a taskset that a task source needs."""
+    """Interface of a taskset for the task source."""
 
     def __len__(self) -> int: ...
 
@@ -42,50 +42,50 @@ class TaskReader(Protocol):
 
 @runtime_checkable
 class LearningReader(TaskReader, Protocol):
-    """A taskset whose selectors may be told the rewards of finished tasks."""
+    """A taskset whose selectors may learn from the rewards of finished tasks."""
 
     @property
     def learns(self) -> bool:
-        """Whether one of them is."""
+        """Whether a selector learns from rewards."""
 
     def observe(self, stats: Mapping[str, Sequence[TaskStats]]) -> None:
-        """Tell what came of tasks, by taskset."""
+        """Pass statistics of finished tasks to the selectors, by taskset name."""
 
     def metrics(self) -> Mapping[str, float]:
-        """Return ``selector/*``."""
+        """Return the ``selector/*`` metrics."""
 
 
 class TaskSource:
-    """Takes tasks from the state's pending ones and from the taskset (None: submitted tasks only)."""
+    """Takes tasks from the state's pending tasks and from the taskset (None: only submitted tasks)."""
 
     def __init__(self, config: Config, state: ExplorerState, taskset: TaskReader | None) -> None:
         self._config, self._state, self._taskset = config, state, taskset
         self._learning = taskset if isinstance(taskset, LearningReader) and taskset.learns else None
         self._pending_since = -math.inf
-        """Monotonic time of the oldest task that waits for a batch of mode ``serve`` to be complete."""
+        """Monotonic time in seconds since which pending tasks of mode ``serve`` have waited for a complete batch."""
         self._observed = {one.ticket for one in state.observations}
-        """Tickets whose tasks were observed."""
+        """Tickets whose statistics the selectors have received."""
         if self._learning is not None:
             for one in state.observations:
                 self._learning.observe(one.stats)
-        state.observations = []  # the file has them
+        state.observations = []  # the file already has them
         if taskset is not None and state.taskset:
             taskset.restore(state.taskset)
 
     @property
     def total_batches(self) -> int | None:
-        """Number of batches of the run, as far as it is known now; None: as many as are submitted."""
+        """Number of batches of the run by present knowledge; None if it depends on the submitted tasks."""
         return run_length(self._config, self._state, None if self._taskset is None else len(self._taskset))
 
     @property
     def is_over(self) -> bool:
-        """Return whether no further batch is to be opened."""
+        """Whether no further batch may be opened."""
         total = self.total_batches
         return self._state.ended or (total is not None and self._state.opened >= total)
 
     @property
     def has_tasks(self) -> bool:
-        """Return whether a batch is to be made now: in mode ``serve`` an incomplete one waits for further sessions."""
+        """Whether a batch can be made now; in mode ``serve`` an incomplete batch waits for further sessions."""
         pending = len(self._state.pending)
         if self._taskset is not None or not pending or self._config.mode != "serve":
             return self._taskset is not None or pending > 0
@@ -93,13 +93,13 @@ class TaskSource:
         return pending >= self._config.buffer.batch_size or waited >= self._config.gateway.batch_wait
 
     def take(self, among: int = 1) -> list[PendingTask]:
-        """Return the tasks of the next batch and move the position; the caller saves it with the batch's ticket.
+        """Return the tasks of the next batch and advance the position; the caller saves it with the batch's ticket.
 
-        What the batch has beyond ``buffer.batch_size`` takes the place of groups that operators dropped from earlier
-        ones, and lowers the debt by as much.
+        Tasks beyond ``buffer.batch_size`` replace groups that operators dropped from earlier batches, and reduce the
+        refill debt by their number.
 
         Args:
-            among: Batches that can be opened now, this one included: the debt is divided among them.
+            among: Number of batches that can be opened now, including this batch; the debt is divided among them.
         """
         state, buffer = self._state, self._config.buffer
         size = buffer.batch_size + min(math.ceil(state.refill_debt / among), self._config.max_refill)
@@ -110,7 +110,7 @@ class TaskSource:
         if self._taskset is not None:
             room = size - len(batch)
             if buffer.total_steps is None:
-                # epochs give every task of the taskset: what was given back or submitted comes on top
+                # Epochs must use every task of the taskset, so requeued and submitted tasks are extra.
                 on_top, room = len(batch), min(size, tasks_left(self._config, state, len(self._taskset)))
             batch += [PendingTask(task=task) for task in self._taskset.next_batch(room)]
             state.taskset = dict(self._taskset.state())
@@ -118,18 +118,20 @@ class TaskSource:
         return batch
 
     def replace_filtered(self, groups: int) -> None:
-        """Owe the next batches a further task for each of so many dropped groups. Owed are never more than the batches
-        that can be under way may take: what operators drop for long is not made up for all at once later.
+        """Increase the refill debt by the number of dropped groups.
+
+        The debt is limited to the extra tasks of the batches that can be in flight, so that long periods of dropped
+        groups are not compensated all at once later.
         """
         under_way = last_with_room(Counters(), self._config.synchronizer)
         most = self._config.max_refill * min(under_way, self._config.explorer.max_open_batches)
         self._state.refill_debt = min(self._state.refill_debt + groups, most)
 
     def observe(self, ticket: Ticket) -> dict[str, float]:
-        """Tell the selectors what came of the tasks of a complete ticket, once; return their metrics.
+        """Pass the statistics of a complete ticket to the selectors, once per ticket; return their metrics.
 
-        The caller saves it with the ticket's manifest, so that it is told once over restarts too. Operators and
-        trainer have no part in it: what they drop is learnt from as well.
+        The caller saves the observation with the ticket's manifest, so that a restart does not repeat it. Selectors
+        also learn from experiences that operators or the trainer drop later.
         """
         if self._learning is None:
             return {}
@@ -140,7 +142,7 @@ class TaskSource:
         return dict(self._learning.metrics())
 
     def give_back(self, tasks: Sequence[PendingTask], *, first: bool = False) -> None:
-        """Put tasks that were given back into the next batch; after the last one they are only counted."""
+        """Put requeued tasks into the next batch; after the last batch was opened they are only counted."""
         if not self._state.ended:
             at = 0 if first else len(self._state.pending)
             self._state.pending[at:at] = tasks
@@ -150,9 +152,7 @@ class TaskSource:
 
     @property
     def room(self) -> int:
-        """Number of pending tasks that are still taken in, so that the next batches can be made; more wait in the
-        broker.
-        """
+        """Number of further pending tasks that are accepted; other submissions wait in the broker's queue."""
         return max(2 * self._config.buffer.batch_size, LEAST_PENDING) - len(self._state.pending)
 
     def submit(self, task: TaskBody, ref: SubmissionRef) -> None:
@@ -165,15 +165,15 @@ class TaskSource:
             self._state.pending.append(PendingTask(task=task, submission=ref))
 
     def completed(self, task: TaskBody, *, exact_runs: bool = False, by_gateway: bool = False) -> TaskBody:
-        """Return a submitted task, completed from the section of its taskset.
+        """Return a submitted task, completed from the configuration section of its taskset.
 
         Args:
             task: The submitted task.
-            exact_runs: ``repeat_times`` is meant as it is.
-            by_gateway: The run's own gateway submitted it: only then it may consist of recorded sessions.
+            exact_runs: Keep ``repeat_times`` even if it is 1.
+            by_gateway: True if the run's own gateway submitted the task; only then it may have recorded sessions.
 
         Raises:
-            NotAllowed: It names or sets something that ``outsiders`` does not open.
+            NotAllowed: The task uses a name or a setting that ``outsiders`` does not allow.
         """
         if not (by_gateway and task.workflow == RECORDED_SESSIONS):
             task = allowed_task(self._config, task)
@@ -182,20 +182,21 @@ class TaskSource:
 
 
 def tasks_left(config: Config, state: ExplorerState, tasks: int) -> int:
-    """Return how many tasks ``buffer.total_epochs`` over a taskset of so many tasks still give."""
+    """Return the number of remaining tasks in ``buffer.total_epochs`` epochs over a taskset of ``tasks`` tasks."""
     position = state.taskset or {}
     given = int(position.get("epoch", 0)) * tasks + int(position.get("cursor", 0))
     return max(0, tasks * config.buffer.total_epochs - given)
 
 
 def run_length(config: Config, state: ExplorerState, tasks: int | None) -> int | None:
-    """Return the number of batches of a run, None for as many as are submitted. Epochs end with their tasks, so they
-    have the fewer batches the more tasks take the place of dropped groups.
+    """Return the number of batches of a run, None if it depends on the submitted tasks.
+
+    The number of tasks in the epochs is fixed, so a run by epochs has fewer batches if tasks replace dropped groups.
 
     Args:
         config: The run's configuration.
-        state: How far the run is.
-        tasks: Tasks of the taskset; None: there is none.
+        state: The state of the run.
+        tasks: Number of tasks in the taskset; None without a taskset.
     """
     if config.buffer.total_steps is not None:
         return config.buffer.total_steps
@@ -205,8 +206,9 @@ def run_length(config: Config, state: ExplorerState, tasks: int | None) -> int |
 
 
 def task_stats(ticket: Ticket) -> dict[str, list[TaskStats]]:
-    """Return what came of the tasks of a ticket, by taskset. Submitted tasks belong to none; a task whose runs do not
-    count, or have no finite reward, says nothing.
+    """Return the statistics of a ticket's tasks, by taskset name.
+
+    Submitted tasks, which belong to no taskset, are left out, and tasks without counted runs or finite rewards.
     """
     found: dict[str, list[TaskStats]] = {}
     submitted = {submission.task_id for submission in ticket.submissions}
@@ -224,7 +226,7 @@ def task_stats(ticket: Ticket) -> dict[str, list[TaskStats]]:
 
 
 def open_training(config: Config) -> Taskset | TasksetMixture | None:
-    """Return the training taskset, at its beginning; None: tasks are submitted, or there is none."""
+    """Return the training taskset at its first task; None if all tasks are submitted, or in mode ``bench``."""
     limit = config.broker.max_task_bytes
     opened = [
         open_taskset(one, repeat_times=config.algorithm.repeat_times, seed=config.seed, max_bytes=limit)
@@ -237,7 +239,7 @@ def open_training(config: Config) -> Taskset | TasksetMixture | None:
 
 
 def open_tasksets(config: Config) -> tuple[Taskset | TasksetMixture | None, dict[str, list[TaskBody]]]:
-    """Return the training taskset, at its beginning, and the evaluation tasks by set."""
+    """Return the training taskset at its first task, and the evaluation tasks by set."""
     sets = {
         one.name: open_taskset(
             one, repeat_times=one.repeat_times, seed=config.seed, is_eval=True, max_bytes=config.broker.max_task_bytes

@@ -1,4 +1,4 @@
-"""Opens training batches as the pacing allows, closes complete ones, and follows them until they are consumed."""
+"""Opens training batches as the pacing allows, closes complete batches, and follows them until they are consumed."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ log = structlog.get_logger(__name__)
 
 NO_TASKS = "tasks to be submitted"
 GIVEN_UP = {"failed", "gone"}
-"""Outcomes of a batch whose operator may not have sent submitters the experiences they wait for."""
+"""Outcomes of a batch after which submitters may not have received the experiences that they wait for."""
 NO_MORE = "its batch was given up: experiences that have not come by now will not come"
 
 
 class TrainingBatches:
-    """Opens, closes and follows training batches; all decisions are taken from ``state`` and the counters."""
+    """Opens, closes and follows training batches; all decisions depend only on ``state`` and the counters."""
 
     def __init__(
         self,
@@ -56,19 +56,19 @@ class TrainingBatches:
         self.generation = 0
         self.counters = Counters()
         self.wants = 0
-        """The last batch for which the trainer is asked for its newest weights (explorer_driven); in the heartbeats."""
+        """The last batch for which the explorer requests the newest weights (explorer_driven); sent in heartbeats."""
         self._waited = 0.0
-        """Seconds since it was asked."""
+        """Seconds since the request."""
         self._opened_at: dict[str, float] = {}
-        """By ticket opened since the start of this process."""
+        """Event loop time of opening, by ticket opened in this process."""
         self._paused_time: defaultdict[str, float] = defaultdict(float)
-        """Seconds by open ticket in which all runners had paused its lane."""
+        """Seconds for which all runners had paused the ticket's lane, by open ticket."""
         self._pauses: dict[str, int] = {}
-        """Pauses of each runner process that the metrics of closed batches include."""
+        """Number of pauses already reported in the metrics of closed batches, by runner process."""
         self._late = self._refused = 0
-        """Number of late results that the metrics of closed batches include."""
+        """Numbers of late results and refused submissions already reported in the metrics of closed batches."""
         self.empty: EmptyBatchStatus | None = None
-        """The last batch without anything to train on, unless one was trained on since; in the heartbeats."""
+        """The last batch without anything to train on, None after a batch was trained on; sent in the heartbeats."""
         dispatcher.on_progress = self.on_progress
 
     # -- counters
@@ -81,7 +81,7 @@ class TrainingBatches:
         committed: int | None = None,
         answered: int | None = None,
     ) -> None:
-        """Merge the trainer's counters: within a generation they only rise, a newer one may start lower."""
+        """Merge the trainer's counters, which only rise within a generation; a newer generation may start lower."""
         if generation < self.generation:
             return
         known = self.counters if generation == self.generation else Counters()
@@ -98,7 +98,7 @@ class TrainingBatches:
         self.update_counters(progress.generation, progress=progress.progress)
         closed = self._state.following.tickets.pop(progress.ticket, None)
         if closed is None:
-            return  # repeated: the trainer consumes again what came after its checkpoint
+            return  # after a restart, the trainer consumes the batches after its checkpoint again
         if returned := closed.returned(progress.stale_tasks):
             self._source.give_back(returned, first=True)
             log.info("stale_tasks_given_back", batch=progress.batch, tasks=len(returned))
@@ -106,7 +106,7 @@ class TrainingBatches:
         if progress.outcome == "trained":
             self._state.consecutive_empty, self.empty = 0, None
             return
-        if progress.outcome != "skipped":  # there was something to train on, and the trainer has a limit of its own
+        if progress.outcome != "skipped":  # a skipped batch had experiences, and the trainer has its own limit for it
             self._state.consecutive_empty += 1
             self.empty = EmptyBatchStatus(
                 batch=int(progress.batch),
@@ -120,7 +120,7 @@ class TrainingBatches:
         log.warning("batch_not_trained", batch=progress.batch, outcome=progress.outcome, reason=progress.reason)
 
     def check(self) -> None:
-        """End the run when it only makes empty batches.
+        """End the run if it makes only empty batches.
 
         Raises:
             FatalError: ``explorer.max_consecutive_empty`` batches in a row had nothing to train on.
@@ -137,7 +137,7 @@ class TrainingBatches:
     # -- opening
 
     def blocked_reason(self, engine_current: bool) -> str | None:
-        """Return what the next batch waits for, None when it may be opened."""
+        """Return the reason why the next batch has to wait, None if it may be opened."""
         batch = self._state.opened + 1
         if not self._dispatcher.bus.usable:
             return self._dispatcher.bus.trouble or "the broker"
@@ -155,7 +155,7 @@ class TrainingBatches:
         return None
 
     def _pacing_reason(self, batch: int) -> str | None:
-        """Return what the pacing requires before ``batch`` is opened; asks the trainer for weights where it must."""
+        """Return the pacing's reason why ``batch`` has to wait; request weights from the trainer if necessary."""
         config, counters = self._config.synchronizer, self.counters
         if may_open(batch, counters, config):
             return None
@@ -171,15 +171,15 @@ class TrainingBatches:
 
     @property
     def _can_open(self) -> int:
-        """Number of batches for which the trainer need not consume any more, at least 1."""
+        """Number of batches that the pacing allows to open before the trainer consumes another batch, at least 1."""
         last = last_with_room(self.counters, self._config.synchronizer)
         return max(1, min(last, self._source.total_batches or last) - self._state.opened)
 
     def wait_for_answer(self, seconds: float) -> None:
-        """Count ``seconds`` in which the trainer could have committed the weights that it was asked for.
+        """Add ``seconds`` to the time that the trainer has had to commit requested weights.
 
         Raises:
-            FatalError: ``synchronizer.request_timeout`` is over.
+            FatalError: ``synchronizer.request_timeout`` has passed.
         """
         config = self._config.synchronizer
         if self._state.ended or not must_ask(self._state.opened + 1, self.counters, config):
@@ -221,14 +221,14 @@ class TrainingBatches:
     # -- closing and following
 
     def needs_attention(self) -> bool:
-        """Return whether a ticket is to be closed, or too many batches were empty."""
+        """Return whether a ticket can be closed, a submitter must be answered, or too many batches were empty."""
         return (
             bool(self._closable() or self._state.broken)
             or self._state.consecutive_empty >= self._config.explorer.max_consecutive_empty
         )
 
     def _closable(self) -> list[Ticket]:
-        """Return what is complete: training tickets, and evaluations of single tasks that were submitted."""
+        """Return the complete tickets of training batches and of submitted evaluations."""
         return [
             ticket
             for ticket in self._dispatcher.tickets.values()
@@ -237,7 +237,7 @@ class TrainingBatches:
         ]
 
     async def close_complete(self) -> None:
-        """Close complete tickets in the order of the batches; answer submitters whose experiences will not come."""
+        """Close complete tickets in batch order; answer submitters whose experiences will not arrive."""
         for ticket in sorted(self._closable(), key=lambda ticket: sort_batch_id(ticket.batch)):
             with work_for(ticket.batch, ticket.ticket):
                 await self._close(ticket)
@@ -266,7 +266,8 @@ class TrainingBatches:
         if is_batch and fresh:
             self._late = self._dispatcher.late_results
             self._refused = self._dispatcher.refused_submissions
-            # before it is published: its Progress may come while submitters are being answered, or after a crash there
+            # Recorded before the manifest is published, because its Progress may arrive while submitters are being
+            # answered, or after a crash at that point.
             promises = [
                 SubmittedTask(submission=one, outcome=submission_outcome(ticket, one))
                 for one in ticket.submissions
@@ -298,7 +299,7 @@ class TrainingBatches:
             self._report(ticket.batch, metrics | took)
 
     def _give_back(self, ticket: Ticket) -> None:
-        """Put tasks without a finished run that counts back once: what is lost otherwise are the longest."""
+        """Requeue tasks without a finished run that counts, each once; otherwise the longest tasks would be lost."""
         if self._config.explorer.unfinished != "requeue":
             return
         before = set(self._state.given_back.get(ticket.ticket, ()))
@@ -307,15 +308,16 @@ class TrainingBatches:
         for task_id, task in enumerate(ticket.tasks):
             results = ticket.results_of(task_id)
             if any(result.outcome == "poisoned" for result in results):
-                continue  # it ends processes: its dead letter is for people to look at
+                continue  # the task crashes processes, so it is only dead-lettered, for inspection
             lost = ticket.whole_tasks_only and ticket.was_cut_off(task_id)
             if (lost or not any(result.runs for result in results)) and task_id not in before | answered:
                 again.append(PendingTask(task=task, given_back=True))
         self._source.give_back(again)
 
     def _stale_may_return(self, ticket: Ticket) -> dict[int, TaskBody]:
-        """Return the tasks that go to another batch if the trainer finds their groups too old: each once, and none that
-        a submitter has been answered for.
+        """Return the tasks that are requeued if the trainer drops their groups as stale.
+
+        A task is requeued only once, and not if it was submitted, because its submitter has been answered.
         """
         if self._config.synchronizer.stale != "requeue":
             return {}
@@ -323,13 +325,13 @@ class TrainingBatches:
         return {task_id: task for task_id, task in enumerate(ticket.tasks) if task_id not in never}
 
     def paused_lanes(self) -> dict[str, str]:
-        """Return the lanes that every living runner has paused, each with what one of them waits for."""
+        """Return the lanes that every living runner has paused, each with the reason of one runner."""
         runners = self._peers.statuses("runner", RunnerStatus)
         each = [{one.lane: one.line() for one in status.paused} for status in runners] or [{}]
         return {lane: line for lane, line in each[0].items() if all(lane in paused for paused in each)}
 
     def _new_pauses(self) -> int:
-        """Return how often runners have paused a lane since this was last asked."""
+        """Return the number of lane pauses of all runners since the last call."""
         known, before = dict[str, int](), self._pauses
         for beat in self._peers.alive("runner"):
             if isinstance(beat.detail, RunnerStatus):
@@ -358,10 +360,10 @@ class TrainingBatches:
             self._dispatcher.cut_off(ticket, "enough of its batch was done", keep=keep)
 
     async def tick(self, seconds: float, *, moving: bool = True) -> None:
-        """Let ``seconds`` pass for open tickets, and for closed batches that no operator or trainer works on.
+        """Advance by ``seconds`` the clocks of open tickets and of closed batches that no operator or trainer works on.
 
-        ``moving``: there are a runner and an engine; without them a batch's time stands still. So it does while all
-        runners have paused its lane.
+        ``moving`` is True if a runner and an engine are alive; otherwise the batches' clocks stop. A batch's clock also
+        stops while all runners have paused its lane.
         """
         paused = self.paused_lanes()
         for ticket in list(self._dispatcher.tickets.values()):
@@ -374,7 +376,7 @@ class TrainingBatches:
         at_work = [status.ticket for status in self._peers.statuses("operator", OperatorStatus) if status.ticket]
         in_hand = {*at_work, *self._peers.trainer.in_hand}
         if not any(beat.state == "idle" for beat in operators):
-            in_hand = set(self._state.following.tickets)  # each waits in `closed` until an operator is free
+            in_hand = set(self._state.following.tickets)  # the manifests wait in `closed` for a free operator
         actions = self._state.following.tick(
             seconds,
             in_hand,
@@ -393,7 +395,7 @@ class TrainingBatches:
                 await self._dispatcher.fail(manifest, reason)
 
     async def _repair_closed(self, unseen: Sequence[BatchClosed]) -> None:
-        """Publish manifests again if no queue holds them: it was deleted or purged."""
+        """Publish manifests again if the queue ``closed`` is empty, because it was deleted or purged."""
         if not await self._dispatcher.bus.depth(self._dispatcher.topology.closed.name):
             for manifest in unseen:
                 log.warning("manifest_lost", batch=manifest.batch, action="publish again")
@@ -405,12 +407,12 @@ class TrainingBatches:
 
     @property
     def open_submitted(self) -> int:
-        """Number of submitted evaluations that are open."""
+        """Number of open submitted evaluations."""
         return sum(
             ticket.deliver == "none" and bool(ticket.submissions) for ticket in self._dispatcher.tickets.values()
         )
 
     @property
     def are_all_consumed(self) -> bool:
-        """Every batch opened has been closed and reported on by the trainer."""
+        """Whether every opened batch has been closed and consumed by the trainer."""
         return not self._open_batches and not self._state.following.tickets
