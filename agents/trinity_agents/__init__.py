@@ -1,1 +1,1 @@
-"""The daemons, each short: build the parts, run them."""
+"""The daemons of a run; each package builds the parts of one agent and runs them."""
