@@ -1,6 +1,6 @@
-"""The runner: a slice in, its workflow run against an engine, experiences out, then the outcome, then the ack.
+"""The runner: takes a task slice, runs its workflow with an engine, publishes experiences and outcome, acknowledges it.
 
-Waits for: slices on ``tasks.train`` and ``tasks.eval``, and for an engine that holds the weights.
+Waits for: slices on ``tasks.train`` and ``tasks.eval``, and an engine that holds the weights.
 """
 
 from __future__ import annotations
@@ -56,23 +56,23 @@ from trinity_mq.transport.blobs import StoreUnavailable, open_store
 log = structlog.get_logger(__name__)
 
 SEEN_TICKETS = 1000
-"""Tickets remembered as logged."""
+"""Number of tickets remembered as logged."""
 REMEMBERED = 10_000
-"""Reported slices that are remembered: an acknowledgement may be lost without notice."""
+"""Number of reported slices remembered, because a lost acknowledgement causes a redelivery."""
 STUCK_AFTER = 5.0
 """Seconds after which an abandoned thread counts as stuck."""
 FINAL_FLUSH = 5.0
 """Seconds for publishing results after ``runner.drain_timeout``."""
 EXIT_GRACE = 3.0
-"""Seconds from the end of a runner to the end of its process, where workflows ignore their cancellation."""
+"""Seconds from the end of the runner to the forced end of its process, if workflows ignore their cancellation."""
 LISTED = 4
-"""Slices that a beat names: ``[ticket, task, first run, seconds since it came]``."""
+"""Number of slices that a heartbeat lists as ``[ticket, task, first run, seconds since the start]``."""
 IDLE_AFTER = 0.25
-"""Seconds without a slice after which the heartbeat says so."""
+"""Seconds without a slice after which the heartbeat reports ``idle``."""
 
 
 class Runner(Agent):
-    """Executes slices, as many at a time as ``runner.concurrency``, evaluation beside training."""
+    """Executes up to ``runner.concurrency`` training slices and ``runner.eval_slots`` evaluation slices at a time."""
 
     role = "runner"
 
@@ -103,7 +103,7 @@ class Runner(Agent):
         )
         self._open = OpenTickets(self.peers)
         self._seen_tickets: deque[str] = deque(maxlen=SEEN_TICKETS)
-        """Tickets of which a slice has been logged."""
+        """Tickets whose first slice has been logged."""
         self._publisher = ResultPublisher(
             bus,
             topology,
@@ -140,14 +140,14 @@ class Runner(Agent):
         self._failure: BaseException | None = None
         self._restart_reason: RestartMe | None = None
         self._idle_timer: asyncio.TimerHandle | None = None
-        self._attempts = itertools.count(uuid.uuid4().int >> 1)  # unique, without asking the kernel for each
+        self._attempts = itertools.count(uuid.uuid4().int >> 1)  # unique ids without a system call for each
         self._done = 0
         self._usual = UsualDuration()
         self._slot_count = sum(slots.values())
         self._counts: Counter[str] = Counter()
 
     def detail(self) -> RunnerStatus:
-        """Return what runs here (the oldest slices by name) and how many slices ended in which way."""
+        """Return the running slices (the oldest by name) and the number of slices by outcome."""
         oldest = itertools.islice(self._held.values(), LISTED)
         changed: dict[str, Any] = dict(self._counts)
         if pauses := sum(intake.circuit.pauses for intake in self._intakes.values()):
@@ -165,7 +165,10 @@ class Runner(Agent):
         ).model_copy(update=changed)
 
     def _holds(self) -> dict[str, list[tuple[int, int]]]:
-        """Return all slices that are here, by ticket: the explorer sends those again that are nowhere."""
+        """Return the (task, first run) of all slices in this runner, by ticket.
+
+        The explorer sends a slice again if no runner lists it.
+        """
         holds = dict[str, list[tuple[int, int]]]()
         for ticket, task, base in {**self._held, **dict.fromkeys(key for _, key in self._waiting.values())}:
             holds.setdefault(ticket, []).append((task, base))
@@ -177,7 +180,7 @@ class Runner(Agent):
         """Take slices until drained, worn out or the run is over.
 
         Raises:
-            RestartMe: A fresh process is wanted.
+            RestartMe: The runner needs a fresh process.
         """
         try:
             async with asyncio.TaskGroup() as group:
@@ -227,7 +230,7 @@ class Runner(Agent):
             self.woken.notify()
 
     def restart(self, why: RestartMe) -> None:
-        """Give unfinished slices back, and ask for a fresh process."""
+        """Return unfinished slices to the queue, and end the process with a request for a restart."""
         if self._restart_reason is None:
             log.info("leaving", runner=self.id, reason=str(why))
             self._restart_reason = why
@@ -271,8 +274,10 @@ class Runner(Agent):
             await self._divide(delivery, found.slices)
 
     async def _divide(self, delivery: Delivery, slices: list[TaskSlice]) -> None:
-        """Start each slice of a message by itself, as soon as it has a slot. Take the message apart if it comes again,
-        or while the lane is paused: only one of its slices may be tried then. One that holds nothing is acknowledged.
+        """Start each slice of a message separately, as soon as it has a slot.
+
+        A redelivered message, or a message during a pause of the lane, is published again as one message per slice,
+        because only one of its slices may be tried then. An empty message is acknowledged.
         """
         group = SliceGroup(delivery, slices)
         if not slices:
@@ -285,9 +290,10 @@ class Runner(Agent):
 
     async def _hold(self, task_slice: TaskSlice, delivery: Delivery) -> None:
         """Execute a slice when it has a slot, and answer its delivery."""
-        BATCH.set(task_slice.batch)  # of this slice's own asyncio task, as the next
+        # These context variables are local to the slice's own asyncio task.
+        BATCH.set(task_slice.batch)
         TASK.set((task_slice.task_id, task_slice.run_base))
-        structlog.contextvars.bind_contextvars(batch=task_slice.batch, ticket=task_slice.ticket)  # likewise
+        structlog.contextvars.bind_contextvars(batch=task_slice.batch, ticket=task_slice.ticket)
         self._log_batch(task_slice)
         slot, intake, task = self._slots[task_slice.lane], self._intakes[task_slice.lane], asyncio.current_task()
         assert task is not None
@@ -300,14 +306,14 @@ class Runner(Agent):
         in_flight: InFlightSlice | None = None
         try:
             while key in self._held:
-                # a stale delivery of the same slice: the new delivery is the one to acknowledge
+                # The held delivery of the same slice is stale; only the new delivery can be acknowledged.
                 await self._held[key].over.wait()
             if key in self._reported:
                 self._counts["duplicates"] += 1
                 await acknowledge(delivery)
                 return
             if not intake.circuit.begin(key, asyncio.get_running_loop().time()):
-                await self.woken.until(lambda: not intake.taking)  # it would come straight back
+                await self.woken.until(lambda: not intake.taking)  # otherwise this runner would get it again at once
                 self._counts["given_back"] += 1
                 await give_back(self.bus, delivery)
                 return
@@ -321,7 +327,7 @@ class Runner(Agent):
                 self._release(in_flight)
 
     async def _slice_or_fail(self, in_flight: InFlightSlice) -> None:
-        """Execute a slice. A slice that cannot be handled because of its content is reported, so that it has an end."""
+        """Execute a slice; report a slice that cannot be handled because of its content as poisoned."""
         try:
             await self._slice(in_flight)
         except Exception as error:
@@ -331,13 +337,13 @@ class Runner(Agent):
             await self._poison(in_flight, in_flight.past, reason_of(error))
 
     def _log_batch(self, task_slice: TaskSlice) -> None:
-        """Log the first slice of each ticket: a line for each slice would cost more than many slices themselves."""
+        """Log the first slice of each ticket; a line per slice would cost more than many slices themselves."""
         if task_slice.ticket not in self._seen_tickets:
             self._seen_tickets.append(task_slice.ticket)
             log.info("batch_begun", lane=task_slice.lane)
 
     def _judge(self, in_flight: InFlightSlice, outcome: SliceOutcome | None) -> bool:
-        """Tell the circuit of the lane how a try ended; return whether the slice is to be tried again later."""
+        """Report the result of an attempt to the lane's circuit breaker; return whether to retry the slice later."""
         lane, circuit = in_flight.task_slice.lane, self._intakes[in_flight.task_slice.lane].circuit
         failed = outcome is not None and is_infrastructure(outcome)
         before = circuit.describe(lane)
@@ -367,7 +373,7 @@ class Runner(Agent):
             self._show_state()
 
     def _show_state(self) -> None:
-        """Say in the heartbeats what the runner does, and what it waits for."""
+        """Update the state and the reason of waiting in the heartbeats."""
         if self.state == "draining":
             return
         paused = [found for lane, one in self._intakes.items() if (found := one.circuit.describe(lane)) is not None]
@@ -395,7 +401,7 @@ class Runner(Agent):
                     await self._finish(in_flight, outcome)
 
     def _take_over(self, in_flight: InFlightSlice) -> None:
-        """Leave a workflow that ignores its cancellation in its task, and report its slice."""
+        """Detach the task of a workflow that ignores its cancellation, and report its slice."""
         intake = self._intakes[in_flight.task_slice.lane]
         intake.track(self._start(self._finish_detached(in_flight)))
         if in_flight.task is not None:
@@ -448,7 +454,7 @@ class Runner(Agent):
             self.restart(RecycleMe(f"{self._done} slices done (runner.recycle_after)"))
 
     async def _retry(self, in_flight: InFlightSlice, what: str, error: Exception) -> None:
-        """Give a slice back for another try on any runner; at the delivery limit report it as poisoned."""
+        """Requeue a slice for another attempt on any runner; at the delivery limit report it as poisoned."""
         limit, task_slice = self.config.broker.delivery_limit, in_flight.task_slice
         failure = f"attempt {in_flight.attempt} of {self.id}: {what}: {error}"
         if in_flight.past.suspect + 1 < limit:
@@ -462,7 +468,7 @@ class Runner(Agent):
             await self._poison(in_flight, past, f"{what}; {past.suspect} tries did not end well, last: {error}")
 
     async def _poison(self, in_flight: InFlightSlice, past: PastDeliveries, reason: str) -> None:
-        """Report a slice that ends its runners, dead-letter a copy, then acknowledge."""
+        """Report a poisoned slice, dead-letter a copy, then acknowledge it."""
         self._counts["poisoned"] += 1
         await self._publisher.report(
             in_flight, self._publisher.result(in_flight, "poisoned", message=reason, kind="process")
@@ -480,9 +486,10 @@ class Runner(Agent):
     # -- the end
 
     async def _finish_or_give_back(self) -> None:
-        """Give slices without a slot back, and wait for those in flight. After ``drain_timeout`` (after a failure at
-        once) they are given back for another runner, or report their finished runs, where partial results are
-        requested.
+        """Return slices without a slot to the queue, and wait for the slices in flight.
+
+        After ``drain_timeout``, or at once after a failure, slices in flight are returned to the queue for another
+        runner, or report their finished runs if partial results are requested.
         """
         loop = asyncio.get_running_loop()
         for task, (delivery, _) in list(self._waiting.items()):
@@ -523,7 +530,7 @@ class Runner(Agent):
 def main(config: Config, agent_id: str = "runner-0") -> int:
     """Run one runner until the run is over; returns the exit code."""
     os.environ.update(config.runner.env)
-    gc.freeze()  # what the imports made stays for good: a full collection over it costs a fifth of a second
+    gc.freeze()  # imported objects stay for good, and a full collection over them takes 0.2 s
 
     dog = Watchdog(config.runner.max_block)
 
@@ -542,7 +549,10 @@ def main(config: Config, agent_id: str = "runner-0") -> int:
 
 
 def _end_process(code: int) -> None:
-    """End the process soon: a workflow that ignores its cancellation would keep the loop alive."""
+    """Force the end of the process after :data:`EXIT_GRACE` seconds.
+
+    A workflow that ignores its cancellation would otherwise keep the event loop alive.
+    """
     last = threading.Timer(EXIT_GRACE, os._exit, (code,))
     last.daemon = True
     last.start()

@@ -1,8 +1,9 @@
-"""Decides whether a runner starts slices of a lane: a circuit breaker for the sandboxes and services that they use.
+"""Circuit breaker of a runner's lane, for the sandboxes and services that slices use.
 
-Closed, it lets every slice through. It opens when so many tries of slices in a row have failed for want of
-infrastructure; then none is started for a while. After that it is half-open: one slice is tried. If a run of it
-finishes, the circuit closes; if it fails in the same way, the next pause is twice as long. No I/O: the time is given.
+A closed circuit lets every slice start. The circuit opens after a number of infrastructure failures in a row, and no
+slice starts during a pause. After the pause it is half-open: one slice is tried as a probe. If a run of the probe
+finishes, the circuit closes; if the probe fails in the same way, the next pause is twice as long. No I/O: callers pass
+the time.
 """
 
 from __future__ import annotations
@@ -15,43 +16,45 @@ from trinity_mq.messages import INFRASTRUCTURE, Lane, PausedLane
 from trinity_mq.rollout.status import SliceOutcome
 
 LONE_ROW = 3
-"""Failures in a row at which the circuit opens where all are of one slice, which fails alone then."""
+"""Number of failures in a row that open the circuit if all belong to the same slice (the slice fails alone)."""
 OWN_FAULTS = 2
-"""Times that others go well between two tries of a slice that fails. Once may be a sandbox that comes and goes."""
+"""Number of retries that a slice fails although other slices succeeded in between, after which the slice itself is to
+blame. A single such retry may be due to a sandbox that is only sometimes available."""
 REMEMBERED = 10_000
-"""Slices that were put back and are remembered: another runner may have taken them."""
+"""Maximum number of requeued slices remembered; another runner may have taken a requeued slice."""
 NO_EVIDENCE = frozenset({"timeout", "engine", "process", "stopped"})
-"""Kinds of failures that neither make a row of failures longer nor break it."""
+"""Kinds of failures that neither extend nor reset the row of failures."""
 
 
 class Circuit:
-    """The circuit of one lane of one runner. Times are seconds of any one clock.
+    """The circuit breaker of one lane of a runner. Times are seconds of the same monotonic clock.
 
     Args:
-        config: Its limits.
+        config: Limits of the circuit breaker.
     """
 
     def __init__(self, config: CircuitBreakerConfig) -> None:
         self._config = config
         self._until: float | None = None
-        """End of the pause; None while the circuit is closed."""
+        """Time at which the pause ends; None while the circuit is closed."""
         self._pause = 0.0
         self._probe: Hashable | None = None
         self._row = 0
         self._failing: dict[Hashable, None] = {}
-        """Slices that failed in this row, at most two: more are not told apart."""
+        """Slices that failed in this row; at most two are stored, which is enough to see that no slice fails alone."""
         self._kind = self._reason = ""
         self._worked = -math.inf
         self._failed: dict[Hashable, tuple[float, int]] = {}
-        """By slice that was put back: when it last failed here, and how often others went well between its tries."""
+        """(time of the last failure here, number of retries with successes of other slices in between), by requeued
+        slice."""
         self.pauses = 0
-        """Times that the circuit opened."""
+        """Number of times that the circuit opened."""
         self.probes = 0
-        """Probes that have ended, in whatever way."""
+        """Number of probes that have ended, with any result."""
 
     @property
     def is_closed(self) -> bool:
-        """Every slice may be started."""
+        """Whether every slice may be started."""
         return self._until is None
 
     def admits(self, now: float) -> bool:
@@ -59,11 +62,11 @@ class Circuit:
         return self._until is None or (self._probe is None and now >= self._until)
 
     def seconds_left(self, now: float) -> float | None:
-        """Return the seconds until a slice may be started; None where that depends on the probe under way."""
+        """Return the seconds until a slice may be started; None while a probe is running, which decides about it."""
         return None if self._probe is not None else 0.0 if self._until is None else max(0.0, self._until - now)
 
     def begin(self, slice_key: Hashable, now: float) -> bool:
-        """Return whether the slice may be started; in a half-open circuit it is the probe then."""
+        """Return whether the slice may be started; in a half-open circuit the slice becomes the probe."""
         if not self.admits(now):
             return False
         if self._until is not None:
@@ -71,17 +74,17 @@ class Circuit:
         return True
 
     def end(self, slice_key: Hashable, outcome: SliceOutcome | None, tries: int, now: float) -> bool:
-        """Take note of how a try of a slice ended; return whether the slice is to be tried again later.
+        """Record the result of an attempt of a slice; return whether to retry the slice later.
 
-        It is not where other slices went well between two tries of it on this runner, :data:`OWN_FAULTS` times, or once
-        if it fails alone: then the fault is its own, and does not count for the lane. Nor is it at the limit of its
-        tries, which is lower if it fails alone.
+        A slice is not retried if other slices succeeded between its attempts on this runner :data:`OWN_FAULTS` times,
+        or once if it fails alone: then the slice itself is to blame, and its failure does not count for the lane. It is
+        also not retried at its limit of attempts, which is lower if it fails alone.
 
         Args:
             slice_key: The slice.
-            outcome: None: nothing is known, as where nobody waits for the slice any more.
-            tries: Its tries on any runner that failed for want of infrastructure, this one included if it did.
-            now: The time.
+            outcome: The result; None if it is unknown, for example if the slice was cancelled.
+            tries: Number of infrastructure failures of the slice on any runner, including this attempt if it failed so.
+            now: Current time in seconds.
         """
         was_probe = self._probe is not None and self._probe == slice_key
         if was_probe:
@@ -101,17 +104,17 @@ class Circuit:
         return False
 
     def status(self, lane: Lane, now: float) -> PausedLane | None:
-        """Return what heartbeats say about the lane; None where a slice may be started."""
+        """Return the lane's status for the heartbeats; None if a slice may be started."""
         return None if self.admits(now) else self.describe(lane)
 
     def describe(self, lane: Lane) -> PausedLane | None:
-        """Return why the circuit is not closed, None if it is."""
+        """Return the reason why the circuit is not closed, None for a closed circuit."""
         if self._until is None:
             return None
         return PausedLane(lane=lane, failures=self._row, kind=self._kind, reason=self._reason, pause=self._pause)
 
     def _fail(self, slice_key: Hashable, outcome: SliceOutcome, tries: int, now: float, was_probe: bool) -> bool:
-        """Take note of a failure for want of infrastructure; return whether the slice is to be tried again."""
+        """Record an infrastructure failure; return whether to retry the slice."""
         last, own_faults = self._failed.pop(slice_key, (math.inf, 0))
         own_faults += self._worked > last
         self._row += 1
@@ -134,7 +137,7 @@ class Circuit:
             self._until = now + self._pause
         if tries >= (self._config.tries_alone if alone else self._config.tries):
             if alone and self._until is not None:
-                self._pause, self._until = self._config.pause, now  # the others need not wait for its sake
+                self._pause, self._until = self._config.pause, now  # the other slices need not wait for it
             return False
         self._failed[slice_key] = now, own_faults
         if len(self._failed) > REMEMBERED:
@@ -147,5 +150,5 @@ class Circuit:
 
 
 def is_infrastructure(outcome: SliceOutcome) -> bool:
-    """Return whether none of a slice's runs finished for want of infrastructure, and a further try may go well."""
+    """Return whether no run of a slice finished because of an infrastructure failure that a retry may fix."""
     return not outcome.runs and outcome.failure_kind in INFRASTRUCTURE and outcome.retryable

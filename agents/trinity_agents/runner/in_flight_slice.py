@@ -1,4 +1,4 @@
-"""A slice that a runner holds: its earlier deliveries, its results so far and its cancellation from outside."""
+"""A slice in flight at a runner: its earlier deliveries, its results so far and its external cancellation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CANCELLED: Final = "nobody waits for it any more"
 PREEMPTED: Final = "its runner had to end"
 OVERDUE: Final = "it went on after its time was over"
 STOPPED: Final = "stopped"
-"""Kind of failure of a slice that was stopped from outside, through no fault of its own."""
+"""Failure kind of a slice that was stopped from outside and is not to blame."""
 
 
 class InFlightSlice:
@@ -34,27 +34,27 @@ class InFlightSlice:
         self.running = False
         """Whether the workflow is being executed."""
         self.why: str | None = None
-        """Reason of the cancellation from outside."""
+        """Reason of the external cancellation, None without a cancellation."""
         self.detached = False
-        """Whether it ignored its cancellation: another task reports it."""
+        """Whether the workflow ignored its cancellation, so that another task reports the slice."""
 
     @property
     def key(self) -> SliceKey:
-        """Identity of the slice over all of its deliveries."""
+        """Identity of the slice in all of its deliveries: (ticket, task id, first run)."""
         return self.task_slice.ticket, self.task_slice.task_id, self.task_slice.run_base
 
     @property
     def name(self) -> str:
-        """The key as one text."""
+        """The key as text, separated by slashes."""
         return "/".join(map(str, self.key))
 
     @property
     def seconds(self) -> float:
-        """Seconds since it was delivered."""
+        """Seconds since the slice got a slot."""
         return asyncio.get_running_loop().time() - self.started
 
     def end(self, why: str) -> bool:
-        """Cancel the workflow; False if it does not run, or was cancelled before."""
+        """Cancel the workflow; return False if it is not running or already cancelled."""
         if not self.running or self.why is not None or self.task is None:
             return False
         self.why = why
@@ -62,19 +62,19 @@ class InFlightSlice:
         return True
 
     def absorb_cancel(self) -> bool:
-        """Say whether a CancelledError that arrived is that of :meth:`end` alone, and take it back."""
+        """Undo the cancellation of :meth:`end`; return whether no other cancellation of the task is pending."""
         return self.why is not None and self.task is not None and self.task.uncancel() == 0
 
 
 class OpenTickets:
-    """The open tickets, by their owners' heartbeats (see :mod:`trinity_mq.dispatch.dispatcher`)."""
+    """The open tickets in their owners' heartbeats (see :mod:`trinity_mq.dispatch.dispatcher`)."""
 
     def __init__(self, peers: Peers) -> None:
         self._peers = peers
         self._known: dict[str, tuple[object, frozenset[str]]] = {}
 
     def abandoned(self, task_slice: TaskSlice) -> bool:
-        """Say whether the owner of a slice, at a time when it must have known of the ticket, did not list it."""
+        """Return whether the owner of a slice, in a heartbeat after it opened the ticket, does not list the ticket."""
         beat = self._peers.latest(task_slice.explorer) if task_slice.explorer else None
         if beat is None or beat.seq < task_slice.opened_beat:
             return False

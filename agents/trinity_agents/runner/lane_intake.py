@@ -1,4 +1,4 @@
-"""Takes the slices of one lane from their queue: as many as there is room for, none, or one, as the circuit says."""
+"""Takes the slices of one lane from their queue; the circuit breaker limits them to all slots, one probe or none."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ class LaneIntake:
     """Consumes one lane.
 
     Args:
-        bus: Connected.
+        bus: A connected bus.
         queue: The lane's queue.
-        slots: Slices at a time. prefetch is that number: of what is delivered only short slices that came together may
-            wait.
-        circuit: Says when to pause.
-        start: Starts the work on a delivery; the task ends when the delivery is answered, or other tasks that answer it
-            are tracked.
+        slots: Number of slices at a time, which is also the prefetch. Only short slices that share a message may have
+            to wait after their delivery.
+        circuit: Circuit breaker of the lane.
+        start: Starts the work on a delivery; the task ends once the delivery is answered, or once other tasks that
+            answer it are tracked.
         woken: Notified when the circuit changes or the runner ends.
-        is_over: Whether to take no more.
+        is_over: Returns whether to stop consuming.
     """
 
     def __init__(
@@ -39,11 +39,11 @@ class LaneIntake:
         self._bus, self._queue, self._slots, self.circuit = bus, queue, slots, circuit
         self._start, self._woken, self._is_over = start, woken, is_over
         self._work: set[asyncio.Task[None]] = set()
-        """Tasks that have a delivery of the lane to answer."""
+        """Tasks that have to answer a delivery of the lane."""
         self._stopped: list[Consumer] = []
-        """Consumers that take no more, of which deliveries may be unanswered."""
+        """Consumers that do not receive any more and may have unanswered deliveries."""
         self.taking = False
-        """A delivery that is given back may come straight to this runner again."""
+        """True while consuming, when a requeued delivery may be redelivered to this runner at once."""
 
     async def run(self) -> None:
         """Take slices until the runner's work is over."""
@@ -57,21 +57,21 @@ class LaneIntake:
                 await self._woken.wait(self.circuit.seconds_left(clock()))
 
     def track(self, task: asyncio.Task[None]) -> None:
-        """Leave consumers open while ``task`` is under way: it has a delivery of the lane to answer."""
+        """Keep the consumers open until ``task`` ends, because it has to answer a delivery of the lane."""
         self._work.add(task)
         task.add_done_callback(self._work.discard)
 
     def forget(self, task: asyncio.Task[None]) -> None:
-        """Wait for a task no longer: another one answers its delivery."""
+        """Stop waiting for a task, because another task answers its delivery."""
         self._work.discard(task)
 
     async def close(self) -> None:
-        """Close the consumers that take no more; what is unanswered goes back to the queue."""
+        """Close the stopped consumers; their unanswered deliveries return to the queue."""
         while self._stopped:
             await self._stopped.pop().close()
 
     async def _take(self) -> None:
-        """Take all while the circuit is closed, else one slice, and see how that ends."""
+        """Take slices while the circuit is closed, otherwise take one probe and wait for its result."""
         await self._woken.until(lambda: self._bus.usable or self._is_over())
         if self._is_over():
             return
@@ -102,7 +102,7 @@ class LaneIntake:
         self.taking = False
         self._woken.notify()
         if probe is not None:
-            # the work on a probe that ignores its cancellation goes on in its task: the circuit knows its end earlier
+            # The task of a probe that ignores its cancellation keeps running, but the circuit gets the result earlier.
             await self._woken.until(
                 lambda: self._is_over() or probe.done() or circuit.probes != probes or circuit.is_closed
             )

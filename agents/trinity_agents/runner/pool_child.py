@@ -1,4 +1,4 @@
-"""Entry point of the process of an isolated slice; the fork server imports it once, heavy modules included."""
+"""Entry point of the process of an isolated slice; the fork server imports it once, including heavy modules."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ from trinity_mq.telemetry import setup_logging, work_for
 from trinity_mq.workflows import RunFailedError
 
 ASK, LOST, RUN, END = b"engine?", b"lost", b"run", b"end"
-"""Kinds of frames that the process sends, each followed by its body: a question for the engine to use (empty); an
-engine that did not answer; a finished run, its experiences in a third frame; its first failure and the seconds
-of the slice."""
+"""Kinds of frames that the process sends, each followed by a body frame. ASK: request for the engine to use (empty
+body). LOST: an engine that did not answer. RUN: a finished run, with its experiences in a third frame. END: the
+slice's first failure and duration in seconds."""
 
 
 def child_main(pipe: Connection, body: bytes, config_json: str, grace: float) -> None:
-    """Do the slice in ``body``, send the outcome through ``pipe`` and end the process.
+    """Execute the slice in ``body``, send the outcome through ``pipe`` and end the process.
 
     Args:
-        pipe: To the runner.
+        pipe: Pipe to the runner.
         body: An encoded TaskSlice.
-        config_json: The run's configuration.
-        grace: Seconds over the slice's time after which the kernel ends the process, even where no runner is left.
+        config_json: The run's configuration as JSON.
+        grace: Seconds after the slice's time limit at which the kernel ends the process, even if the runner is dead.
     """
     task_slice = decode(body, TaskSlice)
     _die_with_parent(task_slice.slice_timeout + grace)
@@ -67,13 +67,13 @@ def child_main(pipe: Connection, body: bytes, config_json: str, grace: float) ->
         "seconds": outcome.seconds,
     }
     _send(pipe, END, msgpack.packb(end, unicode_errors="replace"))
-    # Threads of workflows that never return, and what they registered to do at exit, keep nobody here.
+    # os._exit ignores threads of workflows that never return, and their exit handlers.
     os._exit(0)
 
 
 def _die_with_parent(seconds: float) -> None:
-    """End this process with those who wait for it, even where it hangs inside C code."""
-    os.setsid()  # with what the slice starts, a group that can be killed as one
+    """Make this process end with its runner and after ``seconds``, even if it hangs inside C code."""
+    os.setsid()  # processes that the slice starts join this group and can be killed with it
     die_with_parent(os.getppid(), signal.SIGKILL)  # the fork server
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(math.ceil(seconds))
@@ -89,10 +89,10 @@ def _follow(sentinel: int) -> None:
 
 
 def _send_run(pipe: Connection, results: RunResults, run: int) -> None:
-    """Send a finished run: whatever becomes of this process, it is not lost.
+    """Send a finished run, which the runner keeps even if this process crashes later.
 
     Raises:
-        RunFailedError: It cannot be sent.
+        RunFailedError: The experiences cannot be encoded.
     """
     try:
         body = Experience.serialize_many(results.experiences[run])
@@ -108,7 +108,7 @@ def _send(pipe: Connection, *frames: bytes) -> None:
 
 
 class _ParentEngines:
-    """The engines that the runner knows."""
+    """The engines that the runner knows, over the pipe."""
 
     def __init__(self, pipe: Connection) -> None:
         self._pipe = pipe
@@ -116,7 +116,12 @@ class _ParentEngines:
         """Auxiliary engines, as reported with the latest engine."""
 
     def __call__(self) -> InferenceModel:
-        """Ask the runner which engine to use."""
+        """Request the engine to use from the runner.
+
+        Raises:
+            EngineNotReady: No engine is ready yet.
+            EngineLost: No engine is alive.
+        """
         _send(self._pipe, ASK, b"")
         answer: dict[str, Any] = msgpack.unpackb(self._pipe.recv_bytes())
         if "engine" in answer:
@@ -127,11 +132,11 @@ class _ParentEngines:
         raise EngineLost(answer["error"])
 
     def auxiliary(self, name: str) -> InferenceModel:
-        """Return the engine of an auxiliary model that the runner named with the latest one."""
+        """Return the engine of an auxiliary model, as the runner reported it with the latest engine."""
         if name not in self._auxiliary:
             raise EngineLost(f"no living engine of auxiliary model {name!r} is known")
         return self._auxiliary[name]
 
     def lost(self, engine: InferenceModel) -> None:
-        """Tell the runner that an engine did not answer."""
+        """Report to the runner that an engine did not answer."""
         _send(self._pipe, LOST, msgpack.packb(engine.to_dict()))

@@ -1,7 +1,7 @@
-"""Executes slices in processes of their own, which they may kill, hang or corrupt.
+"""Executes slices in separate processes, so that a slice can only crash, hang or corrupt its own process.
 
-A fork server imports the heavy modules once; every slice gets a fork of it. Slice and outcome cross a pipe as messages
-and experience bodies; no experience is pickled.
+A fork server imports the heavy modules once; every slice gets a fork of it. Slice and outcome pass through a pipe as
+encoded messages and experiences; experiences are never pickled.
 """
 
 from __future__ import annotations
@@ -32,32 +32,33 @@ T = TypeVar("T")
 
 PRELOAD = ["trinity_agents.runner.pool_child"]
 START_LIMIT = 120.0
-"""Seconds for a process to start; the first one waits for the imports."""
+"""Maximum seconds for the start of a process; the first start includes the imports."""
 GRACE = 10.0
-"""Seconds over the slice's own time until its process is killed."""
+"""Seconds after the slice's time limit at which its process is killed."""
 EXIT_LIMIT = 2.0
-"""Seconds from the end of the pipe to the end of the process."""
+"""Maximum seconds from the end of the pipe to the end of the process."""
 
-# multiprocessing looks after all its children whenever one starts, and two threads doing so can lose an exit code.
+# multiprocessing polls all its children whenever a child starts; if two threads do so, an exit code can get lost.
 _processes = threading.Lock()
 
 
 class ChildDied(Exception):
-    """The process of a slice ended, or was ended, without an outcome; the message says how."""
+    """The process of a slice ended or was killed without an outcome; the message has the details."""
 
     def __init__(self, message: str, exitcode: int | None = None, *, overdue: bool = False) -> None:
         super().__init__(message)
         self.overdue = overdue
-        """It was killed here because the time of its slice was over."""
+        """True if the pool killed the process because the slice's time was over."""
         self.exitcode = exitcode
-        """As of ``multiprocessing.Process``: below 0 a signal. None if it was killed here because its time was over."""
+        """Exit code as in ``multiprocessing.Process``, negative for a signal; None if the exit code is unknown, for
+        example after the pool killed the process because its time was over."""
 
 
 class ProcessPool:
-    """Runs slices in processes of their own, so many at a time.
+    """Runs each slice in a separate process.
 
     Args:
-        max_children: Processes at a time; further slices wait.
+        max_children: Maximum number of processes at a time; further slices wait.
     """
 
     def __init__(self, max_children: int) -> None:
@@ -71,13 +72,13 @@ class ProcessPool:
         models: Callable[[], InferenceModel],
         results: RunResults | None = None,
     ) -> SliceOutcome:
-        """Do a slice as ``WorkflowRunner.run_slice`` does, in a process of its own.
+        """Execute a slice as ``WorkflowRunner.run_slice`` does, in a separate process.
 
         Args:
             task_slice: The slice.
             config: The run's configuration.
-            models: Says which engine to use now; the process asks before each attempt.
-            results: Gets each run as it is finished: what is in it survives the process.
+            models: Returns the engine to use now; the process asks before each attempt.
+            results: Receives each run when it finishes, so that finished runs survive a crash of the process.
 
         Raises:
             ChildDied: The process ended without an outcome, or was killed because its time was over.
@@ -96,13 +97,13 @@ class ProcessPool:
         return results.outcome(seconds)
 
     async def close(self) -> None:
-        """Kill what still runs: each :meth:`run` under way raises ChildDied."""
+        """Kill all running processes; each running :meth:`run` raises ChildDied."""
         for child in list(self._children):
             child.kill()
 
 
 class _Child:
-    """One process, the pipe to it, and the answers to its questions. Its methods block, except :meth:`kill`."""
+    """One process with its pipe; answers the requests of the process. Methods block, except :meth:`kill`."""
 
     def __init__(
         self, task_slice: TaskSlice, config: Config, models: Callable[[], InferenceModel], results: RunResults
@@ -119,7 +120,7 @@ class _Child:
         self._killed = False
 
     def start(self) -> None:
-        """Start the process, and before the first one the fork server."""
+        """Start the process, and before the first process the fork server."""
         with _processes:
             self._process.start()
         self._theirs.close()
@@ -128,10 +129,10 @@ class _Child:
             self.kill()
 
     def follow(self) -> float:
-        """Listen to the process until its slice is over; return the seconds that it took.
+        """Receive frames from the process until its slice is over; return the slice's duration in seconds.
 
         Raises:
-            ChildDied: The pipe ended before, or what came through it does not decode.
+            ChildDied: The pipe ended before, or a frame does not decode.
         """
         try:
             while (kind := self._ours.recv_bytes()) != END:
@@ -164,7 +165,7 @@ class _Child:
             raise DecodeError(f"a frame of kind {kind[:20]!r}")
 
     async def _engine(self) -> bytes:
-        """Return which engines to use now, or why there is none, as the process reads it."""
+        """Return the encoded answer to ASK: the engines to use now, or the error if no engine is usable."""
         answer: dict[str, Any]
         try:
             auxiliary = auxiliary_models(self._auxiliaries, self._models)
@@ -177,22 +178,22 @@ class _Child:
         return packed
 
     def kill(self) -> None:
-        """Kill the process and what it has started, now or as soon as it has started."""
+        """Kill the process and its child processes, now or as soon as the process has started."""
         self._killed = True
         pid = self._pid
         if pid is not None:
-            # It is the leader of its group, once it runs; until then it is alone.
+            # The process leads its own process group once it runs; before that only the process itself exists.
             for kill in (os.killpg, os.kill):
                 with contextlib.suppress(ProcessLookupError):
                     kill(pid, signal.SIGKILL)
 
     def _end(self) -> int | None:
-        """See the process end, and what it has started; return its exit code."""
+        """Wait for the end of the process, kill its remaining child processes and return the exit code."""
         self._ours.close()
         with _processes:
             self._process.join(EXIT_LIMIT)
             self.kill()
-            self._pid = None  # from here on the number may be another process's
+            self._pid = None  # from here on another process may get the same pid
             self._process.join()
             exitcode = self._process.exitcode
             self._process.close()

@@ -1,7 +1,7 @@
-"""Publishes the experiences of a slice, confirmed, and then its outcome.
+"""Publishes the experiences of a slice with confirms, and then its outcome.
 
-Small parts and results that are ready at the same time share a message (co_batched_parts.py, TaskResults): a message
-costs much more than its content.
+Small parts and results that are ready at the same time share a message (co_batched_parts.py, TaskResults), because a
+message costs much more than its content.
 """
 
 from __future__ import annotations
@@ -37,37 +37,42 @@ from trinity_mq.transport.experience_parts import part_message, shared_part_mess
 log = structlog.get_logger(__name__)
 
 MESSAGE_LIMIT = 2000
-"""Characters of a failure's message that travel: a stream of results is no place for a workflow's whole output."""
+"""Maximum characters of a failure message in a result; the results stream must not hold whole workflow outputs."""
 RETURNED_PAUSE = 0.2
-"""Seconds between tries of a part that came back although its queue exists, unless a beat comes first."""
+"""Seconds between attempts to publish a part that was returned although its queue exists, unless a heartbeat arrives
+first."""
 REPLACED_PAUSE = 1.0
-"""Seconds after which a batch queue that is missing, though its ticket is open, is looked for once more."""
+"""Seconds after which a missing batch queue is checked a second time if its ticket is open."""
 SHARED = 1024 * 1024
-"""Bytes up to which experiences are encoded on the event loop, where those of several attempts share a message. That
-blocks the loop for about 1 ms; a thread, and a body for each attempt, cost several times as much in all."""
+"""Maximum bytes of experiences that are encoded on the event loop and share a message with other attempts. This blocks
+the loop for about 1 ms; a thread and a separate body for each attempt cost several times as much in total."""
 EXPERIENCE_COST = SHARED // 128
-"""Bytes that an experience counts as at least: encoding it takes its time, however short it is."""
+"""Minimum bytes that an experience counts as, because encoding even a short experience takes time."""
 MOST_RESULTS = 64
-"""Upper bound of the results in one message."""
+"""Maximum number of results in one message."""
 CROWD = 8
-"""Slices in flight from which on a message waits for others: some are likely to end soon."""
+"""Number of slices in flight from which a message waits for further content, because some slices are likely to end
+soon."""
 LINGER = 0.005
-"""Seconds that a message waits. Four times that leaves a third of two cores idle where tasks take no time."""
+"""Seconds that a message waits for further content. A wait of 0.02 s leaves a third of two cores idle if tasks take no
+time."""
 PLAIN = frozenset({str, int, float, bool, type(None)})
+"""Types of ``info`` values whose size is cheap to estimate."""
 
 
 class ResultPublisher:
-    """Publishes for one runner.
+    """Publishes the experiences and results of one runner.
 
     Args:
-        bus: Connected by the time something is published.
-        config: Sizes and compression.
-        store: For what no message takes.
-        runner: Whose reports they are.
-        woken: Notified on beats.
-        abandoned: Says whether nobody waits for a slice any more.
-        in_flight_count: Says how many slices the runner has.
-        keeps_answers: Results of evaluations carry their answers.
+        bus: A bus that is connected before the first publish.
+        topology: The run's names.
+        config: Size limits and compression.
+        store: Blob store for content that is too large for a message.
+        runner: Id of the runner.
+        woken: Notified on heartbeats.
+        abandoned: Returns whether the owner of a slice does not wait for it any more.
+        in_flight_count: Returns the number of slices in flight at the runner.
+        keeps_answers: True: results of evaluations contain the answers.
     """
 
     def __init__(
@@ -105,11 +110,13 @@ class ResultPublisher:
         message: str | None = None,
         kind: str | None = None,
     ) -> TaskResult:
-        """Return the result of a slice; ``outcome`` is that of its workflow, if its runs count, else ``message`` and
-        ``kind`` are those of its failure.
+        """Return the result of a slice.
+
+        If the workflow's runs count, ``outcome`` is the workflow's outcome; otherwise ``message`` and ``kind`` describe
+        the failure.
 
         Raises:
-            ValidationError: The outcome's metrics are no numbers.
+            ValidationError: The outcome's metrics are not numbers.
         """
         task_slice, outcome = in_flight.task_slice, outcome or SliceOutcome(message=message, failure_kind=kind)
         text = outcome.message
@@ -135,11 +142,13 @@ class ResultPublisher:
         )
 
     async def deliver(self, in_flight: InFlightSlice, outcome: SliceOutcome, end: Outcome) -> TaskResult:
-        """Publish the experiences, confirmed, and return the result to report then. It is *late* when nobody takes them
-        any more, and *failed* when they are not fit to travel: then none of them is out.
+        """Publish the experiences with confirms, and return the result to report next.
+
+        The result is *late* if the batch queue does not take the experiences any more. It is *failed* if they cannot be
+        encoded or are too large; then no experience was published.
 
         Raises:
-            StoreUnavailable: A part has to be stored, and cannot be.
+            StoreUnavailable: A part is too large for a message and cannot be stored.
         """
         task_slice = in_flight.task_slice
         experiences = outcome.experiences if task_slice.deliver != "none" else []
@@ -162,10 +171,10 @@ class ResultPublisher:
         return result if taken else self.result(in_flight, "late", message="its batch is closed")
 
     async def report(self, in_flight: InFlightSlice, result: TaskResult) -> None:
-        """Publish the result, confirmed; one that does not fit into a message as *failed*.
+        """Publish the result with a confirm; a result that does not fit into a message is published as *failed*.
 
         Raises:
-            RestartMe: There is no stream of results.
+            RestartMe: The stream of results does not exist.
         """
         key = (batch_key(in_flight.task_slice.batch), in_flight.delivery.run_id)
         try:
@@ -184,7 +193,7 @@ class ResultPublisher:
             raise RestartMe(f"{self._topology.results.name} does not exist any more; a start declares it again")
 
     async def close(self) -> None:
-        """Drop what is not published yet."""
+        """Drop all content that is not published yet."""
         await self._shared_parts.close()
         await self._results.close()
 
@@ -194,7 +203,7 @@ class ResultPublisher:
         return LINGER if self._in_flight_count() >= CROWD else 0.0
 
     async def _contents(self, in_flight: InFlightSlice, experiences: list[Experience]) -> list[Content]:
-        """Return the parts of one attempt, stored where they are too large for a message."""
+        """Return the parts of one attempt; parts that are too large for a message are stored as blobs."""
         limit = self._bus.max_message_bytes
         split = functools.partial(split_to_size, compression=self._config.compression, store=self._store)
         with span("encode experiences", threads=True):
@@ -203,8 +212,9 @@ class ResultPublisher:
         return await stored(self._store, bodies, limit, name)
 
     async def _publish(self, in_flight: InFlightSlice, contents: list[Content], oldest: Version | None) -> bool:
-        """Publish the parts of one attempt; False when nobody takes them any more, and then nothing is left of them in
-        the store.
+        """Publish the parts of one attempt; return False if the batch queue does not take them any more.
+
+        In this case the blobs of the attempt are deleted.
         """
         task_slice = in_flight.task_slice
         exchange = self._topology.exchange("experiences")
@@ -219,7 +229,7 @@ class ResultPublisher:
         return True
 
     async def _taken(self, in_flight: InFlightSlice, publish: Callable[[], Awaitable[bool]]) -> bool:
-        """Publish until the batch queue takes it; False when nobody waits for it any more."""
+        """Publish until the batch queue takes the message; return False if the slice is not wanted any more."""
         task_slice, loop = in_flight.task_slice, asyncio.get_running_loop()
         give_up = loop.time() + task_slice.slice_timeout
         replaced = False
@@ -227,20 +237,20 @@ class ResultPublisher:
             gone = await self._bus.depth(self._topology.batch_queue(task_slice.batch, task_slice.ticket).name) is None
             abandoned = self._abandoned(task_slice)
             if gone and not abandoned and not replaced:
-                replaced = True  # or so it seems: then it is there a moment later
+                replaced = True  # the queue may just be recreated, so it is checked again
                 await asyncio.sleep(REPLACED_PAUSE)
                 continue
-            # a slice that was cut off is given time for what it has: its ticket is not listed any more, and waits
+            # A slice that was cut off may still publish its runs: its ticket is not listed any more but still waits.
             if gone or (abandoned and in_flight.why is None) or loop.time() > give_up:
                 return False
-            # it exists unbound: about to be closed, and then missing from the explorer's next beat
+            # The queue exists but is unbound: the batch is about to be closed, and the next heartbeat will not list it.
             await self._woken.wait(RETURNED_PAUSE)
         return True
 
     async def _publish_shared_part(
         self, ticket: tuple[BatchId, str, str | None], members: list[Member]
     ) -> list[bool | Exception]:
-        """Publish the experiences of several attempts as one part; one that is unfit holds up no other."""
+        """Publish the experiences of several attempts as one part; an unfit attempt does not affect other attempts."""
         batch, name, run_id = ticket
         try:
             with span("encode experiences", batch) as traced:
@@ -258,7 +268,7 @@ class ResultPublisher:
         return [taken] * len(members)
 
     async def _publish_results(self, key: tuple[str, str | None], results: list[TaskResult]) -> list[bool | Exception]:
-        """Publish results in one message, or in several where they are too large together."""
+        """Publish results in one message, or in several messages if they are too large together."""
         batch, run_id = key
         try:
             with span("encode results", results[0].batch, count=len(results)) as traced:
@@ -282,8 +292,9 @@ class ResultPublisher:
 
 
 def size_at_most(experiences: Sequence[Experience]) -> int:
-    """Return an upper bound of the encoded bytes, each experience counted as ``EXPERIENCE_COST`` at least; more than
-    ``SHARED`` where a cheap look gives none.
+    """Return an upper bound of the encoded bytes, with at least ``EXPERIENCE_COST`` per experience.
+
+    The result is more than ``SHARED`` if no cheap estimate is possible.
     """
     size = 0
     for each in experiences:

@@ -1,4 +1,4 @@
-"""Executes slices, in this process or in one of their own, and stops them from outside."""
+"""Executes slices, in this process or in a separate process, and cancels them from outside."""
 
 from __future__ import annotations
 
@@ -20,21 +20,23 @@ from trinity_mq.runtime.deliveries import CrashNotes
 log = structlog.get_logger(__name__)
 
 ISOLATED_MARGIN = START_LIMIT + 2 * GRACE
-"""Seconds over a slice's own time that a process of its own may take."""
+"""Extra seconds after a slice's time limit for a slice in a separate process."""
 STOP_PATIENCE = 0.5
-"""Seconds from cancelling a workflow until it is detached."""
+"""Seconds from the cancellation of a workflow until it is detached."""
 
 
 class SliceExecutor:
     """Executes the workflows of slices.
 
     Args:
+        config: The run's configuration.
         models: Returns the engine to use now.
-        workflows: Runs what runs in this process.
-        isolated: Runs what has come back before, or blocks, in processes. None: its own.
-        on_detached: Called with a slice whose workflow ignored its cancellation: it runs on in its task, and another
-            task has to report the slice.
-        crash_notes: Where a slice that did not come back well before is noted while it is at work.
+        workflows: Runs slices in this process.
+        isolated: Process pool for slices with a suspect earlier delivery and for blocking workflows; None: pools sized
+            by the configuration.
+        on_detached: Called with a slice whose workflow ignored its cancellation: the workflow keeps running in its
+            task, and another task has to report the slice.
+        crash_notes: Records a slice with a suspect earlier delivery while it is running.
     """
 
     def __init__(
@@ -52,14 +54,14 @@ class SliceExecutor:
         runner = config.runner
         self._workflows = workflows
         self._isolated = isolated or ProcessPool(runner.max_isolated)
-        # as many as there can be: a synchronous workflow waits for no other's process
+        # One process per slot, so that a blocking workflow never waits for another workflow's process.
         self._processes = isolated or ProcessPool(runner.concurrency + runner.eval_slots)
 
     async def execute(self, in_flight: InFlightSlice) -> SliceOutcome | None:
-        """Return the outcome of the workflow; None if another task reports the slice by now.
+        """Return the outcome of the workflow; None if it was detached, so that another task reports the slice.
 
         Raises:
-            ChildDied: It ended its process.
+            ChildDied: The workflow's process ended without an outcome.
         """
         loop = asyncio.get_running_loop()
         again = in_flight.past.suspect > 0
@@ -90,7 +92,7 @@ class SliceExecutor:
         return None if in_flight.detached else outcome
 
     def stop(self, in_flight: InFlightSlice, why: str) -> None:
-        """Cancel a workflow from outside; one that ignores it is detached."""
+        """Cancel a workflow from outside; a workflow that ignores the cancellation is detached."""
         if in_flight.end(why):
             in_flight.results.add_failure(Failure(why, "timeout" if why == OVERDUE else STOPPED))
             asyncio.get_running_loop().call_later(STOP_PATIENCE, self._detach, in_flight)
@@ -112,7 +114,8 @@ class SliceExecutor:
                 deliveries=in_flight.past.count,
             )
         try:
-            # the wait for a free process is the slice's time too: the broker takes back what is held for too long
+            # The limit includes the wait for a free process, because the broker redelivers a message that is held for
+            # too long.
             async with asyncio.timeout(task_slice.slice_timeout + ISOLATED_MARGIN):
                 return await pool.run(task_slice, self._config, models, results)
         except TimeoutError:
@@ -128,8 +131,10 @@ class SliceExecutor:
         return results.outcome(in_flight.seconds)
 
     def _engines_for(self, task_slice: TaskSlice) -> tuple[TaskSlice, Callable[[], InferenceModel]]:
-        """Return the slice and its engines: the policy, or for an evaluation the auxiliary model that its task names,
-        which has no versions to be pinned to.
+        """Return the slice and a function that selects its engine.
+
+        The engine serves the policy, or for an evaluation the auxiliary model that the task names. An auxiliary model
+        has no versions, so its slice is not pinned.
         """
         name = task_slice.task.rollout_args.get("model")
         if task_slice.lane != "eval" or name is None or not isinstance(self._models, AuxiliaryEngines):

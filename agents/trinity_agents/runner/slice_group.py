@@ -1,4 +1,4 @@
-"""Slices that came in one message: each is answered as if it had come alone, the message once all of them are."""
+"""Slices in one message: each slice is answered separately, and the message once all slices are answered."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class SliceGroup:
 
     Args:
         delivery: The delivery.
-        slices: What is in it.
+        slices: The slices in the delivery.
     """
 
     def __init__(self, delivery: Delivery, slices: Sequence[TaskSlice]) -> None:
@@ -26,14 +26,15 @@ class SliceGroup:
 
     @property
     def deliveries(self) -> list[tuple[TaskSlice, Delivery]]:
-        """Each slice with a delivery of its own."""
+        """Each slice with a separate delivery."""
         return [(task_slice, _SliceDelivery(self, self._delivery, task_slice)) for task_slice in self._slices]
 
     async def take_apart(self, bus: Bus) -> None:
-        """Publish each slice in a message of its own, with headers that tell of earlier deliveries, then acknowledge.
+        """Publish each slice in a separate message, with headers about earlier deliveries, then acknowledge the group.
 
-        One slice may have ended the runners that had the message: alone it is found, and takes no other along. If this
-        process dies before the acknowledgement, slices come twice: the readers of results drop the second.
+        If a slice has crashed the runners that had the message, it is then identified and does not affect the other
+        slices. If this process dies before the acknowledgement, slices are delivered twice, and the readers of results
+        drop the second result.
         """
         past = PastDeliveries.of(self._delivery)
         apart = (publish_again(bus, delivery, past) for _, delivery in self.deliveries)
@@ -43,8 +44,9 @@ class SliceGroup:
             await requeue(self._delivery)
 
     async def settle(self, answer: Answer) -> None:
-        """Take the answer to one slice. The last one answers the delivery: it comes again, to be taken apart, if that
-        is wanted for any slice.
+        """Record the answer to one slice. The last answer settles the delivery.
+
+        The delivery is requeued, and taken apart at its redelivery, if any slice was requeued.
         """
         self._left -= 1
         self._comes_again |= answer == "requeue"
@@ -54,7 +56,7 @@ class SliceGroup:
 
 
 class _SliceDelivery(Delivery):
-    """One slice of a group, as a delivery of its own."""
+    """One slice of a group as a separate delivery."""
 
     def __init__(self, group: SliceGroup, whole: Delivery, task_slice: TaskSlice) -> None:
         super().__init__(

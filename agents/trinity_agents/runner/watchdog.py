@@ -18,13 +18,13 @@ TICK = 1.0
 
 
 class Watchdog:
-    """Ends this process when its event loop stands still for too long: nothing else in it could.
+    """Ends this process if its event loop is blocked for too long, which nothing else in the process can do.
 
-    What it held goes back to the broker as soon as its connection is gone; delivered again, it runs in a process of its
-    own. The stacks of all threads go to stderr.
+    The broker redelivers the held slices once the connection is closed; a redelivered slice runs in a separate process.
+    The stacks of all threads are written to stderr.
 
     Args:
-        limit: Seconds the loop may stand still.
+        limit: Maximum seconds for which the loop may be blocked.
     """
 
     def __init__(self, limit: float) -> None:
@@ -46,7 +46,7 @@ class Watchdog:
     def _watch(self, over: threading.Event) -> None:
         while not over.is_set():
             self._alive.clear()
-            # twice: after the process itself was stopped for a while, the first wait has ended before the loop goes on
+            # Two waits, because after a suspension of the whole process the first wait ends before the loop resumes.
             if not self._alive.wait(self._limit) and not self._alive.wait(2 * TICK):
                 log.error("loop_stands_still", seconds=self._limit, hint="an asynchronous workflow must not block")
                 faulthandler.dump_traceback()
