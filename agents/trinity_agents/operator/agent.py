@@ -1,6 +1,6 @@
-"""The operator: a closed batch in, its experiences processed by the operator chain, a processed batch out.
+"""The operator: runs the operator chain on the experiences of a closed batch and publishes the processed batch.
 
-Waits for: manifests on ``closed``, then for every part that the manifest lists. An incomplete set is never published.
+Waits for: manifests on ``closed``, then all parts that the manifest lists. An incomplete set is never published.
 """
 
 from __future__ import annotations
@@ -41,13 +41,14 @@ from trinity_mq.transport.blobs import open_store
 log = structlog.get_logger(__name__)
 
 FIRST_PAUSE = 1.0
-"""Seconds before the second try of a batch, doubled with each try: an auxiliary model may be down for a while."""
+"""Seconds before the second attempt at a batch, doubled with each attempt, because an auxiliary model may be down for a
+while."""
 LONGEST_PAUSE = 30.0
-"""Upper bound of the seconds between two tries."""
+"""Maximum seconds between two attempts."""
 
 
 class Operator(Agent):
-    """One batch at a time through the operator chain."""
+    """Processes one batch at a time with the operator chain."""
 
     role = "operator"
 
@@ -67,7 +68,7 @@ class Operator(Agent):
         self._ticket: str | None = None
         self._work = WorkUnderWay()
         self._delivery: Delivery | None = None
-        """The manifest at work."""
+        """Delivery of the manifest in progress, None while idle."""
         self._restart_reason: RestartMe | None = None
         self._store = store = open_store(config.broker, topology.run)
         self._chain = ChainRun(config, bus, topology, store, self.peers, clock)
@@ -87,7 +88,7 @@ class Operator(Agent):
         """Set when no further manifest can arrive."""
 
     def detail(self) -> OperatorStatus:
-        """Return the ticket at work: the explorer's deadline for it does not run meanwhile."""
+        """Return the ticket in progress, for which the explorer's deadline is suspended, and the state of reviews."""
         reviews, left = self._chain.unanswered()
         return OperatorStatus(
             ticket=self._ticket,
@@ -121,7 +122,7 @@ class Operator(Agent):
             raise self._restart_reason
 
     def _has_other_chain(self) -> bool:
-        """Return whether the explorer of the run announces another configuration of operators and estimator."""
+        """Return whether the explorer announces a different configuration of operators and estimator."""
         differs = self.peers.explorer.chain not in {"", self._digest}
         if differs and not self._told_other_chain:
             self._told_other_chain = True
@@ -135,7 +136,7 @@ class Operator(Agent):
         return self._restart_reason is not None or self.draining.is_set() or self.peers.explorer.finished
 
     def restart(self, why: RestartMe) -> None:
-        """Finish the batch at work or give it back, as when drained, and ask for a fresh process."""
+        """Finish the batch in progress or return it to the queue, as when drained, and then restart the process."""
         self._restart_reason = self._restart_reason or why
         self.woken.notify()
 
@@ -163,8 +164,9 @@ class Operator(Agent):
                 self.heartbeat_soon()
 
     async def _process_or_fail(self, delivery: Delivery, manifest: BatchClosed) -> bool:
-        """Process a batch, and return whether its queue can be deleted. A batch that cannot be processed because of its
-        content fails, so that its ticket is decided.
+        """Process a batch and return whether its queue can be deleted.
+
+        A batch that cannot be processed because of its content is published as failed, which decides its ticket.
         """
         try:
             return await self._process(delivery, manifest)
@@ -205,7 +207,8 @@ class Operator(Agent):
             await self._skip(delivery, manifest)
             return False
         except Exception as error:
-            # an operator's bug costs its batch a try, never the daemon; the delivery limit ends it
+            # An error of an operator costs the batch one attempt but never ends the daemon; the delivery limit bounds
+            # the attempts.
             log.exception("batch_failed", ticket=manifest.ticket, attempt=PastDeliveries.of(delivery).count + 1)
             await self._try_again(delivery, manifest, error)
             if threads := stuck_threads():
@@ -234,7 +237,7 @@ class Operator(Agent):
     async def _fail(
         self, delivery: Delivery, manifest: BatchClosed, reason: str, error: Exception | None = None
     ) -> None:
-        """Let the trainer skip the batch, keep its manifest for ``trinity-mq dead replay``, then acknowledge."""
+        """Publish the batch as failed, dead-letter its manifest for ``trinity-mq dead replay``, then acknowledge it."""
         await self._publisher.publish_state(manifest, run_id=delivery.run_id, state="failed", reason=reason)
         if isinstance(error, OperatorError):
             delivery.headers = {**delivery.headers, "operator": error.operator}

@@ -1,4 +1,4 @@
-"""Publishes the result of a batch, serves submitters, and deletes the batch queue afterwards."""
+"""Publishes the processed batch, sends submitters their experiences, and deletes the batch queue afterwards."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from trinity_mq.transport.experience_parts import Part, chunk_message, requested
 log = structlog.get_logger(__name__)
 
 REASON_LIMIT = 2000
-"""Characters of a failure's reason that travel."""
+"""Maximum characters of a failure reason in a BatchReady."""
 
 
 class BatchPublisher:
-    """Publishes for one operator.
+    """Publishes the processed batches of one operator.
 
     Args:
         bus: A connected bus.
         topology: The run's names.
-        store: Blobs of the run.
-        has_other_chain: Whether the operator's configuration is not the explorer's.
+        store: Blob store of the run.
+        has_other_chain: Returns whether the operator's configuration differs from the explorer's.
     """
 
     def __init__(
@@ -43,10 +43,10 @@ class BatchPublisher:
         self._has_other_chain = has_other_chain
         self._bus, self._topology, self._store = bus, topology, store
         self._lent: set[str] = set()
-        """Tickets of which submitters were sent references: their blobs are left to the sweep, an hour later."""
+        """Tickets whose submitters were sent references to blobs; the sweep deletes these blobs an hour later."""
 
     async def send_requested(self, manifest: BatchClosed, parts: Mapping[PartKey, Part]) -> None:
-        """Send submitters the experience parts they asked for, at least once."""
+        """Send submitters the requested experience parts, at least once."""
         if not manifest.wanted:
             return
         for reply_to, message in await asyncio.to_thread(list, requested_parts(manifest, parts)):
@@ -62,12 +62,12 @@ class BatchPublisher:
                 log.warning("submitter_not_served", reply_to=reply_to, reason=str(error))
 
     async def publish(self, manifest: BatchClosed, batch: ProcessedBatch, run_id: str | None = None) -> None:
-        """Publish the chunks, and once all are confirmed the BatchReady that decides the ticket.
+        """Publish the chunks, and after all confirms the BatchReady that decides the ticket.
 
-        ``run_id`` is that of the manifest's message, here and in :meth:`publish_state`.
+        Here and in :meth:`publish_state`, ``run_id`` is the run id of the manifest's message.
 
         Raises:
-            RestartMe: There is no ready stream.
+            RestartMe: The ready stream does not exist.
         """
         async with asyncio.TaskGroup() as group:
             for n, content in enumerate(batch.chunks):
@@ -98,20 +98,20 @@ class BatchPublisher:
         """Publish the BatchReady of a batch with these fields.
 
         Raises:
-            RestartMe: There is no ready stream.
+            RestartMe: The ready stream does not exist.
         """
         op = op or uuid.uuid4().hex
-        reason = reason and reason[:REASON_LIMIT].encode(errors="replace").decode()  # it may hold half a pair
+        reason = reason and reason[:REASON_LIMIT].encode(errors="replace").decode()  # lone surrogates cannot be encoded
         ready = BatchReady(batch=manifest.batch, ticket=manifest.ticket, op=op, reason=reason, **fields)
         await self._to_ready(manifest, envelope(ready, message_id=f"ready-{manifest.ticket}-{op}").of_run(run_id))
 
     async def _to_ready(self, manifest: BatchClosed, message: Envelope) -> None:
         if not await self._bus.publish(self._topology.exchange("ready"), batch_key(manifest.batch), message):
-            # confirmed, yet nobody has it: the next steps would delete the only copy
+            # The publish was confirmed but not routed to a queue; the next steps would delete the only copy.
             raise RestartMe(f"{self._topology.ready.name} does not exist any more; a start declares it again")
 
     async def delete_queue(self, manifest: BatchClosed) -> None:
-        """Delete the queue of a processed batch, and the blobs that its parts refer to."""
+        """Delete the queue of a processed batch and the blobs of its parts."""
         await asyncio.sleep(UNBOUND_BEFORE_DELETE)
         name = self._topology.batch_queue(manifest.batch, manifest.ticket).name
         try:
@@ -126,7 +126,7 @@ class BatchPublisher:
 
 
 def empty_reason(manifest: BatchClosed, metrics: Mapping[str, float]) -> str:
-    """Return why a processed batch holds no experience, from its manifest and the metrics of the operator chain."""
+    """Return the reason why a processed batch is empty, from its manifest and the metrics of the operator chain."""
     if not manifest.accepted:
         counts = ", ".join(f"{count} {outcome}" for outcome, count in sorted(manifest.outcomes.items()))
         return f"no slice gave an experience: {counts}"

@@ -19,18 +19,20 @@ IDLE_CHECK = 2.0
 
 
 class BatchUnusable(Exception):
-    """No operator can process this batch; it fails as a batch, not as an operator."""
+    """No operator can process this batch: the batch is at fault, not the operator."""
 
 
 class BatchReader:
     """Collects the parts that a manifest lists.
 
     Args:
+        bus: A connected bus.
+        topology: The run's names.
         config: Limits of size and time.
-        store: Blob store of the parts that travel by reference.
-        operator: Id of the operator, the reporter of dead letters.
+        store: Blob store of the parts that are sent by reference.
+        operator: Id of the operator, for its dead letters.
         peers: Heartbeats of the other operators.
-        waiting: Called with a description of the missing parts while there are some, with None when one arrives.
+        waiting: Called with a description of the missing parts while waiting, and with None when a part arrives.
     """
 
     def __init__(
@@ -49,12 +51,13 @@ class BatchReader:
         self._operator, self._peers, self._waiting = operator, peers, waiting
 
     async def read(self, manifest: BatchClosed) -> dict[PartKey, Part]:
-        """Return the parts that the manifest lists, in its order. None is acknowledged: if this process dies, they come
-        back.
+        """Return the parts that the manifest lists, in its order.
+
+        No part is acknowledged, so that the parts are redelivered if this process dies.
 
         Raises:
             QueueGone: The batch queue does not exist any more.
-            BatchUnusable: Parts are missing for too long, or the batch is too large.
+            BatchUnusable: Parts have been missing for too long, or the batch is too large.
         """
         expected = [(accepted.attempt, part) for accepted in manifest.accepted for part in range(accepted.parts)]
         if not expected:
@@ -87,9 +90,9 @@ class BatchReader:
         return {key: found[key] for key in expected}
 
     async def _parts(self, delivery: Delivery) -> list[AttemptRows]:
-        """Return the parts in a message; one that does not decode becomes a dead letter."""
+        """Return the parts in a message; a message that does not decode is dead-lettered."""
         if delivery.kind == Mark.kind:
-            return []  # published by the queue's owner to see whether it answers
+            return []  # the queue's owner publishes marks to test the queue
         try:
             return list(attempt_rows_of(delivery))
         except DecodeError as error:
@@ -98,17 +101,17 @@ class BatchReader:
             return []
 
     async def _idle_seconds(self, manifest: BatchClosed, queue: str) -> float:
-        """Return the seconds of an idle check that count: none while a part cannot come to this operator.
+        """Return the seconds of an idle check that count towards the deadline, 0 while no part can reach this operator.
 
         Raises:
-            QueueGone: None will come.
+            QueueGone: The batch queue does not exist any more, so no part will arrive.
         """
         if not self._bus.usable:
             return 0.0
         if await self._bus.depth(queue) is None:
             raise QueueGone(queue)
         others = (beat for beat in self._peers.alive("operator") if beat.id != self._operator)
-        # one that has the same batch and waits for nothing is the queue's single active consumer
+        # Another operator that works on the same batch and waits for nothing is the queue's single active consumer.
         working = (beat.detail for beat in others if beat.waits_for is None)
         held = any(isinstance(status, OperatorStatus) and status.ticket == manifest.ticket for status in working)
         return 0.0 if held else IDLE_CHECK

@@ -1,4 +1,4 @@
-"""Runs the operator chain on the parts of a batch, and cuts the result into chunks."""
+"""Runs the operator chain on the parts of a batch, and splits the result into chunks."""
 
 from __future__ import annotations
 
@@ -29,28 +29,28 @@ from trinity_mq.transport.experience_parts import Part, decode_parts, split_to_s
 
 @dataclass(frozen=True)
 class ProcessedBatch:
-    """The result of the chain on a batch."""
+    """Result of the operator chain on a batch."""
 
     processing_id: str
-    """Unique id of this processing, in the names of its messages and blobs."""
+    """Unique id of this processing, part of the names of its messages and blobs."""
     chunks: list[Content]
     experiences: int
     metrics: dict[str, float]
     filtered_groups: int
-    """Groups of which nothing is left."""
+    """Number of groups that the operators removed completely."""
     bad: list[tuple[Incoming, str]]
-    """Parts that do not decode, each with the reason."""
+    """Parts that do not decode, each with its reason."""
 
 
 class ChainRun:
-    """The operator chain of a run, with its auxiliary clients and, where operators ask people, the run's reviews.
+    """The operator chain of a run, with its auxiliary clients and, if operators ask people, the run's reviews.
 
     Args:
         config: The run's configuration.
         bus: A connected bus.
         topology: The run's names.
-        store: Blobs of the run.
-        peers: Agents of the run.
+        store: Blob store of the run.
+        peers: Heartbeats of the run's agents.
         clock: Returns seconds since the epoch.
     """
 
@@ -92,15 +92,15 @@ class ChainRun:
             operator.set_reviews(self._reviews)
 
     def unanswered(self) -> tuple[int, float]:
-        """Return how many runs of the batch wait for a person's verdict, and the seconds until the defaults count."""
+        """Return the number of runs that wait for a person's verdict, and the seconds until the defaults count."""
         return (0, 0.0) if self._reviews is None else self._reviews.unanswered()
 
     async def process(self, manifest: BatchClosed, parts: Collection[Part]) -> ProcessedBatch:
-        """Return the result of the chain on the parts, with its chunks stored where they are too large for a message.
+        """Return the result of the chain on the parts; chunks that are too large for a message are stored as blobs.
 
         Raises:
-            QueueGone: Another operator has processed the batch meanwhile, and deleted what the parts refer to.
-            StoreUnavailable: What they refer to cannot be read now, or a chunk not be stored.
+            QueueGone: Another operator has processed the batch in the meantime, and deleted the blobs of the parts.
+            StoreUnavailable: A blob of the parts cannot be read now, or a chunk cannot be stored.
             OperatorError: The chain failed.
         """
         loop, processing_id, limit = asyncio.get_running_loop(), uuid.uuid4().hex, self._bus.max_message_bytes
@@ -132,5 +132,5 @@ class ChainRun:
 
 
 def lost_groups(before: Sequence[Experience], after: Sequence[Experience]) -> int:
-    """Return how many groups (``eid.tid``) have experiences in ``before`` and none in ``after``."""
+    """Return the number of groups (``eid.tid``) that have experiences in ``before`` but not in ``after``."""
     return len(set(ExperienceBatch.of(before).ids("tid")) - {*ExperienceBatch.of(after).ids("tid")})

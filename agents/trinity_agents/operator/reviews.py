@@ -1,4 +1,4 @@
-"""Asks people on behalf of the operators of a chain: the questions of one batch, over the stream of reviews."""
+"""Asks people the operators' questions about a batch, over the stream of reviews."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from trinity_mq.reviews.stream import CLOSED, REQUEST, NoReviews, ReviewStream
 log = structlog.get_logger(__name__)
 
 CLOSE_WITHIN = 10.0
-"""Seconds after a verdict or the deadline in which what counted is to be on the stream; then it counts without."""
+"""Maximum seconds after a verdict or the deadline to publish the final answer; after that it counts unpublished."""
 
 
 class BatchReviews:
-    """The reviews of the batch at work; see :class:`trinity_mq.reviews.base.Reviews`.
+    """The reviews of the batch in progress; see :class:`trinity_mq.reviews.base.Reviews`.
 
     Args:
         bus: A connected bus.
         topology: The run's names.
-        clock: Returns seconds since the epoch: deadlines are kept by whoever takes the batch over.
+        clock: Returns seconds since the epoch, because another operator that takes over the batch keeps the deadlines.
     """
 
     def __init__(self, bus: Bus, topology: Topology, clock: Callable[[], float] = time.time) -> None:
@@ -35,16 +35,16 @@ class BatchReviews:
         self._batch: BatchId = 0
         self._ticket = ""
         self._asked = 0
-        """Calls of :meth:`ask` for the batch: each operator of a chain has requests of its own."""
+        """Number of :meth:`ask` calls for the batch, which keeps the requests of the chain's operators apart."""
         self._unanswered: dict[str, float] = {}
-        """Deadlines of the questions without an answer, by request."""
+        """Deadline in seconds since the epoch of each unanswered question, by request id."""
 
     def begin(self, manifest: BatchClosed) -> None:
-        """Ask about another batch from now on."""
+        """Start the reviews of another batch."""
         self._batch, self._ticket, self._asked = manifest.batch, manifest.ticket, 0
 
     def unanswered(self) -> tuple[int, float]:
-        """Return the number of questions without an answer, and the seconds until their defaults count."""
+        """Return the number of unanswered questions, and the seconds until all their defaults count."""
         left = max(self._unanswered.values(), default=self._clock()) - self._clock()
         return len(self._unanswered), max(0.0, left)
 
@@ -84,7 +84,7 @@ class BatchReviews:
         return Answer(Decision(found.verdict, found.reward), found.how == "timeout", found.by, found.note)
 
     async def _ask_once(self, request: ReviewRequest) -> None:
-        """Publish a request unless it is on the stream already, within its time."""
+        """Publish a request before its deadline, unless it is already on the stream."""
         seconds = request.deadline - self._clock()
         try:
             async with asyncio.timeout(seconds):
@@ -102,7 +102,7 @@ class BatchReviews:
         return ledger.get(request.request) is not None or ledger.closing(request.request) is not None
 
     async def _verdict(self, request: ReviewRequest) -> ReviewVerdict | ReviewClosed | None:
-        """Return the first verdict, or what counted before; None once the time of the first request is over."""
+        """Return the first verdict, or the final answer on the stream; None after the first request's deadline."""
         ledger = self.stream.ledger
         while True:
             if (closed := ledger.closing(request.request)) is not None:
@@ -116,7 +116,9 @@ class BatchReviews:
             await self.stream.until_changed(request.request, left)
 
     async def _close(self, closing: ReviewClosed) -> ReviewClosed:
-        """Publish what counts, and return what the stream says about it: another operator may have been first."""
+        """Publish the final answer and return the first final answer on the stream, which another operator may have
+        published.
+        """
         ledger, request = self.stream.ledger, closing.request
         if (closed := ledger.closing(request)) is not None:
             return closed
@@ -132,7 +134,7 @@ class BatchReviews:
 
 
 def request_id(ticket: str, place: int, uid: str) -> str:
-    """Return the id of a request: of an experience, asked about by the n-th operator that asks about this ticket."""
+    """Return the id of the request about experience ``uid`` by the ``place``-th asking operator of a ticket."""
     return hashlib.sha256(f"{ticket}\n{place}\n{uid}".encode()).hexdigest()[:16]
 
 
