@@ -1,1 +1,1 @@
-"""The gateway: answers agents that know only a base URL, and makes tasks of their sessions."""
+"""The gateway: serves agents that know only a base URL, and turns their sessions into tasks."""

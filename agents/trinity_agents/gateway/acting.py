@@ -1,7 +1,7 @@
-"""The duties that one gateway of a run has for all: deciding about sessions that are over, and making tasks of them.
+"""Duties of the run's single acting gateway: decides about ended sessions, and turns them into tasks.
 
-It may be killed anywhere: each publish has an id that follows from what it is about, and whoever acts next publishes
-again what has had no effect.
+The acting gateway may be killed at any point: each message has an id derived from its content, and the next acting
+gateway publishes again all messages that had no effect.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ __all__ = ["Acting", "task_of"]
 log = structlog.get_logger(__name__)
 
 TICK = 1.0
-"""Seconds between two looks at limits of time."""
+"""Maximum seconds between two checks of the sessions' time limits."""
 MIN_GAP = 0.05
-"""Least seconds between two looks: sessions change hundreds of times a second, and each look is at all of them."""
+"""Minimum seconds between two checks: sessions change hundreds of times a second, and a check covers all sessions."""
 LONGEST_STEP = 10.0
-"""Seconds between two looks at the clock beyond which the process did not run: limits of time stand still."""
+"""Seconds between two readings of the clock above which the process counts as suspended, which pauses time limits."""
 TELL_SECONDS = 30.0
-"""Seconds between two marks that say until when limits of time ran. What passes between the last one and the next start
-of a gateway does not count."""
+"""Seconds between two published marks of the time up to which session time limits have run. The time between the last
+mark and the next start of a gateway does not count."""
 TOLD_PAUSE = 1.0
-"""Seconds of pauses that are told at once."""
+"""Unpublished pause in seconds from which a mark is published at once."""
 
 
 class Acting:
-    """The acting gateway.
+    """The acting gateway's work.
 
     Args:
         config: The run's configuration.
@@ -55,7 +55,7 @@ class Acting:
         book: The sessions.
         agent_id: Id of the gateway.
         clock: Returns seconds since the epoch.
-        may_act: Returns whether it is still the acting gateway, as far as it knows.
+        may_act: Returns whether this gateway still holds the lock, as far as it knows.
     """
 
     def __init__(
@@ -73,16 +73,16 @@ class Acting:
         self._id, self._clock, self._may_act = agent_id, clock, may_act
         self._submissions = Submissions(config, bus, topology, book)
         self._looked = 0
-        """Position at which was last looked for sessions to be published again."""
+        """Position in bytes of the last check for sessions to carry."""
         self._stepped_at = clock()
-        """Time of the latest look at the clock."""
+        """Time of the last reading of the clock."""
         self._was_usable = bus.usable
         self._told: tuple[float, float] | None = None
-        """Time at which the pauses were last told, and their seconds."""
+        """(time, paused seconds) of the last published mark, None before the first mark."""
 
     async def run(self) -> None:
         """Act until cancelled."""
-        if self._book.time:  # nobody acted since the latest event
+        if self._book.time:  # no gateway was acting since the latest event
             self._book.paused += max(0.0, self._clock() - self._book.time)
         async with asyncio.TaskGroup() as group:
             group.create_task(self._decide(), name="decide")
@@ -98,7 +98,7 @@ class Acting:
             await book.changed.wait(TICK)
 
     async def _through_outages(self, work: Callable[[], Awaitable[None]]) -> None:
-        """Do some work, again after an outage that cut it off: the gateway answers agents meanwhile."""
+        """Do some work, and repeat it after an outage that interrupted it; the gateway keeps serving agents."""
         while True:
             try:
                 return await work()
@@ -107,7 +107,7 @@ class Acting:
                 await self._bus.wait_usable()
 
     async def once(self) -> None:
-        """Do what is due now."""
+        """Publish everything that is due now: time marks, refusals, decisions, carried sessions and submissions."""
         self._count_time()
         if not (self._book.is_ready() and self._bus.usable):
             return
@@ -121,7 +121,7 @@ class Acting:
     # -- time
 
     def _count_time(self) -> None:
-        """Let limits of time stand still while the broker is away, or this process does not run."""
+        """Pause session time limits while the broker is unavailable or this process is suspended."""
         now, is_usable = self._clock(), self._bus.usable
         step = max(0.0, now - self._stepped_at)
         if step > LONGEST_STEP or not (is_usable and self._was_usable):
@@ -141,7 +141,7 @@ class Acting:
     # -- what nobody takes
 
     async def _refuse(self) -> None:
-        """Dead-letter what no session takes, and say so on the stream, for whoever reads it anew."""
+        """Dead-letter messages that no session takes, and record the refusals on the stream for later readers."""
         not_taken, self._book.not_taken = self._book.not_taken, []
         for one in not_taken:
             await self._refused(one.offset, one.delivery, one.reason)
@@ -156,16 +156,17 @@ class Acting:
     # -- retention
 
     async def _carry(self) -> None:
-        """Publish the events of sessions again that retention would cut before they are settled."""
+        """Publish again the events of sessions that retention would remove before the sessions are settled."""
         kept = self._topology.sessions_max_bytes
         if self._book.position - self._looked < kept // 8:
             return
-        await self._book.catch_up()  # what was settled elsewhere, as while this process was frozen, must not come back
+        # Sessions that another gateway settled, for example while this process was suspended, must not be carried.
+        await self._book.catch_up()
         if not self._may_act():
             return
         self._looked = self._book.position
-        # of all that is kept: a quarter until an event is due, an eighth until it is looked at, a quarter of others
-        # that go first (gateway.max_kept_bytes); the broker cuts segments of at most a quarter
+        # Shares of the retained bytes: 1/4 until an event is due, 1/8 until the next check, 1/4 for other sessions that
+        # are carried first (gateway.max_kept_bytes). The broker removes segments of at most 1/4.
         carried = self._book.ledger.to_carry(self._looked - kept // 4)
         for session in carried:
             log.info("session_carried", session=session.id, events=len(session.events), bytes=session.size)
@@ -175,13 +176,13 @@ class Acting:
         for submission, outcome in outcomes.items():
             await self._book.publish(outcome, f"outcome-{submission}")
         trained = {session.trained.ticket: session.trained for session in carried if session.trained is not None}
-        for one in trained.values():  # settled meanwhile
+        for one in trained.values():  # these sessions may have been settled in the meantime
             await self._book.publish(one, _trained_id(one))
 
     # -- what became of batches
 
     async def _follow_results(self) -> None:
-        """Tell the sessions' stream what the trainer made of each batch."""
+        """Publish the trainer's outcome of each batch on the sessions' stream, until cancelled."""
         offset = self._book.ledger.results_offset
         while True:
             try:

@@ -1,7 +1,8 @@
-"""The gateway: HTTP requests of agents in, their answers out, and the sessions that were rewarded as submitted tasks.
+"""The gateway: answers HTTP requests of agents, and submits rewarded sessions as tasks.
 
-Input: HTTP; rewards and ends on ``sessions``; the trainer's progress on ``results``; engines' heartbeats.
-Output: events on ``sessions``; tasks to ``submit``. Waits for: engines with weights, and for nothing of training.
+Input: HTTP requests; rewards and ends on ``sessions``; the trainer's progress on ``results``; engines' heartbeats.
+Output: HTTP responses; events on ``sessions``; tasks to ``submit``.
+Waits for: engines with weights, but never for the training.
 """
 
 from __future__ import annotations
@@ -35,17 +36,17 @@ from trinity_mq.telemetry import MetricsWriter
 log = structlog.get_logger(__name__)
 
 REPORT_SECONDS = 10.0
-"""Seconds between two lines of metrics."""
+"""Seconds between two reports of metrics."""
 
 
 class Gateway(Agent):
-    """One gateway of a run; any number of them serve the same sessions.
+    """One gateway of a run; any number of gateways can serve the same sessions.
 
     Args:
         config: The run's configuration.
-        bus: A bus, not connected yet.
+        bus: A bus that is not connected yet.
         topology: The run's names.
-        agent_id: This agent's id; the number at its end is added to the port.
+        agent_id: This agent's id; the number at the end of the id is added to the port.
         metrics: Writes metrics.
         clock: Returns seconds since the epoch.
     """
@@ -71,10 +72,10 @@ class Gateway(Agent):
         self._app: GatewayApp | None = None
         self._acts = False
         self.url = ""
-        """Base URL at which it listens."""
+        """Base URL at which the gateway listens, empty before it listens."""
 
     def detail(self) -> GatewayStatus:
-        """Return what it serves and how many sessions are in which state."""
+        """Return the gateway's URL and counters, with the number of sessions in each state."""
         if self.book is None or self._app is None:
             return GatewayStatus(url=self.url)
         ledger, app = self.book.ledger, self._app
@@ -163,7 +164,7 @@ class Gateway(Agent):
         return (self.config.gateway.public_url or self.url).rstrip("/")
 
     async def _act(self, book: StreamBook) -> None:
-        """Act for the run while no other gateway does."""
+        """Act for the run once no other gateway holds the lock."""
         await book.changed.until(book.is_ready)
         self.heartbeat_now()
         if not await self.take_lock("gateway", "working", "", until=self.draining.is_set):
@@ -186,7 +187,7 @@ class Gateway(Agent):
             await self.peers.changed.wait()
 
     async def _report_metrics(self) -> None:
-        """Write the sessions' numbers beside the trainer's latest step."""
+        """Report the sessions' metrics with the trainer's latest step, until cancelled."""
         while True:
             await asyncio.sleep(REPORT_SECONDS)
             status, app = self.detail(), self._app

@@ -1,4 +1,4 @@
-"""Sessions on the stream ``tmq.<run>.sessions``: publishes events, and reads all of them into the ledger."""
+"""Sessions on the stream ``tmq.<run>.sessions``: publishes events, and reads all events into the ledger."""
 
 from __future__ import annotations
 
@@ -42,14 +42,15 @@ from trinity_mq.runtime.notify import Notifier
 log = structlog.get_logger(__name__)
 
 EVENT, OUTSIDE, OUTCOME = "event", "session", "outcome"
-"""Routing keys: of what gateways publish, of rewards and ends by other programs, of what batches made of tasks."""
+"""Routing keys: events of gateways, rewards and ends by other programs, outcomes of submitted tasks."""
 ORIGIN, AT, AT_MS = "origin", "at", "at-ms"
-"""Headers of events of gateways: the offset of an event's first copy, and its time since the epoch, in whole seconds
-and in milliseconds. Release 0.1.0 reads the seconds alone; AMQP would carry a float of them in 32 bits."""
+"""Headers of gateway events: the stream offset of an event's first copy, and the event's time since the epoch in whole
+seconds and in milliseconds. Release 0.1.0 reads only the seconds. Integers are used, because AMQP would carry a float
+in 32 bits."""
 BY = "by"
-"""Header of an event that a gateway published again: the routing key of its first copy, where an outsider sent it."""
+"""Header of an event that a gateway published again: the routing key of its first copy, if an outsider sent it."""
 PAUSED_MS = "paused-ms"
-"""Header of events of gateways: milliseconds since the run began for which limits of time of sessions stood still."""
+"""Header of gateway events: milliseconds since the start of the run for which session time limits were paused."""
 FROM_OUTSIDE = (SessionReward, SessionEnd)
 KINDS: Mapping[str, Mapping[str, type[Message]]] = {
     OUTSIDE: {kind.kind: kind for kind in FROM_OUTSIDE},
@@ -69,20 +70,20 @@ KINDS: Mapping[str, Mapping[str, type[Message]]] = {
         )
     },
 }
-"""Kinds of messages by routing key: who may only reward sessions can neither make one nor decide about it."""
+"""Allowed message kinds by routing key: a program with reward rights can neither open a session nor decide about it."""
 KNOWN_WITHIN = 2.0
-"""Seconds to wait for a session that was begun through another gateway a moment ago."""
+"""Maximum seconds to wait for a session that was just opened at another gateway."""
 SAID_WITHIN = 30.0
-"""Seconds to wait for the effect of a reward or an end."""
+"""Maximum seconds to wait for the effect of a published event."""
 MOST_UNCONFIRMED = 64 * 1024**2
-"""Bytes of answers that wait for the broker at a time; what comes beyond is given as not recorded."""
+"""Maximum bytes of answers that wait for the broker's confirm; further answers are reported as not recorded."""
 PUBLISH_COST = 4096
-"""Bytes that a publish takes while it waits, besides those of its body."""
+"""Bytes of memory that a waiting publish takes in addition to its body."""
 
 
 @dataclass(frozen=True, slots=True)
 class NotTaken:
-    """A message on the stream that is no event, or an outsider's event that its session refused."""
+    """A message on the stream that is not an event, or an outsider's event that its session refused."""
 
     offset: int
     delivery: Delivery
@@ -95,10 +96,10 @@ class StreamBook:
     Args:
         bus: A connected bus that knows its run.
         topology: The run's names.
-        record_timeout: Seconds for the confirm of an answer.
-        tasks: Publishes that nobody waits for any more run here.
+        record_timeout: Maximum seconds to wait for the confirm of an answer.
+        tasks: Task group of publishes, which continue after the caller has stopped waiting.
         clock: Returns seconds since the epoch.
-        most_unconfirmed: Bytes of answers that may wait for the broker.
+        most_unconfirmed: Maximum bytes of answers that wait for the broker's confirm.
     """
 
     def __init__(
@@ -119,24 +120,24 @@ class StreamBook:
         self.not_taken: list[NotTaken] = []
         """Messages for the acting gateway to dead-letter."""
         self.paused = 0.0
-        """Seconds for which limits of time stood still: nobody could have kept to them."""
+        """Seconds for which session time limits were paused, because agents could not have kept them."""
         self.time = 0.0
-        """Time of the latest event in seconds since the epoch, 0 before the first one."""
+        """Time of the latest event in seconds since the epoch, 0 before the first event."""
         self._bus, self._topology, self._clock, self._tasks = bus, topology, clock, tasks
         self._record_timeout = record_timeout
         self._ready = False
         self._most_unconfirmed, self._unconfirmed = most_unconfirmed, 0
         self._waiting: dict[str, list[asyncio.Future[Applied]]] = {}
-        """Callers that wait for the effect of an event, by message id."""
+        """Futures of callers that wait for the effect of an event, by message id."""
         self._offset = 0
         self._earlier: dict[str, Session] = {}
-        """Sessions of the ledger before this one, until the book is ready again."""
+        """Sessions of the previous ledgers, kept until the book is ready again."""
 
     def is_ready(self) -> bool:
         return self._ready
 
     def now(self) -> float:
-        """Return the time by which sessions are judged: seconds since the epoch without those that do not count."""
+        """Return the time for session time limits: seconds since the epoch minus the paused seconds."""
         return self._clock() - self.paused
 
     # -- out
@@ -174,8 +175,8 @@ class StreamBook:
             return _not_recorded(call, "the gateway is ending")
         self._unconfirmed += cost
         publishing.add_done_callback(lambda _: self._confirmed(cost))
-        del call  # while its publish waits, its body is kept and nothing else of it
-        # of a broker that is away it is known already that it does not confirm in time
+        del call  # only the encoded body stays in memory while the publish waits
+        # An unavailable broker will not confirm in time, so the timeout is then 0.
         done, _ = await asyncio.wait([publishing], timeout=self._record_timeout if self._bus.usable else 0.0)
         return bool(done) and publishing.result()
 
@@ -186,16 +187,16 @@ class StreamBook:
         return await self._kept(event, message_id)
 
     async def catch_up(self) -> None:
-        """Return once all that is on the stream now has been read.
+        """Wait until all present messages of the stream have been read.
 
         Raises:
-            BookUnavailable: It was not read in time.
+            BookUnavailable: The messages were not read in time.
         """
         mark = Mark(nonce=uuid.uuid4().hex)
         await self._kept(mark, f"mark-{mark.nonce}")
 
     async def tell_time(self) -> None:
-        """Publish for how long limits of time have stood still; raises as :meth:`publish`."""
+        """Publish a mark with the current time and the paused seconds; raises the errors of :meth:`publish`."""
         mark = Mark(nonce=uuid.uuid4().hex)
         await self.publish(mark, f"time-{mark.nonce}")
 
@@ -210,23 +211,24 @@ class StreamBook:
         """Publish an event and wait for its confirm.
 
         Raises:
-            BusUnavailable: It was not confirmed in time.
-            MessageTooLarge: It is too large.
-            ContentError: It holds a value that cannot travel.
+            BusUnavailable: The event was not confirmed in time.
+            MessageTooLarge: The event is too large.
+            ContentError: The event holds a value that cannot be encoded.
         """
         stamped = {**self._stamps(at), **(headers or {})}
         await self._publish(envelope(message, message_id=message_id, headers=stamped))
 
     async def carry(self, event: Event) -> None:
-        """Publish a copy of an event that retention is about to cut; raises as :meth:`publish`. Release 0.1.0, which
-        knows of no time that does not count, takes the session for as old as it is here.
+        """Publish a copy of an event that retention is about to remove; raises the errors of :meth:`publish`.
+
+        The time includes the pauses, so that release 0.1.0, which does not know pauses, sees the same session age.
         """
         headers: dict[str, HeaderValue] = {ORIGIN: event.origin}
         if event.outside:
             headers[BY] = OUTSIDE
         try:
             await self.publish(event.body, event.message_id, headers, at=event.at + self.paused)
-        except ContentError as error:  # at the limits of a body, where ours has fields that the first copy left out
+        except ContentError as error:  # our copy may exceed the body limits, because it has all optional fields
             log.warning("event_not_carried", message_id=event.message_id, reason=str(error))
 
     def _stamps(self, at: float | None = None) -> dict[str, HeaderValue]:
@@ -235,7 +237,7 @@ class StreamBook:
 
     async def _publish(self, message: Envelope) -> None:
         while not await self._bus.publish(self._topology.exchange("sessions"), EVENT, message):
-            await self._bus.declare(self._topology.sessions)  # it was deleted under us
+            await self._bus.declare(self._topology.sessions)  # the stream was deleted while in use
 
     async def _publish_call(self, session: str, call: str, message: Envelope) -> bool:
         try:
@@ -246,7 +248,7 @@ class StreamBook:
         return True
 
     async def _kept(self, message: Message, message_id: str) -> Applied:
-        """Publish an event and return its effect, once it was read back."""
+        """Publish an event and return its effect after it was read back from the stream."""
         if not self._bus.usable:
             await self._patiently()
         effect: asyncio.Future[Applied] = asyncio.get_running_loop().create_future()
@@ -270,10 +272,10 @@ class StreamBook:
                 self._waiting.pop(message_id, None)
 
     async def _patiently(self) -> None:
-        """Wait a moment for a broker that is away.
+        """Wait up to ``record_timeout`` seconds for an unavailable broker.
 
         Raises:
-            BookUnavailable: It stays away.
+            BookUnavailable: The broker stays unavailable.
         """
         try:
             async with asyncio.timeout(self._record_timeout):
@@ -288,8 +290,9 @@ class StreamBook:
     # -- in
 
     async def follow(self) -> None:
-        """Read the stream from its beginning, for ever; the book is ready once all that was there has been read. Where
-        retention has cut what comes next, what became of the sessions lies there too: the book is built anew.
+        """Read the stream from its beginning, until cancelled; the book is ready once all initial messages were read.
+
+        If retention has removed the next messages, the fate of the sessions is unknown, and the book is rebuilt.
         """
         while True:
             mark = new_mark()
@@ -305,8 +308,9 @@ class StreamBook:
                 self._begin_anew(cut.got)
 
     def _begin_anew(self, offset: int) -> None:
-        """Forget all sessions, to read them from an offset on. Callers that wait are answered when their event is read
-        again; if it was cut, their time runs out and they say it again.
+        """Forget all sessions, in order to read them again from ``offset``.
+
+        Waiting callers are answered when their event is read; if it was removed, their wait times out and they retry.
         """
         self._earlier |= {session.id: session for session in self.ledger}
         self.ledger, self._ready, self._offset = Ledger(), False, offset
@@ -324,7 +328,7 @@ class StreamBook:
             self.ledger.finish_reading()
             self.ledger.remember(self._earlier.values())
             self._earlier.clear()
-            self.ledger.evaluated.clear()  # reported by earlier gateways, or by this one
+            self.ledger.evaluated.clear()  # already reported
             log.info("sessions_read", live=len(self.ledger.live), bytes=self.position)
         self.changed.notify()
 
@@ -351,18 +355,18 @@ class StreamBook:
                 waiting.set_result(applied)
 
     def _counted_time(self, delivery: Delivery) -> float:
-        """Return the time of a gateway's event without the time that does not count."""
+        """Return the time of a gateway's event minus the paused seconds, and update the book's time and pauses."""
         at, paused = _time_of(delivery), delivery.headers.get(PAUSED_MS)
         if at is None:
             return self._present()
         self.time = max(self.time, at)
-        if not isinstance(paused, int):  # of release 0.1.0
+        if not isinstance(paused, int):  # an event of release 0.1.0
             return at - self.paused
         self.paused = max(self.paused, paused / 1000)
         return at - paused / 1000
 
     def _present(self) -> float:
-        """Return the time of an event that has none; that of the latest event while earlier ones are read."""
+        """Return the time for an event without a time: now, or the latest event's time while the book is read."""
         if self._ready:
             self.time = max(self.time, self._clock())
         return self.time - self.paused
@@ -396,10 +400,10 @@ class StreamBook:
 
 
 def _decoded(delivery: Delivery) -> Message:
-    """Return the event in a delivery. The header ``kind`` may say what it is in place of the body.
+    """Return the event in a delivery. The header ``kind`` may name its kind instead of the body.
 
     Raises:
-        DecodeError: It is none, or none that its routing key allows.
+        DecodeError: The message is not an event, or the routing key does not allow its kind.
     """
     message = _message(delivery)
     if delivery.routing_key != OUTSIDE or not isinstance(message, SessionReward | SessionEnd):
@@ -430,7 +434,7 @@ def _not_recorded(call: SessionCall, reason: str) -> bool:
 
 
 def _time_of(delivery: Delivery) -> float | None:
-    """Return the time that a gateway gave its event in seconds since the epoch, None where it gave none."""
+    """Return the time in an event's headers in seconds since the epoch, None without a valid time."""
     exact, seconds = delivery.headers.get(AT_MS), delivery.headers.get(AT)
     if isinstance(exact, int):
         return exact / 1000

@@ -1,4 +1,4 @@
-"""Submits the tasks that sessions become to the explorer, each once as far as the queue tells."""
+"""Submits the tasks of sessions to the explorer, each task once as far as the queue's depth shows."""
 
 from __future__ import annotations
 
@@ -26,25 +26,26 @@ log = structlog.get_logger(__name__)
 T = TypeVar("T")
 
 REPLAYED = ("messages", "tools", "prompt")
-"""Parts of a session's first request that the record of its replay has."""
+"""Fields of a session's first request that are copied into the task of its replay."""
 AT_ONCE = 64
-"""Publishes under way at a time."""
+"""Maximum number of concurrent publishes."""
 RESUBMIT_SECONDS = 600.0
-"""Seconds after which a task whose outcome has not come is submitted once more, where the queue holds fewer messages
-than tasks wait: its copy may be lost. The explorer knows those it has."""
+"""Seconds without an outcome after which a task is submitted again if the queue holds fewer messages than tasks wait,
+because its message may be lost. The explorer ignores repeated submissions."""
 CHECK_SECONDS = 60.0
-"""Seconds between two looks for such tasks."""
+"""Seconds between two checks for overdue tasks."""
 SUBMIT_WITHIN = 10.0
-"""Seconds for the confirm of a submission."""
+"""Maximum seconds for the confirm of a submission."""
 FULL_SECONDS = 30.0
-"""Seconds until a queue that took no submission is tried again."""
+"""Seconds until the next attempt after the queue did not accept a submission."""
 
 
 class Submissions:
-    """The tasks of one acting gateway in the explorer's queue.
+    """The tasks that the acting gateway submits to the explorer's queue.
 
-    A successor cannot know which of the tasks that wait were submitted. It submits as many again as tasks wait beyond
-    the messages in the queue, so that the queue never holds more messages than tasks wait, others' and these together.
+    A new acting gateway cannot know which of the waiting tasks were submitted. It submits again as many tasks as the
+    number of waiting tasks exceeds the number of messages in the queue. The queue then never holds more messages than
+    tasks wait, including the submissions of other programs.
 
     Args:
         config: The run's configuration.
@@ -57,20 +58,20 @@ class Submissions:
         self._config, self._bus, self._topology, self._book = config, bus, topology, book
         self._ledger: Ledger | None = None
         self._waiting: dict[str, None] = {}
-        """Submissions to be published, in their order."""
+        """Ids of submissions to publish, in order."""
         self._submitted: dict[str, float] = {}
-        """Loop times of submissions by id, of those of earlier gateways too."""
+        """Event loop time of each submission by id, including submissions of earlier gateways."""
         self._checked = self._tried_again = float("-inf")
 
     async def submit(self) -> None:
-        """Submit new tasks, and those again of which the queue can have lost the copy."""
+        """Submit new tasks, and submit again the tasks whose message may be lost."""
         now = asyncio.get_running_loop().time()
         ledger = self._book.ledger
-        if ledger is not self._ledger:  # at the beginning, and where the ledger was built anew
+        if ledger is not self._ledger:  # at the start, and after the ledger was rebuilt
             self._ledger = ledger
             ledger.take_new_tasks()
             earlier = [name for name, _ in ledger.queued() if name not in self._submitted]
-            await self._again(earlier[::-1], now)  # the last ones an earlier gateway may not have come to
+            await self._again(earlier[::-1], now)  # newest first: an earlier gateway may not have reached them
         elif now - self._checked >= CHECK_SECONDS:
             self._checked = now
             queued = {name for name, _ in ledger.queued()}
@@ -82,7 +83,7 @@ class Submissions:
             await self._publish_waiting(ledger, now)
 
     async def _again(self, names: Sequence[str], now: float) -> None:
-        """Have the first of these tasks published again, as many as the queue cannot hold."""
+        """Schedule the first tasks of ``names`` for publication again, as many as messages must have been lost."""
         if not names:
             return
         depth = await self._bus.depth(self._topology.submitted.name) or 0
@@ -107,8 +108,9 @@ class Submissions:
                 return
 
     async def _publish(self, submission: str, sessions: Sequence[Session]) -> bool:
-        """Hand the task of some sessions to the explorer, which takes it once; return whether the queue has it. A task
-        of which a batch has reported has no sessions here.
+        """Publish the task of some sessions to the explorer; return False if the queue did not accept it.
+
+        The explorer accepts a submission only once. ``sessions`` is empty for a task whose outcome has arrived.
         """
         if not sessions:
             return True
@@ -146,13 +148,13 @@ class Submissions:
         return True
 
     async def _failed(self, submission: str, why: str, reason: str) -> None:
-        """Say on the stream that sessions cannot become a task."""
+        """Publish on the stream that the sessions of a submission cannot become a task."""
         failed = SubmissionOutcome(submission_id=submission, batch="", ticket="", outcome="failed", message=reason)
         await self._book.publish(failed, f"{why}-{submission}")
 
 
 async def all_of(work: Iterable[Coroutine[object, object, T]]) -> list[T]:
-    """Await all work, :data:`AT_ONCE` at a time, and return the results. The first error ends it, as it is."""
+    """Await all work, :data:`AT_ONCE` coroutines at a time, and return the results; raise the first error unwrapped."""
     waiting, results = list(work), list[T]()
     try:
         while waiting:
@@ -169,10 +171,10 @@ async def all_of(work: Iterable[Coroutine[object, object, T]]) -> list[T]:
 
 
 def task_of(sessions: Sequence[Session], config: Config) -> TaskBody:
-    """Return the task that some sessions become: their recorded answers, or the replay of the first request.
+    """Return the task of some sessions: their recorded answers, or a replay of the first session's request.
 
     Raises:
-        NotAllowed: The replay names or sets something that ``outsiders`` does not open.
+        NotAllowed: The replay uses a name or a setting that ``outsiders`` does not allow.
     """
     first = sessions[0]
     if first.replay is not None:
