@@ -1,6 +1,7 @@
-"""One rollout engine as a process: structure and tokenizer from the model's folder, weights from the trainer, HTTP out.
+"""Process of one rollout engine: loads structure and tokenizer from the model folder, gets weights from the trainer,
+and serves HTTP.
 
-Started by its host (:class:`trinity_mq.models.EngineHost`), which it outlives by a lease.
+Its host (:class:`trinity_mq.models.EngineHost`) starts it; the engine survives its host for the time of a lease.
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ log = structlog.get_logger(__name__)
 
 
 def main(arguments: Sequence[str] | None = None, receiver: Receiver | None = None) -> int:
-    """Run one engine until its lease runs out or it is told to end; returns the exit code.
+    """Run one engine until its lease expires or it is stopped; returns the exit code.
 
     Args:
         arguments: The command line.
-        receiver: Takes weights in; None: by whatever channel the trainer uses.
+        receiver: Receives weights; None: the receiver for all channels of the trainer.
     """
     parser = argparse.ArgumentParser(prog="python -m trinity_agents.engine.agent", description="One rollout engine.")
     parser.add_argument("--config", type=Path, required=True, help="the run's configuration as JSON")
@@ -72,7 +73,7 @@ def main(arguments: Sequence[str] | None = None, receiver: Receiver | None = Non
         print(f"engine {options.id}: {error}", file=sys.stderr, flush=True)  # noqa: T201  # what its host shows
         refuse(options.ready_file, options.ready_fd)
         return EXIT_FATAL
-    except EngineFailed as error:  # vLLM has said above why; our host tries again
+    except EngineFailed as error:  # vLLM has printed the reason above; our host retries
         log.error("engine_failed", engine=options.id, reason=str(error))
         return 1
     return 0
@@ -99,7 +100,7 @@ async def _serve_generator(
 ) -> None:
     rollout = config.explorer.rollout_model
     gc.collect()
-    gc.freeze()  # all that was imported stays: looking through it again and again would stop batch steps for 0.2 s
+    gc.freeze()  # imported objects stay for good, and each full collection over them would stop batch steps for 0.2 s
     token = os.environ.get(TOKEN_VARIABLE) or secrets.token_hex(16)
     name = config.model.model_path or f"{config.name}-tiny"
     fingerprint = generator.codec.fingerprint()
@@ -135,7 +136,7 @@ async def _serve_generator(
 
 
 def run(receiver: Receiver | None = None) -> None:
-    """Run :func:`main` and end the process, whatever threads a cut-off transfer may have left in native code."""
+    """Run :func:`main` and end the process, even if an aborted transfer has left threads in native code."""
     code = main(receiver=receiver)
     flush_trace()
     sys.stdout.flush()

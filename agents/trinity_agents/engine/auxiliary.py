@@ -1,6 +1,7 @@
-"""One auxiliary engine as a process: a model with the weights of its folder, or the way to somebody else's server.
+"""Process of one auxiliary engine: serves a model with the weights of its folder, or forwards to an external server.
 
-Started by its host as :mod:`trinity_agents.engine.agent` is, which serves the policy. No weights are sent to it.
+Its host starts it in the same way as the policy's engine (:mod:`trinity_agents.engine.agent`). It gets no weights from
+the trainer.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ log = structlog.get_logger(__name__)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one auxiliary engine until its lease runs out or it is told to end; returns the exit code."""
+    """Run one auxiliary engine until its lease expires or it is stopped; returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m trinity_agents.engine.auxiliary", description="One auxiliary engine."
     )
@@ -74,7 +75,7 @@ async def _hosted(config: Config, model: AuxiliaryModelConfig, options: argparse
     threads = cpu_threads(config, model.num_threads)
     generator, folder = fixed_generator(model, config.path / f"model-{model.name}", config.seed, num_threads=threads)
     gc.collect()
-    gc.freeze()  # as of any engine: see trinity_agents.engine.agent
+    gc.freeze()  # for the reason see trinity_agents.engine.agent
     rollout = config.explorer.rollout_model
     said = {"token": _token(), "fingerprint": generator.codec.fingerprint(), "model_path": str(folder)}
     settings = ServerSettings(
@@ -132,7 +133,7 @@ def _key(model: AuxiliaryModelConfig) -> str | None:
     """Return the server's API key.
 
     Raises:
-        ModelError: It is not where the configuration says.
+        ModelError: The configured file or environment variable does not hold the key.
     """
     who = f"auxiliary model {model.name!r}"
     if (path := model.api_key_file) is not None:
