@@ -66,15 +66,15 @@ MUTATIONS = [
     Mutation(
         "a skipped batch is replayed",
         f"{TRAINER}/sources/replay.py",
-        'if one.outcome == "trained" and one.ticket in fresh]',
-        "if one.experiences and one.ticket in fresh]",
+        'if part.outcome == "trained" and part.ticket in fresh]',
+        "if part.experiences and part.ticket in fresh]",
         f"{DEADLY}::test_a_batch_that_kills_is_not_replayed_and_groups_beside_it_are",
     ),
     Mutation(
         "a group that kills when it is replayed stays in the index",
         f"{TRAINER}/sources/replay.py",
-        "if self._reader.starts(replayed_key(one.tid)) >= MAX_STARTS]",
-        "if self._reader.starts(replayed_key(one.tid)) >= 1000]",
+        "if self._reader.starts(replayed_key(group.tid)) >= MAX_STARTS]",
+        "if self._reader.starts(replayed_key(group.tid)) >= 1000]",
         f"{DEADLY}::test_a_group_that_kills_when_it_is_replayed_is_forgotten_and_every_batch_trained_on",
     ),
     Mutation(
@@ -101,8 +101,8 @@ MUTATIONS = [
     Mutation(
         "a tap's checkpoint counts as begun only with the id of the other run",
         f"{TRAINER}/sources/tap.py",
-        "            if self._state:  # also",
-        "            if self._run_id:  # also",
+        "            if self._state:  # the",
+        "            if self._run_id:  # the",
         "unit/agents/trainer/test_tap_position.py::test_a_run_that_begins_later_is_trained_on_once",
     ),
     Mutation(
@@ -403,7 +403,7 @@ MUTATIONS = [
     Mutation(
         "a gateway that is back after retention keeps its sessions",
         f"{GATEWAY}/stream_book.py",
-        "self._begin_anew(cut.got)",
+        "self._rebuild(cut.got)",
         "self._offset = cut.got",
         f"{OUTAGES}::test_a_gateway_that_is_back_after_retention_builds_its_sessions_anew",
     ),

@@ -85,7 +85,7 @@ class Trainer(Agent):
         """Return the counters that pace the other agents."""
         if not self.loop.generation:
             # While this trainer waits for the lock, it reports the active trainer's state instead of an empty state.
-            others = [one for one in self.peers.statuses("trainer", TrainerStatus) if one.generation]
+            others = [status for status in self.peers.statuses("trainer", TrainerStatus) if status.generation]
             if others:
                 return others[0]
         return self.loop.detail().model_copy(update=self._where)

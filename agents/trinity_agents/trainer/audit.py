@@ -112,12 +112,12 @@ class Auditor:
         The conclusions count only if there is no fault.
         """
         try:
-            found = list(check())
+            findings = list(check())
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            found = [f"a line of the history, or the checkpoint's state, is not what was written: {error!r}"]
-        faults = [one for one in found if isinstance(one, str)]
+            findings = [f"a line of the history, or the checkpoint's state, is not what was written: {error!r}"]
+        faults = [finding for finding in findings if isinstance(finding, str)]
         self.checks += [Check(name, "fault", fault) for fault in faults]
-        self.checks += [] if faults else [one for one in found if isinstance(one, Check)]
+        self.checks += [] if faults else [finding for finding in findings if isinstance(finding, Check)]
 
     def _files(self) -> Iterator[Check | str]:
         count = len(self.checkpoint.checksums)
@@ -183,17 +183,17 @@ class Auditor:
             yield Check("checkpoint", "not checked", "it was trained on records, of which it keeps the position alone")
             return
         decided = {entry["ticket"] for entry in self.entries}
-        known = set(source["consumed"]) | set(source.get("failed", ()))
+        consumed = set(source["consumed"]) | set(source.get("failed", ()))
         # A run that taps another run also consumed the tickets before its first batch, without training on them.
-        if missing := [] if is_tap else sorted(known - decided):
+        if missing := [] if is_tap else sorted(consumed - decided):
             yield f"the checkpoint has these tickets behind it, and its history has not: {some(missing)}"
         settled = source.get("settled", NONE_SETTLED)  # the checkpoint lists no tickets of batches up to this number
         recent = {entry["ticket"] for entry in self.entries if int(entry["batch"]) > settled}
-        if foreign := sorted(recent - known):
+        if foreign := sorted(recent - consumed):
             yield f"the history has these tickets, and the checkpoint has not: {some(foreign)}"
         batches = Counter(int(entry["batch"]) for entry in self.entries if not entry.get("repaired"))
-        wanted = {*range(1, source["batches"] + 1), *source.get("ahead", ())}
-        if different := sorted((batches.keys() ^ wanted) | {one for one, count in batches.items() if count > 1}):
+        expected = {*range(1, source["batches"] + 1), *source.get("ahead", ())}
+        if different := sorted((batches.keys() ^ expected) | {batch for batch, count in batches.items() if count > 1}):
             yield f"the checkpoint and its history differ in batches: {some(different)}"
         if run_id and state.run_id and run_id != state.run_id:
             yield f"the checkpoint is of run {state.run_id}, and the explorer's state of run {run_id}"
@@ -244,22 +244,22 @@ class Auditor:
             if first is not None and first < content.begins:
                 cut += 1
                 continue
-            found = content.sets.get((entry["ticket"], entry["op"]))
-            if found is None and first is None:
+            actual = content.sets.get((entry["ticket"], entry["op"]))
+            if actual is None and first is None:
                 cut += 1  # the offset of the set is unknown
                 continue
-            if found is None or not (found.is_first or entry.get("repaired")):
-                where = "is not there" if found is None else "is not the first of its ticket there"
+            if actual is None or not (actual.is_first or entry.get("repaired")):
+                where = "is not there" if actual is None else "is not the first of its ticket there"
                 yield f"progress {entry['progress']} was decided by set {entry['op']}, which {where}"
                 continue
             compared += 1
-            if found.other_chain:
+            if actual.other_chain:
                 yield f"progress {entry['progress']}: its operator had another configuration than the run's explorer"
-            if place is not None and place["offset"] != found.offset:
-                yield f"progress {entry['progress']}: its BatchReady lies at {found.offset}, not at {place['offset']}"
-            if found.uids is None:
+            if place is not None and place["offset"] != actual.offset:
+                yield f"progress {entry['progress']}: its BatchReady lies at {actual.offset}, not at {place['offset']}"
+            if actual.uids is None:
                 unread += 1
-            elif foreign := sorted(set(entry["uids"]) - found.uids):
+            elif foreign := sorted(set(entry["uids"]) - actual.uids):
                 yield f"progress {entry['progress']} holds experiences that no operator sent: {some(foreign)}"
         if cut:
             yield Check("stream", "not checked", f"the stream does not hold the sets of {cut} batches any more")
@@ -272,12 +272,12 @@ class Auditor:
 
 def verdict(audits: Iterable[Auditor]) -> str:
     """Return a one-line summary of all checks."""
-    found = list(audits)
-    faults = sum(check.result == "fault" for audit in found for check in audit.checks)
-    left = sum(check.result == "not checked" for audit in found for check in audit.checks)
+    all_audits = list(audits)
+    faults = sum(check.result == "fault" for audit in all_audits for check in audit.checks)
+    unchecked = sum(check.result == "not checked" for audit in all_audits for check in audit.checks)
     if faults:
         return f"{faults} fault{'s' if faults > 1 else ''} found"
-    return "proven" if not left else f"no fault found; {left} thing{'s' if left > 1 else ''} not checked"
+    return "proven" if not unchecked else f"no fault found; {unchecked} thing{'s' if unchecked > 1 else ''} not checked"
 
 
 def as_json(audit: Auditor) -> Mapping[str, Any]:
@@ -291,5 +291,5 @@ def as_json(audit: Auditor) -> Mapping[str, Any]:
         "weights": audit.checkpoint.weights,
         "experiences": len(audit.uids),
         "faults": audit.has_faults,
-        "checks": [{"name": one.name, "result": one.result, "text": one.text} for one in audit.checks],
+        "checks": [{"name": check.name, "result": check.result, "text": check.text} for check in audit.checks],
     }

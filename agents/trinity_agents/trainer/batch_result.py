@@ -51,7 +51,7 @@ def stale_tasks(experiences: Sequence[Experience], step: int, max_staleness: int
     ages = _ages(batch, step)
     if max(ages, default=0) <= max_staleness:
         return []
-    tasks = {one.eid.task for one, age in zip(batch, ages, strict=True) if age > max_staleness}
+    tasks = {experience.eid.task for experience, age in zip(batch, ages, strict=True) if age > max_staleness}
     return sorted(task for task in tasks if isinstance(task, int))
 
 
@@ -65,23 +65,23 @@ def drop_stale(
     ages = _ages(batch, step)
     tids = batch.ids("tid")
     stale = {tid for tid, age in zip(tids, ages, strict=True) if age > max_staleness}
-    kept = [number for number, tid in enumerate(tids) if tid not in stale]
+    kept_indexes = [number for number, tid in enumerate(tids) if tid not in stale]
     metrics = {
         "sample/dropped_stale_groups": float(len(stale)),
-        "sample/dropped_stale_experiences": float(len(batch) - len(kept)),
-        "sample/experiences": float(len(kept)),
+        "sample/dropped_stale_experiences": float(len(batch) - len(kept_indexes)),
+        "sample/experiences": float(len(kept_indexes)),
     }
-    if kept:
-        fresh = [ages[number] for number in kept] if stale else ages
+    if kept_indexes:
+        fresh = [ages[number] for number in kept_indexes] if stale else ages
         metrics["sample/staleness/mean"] = sum(fresh) / len(fresh)
         metrics["sample/staleness/max"] = float(max(fresh))
         groups: dict[str, int] = {}
-        for number in kept:
+        for number in kept_indexes:
             tid, age = tids[number], ages[number]
             if age >= groups.get(tid, 0):
                 groups[tid] = age
         metrics["sample/staleness/groups/mean"] = sum(groups.values()) / len(groups)
-    return batch.select(kept) if stale else batch, metrics
+    return batch.select(kept_indexes) if stale else batch, metrics
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,20 +108,20 @@ class BatchResult:
     @property
     def trained(self) -> bool:
         """Whether a train step was made; a step that only trains the critic counts."""
-        return any(one.outcome == "trained" for one in (self, *self.co_batched, *self.repaired))
+        return any(result.outcome == "trained" for result in (self, *self.co_batched, *self.repaired))
 
     @property
     def stepped(self) -> bool:
         """Whether a train step changed the policy's weights."""
-        return any(one.outcome == "trained" and one.moved for one in (self, *self.co_batched, *self.repaired))
+        return any(result.outcome == "trained" and result.moved for result in (self, *self.co_batched, *self.repaired))
 
     @property
     def counts(self) -> dict[str, float]:
         """``sample/*`` metrics: whether the step was skipped, and the number of repaired batches trained on, if any."""
-        found = {"sample/skipped_step": float(not self.trained)}
+        metrics = {"sample/skipped_step": float(not self.trained)}
         if self.repaired:
-            found["sample/repaired_batches"] = float(sum(one.outcome == "trained" for one in self.repaired))
-        return found
+            metrics["sample/repaired_batches"] = float(sum(result.outcome == "trained" for result in self.repaired))
+        return metrics
 
 
 async def train_on(
@@ -141,11 +141,13 @@ async def train_on(
             optimizer step.
     """
     parts = [batch, *batch.co_batched, *batch.repaired]
-    own = 1 + len(batch.co_batched)
-    keys = [part.ticket for part in parts[:own]] + [repaired_key(part.ticket, part.op) for part in batch.repaired]
-    limits = [part.max_starts for part in parts[:own]] + [MAX_STARTS_REPAIRED] * len(batch.repaired)
+    batch_count = 1 + len(batch.co_batched)
+    keys = [part.ticket for part in parts[:batch_count]] + [
+        repaired_key(part.ticket, part.op) for part in batch.repaired
+    ]
+    limits = [part.max_starts for part in parts[:batch_count]] + [MAX_STARTS_REPAIRED] * len(batch.repaired)
     ends = {
-        number: _unfit(part, attempts.starts(key), limit)
+        number: _unusable_result(part, attempts.starts(key), limit)
         for number, (part, key, limit) in enumerate(zip(parts, keys, limits, strict=True))
     }
     if any(end is not None and end.kills for end in ends.values()):  # the batch is to blame, not the replayed groups
@@ -158,18 +160,18 @@ async def train_on(
     if usable:
         # On a thread, because the experiences that are joined and copied may be gigabytes.
         with span("drop stale groups", threads=True):
-            found, kept, metrics = await asyncio.to_thread(
-                _fresh, [parts[number] for number in usable], step, max_staleness
+            stale_by_batch, experiences, metrics = await asyncio.to_thread(
+                _drop_stale_groups, [parts[number] for number in usable], step, max_staleness
             )
-        stale = dict(zip(usable, found, strict=True))
-        noted = [keys[number] for number in usable if parts[number].experiences]
-        if noted:
+        stale = dict(zip(usable, stale_by_batch, strict=True))
+        noted_keys = [keys[number] for number in usable if parts[number].experiences]
+        if noted_keys:
             if replayed:
                 batch.replayed = replayed
-                noted += map(replayed_key, dict.fromkeys(replayed.ids("tid")))
-                kept = await asyncio.to_thread(ExperienceBatch.concat, [kept, replayed])
-            with attempts.noted(noted), span("await train step", wait=True):
-                metrics |= await learner.step(kept, step + 1)
+                noted_keys += map(replayed_key, dict.fromkeys(replayed.ids("tid")))
+                experiences = await asyncio.to_thread(ExperienceBatch.concat, [experiences, replayed])
+            with attempts.noted(noted_keys), span("await train step", wait=True):
+                metrics |= await learner.step(experiences, step + 1)
     stepped = metrics.get("actor/optimizer_steps", 1.0) > 0
     for number in usable:
         too_old: dict[str, Any] = {
@@ -185,7 +187,7 @@ async def train_on(
     first, *others = [end for end in ends.values() if end is not None]
     for part, end in zip(parts, [first, *others], strict=True):
         part.outcome = end.outcome
-    return replace(first, metrics=metrics, co_batched=others[: own - 1], repaired=others[own - 1 :])
+    return replace(first, metrics=metrics, co_batched=others[: batch_count - 1], repaired=others[batch_count - 1 :])
 
 
 def _why_no_step(metrics: Mapping[str, float]) -> tuple[StepOutcome, str]:
@@ -200,7 +202,7 @@ def _why_no_step(metrics: Mapping[str, float]) -> tuple[StepOutcome, str]:
     )
 
 
-def _unfit(batch: TrainBatch, starts: int, max_starts: int) -> BatchResult | None:
+def _unusable_result(batch: TrainBatch, starts: int, max_starts: int) -> BatchResult | None:
     """Return the result of a batch that must not be trained on, None for a usable batch."""
     if batch.state != "ready":
         log.warning("batch_skipped", batch=batch.batch, state=batch.state, reason=batch.reason)
@@ -212,7 +214,7 @@ def _unfit(batch: TrainBatch, starts: int, max_starts: int) -> BatchResult | Non
     return BatchResult("skipped", f"the trainer did not survive {counted} on this batch", kills=True)
 
 
-def _fresh(
+def _drop_stale_groups(
     parts: Sequence[TrainBatch], step: int, max_staleness: int
 ) -> tuple[list[list[int]], ExperienceBatch, dict[str, float]]:
     """Remove from each batch the groups that are too old.
@@ -223,13 +225,13 @@ def _fresh(
     """
     stale = [stale_tasks(part.experiences, step, max_staleness) for part in parts]
     whole = ExperienceBatch.concat(part.experiences for part in parts)
-    kept, metrics = drop_stale(whole, step, max_staleness)
-    left = set(kept.ids("tid"))
+    fresh, metrics = drop_stale(whole, step, max_staleness)
+    fresh_tids = set(fresh.ids("tid"))
     for part in parts:
         part.experiences = part.experiences.select(
-            [number for number, tid in enumerate(part.experiences.ids("tid")) if tid in left]
+            [number for number, tid in enumerate(part.experiences.ids("tid")) if tid in fresh_tids]
         )
-    return stale, kept, metrics
+    return stale, fresh, metrics
 
 
 def keep_for_a_look(batch: TrainBatch, folder: Path, tokenizer: Path) -> str:

@@ -189,8 +189,10 @@ class Decider:
 
         The choice depends only on the order of the stream, so that a restart makes the same choice.
         """
-        found = (decision for _, decision in self._repaired.values())
-        return [decision for decision in found if decision.offset < before.offset and decision.batch < before.batch]
+        candidates = (decision for _, decision in self._repaired.values())
+        return [
+            decision for decision in candidates if decision.offset < before.offset and decision.batch < before.batch
+        ]
 
     def first(self, count: int) -> list[Decision]:
         """Return the first ``count`` decisions that are not consumed, oldest first."""

@@ -225,13 +225,13 @@ def trace(folder: Path, generation: int, progress: int) -> Line:
             return line
         if header.get("generation") != current:
             line.faults.append(f"{path} is of generation {header.get('generation')}, wanted {current}")
-        found = [entry for entry in entries if start < entry.get("progress", start) <= end]
-        line.entries[:0] = found
+        generation_entries = [entry for entry in entries if start < entry.get("progress", start) <= end]
+        line.entries[:0] = generation_entries
         line.spans.insert(0, (current, start + 1, end))
-        has = [entry["progress"] for entry in found if not entry.get("repaired")]
-        if has != list(range(start + 1, end + 1)):
+        numbers = [entry["progress"] for entry in generation_entries if not entry.get("repaired")]
+        if numbers != list(range(start + 1, end + 1)):
             line.faults.append(
-                f"{path} should hold progress {start + 1} to {end}, each once, in order; {_difference(has, start, end)}"
+                f"{path} should hold progress {start + 1} to {end}, each once, in order; {_diff(numbers, start, end)}"
             )
         if origin is None:
             return line
@@ -243,21 +243,21 @@ def trace(folder: Path, generation: int, progress: int) -> Line:
         end, current = start, before
 
 
-def _difference(has: Sequence[int], start: int, end: int) -> str:
-    counts = Counter(has)
-    missing = [one for one in range(start + 1, end + 1) if one not in counts]
-    double = sorted(one for one, count in counts.items() if count > 1)
-    if missing or double:
+def _diff(progresses: Sequence[int], start: int, end: int) -> str:
+    counts = Counter(progresses)
+    missing = [number for number in range(start + 1, end + 1) if number not in counts]
+    duplicates = sorted(number for number, count in counts.items() if count > 1)
+    if missing or duplicates:
         return "; ".join(
-            f"{what}: {some(found)}" for what, found in (("missing", missing), ("double", double)) if found
+            f"{what}: {some(numbers)}" for what, numbers in (("missing", missing), ("double", duplicates)) if numbers
         )
     return "its lines are in another order"
 
 
-def some(found: Sequence[object], most: int = 5) -> str:
+def some(items: Sequence[object], most: int = 5) -> str:
     """Return the first ``most`` items as text, and the number of further items."""
-    left = len(found) - most
-    return ", ".join(map(str, found[:most])) + (f" and {left} more" if left > 0 else "")
+    remaining = len(items) - most
+    return ", ".join(map(str, items[:most])) + (f" and {remaining} more" if remaining > 0 else "")
 
 
 def _read(path: Path) -> list[dict[str, Any]]:

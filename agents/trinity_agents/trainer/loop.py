@@ -123,7 +123,7 @@ class TrainLoop:
         """Progress at the start of the last save."""
         self._bytes_saved = 0
         """Bytes read from the stream before the checkpoint that is being written."""
-        self._reached = 0
+        self._earlier_progress = 0
         """Highest progress of the earlier generations."""
         self._replay_ends = self._quiet_ends = 0.0
         self._saved_run: str | None = None
@@ -200,11 +200,11 @@ class TrainLoop:
             self.step, self.progress = state.step, state.progress
             self.source.restore(state.source)
             resumed = (state.generation, state.progress)
-            found = {"generation": self.generation, "step": self.step, "progress": self.progress}
-            log.info("resumed", checkpoint=checkpoint.path.name, **found)
+            position = {"generation": self.generation, "step": self.step, "progress": self.progress}
+            log.info("resumed", checkpoint=checkpoint.path.name, **position)
         self._saved_progress, self._first_step = self.progress, self.step
         self._last_save = self.progress
-        self._reached = last_progress(histories)
+        self._earlier_progress = last_progress(histories)
         self._history = History(histories, self.generation, resumed)
 
     async def _load(self) -> Checkpoint | None:
@@ -216,7 +216,7 @@ class TrainLoop:
         """
         whole, damaged = self.store.usable()
         only = self.store.only(whole)
-        for checkpoint in [one for one in whole if only in {None, one.path.name}]:
+        for checkpoint in [candidate for candidate in whole if only in {None, candidate.path.name}]:
             try:
                 await asyncio.to_thread(verify, checkpoint)
                 await self.learner.open(checkpoint.path)
@@ -230,8 +230,8 @@ class TrainLoop:
         folder = self.folder / "checkpoints"
         saved = last_saved(self.folder / "history")
         if damaged or saved is not None:
-            found = "; ".join(f"{one.path.name}: {one.reason}" for one in damaged)
-            lost = f"damaged are {found}" if found else f"none is there, although progress {saved} was saved"
+            reasons = "; ".join(f"{candidate.path.name}: {candidate.reason}" for candidate in damaged)
+            lost = f"damaged are {reasons}" if reasons else f"none is there, although progress {saved} was saved"
             others = f"choose another one than {only} with `trinity-mq run --from`, " if only else ""
             raise CheckpointError(
                 f"no checkpoint in {folder} can be used: {lost}. Put an undamaged copy back and run the same command "
@@ -240,23 +240,23 @@ class TrainLoop:
         await self.learner.open(None)
         return None
 
-    def check_run(self, explorers: str) -> None:
+    def check_run(self, run_id: str) -> None:
         """Check that the explorer's run is the run that this trainer trains; an unknown run passes.
 
         Raises:
             FatalError: The checkpoints belong to another run.
             RestartMe: The explorer has started another run since this process started.
         """
-        if self._saved_run and self._saved_run != explorers:
+        if self._saved_run and self._saved_run != run_id:
             raise FatalError(
                 f"the checkpoints in {self.folder / 'checkpoints'} are of run {self._saved_run}, but the explorer's "
-                f"state is of run {explorers}: one of the two was removed, or comes from elsewhere. To go on with the "
+                f"state is of run {run_id}: one of the two was removed, or comes from elsewhere. To go on with the "
                 "old run, bring its folder state/ back; to train anew, start with `trinity-mq run CONFIG "
                 "--fresh`, or move checkpoints/ and history/ out of the run folder"
             )
-        own = self.agent.bus.run_id
-        if self.generation and own and own != explorers:
-            raise RestartMe(f"the explorer has begun another run: {explorers} in place of {own}")
+        own_run = self.agent.bus.run_id
+        if self.generation and own_run and own_run != run_id:
+            raise RestartMe(f"the explorer has begun another run: {run_id} in place of {own_run}")
 
     async def close(self) -> None:
         """Close the learner and the history."""
@@ -320,7 +320,7 @@ class TrainLoop:
         time limit of one rollout attempt (``explorer.max_timeout``), or for :data:`QUIET_SECONDS` without a batch.
         """
         now = asyncio.get_running_loop().time()
-        if self._is_alone or self.progress >= self._reached:
+        if self._is_alone or self.progress >= self._earlier_progress:
             return 0.0
         ends = self._replay_ends if self.source.available() else min(self._replay_ends, self._quiet_ends)
         return max(0.0, ends - now)
@@ -337,7 +337,7 @@ class TrainLoop:
         return ended is not None and self.progress >= ended and not is_extended
 
     @property
-    def _wanted(self) -> int:
+    def _requested_batch(self) -> int:
         """The last batch for which the explorer requests the newest weights."""
         return self.agent.peers.explorer.wants
 
@@ -350,7 +350,7 @@ class TrainLoop:
             version=self.version,
             committed=machine.committed,
             committed_progress=machine.committed_progress,
-            wanted=self._wanted,
+            wanted=self._requested_batch,
             answered=self._answered,
             first_step=self._first_step,
             at_end=self._is_at_end,
@@ -358,10 +358,10 @@ class TrainLoop:
         return sync_due(boundary, self.config.synchronizer)
 
     async def _sync(self) -> None:
-        machine, wanted = self.gate.machine, self._wanted
+        machine, requested = self.gate.machine, self._requested_batch
         if machine.committed == self.version and not self.gate.someone_is_behind:
             await self.gate.confirm_unchanged(self.progress)
-            self._answered = max(self._answered, wanted)
+            self._answered = max(self._answered, requested)
             self.agent.heartbeat_now()
             return
         self.agent.set_state("working" if self.gate.has_members else "holding", "engines to take the weights")
@@ -371,7 +371,7 @@ class TrainLoop:
             done = await self.agent.woken.unless(lambda: self.agent.draining.is_set() or self.is_run_over, syncing)
         if done:
             spent = asyncio.get_running_loop().time() - started
-            self._answered = max(self._answered, wanted)
+            self._answered = max(self._answered, requested)
             self.agent.report(self.progress, {"time/sync": spent, **self.gate.metrics()})
         await self.gate.settled()
         self.agent.heartbeat_now()
@@ -397,7 +397,7 @@ class TrainLoop:
     async def _train(self, batch: TrainBatch, batches: list[TrainBatch]) -> None:
         """Make the train step of a batch with its co-batched and repaired batches, and record their outcomes."""
         agent, loop = self.agent, asyncio.get_running_loop()
-        self._in_hand = [one.ticket for one in batches]
+        self._in_hand = [part.ticket for part in batches]
         started = loop.time()
         try:
             with self._work.doing("step", f"the train step on batch {batch.batch}"):
@@ -410,41 +410,43 @@ class TrainLoop:
                 )
         except TrainingStopped as error:
             tokenizer = self.folder / "model" if self.config.model.tiny else Path(str(self.config.model.model_path))
-            kept = await asyncio.to_thread(keep_for_a_look, batch, self.folder, tokenizer)
-            raise TrainingStopped(f"{error}. {kept}") from error
+            dump_message = await asyncio.to_thread(keep_for_a_look, batch, self.folder, tokenizer)
+            raise TrainingStopped(f"{error}. {dump_message}") from error
         self.step += result.stepped
         first, self.progress = self.progress + 1, self.progress + len(batches)
         results = zip(batches, [result, *result.co_batched], strict=True)
-        ended = [(one, end, self._progress_of(n, one, end)) for n, (one, end) in enumerate(results, first)]
+        ended = [(part, end, self._progress_of(n, part, end)) for n, (part, end) in enumerate(results, first)]
         results = zip(batch.repaired, result.repaired, strict=True)
-        repaired = [(one, end, self._progress_of(self.progress, one, end)) for one, end in results]
-        for one, end, _ in (*ended, *repaired):
+        repaired = [(part, end, self._progress_of(self.progress, part, end)) for part, end in results]
+        for part, end, _ in (*ended, *repaired):
             if end.kills:
-                letter = skipped_batch_dead_letter(one, end.reason or "", agent.id, agent.topology)
+                letter = skipped_batch_dead_letter(part, end.reason or "", agent.id, agent.topology)
                 await agent.bus.publish(agent.topology.exchange("dead"), "ready", letter)
         self.source.consumed()
         self._in_hand = []
         began = time.monotonic()
-        for one, _, event in ended:
-            self._record(one, event)
-        for one, _, event in repaired:
-            self._record(one, event, repaired=True)
-            log.info("repaired_batch", batch=one.batch, outcome=event.outcome, reason=event.reason)
+        for part, _, event in ended:
+            self._record(part, event)
+        for part, _, event in repaired:
+            self._record(part, event, repaired=True)
+            log.info("repaired_batch", batch=part.batch, outcome=event.outcome, reason=event.reason)
         record("write history", began, time.monotonic(), version=self.version, batch=batch.batch)
         for _, _, event in [] if self._is_alone else ended:
             await agent.publish("results", "progress", event, message_id=f"progress-{self.generation}-{event.progress}")
         with span("keep samples", threads=True):
-            await self._samples.keep(self.step, [one.experiences for one, end, _ in ended if end.outcome == "trained"])
-        metrics = result.counts | result.metrics | _of_sources(batch)
+            await self._samples.keep(
+                self.step, [part.experiences for part, end, _ in ended if end.outcome == "trained"]
+            )
+        metrics = result.counts | result.metrics | _source_metrics(batch)
         metrics["time/batch"] = loop.time() - started
-        metrics |= self._waits()
+        metrics |= self._wait_metrics()
         counters = {"trainer/generation": float(self.generation), "trainer/step": float(self.step)}
         # The gate's metrics are reported again, because the time until engines serve again is known only now.
         with span("write metrics"):
             agent.report(self.progress, counters | metrics | self.gate.metrics())
         agent.heartbeat_soon()
-        for one, _, event in ended:
-            log.info("batch_done", batch=one.batch, ticket=one.ticket, outcome=event.outcome, train_step=event.step)
+        for part, _, event in ended:
+            log.info("batch_done", batch=part.batch, ticket=part.ticket, outcome=event.outcome, train_step=event.step)
         if self._save_is_due:
             await self._save()
 
@@ -466,7 +468,7 @@ class TrainLoop:
         finally:
             self._waited += loop.time() - started
 
-    def _waits(self) -> dict[str, float]:
+    def _wait_metrics(self) -> dict[str, float]:
         """Return the seconds of waiting for data since the last call, and their share of the time since then."""
         now = asyncio.get_running_loop().time()
         waited, passed = self._waited, now - self._counts_since
@@ -533,7 +535,7 @@ class TrainLoop:
         self._saved_progress, self._saved_run = state.progress, state.run_id
         self.source.bytes_since_save -= self._bytes_saved
         self._bytes_saved = 0
-        await self._blobs.saved(_done_with(state.source))
+        await self._blobs.saved(_consumed_tickets(state.source))
         self.agent.report(state.progress, {"time/write_checkpoint": seconds})
 
     async def _finish(self) -> None:
@@ -551,7 +553,7 @@ class TrainLoop:
             log.warning("final_model_not_written", reason="no train step changed the weights")
         else:
             await publish_final(self.learner.export, self.folder / "final")
-        await self._blobs.saved(_done_with(checkpoint.state.source), last=True)
+        await self._blobs.saved(_consumed_tickets(checkpoint.state.source), last=True)
         self.finished = True
         self.agent.heartbeat_now()
 
@@ -559,16 +561,16 @@ class TrainLoop:
         await self.agent.publish("sync", f"weights.{event.verb}", event)
 
 
-def _of_sources(batch: TrainBatch) -> dict[str, float]:
+def _source_metrics(batch: TrainBatch) -> dict[str, float]:
     """Return the metrics of records, replayed groups and a tapped run in a batch and its co-batched batches."""
     return {
         name: value
-        for one in (batch, *batch.co_batched)
-        for name, value in one.metrics.items()
+        for part in (batch, *batch.co_batched)
+        for name, value in part.metrics.items()
         if name.startswith(OF_SOURCES)
     }
 
 
-def _done_with(source: Mapping[str, Any]) -> set[str]:
+def _consumed_tickets(source: Mapping[str, Any]) -> set[str]:
     """Return the tickets in a source's state whose chunks are never read again."""
     return set(source.get("consumed", ())) - set(source.get("replay", {}).get("offsets", ()))

@@ -13,9 +13,11 @@ async def evaluation_ended(agent: Agent, machine: Coordinator) -> None:
     loop = asyncio.get_running_loop()
     deadline = loop.time() + agent.config.explorer.eval_timeout
     state, waits_for = agent.state, agent.waits_for
-    while _is_under_way(agent, machine) and (left := deadline - loop.time()) > 0:
+    while _is_under_way(agent, machine) and (remaining_s := deadline - loop.time()) > 0:
         agent.set_state("holding", "the evaluation of the present version")
-        await agent.woken.wait(min(left, HEARTBEAT_INTERVAL))  # a dead explorer's lease ends without a notification
+        await agent.woken.wait(
+            min(remaining_s, HEARTBEAT_INTERVAL)
+        )  # a dead explorer's lease ends without a notification
     agent.set_state(state, waits_for)
 
 

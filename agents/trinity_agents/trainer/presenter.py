@@ -136,7 +136,7 @@ class Presenter(Agent):
         while not self._is_over():
             explorer = self.peers.explorer
             if explorer.opened and explorer.wants != self.label:
-                await self._take(explorer.wants or 0)
+                await self._load_checkpoint(explorer.wants or 0)
             elif self.step and (self.gate.someone_is_behind or self.gate.machine.committed != self._version):
                 await self._sync()
             else:
@@ -147,7 +147,7 @@ class Presenter(Agent):
     def _version(self) -> tuple[int, int]:
         return (self.generation, self.step)
 
-    async def _take(self, label: int) -> None:
+    async def _load_checkpoint(self, label: int) -> None:
         self.set_state("working", f"checkpoint {label} to be read")
         there = await asyncio.to_thread(self._checkpoints)
         if label not in there:

@@ -43,8 +43,8 @@ class RecordingLearner:
             SinkError: The experiences cannot be written.
         """
         by_batch: dict[int, list[Experience]] = {}
-        for one in experiences:
-            by_batch.setdefault(int(one.eid.batch), []).append(one)
+        for experience in experiences:
+            by_batch.setdefault(int(experience.eid.batch), []).append(experience)
         for batch, members in by_batch.items():
             await asyncio.to_thread(self._sink.write, batch, members)
         return {"actor/optimizer_steps": 0.0, WRITTEN: float(len(experiences))}

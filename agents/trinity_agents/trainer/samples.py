@@ -25,12 +25,12 @@ def chosen(batch: ExperienceBatch, most: int, seed: int) -> list[int]:
         groups.setdefault(tid, []).append(number)
     order = list(groups.values())
     random.Random(seed).shuffle(order)
-    found: list[int] = []
+    indexes: list[int] = []
     for group in order:
-        if found and len(found) + len(group) > most:
+        if indexes and len(indexes) + len(group) > most:
             break
-        found += group
-    return sorted(found)
+        indexes += group
+    return sorted(indexes)
 
 
 class Samples:
@@ -42,24 +42,24 @@ class Samples:
         max_bytes: Maximum size of the whole log in bytes.
     """
 
-    def __init__(self, run_dir: Path, each: int, max_bytes: int) -> None:
-        self._each = each
+    def __init__(self, run_dir: Path, per_batch: int, max_bytes: int) -> None:
+        self._per_batch = per_batch
         self._log = SampleLog(run_dir / SAMPLES_FOLDER, max_bytes)
 
     async def keep(self, step: int, batches: Sequence[ExperienceBatch]) -> None:
         """Write some experiences of train step ``step``. An OSError such as a full disk ends only the log."""
-        if not self._each:
+        if not self._per_batch:
             return
         try:
-            await asyncio.to_thread(self._keep, step, batches)
+            await asyncio.to_thread(self._write, step, batches)
         except OSError as error:
             log.warning("samples_end", reason=error.strerror or str(error))
-            self._each = 0
+            self._per_batch = 0
 
-    def _keep(self, step: int, batches: Sequence[ExperienceBatch]) -> None:
+    def _write(self, step: int, batches: Sequence[ExperienceBatch]) -> None:
         for batch in batches:
             if len(batch):
-                self._log.append(step, batch.select(chosen(batch, self._each, step)).encode())
+                self._log.append(step, batch.select(chosen(batch, self._per_batch, step)).encode())
 
     def close(self) -> None:
         """Close the log."""

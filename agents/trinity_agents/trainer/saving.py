@@ -25,7 +25,7 @@ class CheckpointSaver:
 
     def __init__(self, store: CheckpointStore, learner: Learner, *, in_background: bool) -> None:
         self._store, self._learner, self._in_background = store, learner, in_background
-        self._begun: tuple[Writer, TrainerState, Committed] | None = None
+        self._staged: tuple[Writer, TrainerState, Committed] | None = None
         """The staged checkpoint that :meth:`run` writes, None without a staged checkpoint."""
         self._changed = Notifier()
 
@@ -45,12 +45,12 @@ class CheckpointSaver:
             await self._write(self._learner.save, state, committed)
             return
         self._store.check_generation(state)
-        self._begun = (await self._learner.stage(), state, committed)
+        self._staged = (await self._learner.stage(), state, committed)
         self._changed.notify()
 
     async def idle(self) -> None:
         """Wait until no checkpoint is being written. If a write fails, :meth:`run` raises and this never returns."""
-        await self._changed.until(lambda: self._begun is None)
+        await self._changed.until(lambda: self._staged is None)
 
     async def run(self) -> None:
         """Write each staged checkpoint to disk, until cancelled.
@@ -60,10 +60,10 @@ class CheckpointSaver:
             RestartMe: A trainer of a newer generation has taken over the run.
         """
         while True:
-            await self._changed.until(lambda: self._begun is not None)
-            assert self._begun is not None
-            await self._write(*self._begun)
-            self._begun = None
+            await self._changed.until(lambda: self._staged is not None)
+            assert self._staged is not None
+            await self._write(*self._staged)
+            self._staged = None
             self._changed.notify()
 
     async def _write(self, write: Writer, state: TrainerState, committed: Committed) -> None:

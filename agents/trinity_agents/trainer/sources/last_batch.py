@@ -53,7 +53,7 @@ class LastBatch:
     @classmethod
     def restored(cls, state: Mapping[str, Any]) -> Self:
         """Return the object whose :meth:`state` is given."""
-        found = cls()
-        found._batches, found._all_up_to = state["batches"], state["all_up_to"]
-        found._ahead = set(state["ahead"])
-        return found
+        last_batch = cls()
+        last_batch._batches, last_batch._all_up_to = state["batches"], state["all_up_to"]
+        last_batch._ahead = set(state["ahead"])
+        return last_batch

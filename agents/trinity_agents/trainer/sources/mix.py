@@ -37,7 +37,7 @@ class MixSource(BesideRollouts):
         alone.
         """
         batch = await self._rollouts.next()
-        first = next((one for one in (batch, *batch.co_batched) if one.experiences), None)
+        first = next((part for part in (batch, *batch.co_batched) if part.experiences), None)
         self._first = first
         if first is not None:
             experts = await self._experts.next()
@@ -93,8 +93,8 @@ ENDLESS = 1 << 62
 def _joined(rollouts: TrainBatch, experts: TrainBatch) -> ExperienceBatch:
     """Return rollouts and experts in one batch; experts get their own ids and the mark :data:`EXPERT`."""
     members: list[Experience] = []
-    for one in experts.experiences.into_list():
-        one.eid = EID(rollouts.batch, f"expert-{one.eid.task}", run=one.eid.run, suffix="expert")
-        one.info = {**one.info, EXPERT: True}
-        members.append(one)
+    for experience in experts.experiences.into_list():
+        experience.eid = EID(rollouts.batch, f"expert-{experience.eid.task}", run=experience.eid.run, suffix="expert")
+        experience.info = {**experience.info, EXPERT: True}
+        members.append(experience)
     return ExperienceBatch.concat([rollouts.experiences, ExperienceBatch.of(members)])

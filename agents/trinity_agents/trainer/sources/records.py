@@ -78,8 +78,8 @@ class RecordSource:
         self._data, self._records, self._size = data, records, size
         self._settings = {"identity": records.identity, "seed": seed, "selector": data.selector}
         self._order = EpochOrder(records.count, data.selector, seed)
-        self._most = epochs * records.count
-        self._total = batches if batches is not None else math.ceil(self._most / self._size)
+        self._max_records = epochs * records.count
+        self._total = batches if batches is not None else math.ceil(self._max_records / self._size)
         self._has_epochs = batches is None
         self._batch = 0
         """Number of consumed batches."""
@@ -111,15 +111,17 @@ class RecordSource:
     async def next(self) -> TrainBatch:
         """Return the next batch; the last batch of the last epoch has the remaining records."""
         if self._next is None:
-            size = min(self._size, self._most - self._order.given) if self._has_epochs else self._size
+            size = min(self._size, self._max_records - self._order.given) if self._has_epochs else self._size
             before = (self._order.epoch, self._order.cursor)
             indexes = self._order.take(size)
             behind = (self._order.epoch, self._order.cursor)
             self._order.move_to(*before)
             experiences, metrics = await asyncio.to_thread(self._records.rows, indexes)
             number = self._batch + 1
-            for place, one in enumerate(experiences):
-                one.eid = EID(number, place if one.index is None else one.index, run=place, suffix="record")
+            for place, experience in enumerate(experiences):
+                experience.eid = EID(
+                    number, place if experience.index is None else experience.index, run=place, suffix="record"
+                )
             batch = TrainBatch(
                 number,
                 f"records-{number}",
@@ -246,24 +248,24 @@ class _Formatted:
     def __init__(self, data: ExperienceBufferConfig, rows: Sequence[Record], codec: TextCodec, max_tokens: int) -> None:
         self._data, self._records, self._max_tokens = data, rows, max_tokens
         self._format, self._reader = FORMATTERS[data.schema_type], Reader(data.format, codec)
-        self._left_out = 0
+        self._unusable_count = 0
 
     def __call__(self, indexes: Sequence[int]) -> tuple[list[Experience], dict[str, float]]:
-        found: list[Experience] = []
+        experiences: list[Experience] = []
         unfit = too_long = 0
         for index in indexes:
             try:
                 whole = self._format(self._reader, self._records[index])
             except (FormatError, TextError) as error:
                 unfit += 1
-                self._name(index, str(error))
+                self._log_unusable(index, str(error))
                 continue
-            one = fitted(whole, self._max_tokens, self._data.too_long)
-            too_long += one is not whole
-            if one is not None:
-                one.taskset, one.index = self._data.name, index
-                found.append(one)
-        return found, {"data/unfit_records": float(unfit), "data/too_long": float(too_long)}
+            experience = fitted(whole, self._max_tokens, self._data.too_long)
+            too_long += experience is not whole
+            if experience is not None:
+                experience.taskset, experience.index = self._data.name, index
+                experiences.append(experience)
+        return experiences, {"data/unfit_records": float(unfit), "data/too_long": float(too_long)}
 
     def try_first(self) -> None:
         """Check that one of the first :data:`TRIED` records can be used.
@@ -290,7 +292,7 @@ class _Formatted:
             f"{self._data.path} can be used; {next(iter(reasons))}"
         )
 
-    def _name(self, index: int, reason: str) -> None:
-        self._left_out += 1
-        if self._left_out <= NAMED:
+    def _log_unusable(self, index: int, reason: str) -> None:
+        self._unusable_count += 1
+        if self._unusable_count <= NAMED:
             log.warning("record_left_out", data=self._data.name, record=index, reason=reason)

@@ -64,10 +64,10 @@ class ReplaySource(BesideRollouts):
     async def next(self) -> TrainBatch:
         """Return the next rollouts, with replayed groups if the step has fresh groups to train on."""
         batch = await self._rollouts.next()
-        parts = [one for one in (batch, *batch.co_batched, *batch.repaired) if one.state == "ready"]
-        fresh = {one.ticket: list(dict.fromkeys(one.experiences.ids("tid"))) for one in parts}
+        parts = [part for part in (batch, *batch.co_batched, *batch.repaired) if part.state == "ready"]
+        fresh = {part.ticket: list(dict.fromkeys(part.experiences.ids("tid"))) for part in parts}
         groups = self._chosen() if any(fresh.values()) and not batch.is_alone else []
-        found, kept, lost = [], list[Group](), 0
+        replayed, usable_groups, lost = [], list[Group](), 0
         for ticket in dict.fromkeys(group.ticket for group in groups):
             tids = {group.tid for group in groups if group.ticket == ticket}
             try:
@@ -76,43 +76,43 @@ class ReplaySource(BesideRollouts):
                 lost += self._index.remove(ticket)
                 log.warning("replayed_groups_lost", ticket=ticket, groups=len(tids), reason=str(error))
                 continue
-            found.append(whole.select([n for n, tid in enumerate(whole.ids("tid")) if tid in tids]))
-            kept += [group for group in groups if group.ticket == ticket]
-        batch.replayed = ExperienceBatch.concat(found)
-        batch.metrics |= self._metrics(kept, len(batch.replayed), lost)
-        self._next = batch, kept, fresh
+            replayed.append(whole.select([n for n, tid in enumerate(whole.ids("tid")) if tid in tids]))
+            usable_groups += [group for group in groups if group.ticket == ticket]
+        batch.replayed = ExperienceBatch.concat(replayed)
+        batch.metrics |= self._metrics(usable_groups, len(batch.replayed), lost)
+        self._next = batch, usable_groups, fresh
         return batch
 
     def _chosen(self) -> list[Group]:
         """Return the replayed groups of the next step, after dropping groups with :data:`MAX_STARTS` crashed starts."""
         while True:
             groups = self._index.choose(self._count, self._step + 1)
-            deadly = [one.tid for one in groups if self._reader.starts(replayed_key(one.tid)) >= MAX_STARTS]
+            deadly = [group.tid for group in groups if self._reader.starts(replayed_key(group.tid)) >= MAX_STARTS]
             if not deadly:
                 return groups
             log.warning("replayed_groups_left_out", groups=deadly, reason="the trainer did not survive steps with them")
             self._index.drop(deadly)
 
     def _metrics(self, groups: Sequence[Group], experiences: int, lost: int) -> dict[str, float]:
-        found = {
+        metrics = {
             "replay/groups": float(len(groups)),
             "replay/experiences": float(experiences),
             "replay/known_groups": float(len(self._index)),
         }
         if lost:
-            found["replay/lost_groups"] = float(lost)
+            metrics["replay/lost_groups"] = float(lost)
         if groups:
-            found["replay/age/mean"] = sum(self._step + 1 - group.born for group in groups) / len(groups)
-            found["replay/age/max"] = float(max(self._step + 1 - group.born for group in groups))
-            found["replay/uses/mean"] = sum(group.uses for group in groups) / len(groups)
-        return found
+            metrics["replay/age/mean"] = sum(self._step + 1 - group.born for group in groups) / len(groups)
+            metrics["replay/age/max"] = float(max(self._step + 1 - group.born for group in groups))
+            metrics["replay/uses/mean"] = sum(group.uses for group in groups) / len(groups)
+        return metrics
 
     async def _read(self, ticket: str) -> ExperienceBatch:
-        if (known := self._cache.get(ticket)) is not None:
-            return known
-        found = await self._reader.read_again(self._index.offsets(ticket))
-        self._cache.put(ticket, found)
-        return found
+        if (cached := self._cache.get(ticket)) is not None:
+            return cached
+        batch = await self._reader.read_again(self._index.offsets(ticket))
+        self._cache.put(ticket, batch)
+        return batch
 
     def consumed(self) -> None:
         """Advance: groups that were trained on for the first time may be replayed; skipped groups may not."""
@@ -120,13 +120,13 @@ class ReplaySource(BesideRollouts):
         batch, groups, fresh = self._next
         self._rollouts.consumed()
         everything = (batch, *batch.co_batched, *batch.repaired)
-        parts = [one for one in everything if one.outcome == "trained" and one.ticket in fresh]
+        parts = [part for part in everything if part.outcome == "trained" and part.ticket in fresh]
         self._step += bool(parts or batch.replayed)
         if batch.replayed:
             self._index.use(groups, self._step)
         for part in parts:
-            own = set(fresh[part.ticket])  # without the experts that another source has added since
-            tids = [tid for tid in _with_advantage(part.experiences) if tid in own]
+            fresh_tids = set(fresh[part.ticket])  # without the experts that another source has added since
+            tids = [tid for tid in _with_advantage(part.experiences) if tid in fresh_tids]
             if tids:
                 self._index.add(tids, part.ticket, part.offsets, self._step)
                 self._cache.put(part.ticket, part.experiences)
@@ -154,9 +154,9 @@ class _Cache:
         self._batches: OrderedDict[str, ExperienceBatch] = OrderedDict()
 
     def get(self, ticket: str) -> ExperienceBatch | None:
-        if (found := self._batches.get(ticket)) is not None:
+        if (batch := self._batches.get(ticket)) is not None:
             self._batches.move_to_end(ticket)
-        return found
+        return batch
 
     def put(self, ticket: str, batch: ExperienceBatch) -> None:
         self._batches[ticket] = batch
@@ -179,13 +179,13 @@ def replayed_in_a_step(config: Config) -> int:
 def _with_advantage(batch: ExperienceBatch) -> list[str]:
     """Return the groups that have a nonzero advantage or an experience without advantages."""
     lengths = batch.lengths("advantages")
-    known = np.maximum(lengths, 0)
-    moves = lengths < 0
-    if known.any():
+    token_counts = np.maximum(lengths, 0)
+    useful = lengths < 0
+    if token_counts.any():
         nonzero = np.concatenate([[0], np.cumsum(batch.dense("advantages").numpy().reshape(-1) != 0)])
-        ends = np.cumsum(known)
-        moves |= nonzero[ends] > nonzero[ends - known]
-    found: dict[str, bool] = {}
-    for tid, has_one in zip(batch.ids("tid"), moves.tolist(), strict=True):
-        found[tid] = found.get(tid, False) or has_one
-    return [tid for tid, has_one in found.items() if has_one]
+        ends = np.cumsum(token_counts)
+        useful |= nonzero[ends] > nonzero[ends - token_counts]
+    useful_by_group: dict[str, bool] = {}
+    for tid, is_useful in zip(batch.ids("tid"), useful.tolist(), strict=True):
+        useful_by_group[tid] = useful_by_group.get(tid, False) or is_useful
+    return [tid for tid, is_useful in useful_by_group.items() if is_useful]

@@ -106,7 +106,7 @@ class ReplayIndex:
             if group.uses >= config.max_uses or step + 1 - group.born > config.max_age:
                 del self._groups[tid]
         if (beyond := len(self._groups) - config.capacity) > 0:
-            ranked = sorted(self._groups.values(), key=lambda one: linear_decay(one.born, one.uses, config.decay))
+            ranked = sorted(self._groups.values(), key=lambda group: linear_decay(group.born, group.uses, config.decay))
             for group in ranked[:beyond]:
                 del self._groups[group.tid]
         self._forget_offsets()

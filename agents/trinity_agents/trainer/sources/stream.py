@@ -144,14 +144,14 @@ class StreamSource:
         if self._decider.ended is not None:
             count = min(count, max(1, self._decider.ended - done))  # a batch that counted as missing may have arrived
         if not self._in_batch_order:
-            there = self._decider.first(count)
+            arrived = self._decider.first(count)
         else:
-            found = (self._decider.peek(self._consumed_batches + 1 + number) for number in range(count))
-            there = list(itertools.takewhile(lambda decision: decision is not None, found))  # type: ignore[arg-type]
-        together = list(itertools.takewhile(lambda decision: not self._is_alone(decision), there))
-        if len(together) < len(there):
-            return together or there[:1]
-        return there if len(there) == count else []
+            candidates = (self._decider.peek(self._consumed_batches + 1 + number) for number in range(count))
+            arrived = list(itertools.takewhile(lambda decision: decision is not None, candidates))  # type: ignore[arg-type]
+        together = list(itertools.takewhile(lambda decision: not self._is_alone(decision), arrived))
+        if len(together) < len(arrived):
+            return together or arrived[:1]
+        return arrived if len(arrived) == count else []
 
     def _max_starts(self) -> int:
         return MAX_STARTS + self.has_company
@@ -160,8 +160,10 @@ class StreamSource:
         return self.has_company and self.starts(decision.ready.ticket) >= MAX_STARTS
 
     def _repaired(self, decisions: Sequence[Decision]) -> list[Decision]:
-        found = {one.ready.ticket: one for decision in decisions for one in self._decider.repaired(decision)}
-        return list(found.values())
+        by_ticket = {
+            repaired.ready.ticket: repaired for decision in decisions for repaired in self._decider.repaired(decision)
+        }
+        return list(by_ticket.values())
 
     async def next(self) -> TrainBatch:
         """Wait for all batches of the next train step and return the first, with the others as its co-batched and
@@ -174,9 +176,9 @@ class StreamSource:
         """
         await self.changed.until(self.available)
         self._handed_out = decisions = self._next_decisions()
-        batch, *co_batched = [await self._read(one) for one in decisions]
+        batch, *co_batched = [await self._read(decision) for decision in decisions]
         batch.co_batched = co_batched
-        batch.repaired = [await self._read(one) for one in self._repaired(decisions)]
+        batch.repaired = [await self._read(decision) for decision in self._repaired(decisions)]
         return batch
 
     async def _read(self, decision: Decision) -> TrainBatch:
@@ -230,16 +232,16 @@ class StreamSource:
             FatalError: The stream does not hold the chunks any more.
         """
         try:
-            found = await read_at(self._bus, self._stream, [chunk.offset for chunk in released], MARK_TIMEOUT)
+            messages = await read_at(self._bus, self._stream, [chunk.offset for chunk in released], MARK_TIMEOUT)
         except StreamCut as error:
             raise _cut_off(error) from error
         for chunk in released:
-            if chunk.offset not in found:
+            if chunk.offset not in messages:
                 raise FatalError(
                     f"the ready stream has held a message at offset {chunk.offset}, which is not found again: its data "
                     "was lost. Bring that back, or train anew with --fresh"
                 )
-            chunk.body = found[chunk.offset].body
+            chunk.body = messages[chunk.offset].body
 
     async def read_again(self, offsets: Sequence[int]) -> ExperienceBatch:
         """Return the experiences of a consumed batch, whose chunks lie at ``offsets``.
@@ -249,10 +251,10 @@ class StreamSource:
             RestartMe: The chunks are in the blob store, and the store does not answer.
         """
         try:
-            found = await read_at(self._bus, self._stream, offsets, MARK_TIMEOUT)
-            if missing := set(offsets) - set(found):
+            messages = await read_at(self._bus, self._stream, offsets, MARK_TIMEOUT)
+            if missing := set(offsets) - set(messages):
                 raise LostError(f"nothing is at offset {min(missing)} of the ready stream")
-            chunks = [Chunk(found[one].body, found[one].content_type, one) for one in offsets]
+            chunks = [Chunk(messages[offset].body, messages[offset].content_type, offset) for offset in offsets]
             return await patiently(_decode, chunks, self._store)
         except StreamCut as error:
             raise LostError(f"the ready stream begins at offset {error.got}, and {error.asked} is needed") from error
@@ -264,9 +266,9 @@ class StreamSource:
     def consumed(self) -> None:
         """Advance past the batches that :meth:`next` returned last, including repaired batches."""
         decisions, self._handed_out = self._handed_out, []
-        for one in (*self._repaired(decisions), *decisions):
-            self._decider.consume(one)
-        self._advance({one.batch for one in decisions})
+        for decision in (*self._repaired(decisions), *decisions):
+            self._decider.consume(decision)
+        self._advance({decision.batch for decision in decisions})
 
     def _advance(self, consumed: set[int]) -> None:
         self._ahead |= {batch for batch in consumed if batch > self._consumed_batches}

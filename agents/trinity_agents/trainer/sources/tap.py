@@ -65,7 +65,7 @@ class TapSource:
         self._run_id: str | None = None
         """Id of the other run, None until one of its messages has named it."""
         self._consumed = 0
-        self._made: TrainBatch | None = None
+        self._current: TrainBatch | None = None
         """The batch that :meth:`next` returned last, None after it was consumed."""
         self._is_checked = False
         self._changed = Notifier()
@@ -99,8 +99,8 @@ class TapSource:
         """
         if self._stream is None or not (self._stream.has_caught_up and self._last.has_come):
             return self._total
-        found = self._consumed + len(self._stream.waiting)
-        return found if self._total is None else min(found, self._total)
+        total = self._consumed + len(self._stream.waiting)
+        return total if self._total is None else min(total, self._total)
 
     @property
     def waiting(self) -> list[str]:
@@ -125,19 +125,19 @@ class TapSource:
         """
         await self._changed.until(self.available)
         assert self._stream is not None
-        if self._made is None:
+        if self._current is None:
             made = await self._stream.next()
-            for one in (made, *made.repaired):
-                await self._prepare(one)
+            for batch in (made, *made.repaired):
+                await self._prepare(batch)
             made.metrics["tap/waiting"] = float(len(self._stream.waiting))
-            self._made = made
-        return self._made
+            self._current = made
+        return self._current
 
     def consumed(self) -> None:
         """Advance past the batch that :meth:`next` returned last."""
         assert self._stream is not None
         self._stream.consumed()
-        self._consumed, self._made = self._consumed + 1, None
+        self._consumed, self._current = self._consumed + 1, None
 
     def state(self) -> dict[str, Any]:
         """Return the position on the other run's stream."""
@@ -187,7 +187,7 @@ class TapSource:
             if self._state:  # the run id may be unknown, if the other run began later than this run
                 position = self._state["stream"]
             else:
-                offset, self._run_id = await self._beginning(bus, topology)
+                offset, self._run_id = await self._start_position(bus, topology)
                 log.info("tap_begins", run=self._run.name, run_id=self._run_id, offset=offset)
                 position = {"consumed": [], "offset": offset, "batches": 0}
             bus.run_id = self._run_id
@@ -197,7 +197,7 @@ class TapSource:
                 self._by,
                 open_store(self._run.broker, self._run.name),
                 in_batch_order=False,
-                tapped=Tapped(self._own_bus, self._own_topology, self._came, self._ends, self._cut),
+                tapped=Tapped(self._own_bus, self._own_topology, self._on_batch_ready, self._on_run_end, self._on_cut),
             )
             stream.changed = self._changed
             stream.restore(position)
@@ -214,7 +214,7 @@ class TapSource:
             BusUnavailable: The broker does not answer.
         """
         while True:
-            await self._broker_is_there()
+            await self._wait_for_broker()
             try:
                 bus = create_bus(self._run.broker, topology, f"{self._by} of {self._own_topology.run}, tap")
                 await bus.connect()
@@ -224,7 +224,7 @@ class TapSource:
             else:
                 return bus
 
-    async def _broker_is_there(self) -> None:
+    async def _wait_for_broker(self) -> None:
         """Wait until the other run's private broker has written its address file; return at once for other brokers."""
         file = self._run.url_file
         if file is not None and not file.is_file():
@@ -232,24 +232,24 @@ class TapSource:
             while not file.is_file():  # noqa: ASYNC110  # another process writes it
                 await asyncio.sleep(LOOK_SECONDS)
 
-    async def _beginning(self, bus: Bus, topology: Topology) -> tuple[int, str | None]:
+    async def _start_position(self, bus: Bus, topology: Topology) -> tuple[int, str | None]:
         """Return the first offset to read, and the id of the newest run on the stream, None for an empty stream."""
         mark, run_id, end = new_mark(), None, 0
-        async for delivery in read_up_to_now(bus, _unmade(topology), mark, offset=0):
+        async for delivery in read_up_to_now(bus, _existing_stream(topology), mark, offset=0):
             run_id = delivery.run_id or run_id
             end = (delivery.offset or 0) + 1
         return (end if self._config.source.start == "now" else 0), run_id
 
-    def _came(self, ready: BatchReady, _offset: int) -> bool:
+    def _on_batch_ready(self, ready: BatchReady, _offset: int) -> bool:
         start = self._config.source.start
         if isinstance(ready.batch, int):
             self._last.batch(ready.batch)
         return not isinstance(start, int) or (isinstance(ready.batch, int) and ready.batch >= start)
 
-    def _ends(self, end: RunEnd) -> None:
+    def _on_run_end(self, end: RunEnd) -> None:
         self._last.run_ends(end.batches)
 
-    def _cut(self, cut: StreamCut) -> None:
+    def _on_cut(self, cut: StreamCut) -> None:
         if cut.asked:
             log.warning("tap_lost_batches", run=self._run.name, asked=cut.asked, begins=cut.got, reason="retention")
         else:
@@ -262,27 +262,27 @@ class TapSource:
         """Set this run's weight versions and advantages in a batch; an operator error makes the batch ``failed``."""
         if not batch.experiences:
             return
-        came = batch.experiences
-        self._check_tokens(came)
-        groups = set(came.ids("tid"))
-        rewards = [reward for reward in came.values("reward") if reward is not None]
+        received = batch.experiences
+        self._check_tokens(received)
+        groups = set(received.ids("tid"))
+        rewards = [reward for reward in received.values("reward") if reward is not None]
         try:
-            left, _ = await run_chain(self._chain, as_sampled(came), timeout=self._config.operator.timeout)
+            remaining, _ = await run_chain(self._chain, as_sampled(received), timeout=self._config.operator.timeout)
         except OperatorError as error:
             batch.state, batch.reason = "failed", str(error)
             batch.experiences = ExperienceBatch.of([])
             return
-        batch.experiences = ExperienceBatch.of(left)
+        batch.experiences = ExperienceBatch.of(remaining)
         batch.filtered_groups = len(groups - set(batch.experiences.ids("tid")))
         batch.metrics = {
             "tap/batch": float(batch.batch),
-            "tap/experiences": float(len(came)),
-            "tap/left": float(len(left)),
+            "tap/experiences": float(len(received)),
+            "tap/left": float(len(remaining)),
             "tap/filtered_groups": float(batch.filtered_groups),
         }
         if rewards:
             batch.metrics["tap/reward"] = sum(rewards) / len(rewards)
-        if not left:
+        if not remaining:
             batch.state, batch.reason = "empty", "the operators and the algorithm of this run kept no experience"
 
     def _check_tokens(self, came: ExperienceBatch) -> None:
@@ -300,14 +300,16 @@ class TapSource:
         if self._is_checked:
             return
         self._is_checked = True
-        known = [one for one in came[:COMPARED].to_list() if one.response_text and one.experience_type != "dpo"]
-        texts = self._codec.decode([one.tokens[one.prompt_length :].tolist() for one in known])
-        pairs = [(one.response_text or "", text) for one, text in zip(known, texts, strict=True)]
-        others = [pair for pair in pairs if pair[0] not in pair[1]]
-        if len(others) > len(pairs) / 2:  # a single text may differ, if it ends within a character
-            said, made = others[0]
+        samples = [
+            sample for sample in came[:COMPARED].to_list() if sample.response_text and sample.experience_type != "dpo"
+        ]
+        texts = self._codec.decode([sample.tokens[sample.prompt_length :].tolist() for sample in samples])
+        pairs = [(sample.response_text or "", text) for sample, text in zip(samples, texts, strict=True)]
+        mismatches = [pair for pair in pairs if pair[0] not in pair[1]]
+        if len(mismatches) > len(pairs) / 2:  # a single text may differ, if it ends within a character
+            answer, made = mismatches[0]
             raise FatalError(
-                f"source.tap: run {self._run.name!r} answered {said!r:.60}, and this run's tokenizer makes "
+                f"source.tap: run {self._run.name!r} answered {answer!r:.60}, and this run's tokenizer makes "
                 f"{made!r:.60} of its tokens: the two have different tokenizers. Take a model with the same one"
             )
 
@@ -319,6 +321,6 @@ def as_sampled(came: ExperienceBatch) -> ExperienceBatch:
     return came.replace(advantages=nothing, returns=nothing, versions=versions)
 
 
-def _unmade(topology: Topology) -> Queue:
+def _existing_stream(topology: Topology) -> Queue:
     """Return the ready stream with ``redeclare`` off, because a reader must not create the stream."""
     return dataclasses.replace(topology.ready, redeclare=False)

@@ -47,17 +47,24 @@ class TappedRun:
         if folder == config.path.absolute():
             raise FatalError(f"source.tap is {tapped!r}, the folder of this run itself: give this run another name")
         try:
-            other = load_config(folder / CONFIG_FILE)
+            tapped_config = load_config(folder / CONFIG_FILE)
         except ConfigError as error:
             raise FatalError(f"source.tap: the configuration of run {tapped!r} cannot be used: {error}") from error
-        own, url_file = config.broker, folder / URL_FILE
+        own_broker, url_file = config.broker, folder / URL_FILE
         if (folder / BROKER_FOLDER).is_dir():
-            found = other.broker.model_copy(update={"url": None, "url_file": str(url_file), "password_file": None})
-            return cls(other.name, found, other, url_file)
-        where = other.broker
-        if not (where.url or where.url_file):  # the configuration file lacks the URL, agents get it separately
-            here = {"url": own.url, "url_file": own.url_file, "password_file": own.password_file, "tls": own.tls}
+            private_broker = tapped_config.broker.model_copy(
+                update={"url": None, "url_file": str(url_file), "password_file": None}
+            )
+            return cls(tapped_config.name, private_broker, tapped_config, url_file)
+        broker = tapped_config.broker
+        if not (broker.url or broker.url_file):  # the configuration file lacks the URL, agents get it separately
+            own_fields = {
+                "url": own_broker.url,
+                "url_file": own_broker.url_file,
+                "password_file": own_broker.password_file,
+                "tls": own_broker.tls,
+            }
             if url_file.is_file():
-                here["url"] = url_file.read_text().strip()
-            where = where.model_copy(update=here)
-        return cls(other.name, where, other)
+                own_fields["url"] = url_file.read_text().strip()
+            broker = broker.model_copy(update=own_fields)
+        return cls(tapped_config.name, broker, tapped_config)

@@ -15,7 +15,7 @@ from tests.unit.agents.trainer.lives import begun_at, lived
 from trinity_agents.simulation import Simulation
 from trinity_agents.trainer import loop
 from trinity_agents.trainer.history import lineage
-from trinity_agents.trainer.loop import _done_with
+from trinity_agents.trainer.loop import _consumed_tickets
 from trinity_agents.trainer.sources.base import LostError
 from trinity_agents.trainer.sources.replay import ReplaySource, _with_advantage, replayed_in_a_step
 from trinity_agents.trainer.sources.replay_index import ReplayIndex
@@ -218,8 +218,8 @@ def test_blobs_of_groups_that_may_be_replayed_stay(tmp_path: Path) -> None:
     kept = set(state["replay"]["offsets"])
     assert kept
     assert kept < set(state["consumed"])
-    assert _done_with(state) == set(state["consumed"]) - kept
-    assert _done_with({"consumed": ["a"]}) == {"a"}, "of a run that replays nothing"
+    assert _consumed_tickets(state) == set(state["consumed"]) - kept
+    assert _consumed_tickets({"consumed": ["a"]}) == {"a"}, "of a run that replays nothing"
 
 
 def test_a_ticket_that_may_be_replayed_is_remembered_after_those_of_its_time(
