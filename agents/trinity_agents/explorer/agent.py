@@ -108,7 +108,7 @@ class Explorer(Agent):
         if self.exploration is not None:
             return self.exploration.detail()
         # While this explorer waits for the lock, it reports the active explorer's state instead of an empty state.
-        others = [one for one in self.peers.statuses("explorer", ExplorerStatus) if one.run_id]
+        others = [status for status in self.peers.statuses("explorer", ExplorerStatus) if status.run_id]
         # Only the explorer that schedules announces the id of the run.
         return others[0].model_copy(update={"run_id": ""}) if others else ExplorerStatus(open=[], finished=False)
 

@@ -52,15 +52,17 @@ class Benchmark:
         state.opened, state.due = 0, []
         for label, checksum in checksums.items():
             if state.benchmarked.get(str(label)) != checksum:
-                state.evaluated = [one for one in state.evaluated if not one.startswith(f"{label}/")]
-        state.finished = state.finished and not self._left()
+                state.evaluated = [
+                    evaluation for evaluation in state.evaluated if not evaluation.startswith(f"{label}/")
+                ]
+        state.finished = state.finished and not self._remaining_labels()
 
     @property
     def total(self) -> int:
         """Number of checkpoints."""
         return len(self._checksums)
 
-    def _left(self) -> list[int]:
+    def _remaining_labels(self) -> list[int]:
         return [label for label in self._checksums if not self._evaluations.is_done(label)]
 
     async def run(self) -> bool:

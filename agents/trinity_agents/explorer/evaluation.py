@@ -102,14 +102,14 @@ class Evaluations:
         for name, ticket in zip(names, tickets, strict=True):
             # On a thread, because resampling a large set takes 0.1 s or more.
             metrics |= await asyncio.to_thread(eval_metrics, ticket, name, detailed=detailed)
-        await asyncio.to_thread(self._keep_answers, label, names, tickets)
+        await asyncio.to_thread(self._write_answers, label, names, tickets)
         for ticket in tickets:
             del self._dispatcher.tickets[ticket.ticket]
-        self._note_done(label, names)
+        self._record_done(label, names)
         await self._save()
         self._report(label, metrics)
 
-    def _keep_answers(self, label: int, names: Sequence[str], tickets: Sequence[Ticket]) -> None:
+    def _write_answers(self, label: int, names: Sequence[str], tickets: Sequence[Ticket]) -> None:
         """Write the answers to the evaluation log. A write error such as a full disk ends only the log."""
         if self._answers is None:
             return
@@ -121,7 +121,7 @@ class Evaluations:
             log.warning("answers_end", reason=error.strerror or str(error))
             self._answers = None
 
-    def _note_done(self, label: int, names: Sequence[str]) -> None:
+    def _record_done(self, label: int, names: Sequence[str]) -> None:
         """Record that sets were evaluated under ``label``, and forget earlier labels.
 
         Earlier labels are not requested again and would enlarge each save. Mode ``bench`` keeps all labels, because it
@@ -129,7 +129,7 @@ class Evaluations:
         """
         done = self._state.evaluated
         if self._config.mode != "bench":
-            done = [one for one in done if sort_batch_id(one)[0] >= label]
+            done = [batch_id for batch_id in done if sort_batch_id(batch_id)[0] >= label]
         self._state.evaluated = [*done, *(f"{label}/{name}" for name in names)]
 
     async def _open(self, label: int, names: Sequence[str]) -> list[Ticket]:
@@ -137,11 +137,11 @@ class Evaluations:
 
         With style ``fixed`` or in mode ``bench``, new tickets are pinned to the version that engines serve now.
         """
-        known = {ticket.batch: ticket for ticket in self._dispatcher.tickets.values()}
-        found = [known[f"{label}/{name}"] for name in names if f"{label}/{name}" in known]
-        if len(found) == len(names):
-            return found
-        for ticket in found:
+        by_batch = {ticket.batch: ticket for ticket in self._dispatcher.tickets.values()}
+        resumed = [by_batch[f"{label}/{name}"] for name in names if f"{label}/{name}" in by_batch]
+        if len(resumed) == len(names):
+            return resumed
+        for ticket in resumed:
             del self._dispatcher.tickets[ticket.ticket]
         # A sync that began before the trainer received this evaluation's label must end first.
         await self._woken.until(lambda: (self._hosted.idle or not self._is_pinned) and self._hosted.version is not None)

@@ -51,7 +51,7 @@ class HostedEngines:
         """Notified when a member's stage or version may have changed."""
         self._on_commit = on_commit
         self._members = [self._member(engine) for engine in self.engines]
-        self._seen: set[str] = set()
+        self._started_ids: set[str] = set()
         """Ids of the engines that have run; a dead engine among them is reported as ``gone`` until it runs again."""
 
     def _member(self, engine: EngineHost | Any) -> MemberDriver:
@@ -71,8 +71,8 @@ class HostedEngines:
     @property
     def version(self) -> Version | None:
         """The newest version that an engine of any host serves; None if no engine serves."""
-        own = [member.version for member in self._members if member.version is not None]
-        return max(own + self._elsewhere(), default=None)
+        own_versions = [member.version for member in self._members if member.version is not None]
+        return max(own_versions + self._remote_versions(), default=None)
 
     @property
     def idle(self) -> bool:
@@ -82,7 +82,7 @@ class HostedEngines:
     @property
     def any_alive(self) -> bool:
         """Whether a policy engine is alive here or serves at another host."""
-        return any(engine.snapshot.alive for engine in self.engines) or bool(self._elsewhere())
+        return any(engine.snapshot.alive for engine in self.engines) or bool(self._remote_versions())
 
     async def leave(self) -> None:
         """Remove all members from the gate."""
@@ -114,7 +114,7 @@ class HostedEngines:
             *(host.keep() for host in self._all()),
             self._watch(),
             self._compare_tokenizers(),
-            self._join_where_unknown(),
+            self._rejoin_unlisted(),
         ]
 
     async def close(self, *, stop: bool) -> None:
@@ -127,7 +127,7 @@ class HostedEngines:
         """Return the engines' current heartbeats; a dead engine has the state ``gone`` until it runs again."""
         policy = [self._heartbeat(engine, "rollout", member) for engine, member in self._pairs()]
         auxiliary = [self._heartbeat(engine, "auxiliary", None) for engine in self.auxiliaries]
-        return [each for each in (*policy, *auxiliary) if each is not None]
+        return [beat for beat in (*policy, *auxiliary) if beat is not None]
 
     # -- inside
 
@@ -141,8 +141,8 @@ class HostedEngines:
         snapshot = engine.snapshot
         version = snapshot.version if member is None else member.version
         if snapshot.alive:
-            self._seen.add(snapshot.id)
-        elif snapshot.id not in self._seen:
+            self._started_ids.add(snapshot.id)
+        elif snapshot.id not in self._started_ids:
             return None
         if not snapshot.alive:
             state, waits_for = "gone", None
@@ -150,7 +150,7 @@ class HostedEngines:
             serves = snapshot.state == "current"
             state, waits_for = ("working", None) if serves else ("holding", f"its server ({snapshot.state})")
         else:
-            state, waits_for = ("working", None) if version else ("holding", self._missing(snapshot.id))
+            state, waits_for = ("working", None) if version else ("holding", self._missing_weights(snapshot.id))
         return Heartbeat(
             role="engine",
             id=snapshot.id,
@@ -165,10 +165,10 @@ class HostedEngines:
             **self._agent.compatibility.fields(self._agent.peers.uptime),
         )
 
-    def _elsewhere(self) -> list[Version]:
+    def _remote_versions(self) -> list[Version]:
         """Return the versions that the engines of other hosts serve."""
-        own = {engine.snapshot.id for engine in self.engines}
-        models = [known_model(beat) for beat in self._agent.peers.alive("engine") if beat.id not in own]
+        own_ids = {engine.snapshot.id for engine in self.engines}
+        models = [known_model(beat) for beat in self._agent.peers.alive("engine") if beat.id not in own_ids]
         return [
             model.version
             for model in models
@@ -208,7 +208,7 @@ class HostedEngines:
                     )
             await self._agent.peers.changed.wait()
 
-    async def _join_where_unknown(self) -> None:
+    async def _rejoin_unlisted(self) -> None:
         """Join again after each heartbeat of a trainer that does not list an engine, until cancelled.
 
         A join that was sent before the trainer subscribed is lost.
@@ -240,7 +240,7 @@ class HostedEngines:
             elif snapshot.state == "current" and snapshot.alive and member.idle and member.version is None:
                 # a transfer was aborted before it changed any weight
                 member.engine_up(snapshot.version, snapshot.fingerprint or None)
-        if any(engine.snapshot.alive != (engine.snapshot.id in self._seen) for engine in self.auxiliaries):
+        if any(engine.snapshot.alive != (engine.snapshot.id in self._started_ids) for engine in self.auxiliaries):
             self._agent.heartbeat_now()
         self._agent.woken.notify()
 
@@ -249,7 +249,7 @@ class HostedEngines:
         sync = self._agent.peers.trainer.sync or GateStatus()
         return sync.members.get(engine) or MemberStatus()
 
-    def _missing(self, engine: str) -> str:
+    def _missing_weights(self, engine: str) -> str:
         quarantined = self._reported(engine).state == "quarantined"
         return "weights that its canary shows: it is quarantined" if quarantined else "weights"
 

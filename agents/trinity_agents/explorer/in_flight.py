@@ -91,7 +91,7 @@ class InFlightBatches(BaseModel):
 
         These manifests are lost if the queue ``closed`` is empty.
         """
-        unseen = [one for one in self.tickets.values() if one.idle >= MANIFEST_LOST_AFTER and not one.looked]
+        unseen = [batch for batch in self.tickets.values() if batch.idle >= MANIFEST_LOST_AFTER and not batch.looked]
         for closed in unseen:
             closed.looked = True
         return [closed.manifest for closed in unseen]

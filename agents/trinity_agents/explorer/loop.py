@@ -84,7 +84,7 @@ class ExplorerLoop:
     ) -> None:
         self.agent, self.state, self._file = agent, state, file
         self._place, self._chain = place(agent.config.path), agent.config.chain_digest
-        self._trainer_moved = (0, 0, 0)
+        self._trainer_movement = (0, 0, 0)
         """(generation, progress, step) that the trainer reported last."""
         config, woken = agent.config, agent.woken
         self.config = config
@@ -104,7 +104,7 @@ class ExplorerLoop:
             results_offset=0 if state.results_offset is None else state.results_offset,
             changed=woken,
         )
-        self._taken_in_at = -math.inf
+        self._last_accepted_at = -math.inf
         """Event loop time at which submissions were last accepted."""
         self.hosted = HostedEngines(agent, engines, auxiliaries, on_commit=self._on_commit)
         self.source = TaskSource(config, state, taskset)
@@ -264,14 +264,14 @@ class ExplorerLoop:
 
         After a recent submission, further submissions may follow.
         """
-        recent = asyncio.get_running_loop().time() - self._taken_in_at < CLOCK_TICK
+        recent = asyncio.get_running_loop().time() - self._last_accepted_at < CLOCK_TICK
         return recent or bool(await self.agent.bus.depth(self.agent.topology.submitted.name))
 
     async def _reject_pending(self) -> None:
         """Send an outcome to the submitters of all pending tasks, because no batch will take these tasks."""
-        for one in self.state.pending:
-            if one.submission is not None:
-                await self._refuse(one.submission, "cancelled", NO_MORE_BATCHES)
+        for pending_task in self.state.pending:
+            if pending_task.submission is not None:
+                await self._refuse(pending_task.submission, "cancelled", NO_MORE_BATCHES)
         self.source.give_back(self.state.pending)
         self.state.pending = []
         await self.save()
@@ -360,7 +360,7 @@ class ExplorerLoop:
                 request for weights in time.
         """
         agent, limit = self.agent, self.config.explorer.stall_timeout
-        still, seen = 0.0, self._movement()
+        still, last_movement = 0.0, self._movement()
         while True:
             await asyncio.sleep(CLOCK_TICK)
             if not (agent.bus.usable and self.dispatcher.is_caught_up):
@@ -372,8 +372,8 @@ class ExplorerLoop:
                 await self.save()
                 raise
             now = self._movement()
-            still = still + CLOCK_TICK if now == seen and agent.state in {"holding", "working"} else 0.0
-            seen = now
+            still = still + CLOCK_TICK if now == last_movement and agent.state in {"holding", "working"} else 0.0
+            last_movement = now
             if still > limit:
                 await self.save()
                 raise FatalError(
@@ -398,10 +398,10 @@ class ExplorerLoop:
         """
         state, trainer = self.state, self.agent.peers.trainer
         if trainer.generation:  # without a living trainer the last values are kept
-            self._trainer_moved = (trainer.generation, trainer.progress or 0, trainer.step)
+            self._trainer_movement = (trainer.generation, trainer.progress or 0, trainer.step)
         outcomes = sum(ticket.decided for ticket in state.tickets.values())
         followed = len(state.following.tickets)
-        return (state.opened, state.closed, followed, outcomes, *state.evaluated, *self._trainer_moved)
+        return (state.opened, state.closed, followed, outcomes, *state.evaluated, *self._trainer_movement)
 
     async def _keep_queues(self) -> None:
         while True:
@@ -413,44 +413,49 @@ class ExplorerLoop:
         agent = self.agent
         await self.dispatcher.resumed()
         while True:
-            await agent.woken.until(lambda: self._room > 0)
-            async with await agent.bus.consume(agent.topology.submitted, prefetch=max(1, self._room)) as consumer:
+            await agent.woken.until(lambda: self._submission_room > 0)
+            async with await agent.bus.consume(
+                agent.topology.submitted, prefetch=max(1, self._submission_room)
+            ) as consumer:
                 async for delivery in consumer:
                     group = [delivery]
-                    while self._comes_first(group[-1]) and len(group) < self._room:
+                    while self._is_first_delivery(group[-1]) and len(group) < self._submission_room:
                         if (more := consumer.get_nowait()) is None:
                             break
                         group.append(more)
-                    await self._take_in_all(group)
-                    if self._room <= 0:
+                    await self._accept_all(group)
+                    if self._submission_room <= 0:
                         break
                 else:
                     return
 
     @property
-    def _room(self) -> int:
+    def _submission_room(self) -> int:
         """Number of submissions that can be accepted now."""
         return min(INTAKE, self.source.room, OPEN_EVALUATIONS - self.batches.open_submitted)
 
     @staticmethod
-    def _comes_first(delivery: Delivery) -> bool:
+    def _is_first_delivery(delivery: Delivery) -> bool:
         """Return whether the submission is delivered for the first time, and may be accepted together with others."""
         return not delivery.deliveries_before
 
-    async def _take_in_all(self, group: Sequence[Delivery]) -> None:
+    async def _accept_all(self, group: Sequence[Delivery]) -> None:
         """Accept a group of submissions, but each redelivered submission alone.
 
         A submission that crashes the process then does not affect other submissions.
         """
-        agent, first = self.agent, [one for one in group if self._comes_first(one)]
+        agent, first = self.agent, [delivery for delivery in group if self._is_first_delivery(delivery)]
         if first:
-            await self._take_in(first)
+            await self._accept(first)
         for delivery in group:
-            if not self._comes_first(delivery):
-                work, decide = functools.partial(self._take_in, [delivery]), functools.partial(self._give_up, delivery)
+            if not self._is_first_delivery(delivery):
+                work, decide = (
+                    functools.partial(self._accept, [delivery]),
+                    functools.partial(self._answer_rejected, delivery),
+                )
                 await handle_or_set_aside(agent.bus, agent.topology, delivery, agent.id, work, decide=decide)
 
-    async def _give_up(self, delivery: Delivery, reason: str) -> None:
+    async def _answer_rejected(self, delivery: Delivery, reason: str) -> None:
         """Answer the submitter of a dead-lettered message, if the message properties identify the submitter."""
         if delivery.message_id and delivery.reply_to and self.agent.topology.is_reply_queue(delivery.reply_to):
             ref = SubmissionRef(
@@ -458,10 +463,10 @@ class ExplorerLoop:
             )
             await self._refuse(ref, "failed", reason)
 
-    async def _take_in(self, group: Sequence[Delivery]) -> None:
+    async def _accept(self, group: Sequence[Delivery]) -> None:
         """Accept a group of submissions, save once, then acknowledge them."""
-        agent, found = self.agent, list[tuple[Delivery, TaskSubmission, SubmissionRef]]()
-        self._taken_in_at = asyncio.get_running_loop().time()
+        agent, submissions = self.agent, list[tuple[Delivery, TaskSubmission, SubmissionRef]]()
+        self._last_accepted_at = asyncio.get_running_loop().time()
         for delivery in group:
             message = await decode_or_dead_letter(agent.bus, agent.topology, delivery, agent.id, expect=TaskSubmission)
             if not isinstance(message, TaskSubmission):
@@ -470,7 +475,7 @@ class ExplorerLoop:
             by_gateway = delivery.routing_key == BY_GATEWAY and delivery.reply_to == agent.topology.sessions.name
             if not name or (name.startswith(OF_SESSIONS) and not by_gateway):
                 reason = GATEWAYS_NAME if name else "a submission needs a submission_id or a message_id"
-                await self._give_up(delivery, reason)
+                await self._answer_rejected(delivery, reason)
                 await dead_letter(agent.bus, agent.topology, delivery, reason, agent.id)
                 await acknowledge(delivery)
                 continue
@@ -483,20 +488,20 @@ class ExplorerLoop:
                 traceparent=outside if isinstance(outside, str) and read_traceparent(outside) else None,
                 by_gateway=by_gateway,
             )
-            found.append((delivery, message, ref))
-        seen = await self._file.known([ref.submission_id for _, _, ref in found])
+            submissions.append((delivery, message, ref))
+        known_ids = await self._file.known([ref.submission_id for _, _, ref in submissions])
         evaluations: list[Ticket] = []
-        for delivery, message, ref in found:
-            if ref.submission_id not in seen:
+        for delivery, message, ref in submissions:
+            if ref.submission_id not in known_ids:
                 evaluations += await self._submitted(delivery, message, ref)
-                seen.add(ref.submission_id)
+                known_ids.add(ref.submission_id)
         if self.state.ended:
             await self._reject_pending()
         await self.save()
         async with asyncio.TaskGroup() as opening:
             for ticket in evaluations:
                 opening.create_task(self.dispatcher.open(ticket))
-        for delivery, _, _ in found:
+        for delivery, _, _ in submissions:
             await acknowledge(delivery)
         agent.woken.notify()
 
@@ -523,8 +528,11 @@ class ExplorerLoop:
         if self.state.finished:
             await self._refuse(ref, "cancelled", NO_MORE_BATCHES)
             return []
-        batch, one = f"{self.state.closed}/submitted-{self.state.submitted}", ref.model_copy(update={"task_id": 0})
-        ticket = self.dispatcher.make_ticket([task], batch, deliver="none", lane="eval", submissions=[one])
+        batch, submission = (
+            f"{self.state.closed}/submitted-{self.state.submitted}",
+            ref.model_copy(update={"task_id": 0}),
+        )
+        ticket = self.dispatcher.make_ticket([task], batch, deliver="none", lane="eval", submissions=[submission])
         self.dispatcher.tickets[ticket.ticket] = ticket  # saved with the submission's id
         return [ticket]
 

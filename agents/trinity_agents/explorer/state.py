@@ -89,10 +89,10 @@ class ExplorerState(BaseModel):
 
         These tasks send their outcomes to the stream ``sessions``, which this release accepts only from the gateway.
         """
-        promises = [one for batch in self.following.tickets.values() for one in batch.promises]
-        refs: list[SubmissionRef | None] = [one.submission for one in (*promises, *self.broken)]
-        refs += [one.submission for one in self.pending]
-        refs += [one for ticket in self.tickets.values() for one in ticket.submissions]
+        promises = [promise for batch in self.following.tickets.values() for promise in batch.promises]
+        refs: list[SubmissionRef | None] = [promise.submission for promise in (*promises, *self.broken)]
+        refs += [task.submission for task in self.pending]
+        refs += [submission for ticket in self.tickets.values() for submission in ticket.submissions]
         for ref in refs:
             if ref is not None and ref.reply_to == sessions:
                 ref.by_gateway = True
@@ -135,15 +135,15 @@ class StateFile:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._lock = asyncio.Lock()
-        self._asked = self._written = 0
+        self._requested_saves = self._served_saves = 0
         """Number of saves requested, and number of saves that finished writes serve."""
-        self._known: bytes | None = None
+        self._last_mark: bytes | None = None
         """Mark of the last write that this process made or loaded; None without a file."""
         self._rows: dict[str, int] = {}
         """Number of rows by ticket and followed batch."""
         self._numbers: dict[int, tuple[int, PendingTask]] = {}
         """Row number and task by ``id()`` of a pending task; the reference to the task keeps its ``id()`` unique."""
-        self._unused = itertools.count()
+        self._next_numbers = itertools.count()
         """Row numbers for further pending tasks."""
 
     @classmethod
@@ -166,15 +166,15 @@ class StateFile:
             NewerStateError: A newer release wrote the file.
         """
         if not self._path.exists():
-            self._known = None
+            self._last_mark = None
             return ExplorerState()
         try:
             with self._database() as database:
                 refuse_newer(self._path, _format(database), NEWEST_FORMAT)
-                found: dict[str, bytes] = dict(database.execute("SELECT name, body FROM part"))
+                bodies: dict[str, bytes] = dict(database.execute("SELECT name, body FROM part"))
                 observed = _observations(database)
-            self._known = found.pop("writer")
-            return self._assembled(found, observed)
+            self._last_mark = bodies.pop("writer")
+            return self._assemble(bodies, observed)
         except (
             OSError,
             sqlite3.Error,
@@ -189,10 +189,10 @@ class StateFile:
                 "the file, or train anew with `trinity-mq run CONFIG --fresh`"
             ) from error
 
-    def _assembled(self, found: dict[str, bytes], observed: list[dict[str, Any]]) -> ExplorerState:
-        fields = _unpack(found.pop("core"))
+    def _assemble(self, bodies: dict[str, bytes], observed: list[dict[str, Any]]) -> ExplorerState:
+        fields = _unpack(bodies.pop("core"))
         rows: defaultdict[str, dict[str, Any]] = defaultdict(dict)
-        for name, body in found.items():
+        for name, body in bodies.items():
             kind, key, part = name.split("/", 2)
             rows[f"{kind}/{key}"][part] = _unpack(body)
         tickets = {key: _ticket_fields(rows[f"ticket/{key}"], core) for key, core in fields["tickets"].items()}
@@ -203,22 +203,22 @@ class StateFile:
         fields["observations"] = observed
         state = ExplorerState.model_validate(fields)
         self._rows = {owner: len(parts) for owner, parts in rows.items() if not owner.startswith("pending/")}
-        self._numbers = {id(one): (number, one) for number, one in zip(numbers, state.pending, strict=True)}
-        self._unused = itertools.count(max(numbers, default=-1) + 1)
+        self._numbers = {id(task): (number, task) for number, task in zip(numbers, state.pending, strict=True)}
+        self._next_numbers = itertools.count(max(numbers, default=-1) + 1)
         return state
 
     async def known(self, submissions: Collection[str]) -> set[str]:
         """Return the ids among ``submissions`` that were accepted before, at any time in the run."""
         async with self._lock:
-            return await asyncio.to_thread(self._known_of, submissions)
+            return await asyncio.to_thread(self._accepted_among, submissions)
 
-    def _known_of(self, submissions: Collection[str]) -> set[str]:
+    def _accepted_among(self, submissions: Collection[str]) -> set[str]:
         if not self._path.exists():
             return set()
         places = ",".join("?" * len(submissions))
         with self._database() as database:
-            found = database.execute(f"SELECT id FROM submission WHERE id IN ({places})", tuple(submissions))
-            return {name for (name,) in found}
+            rows = database.execute(f"SELECT id FROM submission WHERE id IN ({places})", tuple(submissions))
+            return {name for (name,) in rows}
 
     # -- writing
 
@@ -229,18 +229,18 @@ class StateFile:
             RestartMe: Another explorer, which had the lock while this explorer was disconnected, has written the file.
             OSError: The file cannot be written.
         """
-        self._asked += 1
-        mine = self._asked
+        self._requested_saves += 1
+        mine = self._requested_saves
         async with self._lock:
-            if self._written >= mine:
+            if self._served_saves >= mine:
                 return
-            asked, changes = self._asked, self._changes(state)
+            asked, changes = self._requested_saves, self._changes(state)
             writing = asyncio.create_task(asyncio.to_thread(self._write, changes))
             try:
                 await asyncio.shield(writing)
             finally:
                 await asyncio.wait([writing])  # if the caller is cancelled, the next write must still wait
-            self._written = asked
+            self._served_saves = asked
 
     async def check(self) -> None:
         """Check that no other process has written the file since this process last read or wrote it.
@@ -262,22 +262,24 @@ class StateFile:
             parts.extend(added)
             self._rows[owner] = before.pop(owner, 0) + len(added)
 
-        core["tickets"] = {key: one.model_dump(exclude=TICKET_ROWS) for key, one in state.tickets.items()}
+        core["tickets"] = {key: ticket.model_dump(exclude=TICKET_ROWS) for key, ticket in state.tickets.items()}
         for key, ticket in state.tickets.items():
             keep(f"ticket/{key}", _ticket_parts(ticket, before.get(f"ticket/{key}", 0)))
         followed = state.following.tickets
-        core["following"] = {key: one.model_dump(exclude=FOLLOWING_ROWS) for key, one in followed.items()}
+        core["following"] = {key: batch.model_dump(exclude=FOLLOWING_ROWS) for key, batch in followed.items()}
         for key, batch in followed.items():
             owner = f"following/{key}"
             keep(owner, iter(() if owner in before else (("batch", batch),)))
-        known = self._numbers
-        self._numbers = {id(one): known.get(id(one)) or (next(self._unused), one) for one in state.pending}
-        core["pending"] = [self._numbers[id(one)][0] for one in state.pending]
-        parts += [(f"pending/{n}/task", one) for key, (n, one) in self._numbers.items() if key not in known]
-        gone = [f"pending/{n}" for key, (n, _) in known.items() if key not in self._numbers]
+        numbers_before = self._numbers
+        self._numbers = {
+            id(task): numbers_before.get(id(task)) or (next(self._next_numbers), task) for task in state.pending
+        }
+        core["pending"] = [self._numbers[id(task)][0] for task in state.pending]
+        parts += [(f"pending/{n}/task", task) for key, (n, task) in self._numbers.items() if key not in numbers_before]
+        removed = [f"pending/{n}" for key, (n, _) in numbers_before.items() if key not in self._numbers]
         accepted, state.accepted = state.accepted, []
         observations, state.observations = state.observations, []
-        return _Changes(core, parts, [*before, *gone], accepted, observations)
+        return _Changes(core, parts, [*before, *removed], accepted, observations)
 
     def _write(self, changes: _Changes) -> None:
         rows = [("core", msgpack.packb(changes.core)), *((name, _pack(content)) for name, content in changes.parts)]
@@ -297,22 +299,22 @@ class StateFile:
             database.executemany("INSERT OR REPLACE INTO part VALUES (?, ?)", [*rows, ("writer", mark)])
             accepted = [(name,) for name in changes.accepted]
             database.executemany("INSERT OR IGNORE INTO submission VALUES (?)", accepted)
-            observed = [(one.ticket, msgpack.packb(one.stats)) for one in changes.observations]
+            observed = [(observation.ticket, msgpack.packb(observation.stats)) for observation in changes.observations]
             database.executemany("INSERT OR IGNORE INTO observation (ticket, body) VALUES (?, ?)", observed)
             database.execute("COMMIT")
-        self._known = mark
+        self._last_mark = mark
 
     def _check(self) -> None:
         if not self._path.exists():
-            if self._known is not None:
+            if self._last_mark is not None:
                 raise _taken_over(self._path)
             return
         with self._database() as database:
             self._compare(database)
 
     def _compare(self, database: sqlite3.Connection) -> None:
-        found = database.execute("SELECT body FROM part WHERE name = 'writer'").fetchone()
-        if (found and found[0]) != self._known:
+        row = database.execute("SELECT body FROM part WHERE name = 'writer'").fetchone()
+        if (row and row[0]) != self._last_mark:
             raise _taken_over(self._path)
 
     @contextmanager
@@ -350,8 +352,8 @@ def _ticket_parts(ticket: Ticket, written: int) -> Iterator[tuple[str, Any]]:
     """Yield the rows of a ticket after the first ``written`` rows: tasks, results in order of arrival, manifest."""
     if not written:
         yield "tasks", ticket
-    for one in ticket.decisions[max(0, written - 1) :]:
-        yield f"result/{one.task_id}/{one.run_base}", one.result
+    for task_slice in ticket.decisions[max(0, written - 1) :]:
+        yield f"result/{task_slice.task_id}/{task_slice.run_base}", task_slice.result
     if ticket.manifest is not None and written < len(ticket.decisions) + 2:
         yield "manifest", ticket.manifest
 
@@ -371,8 +373,10 @@ def _pack(content: BaseModel) -> bytes:
     if isinstance(content, Ticket):
         fields = {
             "tasks": [task.model_dump() for task in content.tasks],
-            "slices": [(one.task_id, one.run_base, one.repeat_times) for one in content.slices],
-            "submissions": [one.model_dump() for one in content.submissions],
+            "slices": [
+                (task_slice.task_id, task_slice.run_base, task_slice.repeat_times) for task_slice in content.slices
+            ],
+            "submissions": [submission.model_dump() for submission in content.submissions],
         }
     elif isinstance(content, InFlightBatch):
         fields = content.model_dump(include=FOLLOWING_ROWS)

@@ -63,11 +63,11 @@ class TaskSource:
         self._learning = taskset if isinstance(taskset, LearningReader) and taskset.learns else None
         self._pending_since = -math.inf
         """Monotonic time in seconds since which pending tasks of mode ``serve`` have waited for a complete batch."""
-        self._observed = {one.ticket for one in state.observations}
+        self._observed = {observation.ticket for observation in state.observations}
         """Tickets whose statistics the selectors have received."""
         if self._learning is not None:
-            for one in state.observations:
-                self._learning.observe(one.stats)
+            for observation in state.observations:
+                self._learning.observe(observation.stats)
         state.observations = []  # the file already has them
         if taskset is not None and state.taskset:
             taskset.restore(state.taskset)
@@ -146,9 +146,9 @@ class TaskSource:
         if not self._state.ended:
             at = 0 if first else len(self._state.pending)
             self._state.pending[at:at] = tasks
-        elif left := sum(one.given_back for one in tasks):
-            self._state.left_over_tasks += left
-            log.warning("tasks_left_over", tasks=left, reason="given back, and the last batch is opened already")
+        elif requeued := sum(task.given_back for task in tasks):
+            self._state.left_over_tasks += requeued
+            log.warning("tasks_left_over", tasks=requeued, reason="given back, and the last batch is opened already")
 
     @property
     def room(self) -> int:
@@ -184,8 +184,8 @@ class TaskSource:
 def tasks_left(config: Config, state: ExplorerState, tasks: int) -> int:
     """Return the number of remaining tasks in ``buffer.total_epochs`` epochs over a taskset of ``tasks`` tasks."""
     position = state.taskset or {}
-    given = int(position.get("epoch", 0)) * tasks + int(position.get("cursor", 0))
-    return max(0, tasks * config.buffer.total_epochs - given)
+    taken = int(position.get("epoch", 0)) * tasks + int(position.get("cursor", 0))
+    return max(0, tasks * config.buffer.total_epochs - taken)
 
 
 def run_length(config: Config, state: ExplorerState, tasks: int | None) -> int | None:
@@ -210,7 +210,7 @@ def task_stats(ticket: Ticket) -> dict[str, list[TaskStats]]:
 
     Submitted tasks, which belong to no taskset, are left out, and tasks without counted runs or finite rewards.
     """
-    found: dict[str, list[TaskStats]] = {}
+    stats: dict[str, list[TaskStats]] = {}
     submitted = {submission.task_id for submission in ticket.submissions}
     for task_id, task in enumerate(ticket.tasks):
         name, index = task.index.get("taskset"), task.index.get("index")
@@ -221,17 +221,17 @@ def task_stats(ticket: Ticket) -> dict[str, list[TaskStats]]:
         runs = [run.get("reward", math.nan) for result in ticket.results_of(task_id) for run in result.metrics]
         rewards = [reward for reward in runs if math.isfinite(reward)]
         if rewards:
-            found.setdefault(name, []).append(TaskStats(index, math.fsum(rewards) / len(rewards), len(rewards)))
-    return found
+            stats.setdefault(name, []).append(TaskStats(index, math.fsum(rewards) / len(rewards), len(rewards)))
+    return stats
 
 
 def open_training(config: Config) -> Taskset | TasksetMixture | None:
     """Return the training taskset at its first task; None if all tasks are submitted, or in mode ``bench``."""
     limit = config.broker.max_task_bytes
     opened = [
-        open_taskset(one, repeat_times=config.algorithm.repeat_times, seed=config.seed, max_bytes=limit)
-        for one in (() if config.mode == "bench" else config.buffer.training_tasksets)
-        if one.storage_type != "queue"
+        open_taskset(settings, repeat_times=config.algorithm.repeat_times, seed=config.seed, max_bytes=limit)
+        for settings in (() if config.mode == "bench" else config.buffer.training_tasksets)
+        if settings.storage_type != "queue"
     ]
     if config.buffer.tasksets and opened:
         return TasksetMixture(opened, config.seed)
@@ -241,9 +241,13 @@ def open_training(config: Config) -> Taskset | TasksetMixture | None:
 def open_tasksets(config: Config) -> tuple[Taskset | TasksetMixture | None, dict[str, list[TaskBody]]]:
     """Return the training taskset at its first task, and the evaluation tasks by set."""
     sets = {
-        one.name: open_taskset(
-            one, repeat_times=one.repeat_times, seed=config.seed, is_eval=True, max_bytes=config.broker.max_task_bytes
+        settings.name: open_taskset(
+            settings,
+            repeat_times=settings.repeat_times,
+            seed=config.seed,
+            is_eval=True,
+            max_bytes=config.broker.max_task_bytes,
         ).all_tasks()
-        for one in config.buffer.eval_tasksets
+        for settings in config.buffer.eval_tasksets
     }
     return open_training(config), sets

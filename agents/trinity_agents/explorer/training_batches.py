@@ -84,12 +84,12 @@ class TrainingBatches:
         """Merge the trainer's counters, which only rise within a generation; a newer generation may start lower."""
         if generation < self.generation:
             return
-        known = self.counters if generation == self.generation else Counters()
+        current = self.counters if generation == self.generation else Counters()
         self.generation = generation
         self.counters = Counters(
-            progress=max(known.progress, progress or 0),
-            committed_progress=max(known.committed_progress, committed or 0),
-            answered=max(known.answered, answered or 0),
+            progress=max(current.progress, progress or 0),
+            committed_progress=max(current.committed_progress, committed or 0),
+            answered=max(current.answered, answered or 0),
         )
         self._woken.notify()
 
@@ -170,7 +170,7 @@ class TrainingBatches:
         return f"the trainer to reach progress {required} (now: {counters.progress})"
 
     @property
-    def _can_open(self) -> int:
+    def _openable_count(self) -> int:
         """Number of batches that the pacing allows to open before the trainer consumes another batch, at least 1."""
         last = last_with_room(self.counters, self._config.synchronizer)
         return max(1, min(last, self._source.total_batches or last) - self._state.opened)
@@ -201,18 +201,20 @@ class TrainingBatches:
         """Open the next batch."""
         debt = self._state.refill_debt
         with span("make ticket", self._state.opened + 1):
-            tasks = self._source.take(self._can_open)
+            tasks = self._source.take(self._openable_count)
             self._state.opened += 1
             ticket = self._dispatcher.make_ticket(
-                [one.task for one in tasks],
+                [pending_task.task for pending_task in tasks],
                 self._state.opened,
                 deliver="pipeline",
                 submissions=[
-                    one.submission.model_copy(update={"task_id": i}) for i, one in enumerate(tasks) if one.submission
+                    pending_task.submission.model_copy(update={"task_id": i})
+                    for i, pending_task in enumerate(tasks)
+                    if pending_task.submission
                 ],
             )
         self._opened_at[ticket.ticket] = asyncio.get_running_loop().time()
-        self._state.given_back[ticket.ticket] = [i for i, one in enumerate(tasks) if one.given_back]
+        self._state.given_back[ticket.ticket] = [i for i, pending_task in enumerate(tasks) if pending_task.given_back]
         self._state.refilled[ticket.ticket] = debt - self._state.refill_debt
         with work_for(ticket.batch, ticket.ticket):
             await self._dispatcher.open(ticket)
@@ -243,10 +245,10 @@ class TrainingBatches:
                 await self._close(ticket)
                 log.info("batch_closed", done=ticket.finished_count, tasks=len(ticket.tasks))
         while self._state.broken:
-            one = self._state.broken[0]
-            outcome = one.outcome.model_copy(update={"experiences": 0, "message": NO_MORE})
-            await self._dispatcher.answer(one.submission, outcome, "given-up")
-            self._state.broken.remove(one)
+            submitted = self._state.broken[0]
+            outcome = submitted.outcome.model_copy(update={"experiences": 0, "message": NO_MORE})
+            await self._dispatcher.answer(submitted.submission, outcome, "given-up")
+            self._state.broken.remove(submitted)
             await self._save()
 
     async def _close(self, ticket: Ticket) -> None:
@@ -269,12 +271,12 @@ class TrainingBatches:
             # Recorded before the manifest is published, because its Progress may arrive while submitters are being
             # answered, or after a crash at that point.
             promises = [
-                SubmittedTask(submission=one, outcome=submission_outcome(ticket, one))
-                for one in ticket.submissions
-                if one.want_experiences and one.reply_to
+                SubmittedTask(submission=submission, outcome=submission_outcome(ticket, submission))
+                for submission in ticket.submissions
+                if submission.want_experiences and submission.reply_to
             ]
-            self._state.following.add(manifest, promises, self._stale_may_return(ticket))
-            self._give_back(ticket)
+            self._state.following.add(manifest, promises, self._requeueable_tasks(ticket))
+            self._requeue_unfinished(ticket)
             self._state.closed += 1
             if (
                 self._state.closed % self._config.explorer.eval_interval == 0
@@ -298,7 +300,7 @@ class TrainingBatches:
                     took["rollout/tokens_per_second"] = tokens / seconds
             self._report(ticket.batch, metrics | took)
 
-    def _give_back(self, ticket: Ticket) -> None:
+    def _requeue_unfinished(self, ticket: Ticket) -> None:
         """Requeue tasks without a finished run that counts, each once; otherwise the longest tasks would be lost."""
         if self._config.explorer.unfinished != "requeue":
             return
@@ -314,32 +316,39 @@ class TrainingBatches:
                 again.append(PendingTask(task=task, given_back=True))
         self._source.give_back(again)
 
-    def _stale_may_return(self, ticket: Ticket) -> dict[int, TaskBody]:
+    def _requeueable_tasks(self, ticket: Ticket) -> dict[int, TaskBody]:
         """Return the tasks that are requeued if the trainer drops their groups as stale.
 
         A task is requeued only once, and not if it was submitted, because its submitter has been answered.
         """
         if self._config.synchronizer.stale != "requeue":
             return {}
-        never = {*self._state.given_back.get(ticket.ticket, ()), *(one.task_id for one in ticket.submissions)}
+        never = {
+            *self._state.given_back.get(ticket.ticket, ()),
+            *(submission.task_id for submission in ticket.submissions),
+        }
         return {task_id: task for task_id, task in enumerate(ticket.tasks) if task_id not in never}
 
     def paused_lanes(self) -> dict[str, str]:
         """Return the lanes that every living runner has paused, each with the reason of one runner."""
         runners = self._peers.statuses("runner", RunnerStatus)
-        each = [{one.lane: one.line() for one in status.paused} for status in runners] or [{}]
-        return {lane: line for lane, line in each[0].items() if all(lane in paused for paused in each)}
+        lanes_by_runner = [
+            {paused_lane.lane: paused_lane.line() for paused_lane in status.paused} for status in runners
+        ] or [{}]
+        return {
+            lane: line for lane, line in lanes_by_runner[0].items() if all(lane in paused for paused in lanes_by_runner)
+        }
 
     def _new_pauses(self) -> int:
         """Return the number of lane pauses of all runners since the last call."""
-        known, before = dict[str, int](), self._pauses
+        current, before = dict[str, int](), self._pauses
         for beat in self._peers.alive("runner"):
             if isinstance(beat.detail, RunnerStatus):
-                known[beat.incarnation] = beat.detail.pauses
-        self._pauses = {**before, **known}
-        return sum(count - before.get(name, 0) for name, count in known.items())
+                current[beat.incarnation] = beat.detail.pauses
+        self._pauses = {**before, **current}
+        return sum(count - before.get(name, 0) for name, count in current.items())
 
-    def _let_time_pass(self, ticket: Ticket, seconds: float, moving: bool, paused: bool) -> None:
+    def _advance_clock(self, ticket: Ticket, seconds: float, moving: bool, paused: bool) -> None:
         if ticket.is_complete:
             return
         if paused and ticket.grace is None:
@@ -368,7 +377,7 @@ class TrainingBatches:
         paused = self.paused_lanes()
         for ticket in list(self._dispatcher.tickets.values()):
             if ticket.manifest is None:
-                self._let_time_pass(ticket, seconds, moving, ticket.lane in paused)
+                self._advance_clock(ticket, seconds, moving, ticket.lane in paused)
         if not (moving and self._peers.alive("trainer")):
             return
         explorer = self._config.explorer
