@@ -152,8 +152,8 @@ class Runner(Agent):
         changed: dict[str, Any] = dict(self._counts)
         if pauses := sum(intake.circuit.pauses for intake in self._intakes.values()):
             now = asyncio.get_running_loop().time()
-            found = (intake.circuit.status(lane, now) for lane, intake in self._intakes.items())
-            changed |= {"pauses": pauses, "paused": [one for one in found if one is not None]}
+            statuses = (intake.circuit.status(lane, now) for lane, intake in self._intakes.items())
+            changed |= {"pauses": pauses, "paused": [status for status in statuses if status is not None]}
         return RunnerStatus(
             running=len(self._held),
             slices=[(*work.key, round(work.seconds, 1)) for work in oldest],
@@ -201,15 +201,15 @@ class Runner(Agent):
                 for task in watch:
                     task.cancel()
         finally:
-            await self._drop()
+            await self._await_cancelled()
             await self._publisher.close()
             for intake in self._intakes.values():
                 await intake.close()
             await self._executor.close()
             if self._detached:
                 log.error("workflows_ignore_cancellation", runner=self.id, tasks=len(self._detached))
-                wanted = EXIT_RECYCLE if isinstance(self._restart_reason, RecycleMe) else EXIT_RESTART
-                self._end_process(wanted if self._restart_reason or self._failure else 0)
+                exit_code = EXIT_RECYCLE if isinstance(self._restart_reason, RecycleMe) else EXIT_RESTART
+                self._end_process(exit_code if self._restart_reason or self._failure else 0)
         if self._restart_reason:
             raise self._restart_reason
 
@@ -263,17 +263,17 @@ class Runner(Agent):
             return
         with span("decode slices", size=len(delivery.body)) as traced:
             expected = TaskSlices if delivery.kind == TaskSlices.kind else TaskSlice
-            found = await decode_or_dead_letter(self.bus, self.topology, delivery, self.id, expect=expected)
-            if isinstance(found, TaskSlice):
-                traced.batch = found.batch
-            elif isinstance(found, TaskSlices) and found.slices:
-                traced.batch, traced.count = found.slices[0].batch, len(found.slices)
-        if isinstance(found, TaskSlice):
-            await self._hold(found, delivery)
-        elif isinstance(found, TaskSlices):
-            await self._divide(delivery, found.slices)
+            message = await decode_or_dead_letter(self.bus, self.topology, delivery, self.id, expect=expected)
+            if isinstance(message, TaskSlice):
+                traced.batch = message.batch
+            elif isinstance(message, TaskSlices) and message.slices:
+                traced.batch, traced.count = message.slices[0].batch, len(message.slices)
+        if isinstance(message, TaskSlice):
+            await self._execute_when_free(message, delivery)
+        elif isinstance(message, TaskSlices):
+            await self._start_group(delivery, message.slices)
 
-    async def _divide(self, delivery: Delivery, slices: list[TaskSlice]) -> None:
+    async def _start_group(self, delivery: Delivery, slices: list[TaskSlice]) -> None:
         """Start each slice of a message separately, as soon as it has a slot.
 
         A redelivered message, or a message during a pause of the lane, is published again as one message per slice,
@@ -285,10 +285,10 @@ class Runner(Agent):
         elif PastDeliveries.of(delivery).count or not self._intakes[slices[0].lane].circuit.is_closed:
             await group.take_apart(self.bus)
         else:
-            for task_slice, own in group.deliveries:
-                self._intakes[task_slice.lane].track(self._start(self._hold(task_slice, own)))
+            for task_slice, slice_delivery in group.deliveries:
+                self._intakes[task_slice.lane].track(self._start(self._execute_when_free(task_slice, slice_delivery)))
 
-    async def _hold(self, task_slice: TaskSlice, delivery: Delivery) -> None:
+    async def _execute_when_free(self, task_slice: TaskSlice, delivery: Delivery) -> None:
         """Execute a slice when it has a slot, and answer its delivery."""
         # These context variables are local to the slice's own asyncio task.
         BATCH.set(task_slice.batch)
@@ -342,7 +342,7 @@ class Runner(Agent):
             self._seen_tickets.append(task_slice.ticket)
             log.info("batch_begun", lane=task_slice.lane)
 
-    def _judge(self, in_flight: InFlightSlice, outcome: SliceOutcome | None) -> bool:
+    def _report_to_circuit(self, in_flight: InFlightSlice, outcome: SliceOutcome | None) -> bool:
         """Report the result of an attempt to the lane's circuit breaker; return whether to retry the slice later."""
         lane, circuit = in_flight.task_slice.lane, self._intakes[in_flight.task_slice.lane].circuit
         failed = outcome is not None and is_infrastructure(outcome)
@@ -363,7 +363,7 @@ class Runner(Agent):
         del self._held[in_flight.key]
         in_flight.over.set()
         self._slots[in_flight.task_slice.lane].release()
-        self._judge(in_flight, None)
+        self._report_to_circuit(in_flight, None)
         if not self._held and self._idle_timer is None:
             self._idle_timer = asyncio.get_running_loop().call_later(IDLE_AFTER, self._become_idle)
 
@@ -376,9 +376,11 @@ class Runner(Agent):
         """Update the state and the reason of waiting in the heartbeats."""
         if self.state == "draining":
             return
-        paused = [found for lane, one in self._intakes.items() if (found := one.circuit.describe(lane)) is not None]
+        paused = [
+            status for lane, intake in self._intakes.items() if (status := intake.circuit.describe(lane)) is not None
+        ]
         if paused:
-            self.set_state("working" if self._held else "holding", "; ".join(one.line() for one in paused))
+            self.set_state("working" if self._held else "holding", "; ".join(status.line() for status in paused))
         elif self._held:
             self.set_state("working")
         else:
@@ -423,7 +425,7 @@ class Runner(Agent):
         is_whole = len(outcome.runs) == in_flight.task_slice.repeat_times
         end: Outcome = "finished" if is_whole else "partial" if outcome.runs else "failed"
         log.debug("slice_done", task=in_flight.task_slice.task_id, outcome=end, seconds=round(outcome.seconds, 3))
-        again = self._judge(in_flight, outcome)
+        again = self._report_to_circuit(in_flight, outcome)
         if in_flight.why == CANCELLED:
             self._counts["cancelled"] += 1
             if not in_flight.task_slice.keep_partial:
@@ -515,10 +517,10 @@ class Runner(Agent):
         await give_back(self.bus, delivery)
 
     async def _wait_for_tasks(self, until: float) -> None:
-        while self._tasks and (left := until - asyncio.get_running_loop().time()) > 0:
-            await asyncio.wait(self._tasks, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+        while self._tasks and (remaining_s := until - asyncio.get_running_loop().time()) > 0:
+            await asyncio.wait(self._tasks, timeout=remaining_s, return_when=asyncio.FIRST_COMPLETED)
 
-    async def _drop(self) -> None:
+    async def _await_cancelled(self) -> None:
         """Wait for cancelled tasks to end; the others are detached."""
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=STOP_PATIENCE)

@@ -39,12 +39,12 @@ class Circuit:
         """Time at which the pause ends; None while the circuit is closed."""
         self._pause = 0.0
         self._probe: Hashable | None = None
-        self._row = 0
-        self._failing: dict[Hashable, None] = {}
+        self._failure_row = 0
+        self._failing_slices: dict[Hashable, None] = {}
         """Slices that failed in this row; at most two are stored, which is enough to see that no slice fails alone."""
         self._kind = self._reason = ""
-        self._worked = -math.inf
-        self._failed: dict[Hashable, tuple[float, int]] = {}
+        self._last_success = -math.inf
+        self._requeued: dict[Hashable, tuple[float, int]] = {}
         """(time of the last failure here, number of retries with successes of other slices in between), by requeued
         slice."""
         self.pauses = 0
@@ -93,14 +93,14 @@ class Circuit:
         if not self._config.enable or outcome is None:
             return False
         if outcome.runs:
-            self._worked = now
+            self._last_success = now
             self._until, self._pause, self._probe = None, 0.0, None
             self._break_row()
         elif is_infrastructure(outcome):
             return self._fail(slice_key, outcome, tries, now, was_probe)
         elif outcome.failure_kind not in {*NO_EVIDENCE, *INFRASTRUCTURE} and self.is_closed:
             self._break_row()
-        self._failed.pop(slice_key, None)
+        self._requeued.pop(slice_key, None)
         return False
 
     def status(self, lane: Lane, now: float) -> PausedLane | None:
@@ -111,24 +111,26 @@ class Circuit:
         """Return the reason why the circuit is not closed, None for a closed circuit."""
         if self._until is None:
             return None
-        return PausedLane(lane=lane, failures=self._row, kind=self._kind, reason=self._reason, pause=self._pause)
+        return PausedLane(
+            lane=lane, failures=self._failure_row, kind=self._kind, reason=self._reason, pause=self._pause
+        )
 
     def _fail(self, slice_key: Hashable, outcome: SliceOutcome, tries: int, now: float, was_probe: bool) -> bool:
         """Record an infrastructure failure; return whether to retry the slice."""
-        last, own_faults = self._failed.pop(slice_key, (math.inf, 0))
-        own_faults += self._worked > last
-        self._row += 1
-        if len(self._failing) < 2:
-            self._failing[slice_key] = None
+        last, own_faults = self._requeued.pop(slice_key, (math.inf, 0))
+        own_faults += self._last_success > last
+        self._failure_row += 1
+        if len(self._failing_slices) < 2:
+            self._failing_slices[slice_key] = None
         self._kind, self._reason = outcome.failure_kind or "", outcome.message or ""
-        alone = len(self._failing) == 1 and self._row >= LONE_ROW
+        alone = len(self._failing_slices) == 1 and self._failure_row >= LONE_ROW
         if self.is_closed and own_faults >= (1 if alone else OWN_FAULTS):
-            self._row -= 1
+            self._failure_row -= 1
             if alone:
                 self._break_row()
             return False
         if self._until is None:
-            if self._row >= (min(LONE_ROW, self._config.failures) if alone else self._config.failures):
+            if self._failure_row >= (min(LONE_ROW, self._config.failures) if alone else self._config.failures):
                 self.pauses += 1
                 self._pause = self._config.pause
                 self._until = now + self._pause
@@ -139,14 +141,14 @@ class Circuit:
             if alone and self._until is not None:
                 self._pause, self._until = self._config.pause, now  # the other slices need not wait for it
             return False
-        self._failed[slice_key] = now, own_faults
-        if len(self._failed) > REMEMBERED:
-            del self._failed[next(iter(self._failed))]
+        self._requeued[slice_key] = now, own_faults
+        if len(self._requeued) > REMEMBERED:
+            del self._requeued[next(iter(self._requeued))]
         return True
 
     def _break_row(self) -> None:
-        self._row = 0
-        self._failing.clear()
+        self._failure_row = 0
+        self._failing_slices.clear()
 
 
 def is_infrastructure(outcome: SliceOutcome) -> bool:

@@ -78,8 +78,8 @@ class OpenTickets:
         beat = self._peers.latest(task_slice.explorer) if task_slice.explorer else None
         if beat is None or beat.seq < task_slice.opened_beat:
             return False
-        known = self._known.get(task_slice.explorer)
-        if known is None or known[0] is not beat:
+        cached = self._known.get(task_slice.explorer)
+        if cached is None or cached[0] is not beat:
             tickets = frozenset(beat.detail.open) if isinstance(beat.detail, SchedulerStatus) else frozenset()
-            known = self._known[task_slice.explorer] = (beat, tickets)
-        return task_slice.ticket not in known[1]
+            cached = self._known[task_slice.explorer] = (beat, tickets)
+        return task_slice.ticket not in cached[1]

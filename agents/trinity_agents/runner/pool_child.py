@@ -125,7 +125,7 @@ class _ParentEngines:
         _send(self._pipe, ASK, b"")
         answer: dict[str, Any] = msgpack.unpackb(self._pipe.recv_bytes())
         if "engine" in answer:
-            self._auxiliary = {each["name"]: InferenceModel.from_dict(each) for each in answer["auxiliary"]}
+            self._auxiliary = {fields["name"]: InferenceModel.from_dict(fields) for fields in answer["auxiliary"]}
             return InferenceModel.from_dict(answer["engine"])
         if "retry_after" in answer:
             raise EngineNotReady(answer["error"], answer["retry_after"])

@@ -223,7 +223,7 @@ class ResultPublisher:
             message = part_message(task_slice, in_flight.attempt, part, len(contents), content, oldest)
             message = message.of_run(in_flight.delivery.run_id)
             if not await self._taken(in_flight, functools.partial(self._bus.publish, exchange, key, message)):
-                orphans = [n for n, each in enumerate(contents) if not isinstance(each, bytes)]
+                orphans = [n for n, content in enumerate(contents) if not isinstance(content, bytes)]
                 await delete_blobs(self._store, *(part_name(task_slice.ticket, in_flight.attempt, n) for n in orphans))
                 return False
         return True
@@ -234,14 +234,16 @@ class ResultPublisher:
         give_up = loop.time() + task_slice.slice_timeout
         replaced = False
         while not await publish():
-            gone = await self._bus.depth(self._topology.batch_queue(task_slice.batch, task_slice.ticket).name) is None
+            is_missing = (
+                await self._bus.depth(self._topology.batch_queue(task_slice.batch, task_slice.ticket).name) is None
+            )
             abandoned = self._abandoned(task_slice)
-            if gone and not abandoned and not replaced:
+            if is_missing and not abandoned and not replaced:
                 replaced = True  # the queue may just be recreated, so it is checked again
                 await asyncio.sleep(REPLACED_PAUSE)
                 continue
             # A slice that was cut off may still publish its runs: its ticket is not listed any more but still waits.
-            if gone or (abandoned and in_flight.why is None) or loop.time() > give_up:
+            if is_missing or (abandoned and in_flight.why is None) or loop.time() > give_up:
                 return False
             # The queue exists but is unbound: the batch is about to be closed, and the next heartbeat will not list it.
             await self._woken.wait(RETURNED_PAUSE)
@@ -254,9 +256,9 @@ class ResultPublisher:
         batch, name, run_id = ticket
         try:
             with span("encode experiences", batch) as traced:
-                body = ExperienceBatch.of([each for member in members for each in member.experiences]).encode(
-                    self._config.compression
-                )
+                body = ExperienceBatch.of(
+                    [experience for member in members for experience in member.experiences]
+                ).encode(self._config.compression)
                 traced.size, traced.count = len(body), len(members)
             key = self._topology.batch_routing_key(batch, name)
             message = shared_part_message(members, body).of_run(run_id)
@@ -297,20 +299,23 @@ def size_at_most(experiences: Sequence[Experience]) -> int:
     The result is more than ``SHARED`` if no cheap estimate is possible.
     """
     size = 0
-    for each in experiences:
-        if each.messages or each.tools or each.multi_modal_inputs or each.custom_fields:
+    for experience in experiences:
+        if experience.messages or experience.tools or experience.multi_modal_inputs or experience.custom_fields:
             return SHARED + 1
-        own, fields = len(each.prompt_text or "") + len(each.response_text or ""), vars(each)
+        experience_bytes, fields = (
+            len(experience.prompt_text or "") + len(experience.response_text or ""),
+            vars(experience),
+        )
         for name in TENSOR_FIELDS:
             value = fields[name]
             if value is None:
                 continue
             if not isinstance(value, Tensor):
                 return SHARED + 1
-            own += value.nbytes
-        for value in each.info.values():
+            experience_bytes += value.nbytes
+        for value in experience.info.values():
             if type(value) not in PLAIN:
                 return SHARED + 1
-            own += len(value) if isinstance(value, str) else 0
-        size += max(own, EXPERIENCE_COST)
+            experience_bytes += len(value) if isinstance(value, str) else 0
+        size += max(experience_bytes, EXPERIENCE_COST)
     return size

@@ -21,8 +21,8 @@ class SliceGroup:
 
     def __init__(self, delivery: Delivery, slices: Sequence[TaskSlice]) -> None:
         self._delivery, self._slices = delivery, slices
-        self._left = len(slices)
-        self._comes_again = False
+        self._unanswered = len(slices)
+        self._must_requeue = False
 
     @property
     def deliveries(self) -> list[tuple[TaskSlice, Delivery]]:
@@ -48,11 +48,11 @@ class SliceGroup:
 
         The delivery is requeued, and taken apart at its redelivery, if any slice was requeued.
         """
-        self._left -= 1
-        self._comes_again |= answer == "requeue"
-        if self._left:
+        self._unanswered -= 1
+        self._must_requeue |= answer == "requeue"
+        if self._unanswered:
             return
-        await (self._delivery.requeue() if self._comes_again else self._delivery.ack())
+        await (self._delivery.requeue() if self._must_requeue else self._delivery.ack())
 
 
 class _SliceDelivery(Delivery):
