@@ -74,7 +74,7 @@ class Operator(Agent):
         self._chain = ChainRun(config, bus, topology, store, self.peers, clock)
         self._publisher = BatchPublisher(bus, topology, store, self._has_other_chain)
         self._digest = config.chain_digest
-        self._told_other_chain = False
+        self._warned_other_chain = False
         self._reader = BatchReader(
             bus,
             topology,
@@ -89,13 +89,13 @@ class Operator(Agent):
 
     def detail(self) -> OperatorStatus:
         """Return the ticket in progress, for which the explorer's deadline is suspended, and the state of reviews."""
-        reviews, left = self._chain.unanswered()
+        reviews, review_seconds = self._chain.unanswered()
         return OperatorStatus(
             ticket=self._ticket,
             seconds=self._work.seconds,
             usual_seconds=self._work.usual_seconds,
             reviews=reviews,
-            review_seconds=left,
+            review_seconds=review_seconds,
         )
 
     async def serve(self) -> None:
@@ -124,8 +124,8 @@ class Operator(Agent):
     def _has_other_chain(self) -> bool:
         """Return whether the explorer announces a different configuration of operators and estimator."""
         differs = self.peers.explorer.chain not in {"", self._digest}
-        if differs and not self._told_other_chain:
-            self._told_other_chain = True
+        if differs and not self._warned_other_chain:
+            self._warned_other_chain = True
             do = "start this operator with the configuration of the run, or the explorer anew with this one"
             log.warning(
                 "other_chain", operator=self.id, reason="operator.operators or algorithm.estimator differ", do=do

@@ -42,7 +42,7 @@ class BatchPublisher:
     ) -> None:
         self._has_other_chain = has_other_chain
         self._bus, self._topology, self._store = bus, topology, store
-        self._lent: set[str] = set()
+        self._referenced_tickets: set[str] = set()
         """Tickets whose submitters were sent references to blobs; the sweep deletes these blobs an hour later."""
 
     async def send_requested(self, manifest: BatchClosed, parts: Mapping[PartKey, Part]) -> None:
@@ -57,7 +57,7 @@ class BatchPublisher:
                 if not await self._bus.publish("", reply_to, message):
                     log.info("submitter_gone", reply_to=reply_to)
                 elif message.content_type == REFERENCE:
-                    self._lent.add(manifest.ticket)
+                    self._referenced_tickets.add(manifest.ticket)
             except (MessageTooLarge, BusRefused) as error:
                 log.warning("submitter_not_served", reply_to=reply_to, reason=str(error))
 
@@ -119,8 +119,8 @@ class BatchPublisher:
         except BusUnavailable as error:
             log.warning("batch_queue_left", queue=name, reason=f"{error}; it expires by itself")
             return
-        if manifest.ticket in self._lent:
-            self._lent.discard(manifest.ticket)
+        if manifest.ticket in self._referenced_tickets:
+            self._referenced_tickets.discard(manifest.ticket)
         else:
             await delete_blobs(self._store, f"{PARTS}/{manifest.ticket}")
 

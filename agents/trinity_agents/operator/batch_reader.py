@@ -62,7 +62,7 @@ class BatchReader:
         expected = [(accepted.attempt, part) for accepted in manifest.accepted for part in range(accepted.parts)]
         if not expected:
             return {}
-        found: dict[PartKey, Part] = {}
+        received: dict[PartKey, Part] = {}
         missing, size, idle = set(expected), 0, 0.0
         queue = self._topology.batch_queue(manifest.batch, manifest.ticket)
         async with await self._bus.consume(queue, prefetch=0) as consumer:
@@ -82,12 +82,12 @@ class BatchReader:
                 idle = 0.0
                 parts = [part for part in await self._parts(delivery) if part.key in missing]
                 missing.difference_update(part.key for part in parts)
-                found.update((part.key, Part(delivery, part)) for part in parts)
+                received.update((part.key, Part(delivery, part)) for part in parts)
                 if parts:
                     size += carried_bytes(self._store, delivery.body, delivery.content_type)
                 if size > self._max_bytes:
                     raise BatchUnusable(f"batch {manifest.batch} is over broker.max_batch_bytes {self._max_bytes}")
-        return {key: found[key] for key in expected}
+        return {key: received[key] for key in expected}
 
     async def _parts(self, delivery: Delivery) -> list[AttemptRows]:
         """Return the parts in a message; a message that does not decode is dead-lettered."""

@@ -74,7 +74,7 @@ class ChainRun:
         clients = auxiliary_clients(names, EngineSelector(lambda: self._peers.alive("engine")).auxiliary)
         self._chain = create_operators(self._config.operator.operators, clients)
         self._chain.append(AdvantageOperator(self._config.algorithm))
-        for client in (client for each in clients.values() for client in each):
+        for client in (client for model_clients in clients.values() for client in model_clients):
             stack.push_async_callback(client.close)
         await self._open_reviews(stack)
         for operator in self._chain:
@@ -115,20 +115,22 @@ class ChainRun:
             self._reviews.begin(manifest)
         started = loop.time()
         with span("run operators", threads=True):
-            left, metrics = await run_chain(self._chain, experiences, timeout=self._config.operator.timeout)
+            remaining, metrics = await run_chain(self._chain, experiences, timeout=self._config.operator.timeout)
         metrics |= outcomes
         metrics["time/operators"] = loop.time() - started
         with span("count groups", threads=True):
-            filtered = await asyncio.to_thread(lost_groups, experiences, left)
+            filtered = await asyncio.to_thread(lost_groups, experiences, remaining)
         metrics["rollout/filtered_groups"] = float(filtered)
         split = functools.partial(split_to_size, compression=self._config.broker.compression, store=self._store)
         with span("encode chunks", threads=True) as traced:
-            bodies = await asyncio.to_thread(split, left, limit)
+            bodies = await asyncio.to_thread(split, remaining, limit)
             traced.size = sum(map(len, bodies))
         name = functools.partial(chunk_name, manifest.ticket, processing_id)
         chunks = await stored(self._store, bodies, limit, name)
-        metrics["experience_pipeline/chunks_by_reference"] = float(sum(not isinstance(one, bytes) for one in chunks))
-        return ProcessedBatch(processing_id, chunks, len(left), metrics, filtered, bad)
+        metrics["experience_pipeline/chunks_by_reference"] = float(
+            sum(not isinstance(content, bytes) for content in chunks)
+        )
+        return ProcessedBatch(processing_id, chunks, len(remaining), metrics, filtered, bad)
 
 
 def lost_groups(before: Sequence[Experience], after: Sequence[Experience]) -> int:

@@ -45,8 +45,8 @@ class BatchReviews:
 
     def unanswered(self) -> tuple[int, float]:
         """Return the number of unanswered questions, and the seconds until all their defaults count."""
-        left = max(self._unanswered.values(), default=self._clock()) - self._clock()
-        return len(self._unanswered), max(0.0, left)
+        remaining_s = max(self._unanswered.values(), default=self._clock()) - self._clock()
+        return len(self._unanswered), max(0.0, remaining_s)
 
     async def ask(self, questions: Sequence[Question], *, seconds: float, default: Decision) -> list[Answer]:
         now, self._asked = self._clock(), self._asked + 1
@@ -77,11 +77,11 @@ class BatchReviews:
         try:
             await self._ask_once(request)
             verdict = await self._verdict(request)
-            found = await self._close(_closing(request, verdict))
+            closed = await self._close(_closing(request, verdict))
         finally:
             del self._unanswered[request.request]
             self.stream.forget(request.request)
-        return Answer(Decision(found.verdict, found.reward), found.how == "timeout", found.by, found.note)
+        return Answer(Decision(closed.verdict, closed.reward), closed.how == "timeout", closed.by, closed.note)
 
     async def _ask_once(self, request: ReviewRequest) -> None:
         """Publish a request before its deadline, unless it is already on the stream."""
@@ -111,9 +111,9 @@ class BatchReviews:
             if review is not None and review.verdict is not None:
                 return review.verdict
             deadline = request.deadline if review is None else min(request.deadline, review.request.deadline)
-            if (left := deadline - self._clock()) <= 0:
+            if (remaining_s := deadline - self._clock()) <= 0:
                 return None
-            await self.stream.until_changed(request.request, left)
+            await self.stream.until_changed(request.request, remaining_s)
 
     async def _close(self, closing: ReviewClosed) -> ReviewClosed:
         """Publish the final answer and return the first final answer on the stream, which another operator may have
