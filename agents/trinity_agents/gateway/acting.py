@@ -72,12 +72,12 @@ class Acting:
         self._config, self._bus, self._topology, self._book = config, bus, topology, book
         self._id, self._clock, self._may_act = agent_id, clock, may_act
         self._submissions = Submissions(config, bus, topology, book)
-        self._looked = 0
+        self._checked_position = 0
         """Position in bytes of the last check for sessions to carry."""
-        self._stepped_at = clock()
+        self._clock_read_at = clock()
         """Time of the last reading of the clock."""
         self._was_usable = bus.usable
-        self._told: tuple[float, float] | None = None
+        self._last_mark: tuple[float, float] | None = None
         """(time, paused seconds) of the last published mark, None before the first mark."""
 
     async def run(self) -> None:
@@ -93,11 +93,11 @@ class Acting:
     async def _decide(self) -> None:
         book = self._book
         while True:
-            await self._through_outages(self.once)
+            await self._retry_after_outages(self.once)
             await asyncio.sleep(MIN_GAP)
             await book.changed.wait(TICK)
 
-    async def _through_outages(self, work: Callable[[], Awaitable[None]]) -> None:
+    async def _retry_after_outages(self, work: Callable[[], Awaitable[None]]) -> None:
         """Do some work, and repeat it after an outage that interrupted it; the gateway keeps serving agents."""
         while True:
             try:
@@ -111,7 +111,7 @@ class Acting:
         self._count_time()
         if not (self._book.is_ready() and self._bus.usable):
             return
-        await self._tell_time()
+        await self._publish_time_mark()
         await self._refuse()
         due = self._book.ledger.due(self._book.now())
         await all_of(self._book.say(event, _id_of(event)) for event in due)
@@ -123,28 +123,28 @@ class Acting:
     def _count_time(self) -> None:
         """Pause session time limits while the broker is unavailable or this process is suspended."""
         now, is_usable = self._clock(), self._bus.usable
-        step = max(0.0, now - self._stepped_at)
+        step = max(0.0, now - self._clock_read_at)
         if step > LONGEST_STEP or not (is_usable and self._was_usable):
             self._book.paused += step
-        self._stepped_at, self._was_usable = now, is_usable
+        self._clock_read_at, self._was_usable = now, is_usable
 
-    async def _tell_time(self) -> None:
+    async def _publish_time_mark(self) -> None:
         now, paused = self._clock(), self._book.paused
-        if self._told is not None:
-            told_at, told = self._told
-            is_news = paused - told >= TOLD_PAUSE
-            if not is_news and (not self._book.ledger.live or now - told_at < TELL_SECONDS):
+        if self._last_mark is not None:
+            marked_at, marked_pause = self._last_mark
+            is_news = paused - marked_pause >= TOLD_PAUSE
+            if not is_news and (not self._book.ledger.live or now - marked_at < TELL_SECONDS):
                 return
         await self._book.tell_time()
-        self._told = (now, paused)
+        self._last_mark = (now, paused)
 
     # -- what nobody takes
 
     async def _refuse(self) -> None:
         """Dead-letter messages that no session takes, and record the refusals on the stream for later readers."""
         not_taken, self._book.not_taken = self._book.not_taken, []
-        for one in not_taken:
-            await self._refused(one.offset, one.delivery, one.reason)
+        for message in not_taken:
+            await self._refused(message.offset, message.delivery, message.reason)
         for event in self._book.ledger.take_unknown():
             reason = f"no session {getattr(event.body, 'session', '')!r} is known; POST /sessions makes one"
             await self._refused(event.origin, _incoming(event, self._topology), reason)
@@ -157,17 +157,17 @@ class Acting:
 
     async def _carry(self) -> None:
         """Publish again the events of sessions that retention would remove before the sessions are settled."""
-        kept = self._topology.sessions_max_bytes
-        if self._book.position - self._looked < kept // 8:
+        retained_bytes = self._topology.sessions_max_bytes
+        if self._book.position - self._checked_position < retained_bytes // 8:
             return
         # Sessions that another gateway settled, for example while this process was suspended, must not be carried.
         await self._book.catch_up()
         if not self._may_act():
             return
-        self._looked = self._book.position
+        self._checked_position = self._book.position
         # Shares of the retained bytes: 1/4 until an event is due, 1/8 until the next check, 1/4 for other sessions that
         # are carried first (gateway.max_kept_bytes). The broker removes segments of at most 1/4.
-        carried = self._book.ledger.to_carry(self._looked - kept // 4)
+        carried = self._book.ledger.to_carry(self._checked_position - retained_bytes // 4)
         for session in carried:
             log.info("session_carried", session=session.id, events=len(session.events), bytes=session.size)
             for event in list(session.events):
@@ -176,8 +176,8 @@ class Acting:
         for submission, outcome in outcomes.items():
             await self._book.publish(outcome, f"outcome-{submission}")
         trained = {session.trained.ticket: session.trained for session in carried if session.trained is not None}
-        for one in trained.values():  # these sessions may have been settled in the meantime
-            await self._book.publish(one, _trained_id(one))
+        for trained_event in trained.values():  # these sessions may have been settled in the meantime
+            await self._book.publish(trained_event, _trained_id(trained_event))
 
     # -- what became of batches
 
@@ -209,7 +209,7 @@ class Acting:
             reason=progress.reason or "",
             offset=offset,
         )
-        await self._through_outages(lambda: self._book.publish(trained, _trained_id(trained)))
+        await self._retry_after_outages(lambda: self._book.publish(trained, _trained_id(trained)))
 
 
 def _id_of(event: SessionsDecided | SessionEnd) -> str:

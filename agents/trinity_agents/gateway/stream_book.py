@@ -145,15 +145,15 @@ class StreamBook:
     async def open(self, opened: SessionOpened, *, at_once: bool = False) -> None:
         if at_once and not self._bus.usable:
             raise BookUnavailable(self._refusal)
-        await self._kept(opened, f"opened-{opened.session}")
+        await self._publish_and_read_back(opened, f"opened-{opened.session}")
 
     async def find(self, session: str) -> Session | None:
-        return await self._known(lambda: self.ledger.get(session))
+        return await self._find(lambda: self.ledger.get(session))
 
     async def find_key(self, key_hash: str) -> Session | None:
-        return await self._known(lambda: self.ledger.of_key(key_hash))
+        return await self._find(lambda: self.ledger.of_key(key_hash))
 
-    async def _known(self, look: Callable[[], Session | None]) -> Session | None:
+    async def _find(self, look: Callable[[], Session | None]) -> Session | None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(KNOWN_WITHIN):
                 await self.changed.until(lambda: look() is not None)
@@ -184,7 +184,7 @@ class StreamBook:
         self._unconfirmed -= cost
 
     async def say(self, event: Said | SessionsDecided, message_id: str) -> Applied:
-        return await self._kept(event, message_id)
+        return await self._publish_and_read_back(event, message_id)
 
     async def catch_up(self) -> None:
         """Wait until all present messages of the stream have been read.
@@ -193,7 +193,7 @@ class StreamBook:
             BookUnavailable: The messages were not read in time.
         """
         mark = Mark(nonce=uuid.uuid4().hex)
-        await self._kept(mark, f"mark-{mark.nonce}")
+        await self._publish_and_read_back(mark, f"mark-{mark.nonce}")
 
     async def tell_time(self) -> None:
         """Publish a mark with the current time and the paused seconds; raises the errors of :meth:`publish`."""
@@ -247,10 +247,10 @@ class StreamBook:
             return False
         return True
 
-    async def _kept(self, message: Message, message_id: str) -> Applied:
+    async def _publish_and_read_back(self, message: Message, message_id: str) -> Applied:
         """Publish an event and return its effect after it was read back from the stream."""
         if not self._bus.usable:
-            await self._patiently()
+            await self._wait_for_broker()
         effect: asyncio.Future[Applied] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(message_id, []).append(effect)
         try:
@@ -265,13 +265,13 @@ class StreamBook:
         except BusUnavailable as error:
             raise BookUnavailable(str(error)) from error
         finally:
-            left = self._waiting.get(message_id, [])
-            if effect in left:
-                left.remove(effect)
-            if not left:
+            futures = self._waiting.get(message_id, [])
+            if effect in futures:
+                futures.remove(effect)
+            if not futures:
                 self._waiting.pop(message_id, None)
 
-    async def _patiently(self) -> None:
+    async def _wait_for_broker(self) -> None:
         """Wait up to ``record_timeout`` seconds for an unavailable broker.
 
         Raises:
@@ -305,9 +305,9 @@ class StreamBook:
                     return
             except StreamCut as cut:
                 log.info("sessions_cut", asked=cut.asked, got=cut.got)
-                self._begin_anew(cut.got)
+                self._rebuild(cut.got)
 
-    def _begin_anew(self, offset: int) -> None:
+    def _rebuild(self, offset: int) -> None:
         """Forget all sessions, in order to read them again from ``offset``.
 
         Waiting callers are answered when their event is read; if it was removed, their wait times out and they retry.
@@ -345,7 +345,9 @@ class StreamBook:
     def _take_in(self, delivery: Delivery, offset: int) -> None:
         message = _decoded(delivery)
         is_own = delivery.routing_key == EVENT
-        applied = self._apply(message, delivery, offset, self._counted_time(delivery) if is_own else self._present())
+        applied = self._apply(
+            message, delivery, offset, self._counted_time(delivery) if is_own else self._present_time()
+        )
         if not is_own:
             if applied.taken == "refused":
                 self.not_taken.append(NotTaken(offset, delivery, applied.reason))
@@ -358,14 +360,14 @@ class StreamBook:
         """Return the time of a gateway's event minus the paused seconds, and update the book's time and pauses."""
         at, paused = _time_of(delivery), delivery.headers.get(PAUSED_MS)
         if at is None:
-            return self._present()
+            return self._present_time()
         self.time = max(self.time, at)
         if not isinstance(paused, int):  # an event of release 0.1.0
             return at - self.paused
         self.paused = max(self.paused, paused / 1000)
         return at - paused / 1000
 
-    def _present(self) -> float:
+    def _present_time(self) -> float:
         """Return the time for an event without a time: now, or the latest event's time while the book is read."""
         if self._ready:
             self.time = max(self.time, self._clock())
@@ -382,7 +384,7 @@ class StreamBook:
                 ledger.apply_committed()
             case SessionRefused():
                 ledger.apply_refused(message)
-                self.not_taken = [one for one in self.not_taken if one.offset != message.offset]
+                self.not_taken = [refused for refused in self.not_taken if refused.offset != message.offset]
             case SessionOpened() | SessionCall() | SessionReward() | SessionEnd() | SessionsDecided():
                 is_own = delivery.routing_key == EVENT
                 origin = delivery.headers.get(ORIGIN) if is_own else None
@@ -421,8 +423,8 @@ def _message(delivery: Delivery) -> Message:
     else:
         message = decode_any(delivery.body, delivery.content_type)
     if message.kind not in kinds:
-        wanted = ", ".join(sorted(kinds)) or "nothing"
-        raise DecodeError(f"a {message.kind} with the routing key {delivery.routing_key!r}, which takes {wanted}")
+        expected = ", ".join(sorted(kinds)) or "nothing"
+        raise DecodeError(f"a {message.kind} with the routing key {delivery.routing_key!r}, which takes {expected}")
     if delivery.routing_key == OUTSIDE and isinstance(message, SessionEnd) and message.replay is not None:
         raise DecodeError("a replay by message, which no key allows: ask a gateway's POST /s/<id>/end for it")
     return message

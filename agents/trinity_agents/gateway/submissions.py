@@ -61,7 +61,7 @@ class Submissions:
         """Ids of submissions to publish, in order."""
         self._submitted: dict[str, float] = {}
         """Event loop time of each submission by id, including submissions of earlier gateways."""
-        self._checked = self._tried_again = float("-inf")
+        self._checked = self._retry_at = float("-inf")
 
     async def submit(self) -> None:
         """Submit new tasks, and submit again the tasks whose message may be lost."""
@@ -71,18 +71,18 @@ class Submissions:
             self._ledger = ledger
             ledger.take_new_tasks()
             earlier = [name for name, _ in ledger.queued() if name not in self._submitted]
-            await self._again(earlier[::-1], now)  # newest first: an earlier gateway may not have reached them
+            await self._resubmit(earlier[::-1], now)  # newest first: an earlier gateway may not have reached them
         elif now - self._checked >= CHECK_SECONDS:
             self._checked = now
             queued = {name for name, _ in ledger.queued()}
             self._submitted = {name: at for name, at in self._submitted.items() if name in queued}
             overdue = [name for name, at in self._submitted.items() if now - at >= RESUBMIT_SECONDS]
-            await self._again(sorted(overdue, key=self._submitted.__getitem__), now)
+            await self._resubmit(sorted(overdue, key=self._submitted.__getitem__), now)
         self._waiting |= dict.fromkeys(ledger.take_new_tasks())
-        if now >= self._tried_again:
+        if now >= self._retry_at:
             await self._publish_waiting(ledger, now)
 
-    async def _again(self, names: Sequence[str], now: float) -> None:
+    async def _resubmit(self, names: Sequence[str], now: float) -> None:
         """Schedule the first tasks of ``names`` for publication again, as many as messages must have been lost."""
         if not names:
             return
@@ -94,17 +94,17 @@ class Submissions:
     async def _publish_waiting(self, ledger: Ledger, now: float) -> None:
         names = list(self._waiting)
         for begin in range(0, len(names), AT_ONCE):
-            some = [
+            batch = [
                 (name, sessions) for name in names[begin : begin + AT_ONCE] if (sessions := ledger.sessions_of(name))
             ]
-            taken = await all_of(self._publish(*one) for one in some)
-            accepted = {name for (name, _), is_taken in zip(some, taken, strict=True) if is_taken}
+            taken = await all_of(self._publish(*entry) for entry in batch)
+            accepted = {name for (name, _), is_taken in zip(batch, taken, strict=True) if is_taken}
             self._submitted |= dict.fromkeys(accepted, now)
             for name in names[begin : begin + AT_ONCE]:
                 if name in accepted or not ledger.sessions_of(name):
                     self._waiting.pop(name, None)
             if not all(taken):
-                self._tried_again = now + FULL_SECONDS
+                self._retry_at = now + FULL_SECONDS
                 return
 
     async def _publish(self, submission: str, sessions: Sequence[Session]) -> bool:
@@ -158,15 +158,15 @@ async def all_of(work: Iterable[Coroutine[object, object, T]]) -> list[T]:
     waiting, results = list(work), list[T]()
     try:
         while waiting:
-            now, waiting = waiting[:AT_ONCE], waiting[AT_ONCE:]
+            running, waiting = waiting[:AT_ONCE], waiting[AT_ONCE:]
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(one) for one in now]
+                tasks = [group.create_task(coroutine) for coroutine in running]
             results += [task.result() for task in tasks]
     except ExceptionGroup as errors:
         raise first_leaf(errors) from None
     finally:
-        for one in waiting:
-            one.close()
+        for coroutine in waiting:
+            coroutine.close()
     return results
 
 
