@@ -122,8 +122,8 @@ async def _serve_generator(
         asyncio.get_running_loop().add_signal_handler(number, server.stop, signal.Signals(number).name)
 
     def ready(url: str) -> None:
-        said = {"token": token, "name": name, "model_path": str(folder), "fingerprint": fingerprint}
-        announce(options.ready_file, options.ready_fd, id=options.id, url=url, digest=engine_digest(config), **said)
+        fields = {"token": token, "name": name, "model_path": str(folder), "fingerprint": fingerprint}
+        announce(options.ready_file, options.ready_fd, id=options.id, url=url, digest=engine_digest(config), **fields)
         log.info("engine_ready", engine=options.id, url=url, model=name, device=str(generator.device))
 
     async with asyncio.TaskGroup() as group:

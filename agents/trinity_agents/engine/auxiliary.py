@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             run=config.name,
             max_bytes=config.monitor.log_max_bytes,
         )
-        model = {each.name: each for each in config.explorer.auxiliary_models}[options.auxiliary]
+        model = {candidate.name: candidate for candidate in config.explorer.auxiliary_models}[options.auxiliary]
         serve = _external if model.engine == "external" else _hosted
         run_on_fast_loop(serve(config, model, options))
     except (FatalError, OSError, ValueError) as error:
@@ -77,13 +77,13 @@ async def _hosted(config: Config, model: AuxiliaryModelConfig, options: argparse
     gc.collect()
     gc.freeze()  # for the reason see trinity_agents.engine.agent
     rollout = config.explorer.rollout_model
-    said = {"token": _token(), "fingerprint": generator.codec.fingerprint(), "model_path": str(folder)}
+    ready_fields = {"token": _token(), "fingerprint": generator.codec.fingerprint(), "model_path": str(folder)}
     settings = ServerSettings(
         engine_id=options.id,
         model_name=model.name,
-        model_path=said["model_path"],
-        token=said["token"],
-        fingerprint=said["fingerprint"],
+        model_path=ready_fields["model_path"],
+        token=ready_fields["token"],
+        fingerprint=ready_fields["fingerprint"],
         host=rollout.host,
         max_response_tokens=model.model.max_response_tokens,
         max_batch_sequences=rollout.max_batch_sequences,
@@ -92,18 +92,23 @@ async def _hosted(config: Config, model: AuxiliaryModelConfig, options: argparse
     )
     server = EngineServer(generator, settings, takes_no_weights)
     server.state.hold_for_good()
-    await _run(server, config, model, options, said)
+    await _run(server, config, model, options, ready_fields)
 
 
 async def _external(config: Config, model: AuxiliaryModelConfig, options: argparse.Namespace) -> None:
     from trinity_mq.models.engines.external import ExternalServer
 
     rollout = config.explorer.rollout_model
-    said = {"token": _token(), "fingerprint": "", "model_path": ""}
+    ready_fields = {"token": _token(), "fingerprint": "", "model_path": ""}
     server = ExternalServer(
-        model, engine_id=options.id, key=_key(model), token=said["token"], host=rollout.host, lease=rollout.lease
+        model,
+        engine_id=options.id,
+        key=_key(model),
+        token=ready_fields["token"],
+        host=rollout.host,
+        lease=rollout.lease,
     )
-    await _run(server, config, model, options, said)
+    await _run(server, config, model, options, ready_fields)
 
 
 async def _run(
@@ -111,14 +116,16 @@ async def _run(
     config: Config,
     model: AuxiliaryModelConfig,
     options: argparse.Namespace,
-    said: Mapping[str, str],
+    ready_fields: Mapping[str, str],
 ) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, server.stop, signal.Signals(number).name)
     digest = engine_digest(config, model)
 
     def ready(url: str) -> None:
-        announce(options.ready_file, options.ready_fd, id=options.id, url=url, name=model.name, digest=digest, **said)
+        announce(
+            options.ready_file, options.ready_fd, id=options.id, url=url, name=model.name, digest=digest, **ready_fields
+        )
         log.info("engine_ready", engine=options.id, url=url, model=model.name)
 
     reason = await server.run(ready)
