@@ -82,8 +82,8 @@ class Evaluations:
         began = asyncio.get_running_loop().time()
         for attempt in range(1, MAX_TRIES + 1):
             tickets = await self._open(label, names)
+            # The default argument binds the tickets of this attempt.
             await self._woken.until(lambda tickets=tickets: all(t.is_complete for t in tickets))  # type: ignore[misc]
-            # bound at once
             lost = any(
                 task_slice.result is not None and not task_slice.result.runs
                 for ticket in tickets

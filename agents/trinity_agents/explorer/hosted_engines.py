@@ -129,7 +129,7 @@ class HostedEngines:
         auxiliary = [self._heartbeat(engine, "auxiliary", None) for engine in self.auxiliaries]
         return [beat for beat in (*policy, *auxiliary) if beat is not None]
 
-    # -- inside
+    # -- private
 
     def _all(self) -> list[EngineHost | Any]:
         return [*self.engines, *self.auxiliaries]

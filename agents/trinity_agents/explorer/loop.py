@@ -533,7 +533,7 @@ class ExplorerLoop:
             ref.model_copy(update={"task_id": 0}),
         )
         ticket = self.dispatcher.make_ticket([task], batch, deliver="none", lane="eval", submissions=[submission])
-        self.dispatcher.tickets[ticket.ticket] = ticket  # saved with the submission's id
+        self.dispatcher.tickets[ticket.ticket] = ticket  # the next save stores it together with the submission's id
         return [ticket]
 
     def _allowed(self, message: TaskSubmission, ref: SubmissionRef) -> TaskBody:

@@ -294,7 +294,7 @@ class StateFile:
             self._compare(database)
             if not _format(database):
                 database.execute(f"PRAGMA user_version = {NEWEST_FORMAT}")
-            for owner in changes.gone:  # "0" is the character behind "/"
+            for owner in changes.gone:  # "0" is the next character after "/"
                 database.execute("DELETE FROM part WHERE name > ? AND name < ?", (f"{owner}/", f"{owner}0"))
             database.executemany("INSERT OR REPLACE INTO part VALUES (?, ?)", [*rows, ("writer", mark)])
             accepted = [(name,) for name in changes.accepted]

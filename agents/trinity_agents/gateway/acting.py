@@ -138,7 +138,7 @@ class Acting:
         await self._book.tell_time()
         self._last_mark = (now, paused)
 
-    # -- what nobody takes
+    # -- refused messages
 
     async def _refuse(self) -> None:
         """Dead-letter messages that no session takes, and record the refusals on the stream for later readers."""
@@ -179,7 +179,7 @@ class Acting:
         for trained_event in trained.values():  # these sessions may have been settled in the meantime
             await self._book.publish(trained_event, _trained_id(trained_event))
 
-    # -- what became of batches
+    # -- outcomes of batches
 
     async def _follow_results(self) -> None:
         """Publish the trainer's outcome of each batch on the sessions' stream, until cancelled."""

@@ -140,7 +140,7 @@ class StreamBook:
         """Return the time for session time limits: seconds since the epoch minus the paused seconds."""
         return self._clock() - self.paused
 
-    # -- out
+    # -- publishing
 
     async def open(self, opened: SessionOpened, *, at_once: bool = False) -> None:
         if at_once and not self._bus.usable:
@@ -287,7 +287,7 @@ class StreamBook:
     def _refusal(self) -> str:
         return f"the broker keeps nothing now: {self._bus.trouble or 'it was away for a moment'}; say it again later"
 
-    # -- in
+    # -- reading
 
     async def follow(self) -> None:
         """Read the stream from its beginning, until cancelled; the book is ready once all initial messages were read.

@@ -197,7 +197,7 @@ class ResultPublisher:
         await self._shared_parts.close()
         await self._results.close()
 
-    # -- inside
+    # -- private
 
     def _pause(self) -> float:
         return LINGER if self._in_flight_count() >= CROWD else 0.0

@@ -69,7 +69,7 @@ class Trainer(Agent):
         super().__init__(config, bus=bus, topology=topology, agent_id=agent_id, metrics=metrics)
         self.ranks = ranks or RankProcesses(Ranks())
         self._where: dict[str, str] = {}
-        """Fields of the heartbeats about the run folder; empty while another trainer has the lock."""
+        """Heartbeat fields that identify the run folder; empty while another trainer has the lock."""
         self.loop = TrainLoop(
             self,
             learner,

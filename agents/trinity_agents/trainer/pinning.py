@@ -15,9 +15,8 @@ async def evaluation_ended(agent: Agent, machine: Coordinator) -> None:
     state, waits_for = agent.state, agent.waits_for
     while _is_under_way(agent, machine) and (remaining_s := deadline - loop.time()) > 0:
         agent.set_state("holding", "the evaluation of the present version")
-        await agent.woken.wait(
-            min(remaining_s, HEARTBEAT_INTERVAL)
-        )  # a dead explorer's lease ends without a notification
+        # The lease of a dead explorer ends without a notification, so the wait is short.
+        await agent.woken.wait(min(remaining_s, HEARTBEAT_INTERVAL))
     agent.set_state(state, waits_for)
 
 

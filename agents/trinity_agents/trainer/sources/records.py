@@ -105,7 +105,7 @@ class RecordSource:
         return []
 
     def available(self) -> bool:
-        """Return whether a batch is left."""
+        """Return whether a further batch exists."""
         return self._batch < self._total
 
     async def next(self) -> TrainBatch:

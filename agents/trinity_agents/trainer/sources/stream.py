@@ -1,4 +1,4 @@
-"""The source of train batches: the stream of processed batches."""
+"""Source of train batches from the stream of processed batches."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class StreamSource:
         the cause of a crash."""
         self._decider = Decider(starts=starts, max_starts=self._max_starts)
         self._handed_out: list[Decision] = []
-        """Decisions of the batches that :meth:`next` returned last."""
+        """Decisions of the batches that the last call of :meth:`next` returned."""
         self._consumed_batches = 0
         """Number of the batch up to which all batches are consumed."""
         self._ahead: set[int] = set()
