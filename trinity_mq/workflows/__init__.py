@@ -1,4 +1,4 @@
-"""Workflows: how a model is used on a task, and what that was worth."""
+"""Workflows: code that runs a task with a model and rewards the result."""
 
 from trinity_mq.workflows.arguments import Arguments, arguments_of, check_arguments
 from trinity_mq.workflows.builtin.boxed import AsyncMathBoxedWorkflow, MathBoxedWorkflow

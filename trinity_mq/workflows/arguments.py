@@ -1,4 +1,4 @@
-"""The arguments of a workflow: ``workflow_args`` of the taskset under what the record itself says, checked."""
+"""Typed arguments of a workflow: ``workflow_args`` of the taskset, overridden by keys of the record, and validated."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trinity_mq.workflows.workflow import Task, TaskError
 
 
 class Arguments(BaseModel):
-    """Base of a workflow's arguments: a field for each, with its default."""
+    """Base of a workflow's arguments: one field with a default for each argument."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -21,15 +21,16 @@ A = TypeVar("A", bound=Arguments)
 
 
 def arguments_of(task: Task, kind: type[A], *, record_keys: Iterable[str] = ()) -> A:
-    """Return the arguments of ``task`` as a ``kind``.
+    """Return the arguments of ``task`` as an instance of ``kind``.
 
     Args:
-        task: Its ``workflow_args`` may hold nothing else.
-        kind: Says what there is.
-        record_keys: Arguments that ``raw_task`` may give too. It comes before ``workflow_args``, unless it says None.
+        task: The task. Its ``workflow_args`` may hold only fields of ``kind``.
+        kind: The model that declares the arguments.
+        record_keys: Arguments that ``raw_task`` may also set. A value there overrides ``workflow_args`` unless it is
+            None.
 
     Raises:
-        TaskError: An argument that does not exist, or a value it cannot have, or that a task from outside may not set.
+        TaskError: An argument does not exist, has an invalid value, or may not be set by a task from outside.
     """
     given: dict[str, Any] = dict(task.workflow_args)
     _refuse_unknown(given, kind)
@@ -42,10 +43,10 @@ def arguments_of(task: Task, kind: type[A], *, record_keys: Iterable[str] = ()) 
 
 
 def check_arguments(given: Mapping[str, Any], kind: type[BaseModel]) -> None:
-    """Check ``workflow_args`` where there is no record yet, which may give what is missing.
+    """Check ``workflow_args`` before any record is read. Arguments may be missing, because a record may set them later.
 
     Raises:
-        TaskError: An argument that does not exist, or a value it cannot have.
+        TaskError: An argument does not exist or has an invalid value.
     """
     _refuse_unknown(given, kind)
     try:

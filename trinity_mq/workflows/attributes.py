@@ -1,4 +1,4 @@
-"""Attributes that a workflow is handed by its task: sampling parameters, and values that it may replace."""
+"""Attributes that a task gives to its workflow: sampling parameters, and values that the workflow may replace."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ T = TypeVar("T")
 
 
 class RolloutArgs(dict[str, Any]):
-    """Sampling parameters by name, which are attributes too: ``rollout_args.temperature``.
+    """Sampling parameters by name, also readable as attributes: ``rollout_args.temperature``.
 
-    An attribute that is not among them has its default: ``n`` that of one run, the others those of the model. Defaults
-    are no items: ``**rollout_args`` passes on what was asked for and nothing else.
+    An attribute that is not an item of the dict has a default: 1 for ``n``, the model's own value for the other
+    parameters. Defaults are not items, so ``**rollout_args`` passes on only the parameters that were set.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class RolloutArgs(dict[str, Any]):
 
 
 class Replaceable(Generic[T]):
-    """A property that an instance replaces by assigning to it."""
+    """A computed property that an instance replaces by assigning to it."""
 
     def __init__(self, compute: Callable[[Any], T]) -> None:
         self._compute = compute

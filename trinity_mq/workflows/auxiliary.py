@@ -1,4 +1,4 @@
-"""Auxiliary models of workflows with a judge or a teacher: their choice, and their failures."""
+"""Auxiliary models of workflows with a judge or a teacher: selection and failures."""
 
 from __future__ import annotations
 
@@ -16,26 +16,28 @@ if TYPE_CHECKING:
 
 
 class AuxiliaryError(RuntimeError):
-    """An auxiliary model cannot be asked, or what it answered cannot be used; the run has failed and may be retried."""
+    """An auxiliary model cannot be reached, or its answer cannot be used. The run has failed and may be retried."""
 
     lost: InferenceModel | None = None
-    """Its engine, if that did not answer at all: the next attempt is to ask another one, if there is one."""
+    """The model's engine if it did not answer at all. The next attempt then uses another engine if one exists. None
+    otherwise.
+    """
 
 
 Which = Annotated[int, Field(ge=0)] | Annotated[str, Field(min_length=1)]
-"""An auxiliary model: its place among ``explorer.auxiliary_models``, from 0, or its name there."""
+"""An auxiliary model: its position in ``explorer.auxiliary_models``, from 0, or its name there."""
 
 
 def auxiliary_place(workflow: Workflow, which: int | str, purpose: str) -> int:
-    """Return the place of an auxiliary model among those of a workflow.
+    """Return the position of an auxiliary model among the auxiliary models of a workflow.
 
     Args:
-        workflow: Was handed them.
-        which: Its place or its name.
-        purpose: What it is here: ``judge``, ``teacher``.
+        workflow: The workflow that received the models.
+        which: Position or name of the model.
+        purpose: Role of the model in the workflow, for error messages: ``judge`` or ``teacher``.
 
     Raises:
-        TaskError: There is no such model.
+        TaskError: The workflow has no such model.
     """
     names = [model.model_name for model in workflow.auxiliary_model_wrappers]
     place = which if isinstance(which, int) else names.index(which) if which in names else len(names)
@@ -50,18 +52,19 @@ def auxiliary_place(workflow: Workflow, which: int | str, purpose: str) -> int:
 
 @contextlib.contextmanager
 def asking(model: ModelWrapper, purpose: str) -> Iterator[None]:
-    """Make the failures of an auxiliary model its own: unlike those of the rollout engine they do not move the run to
-    another engine. One that is not ready yet is waited for as usual.
+    """Convert failures of an auxiliary model into AuxiliaryError. Such a failure does not move the run to another
+    rollout engine. EngineNotReady passes through, so the caller waits for the model as usual.
 
     Raises:
-        AuxiliaryError: The model cannot be asked.
+        AuxiliaryError: The model cannot be reached.
     """
     try:
         yield
     except EngineNotReady:
         raise
-    except Exception as error:  # of the engine, of the client, or of whatever chokes on a strange server's answer
-        # without a cause: the chain of causes is searched for signs that the rollout engine is lost
+    # The error comes from the engine, the client, or the parsing of a foreign server's answer. It is raised without a
+    # cause, because the chain of causes is searched for signs that the rollout engine is lost.
+    except Exception as error:
         failed = AuxiliaryError(
             f"the {purpose} {model.model_name!r} at {model.model.url} cannot be asked: {type(error).__name__}: {error}"
         )

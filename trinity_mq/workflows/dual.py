@@ -1,4 +1,6 @@
-"""One body for the synchronous and the asynchronous form of a workflow: a coroutine that never waits in the former."""
+"""One body for the synchronous and the asynchronous form of a workflow: a coroutine that never waits in the synchronous
+form.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +17,11 @@ T = TypeVar("T")
 
 
 class DualWorkflow(Workflow):
-    """A workflow that may be used in both forms: write :meth:`body`, and set ``is_async`` in a subclass for the other.
+    """A workflow usable in both forms: write :meth:`body`, and set ``is_async`` in a subclass for the asynchronous
+    form.
 
-    The asynchronous form awaits the body. The synchronous one runs it in its thread without an event loop: there the
-    functions below make blocking calls, so that the body never waits.
+    The asynchronous form awaits the body. The synchronous form runs the body in the workflow's thread without an event
+    loop: there, the functions below make blocking calls, so the body never waits.
     """
 
     def run(self) -> list[Experience]:
@@ -28,7 +31,7 @@ class DualWorkflow(Workflow):
         return await self.body()
 
     async def body(self) -> list[Experience]:
-        """Do the task and return at least one experience, rewarded."""
+        """Run the task and return at least one experience with a reward."""
         raise NotImplementedError(f"{type(self).__name__} has no body(); write it")
 
 
@@ -44,14 +47,14 @@ def completed(coroutine: Coroutine[Any, Any, T]) -> T:
 
 
 async def call(asynchronous: bool, owner: Any, name: str, *args: Any, **keywords: Any) -> Any:
-    """Call the method ``name`` of ``owner``, or its asynchronous form, ``{name}_async``."""
+    """Call the method ``name`` of ``owner``, or its asynchronous form ``{name}_async``."""
     if asynchronous:
         return await getattr(owner, f"{name}_async")(*args, **keywords)
     return getattr(owner, name)(*args, **keywords)
 
 
 async def compute(asynchronous: bool, function: Callable[[], T], name: str) -> T:
-    """Return the result of a function that computes; on an event loop it has a thread called ``name``."""
+    """Return the result of a computing function. On an event loop, the function runs in a thread called ``name``."""
 
     def computed() -> T:
         with span(f"compute {name}"):
@@ -62,7 +65,9 @@ async def compute(asynchronous: bool, function: Callable[[], T], name: str) -> T
 
 
 async def gather(asynchronous: bool, coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Return the results of all, concurrently on an event loop; the first error cancels the others and is raised."""
+    """Return the results of all coroutines, run concurrently on an event loop. The first error cancels the others and
+    is raised.
+    """
     if not asynchronous:
         return [await coroutine for coroutine in coroutines]
     try:

@@ -1,4 +1,4 @@
-"""Exceptions by which a workflow says why its run failed, and whether trying it again can help."""
+"""Exceptions by which a workflow reports why its run failed and whether a retry can help."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import re
 from typing import ClassVar
 
 KIND = re.compile(r"[a-z][a-z0-9_]{0,31}")
-"""A kind of failure: short, since each is a metric of its own."""
+"""Pattern of a failure kind. A kind is short, because each kind has its own metric."""
 
 
 class RunFailedError(Exception):
-    """A run of a workflow failed, or returned nothing usable; the message says why.
+    """A run of a workflow failed or returned nothing usable. The message gives the reason.
 
     Args:
-        message: What was wrong, for a person.
-        kind: Its kind, under which it is counted (``rollout/failures/<kind>``): letters a-z, digits and ``_``, at most
-            32 characters. None: that of the class.
-        retryable: Whether a further attempt may go well. False: the run has failed for good, and is not tried again.
+        message: The reason, for a person.
+        kind: Kind of the failure, counted as ``rollout/failures/<kind>``: letters a-z, digits and ``_``, at most 32
+            characters. None: the ``default_kind`` of the class.
+        retryable: Whether a further attempt may succeed. False: the run has failed permanently and is not retried.
 
     Raises:
-        ValueError: ``kind`` is no such name.
+        ValueError: ``kind`` does not have this form.
     """
 
     default_kind: ClassVar[str] = "workflow"
@@ -29,7 +29,7 @@ class RunFailedError(Exception):
         self.kind = self.default_kind if kind is None else kind
         """Kind of the failure."""
         self.retryable = retryable
-        """Whether a further attempt may go well."""
+        """Whether a further attempt may succeed."""
         if not (isinstance(self.kind, str) and KIND.fullmatch(self.kind)):
             raise ValueError(
                 f"{type(self).__name__}(kind={kind!r}): a kind has letters a-z, digits and _, begins with a letter and "
@@ -38,11 +38,11 @@ class RunFailedError(Exception):
 
 
 class SandboxFailed(RunFailedError):
-    """Something that a run needs beside the model failed: its sandbox, a tool, a provider, or its process.
+    """A dependency of the run other than the model failed: its sandbox, a tool, a provider, or its process.
 
-    It is no fault of the task, so that the run may be tried again. When slices of a lane keep failing in this way, and
-    no other way, runners pause the lane (``runner.circuit_breaker``). Only the kinds ``sandbox``, ``tool``,
-    ``provider`` and ``environment`` count for that; a failure that is not ``retryable`` does not.
+    The task is not at fault, so the run may be retried. When slices of a lane keep failing in this way and in no other
+    way, runners pause the lane (``runner.circuit_breaker``). Only the kinds ``sandbox``, ``tool``, ``provider`` and
+    ``environment`` count for the pause. A failure that is not ``retryable`` does not count.
     """
 
     default_kind: ClassVar[str] = "sandbox"

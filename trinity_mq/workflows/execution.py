@@ -22,18 +22,19 @@ async def execute(
 ) -> list[Experience]:
     """Return the experiences of one execution of the workflow that ``make`` returns, of class ``kind``.
 
-    An asynchronous workflow is made and run on the event loop, any other in a thread of its own. When this is
-    cancelled, a thread is interrupted as soon as it executes Python code, and not waited for.
+    An asynchronous workflow is created and run on the event loop, any other workflow in its own thread. On
+    cancellation, a thread is interrupted as soon as it executes Python code, and is not awaited.
 
     Args:
-        make: Returns the instance.
-        kind: Its class.
-        close: Awaited at the end, on the event loop that an asynchronous workflow had.
-        own_loop: Run an asynchronous workflow in a thread too, on an event loop of its own.
+        make: Returns the workflow instance.
+        kind: Class of the instance.
+        close: Awaited at the end, on the event loop of an asynchronous workflow.
+        own_loop: Run an asynchronous workflow in a thread too, on its own event loop.
 
     Raises:
-        RunFailedError: It returned no list of experiences or an empty one, or tried to end the process or its own task.
-        Exception: Whatever the workflow raises.
+        RunFailedError: The workflow did not return a list of experiences, returned an empty list, or tried to end the
+            process or its own task.
+        Exception: Any error that the workflow raises.
     """
     try:
         if kind.is_async and own_loop:
@@ -65,7 +66,7 @@ async def execute(
 
 
 class _OwnLoop:
-    """An asynchronous workflow on an event loop of its own, in a thread."""
+    """An asynchronous workflow that runs in a thread on its own event loop."""
 
     def __init__(self, make: Callable[[], Workflow], close: Callable[[], Awaitable[None]] | None) -> None:
         self._make, self._close = make, close
@@ -74,7 +75,7 @@ class _OwnLoop:
         self._stopped = False
 
     def run(self) -> list[Experience]:
-        """Run it; blocks."""
+        """Run the workflow. Blocks until it ends."""
         return asyncio.run(self._main())
 
     async def _main(self) -> list[Experience]:
@@ -88,8 +89,8 @@ class _OwnLoop:
                 await self._close()
 
     def stop(self, thread: int) -> None:
-        """Cancel it, from another thread."""
+        """Cancel the workflow from another thread."""
         self._stopped = True
         if self._loop is not None and self._task is not None:
-            with contextlib.suppress(RuntimeError):  # it has ended
+            with contextlib.suppress(RuntimeError):  # the loop has ended
                 self._loop.call_soon_threadsafe(self._task.cancel)

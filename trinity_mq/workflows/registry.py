@@ -1,4 +1,4 @@
-"""Names of workflows: the built-in table, and the search by name."""
+"""Names of workflows: the built-in table, and the lookup by name."""
 
 from __future__ import annotations
 
@@ -37,18 +37,20 @@ WORKFLOWS = Registry(
     | {f"async_{name}": path.replace(":", ":Async") for name, path in _SYNCHRONOUS.items()},
     "WORKFLOWS",
 )
-"""Built-in workflows, those that ask the model themselves in two forms. Installed packages add theirs under the
-entry-point group ``trinity_mq.workflows``; your own are named by dotted path, from anywhere on ``PYTHONPATH`` or from a
-folder in ``plugin_dirs`` of the configuration, or by the name that ``@WORKFLOWS.register_module`` gives them there."""
+"""Built-in workflows. The workflows that ask the model themselves exist in a synchronous and an asynchronous form.
+Installed packages add workflows under the entry-point group ``trinity_mq.workflows``. Name your own workflow by dotted
+path, from anywhere on ``PYTHONPATH`` or from a folder in ``plugin_dirs`` of the configuration, or by the name that
+``@WORKFLOWS.register_module`` gives it there.
+"""
 
 ENTRY_GROUP = "trinity_mq.workflows"
 
 
 def find_workflow(name: str) -> Any:
-    """Return the object that ``name`` means: a registered name, an entry point or a dotted path.
+    """Return the object that ``name`` refers to: a registered name, an entry point or a dotted path.
 
     Raises:
-        UnknownNameError: There is none, or it cannot be imported; the message lists near misses.
+        UnknownNameError: The name does not exist or cannot be imported. The message lists near misses.
     """
     try:
         return lookup("workflow", name, WORKFLOWS, ENTRY_GROUP)
@@ -63,13 +65,13 @@ def find_workflow(name: str) -> Any:
 
 
 def _near_plugins(name: str) -> list[str]:
-    """Return the classes in the plug-in folders whose name is like the last part of ``name``."""
+    """Return the classes in the plug-in folders whose names resemble the last part of ``name``."""
     known = {full: _core(full) for full in plugin_names()}
     alike = difflib.get_close_matches(_core(name), set(known.values()), n=3)
     return [repr(full) for full, core in known.items() if core in alike]
 
 
 def _core(name: str) -> str:
-    """Return the part of a dotted path by which workflows differ: most are called SomethingWorkflow."""
+    """Return the distinguishing part of a dotted path: most workflow classes are called SomethingWorkflow."""
     last = name.rpartition(".")[2]
     return last.lower().removesuffix("workflow").strip("_") or last

@@ -1,6 +1,7 @@
-"""Workflows of several steps, rewarded at each step or at the end, whose model calls are recorded.
+"""Workflows of several steps whose model calls are recorded, with a reward at each step or at the end.
 
-Each has an async twin, which uses the asynchronous client and has ``step_async`` and ``reward_async`` instead.
+Each class has an asynchronous twin, which uses the asynchronous client and has ``step_async`` and ``reward_async``
+instead.
 """
 
 from __future__ import annotations
@@ -23,21 +24,24 @@ TOO_LONG = "context_length_exceeded"
 
 
 class RecordedWorkflow(DualWorkflow, ABC):
-    """A workflow of steps whose experiences are the model calls that were recorded during it.
+    """A workflow of steps. Its experiences are the model calls recorded during the steps.
 
-    A step whose prompt is too long for the model ends the run, which keeps what there is: nothing would be different
-    in another try. The recorded experience of such a prompt is masked. A run whose first prompt is too long has failed.
-    A step in which an answer was cut at a limit is rewarded and is the last one, unless :attr:`stop_on_truncation` is
-    False.
+    A step whose prompt is too long for the model ends the run, and the run keeps its earlier experiences: a retry would
+    fail in the same way. The recorded experience of such a prompt is masked. A run whose first prompt is too long has
+    failed. A step with an answer that was cut at a limit is rewarded and is the last step, unless
+    :attr:`stop_on_truncation` is False.
     """
 
     needs_history = True
     stop_on_truncation: ClassVar[bool] = True
     """A step with an answer that is ``response_truncated`` ends the run. Set it to False where short answers are meant
-    to be cut, such as those of calls with ``max_tokens=1``."""
+    to be cut, for example calls with ``max_tokens=1``.
+    """
 
     client: Any
-    """The rollout model's OpenAI client, whose calls are recorded: existing agents need no change. None if unwanted."""
+    """The rollout model's OpenAI client. Its calls are recorded, so existing agents need no change. None if
+    ``use_openai_client`` is False.
+    """
 
     def __init__(
         self,
@@ -49,7 +53,7 @@ class RecordedWorkflow(DualWorkflow, ABC):
     ) -> None:
         super().__init__(task=task, model=model, auxiliary_models=auxiliary_models)
         if not model.enable_history:
-            raise TaskError(  # which no retry cures
+            raise TaskError(  # a retry cannot help
                 f"{type(self).__name__} collects experiences from the recorded history, which is off; set "
                 "explorer.rollout_model.enable_history: true in the configuration"
             )
@@ -60,18 +64,19 @@ class RecordedWorkflow(DualWorkflow, ABC):
     @property
     @abstractmethod
     def max_step_num(self) -> int:
-        """Most steps of a run."""
+        """Maximum number of steps of a run."""
 
     async def take_step(self, step_num: int) -> bool:
-        """Run one step; return whether to go on."""
+        """Run one step; return whether the run continues."""
         goes_on: bool = await call(self.is_async, self, "step", step_num=step_num)
         return goes_on
 
     async def recorded_step(self, step_num: int) -> tuple[list[Experience], bool, bool]:
-        """Run one step; return what it recorded, whether another may follow, and whether its prompt was too long.
+        """Run one step; return its recorded experiences, whether another step may follow, and whether its prompt was
+        too long.
 
         Raises:
-            PromptTooLong: It is the first step, and the model answered nothing.
+            PromptTooLong: The step is the first one, and the model returned no answer.
         """
         goes_on = too_long = False
         try:
@@ -90,7 +95,9 @@ class RecordedWorkflow(DualWorkflow, ABC):
 
 
 def prompt_too_long(error: BaseException) -> bool:
-    """Say whether a model was asked for more than it takes: the error or a cause of it has the API's code for that."""
+    """Return whether the prompt exceeded the model's context: the error or one of its causes has the API's code for
+    that.
+    """
     cause: BaseException | None = error
     while cause is not None:
         if getattr(cause, "code", None) == TOO_LONG:
@@ -103,7 +110,7 @@ class _StepRewards(RecordedWorkflow):
     """Base of the two forms of workflows with a reward for each step."""
 
     async def body(self) -> list[Experience]:
-        """Step until a step says enough or ``max_step_num`` is reached; return the experiences of all steps."""
+        """Run steps until a step ends the run or ``max_step_num`` is reached; return the experiences of all steps."""
         experiences: list[Experience] = []
         for step in range(self.max_step_num):
             recorded, goes_on, too_long = await self.recorded_step(step)
@@ -117,10 +124,10 @@ class _StepRewards(RecordedWorkflow):
 
 
 class RewardedAtTheEnd(RecordedWorkflow):
-    """Base of workflows with one reward at the end, which the experiences of all steps get."""
+    """Base of workflows with one reward at the end, which is given to the experiences of all steps."""
 
     async def body(self) -> list[Experience]:
-        """Step until a step says enough or ``max_step_num`` is reached; return the experiences of all steps."""
+        """Run steps until a step ends the run or ``max_step_num`` is reached; return the experiences of all steps."""
         experiences: list[Experience] = []
         steps = 0
         for step in range(self.max_step_num):
@@ -136,21 +143,21 @@ class RewardedAtTheEnd(RecordedWorkflow):
         return experiences
 
     async def final_reward(self, exps: list[Experience]) -> float:
-        """Return what the whole run is worth; ``exps`` is empty if no step asked the model."""
+        """Return the reward of the whole run; ``exps`` is empty if no step asked the model."""
         reward: float = await call(self.is_async, self, "reward", exps)
         return reward
 
 
 class StepWiseRewardWorkflow(_StepRewards):
-    """Several steps, each with a reward of its own."""
+    """A workflow of several steps, each with its own reward."""
 
     @abstractmethod
     def step(self, step_num: int) -> bool:
-        """Run one step of the agent; return whether to go on. ``self.client`` serves agents that exist already."""
+        """Run one step of the agent; return whether the run continues. ``self.client`` serves existing agents."""
 
     @abstractmethod
     def reward(self, exps: list[Experience], step_num: int) -> float:
-        """Return what the step ``step_num``, which made ``exps``, is worth."""
+        """Return the reward of step ``step_num``, which produced ``exps``."""
 
 
 class AsyncStepWiseRewardWorkflow(_StepRewards):
@@ -160,23 +167,23 @@ class AsyncStepWiseRewardWorkflow(_StepRewards):
 
     @abstractmethod
     async def step_async(self, step_num: int) -> bool:
-        """Run one step of the agent; return whether to go on. ``self.client`` is an ``AsyncOpenAI``."""
+        """Run one step of the agent; return whether the run continues. ``self.client`` is an ``AsyncOpenAI``."""
 
     @abstractmethod
     async def reward_async(self, exps: list[Experience], step_num: int) -> float:
-        """Return what the step ``step_num``, which made ``exps``, is worth."""
+        """Return the reward of step ``step_num``, which produced ``exps``."""
 
 
 class RewardPropagationWorkflow(RewardedAtTheEnd):
-    """Several steps with one reward at the end, which all of them get."""
+    """A workflow of several steps with one reward at the end, given to all steps."""
 
     @abstractmethod
     def step(self, step_num: int) -> bool:
-        """Run one step of the agent; return whether to go on. ``self.client`` serves agents that exist already."""
+        """Run one step of the agent; return whether the run continues. ``self.client`` serves existing agents."""
 
     @abstractmethod
     def reward(self, exps: list[Experience]) -> float:
-        """Return what the whole run, which made ``exps``, is worth."""
+        """Return the reward of the whole run, which produced ``exps``."""
 
 
 class AsyncRewardPropagationWorkflow(RewardedAtTheEnd):
@@ -186,8 +193,8 @@ class AsyncRewardPropagationWorkflow(RewardedAtTheEnd):
 
     @abstractmethod
     async def step_async(self, step_num: int) -> bool:
-        """Run one step of the agent; return whether to go on. ``self.client`` is an ``AsyncOpenAI``."""
+        """Run one step of the agent; return whether the run continues. ``self.client`` is an ``AsyncOpenAI``."""
 
     @abstractmethod
     async def reward_async(self, exps: list[Experience]) -> float:
-        """Return what the whole run, which made ``exps``, is worth."""
+        """Return the reward of the whole run, which produced ``exps``."""

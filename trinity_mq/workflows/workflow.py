@@ -1,4 +1,4 @@
-"""A task and the workflow that runs it: how a model is used on a record, and what that was worth."""
+"""A task and the workflow that runs it: code that uses a model on a record and rewards the result."""
 
 from __future__ import annotations
 
@@ -29,41 +29,43 @@ if TYPE_CHECKING:
     from trinity_mq.models import ModelWrapper
 
 PLAIN = frozenset({str, int, float, bool, bytes, type(None)})
-"""Types whose values cannot be changed: a copy of a record may share them."""
+"""Immutable types: a copy of a record may share their values."""
 
 
 _OLDER_NAMES = {"resettable": "can_reset", "repeatable": "can_repeat", "asynchronous": "is_async"}
-"""Properties that a workflow may override in place of the flag."""
+"""Older property names that a workflow may override instead of setting the flag."""
 
 
 class TaskError(ValueError):
-    """A task cannot be used as it is; the message says what is missing or wrong."""
+    """A task cannot be used. The message gives the reason."""
 
 
 @dataclass
 class Task:
-    """One record of a taskset, and what is to be done with it; :class:`~trinity_mq.messages.TaskBody` on the wire."""
+    """One record of a taskset and the settings to run it; :class:`~trinity_mq.messages.TaskBody` on the wire."""
 
     workflow: type[Workflow] | None = None
     repeat_times: int = 1
-    """Runs, the group size of group-relative algorithms."""
+    """Number of runs: the group size of group-relative algorithms."""
     format_args: FormatConfig = field(default_factory=FormatConfig)
     """Keys of ``raw_task`` by their meaning."""
     rollout_args: RolloutArgs = field(default_factory=RolloutArgs)
-    """Sampling parameters over those of the rollout model; any mapping is taken."""
+    """Sampling parameters that override the rollout model's parameters. Any mapping is accepted."""
     workflow_args: dict[str, Any] = field(default_factory=dict)
     reward_fn_args: dict[str, Any] = field(default_factory=dict)
     is_eval: bool = False
     reward_fn: Any = None
-    """A function or class as in :class:`trinity_mq.rewards.RewardFn`; None for the workflow's own."""
+    """A function or class as in :class:`trinity_mq.rewards.RewardFn`. None: the workflow's default reward."""
     raw_task: dict[str, Any] = field(default_factory=dict)
-    """The record as the dataset gave it."""
+    """The record of the dataset, unchanged."""
     batch_id: BatchId = ""
     task_id: int | str = ""
     index: dict[str, Any] = field(default_factory=dict)
-    """``{"taskset": name, "index": position}`` of the record, where it has one."""
+    """``{"taskset": name, "index": position}`` of the record, if it comes from a taskset."""
     record_args: list[str] | None = None
-    """Arguments that ``raw_task`` may give, of a task from outside. None: all that the workflow takes from records."""
+    """Arguments that ``raw_task`` may set if the task comes from outside. None: all arguments that the workflow reads
+    from records.
+    """
 
     def __post_init__(self) -> None:
         if not isinstance(self.rollout_args, RolloutArgs):
@@ -76,7 +78,7 @@ class Task:
 
     @property
     def truth(self) -> Any:
-        """The right answer: ``raw_task[format_args.response_key]``, of whatever type the record has it."""
+        """The ground truth: ``raw_task[format_args.response_key]``, in the type of the record."""
         return self.raw_task.get(self.format_args.response_key)
 
     def to_workflow(self, model: ModelWrapper, auxiliary_models: Sequence[ModelWrapper] | None = None) -> Workflow:
@@ -91,7 +93,7 @@ class Task:
         return self.workflow(task=self, model=model, auxiliary_models=auxiliary_models)
 
     def sample_from(self, model: ModelWrapper) -> None:
-        """Let attributes of ``rollout_args`` that the task does not set be those of ``model``, where it has any."""
+        """Make sampling parameters that the task does not set default to the parameters of ``model``, if it has any."""
         self.rollout_args = RolloutArgs(self.rollout_args, getattr(model, "sampling", None))
 
     def to_dict(self) -> dict[str, Any]:
@@ -99,7 +101,7 @@ class Task:
         return self.raw_task
 
     def own_copy(self) -> Task:
-        """Return a copy that a workflow may change without another run seeing it."""
+        """Return a copy that a workflow may change without affecting another run."""
         return dataclasses.replace(
             self,
             raw_task=_copied(self.raw_task),
@@ -110,10 +112,10 @@ class Task:
         )
 
     def to_body(self) -> TaskBody:
-        """Return the wire form; ``batch_id`` and ``task_id`` travel beside it.
+        """Return the wire form. ``batch_id`` and ``task_id`` are sent separately.
 
         Raises:
-            UnknownNameError: Workflow or reward function cannot be imported by another process.
+            UnknownNameError: Another process cannot import the workflow or the reward function.
         """
         return TaskBody(
             workflow="" if self.workflow is None else name_of("workflow", self.workflow, WORKFLOWS),
@@ -134,8 +136,8 @@ class Task:
         """Return the task in ``body``.
 
         Raises:
-            TaskError: It names no workflow, or ``format_args`` has keys that do not exist.
-            UnknownNameError: Its workflow or reward function is not known here.
+            TaskError: The body names no workflow, or ``format_args`` has unknown keys.
+            UnknownNameError: The workflow or the reward function is not known in this process.
         """
         if not body.workflow:
             raise TaskError("the task names no workflow; submit it to a run whose taskset has one, or name it")
@@ -165,25 +167,26 @@ class Task:
 
 
 class Workflow:
-    """Runs a task with a model and returns the experiences, rewarded.
+    """Runs a task with a model and returns experiences with rewards.
 
-    Write either :meth:`run` or, with ``is_async = True``, :meth:`run_async`. Each run of a task has an instance and a
-    view of the model to itself, unless ``can_repeat``: then one instance does all runs of a slice in one go.
+    Write either :meth:`run` or, with ``is_async = True``, :meth:`run_async`. Each run of a task has its own instance
+    and its own view of the model, unless ``can_repeat`` is set: then one instance executes all runs of a slice in one
+    call.
 
     ``raw_task``, ``task_desc``, ``truth``, ``format_args``, ``rollout_args``, ``workflow_args``, ``reward_fn_args`` and
-    ``is_eval`` are those of :attr:`task`, whichever that is at the time; a workflow may assign others.
+    ``is_eval`` are read from the current :attr:`task`. A workflow may assign other values.
     """
 
     can_reset: ClassVar[bool] = False
-    """:meth:`reset` readies an instance for another task."""
+    """:meth:`reset` prepares an instance for another task."""
     can_repeat: ClassVar[bool] = False
-    """One call makes all runs: see :meth:`set_repeat_times`."""
+    """One call executes all runs: see :meth:`set_repeat_times`."""
     is_async: ClassVar[bool] = False
-    """:meth:`run_async` is the one that is written."""
+    """The workflow implements :meth:`run_async`, not :meth:`run`."""
     needs_history: ClassVar[bool] = False
     """The rollout model must record its calls (``explorer.rollout_model.enable_history``)."""
     arguments_kind: ClassVar[type[BaseModel] | None] = None
-    """Model of ``workflow_args``, against which they are checked before a run starts. None: they may hold anything."""
+    """Model of ``workflow_args``; they are checked against it before a run starts. None: any arguments are accepted."""
 
     def __init__(
         self, *, task: Task, model: ModelWrapper, auxiliary_models: Sequence[ModelWrapper] | None = None
@@ -215,62 +218,64 @@ class Workflow:
 
     @Replaceable
     def rollout_args(self) -> RolloutArgs:
-        """The sampling parameters of the task, with ``n`` completions, one for each run that is asked for."""
+        """The sampling parameters of the task, with ``n`` set to the number of requested runs."""
         args = self.task.rollout_args
         return RolloutArgs({**args, "n": self.repeat_times}, args.defaults)
 
     @Replaceable
     def logger(self) -> BoundLogger:
-        """A logger named for the module of the workflow."""
+        """A logger named after the workflow's module."""
         return get_logger(type(self).__module__)
 
     @functools.cached_property
     def auxiliary_models(self) -> list[Any]:
-        """OpenAI clients of the auxiliary models, asynchronous ones if the workflow is."""
+        """OpenAI clients of the auxiliary models; asynchronous clients if the workflow is asynchronous."""
         if self.is_async:
             return [model.get_openai_async_client() for model in self.auxiliary_model_wrappers]
         return [model.get_openai_client() for model in self.auxiliary_model_wrappers]
 
     @property
     def resettable(self) -> bool:
-        """``can_reset``, by its older name; a class may override it instead."""
+        """Older name of ``can_reset``. A class may override it instead of the flag."""
         return self.can_reset
 
     @property
     def repeatable(self) -> bool:
-        """``can_repeat``, by its older name; a class may override it instead."""
+        """Older name of ``can_repeat``. A class may override it instead of the flag."""
         return self.can_repeat
 
     @property
     def asynchronous(self) -> bool:
-        """``is_async``, by its older name; a class may override it instead."""
+        """Older name of ``is_async``. A class may override it instead of the flag."""
         return self.is_async
 
     def reset(self, task: Task) -> None:
-        """Get ready for ``task``; written where ``can_reset``."""
+        """Prepare the instance for ``task``. Required if ``can_reset`` is set."""
         raise NotImplementedError(f"{type(self).__name__} has no reset(); write it, or leave can_reset False")
 
     def set_repeat_times(self, repeat_times: int, run_id_base: int) -> None:
-        """Say what the next run is to do, where ``can_repeat``: ``repeat_times`` runs.
+        """Set the number of runs of the next call. Called if ``can_repeat`` is set.
 
-        The experiences of the i-th of them carry ``eid.run = run_id_base + i``.
+        The experiences of the i-th run carry ``eid.run = run_id_base + i``.
         """
         self.repeat_times = self.task.rollout_args.defaults["n"] = repeat_times
         self.run_id_base = run_id_base
 
     def run(self) -> list[Experience]:
-        """Do the task and return at least one experience, rewarded. Runs in a thread: it may block."""
+        """Run the task and return at least one experience with a reward. It runs in a thread, so it may block."""
         raise NotImplementedError(
             f"{type(self).__name__} has no run(); write it, or write run_async() and set is_async = True"
         )
 
     async def run_async(self) -> list[Experience]:
-        """Do the task and return at least one experience, rewarded. Runs on the event loop: it must not block."""
+        """Run the task and return at least one experience with a reward. It runs on the event loop, so it must not
+        block.
+        """
         raise NotImplementedError(f"{type(self).__name__} has is_async = True but no run_async(); write it")
 
 
 class MultiTurnWorkflow(Workflow):
-    """A workflow that holds a conversation and makes one experience of it, trained on what the assistant wrote."""
+    """A workflow that holds a conversation and returns it as one experience, trained on the assistant's tokens."""
 
     def process_messages_to_experience(
         self,
@@ -279,13 +284,13 @@ class MultiTurnWorkflow(Workflow):
         info: Mapping[str, Any] | None = None,
         truncate_status: str | None = None,
     ) -> Experience:
-        """Return the conversation as a rewarded experience.
+        """Return the conversation as an experience with a reward.
 
         Args:
-            messages: All of it, as in the OpenAI API.
-            reward: What it was worth; a conversation that was cut is worth 0.
+            messages: The whole conversation, as in the OpenAI API.
+            reward: Reward of the conversation; a truncated conversation gets 0 instead.
             info: Kept in the experience; its numbers become metrics.
-            truncate_status: ``response_truncated`` if the conversation was ended by a limit.
+            truncate_status: ``response_truncated`` if a limit ended the conversation.
         """
         experience = self.model.convert_messages_to_experience(messages)
         return _judged(experience, reward, info or {}, truncate_status)
@@ -297,7 +302,7 @@ class MultiTurnWorkflow(Workflow):
         info: Mapping[str, Any] | None = None,
         truncate_status: str | None = None,
     ) -> Experience:
-        """Return the conversation as a rewarded experience; see :meth:`process_messages_to_experience`."""
+        """Return the conversation as an experience with a reward; see :meth:`process_messages_to_experience`."""
         experience = await self.model.convert_messages_to_experience_async(messages)
         return _judged(experience, reward, info or {}, truncate_status)
 
@@ -317,10 +322,10 @@ def _judged(experience: Experience, reward: float, info: Mapping[str, Any], trun
 
 
 def load_workflow(name: str) -> type[Workflow]:
-    """Return the workflow class that ``name`` means: a registered name, an entry point or a dotted path.
+    """Return the workflow class that ``name`` refers to: a registered name, an entry point or a dotted path.
 
     Raises:
-        UnknownNameError: There is none, or it cannot be imported; the message lists near misses.
+        UnknownNameError: The name does not exist or cannot be imported. The message lists near misses.
     """
     found = find_workflow(name)
     if not (inspect.isclass(found) and issubclass(found, Workflow)):
@@ -329,7 +334,7 @@ def load_workflow(name: str) -> type[Workflow]:
 
 
 def _flag(kind: type[Workflow], name: str, value: Any) -> bool:
-    """Return what the property ``name`` says of a class, which is asked before an instance is made."""
+    """Return the value of the property ``name`` for a class. It is read before an instance exists."""
     if isinstance(value, property):
         try:
             value = value.__get__(object.__new__(kind))
@@ -342,7 +347,7 @@ def _flag(kind: type[Workflow], name: str, value: Any) -> bool:
 
 
 def _copied(record: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy as ``copy.deepcopy`` makes it; where all values are plain, at a tenth of its cost."""
+    """Return the same copy as ``copy.deepcopy``. If all values are immutable, this costs a tenth."""
     if all(type(value) in PLAIN for value in record.values()):
         return record.copy()
     return copy.deepcopy(record)

@@ -1,1 +1,1 @@
-"""Workflows in the box."""
+"""Built-in workflows."""

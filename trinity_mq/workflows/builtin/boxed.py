@@ -1,4 +1,4 @@
-r"""Math problems with the answer in ``\boxed{}`` and, if wanted, the reasoning in ``<think>``."""
+r"""Math problems with the answer in ``\boxed{}`` and optionally the reasoning in ``<think>``."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ class BoxedArguments(SimpleArguments):
     """``workflow_args`` of the boxed math workflows."""
 
     use_base: bool = False
-    """The model is not trained to chat: instruction and problem are one text that it continues."""
+    """The model is not trained to chat: instruction and problem form one text that the model continues."""
     with_think: bool = False
-    """The right form has ``<think>...</think>`` before the answer."""
+    """The expected format has ``<think>...</think>`` before the answer."""
     format_score_coef: float = Field(default=0.1, ge=0)
-    """Penalty of a response without the right form."""
+    """Penalty for a response without the expected format."""
 
 
 class MathBoxedWorkflow(SimpleWorkflow):
-    """Boxed math, all runs of a task in one request. A response that was cut at a limit is judged, but not trained on:
-    what it would have come to is not known.
+    """Boxed math: one request for all runs of a task. A response that was cut at a limit gets a reward, but is not
+    trained on, because its final answer is unknown.
     """
 
     default_reward_fn = "math_boxed"
@@ -51,7 +51,7 @@ class MathBoxedWorkflow(SimpleWorkflow):
 
     @Replaceable
     def system_prompt(self) -> str:
-        """The taskset's, else one that says what form is wanted."""
+        """The system prompt of the taskset, else a prompt that asks for the expected format."""
         return self.task.format_args.system_prompt or (THINKING if self.arguments.with_think else PLAIN)
 
     def prompt(self) -> str:
@@ -59,14 +59,14 @@ class MathBoxedWorkflow(SimpleWorkflow):
         return f"{self.system_prompt}\n\nProblem: {self.question()}\nSolution:"
 
     def rewarded(self, responses: list[Experience]) -> list[Experience]:
-        """Return ``responses`` judged, those that were cut masked."""
+        """Return ``responses`` with rewards; responses that were cut are masked."""
         for response in super().rewarded(responses):
             if response.truncate_status == RESPONSE_TRUNCATED:
                 response.action_mask = torch.zeros(response.response_length, dtype=torch.bool)
         return responses
 
     async def responses(self) -> list[Experience]:
-        """Return one response for each run, to a conversation or with ``use_base`` to one text."""
+        """Return one response for each run, to a conversation or, with ``use_base``, to a single text."""
         if not self.arguments.use_base:
             return await super().responses()
         found: list[Experience] = await call(self.is_async, self.model, "generate", [self.prompt()], **self.sampling())

@@ -1,7 +1,7 @@
-"""On-policy distillation: the student samples, a teacher says how likely it finds each of the sampled tokens.
+"""On-policy distillation: the student samples, and a teacher scores the log-probability of each sampled token.
 
-Nothing is tokenised again: the teacher is given the very token ids that the student sampled, so that both logprobs of
-a token belong to that token. Both models must therefore have one vocabulary, which is checked.
+No text is tokenised again: the teacher receives the token ids that the student sampled, so both logprobs of a token
+refer to the same token. Both models must therefore have the same vocabulary, which is checked.
 """
 
 from __future__ import annotations
@@ -27,37 +27,38 @@ if TYPE_CHECKING:
 
 TEACHER = "teacher"
 MAX_PROBE = 500
-"""Characters of a prompt by which two tokenizers are compared."""
+"""Maximum characters of a prompt used to compare two tokenizers."""
 _alike: set[tuple[str, ...]] = set()
-"""Pairs of models found to cut text into the same tokens."""
+"""Pairs of models whose tokenizers were compared and agree."""
 
 
 class DistillationArguments(Arguments):
     """Arguments of distillation in ``workflow_args``."""
 
     teacher: Which = 0
-    """The auxiliary model that is the teacher: its name, or its place from 0."""
+    """The auxiliary model that is the teacher: its name, or its position from 0."""
     kl_reward: float = Field(default=0.0, ge=0)
-    """Takes so many times log p - log q, summed over the sampled tokens, from the reward: algorithms that look at
-    rewards alone then minimise KL(student || teacher) of whole responses."""
+    """Factor of the penalty that is subtracted from the reward: log p - log q, summed over the sampled tokens.
+    Algorithms that use only rewards then minimise KL(student || teacher) of whole responses.
+    """
     check_vocabulary: bool = True
-    """Ask both models once how they cut a text, and refuse a teacher that does it otherwise."""
+    """Compare once how both models tokenise a text, and reject a teacher that differs."""
 
 
 def add_teacher_logprobs(experiences: Sequence[Experience], teacher: ModelWrapper) -> None:
     """Set ``teacher_logprobs`` ``[response]`` of each experience, and its metric ``kl_divergence``.
 
-    The teacher's logits are divided by the experience's temperature, as the student's were. An experience whose prompt
-    was cut gets zeros: nothing of it is trained on.
+    The teacher's logits are divided by the experience's temperature, like the student's logits. An experience whose
+    prompt was cut gets zeros: none of its tokens are trained on.
 
     Raises:
-        AuxiliaryError: The teacher cannot be asked, or its answer does not fit the tokens.
+        AuxiliaryError: The teacher cannot be reached, or its answer does not fit the tokens.
     """
     completed(_add(experiences, teacher, asynchronous=False))
 
 
 async def add_teacher_logprobs_async(experiences: Sequence[Experience], teacher: ModelWrapper) -> None:
-    """Set ``teacher_logprobs`` of each experience, all asked for at once; see :func:`add_teacher_logprobs`."""
+    """Set ``teacher_logprobs`` of each experience with concurrent requests; see :func:`add_teacher_logprobs`."""
     await _add(experiences, teacher, asynchronous=True)
 
 
@@ -74,11 +75,11 @@ async def _add(experiences: Sequence[Experience], teacher: ModelWrapper, asynchr
 
 
 def _set(experience: Experience, scored: Tensor | None) -> None:
-    """Keep the teacher's logprobs of the response.
+    """Store the teacher's logprobs of the response.
 
     Args:
-        experience: Of student logprobs ``[response]``.
-        scored: Of every token after the first; None for an experience that is not trained on.
+        experience: An experience with student logprobs ``[response]``.
+        scored: Logprobs of every token after the first. None for an experience that is not trained on.
     """
     length = int(experience.action_mask.shape[0]) if experience.action_mask is not None else experience.response_length
     if scored is None:
@@ -98,7 +99,8 @@ def _set(experience: Experience, scored: Tensor | None) -> None:
 
 def kl_estimate(experience: Experience) -> float:
     """Return an estimate of KL(student || teacher) per trained token, in nats: the mean of log p - log q over the
-    sampled tokens, the k1 estimator of http://joschu.net/blog/kl-approx.html. 0 where nothing is known or trained.
+    sampled tokens, the k1 estimator of http://joschu.net/blog/kl-approx.html. Return 0 if logprobs are missing or no
+    token is trained.
     """
     student, teacher, mask = experience.logprobs, experience.teacher_logprobs, experience.action_mask
     if student is None or teacher is None or mask is None or not bool(mask.any()):
@@ -107,13 +109,13 @@ def kl_estimate(experience: Experience) -> float:
 
 
 ONE_TOKEN = {"n": 1, "max_tokens": 1, "temperature": 0, "seed": 0}
-"""Asks for as little as can be, and takes no seed from the run's own row."""
+"""A minimal request. Its explicit seed keeps it from using a seed of the run's own sequence."""
 
 
 class OnPolicyDistillWorkflow(SimpleWorkflow):
-    """One request for all runs of a single-turn task; each response scored by the teacher, token by token.
+    """One request for all runs of a single-turn task; the teacher scores each response token by token.
 
-    The rule's reward, where the task has one, is kept beside it.
+    If the task has a rule reward, the response keeps it next to the teacher's logprobs.
     """
 
     arguments_kind = DistillationArguments
@@ -139,8 +141,8 @@ class OnPolicyDistillWorkflow(SimpleWorkflow):
         return responses
 
     def _value(self, responses: list[Experience]) -> None:
-        """Give ``responses`` the rule's reward where the task has a rule or an answer, else reward 0: it is the teacher
-        they learn from.
+        """Give ``responses`` the rule reward if the task has a reward function or an answer, else reward 0: they are
+        then trained on the teacher alone.
         """
         if self.task.reward_fn is not None or self.task.truth is not None:
             self.rewarded(responses)
@@ -149,10 +151,10 @@ class OnPolicyDistillWorkflow(SimpleWorkflow):
             response.reward = 0.0
 
     async def _check_vocabulary(self) -> None:
-        """Check, once for two models, that they cut the beginning of the prompt into the same tokens.
+        """Check, once for each pair of models, that both tokenise the beginning of the prompt in the same way.
 
         Raises:
-            TaskError: They do not.
+            TaskError: The token ids differ.
         """
         models = (self.model, self.teacher)
         pair = tuple(part for model in models for part in (model.model_name, model.model_path, model.model.url))
@@ -178,7 +180,7 @@ class OnPolicyDistillWorkflow(SimpleWorkflow):
 
 
 class AsyncOnPolicyDistillWorkflow(OnPolicyDistillWorkflow):
-    """:class:`OnPolicyDistillWorkflow` on the event loop; the teacher is asked for all responses at once."""
+    """:class:`OnPolicyDistillWorkflow` on the event loop; the teacher scores all responses concurrently."""
 
     is_async = True
 

@@ -1,6 +1,6 @@
-"""A judge: an auxiliary model that gives scores. What it says is looked at as hostile input, and so is what it judges.
+"""A judge: an auxiliary model that returns scores. Its answers and the judged texts are treated as hostile input.
 
-A judge is asked through its OpenAI client: any server serves, also one that knows no token ids.
+A judge is called through its OpenAI client, so any server works, including servers without token ids.
 """
 
 from __future__ import annotations
@@ -23,31 +23,32 @@ from trinity_mq.workflows.workflow import Workflow
 
 JUDGE = "judge"
 MAX_VERDICT = 10_000
-"""Characters at the end of a judge's answer that are looked at."""
+"""Number of characters read from the end of a judge's answer."""
 MAX_SCORE = 40
-"""Characters of one score, with what stands around it."""
+"""Maximum characters of one score, including separators."""
 
 Message = dict[str, str]
 
 
 class BadVerdictError(ValueError):
-    """A judge's answer holds no scores that can be used; the message says why."""
+    """A judge's answer holds no usable scores. The message gives the reason."""
 
 
 class JudgeArguments(Arguments):
     """Arguments of every workflow with a judge in ``workflow_args``."""
 
     judge: Which = 0
-    """The auxiliary model that judges: its name, or its place from 0."""
+    """The auxiliary model that judges: its name, or its position from 0."""
     judge_tries: int = Field(default=2, ge=1, le=10)
-    """Answers of the judge until one can be used; each retry includes what was wrong."""
+    """Maximum number of attempts to get a usable answer. Each retry tells the judge the error."""
     judge_max_tokens: int = Field(default=1024, ge=8)
     judge_temperature: float = Field(default=0.0, ge=0)
     on_bad_judge: Literal["neutral", "fail"] = "neutral"
-    """No answer that can be used: ``neutral`` gives scores that teach nothing (metric ``judge_success`` 0), ``fail``
-    fails the run."""
+    """Policy if no answer is usable: ``neutral`` gives scores without a learning signal (metric ``judge_success`` 0),
+    ``fail`` fails the run.
+    """
     max_answer_characters: int = Field(default=8000, ge=100)
-    """Upper bound of the characters of a response that the judge sees; of a longer one it sees both ends."""
+    """Maximum characters of a response shown to the judge. A longer response is shown by its beginning and end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,16 +56,17 @@ class Verdict:
     """The answer of a judge."""
 
     scores: tuple[float, ...] | None
-    """From 0 to 1; None: no answer could be used."""
+    """Scores from 0 to 1. None: no answer was usable."""
     problem: str = ""
-    """Why not."""
+    """The reason why no answer was usable."""
 
 
 def read_scores(answer: str, count: int) -> tuple[float, ...]:
-    """Return the last list ``[...]`` after the thoughts of a judge: ``count`` scores from 0 to 1. Its cost is bounded.
+    """Return the last list ``[...]`` after the thoughts of a judge: ``count`` scores from 0 to 1. The cost of parsing
+    is bounded.
 
     Raises:
-        BadVerdictError: There is no such list.
+        BadVerdictError: The answer holds no such list.
     """
     text = after_thoughts(answer)[-MAX_VERDICT:]
     end = text.rfind("]")
@@ -94,7 +96,7 @@ def _no_number(text: str) -> float:
 
 
 def quoted(name: str, text: str, key: str, limit: int) -> str:
-    """Return ``text`` between marks that it cannot hold, its middle left out beyond ``limit`` characters."""
+    """Return ``text`` between marks that it cannot contain. Beyond ``limit`` characters, the middle is left out."""
     text = text.encode("utf-8", "replace").decode("utf-8")  # half a surrogate pair cannot be sent
     if len(text) > limit:
         half = limit // 2
@@ -103,7 +105,7 @@ def quoted(name: str, text: str, key: str, limit: int) -> str:
 
 
 def key_of(*texts: str) -> str:
-    """Return a mark for :func:`quoted`: it follows from all texts, so none of them can have been written to hold it."""
+    """Return a mark for :func:`quoted`. It is a hash of all texts, so no text can have been written to contain it."""
     digest = hashlib.blake2b(digest_size=6)
     for text in texts:
         digest.update(f"{len(text)}:".encode() + text.encode("utf-8", "surrogatepass"))
@@ -116,18 +118,18 @@ def answer_of(response: Experience) -> str:
 
 
 def judgeable(response: Experience) -> bool:
-    """Say whether there is an answer to judge: none follows a prompt that was cut."""
+    """Return whether the response has an answer to judge: a prompt that was cut has no answer."""
     return response.truncate_status != PROMPT_TRUNCATED
 
 
 def keep_gold(responses: Sequence[Experience]) -> None:
-    """Keep the rewards of a rule as metric ``gold_reward``: the judge's take their place."""
+    """Copy the rule rewards to the metric ``gold_reward``, because the judge's rewards replace them."""
     for response in responses:
         response.metrics["gold_reward"] = response.reward or 0.0
 
 
 def ending(count: int) -> str:
-    """Return how a judge is to end its answer."""
+    """Return the instruction how a judge must end its answer."""
     example = json.dumps([0.5] * count if count < 4 else [0.5, 0.5, "..."]).replace('"', "")
     return f"End with one line that holds nothing but a JSON list of {count} numbers from 0 to 1, such as {example}"
 
@@ -141,10 +143,10 @@ class Judge:
         self._model = workflow.auxiliary_model_wrappers[self._place]
 
     async def scores(self, messages: Sequence[Message], count: int) -> Verdict:
-        """Return ``count`` scores: those of the first answer that can be used; a retry says what was wrong.
+        """Return ``count`` scores from the first usable answer. A retry tells the judge the error.
 
         Raises:
-            AuxiliaryError: The judge cannot be asked, or gave no scores where that is to fail the run.
+            AuxiliaryError: The judge cannot be reached, or gave no usable scores and ``on_bad_judge`` is ``fail``.
         """
         client, arguments = self._workflow.auxiliary_models[self._place], self._arguments
         conversation, answer, problem = list(messages), "", ""
@@ -176,7 +178,7 @@ class Judge:
 
 
 def _text(completion: Any) -> str:
-    """Return what a completion says; a server may leave anything out."""
+    """Return the text of a completion, or "" for a field that the server left out."""
     choices = getattr(completion, "choices", None)
     first = choices[0] if isinstance(choices, list) and choices else None
     content = getattr(getattr(first, "message", None), "content", None)

@@ -28,7 +28,7 @@ class AsyncMathWorkflow(MathWorkflow):
 
 class MathRmWorkflow(MathWorkflow):
     """:class:`MathWorkflow` with a reward called as ``reward(experience, messages, ground_truth=truth)``, which may ask
-    a reward model of yours.
+    your own reward model.
     """
 
     def reset(self, task: Task) -> None:
@@ -40,7 +40,7 @@ class MathRmWorkflow(MathWorkflow):
         super().reset(task)
 
     def rewarded(self, responses: list[Experience]) -> list[Experience]:
-        """Return ``responses`` with reward, its parts as metrics, and the run that each one is."""
+        """Return ``responses`` with reward, run number, and the parts of the reward as metrics."""
         messages, truth = self.format_messages(), truth_of(self.task)
         for response in responses:
             parts = judge_conversation(self.reward_fn, response, messages, truth)

@@ -1,4 +1,4 @@
-r"""The yardstick for math: one prompt and one rule, whatever a model was trained with."""
+r"""The math benchmark: a fixed prompt and a fixed reward rule, independent of a model's training."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SYSTEM_PROMPT = "Think through the problem in steps and write what you find at t
 
 class MathEvalWorkflow(SimpleWorkflow):
     """Math problems as an evaluation, all samples of a task in one request. The taskset's system prompt and reward
-    function are not used, so that runs that were trained with different ones can be compared.
+    function are ignored, so that runs trained with different prompts and rewards can be compared.
 
     Metrics: ``accuracy``, ``majority`` of several samples, and ``finished``, 0 for a response that was cut at a limit.
     """
@@ -21,10 +21,10 @@ class MathEvalWorkflow(SimpleWorkflow):
     default_reward_fn = "math_answer"
 
     def reset(self, task: Task) -> None:
-        """Get ready for ``task``.
+        """Prepare the workflow for ``task``.
 
         Raises:
-            TaskError: It is a training task.
+            TaskError: The task is a training task.
         """
         if not task.is_eval:
             raise TaskError(

@@ -1,7 +1,7 @@
-"""Rubric rewards: a judge says how far a response meets each of a task's criteria, which have weights.
+"""Rubric rewards: a judge scores how far a response meets each of a task's weighted criteria.
 
-The reward is that of https://arxiv.org/abs/2505.08775 (HealthBench) and https://arxiv.org/abs/2507.17746 (Rubrics as
-Rewards): points reached over points there are, where criteria of negative weight take points away.
+The reward follows https://arxiv.org/abs/2505.08775 (HealthBench) and https://arxiv.org/abs/2507.17746 (Rubrics as
+Rewards): points reached divided by available points. Criteria of negative weight subtract points.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ MAX_CRITERIA = 50
 
 
 class Criterion(Arguments):
-    """One thing to look at."""
+    """One criterion of a rubric."""
 
     description: str = Field(min_length=1, max_length=4000)
     weight: float = Field(default=1.0, ge=-1000, le=1000, allow_inf_nan=False)
-    """Points for meeting it; below 0 for a fault."""
+    """Points for meeting the criterion; below 0 for a fault."""
     title: str = ""
 
 
 class RubricArguments(JudgeArguments):
-    """Arguments of rubric rewards; ``rubric`` in the record comes before that in ``workflow_args``."""
+    """Arguments of rubric rewards. ``rubric`` in the record overrides ``rubric`` in ``workflow_args``."""
 
     rubric: tuple[Criterion, ...] = Field(min_length=1, max_length=MAX_CRITERIA)
     """Texts, or maps with ``description``, ``weight`` and ``title``."""
@@ -67,8 +67,8 @@ class RubricArguments(JudgeArguments):
 
 
 def rubric_score(rubric: Sequence[Criterion], met: Sequence[float]) -> float:
-    """Return the points reached over those there are, from 0 to 1: sum of weight times how far it is met, over the
-    sum of the weights above 0, clipped.
+    """Return the points reached divided by the available points, from 0 to 1: the sum of weight times degree met,
+    divided by the sum of the positive weights, clipped.
     """
     there = sum(criterion.weight for criterion in rubric if criterion.weight > 0)
     reached = sum(criterion.weight * share for criterion, share in zip(rubric, met, strict=True))
@@ -76,7 +76,7 @@ def rubric_score(rubric: Sequence[Criterion], met: Sequence[float]) -> float:
 
 
 def rubric_messages(task: str, answer: str, arguments: RubricArguments) -> list[Message]:
-    """Return the question about one answer."""
+    """Return the messages that ask the judge about one answer."""
     key = key_of(task, answer)
     limit = arguments.max_answer_characters
     lines = [
@@ -96,8 +96,8 @@ def rubric_messages(task: str, answer: str, arguments: RubricArguments) -> list[
 def settle(responses: Sequence[Experience], verdicts: Mapping[str, Verdict], rubric: Sequence[Criterion]) -> None:
     """Give each response its score as reward.
 
-    One that the judge gave no scores for gets the mean of those that have some, 0 if none has: next to these it has no
-    advantage.
+    A response without scores of the judge gets the mean of the scored responses, 0 if no response has scores. Its
+    advantage among these responses is then 0.
     """
     scores = {
         text: rubric_score(rubric, verdict.scores) for text, verdict in verdicts.items() if verdict.scores is not None
@@ -119,9 +119,9 @@ def settle(responses: Sequence[Experience], verdicts: Mapping[str, Verdict], rub
 
 
 class RubricJudgeWorkflow(SimpleWorkflow):
-    """One request for all runs of a single-turn task, each response judged by the task's rubric.
+    """One request for all runs of a single-turn task; each response is judged by the task's rubric.
 
-    The judge is ``workflow_args.judge``, an auxiliary model.
+    The judge is the auxiliary model ``workflow_args.judge``.
     """
 
     arguments_kind = RubricArguments
@@ -133,9 +133,9 @@ class RubricJudgeWorkflow(SimpleWorkflow):
         self.judge = Judge(self, self.arguments)
 
     async def body(self) -> list[Experience]:
-        """Ask the model, then the judge; return one rewarded experience for each run."""
+        """Ask the model, then the judge; return one experience with a reward for each run."""
         responses = await self.responses()
-        if self.task.reward_fn is not None:  # the rule's reward is kept as a metric
+        if self.task.reward_fn is not None:  # the rule reward is kept as a metric
             await compute(self.is_async, lambda: keep_gold(self.rewarded(responses)), "reward")
         self.numbered(responses)
         texts = list(dict.fromkeys(answer_of(response) for response in responses if judgeable(response)))
@@ -147,6 +147,6 @@ class RubricJudgeWorkflow(SimpleWorkflow):
 
 
 class AsyncRubricJudgeWorkflow(RubricJudgeWorkflow):
-    """:class:`RubricJudgeWorkflow` on the event loop; all responses are judged at once."""
+    """:class:`RubricJudgeWorkflow` on the event loop; all responses are judged concurrently."""
 
     is_async = True

@@ -1,7 +1,7 @@
 """RULER: a judge sees all runs of a task side by side and scores them relative to each other.
 
-The idea is that of https://art.openpipe.ai/fundamentals/ruler: comparing answers is easier than grading one alone, and
-group-relative algorithms need no more than the comparison.
+The idea comes from https://art.openpipe.ai/fundamentals/ruler: comparing answers is easier than grading one answer
+alone, and group-relative algorithms need only the comparison.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class RulerArguments(JudgeArguments):
 
 
 def ruler_messages(task: str, shown: Sequence[str], key: str, arguments: RulerArguments) -> list[Message]:
-    """Return the question about the answers ``shown``."""
+    """Return the messages that ask the judge about the answers ``shown``."""
     limit, count = arguments.max_answer_characters, len(shown)
     system = INSTRUCTIONS + (f"\nLook at this too: {arguments.criteria}" if arguments.criteria else "")
     parts = [quoted("task", task, key, limit)]
@@ -53,7 +53,7 @@ def ruler_messages(task: str, shown: Sequence[str], key: str, arguments: RulerAr
 
 
 def settle(responses: Sequence[Experience], shown: Sequence[str], verdict: Verdict) -> None:
-    """Give each response its score as reward. Without scores all get 0: among equals nobody has an advantage."""
+    """Give each response its score as reward. Without scores all responses get 0, so no response has an advantage."""
     scores = dict(zip(shown, verdict.scores, strict=True)) if verdict.scores else {}
     for response in responses:
         score = scores.get(answer_of(response), 0.0) if judgeable(response) else 0.0
@@ -66,8 +66,8 @@ def settle(responses: Sequence[Experience], shown: Sequence[str], verdict: Verdi
 class RulerWorkflow(SimpleWorkflow):
     """One request for all runs of a single-turn task, ranked by a judge.
 
-    The judge is ``workflow_args.judge``, an auxiliary model. It sees the runs of a slice: leave
-    ``explorer.max_repeat_times_per_runner`` unset, so that these are all runs of the task.
+    The judge is the auxiliary model ``workflow_args.judge``. It sees the runs of one slice: leave
+    ``explorer.max_repeat_times_per_runner`` unset, so that a slice holds all runs of the task.
     """
 
     arguments_kind = RulerArguments
@@ -79,15 +79,15 @@ class RulerWorkflow(SimpleWorkflow):
         self.judge = Judge(self, self.arguments)
 
     async def body(self) -> list[Experience]:
-        """Ask the model, then the judge; return one rewarded experience for each run."""
+        """Ask the model, then the judge; return one experience with a reward for each run."""
         responses = await self.responses()
-        if self.task.reward_fn is not None or self.task.truth is not None:  # the rule's reward is kept as a metric
+        if self.task.reward_fn is not None or self.task.truth is not None:  # the rule reward is kept as a metric
             await compute(self.is_async, lambda: keep_gold(self.rewarded(responses)), "reward")
         self.numbered(responses)
         texts = [answer_of(response) for response in responses if judgeable(response)]
         key = key_of(self.question(), *texts)
         distinct = sorted(set(texts))
-        shown = random.Random(key).sample(distinct, len(distinct))  # in an order that says nothing
+        shown = random.Random(key).sample(distinct, len(distinct))  # in an order that tells the judge nothing
         question = ruler_messages(self.question(), shown, key, self.arguments)
         settle(responses, shown, await self.judge.scores(question, len(shown)) if shown else Verdict(None))
         return responses
@@ -100,7 +100,7 @@ class AsyncRulerWorkflow(RulerWorkflow):
 
 
 class MathRulerWorkflow(RulerWorkflow):
-    """:class:`RulerWorkflow` that asks for a boxed number; whether it is right is the metric ``gold_reward``."""
+    """:class:`RulerWorkflow` that asks for a boxed number; its correctness is the metric ``gold_reward``."""
 
     default_system_prompt = SYSTEM_PROMPT
     default_reward_fn = "math_answer"

@@ -30,7 +30,7 @@ def question_of(task: Task) -> str:
     """Return the prompt of a task.
 
     Raises:
-        TaskError: It is no text.
+        TaskError: The prompt is not a text.
     """
     prompt = task.task_desc
     if not isinstance(prompt, str):
@@ -41,7 +41,7 @@ def question_of(task: Task) -> str:
 
 
 def truth_of(task: Task) -> str | None:
-    """Return the right answer of a task as text; see :func:`truth_text`."""
+    """Return the ground truth of a task as text; see :func:`truth_text`."""
     return truth_text(task.truth)
 
 
@@ -49,12 +49,13 @@ class SimpleArguments(Arguments):
     """``workflow_args`` of single-turn workflows."""
 
     greedy_baseline: bool = False
-    """Sample the first of a training task's ``repeat_times`` runs at temperature 0, as the baseline of the others: its
-    experience has ``info["greedy"]`` and is not trained on. For the algorithm ``remax``."""
+    """Sample the first of a training task's ``repeat_times`` runs at temperature 0, as the baseline of the other runs.
+    Its experience has ``info["greedy"]`` and is not trained on. Used by the algorithm ``remax``.
+    """
 
 
 def has_greedy_baseline(task: Task) -> bool:
-    """Return whether the first run of the task is to be a greedy one; in an evaluation it never is.
+    """Return whether the first run of the task is greedy. It never is in an evaluation.
 
     Raises:
         TaskError: The argument is neither true nor false.
@@ -66,7 +67,7 @@ def has_greedy_baseline(task: Task) -> bool:
 
 
 def give_reward(response: Experience, reward_fn: RewardFn, parts: Mapping[str, float]) -> None:
-    """Give a response the reward whose ``parts`` the function returned, and the parts as metrics."""
+    """Give a response the sum of the reward's ``parts`` as reward, and the parts as metrics."""
     response.reward = sum(parts.values())
     response.metrics.update(parts)
     if fault := fault_of(reward_fn, parts):
@@ -74,11 +75,11 @@ def give_reward(response: Experience, reward_fn: RewardFn, parts: Mapping[str, f
 
 
 def add_majority(responses: Sequence[Experience]) -> None:
-    """Give each of several answers to a task the metric ``majority``: the accuracy of the answer that most of them give
-    (self-consistency, arXiv 2203.11171), the earlier one of two that are as frequent.
+    """Give each of several answers to a task the metric ``majority``: the accuracy of the most frequent answer
+    (self-consistency, arXiv 2203.11171). If two answers are equally frequent, the earlier answer counts.
 
-    What counts as the answer is the last box after the thoughts, else what the last ``<answer>`` there holds, else all
-    the text there. A response without an answer has no vote, unless no response has an answer.
+    The answer of a response is the last box after the thoughts, else the content of the last ``<answer>`` there, else
+    all the text there. A response without an answer has no vote, unless no response has an answer.
     """
     if len(responses) < 2 or any(ACCURACY not in response.metrics for response in responses):
         return
@@ -91,18 +92,18 @@ def add_majority(responses: Sequence[Experience]) -> None:
 
 
 class SimpleWorkflow(DualWorkflow):
-    """One request for all runs of a single-turn task, each response rewarded by a rule; one more request where the
-    first run is a greedy one (:class:`SimpleArguments`).
+    """One request for all runs of a single-turn task, each response rewarded by a rule. A greedy first run needs a
+    second request (:class:`SimpleArguments`).
     """
 
     can_reset = True
     can_repeat = True
     default_system_prompt: ClassVar[str | None] = None
-    """Used where the taskset's format has none."""
+    """System prompt used if the taskset's format has none."""
     default_reward_fn: ClassVar[str] = "exact_match"
-    """Used where the task has none."""
+    """Reward function used if the task has none."""
     has_greedy_baseline: bool = False
-    """The first run of the task is a greedy one; see :func:`has_greedy_baseline`."""
+    """Whether the first run of the task is greedy; see :func:`has_greedy_baseline`."""
     _asked: Mapping[str, Any] = MappingProxyType({})
 
     def __init__(
@@ -112,11 +113,11 @@ class SimpleWorkflow(DualWorkflow):
         self.reset(task)
 
     def reset(self, task: Task) -> None:
-        """Get ready for ``task``.
+        """Prepare the workflow for ``task``.
 
         Raises:
-            TaskError: It has an argument with a value that it cannot have.
-            UnknownNameError: Its reward function is not known.
+            TaskError: An argument of the task has an invalid value.
+            UnknownNameError: The task's reward function is not known.
             RewardError: The reward function does not take the task's arguments.
         """
         self.task = task
@@ -125,7 +126,7 @@ class SimpleWorkflow(DualWorkflow):
 
     @Replaceable
     def system_prompt(self) -> str | None:
-        """The system prompt: that of the taskset's format, else the workflow's own."""
+        """The system prompt of the taskset's format, else the workflow's default."""
         return self.task.format_args.system_prompt or self.default_system_prompt
 
     def question(self) -> str:
@@ -133,19 +134,19 @@ class SimpleWorkflow(DualWorkflow):
         return question_of(self.task)
 
     def format_messages(self) -> list[dict[str, Any]]:
-        """Return the conversation that asks: the system prompt, if there is one, and the task."""
+        """Return the messages of the request: the system prompt, if any, and the task."""
         system = self.system_prompt
         question = {"role": "user", "content": self.question()}
         return [{"role": "system", "content": system}, question] if system else [question]
 
     def sampling(self) -> dict[str, Any]:
-        """Return the sampling parameters of the next request: those of the task, and one completion for each run; of a
-        greedy run temperature 0.
+        """Return the sampling parameters of the next request: the task's parameters with one completion for each run. A
+        greedy run has temperature 0.
         """
         return {**self.task.rollout_args, "n": self.repeat_times, **self._asked}
 
     def rewarded(self, responses: list[Experience]) -> list[Experience]:
-        """Return ``responses`` with reward, its parts as metrics, and the run that each one is."""
+        """Return ``responses`` with reward, run number, and the parts of the reward as metrics."""
         truth, counts = truth_of(self.task), counts_tokens(self.reward_fn)
         for response in responses:
             parts = parts_of(
@@ -163,7 +164,7 @@ class SimpleWorkflow(DualWorkflow):
         return self.numbered(responses)
 
     def numbered(self, responses: list[Experience]) -> list[Experience]:
-        """Return ``responses`` with the run that each one is."""
+        """Return ``responses`` with their run numbers set."""
         for place, response in enumerate(responses):
             response.eid.run = self.run_id_base + place
         return responses
@@ -172,7 +173,7 @@ class SimpleWorkflow(DualWorkflow):
         """Return the answers of :meth:`ask` or :meth:`ask_async`.
 
         Raises:
-            PromptTooLong: The model was not asked.
+            PromptTooLong: The prompt was too long, so the model was not asked.
         """
         found: list[Experience] = await call(self.is_async, self, "ask")
         return check_asked(found)
@@ -186,8 +187,8 @@ class SimpleWorkflow(DualWorkflow):
         return await self.model.chat_async(self.format_messages(), **self.sampling())
 
     async def answers(self) -> list[Experience]:
-        """Return one response for each run; where the first run of the task is among them and is to be greedy, that one
-        is marked and not trained on.
+        """Return one response for each run. If the slice contains the task's greedy first run, its response is marked
+        and not trained on.
         """
         if not self.has_greedy_baseline or self.run_id_base:
             return await self.responses()
@@ -205,7 +206,7 @@ class SimpleWorkflow(DualWorkflow):
             del self._asked
 
     async def body(self) -> list[Experience]:
-        """Ask, and return one rewarded experience for each run; a reward may take its time."""
+        """Ask the model and return one experience with a reward for each run. The reward may take long."""
         responses = await self.answers()
         return await compute(self.is_async, lambda: self.rewarded(responses), "reward")
 

@@ -1,4 +1,4 @@
-"""Using tools over several turns: the model calls functions, sees what they return, and answers when it knows."""
+"""Tool use over several turns: the model calls functions, sees their results, and then answers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from trinity_mq.models import ModelWrapper
 
 MAX_CALLS = 16
-"""Calls of one turn that are executed; the others get an answer that says so."""
+"""Maximum calls executed per turn. Further calls get an answer that says so."""
 TOO_MANY = Result(f"error: not executed; at most {MAX_CALLS} calls a turn", False)
 
 
@@ -32,18 +32,21 @@ class ToolAgentArguments(Arguments):
     tools: tuple[str, ...] = Field(min_length=1)
     """Dotted paths of the functions that the model may call."""
     max_turns: int = Field(default=5, ge=1, le=1000)
-    """Requests of one run."""
+    """Maximum requests of one run."""
     max_result: int = Field(default=4000, ge=1)
-    """Characters of a function's result that the model is shown."""
+    """Maximum characters of a function's result shown to the model."""
     tool_timeout: float = Field(default=30.0, gt=0)
-    """Seconds for one call in the asynchronous workflow; in the other a call has the time of the run."""
+    """Seconds for one call in the asynchronous workflow. In the synchronous workflow a call is limited only by the
+    run's time.
+    """
 
 
 class ToolAgentWorkflow(RewardedAtTheEnd):
-    """Functions to call, one run at a time.
+    """A tool-using agent, one run at a time.
 
-    Each turn is an experience. All get the reward of the answer that ends the run, which is empty if the turns or the
-    context ended before. What a tool says is in the prompt of the next turn: it is not trained on.
+    Each turn is an experience. All turns get the reward of the answer that ends the run. That answer is empty if the
+    run reached the limit of turns or of context first. Tool results are in the prompt of the next turn, so they are not
+    trained on.
     """
 
     arguments_kind = ToolAgentArguments
@@ -68,7 +71,7 @@ class ToolAgentWorkflow(RewardedAtTheEnd):
         return self.arguments.max_turns
 
     async def take_step(self, step_num: int) -> bool:
-        """Ask the model and execute what it calls; return whether it called anything."""
+        """Ask the model and execute its calls; return whether it made any."""
         completion = self.client.chat.completions.create(
             model=self.model.model_name, messages=self.messages, tools=self.toolbox.schemas
         )
@@ -88,7 +91,7 @@ class ToolAgentWorkflow(RewardedAtTheEnd):
         return bool(calls)
 
     async def final_reward(self, exps: list[Experience]) -> float:
-        """Return what the last answer is worth; its parts and how the tools were used become metrics."""
+        """Return the reward of the last answer; its parts and the tool counters become metrics."""
         judge = functools.partial(
             parts_of,
             self.reward_fn,
@@ -106,7 +109,9 @@ class ToolAgentWorkflow(RewardedAtTheEnd):
         return sum(parts.values())
 
     def take_calls(self, completion: Any) -> list[Any]:
-        """Put what the model said into the conversation and return the calls to execute; none is the end."""
+        """Append the model's message to the conversation and return the calls to execute. No calls means the end of the
+        run.
+        """
         choice = completion.choices[0]
         text, calls = choice.message.content or "", list(choice.message.tool_calls or ())
         said: dict[str, Any] = {"role": "assistant", "content": text}

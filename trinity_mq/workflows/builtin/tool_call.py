@@ -1,4 +1,4 @@
-"""Choosing tools, in one turn: the model is offered tools and a question, and judged by the calls it writes."""
+"""Single-turn tool selection: the model gets tools and a question, and its calls are judged."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ class ToolCallArguments(SimpleArguments):
     """``workflow_args`` of the tool-calling workflows."""
 
     tools_key: str = "tools"
-    """Key of a record's tools: a list of OpenAI function tools, or the JSON of one."""
+    """Record key of the tools: a list of OpenAI function tools, or the JSON of such a list."""
     tools: tuple[dict[str, Any], ...] = ()
-    """The tools of records that have none of their own."""
+    """Tools of records that do not define tools."""
 
 
 class ToolCallWorkflow(SimpleWorkflow):
-    """Tools to choose from, all runs of a task in one request. The right answer is a JSON list of calls ``{"name",
+    """Tool selection, all runs of a task in one request. The ground truth is a JSON list of calls ``{"name",
     "arguments"}``; no tool is executed.
     """
 
@@ -36,7 +36,7 @@ class ToolCallWorkflow(SimpleWorkflow):
         return {**super().sampling(), "tools": self.tools}
 
     def rewarded(self, responses: list[Experience]) -> list[Experience]:
-        """Return ``responses`` judged, each with the tools it was offered."""
+        """Return ``responses`` with rewards, each with its offered tools."""
         for response in super().rewarded(responses):
             response.tools = self.tools
         return responses
@@ -49,10 +49,10 @@ class AsyncToolCallWorkflow(ToolCallWorkflow):
 
 
 def tools_of(task: Task, arguments: ToolCallArguments) -> list[dict[str, Any]]:
-    """Return the tools that ``task`` offers, as the OpenAI API wants them; a bare function is wrapped.
+    """Return the tools that ``task`` offers, in the form of the OpenAI API; a bare function is wrapped.
 
     Raises:
-        TaskError: There are none, or one has no name.
+        TaskError: The task offers no tools, or a tool has no name.
     """
     key = arguments.tools_key
     found = task.raw_task.get(key) or list(arguments.tools)

@@ -1,4 +1,4 @@
-"""Python functions as tools of a model: described to it, and called with what it wrote, whatever that is."""
+"""Python functions as tools of a model: described to the model, and called with its output, which may be invalid."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trinity_mq.workflows.errors import RunFailedError
 from trinity_mq.workflows.workflow import TaskError
 
 MAX_ARGUMENTS = 100_000
-"""Characters of one call's arguments that are parsed."""
+"""Maximum characters of one call's arguments that are parsed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,23 +28,23 @@ class Result:
 
     text: str
     ok: bool
-    """False: there was no such tool, it did not take the arguments, or it failed; the text says which."""
+    """False: the tool does not exist, rejected the arguments, or failed. The text gives the reason."""
 
 
 class Toolbox:
     """Functions that a model may call.
 
-    A function is described by its name, its docstring and its parameters: their types, and where wanted
-    ``Annotated[int, Field(description="...")]``. What the model gives is checked against these types before the
-    function sees it.
+    A function is described by its name, its docstring and the types of its parameters, optionally with ``Annotated[int,
+    Field(description="...")]``. The model's arguments are checked against these types before the function receives
+    them.
 
     Args:
         paths: Dotted paths of the functions.
-        max_result: Characters of a result that the model is shown.
+        max_result: Maximum characters of a result shown to the model.
 
     Raises:
         UnknownNameError: A path cannot be imported.
-        TaskError: What it leads to is no function that can be described, or two have one name.
+        TaskError: A path does not name a function that can be described, or two functions have the same name.
     """
 
     def __init__(self, paths: Sequence[str], max_result: int = 4000) -> None:
@@ -58,11 +58,11 @@ class Toolbox:
 
     @property
     def schemas(self) -> list[dict[str, Any]]:
-        """The tools as the OpenAI API wants them."""
+        """The tools in the form of the OpenAI API."""
         return [tool.schema for tool in self._tools.values()]
 
     def need_synchronous(self) -> None:
-        """Raise TaskError if one of the tools has to be awaited."""
+        """Raise TaskError if one of the tools is asynchronous."""
         for tool in self._tools.values():
             if tool.is_async:
                 raise TaskError(f"tool {tool.name!r} is asynchronous; use async_tool_agent_workflow")
@@ -71,7 +71,8 @@ class Toolbox:
         """Call a tool. Its errors become the result that the model reads.
 
         Raises:
-            RunFailedError: The tool says that the run has failed, such as SandboxFailed where its sandbox is away.
+            RunFailedError: The tool reports that the run has failed, such as SandboxFailed if its sandbox is
+                unreachable.
         """
         found = self._prepared(name, arguments)
         if isinstance(found, Result):
@@ -85,12 +86,12 @@ class Toolbox:
             return _failed(error)
 
     async def call_async(self, name: str, arguments: str, timeout: float | None = None) -> Result:
-        """Call a tool, a synchronous one in a thread; see :meth:`call`.
+        """Call a tool, a synchronous tool in a thread; see :meth:`call`.
 
         Args:
-            name: Of the tool.
+            name: Name of the tool.
             arguments: A JSON object.
-            timeout: Seconds after which the result is a timeout.
+            timeout: Seconds after which the result is a timeout. None: no limit.
         """
         found = self._prepared(name, arguments)
         if isinstance(found, Result):
@@ -151,7 +152,7 @@ class _Tool:
         }
 
     def call(self, given: Mapping[str, Any]) -> Any:
-        """Check the arguments and call the function; return what it returns."""
+        """Check the arguments, call the function and return its result."""
         from pydantic_core import ArgsKwargs
 
         return self._checked.validate_python(ArgsKwargs((), dict(given)))

@@ -1,8 +1,9 @@
-"""RULER whose judge is the policy itself, and learns to judge wherever the right answer is known.
+"""RULER with the policy itself as judge. The policy learns to judge on tasks whose ground truth is used.
 
-Of some tasks the right answer counts: the answers get the rule's reward, and the policy is asked for as many verdicts
-on them, each rewarded by how near it is to the rule. Of all others the right answer is taken as unknown: the answers
-get the scores of one verdict. Self-rewarding models (arXiv 2401.10020) with a judge that is kept honest.
+For a share of the tasks the ground truth is used: the answers get the rule reward, and the policy is asked for as many
+verdicts on them as there are runs. Each verdict is rewarded by its closeness to the rule rewards. For all other tasks
+the ground truth is treated as unknown: the answers get the scores of one verdict. This is a self-rewarding model (arXiv
+2401.10020) whose judge is trained against known answers.
 """
 
 from __future__ import annotations
@@ -21,22 +22,22 @@ from trinity_mq.workflows.dual import call, compute
 from trinity_mq.workflows.workflow import Task
 
 JUDGE_GROUP = "judge"
-"""End of the group of a task's verdicts, which are compared with each other and not with the answers."""
+"""Suffix of the group of a task's verdicts. The verdicts are compared with each other and not with the answers."""
 
 
 class TrainableRulerArguments(Arguments):
     """Arguments of RULER with the policy as judge, in ``workflow_args``."""
 
     truth_share: float = Field(default=0.2, ge=0, le=1)
-    """Share of the tasks whose right answer counts; which they are follows from the task."""
+    """Share of the tasks whose ground truth is used. The choice is a function of the task."""
     lowest: float = -0.1
-    """Reward of the rule that means 0 for the judge."""
+    """Rule reward that corresponds to a judge's score of 0."""
     highest: float = 1.1
-    """Reward of the rule that means 1 for the judge."""
+    """Rule reward that corresponds to a judge's score of 1."""
     criteria: str = ""
     """Further instructions for the judge."""
     max_answer_characters: int = Field(default=8000, ge=100)
-    """Upper bound of the characters of an answer that the judge sees."""
+    """Maximum characters of an answer shown to the judge."""
 
     @model_validator(mode="after")
     def _rises(self) -> TrainableRulerArguments:
@@ -46,7 +47,7 @@ class TrainableRulerArguments(Arguments):
 
 
 class MathTrainableRulerWorkflow(MathWorkflow):
-    """:class:`MathWorkflow` whose answers the policy itself compares, for all runs of a task at once."""
+    """:class:`MathWorkflow` whose answers are compared by the policy itself, for all runs of a task at once."""
 
     arguments_kind = TrainableRulerArguments
     arguments: TrainableRulerArguments
@@ -57,12 +58,12 @@ class MathTrainableRulerWorkflow(MathWorkflow):
 
     @property
     def knows_truth(self) -> bool:
-        """Whether the right answer of this task counts; in an evaluation it always does."""
+        """Whether the ground truth of this task is used. It always is in an evaluation."""
         share = self.arguments.truth_share
         return self.task.is_eval or random.Random(f"truth {self.question()}").random() < share
 
     async def body(self) -> list[Experience]:
-        """Ask for answers, then for verdicts on them; return answers, and verdicts where the judge is trained."""
+        """Ask for answers, then for verdicts on them; return the answers, and the verdicts if the judge is trained."""
         answers = await self.responses()
         await compute(self.is_async, lambda: self.rewarded(answers), "reward")
         gold = [answer.reward or 0.0 for answer in answers]
@@ -88,7 +89,7 @@ class MathTrainableRulerWorkflow(MathWorkflow):
         return [*answers, *verdicts]
 
     def _error(self, scores: Sequence[float], gold: Sequence[float]) -> float:
-        """Return the mean distance of scores from the rule's rewards, both from 0 to 1."""
+        """Return the mean distance between scores and the rule rewards, both from 0 to 1."""
         low, high = self.arguments.lowest, self.arguments.highest
         scaled = [min(max((reward - low) / (high - low), 0.0), 1.0) for reward in gold]
         return sum(abs(one - other) for one, other in zip(scores, scaled, strict=True)) / len(gold)

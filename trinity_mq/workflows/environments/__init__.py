@@ -1,4 +1,4 @@
-"""Environments of Gymnasium as workflows: observations and actions are text."""
+"""Gymnasium environments as workflows: observations and actions are text."""
 
 from trinity_mq.workflows.environments.environment import Environment, EnvironmentFailedError, Transition
 from trinity_mq.workflows.environments.workflow import AsyncGymnasiumWorkflow, GymnasiumArguments, GymnasiumWorkflow

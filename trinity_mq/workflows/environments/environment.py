@@ -1,4 +1,4 @@
-"""One environment of one run: made when it is first used, closed once, its faults told by its name."""
+"""One environment of one run: created at first use, closed once. Its errors are reported with its name."""
 
 from __future__ import annotations
 
@@ -17,35 +17,34 @@ T = TypeVar("T")
 
 EXTRA = "gymnasium is not installed: pip install 'trinity-mq[gymnasium]'"
 _DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
-"""The dotted path of a callable; the id of an environment has no point outside of its version, or a colon."""
+"""The dotted path of a callable. The id of an environment has a colon, or no dot outside its version."""
 
 
 class EnvironmentFailedError(SandboxFailed):
-    """An environment raised an error or answered what it may not; the message names it."""
+    """An environment raised an error or returned an invalid value. The message names the environment."""
 
     default_kind = "environment"
 
 
 @dataclass(frozen=True, slots=True)
 class Transition:
-    """Result of a step of an environment."""
+    """Result of one step of an environment."""
 
     observation: Any
     reward: float
     over: bool
-    """The environment has ended the episode, by itself or at its limit of steps."""
+    """Whether the environment has ended the episode, by itself or at its step limit."""
     info: Mapping[str, Any]
 
 
 class Environment:
-    """An environment that one thread uses at a time and any thread may close.
+    """An environment for use by one thread at a time; any thread may close it.
 
-    Closed while a call is under way, as when a run is cancelled, it is closed by the thread that makes the call, as
-    soon as that returns.
+    If it is closed during a call, as when a run is cancelled, the calling thread closes it as soon as the call returns.
 
     Args:
-        name: The id of a registered environment, or the dotted path of a callable that makes one.
-        args: Keyword arguments that it is made with.
+        name: The id of a registered environment, or the dotted path of a callable that creates an environment.
+        args: Keyword arguments of the environment.
     """
 
     def __init__(self, name: str, args: Mapping[str, Any]) -> None:
@@ -57,23 +56,23 @@ class Environment:
 
     @property
     def action_space(self) -> Any:
-        """The space of its actions; there after :meth:`reset`."""
+        """The environment's action space; available after :meth:`reset`."""
         return self._made.action_space
 
     @property
     def observation_space(self) -> Any:
-        """The space of its observations; there after :meth:`reset`."""
+        """The environment's observation space; available after :meth:`reset`."""
         return self._made.observation_space
 
     def reset(self, seed: int) -> tuple[Any, Mapping[str, Any]]:
-        """Make the environment if there is none, and return the first observation and what it says beside it. Blocks.
+        """Create the environment if it does not exist, and return the first observation and its info. Blocks.
 
         Args:
-            seed: Which episode it is.
+            seed: Seed of the episode.
 
         Raises:
-            TaskError: There is no such environment, or it does not take its arguments.
-            EnvironmentFailedError: It raised anything else.
+            TaskError: The environment does not exist or does not take its arguments.
+            EnvironmentFailedError: The environment raised another error.
         """
 
         def begin() -> tuple[Any, Mapping[str, Any]]:
@@ -86,10 +85,10 @@ class Environment:
         return self._use(begin)
 
     def step(self, action: Any) -> Transition:
-        """Do an action and return what it led to. Blocks.
+        """Execute an action and return the resulting transition. Blocks.
 
         Raises:
-            EnvironmentFailedError: The environment raised an error, or its reward is no number.
+            EnvironmentFailedError: The environment raised an error, or its reward is not a number.
         """
 
         def act() -> Transition:
@@ -100,7 +99,7 @@ class Environment:
         return self._use(act)
 
     def close(self) -> None:
-        """Close what was made, once; where a call is under way, when that returns. Blocks.
+        """Close the environment once. During a call, it is closed when the call returns. Blocks.
 
         Raises:
             EnvironmentFailedError: The environment raised an error.
@@ -137,7 +136,7 @@ class Environment:
     def _faults(self, method: str) -> Iterator[None]:
         try:
             yield
-        except Exception as error:  # whatever the environment does
+        except Exception as error:  # an environment may raise any error
             raise EnvironmentFailedError(
                 f"environment {self.name!r} failed in {method}(): {type(error).__name__}: {error}"
             ) from error
@@ -147,8 +146,9 @@ def _make(name: str, args: Mapping[str, Any]) -> Any:
     """Return a new environment.
 
     Raises:
-        TaskError: Gymnasium is not installed, there is no such environment, or it does not take the arguments.
-        EnvironmentFailedError: Making it raised anything else, or made something else.
+        TaskError: Gymnasium is not installed, the environment does not exist or does not take the arguments, or the
+            result is not a ``gymnasium.Env``.
+        EnvironmentFailedError: The constructor raised another error.
     """
     try:
         import gymnasium
@@ -157,7 +157,7 @@ def _make(name: str, args: Mapping[str, Any]) -> Any:
     try:
         if _DOTTED.fullmatch(name):
             made = import_named("environment", name)(**args)
-        else:  # its checks of the first step warn, and what is wrong is found out here anyway
+        else:  # Gymnasium's checker only warns at the first step, and the same errors are found here anyway
             made = gymnasium.make(name, **{"disable_env_checker": True, **args})
     except UnknownNameError as error:
         raise TaskError(str(error)) from error
@@ -167,7 +167,7 @@ def _make(name: str, args: Mapping[str, Any]) -> Any:
             "wanted the id of a registered environment ('module:Id-v0' imports the module that registers it), or the "
             "dotted path of a callable that takes env_args"
         ) from error
-    except Exception as error:  # whatever the environment does
+    except Exception as error:  # an environment may raise any error
         raise EnvironmentFailedError(
             f"environment {name!r} failed while it was made: {type(error).__name__}: {error}"
         ) from error

@@ -1,4 +1,4 @@
-"""Observations and actions of Gymnasium's spaces as text. Nothing that a model wrote is evaluated."""
+"""Observations and actions of Gymnasium's spaces as text. Text written by a model is never evaluated."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from trinity_mq.workflows.workflow import TaskError
 
 OPENING, CLOSING = "<action>", "</action>"
 MOST_SHOWN = 100
-"""Characters of an answer, or of a set of characters, that a comment repeats."""
+"""Maximum characters of an answer, or of a character set, that a comment repeats."""
 MOST_NAMED = 50
-"""Actions that are named one by one."""
+"""Maximum number of actions that are listed by name."""
 _NUMBER = re.compile(r"-?\d{1,9}", re.ASCII)
 
 
 class IllegalActionError(ValueError):
-    """An answer is no action of the space; the message says so to the model."""
+    """An answer is not an action of the space. The message tells the model so."""
 
 
 class Actions(ABC):
-    """The conversion of an answer into an action."""
+    """Converts an answer into an action."""
 
     @property
     @abstractmethod
@@ -32,21 +32,21 @@ class Actions(ABC):
     @property
     @abstractmethod
     def example(self) -> str:
-        """An action as it is written."""
+        """An example action in the written form."""
 
     @abstractmethod
     def parse(self, text: str) -> Any:
-        """Return the action that ``text`` is.
+        """Return the action that ``text`` denotes.
 
         Raises:
-            IllegalActionError: It is none.
+            IllegalActionError: The text is not an action.
         """
 
     def read(self, answer: str) -> Any:
-        """Return the action of an answer: what the last ``<action></action>`` holds, else all of it.
+        """Return the action of an answer: the content of the last ``<action></action>``, else the whole answer.
 
         Raises:
-            IllegalActionError: That is none.
+            IllegalActionError: That text is not an action.
         """
         end = answer.rfind(CLOSING)
         start = answer.rfind(OPENING, 0, max(end, 0))
@@ -78,14 +78,14 @@ class TextActions(Actions):
 
 
 class DiscreteActions(Actions):
-    """Actions that are numbers, which may have names.
+    """Actions that are numbers and may have names.
 
     Args:
         space: A ``gymnasium.spaces.Discrete``.
-        names: A name for each action, in order; upper and lower case are the same. Empty: none.
+        names: A name for each action, in order, case-insensitive. Empty: actions have no names.
 
     Raises:
-        TaskError: There are more or fewer names than actions, or two are the same.
+        TaskError: The number of names differs from the number of actions, or two names are equal.
     """
 
     def __init__(self, space: Any, names: Sequence[str]) -> None:
@@ -123,12 +123,12 @@ class DiscreteActions(Actions):
 
 
 def actions_of(space: Any, names: Sequence[str], environment: str) -> Actions:
-    """Return how answers become actions of a space.
+    """Return the converter of answers into actions of a space.
 
     Args:
         space: The action space of the environment.
         names: Names of discrete actions.
-        environment: Its name, for errors.
+        environment: Name of the environment, for errors.
 
     Raises:
         TaskError: The space is neither ``Text`` nor ``Discrete``, or the names do not fit it.
@@ -148,10 +148,10 @@ def actions_of(space: Any, names: Sequence[str], environment: str) -> Actions:
 
 
 def check_observations(space: Any, environment: str) -> None:
-    """Check that observations of a space have a form as text.
+    """Check that observations of a space can be written as text.
 
     Raises:
-        TaskError: They have none.
+        TaskError: They cannot.
     """
     from gymnasium import spaces
 
@@ -167,8 +167,8 @@ def check_observations(space: Any, environment: str) -> None:
 
 
 def observation_text(observation: Any) -> str:
-    """Return an observation as text: a text as it is, whole numbers with spaces between them, the parts of a tuple
-    behind one another with commas, those of a map a line each, as ``name: value``.
+    """Return an observation as text. A text is unchanged. Whole numbers are separated by spaces, the items of a tuple
+    by commas. A map has one line ``name: value`` for each item.
     """
     if isinstance(observation, str):
         return observation

@@ -1,4 +1,4 @@
-"""Environments of Gymnasium as workflows: the model sees each observation as text and answers with an action."""
+"""Gymnasium environments as workflows: the model sees each observation as text and answers with an action."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 log = structlog.get_logger(__name__)
 
 SUCCESS = ("success", "is_success")
-"""Keys of an environment's info that say whether its task is done."""
+"""Keys of an environment's info that tell whether its task is solved."""
 CLOSE_SECONDS = 10.0
-"""Time that an environment has to close; a thread that takes longer is left behind."""
+"""Seconds that an environment has to close. A thread that takes longer is abandoned."""
 INSTRUCTIONS = """\
 You act in an environment, step by step. Each message shows what you observe.
 In each turn think as long as you need, then end your answer with one action, such as {example}.
@@ -42,19 +42,20 @@ In each turn think as long as you need, then end your answer with one action, su
 
 
 class GymnasiumArguments(EpisodeArguments):
-    """Arguments of an environment; ``seed``, ``max_steps`` and ``env_args`` may be in the record too."""
+    """Arguments of an environment. ``seed``, ``max_steps`` and ``env_args`` may also be set in the record."""
 
     env: str
     """Id of a registered environment (``module:Id-v0`` imports the module that registers it), or the dotted path of a
-    callable that makes one."""
+    callable that creates an environment.
+    """
     env_args: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments that it is made with."""
+    """Keyword arguments of the environment."""
     actions: tuple[str, ...] = ()
-    """Names of discrete actions, in order; their numbers are understood too. Empty: numbers alone."""
+    """Names of discrete actions, in order. Their numbers are accepted too. Empty: numbers only."""
     reward: Literal["sum", "last"] = "sum"
-    """Reward of a run: the sum of the environment's rewards, or the last one."""
+    """Reward of a run: the sum of the environment's rewards, or the last reward."""
     instructions: str = ""
-    """Text that the model is given before the description of actions."""
+    """Text that precedes the description of actions in the system prompt."""
 
     @field_validator("env")
     @classmethod
@@ -65,14 +66,14 @@ class GymnasiumArguments(EpisodeArguments):
 
 
 class EnvironmentEpisode(Episode):
-    """An environment in play. Its methods may block, but for :meth:`show`.
+    """An environment in play. Its methods may block, except :meth:`show`.
 
     Args:
-        environment: Where it is played.
-        arguments: How.
+        environment: The environment.
+        arguments: Its settings.
     """
 
-    longest_answer = None  # a text is an action as a whole, or it is none
+    longest_answer = None  # a shortened text would be another action
 
     def __init__(self, environment: Environment, arguments: GymnasiumArguments) -> None:
         self._environment, self._arguments = environment, arguments
@@ -82,17 +83,17 @@ class EnvironmentEpisode(Episode):
         self._success: float | None = None
         self._rewards: list[float] = []
         self.illegal = 0
-        """Answers that were no action."""
+        """Number of answers that were not an action."""
 
     def start(self, seed: int) -> None:
         """Reset the environment.
 
         Args:
-            seed: Which episode it is.
+            seed: Seed of the episode.
 
         Raises:
-            TaskError: There is no such environment, or its spaces have no form as text.
-            EnvironmentFailedError: It raised an error.
+            TaskError: The environment does not exist, or its spaces cannot be written as text.
+            EnvironmentFailedError: The environment raised an error.
         """
         observation, info = self._environment.reset(seed)
         given, name = self._arguments, self._environment.name
@@ -106,7 +107,7 @@ class EnvironmentEpisode(Episode):
         return self._shown
 
     def play(self, answer: str) -> str:
-        """Do the action that ``answer`` is.
+        """Execute the action that ``answer`` denotes.
 
         Raises:
             EnvironmentFailedError: The environment raised an error.
@@ -128,7 +129,7 @@ class EnvironmentEpisode(Episode):
 
     @property
     def worth(self) -> float:
-        """Sum of the rewards, or the last one, as the arguments say; 0 without a step."""
+        """Sum of the rewards, or the last reward, depending on the arguments. 0 before the first step."""
         return sum(self._rewards) if self._arguments.reward == "sum" else [0.0, *self._rewards][-1]
 
     def metrics(self) -> dict[str, float]:
@@ -153,10 +154,10 @@ class EnvironmentEpisode(Episode):
 
 
 class GymnasiumWorkflow(EpisodeWorkflow[EnvironmentEpisode]):
-    """An episode of an environment in each run, the same one in all runs of a task: it is reset by the task's seed.
+    """One episode of an environment in each run. All runs of a task play the same episode: the task's seed resets it.
 
-    The environment is made for the run and closed at its end, however that comes. On the event loop its methods run in
-    threads, one at a time.
+    The environment is created for the run and closed when the run ends, also after an error. On the event loop its
+    methods run in threads, one at a time.
     """
 
     arguments_kind: ClassVar[type[EpisodeArguments]] = GymnasiumArguments
@@ -170,7 +171,7 @@ class GymnasiumWorkflow(EpisodeWorkflow[EnvironmentEpisode]):
 
     @classmethod
     def record_keys(cls) -> Iterable[str]:
-        """Return the arguments that a record may give: data chooses no code."""
+        """Return the arguments that a record may set. ``env`` is excluded, because data must not choose code."""
         return ("seed", "max_steps", "env_args")
 
     async def begin(self) -> EnvironmentEpisode:
@@ -186,14 +187,14 @@ class GymnasiumWorkflow(EpisodeWorkflow[EnvironmentEpisode]):
         return self.episode.worth
 
     async def body(self) -> list[Experience]:
-        """Play; return the experiences of all steps."""
+        """Play the episode; return the experiences of all steps."""
         try:
             return await super().body()
         finally:
             await self._close()
 
     async def _close(self) -> None:
-        """Close the environment; an error in that is logged, since what was played is there."""
+        """Close the environment. An error is only logged, because the episode has already been played."""
         try:
             if self.is_async:
                 async with asyncio.timeout(CLOSE_SECONDS):

@@ -1,4 +1,4 @@
-"""Games as workflows: small, pure environments that are the same for the same seed."""
+"""Games as workflows: small, pure environments that are identical for equal seeds."""
 
 from trinity_mq.workflows.games.frozen_lake import FrozenLake, LakeError, LakeMap, make_lake
 from trinity_mq.workflows.games.game import AsyncGameWorkflow, Game, GameWorkflow

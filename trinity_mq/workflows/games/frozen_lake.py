@@ -1,6 +1,7 @@
-"""Frozen Lake as a task: one move a step over ice with holes, reward 1 at the goal.
+"""Frozen Lake as a task: one move per step over ice with holes, reward 1 at the goal.
 
-The rules are those of FrozenLake-v1 of Gymnasium; the maps are drawn here. A game is a value; a move makes a new one.
+The rules follow FrozenLake-v1 of Gymnasium; the maps are generated here. A game is immutable; a move returns a new
+game.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from trinity_mq.workflows.games.game import Game, GameArguments, GameWorkflow, g
 from trinity_mq.workflows.workflow import TaskError
 
 Place = tuple[int, int]
-"""Row and column, from 0, from the top left."""
+"""Row and column, from 0, counted from the top left."""
 
 MOVES: Mapping[str, Place] = {"left": (0, -1), "down": (1, 0), "right": (0, 1), "up": (-1, 0)}
-"""In the order of Gymnasium: neighbours in it are at right angles."""
+"""Row and column offsets in the order of Gymnasium: adjacent entries are perpendicular moves."""
 _ORDER = tuple(MOVES)
 
 START, ICE, HOLE, GOAL, PLAYER, FALLEN = "S", "F", "H", "G", "P", "X"
@@ -29,7 +30,7 @@ MAX_DRAWS = 2000
 
 
 class LakeError(ValueError):
-    """A map that cannot be, or a move that does not exist; the message says why."""
+    """An invalid map or move. The message gives the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,8 @@ class LakeMap:
         """Return the map in ``rows``, checked.
 
         Raises:
-            LakeError: It is no rectangle, too large, has other signs, or not exactly one start and one goal.
+            LakeError: The map is not a rectangle, is too large, has other characters, or does not have exactly one
+                start and one goal.
         """
         text = "".join(rows)
         if not 0 < len(rows) <= MAX_SIZE or not 0 < len(rows[0]) <= MAX_SIZE:
@@ -58,11 +60,11 @@ class LakeMap:
         return cls(tuple(rows))
 
     def at(self, place: Place) -> str:
-        """Return the sign at a place."""
+        """Return the character at a place."""
         return self.rows[place[0]][place[1]]
 
     def find(self, sign: str) -> Place:
-        """Return where a sign stands first."""
+        """Return the first place of a character."""
         return next(place for place in self.places() if self.at(place) == sign)
 
     def places(self) -> Iterator[Place]:
@@ -70,16 +72,16 @@ class LakeMap:
         return ((row, column) for row in range(len(self.rows)) for column in range(len(self.rows[0])))
 
     def neighbour(self, place: Place, move: str) -> Place:
-        """Return where a move leads: the place itself at the edge."""
+        """Return the place that a move reaches. At the edge the place stays the same."""
         row, column = place[0] + MOVES[move][0], place[1] + MOVES[move][1]
         inside = 0 <= row < len(self.rows) and 0 <= column < len(self.rows[0])
         return (row, column) if inside else place
 
     def shortest(self, start: Place | None = None) -> int | None:
-        """Return the fewest moves to the goal, over ice that is not slippery; None if there is no way.
+        """Return the fewest moves to the goal over ice that is not slippery. Return None if the goal cannot be reached.
 
         Args:
-            start: From where; None: from the start.
+            start: The first place. None: the map's start.
         """
         start = self.find(START) if start is None else start
         far = {start: 0}
@@ -96,16 +98,16 @@ class LakeMap:
 
 
 def make_lake(size: int, ice: float, seed: int, *, within: int | None = None) -> LakeMap:
-    """Return a square map with a way from the top left to the bottom right, the same for the same arguments.
+    """Return a square map with a path from the top left to the bottom right. Equal arguments give the same map.
 
     Args:
-        size: Rows and columns, from 2.
-        ice: Chance of each place in between to be ice, in (0, 1].
-        seed: Which one.
-        within: The goal can be reached in so many moves.
+        size: Rows and columns, at least 2.
+        ice: Probability of each place in between to be ice, in (0, 1].
+        seed: Seed of the map.
+        within: Maximum moves of the shortest path. None: no limit.
 
     Raises:
-        LakeError: A value out of range, or no such map among MAX_DRAWS.
+        LakeError: A value is out of range, or none of MAX_DRAWS maps has such a path.
     """
     least = 2 * (size - 1)
     if not 2 <= size <= MAX_SIZE or not 0 < ice <= 1:
@@ -125,16 +127,16 @@ def make_lake(size: int, ice: float, seed: int, *, within: int | None = None) ->
 
 @dataclass(frozen=True, slots=True)
 class FrozenLake:
-    """A game: the map, where the player stands, and how the ice behaves."""
+    """A game: the map, the player's place, and the ice's behaviour."""
 
     lake: LakeMap
     place: Place
     slippery: bool = False
-    """A move goes where it was meant to, or to either side of it, with a chance of a third each."""
+    """A move goes in the intended direction or to either side of it, with probability 1/3 each."""
     seed: int = 0
     """Seed of the slips."""
     moves: int = 0
-    """Made so far."""
+    """Number of moves made."""
 
     @classmethod
     def begin(cls, lake: LakeMap, *, slippery: bool = False, seed: int = 0) -> FrozenLake:
@@ -143,24 +145,24 @@ class FrozenLake:
 
     @property
     def fallen(self) -> bool:
-        """The player is in a hole."""
+        """Whether the player is in a hole."""
         return self.lake.at(self.place) == HOLE
 
     @property
     def solved(self) -> bool:
-        """The player is at the goal."""
+        """Whether the player is at the goal."""
         return self.lake.at(self.place) == GOAL
 
     @property
     def over(self) -> bool:
-        """No move changes anything any more."""
+        """Whether no further move is possible."""
         return self.fallen or self.solved
 
     def move(self, move: str) -> FrozenLake:
         """Return the game after ``move``.
 
         Raises:
-            LakeError: The game is over, or there is no such move.
+            LakeError: The game is over, or the move does not exist.
         """
         if move not in MOVES:
             raise LakeError(f"no move {move!r}; wanted one of {', '.join(MOVES)}")
@@ -172,7 +174,7 @@ class FrozenLake:
         return replace(self, place=self.lake.neighbour(self.place, move), moves=self.moves + 1)
 
     def render(self) -> str:
-        """Return the map with the player on it: ``P``, ``X`` in a hole."""
+        """Return the map with the player on it: ``P``, or ``X`` in a hole."""
         rows = [list(row.replace(START, ICE)) for row in self.lake.rows]
         rows[self.place[0]][self.place[1]] = FALLEN if self.fallen else PLAYER
         return "\n".join("".join(row) for row in rows)
@@ -190,13 +192,13 @@ _LETTERS = {move[0]: move for move in MOVES}
 
 
 class LakeArguments(GameArguments):
-    """Arguments of a lake; ``map`` comes before ``size`` and ``ice``."""
+    """Arguments of a lake. ``map`` overrides ``size`` and ``ice``."""
 
     map: tuple[str, ...] | None = None
     """Rows of S (start), F (ice), H (hole), G (goal)."""
     size: int = Field(default=4, ge=2, le=MAX_SIZE)
     ice: float = Field(default=0.8, gt=0, le=1)
-    """Chance of a place to be ice."""
+    """Probability of a place to be ice."""
     slippery: bool = False
 
 
@@ -209,7 +211,7 @@ class LakeGame(Game):
         self.state = state
         self._whole = state.lake.shortest() or 1
         self.unclear = 0
-        """Answers that named no move."""
+        """Number of answers that named no move."""
         if state.slippery:
             self.instructions = INSTRUCTIONS + SLIPPERY
 
@@ -217,7 +219,7 @@ class LakeGame(Game):
         return self.state.render()
 
     def play(self, answer: str) -> str:
-        """Make the move that ``answer`` ends with."""
+        """Make the last move that ``answer`` names."""
         move = read_move(answer)
         if move is None:
             self.unclear += 1
@@ -236,7 +238,7 @@ class LakeGame(Game):
 
     @property
     def progress(self) -> float:
-        """The share of the shortest way that lies behind the player; 0 in a hole."""
+        """Share of the shortest path that the player has covered; 0 in a hole."""
         left = None if self.state.fallen else self.state.lake.shortest(self.state.place)
         return 0.0 if left is None else max(0.0, 1.0 - left / self._whole)
 
@@ -245,7 +247,9 @@ class LakeGame(Game):
 
 
 def read_move(answer: str) -> str | None:
-    """Return the last marked move of an answer, or the one that is all of it: ``down``, ``D``; None without one."""
+    """Return the last marked move of an answer, or the move that is the whole answer: ``down``, ``D``. Return None if
+    it names no move.
+    """
     marked = _MARKED.findall(answer)
     if marked:
         return str(marked[-1]).lower()
@@ -254,7 +258,7 @@ def read_move(answer: str) -> str | None:
 
 
 class FrozenLakeWorkflow(GameWorkflow):
-    """Frozen Lake on a map that the task gives, or on one drawn from the task's seed."""
+    """Frozen Lake on the map of the task, or on a map generated from the task's seed."""
 
     arguments_kind = LakeArguments
     arguments: LakeArguments

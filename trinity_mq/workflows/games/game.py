@@ -1,5 +1,5 @@
-"""Episodes as workflows: the model is shown something, answers with a move, and again until it is over; one reward at
-the end. A game is an episode that can be won.
+"""Episodes as workflows: the model sees the state and answers with a move, until the episode is over. One reward
+follows at the end. A game is an episode that can be won.
 """
 
 from __future__ import annotations
@@ -24,55 +24,56 @@ if TYPE_CHECKING:
     from trinity_mq.models import ModelWrapper
 
 MAX_SEEN = 4000
-"""Characters at the end of an answer in which moves are looked for."""
+"""Number of characters at the end of an answer that are searched for moves."""
 
 
 class EpisodeArguments(Arguments):
     """Arguments of every episode, in ``workflow_args`` or in the record."""
 
     max_steps: int = Field(default=10, ge=1, le=1000)
-    """Answers of the model in one run."""
+    """Maximum answers of the model in one run."""
     seed: int | None = None
-    """Seed of the game. None: the record's position in its taskset, so that each record is a game of its own."""
+    """Seed of the game. None: the record's position in its taskset, so each record is a different game."""
     memory: bool = True
-    """Each step sees the whole conversation; else what is shown now, without what was before."""
+    """True: each step sees the whole conversation. False: each step sees only the current state."""
     merge_turns: bool = True
-    """Steps whose prompt begins with exactly the tokens of the steps before become one experience: the same tokens are
-    trained on, those before them are read once."""
+    """Merge steps whose prompt begins with exactly the tokens of the steps before into one experience. The same tokens
+    are trained on, and the shared prefix is processed once.
+    """
     terse: bool = False
-    """Show the game alone, without instructions and comments, as very small models need it."""
+    """Show only the game, without instructions and comments, as very small models need it."""
 
 
 class GameArguments(EpisodeArguments):
     """Arguments of every game."""
 
     partial_credit: float = Field(default=0.0, ge=0, le=1)
-    """Reward of a game that was not won, times how far it came."""
+    """Factor of the reward of a game that was not won: its reward is this factor times its progress."""
 
 
 class Episode(ABC):
-    """Game of one run, as its workflow sees it."""
+    """The game of one run, as its workflow sees it."""
 
     instructions: str = ""
-    """The system prompt, unless the taskset's format has one."""
+    """The system prompt, unless the taskset's format has a system prompt."""
     longest_answer: int | None = MAX_SEEN
-    """Characters at the end of an answer that :meth:`play` is given. None: all."""
+    """Number of characters at the end of an answer that :meth:`play` receives. None: the whole answer."""
 
     @abstractmethod
     def show(self) -> str:
-        """Return what the player sees."""
+        """Return the state as the player sees it."""
 
     @abstractmethod
     def play(self, answer: str) -> str:
-        """Do what ``answer`` says and return a comment on it, if there is one. No answer raises anything."""
+        """Make the move of ``answer`` and return a comment on it, or "". An invalid answer must not raise an error."""
 
     @property
     @abstractmethod
     def over(self) -> bool:
-        """No move changes anything any more."""
+        """Whether no further move is possible."""
 
     def metrics(self) -> dict[str, float]:
-        """Return numbers about it, for the experiences of its run."""
+        """Return the episode's metrics, for the experiences of its run."""
         return {}
 
 
@@ -82,11 +83,11 @@ class Game(Episode):
     @property
     @abstractmethod
     def won(self) -> bool:
-        """It ended well: reward 1."""
+        """Whether the game was won: reward 1."""
 
     @property
     def over(self) -> bool:
-        """No move changes anything any more."""
+        """Whether no further move is possible."""
         return self.won
 
     @property
@@ -96,7 +97,7 @@ class Game(Episode):
 
 
 def game_seed(task: Task, arguments: EpisodeArguments) -> int:
-    """Return which game ``task`` is: all its runs play the same one."""
+    """Return the seed of the task's game: all runs of a task play the same game."""
     position = task.index.get("index", 0)
     return arguments.seed if arguments.seed is not None else position if isinstance(position, int) else 0
 
@@ -105,13 +106,13 @@ E = TypeVar("E", bound=Episode)
 
 
 class EpisodeWorkflow(RewardedAtTheEnd, Generic[E]):
-    """An episode, played once in each run. Write :meth:`begin` and :meth:`worth`, and say in ``arguments_kind`` what it
-    takes.
+    """One episode per run. Write :meth:`begin` and :meth:`worth`, and set ``arguments_kind`` to the class of the
+    arguments.
 
-    Each step is one request, whose recorded tokens are what is trained on.
+    Each step is one request; training uses its recorded tokens.
     """
 
-    stop_on_truncation = False  # a move is read from as much of an answer as there is
+    stop_on_truncation = False  # a move can be read from a truncated answer
     arguments_kind: ClassVar[type[EpisodeArguments]] = EpisodeArguments
     arguments: EpisodeArguments
     episode: E
@@ -127,7 +128,7 @@ class EpisodeWorkflow(RewardedAtTheEnd, Generic[E]):
 
     @classmethod
     def record_keys(cls) -> Iterable[str]:
-        """Return the arguments that a record may give."""
+        """Return the arguments that a record may set."""
         return cls.arguments_kind.model_fields
 
     @abstractmethod
@@ -135,15 +136,15 @@ class EpisodeWorkflow(RewardedAtTheEnd, Generic[E]):
         """Return the task's episode at its beginning.
 
         Raises:
-            TaskError: There is no such episode.
+            TaskError: The task describes an invalid episode.
         """
 
     @abstractmethod
     def worth(self) -> float:
-        """Return what the episode was worth."""
+        """Return the reward of the episode."""
 
     async def played(self, answer: str) -> str:
-        """Have the episode play ``answer`` and return its comment."""
+        """Make the move of ``answer`` in the episode and return its comment."""
         return self.episode.play(answer)
 
     @property
@@ -151,18 +152,18 @@ class EpisodeWorkflow(RewardedAtTheEnd, Generic[E]):
         return self.arguments.max_steps
 
     async def body(self) -> list[Experience]:
-        """Play; return the experiences of all steps."""
+        """Play the episode; return the experiences of all steps."""
         experiences = await super().body()
         return merge_turns(experiences) if self.arguments.memory and self.arguments.merge_turns else experiences
 
     async def take_step(self, step_num: int) -> bool:
-        """Ask for a move and play it; return whether the episode goes on."""
+        """Ask for a move and play it; return whether the episode continues."""
         if step_num == 0:
             self.episode = await self.begin()
         (response,) = await call(self.is_async, self.model, "chat", self._conversation(), n=1)
         if step_num == 0:
             check_asked([response])
-        if response.truncate_status == PROMPT_TRUNCATED:  # the model never saw the question: nothing to play
+        if response.truncate_status == PROMPT_TRUNCATED:  # the model never saw the question, so there is no move
             self._unasked = True
             return False
         answer = response.response_text or ""
@@ -182,7 +183,7 @@ class EpisodeWorkflow(RewardedAtTheEnd, Generic[E]):
         return [{"role": "system", "content": system}, *self._turns] if system else list(self._turns)
 
     async def final_reward(self, exps: list[Experience]) -> float:
-        """Return what the episode was worth, and put its numbers into the experiences."""
+        """Return the reward of the episode, and add its metrics to the experiences."""
         metrics = {**self.episode.metrics(), "prompt_too_long": float(self._unasked)}
         for experience in exps:
             experience.metrics.update(metrics)
@@ -190,7 +191,7 @@ class EpisodeWorkflow(RewardedAtTheEnd, Generic[E]):
 
 
 class GameWorkflow(EpisodeWorkflow[Game]):
-    """A game, played once in each run. Write :meth:`make_game`, and say in ``arguments_kind`` what it takes.
+    """One game per run. Write :meth:`make_game`, and set ``arguments_kind`` to the class of the arguments.
 
     The reward is 1 for a game that was won, else ``partial_credit`` times its progress.
     """
@@ -200,10 +201,10 @@ class GameWorkflow(EpisodeWorkflow[Game]):
 
     @abstractmethod
     def make_game(self) -> Game:
-        """Return the task's game at its beginning. In the asynchronous form it is made in a thread.
+        """Return the task's game at its beginning. The asynchronous form calls it in a thread.
 
         Raises:
-            TaskError: There is no such game.
+            TaskError: The task describes an invalid game.
         """
 
     async def begin(self) -> Game:
@@ -213,7 +214,7 @@ class GameWorkflow(EpisodeWorkflow[Game]):
         return 1.0 if self.episode.won else self.arguments.partial_credit * self.episode.progress
 
     async def final_reward(self, exps: list[Experience]) -> float:
-        """Return what the game was worth, and put its numbers into the experiences."""
+        """Return the reward of the game, and add its metrics to the experiences."""
         reward = await super().final_reward(exps)
         for experience in exps:
             experience.metrics["success"] = float(self.episode.won)

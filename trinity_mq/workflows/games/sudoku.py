@@ -1,6 +1,6 @@
-"""Sudoku as a task: entries in each step on a board with exactly one solution, reward 1 for the solved board.
+"""Sudoku as a task: each step makes entries on a board with exactly one solution. The solved board has reward 1.
 
-A game is a value; an entry makes a new one.
+A game is immutable; an entry returns a new game.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from trinity_mq.workflows.games.game import Game, GameArguments, GameWorkflow, g
 from trinity_mq.workflows.workflow import TaskError
 
 MAX_BLANKS = {2: 12, 3: 55}
-"""By the size of a box. 4 clues are the fewest of a 4 by 4; few grids of 9 by 9 go far below 26."""
+"""Maximum blanks by box size. A 4 by 4 puzzle needs at least 4 clues; few 9 by 9 grids allow far fewer than 26."""
 MAX_GRIDS = 50
 MAX_NODES = 200_000
-"""Entries tried by the solver before it gives up: a second or so."""
+"""Maximum entries tried by the solver before it gives up: about one second."""
 
 
 class SudokuError(ValueError):
-    """An entry against the rules, or a puzzle that cannot be; the message says why."""
+    """An entry against the rules, or an invalid puzzle. The message gives the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,44 +33,45 @@ class Sudoku:
     """A game: digits row by row, 0 for a blank."""
 
     box: int
-    """2: 4 by 4. 3: 9 by 9."""
+    """Size of a box. 2: a 4 by 4 board. 3: a 9 by 9 board."""
     givens: tuple[int, ...]
     solution: tuple[int, ...]
     board: tuple[int, ...]
 
     @property
     def size(self) -> int:
-        """Rows, columns, and the greatest digit."""
+        """Number of rows and of columns, and the greatest digit."""
         return self.box * self.box
 
     @property
     def solved(self) -> bool:
-        """Every digit is right."""
+        """Whether every digit is right."""
         return self.board == self.solution
 
     @property
     def blanks(self) -> int:
-        """Places that were blank at the beginning."""
+        """Number of places that were blank at the beginning."""
         return self.givens.count(0)
 
     @property
     def right(self) -> int:
-        """Blanks that hold the right digit now."""
+        """Number of these blanks that now hold the right digit."""
         places = zip(self.givens, self.board, self.solution, strict=True)
         return sum(given == 0 and digit == wanted for given, digit, wanted in places)
 
     def put(self, row: int, column: int, digit: int) -> Sudoku:
-        """Return the game with ``digit`` at a place; 0 takes an own entry back.
+        """Return the game with ``digit`` at a place; 0 erases the player's entry.
 
-        Only what breaks a rule at once is refused: a digit that is merely wrong shows later.
+        Only an immediate rule violation is refused. A digit that is wrong but breaks no rule yet is accepted.
 
         Args:
-            row: From 1, from the top.
-            column: From 1, from the left.
+            row: Row from 1, counted from the top.
+            column: Column from 1, counted from the left.
             digit: 0 to ``size``.
 
         Raises:
-            SudokuError: Out of range, the place was given, or the digit stands in that row, column or box already.
+            SudokuError: A value is out of range, the place was given, or the digit is already in that row, column or
+                box.
         """
         size = self.size
         if not (1 <= row <= size and 1 <= column <= size and 0 <= digit <= size):
@@ -89,7 +90,7 @@ class Sudoku:
         return replace(self, board=(*self.board[:place], digit, *self.board[place + 1 :]))
 
     def render(self) -> str:
-        """Return the board, a line for each row: digits, ``.`` for a blank, boxes apart."""
+        """Return the board, one line per row: digits, ``.`` for a blank, separators between boxes."""
         lines = []
         for row in range(self.size):
             digits = [str(digit) if digit else "." for digit in self.board[row * self.size : (row + 1) * self.size]]
@@ -101,15 +102,15 @@ class Sudoku:
 
 
 def make_sudoku(box: int, blanks: int, seed: int) -> Sudoku:
-    """Return a puzzle with one solution, the same for the same arguments.
+    """Return a puzzle with one solution. Equal arguments give the same puzzle.
 
     Args:
         box: 2 for 4 by 4, 3 for 9 by 9.
-        blanks: Places left blank.
-        seed: Which one.
+        blanks: Number of blank places.
+        seed: Seed of the puzzle.
 
     Raises:
-        SudokuError: A value out of range, or too many blanks for the grids that were drawn.
+        SudokuError: A value is out of range, or the generated grids do not allow that many blanks.
     """
     if box not in MAX_BLANKS or not 1 <= blanks <= MAX_BLANKS[box]:
         most = MAX_BLANKS.get(box)
@@ -128,7 +129,7 @@ def solutions(board: Sequence[int], box: int, most: int = 2) -> list[tuple[int, 
     """Return up to ``most`` solutions of a board.
 
     Raises:
-        SudokuError: The solver tried MAX_NODES entries without an end.
+        SudokuError: The search did not end within MAX_NODES entries.
     """
     size = box * box
     peers = [frozenset().union(*units) - {place} for place, units in enumerate(_units(box))]
@@ -137,7 +138,7 @@ def solutions(board: Sequence[int], box: int, most: int = 2) -> list[tuple[int, 
     nodes = 0
 
     def fill() -> bool:
-        """Fill the place with the fewest choices; say whether enough is known."""
+        """Fill the place with the fewest choices; return whether ``most`` solutions were found."""
         nonlocal nodes
         best: tuple[int, set[int]] | None = None
         for place, digit in enumerate(digits):
@@ -166,7 +167,9 @@ def solutions(board: Sequence[int], box: int, most: int = 2) -> list[tuple[int, 
 
 
 def _full_grid(box: int, draw: random.Random) -> tuple[int, ...]:
-    """Return a solved grid: the cyclic one with digits, and rows and columns within and across bands, shuffled."""
+    """Return a solved grid: the cyclic grid with shuffled digits, and with rows and columns shuffled within and across
+    bands.
+    """
     size = box * box
 
     def lines() -> list[int]:
@@ -177,7 +180,7 @@ def _full_grid(box: int, draw: random.Random) -> tuple[int, ...]:
 
 
 def _dig(solution: tuple[int, ...], box: int, blanks: int, draw: random.Random) -> tuple[int, ...] | None:
-    """Return ``solution`` with so many blanks and still one solution, None if this grid does not allow it."""
+    """Return ``solution`` with ``blanks`` blanks and still one solution. Return None if this grid does not allow it."""
     board = list(solution)
     left = blanks
     for place in draw.sample(range(len(board)), len(board)):
@@ -193,7 +196,7 @@ def _dig(solution: tuple[int, ...], box: int, blanks: int, draw: random.Random) 
 
 @cache
 def _units(box: int) -> tuple[tuple[frozenset[int], frozenset[int], frozenset[int]], ...]:
-    """Return for each place its row, its column and its box, as places."""
+    """Return for each place its row, its column and its box, as sets of places."""
     size = box * box
     every = range(size * size)
 
@@ -228,7 +231,7 @@ class SudokuArguments(GameArguments):
     """Arguments of a Sudoku."""
 
     box: Literal[2, 3] = 2
-    """2: 4 by 4. 3: 9 by 9."""
+    """Size of a box. 2: a 4 by 4 board. 3: a 9 by 9 board."""
     blanks: int = Field(default=4, ge=1)
 
 
@@ -240,13 +243,13 @@ class SudokuGame(Game):
     def __init__(self, state: Sudoku) -> None:
         self.state = state
         self.entries = self.refused = self.unclear = 0
-        """Made, against the rules, and answers without any."""
+        """Numbers of entries made, of entries refused by the rules, and of answers without an entry."""
 
     def show(self) -> str:
         return self.state.render()
 
     def play(self, answer: str) -> str:
-        """Make the entries of ``answer``, up to the first one that is refused."""
+        """Make the entries of ``answer``, up to the first refused entry."""
         entries = read_entries(answer)
         if not entries:
             self.unclear += 1
@@ -266,7 +269,7 @@ class SudokuGame(Game):
 
     @property
     def progress(self) -> float:
-        """The share of the blanks that hold the right digit."""
+        """Share of the blanks that hold the right digit."""
         return self.state.right / self.state.blanks
 
     def metrics(self) -> dict[str, float]:
@@ -279,7 +282,7 @@ class SudokuGame(Game):
 
 
 def read_entries(answer: str) -> list[Entry]:
-    """Return the marked entries of an answer, the first MAX_ENTRIES; or the one that is all of it: ``2 3 4``."""
+    """Return the first MAX_ENTRIES marked entries of an answer, or the entry that is the whole answer: ``2 3 4``."""
     marked = _MARKED.findall(answer)[:MAX_ENTRIES]
     if not marked and (bare := _BARE.fullmatch(answer[:100])) and len(answer) <= 100:
         marked = [bare.groups()]
@@ -287,7 +290,7 @@ def read_entries(answer: str) -> list[Entry]:
 
 
 class SudokuWorkflow(GameWorkflow):
-    """The Sudoku that the task's seed draws, with one solution."""
+    """A Sudoku with one solution, generated from the task's seed."""
 
     arguments_kind = SudokuArguments
     arguments: SudokuArguments

@@ -1,1 +1,1 @@
-"""Workflows of sessions: those that a gateway recorded, and programs that are given a base URL."""
+"""Workflows of sessions: sessions that a gateway recorded, and programs that receive a base URL."""

@@ -1,4 +1,4 @@
-"""Makes experiences of a session's calls, with their rewards. Nothing is tokenised again."""
+"""Converts the calls of a session into experiences with rewards. No text is tokenised again."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from trinity_mq.models.recording.merging import merge_turns
 from trinity_mq.models.recording.responses import experiences_of
 
 CAUSES = ("new", "template", "retoken", "temperature")
-"""Reasons why the prompt of a call does not continue an earlier one."""
+"""Reasons why the prompt of a call does not continue an earlier call."""
 
 
 def superseded_calls(calls: Sequence[SessionCall]) -> set[str]:
-    """Return the calls whose answer their client did not get and had made again.
+    """Return the calls whose client did not receive the answer and repeated the request.
 
-    A gateway names the call that a repeat replaces as far as it knows that call. The answer of another gateway may
-    reach the stream later than the repeat. So a repeat that names no call replaces one equal call that began before
-    the repeat was answered, was sent fewer times, and is no sibling of the repeat: the call that was sent most often.
+    A repeat names the call that it replaces if its gateway knows that call. The answer of another gateway may reach the
+    stream later than the repeat. Therefore a repeat that names no call replaces one call with an equal request. That
+    call began before the repeat was answered, has a lower retry count, and is not a sibling of the repeat. If several
+    calls match, the call with the highest retry count is replaced.
 
     Args:
         calls: All calls of a session, in the order of the stream.
@@ -55,20 +56,20 @@ def session_experiences(
 ) -> list[Experience]:
     """Return the experiences of one session, in the order of its calls, each with a reward.
 
-    An answer without a reward of its own has that of the next one times ``turn_discount``, the last one that of the
-    session. Left out are answers behind the last reward, calls that their client repeated, and, of several answers to
-    one request, those that the conversation did not go on with. A turn that is merged into the next one shares its
-    reward.
+    An answer without its own reward gets the reward of the next answer times ``turn_discount``. The last answer gets
+    the session's reward. Left out are answers after the last reward, calls that their client repeated, and, of several
+    answers to one request, the answers that the conversation did not continue. A turn that is merged into the next turn
+    shares its reward.
 
     Args:
-        calls: In their order.
-        reward: Of the whole session.
-        call_rewards: By call and choice; None for all choices.
-        merge: How turns become experiences.
-        turn_discount: From 0 to 1.
+        calls: The calls in their order.
+        reward: Reward of the whole session. None: the session has no reward.
+        call_rewards: Rewards by (call id, choice index). Index None covers every choice of the call.
+        merge: Rule that merges turns into experiences.
+        turn_discount: Discount per turn, from 0 to 1.
 
     Raises:
-        ValueError: A call continues one that is missing.
+        ValueError: A call continues a call that is missing.
     """
     superseded = superseded_calls(calls)
     kept = [call for call in calls if call.call not in superseded]
@@ -88,7 +89,8 @@ def session_experiences(
         if worth is None:
             continue
         experience.reward = worth
-        if number == 0 or call.call in continued_calls:  # the answers to one request stand beside each other
+        # several answers to one request are alternatives: they share one discount step
+        if number == 0 or call.call in continued_calls:
             following = worth * turn_discount
         rewarded.append(experience)
     rewarded.reverse()
@@ -98,7 +100,7 @@ def session_experiences(
 
 
 def session_metrics(calls: Sequence[SessionCall], experiences: int) -> dict[str, float]:
-    """Return numbers about a session: its calls, the experiences made of them, and breaks of prefixes by cause."""
+    """Return a session's metrics: its number of calls and of experiences, and the prefix breaks by cause."""
     causes = Counter(call.break_cause for call in calls if call.break_cause)
     return {
         "session_calls": float(len(calls)),

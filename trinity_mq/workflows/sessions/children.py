@@ -1,7 +1,8 @@
-"""Programs that a workflow runs: one process for each run, or one that is kept and answers many.
+"""Programs that a workflow runs: one process per run, or a kept process that answers many requests.
 
-A kept program reads a request from a line of its standard input, JSON with an ``id``, and writes the answer, JSON with
-the same ``id``, to a line of its standard output, in whatever order. Once it can, it writes ``{"ready": true}``.
+A kept program reads a request from a line of its standard input: JSON with an ``id``. It writes the answer, JSON with
+the same ``id``, to a line of its standard output. Answers may come in any order. When it is ready, it writes
+``{"ready": true}``.
 """
 
 from __future__ import annotations
@@ -24,22 +25,22 @@ from trinity_mq.workflows.errors import SandboxFailed
 log = structlog.get_logger(__name__)
 
 LONGEST_LINE = 1 << 26
-"""Bytes of one answer."""
+"""Maximum bytes of one answer."""
 TAIL = 10
-"""Lines at the end of the standard error that go into the reason of a failure."""
+"""Number of lines from the end of the standard error that are included in the reason of a failure."""
 READY_SECONDS = 120.0
-"""Time that a kept program has to become ready: it may import a lot."""
+"""Seconds that a kept program has to become ready: its imports may take long."""
 END_SECONDS = 5.0
-"""Time from the end of its input to the kill."""
+"""Seconds from the end of the program's input to the kill."""
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A command and its surroundings."""
+    """A command with its environment variables and working directory."""
 
     command: tuple[str, ...]
     env: tuple[tuple[str, str], ...] = ()
-    """Variables over those of this process."""
+    """Variables that override the variables of this process."""
     cwd: str | None = None
 
     @property
@@ -48,10 +49,10 @@ class Program:
         return " ".join(self.command)[:200]
 
     async def start(self, env: Mapping[str, str] | None = None) -> asyncio.subprocess.Process:
-        """Start it in a session of its own.
+        """Start the program in its own process session.
 
         Raises:
-            SandboxFailed: It cannot be started.
+            SandboxFailed: The program cannot be started.
         """
         try:
             return await asyncio.create_subprocess_exec(
@@ -69,12 +70,12 @@ class Program:
 
 
 async def run_once(program: Program, request: Mapping[str, Any], env: Mapping[str, str]) -> dict[str, Any]:
-    """Run a program to its end with a request on its standard input; return the JSON in the last line that it printed.
+    """Run a program to its end with a request on its standard input; return the JSON of its last output line.
 
-    Cancelling it kills the program and all that it started.
+    Cancellation kills the program and all processes that it started.
 
     Raises:
-        SandboxFailed: It did not end with 0, or printed no such line.
+        SandboxFailed: The exit code is not 0, or the last line is not a JSON object.
     """
     process = await program.start(env)
     try:
@@ -89,24 +90,25 @@ async def run_once(program: Program, request: Mapping[str, Any], env: Mapping[st
 
 
 class _Life:
-    """One process of a kept program, and who waits for its answers."""
+    """One process of a kept program, and the requests that wait for its answers."""
 
     def __init__(self, program: Program, process: asyncio.subprocess.Process) -> None:
         self._program, self._process = program, process
         loop = asyncio.get_running_loop()
         self._ready: asyncio.Future[None] = loop.create_future()
-        self._ready.add_done_callback(lambda done: done.cancelled() or done.exception())  # whoever asked may be gone
+        # marks the error as retrieved, because the caller may have been cancelled
+        self._ready.add_done_callback(lambda done: done.cancelled() or done.exception())
         self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._numbers = itertools.count()
         self._tail: collections.deque[str] = collections.deque(maxlen=TAIL)
         self.over = False
-        """It answers no more."""
+        """Whether the process has stopped answering."""
         self._errors = asyncio.create_task(self._read_errors(), name="errors of a program")
         self._answers = asyncio.create_task(self._read(), name="answers of a program")
         self._timer = loop.call_later(READY_SECONDS, self._give_up)
 
     async def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the answer to a request; errors as :meth:`KeptProgram.ask`."""
+        """Return the answer to a request; raises the errors of :meth:`KeptProgram.ask`."""
         await asyncio.shield(self._ready)
         if self.over:
             raise self._failed("ended")
@@ -116,14 +118,14 @@ class _Life:
         try:
             assert self._process.stdin is not None
             self._process.stdin.write(json.dumps({**request, "id": number}).encode() + b"\n")
-            with contextlib.suppress(ConnectionError):  # it has ended: its reader tells why
+            with contextlib.suppress(ConnectionError):  # the process has ended; _read() reports the reason
                 await self._process.stdin.drain()
             return await answer
         finally:
             self._waiting.pop(number, None)
 
     async def close(self) -> None:
-        """End its input, and kill it if it does not end; return once all that it wrote was read."""
+        """Close the program's input, kill the program if it does not end, and wait until its output is read."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:
@@ -149,7 +151,7 @@ class _Life:
             log.warning("program_line_too_long", program=self._program.name, limit=LONGEST_LINE)
         self.over = True
         self._timer.cancel()
-        with contextlib.suppress(TimeoutError):  # it closed its output and goes on: nobody hears it any more
+        with contextlib.suppress(TimeoutError):  # it closed its output but still runs: nobody can read its answers
             async with asyncio.timeout(END_SECONDS):
                 await self._process.wait()
         _kill(self._process)
@@ -186,17 +188,17 @@ class _Life:
 
 
 class KeptProgram:
-    """A program that answers many requests; started where one is made and it does not run."""
+    """A program that answers many requests. A request starts the program if it does not run."""
 
     def __init__(self, program: Program) -> None:
         self._program = program
         self._lives: list[_Life] = []
-        """The latest one, and those before that have not been closed."""
+        """The latest process, and earlier processes that have not been closed."""
         self._starting = asyncio.Lock()
 
     @property
     def runs(self) -> bool:
-        """A process of it may answer."""
+        """Whether a process of the program may answer."""
         return bool(self._lives) and not self._lives[-1].over
 
     async def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
@@ -213,7 +215,7 @@ class KeptProgram:
         return await life.ask(request)
 
     async def close(self) -> None:
-        """End its processes."""
+        """End all processes of the program."""
         lives, self._lives = self._lives, []
         await asyncio.gather(*(life.close() for life in lives))
 
@@ -223,7 +225,7 @@ _KEPT: dict[asyncio.AbstractEventLoop, dict[Program, KeptProgram]] = {}
 
 
 def kept(program: Program) -> KeptProgram:
-    """Return the kept program with this command and surroundings, on this event loop."""
+    """Return the kept program with this command, environment and working directory on this event loop."""
     for loop in [loop for loop in _KEPT if loop.is_closed()]:
         del _KEPT[loop]
     programs = _KEPT.setdefault(asyncio.get_running_loop(), {})
@@ -251,11 +253,11 @@ def _object(line: str, program: Program) -> dict[str, Any]:
 
 
 def _kill(process: asyncio.subprocess.Process) -> None:
-    """Kill a program and what it started."""
+    """Kill a program and all processes that it started."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
 
 
 def program_of(command: Sequence[str], env: Mapping[str, str], cwd: str | None) -> Program:
-    """Return a program."""
+    """Return a hashable program from its parts."""
     return Program(tuple(command), tuple(sorted(env.items())), cwd)

@@ -1,7 +1,7 @@
-"""A program as a workflow: it is given a base URL and a task, asks the model as it likes, and prints a reward.
+"""A program as a workflow: it receives a base URL and a task, calls the model as often as it likes, and prints a
+reward.
 
-The answers of the engine are recorded below the URL, and trained on; see
-:mod:`trinity_mq.workflows.sessions.assembly`.
+The engine's answers below the URL are recorded and trained on; see :mod:`trinity_mq.workflows.sessions.assembly`.
 """
 
 from __future__ import annotations
@@ -29,49 +29,49 @@ class SessionArguments(Arguments):
     """Arguments of all workflows that run a program."""
 
     env: dict[str, str] = Field(default_factory=dict)
-    """Variables of the program's environment, over those of the runner."""
+    """Environment variables of the program, which override the runner's variables."""
     cwd: str | None = None
-    """Folder in which it runs. None: the runner's."""
+    """Working directory of the program. None: the runner's directory."""
     merge: Merge = "prefix"
-    """The rule by which its calls become experiences, as ``gateway.merge``."""
+    """Rule that merges calls into experiences, as ``gateway.merge``."""
     turn_discount: float = Field(default=1.0, ge=0, le=1)
-    """As ``gateway.turn_discount``."""
+    """Discount per turn, as ``gateway.turn_discount``."""
 
 
 class ProgramArguments(SessionArguments):
     """Arguments of :class:`ProgramWorkflow`."""
 
     command: list[str] = Field(min_length=1)
-    """The program and its arguments. It comes from the configuration alone, never from a task."""
+    """The program and its arguments. It is set only by the configuration, never by a task."""
     keep: bool = False
-    """The program answers many runs: see :mod:`trinity_mq.workflows.sessions.children`."""
+    """One process of the program answers many runs: see :mod:`trinity_mq.workflows.sessions.children`."""
 
 
 class CallReward(BaseModel):
     """Reward of one answer."""
 
     call: str | int
-    """Its id, or its number from 0."""
+    """Id of the call, or its number from 0."""
     choice: int | None = None
-    """One of several answers to the same request."""
+    """Index of the answer among several answers to the same request. None: all of them."""
     reward: float = Field(allow_inf_nan=False)
 
 
 class ProgramResult(BaseModel):
-    """The last line of a program's output, or an answer of a kept one; other keys are passed over."""
+    """The last line of a program's output, or an answer of a kept program. Other keys are ignored."""
 
     reward: float | None = Field(default=None, allow_inf_nan=False)
     rewards: list[CallReward] = Field(default_factory=list)
     metrics: dict[str, float] = Field(default_factory=dict)
     kind: str | None = Field(default=None, pattern=KIND.pattern)
-    """Kind of a failure that is no fault of the task; None: it has not failed so."""
+    """Kind of a failure that is not the task's fault. None: no such failure."""
     error: str | None = None
 
 
 class ProgramWorkflow(Workflow):
     """Runs a program with ``OPENAI_BASE_URL``, ``OPENAI_API_KEY``, ``ANTHROPIC_BASE_URL`` and ``ANTHROPIC_API_KEY``
-    set, and the task as JSON on its standard input; the last line of what it prints says ``{"reward": 1.0}``, and if it
-    likes ``metrics``, and ``rewards`` of single answers: ``[{"call": 0, "reward": 0.5}]``.
+    set, and the task as JSON on its standard input. The last line of its output is ``{"reward": 1.0}``. It may also
+    hold ``metrics``, and ``rewards`` of single answers: ``[{"call": 0, "reward": 0.5}]``.
     """
 
     is_async = True
@@ -89,7 +89,7 @@ class ProgramWorkflow(Workflow):
 
     @property
     def keeps(self) -> bool:
-        """Whether it answers many runs."""
+        """Whether one process answers many runs."""
         return bool(self.arguments.keep)
 
     def request(self, session: LocalSession) -> dict[str, Any]:
@@ -103,12 +103,12 @@ class ProgramWorkflow(Workflow):
         }
 
     async def run_async(self) -> list[Experience]:
-        """Run the program once; return the answers that it got, rewarded.
+        """Run the program once; return the recorded answers with rewards.
 
         Raises:
             EngineLost: The engine did not answer the program.
-            SandboxFailed: The program failed, or something that it needs.
-            RunFailedError: It asked the model nothing, or gave no usable reward.
+            SandboxFailed: The program failed, or one of its dependencies.
+            RunFailedError: The program did not ask the model, or printed no usable reward.
         """
         model, program = self.model, self.program()
         async with local_session(

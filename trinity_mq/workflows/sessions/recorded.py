@@ -1,4 +1,4 @@
-"""The workflow of sessions that a gateway recorded: run ``r`` is session ``r`` of the task; the model is not asked."""
+"""Workflow of sessions recorded by a gateway: run ``r`` is session ``r`` of the task. The model is not asked."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class RecordedSession(BaseModel):
 
 
 class RecordedSessions(BaseModel):
-    """The record of such a task."""
+    """The record of a task with recorded sessions."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -38,7 +38,7 @@ class RecordedSessions(BaseModel):
 
 
 class RecordedSessionsWorkflow(Workflow):
-    """Makes the experiences of recorded sessions."""
+    """Converts recorded sessions into experiences."""
 
     is_async = True
     can_repeat = True
@@ -47,7 +47,7 @@ class RecordedSessionsWorkflow(Workflow):
         """Return the experiences of all runs of the slice.
 
         Raises:
-            TaskError: The record holds no session for a run, or one that cannot be read.
+            TaskError: The record holds no session for a run, or a session that cannot be read.
         """
         try:
             record = RecordedSessions.model_validate(self.task.raw_task)

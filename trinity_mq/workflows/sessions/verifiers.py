@@ -1,4 +1,6 @@
-"""Environments of `verifiers` as a workflow, in a Python of their own: their pins differ from ours."""
+"""Environments of `verifiers` as a workflow, in a separate Python environment because their pinned packages differ from
+ours.
+"""
 
 from __future__ import annotations
 
@@ -19,28 +21,30 @@ class VerifiersArguments(SessionArguments):
     """Arguments of :class:`VerifiersWorkflow`."""
 
     python: str
-    """The environment's Python, such as ``envs/math/bin/python``: verifiers, uv and the environment are installed
-    beside it."""
+    """The environment's Python, such as ``envs/math/bin/python``. Verifiers and the environment are installed there,
+    and uv next to it.
+    """
     task: str = Field(pattern=r"^[\w.]+:[\w.]+$")
-    """``module:function`` that makes a ``verifiers.v1.Task`` of a record; imported there."""
+    """``module:function`` that builds a ``verifiers.v1.Task`` from a record. It is imported in that Python."""
     harness: str = "null"
     """Id of the harness that runs the agent."""
     at_once: int = Field(default=8, ge=1)
-    """Most rollouts at a time in each runner; harnesses are processes. Waiting counts towards ``explorer.max_timeout``.
+    """Maximum concurrent rollouts in each runner, because harnesses are processes. Waiting counts towards
+    ``explorer.max_timeout``.
     """
     max_turns: int | None = Field(default=None, ge=1)
-    """Most turns of the model. None: as the environment says."""
+    """Maximum turns of the model. None: the environment's default."""
 
 
 class VerifiersWorkflow(ProgramWorkflow):
-    """Runs a task of `verifiers`; its reward is the trace's. Failures of sandboxes, providers and harnesses are of
-    these kinds, and tried again.
+    """Runs a task of `verifiers`; the reward is the trace's reward. Failures of sandboxes, providers and harnesses are
+    reported with these kinds and retried.
     """
 
     arguments_kind = VerifiersArguments
 
     def program(self) -> Program:
-        """Return the child, which is kept: importing verifiers takes seconds."""
+        """Return the child program. It is kept, because importing verifiers takes seconds."""
         given = self.arguments
         python = str(Path(given.python).expanduser().absolute())
         path = f"{Path(python).parent}{os.pathsep}{os.environ.get('PATH', '')}"  # harnesses are run by uv

@@ -1,14 +1,14 @@
 """Runs tasks of `verifiers` for :mod:`trinity_mq.workflows.sessions.verifiers`, in the environment's own Python.
 
-Nothing of trinity_mq is imported: that Python need not have it. A line of JSON on the standard input asks for one
-rollout, a line on the standard output answers it, in whatever order they end; what the environment prints goes to the
-standard error.
+This module imports nothing from trinity_mq, because that Python may not have it. A line of JSON on the standard input
+requests one rollout. A line on the standard output answers it; answers come in the order in which rollouts end. Prints
+of the environment go to the standard error.
 """
 
 import os
 import sys
 
-if sys.path[:1] == [os.path.dirname(os.path.abspath(__file__))]:  # modules beside this one are none of its imports
+if sys.path[:1] == [os.path.dirname(os.path.abspath(__file__))]:  # modules in this folder must not shadow its imports
     del sys.path[0]
 
 import argparse
@@ -18,7 +18,7 @@ import json
 from typing import Any
 
 OURS = "TRINITY_MQ_UNUSED_KEY"
-"""A variable that does not hold the key: it is in a header."""
+"""A placeholder variable that does not hold the key: the key is sent in a header."""
 INFRASTRUCTURE = {
     "SandboxError": "sandbox",
     "ProviderError": "provider",
@@ -28,11 +28,11 @@ INFRASTRUCTURE = {
     "HarnessError": "environment",
     "EnvError": "environment",
 }
-"""Kinds of the failures that are no fault of the task, by the class of the error."""
+"""Kinds of the failures that are not the task's fault, by class name of the error."""
 
 
 def named(path: str) -> Any:
-    """Return the object that ``module:name`` means."""
+    """Return the object that ``module:name`` refers to."""
     module, _, name = path.partition(":")
     found: Any = importlib.import_module(module)
     for part in name.split("."):
@@ -41,8 +41,8 @@ def named(path: str) -> Any:
 
 
 async def rollout(asked: dict[str, Any], make_task: Any, harness: str) -> dict[str, Any]:
-    """Run the agent once and return what its trace says."""
-    import verifiers.v1 as vf  # it is in that Python alone
+    """Run the agent once and return the result of its trace."""
+    import verifiers.v1 as vf  # it is installed only in that Python
 
     os.environ.setdefault(OURS, "none")
     client = vf.EvalClientConfig(base_url=asked["base_url"], api_key_var=OURS, headers={"X-Session-Key": asked["key"]})
@@ -68,7 +68,7 @@ async def rollout(asked: dict[str, Any], make_task: Any, harness: str) -> dict[s
 
 
 async def answer(asked: dict[str, Any], make_task: Any, harness: str, out: Any, free: asyncio.Semaphore) -> None:
-    """Answer one request, whatever happens, once there is room for it."""
+    """Answer one request, also after an error, once a slot is free."""
     try:
         async with free:
             said = await rollout(asked, make_task, harness)
@@ -88,7 +88,7 @@ async def main() -> None:
     options = parser.parse_args()
     free = asyncio.Semaphore(options.at_once)
     out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # prints are no answers
+    os.dup2(2, 1)  # prints must not mix with answers
     make_task = named(options.task)
     out.write(json.dumps({"ready": True}) + "\n")
     out.flush()
