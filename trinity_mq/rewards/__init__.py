@@ -1,4 +1,4 @@
-"""Reward functions: what a response is worth, one file each, pure."""
+"""Reward functions: pure functions that score a response, one file each."""
 
 from trinity_mq.rewards.registry import (
     ACCURACY,

@@ -1,4 +1,4 @@
-"""Reward for the countdown game: make a target from given numbers."""
+"""Reward for the countdown game: combine the given numbers into a formula with the target value."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trinity_mq.rewards.truth import takes_any_truth
 from trinity_mq.thoughts import after_thoughts
 
 LONGEST = 300
-"""Characters of a formula that are looked at."""
+"""Maximum characters of a formula."""
 MAX_DIGITS = 20
 
 _NODES = (ast.BinOp, ast.UnaryOp, ast.Constant, ast.Add, ast.Sub, ast.Mult, ast.Div, ast.USub)
@@ -23,7 +23,7 @@ _SIGNS = str.maketrans({"\u00d7": "*", "\u00f7": "/", "\u2212": "-", "\u00b7": "
 
 
 class FormulaError(ValueError):
-    """A text is no formula of whole numbers, + - * / and parentheses."""
+    """A text is not a formula of whole numbers, + - * / and parentheses."""
 
 
 @takes_any_truth
@@ -36,22 +36,23 @@ def countdown_reward(
     score: float = 1.0,
     prompt_end: str | None = None,
 ) -> dict[str, float]:
-    r"""Return accuracy ``score`` for a formula that uses each number once and gives the target, ``format_score`` for
-    one that does not, 0 for none.
+    r"""Return accuracy ``score`` for a formula that uses each number once and evaluates to the target, ``format_score``
+    for any other formula, 0 without a formula.
 
-    The sizes are those of TinyZero (https://github.com/Jiayi-Pan/TinyZero). Values are compared exactly, as fractions.
+    The default scores follow TinyZero (https://github.com/Jiayi-Pan/TinyZero). Values are compared exactly, as
+    fractions.
 
     Args:
         response: Its formula is in the last ``<answer></answer>`` after the thoughts, else in the last ``\boxed{}``
-            there; what follows a ``=`` in it is not looked at.
+            there. Text from the first ``=`` in it is ignored.
         truth: JSON ``{"target": 24, "numbers": [1, 2, 3, 4]}``.
-        finished: Not looked at: a formula that is there counts.
+        finished: Ignored: a complete formula counts also in a truncated response.
         format_score: See above.
         score: See above.
-        prompt_end: The prompt, or its last characters, which may open the thoughts. None: not known.
+        prompt_end: The prompt, or its last characters, which may open the thoughts. None: unknown.
 
     Raises:
-        ValueError: ``truth`` is something else.
+        ValueError: ``truth`` does not have this form.
     """
     target, numbers = _game(truth)
     answer = after_thoughts(response, prompt_end)
@@ -70,11 +71,11 @@ def countdown_reward(
 
 
 def formula_value(text: str) -> Fraction:
-    """Return the value of a formula of whole numbers, + - * / and parentheses, without executing anything.
+    """Return the value of a formula of whole numbers, + - * / and parentheses, without executing code.
 
     Raises:
-        FormulaError: The text is no such formula.
-        ZeroDivisionError: It divides by zero.
+        FormulaError: The text is not such a formula.
+        ZeroDivisionError: The formula divides by zero.
     """
     return _value(_parse(text))
 
@@ -92,7 +93,7 @@ def _game(truth: str | None) -> tuple[int, list[int]]:
 
 
 def _parse(text: str) -> ast.expr:
-    """Return the tree of a formula; it is parsed as Python, and never run."""
+    """Return the syntax tree of a formula. It is parsed as Python and never executed."""
     if len(text) > LONGEST:
         raise FormulaError(f"{len(text)} characters, wanted at most {LONGEST}")
     text = text.replace("\\times", "*").replace("\\div", "/").replace("\\cdot", "*").translate(_SIGNS)

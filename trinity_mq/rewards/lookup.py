@@ -1,4 +1,4 @@
-"""From a name in a configuration to the class or function it means: built-in table, entry points, dotted path."""
+"""Lookup from a name in a configuration to its class or function: built-in table, entry points, dotted path."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ T = TypeVar("T")
 
 
 class Registry(Mapping[str, str]):
-    """Built-in names, as a mapping to ``module:attribute``, and those that a decorator adds::
+    """Built-in names, as a mapping to ``module:attribute``, and names that a decorator adds::
 
         @WORKFLOWS.register_module("my_workflow")
         class MyWorkflow(Workflow): ...
 
-    In a folder of ``plugin_dirs`` that is enough: the configuration may say ``my_workflow`` in every agent, since such
-    files are searched for the decorator before they are imported. Elsewhere the module must have been imported.
+    In a folder of ``plugin_dirs`` the decorator suffices: the configuration may name ``my_workflow`` in every agent,
+    because such files are searched for the decorator before they are imported. Elsewhere the module must have been
+    imported.
 
     Args:
         builtin: The built-in names.
-        names: What the registry is called where it is used, by which plug-ins are found.
+        names: The variable names of the registry. Plug-in files are searched for them.
     """
 
     def __init__(self, builtin: Mapping[str, str], *names: str) -> None:
@@ -46,7 +47,7 @@ class Registry(Mapping[str, str]):
         """Return the decorator that registers a class or function under ``name``.
 
         Raises:
-            ValueError: The name is built in, or of another class.
+            ValueError: The name is built in, or another class is registered under it.
         """
 
         def register(found: T) -> T:
@@ -60,10 +61,10 @@ class Registry(Mapping[str, str]):
         return register
 
     def find(self, kind: str, name: str) -> Any | None:
-        """Return what was registered under ``name``, in this process or in a plug-in folder; None: nothing was.
+        """Return the object registered under ``name``, in this process or in a plug-in folder; None if no object is.
 
         Raises:
-            UnknownNameError: Several plug-ins register it, or the one that does cannot be imported.
+            UnknownNameError: Several plug-ins register the name, or its plug-in cannot be imported.
         """
         if name in self._added:
             return self._added[name]
@@ -82,16 +83,17 @@ def _path_of(found: Any) -> str:
 
 
 def lookup(kind: str, name: str, table: Mapping[str, str], entry_group: str | None = None) -> Any:
-    """Return what ``name`` means.
+    """Return the object that ``name`` refers to.
 
     Args:
-        kind: For messages: ``workflow``, ``reward function``, ``operator``.
+        kind: Kind of the object, for messages: ``workflow``, ``reward function``, ``operator``.
         name: A key of ``table``, a name under the entry-point group, or a dotted path ``package.module.Class``.
-        table: Built-in names, each with ``module:attribute``, loaded on first use: one built-in never imports another.
-        entry_group: Entry points that installed packages add names with.
+        table: Built-in names, each with ``module:attribute``, loaded on first use. A built-in never imports another
+            built-in.
+        entry_group: Entry-point group under which installed packages add names. None: no entry points.
 
     Raises:
-        UnknownNameError: No such name, or the module it points to cannot be imported.
+        UnknownNameError: The name does not exist, or its module cannot be imported.
     """
     if name in table:
         module, _, attribute = table[name].partition(":")
@@ -102,7 +104,7 @@ def lookup(kind: str, name: str, table: Mapping[str, str], entry_group: str | No
     if name in added:
         try:
             return added[name].load()
-        except (Exception, SystemExit) as error:  # whatever the package does while it is imported
+        except (Exception, SystemExit) as error:  # an import may raise any error
             raise UnknownNameError(
                 f"{kind} {name!r} of an installed package ({added[name].value}) cannot be loaded: {described(error)}"
             ) from error
@@ -116,10 +118,10 @@ def lookup(kind: str, name: str, table: Mapping[str, str], entry_group: str | No
 
 
 def name_of(kind: str, found: Any, table: Mapping[str, str]) -> str:
-    """Return a name under which :func:`lookup` gives ``found`` again, also in another process.
+    """Return a name for which :func:`lookup` returns ``found``, also in another process.
 
     Raises:
-        UnknownNameError: ``found`` was made inside a function or a script, where no other process can import it.
+        UnknownNameError: ``found`` was defined inside a function or a script, so no other process can import it.
     """
     module, path = getattr(found, "__module__", None), getattr(found, "__qualname__", None)
     if module is None or path is None or module == "__main__" or "." in path:

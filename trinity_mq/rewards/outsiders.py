@@ -1,4 +1,4 @@
-"""Decides what a task from outside may name and set. Pure functions of the configuration and the task."""
+"""Decides which names and settings a task from outside may use. Pure functions of the configuration and the task."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from trinity_mq.messages import SessionReplay, TaskBody
 
 
 class NotAllowed(ValueError):
-    """A task from outside names or sets something that the configuration does not open; the text says which setting
-    opens it.
+    """A task from outside uses a name or a setting that the configuration does not allow. The message tells which
+    setting allows it.
     """
 
 
 def allowed_task(config: Config, task: TaskBody) -> TaskBody:
-    """Return a task from outside with all that it may not set taken from the configuration.
+    """Return a task from outside, with every value that the task may not set replaced by the configuration's value.
 
     Nothing is imported: names are compared as text.
 
     Raises:
-        NotAllowed: The task names or sets something that is not open.
+        NotAllowed: The task uses a name or a setting that is not allowed.
     """
     outsiders, taskset = config.outsiders, _taskset(config, task)
     workflow, reward = task.workflow or taskset.workflow, task.reward_fn or taskset.reward_fn
@@ -66,13 +66,13 @@ def allowed_task(config: Config, task: TaskBody) -> TaskBody:
                 "outsiders.format_args",
             ),
             "record_args": list(outsiders.record_args),
-            "index": {},  # the place of a record in a taskset, which is also a name of metrics
+            "index": {},  # the position of a record in a taskset, which also names metrics
         }
     )
 
 
 def replay_refusal(config: Config, replay: SessionReplay) -> str | None:
-    """Return the reason why a session may not be replayed so; None: it may."""
+    """Return the reason why a session may not be replayed with these settings, or None if it may."""
     body = TaskBody(workflow=replay.workflow, workflow_args=replay.workflow_args, repeat_times=replay.runs)
     try:
         allowed_task(config, body)
@@ -86,8 +86,8 @@ def _tasksets(config: Config) -> tuple[TasksetConfig, ...]:
 
 
 def _taskset(config: Config, task: TaskBody) -> TasksetConfig:
-    """Return the taskset whose settings complete a task: the first with its workflow and its reward function, else the
-    first with its workflow, else the first of all.
+    """Return the taskset whose settings complete a task: the first taskset with its workflow and its reward function,
+    else the first with its workflow, else the first of all.
     """
     first, *_ = tasksets = _tasksets(config)
     workflow = task.workflow or first.workflow
@@ -107,7 +107,9 @@ def _check_name(field: str, name: str, allowed: Collection[str]) -> None:
 def _arguments(
     field: str, given: Mapping[str, Any], own: Mapping[str, Any], open_keys: Collection[str], setting: str
 ) -> dict[str, Any]:
-    """Return the arguments that apply: those of the configuration, and over them the open ones that were given."""
+    """Return the arguments that apply: the configuration's arguments, overridden by the task's arguments with an open
+    key.
+    """
     closed = [key for key, value in given.items() if key not in open_keys and not (key in own and own[key] == value)]
     if closed:
         raise NotAllowed(

@@ -1,4 +1,4 @@
-"""Reward for tasks of reasoning-gym: each dataset scores answers itself, from the record alone."""
+"""Reward for tasks of reasoning-gym: each dataset scores answers itself, using only the record."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ log = structlog.get_logger(__name__)
 
 EXTRA = "the package reasoning-gym, which is not installed: pip install 'trinity-mq[reasoning-gym]'"
 ORIGIN = "reasoning_gym"
-"""Key of a record that says which dataset it comes from: ``{"dataset": name, "args": {...}, "seed": 0}``."""
+"""Record key of the source dataset: ``{"dataset": name, "args": {...}, "seed": 0}``."""
 
 REFUSED = frozenset({"intermediate_integration", "polynomial_multiplication", "simple_integration"})
-"""Datasets whose scoring has SymPy evaluate the answer as Python, for which there is no safe replacement here."""
+"""Datasets whose scoring makes SymPy evaluate the answer as Python. No safe replacement exists here."""
 
 
 class DatasetError(ValueError):
-    """A dataset of reasoning-gym cannot be made; the message says why and what to do."""
+    """A dataset of reasoning-gym cannot be created. The message gives the reason and the remedy."""
 
 
 class Dataset(Protocol):
-    """The interface of a dataset of reasoning-gym that is needed here."""
+    """The part of reasoning-gym's dataset interface that is used here."""
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         """Return an entry: question, answer and metadata."""
@@ -56,12 +56,15 @@ SAFE: Mapping[str, tuple[str, Callable[..., Any]]] = {
     "spiral_matrix": ("eval", ast.literal_eval),
     "string_insertion": ("eval", ast.literal_eval),
 }
-"""By dataset: the global name with which its module evaluates answers, and what reads literals or formulas instead."""
+"""Safe replacements by dataset: the name of the module's global that evaluates answers, and a function that reads
+literals or formulas instead.
+"""
 
 
 @functools.cache
 def registered() -> Mapping[str, tuple[type, type]]:
-    """Return class and configuration of every dataset by name; those in SAFE evaluate no answer any more.
+    """Return class and configuration of every dataset by name. The evaluating functions of the datasets in SAFE are
+    replaced.
 
     Raises:
         DatasetError: reasoning-gym is not installed.
@@ -82,12 +85,12 @@ def open_dataset(name: str, args: Mapping[str, Any], *, size: int = 1, seed: int
     Args:
         name: Its registered name.
         args: Fields of its configuration, except ``size`` and ``seed``.
-        size: Number of entries that it has.
-        seed: Which entries those are.
+        size: Number of entries.
+        seed: Seed that determines the entries.
 
     Raises:
-        DatasetError: reasoning-gym is not installed, there is no such dataset, its scoring would evaluate what a model
-            wrote, or it does not take these arguments.
+        DatasetError: reasoning-gym is not installed, the dataset does not exist or does not take these arguments, or
+            its scoring would evaluate text of a model as code.
     """
     kind, configuration = _known(name)
     fields = {field.name for field in dataclasses.fields(configuration)} - {"size", "seed"}
@@ -105,7 +108,7 @@ def open_dataset(name: str, args: Mapping[str, Any], *, size: int = 1, seed: int
         if hasattr(made, "validate"):
             made.validate()
         return cast(Dataset, kind(config=made))
-    except Exception as error:  # whatever the dataset raises, mostly assertions with a text
+    except Exception as error:  # datasets raise various errors, mostly assertions with a text
         raise DatasetError(
             f"dataset {name!r} does not take dataset_args {dict(args)!r:.200}: {str(error) or type(error).__name__}; "
             f"it has {', '.join(sorted(fields))}"
@@ -128,7 +131,7 @@ def _known(name: str) -> tuple[type, Any]:
 
 
 def _parts(given: object) -> list[Any]:
-    """Return the parts of a composite dataset, each checked as a dataset of its own."""
+    """Return the parts of a composite dataset, each checked like a single dataset."""
     from reasoning_gym.composite import DatasetSpec
 
     if not isinstance(given, list) or not given or not all(isinstance(one, Mapping) for one in given):
@@ -156,21 +159,21 @@ def reasoning_gym_reward(
     record: Mapping[str, Any] | None = None,
     prompt_end: str | None = None,
 ) -> dict[str, float]:
-    r"""Return accuracy 1 for an answer to which the dataset gives its full score, else ``partial_credit``: the score.
+    r"""Return accuracy 1 for an answer with the dataset's full score, else the score as ``partial_credit``.
 
-    The answer is after the thoughts, in the last ``<answer></answer>``, else in the last ``\boxed{}``, else it is all
-    the text there, if that ended by itself. Some datasets give a little for any answer. What a model wrote is never
+    The answer is, after the thoughts, the last ``<answer></answer>``, else the last ``\boxed{}``, else all the text
+    there if the response ended by itself. Some datasets give a small score for any answer. Text of a model is never
     executed.
 
     Args:
         response: See above.
-        truth: Not looked at: the record says what is right.
-        finished: The response ended by itself.
-        record: The task's record, as a taskset of ``storage_type: reasoning_gym`` gives it.
-        prompt_end: The prompt, or its last characters, which may open the thoughts. None: not known.
+        truth: Ignored: the record defines the right answer.
+        finished: Whether the response ended by itself.
+        record: The task's record, from a taskset of ``storage_type: reasoning_gym``.
+        prompt_end: The prompt, or its last characters, which may open the thoughts. None: unknown.
 
     Raises:
-        RewardError: The record is no such one, or the dataset cannot be made.
+        RewardError: The record does not come from such a taskset, or the dataset cannot be created.
     """
     name, args, entry = _origin(record)
     response = after_thoughts(response, prompt_end)
@@ -184,14 +187,14 @@ def reasoning_gym_reward(
         raise RewardError(f"reasoning_gym_reward: {error}") from error
     try:
         score = float(dataset.score_answer(answer, entry))
-    except Exception as error:  # scoring of some datasets raises on an answer that is not of the form they want
+    except Exception as error:  # some datasets raise an error for an answer in an unexpected format
         log.debug("answer_not_scored", dataset=name, error=f"{type(error).__name__}: {error}")
         score = 0.0
     return {"accuracy": 1.0, "partial_credit": 0.0} if score >= 1.0 else {"accuracy": 0.0, "partial_credit": score}
 
 
 def _origin(record: Mapping[str, Any] | None) -> tuple[str, Mapping[str, Any], dict[str, Any]]:
-    """Return the dataset of a record, its arguments, and the entry that it scores with."""
+    """Return the name of a record's dataset, the dataset's arguments, and the entry for scoring."""
     match record:
         case {"reasoning_gym": {"dataset": str(name), "args": Mapping() as args}, "metadata": Mapping()} if record:
             return name, args, {key: record.get(key) for key in ("question", "answer", "metadata")}

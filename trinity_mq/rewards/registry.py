@@ -33,12 +33,12 @@ REWARDS = Registry(
     "REWARD_FUNCTIONS",
     "REWARDS",
 )
-"""Built-in reward functions, and those that ``@REWARD_FUNCTIONS.register_module`` adds."""
+"""Built-in reward functions, and functions that ``@REWARD_FUNCTIONS.register_module`` adds."""
 REWARD_FUNCTIONS = REWARDS
-"""By its name in Trinity-RFT."""
+"""Name of ``REWARDS`` in Trinity-RFT."""
 
 ENTRY_GROUP = "trinity_mq.rewards"
-"""Entry points under which installed packages add theirs."""
+"""Entry-point group under which installed packages add reward functions."""
 
 ACCURACY = "accuracy"
 """The part that evaluation reports: 1.0 for a right answer, else 0.0."""
@@ -48,57 +48,60 @@ MESSAGES = "messages"
 """Parameter of a reward function that judges the conversation."""
 
 EXTRAS = frozenset({"tokens", "record", "prompt_end"})
-"""Parameters that a reward function may have beside those of :class:`RewardFn`."""
+"""Optional parameters of a reward function, in addition to the parameters of :class:`RewardFn`."""
 
 
 class RewardFn(Protocol):
-    """Judges one response. Pure: the same arguments give the same parts, whatever ran before."""
+    """Judges one response. Pure: equal arguments give equal parts, independent of earlier calls."""
 
     def __call__(self, response: str, truth: str | None, *, finished: bool) -> Mapping[str, float]:
-        """Return the parts of the reward by name; the reward is their sum, and each becomes a metric.
+        """Return the parts of the reward by name; the reward is their sum, and each part becomes a metric.
 
         A number or a boolean alone is the part ``accuracy``. The function may be a coroutine function.
 
         Args:
             response: The text of the response.
-            truth: What the dataset gives as the right answer.
-            finished: The response ended by itself, and was not cut at a limit.
+            truth: The dataset's right answer.
+            finished: Whether the response ended by itself and was not cut at a limit.
 
-        A function with a parameter ``tokens`` also gets the number of response tokens there, where it is known; one
-        with a parameter ``record`` gets the task's record as the dataset gave it; one with a parameter ``prompt_end``
-        gets the end of the prompt for :func:`trinity_mq.thoughts.after_thoughts`, None where it is not known. One that
-        takes them by name, as those of Trinity-RFT do (``response``, ``prompt``, ``truth``, or ``**kwargs``), is called
-        so; the prompt is not known here, and None. One with a parameter ``messages`` judges the conversation, as a
-        reward model does, called as ``reward(experience, messages, ground_truth=truth)``: the workflow
-        ``math_rm_workflow`` gives it that.
+        The following parameters are optional:
+
+        - ``tokens`` gets the number of response tokens, if known.
+        - ``record`` gets the task's record as the dataset gave it.
+        - ``prompt_end`` gets the end of the prompt for :func:`trinity_mq.thoughts.after_thoughts`, None if unknown.
+        - ``messages`` makes the function judge the conversation, like a reward model. It is called as
+          ``reward(experience, messages, ground_truth=truth)``. The workflow ``math_rm_workflow`` does this.
+
+        A function that takes its arguments by name, as in Trinity-RFT (``response``, ``prompt``, ``truth``, or
+        ``**kwargs``), is called with these names. The prompt is not known here, so ``prompt`` is None.
         """
         ...
 
 
 class RewardError(ValueError):
-    """A reward function cannot be called, or gave no parts."""
+    """A reward function cannot be called, or returned no parts."""
 
 
 def create_reward(reward: str | Any, args: Mapping[str, Any]) -> RewardFn:
     """Return ``reward`` with ``args`` filled in.
 
-    It is a name (built in, or of an entry point), a dotted path, a function or a class. A class is made with ``args``
-    and its instance called; a function gets them as keywords. A class is made only if its instances can be called as a
-    reward function.
+    ``reward`` is a name (built in, or of an entry point), a dotted path, a function or a class. A class is instantiated
+    with ``args`` and its instance is called; a function gets them as keywords. A class is instantiated only if its
+    instances can be called as a reward function.
 
     Raises:
-        UnknownNameError: The name means nothing.
-        RewardError: It does not take these arguments.
+        UnknownNameError: The name does not exist.
+        RewardError: The reward function does not take these arguments.
     """
     found = find_reward(reward) if isinstance(reward, str) else reward
     label = reward if isinstance(reward, str) else getattr(found, "__qualname__", repr(found))
     if not callable(found):
         raise RewardError(f"reward function {label!r} is a {type(found).__name__}, wanted a function or a class")
     try:
-        if inspect.isfunction(found) and not args:  # each slice asks for the same few
+        if inspect.isfunction(found) and not args:  # cached, because each slice asks for the same few functions
             return _Reward(found, *_form(found))
         if inspect.isclass(found):
-            _form.__wrapped__(functools.partial(_call_of(found), None))  # before the class runs code of its own
+            _form.__wrapped__(functools.partial(_call_of(found), None))  # checked before the class runs its own code
         fn: Any = found(**args) if inspect.isclass(found) else functools.partial(found, **args)
         extras, names = _form.__wrapped__(fn)
     except (TypeError, ValueError) as error:
@@ -110,10 +113,10 @@ def create_reward(reward: str | Any, args: Mapping[str, Any]) -> RewardFn:
 
 
 def find_reward(name: str) -> Any:
-    """Return the function or class that ``name`` means, as for :func:`create_reward`; nothing of it is called.
+    """Return the function or class that ``name`` refers to, as in :func:`create_reward`, without calling it.
 
     Raises:
-        UnknownNameError: The name means nothing.
+        UnknownNameError: The name does not exist.
     """
     return lookup("reward function", name, REWARDS, ENTRY_GROUP)
 
@@ -132,12 +135,12 @@ def _call_of(kind: type) -> Any:
 
 @functools.lru_cache(maxsize=256)
 def _form(fn: Any) -> tuple[frozenset[str], tuple[str, ...]]:
-    """Return which of EXTRAS a reward function has as parameters, and the names by which it wants its arguments, none
-    for one that is called as :class:`RewardFn`.
+    """Return the EXTRAS among a reward function's parameters, and the names by which it takes its arguments. The names
+    are empty for a function that is called as :class:`RewardFn`.
 
     Raises:
-        TypeError: It cannot be called as one.
-        ValueError: It has no signature.
+        TypeError: The object cannot be called as a reward function.
+        ValueError: The object has no signature.
     """
     signature = inspect.signature(fn)
     extras = EXTRAS & signature.parameters.keys()
@@ -158,7 +161,7 @@ def _form(fn: Any) -> tuple[frozenset[str], tuple[str, ...]]:
 
 
 class _Reward:
-    """A reward function called with what it takes, in the form in which it takes it."""
+    """Calls a reward function with the arguments that it takes, by position or by name."""
 
     def __init__(self, fn: Any, extras: frozenset[str], names: tuple[str, ...] = ()) -> None:
         self.function, self.extras, self._names = fn, extras, names
@@ -193,16 +196,17 @@ class _Reward:
 def judge_conversation(
     reward_fn: RewardFn, response: Any, messages: Sequence[Mapping[str, Any]], truth: str | None
 ) -> dict[str, float]:
-    """Call ``reward_fn``, which :func:`create_reward` made of one that judges conversations, and return its parts.
+    """Call ``reward_fn``, which :func:`create_reward` made from a function that judges conversations, and return its
+    parts.
 
     Args:
         reward_fn: The function.
         response: The experience of the answer.
-        messages: The conversation before it.
-        truth: What the dataset gives as the right answer.
+        messages: The conversation before the answer.
+        truth: The dataset's right answer.
 
     Raises:
-        RewardError: It judges no conversations, or gave something other than numbers by name.
+        RewardError: The function does not judge conversations, or did not return numbers by name.
     """
     if not isinstance(reward_fn, _Reward) or not reward_fn.judges_conversation:
         raise RewardError(
@@ -213,7 +217,7 @@ def judge_conversation(
 
 
 def counts_tokens(reward_fn: RewardFn) -> bool:
-    """Return whether ``reward_fn``, which :func:`create_reward` made, is given the number of response tokens."""
+    """Return whether ``reward_fn``, which :func:`create_reward` made, takes the number of response tokens."""
     return isinstance(reward_fn, _Reward) and "tokens" in reward_fn.extras
 
 
@@ -227,19 +231,20 @@ def parts_of(
     record: Mapping[str, Any] | None = None,
     prompt_end: str | None = None,
 ) -> dict[str, float]:
-    """Call ``reward_fn``, which :func:`create_reward` made, as :class:`RewardFn` says, and return its parts.
+    """Call ``reward_fn``, which :func:`create_reward` made, in the way that :class:`RewardFn` describes, and return its
+    parts.
 
     Args:
         reward_fn: The function.
         response: The text of the response.
-        truth: What the dataset gives as the right answer.
-        finished: The response ended by itself.
-        tokens: Number of response tokens. None: not known.
-        record: The task's record. None: there is none.
-        prompt_end: The prompt, or its last characters. None: not known.
+        truth: The dataset's right answer.
+        finished: Whether the response ended by itself.
+        tokens: Number of response tokens. None: unknown.
+        record: The task's record. None: unknown.
+        prompt_end: The prompt, or its last characters. None: unknown.
 
     Raises:
-        RewardError: It gave something other than numbers by name.
+        RewardError: The function did not return numbers by name.
     """
     extras = {"tokens": tokens, "record": record, "prompt_end": prompt_end}
     more: dict[str, Any] = extras if isinstance(reward_fn, _Reward) else {}
@@ -247,7 +252,7 @@ def parts_of(
 
 
 def fault_of(reward_fn: RewardFn, parts: Mapping[str, float]) -> str | None:
-    """Return why nothing can be trained on ``parts``, which ``reward_fn`` returned; None for finite numbers."""
+    """Return the reason why ``parts`` of ``reward_fn`` cannot be trained on, or None if all are finite numbers."""
     wrong = ", ".join(f"{name}={value}" for name, value in parts.items() if not math.isfinite(value))
     return f"reward function {_name_and_place(reward_fn)} returned {wrong}, wanted finite numbers" if wrong else None
 
@@ -256,7 +261,7 @@ def _checked(reward_fn: RewardFn, parts: Any) -> dict[str, float]:
     if inspect.isawaitable(parts):
         parts = await_in_thread(parts)
     if type(parts) is dict and set(map(type, parts)) == {str} and set(map(type, parts.values())) == {float}:
-        return dict(parts)  # as most give them
+        return dict(parts)  # fast path for most reward functions
     named = parts if isinstance(parts, Mapping) else {ACCURACY: parts}
     numbers = {str(key): _number(value) for key, value in named.items()}
     known = {key: value for key, value in numbers.items() if value is not None}
@@ -269,7 +274,7 @@ def _checked(reward_fn: RewardFn, parts: Any) -> dict[str, float]:
 
 
 def _number(value: Any) -> float | None:
-    """Return a number, a boolean, or either of NumPy or torch as float; None for anything else."""
+    """Return a Python, NumPy or torch number or boolean as float; None for any other value."""
     plain = value.item() if getattr(value, "ndim", None) == 0 else value
     return float(plain) if isinstance(plain, Real) else None
 

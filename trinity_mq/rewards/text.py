@@ -1,4 +1,4 @@
-"""Rewards for the text and the form of a response."""
+"""Rewards for the text and the format of a response."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ EXACT_WEIGHT = 0.5
 POSITION_WEIGHT = 0.8
 LENGTH_WEIGHT = 0.2
 LONGEST_BOXED = 2000
-"""Characters behind ``\\boxed{`` in which its closing brace is looked for."""
+"""Maximum characters after ``\\boxed{`` that are searched for its closing brace."""
 MARKS = 8
-"""Boxes, or tags, that are looked at from the end of a text for one that holds something."""
+"""Maximum boxes, or tags, that are examined from the end of a text until a non-empty box or tag is found."""
 
 _BOX = re.compile(r"\\(?:boxed|fbox)\s?\{")
 
@@ -24,8 +24,8 @@ Form = Literal["boxed", "think_answer", "think_boxed"]
 
 @takes_any_truth
 def exact_match(response: str, truth: str | None, *, finished: bool, prompt_end: str | None = None) -> dict[str, float]:
-    """Return accuracy 1 if ``response`` ended by itself and its text after the thoughts is ``truth``, apart from white
-    space around it; else 0.
+    """Return accuracy 1 if ``response`` ended by itself and its text after the thoughts equals ``truth``, ignoring
+    surrounding white space; else 0.
     """
     answer = after_thoughts(response, prompt_end).strip()
     answers = {answer, answer.lower()} if truth in BOOLEANS else {answer}
@@ -34,11 +34,11 @@ def exact_match(response: str, truth: str | None, *, finished: bool, prompt_end:
 
 @takes_any_truth
 def char_match(response: str, truth: str | None, *, finished: bool, prompt_end: str | None = None) -> dict[str, float]:
-    """Return accuracy (exact text after the thoughts that ended by itself) and, where that is 0, credit for what is
-    right.
+    """Return accuracy (exact text after the thoughts of a response that ended by itself) and, if it is 0, partial
+    credit.
 
-    Their sum is ``0.5 exact + 0.5 (0.8 share of right positions + 0.2 right length and end)``: an exact answer is worth
-    1, anything else at most 0.5. Measured on the arithmetic examples against 0/1 rewards.
+    Their sum is ``0.5 exact + 0.5 (0.8 share of right positions + 0.2 right length and end)``: an exact answer has
+    reward 1, any other answer at most 0.5. The weights were measured on the arithmetic examples against 0/1 rewards.
     """
     if not truth:
         return {"accuracy": 0.0, "partial_credit": 0.0}
@@ -59,30 +59,29 @@ def format_reward(
     form: Form = "boxed",
     prompt_end: str | None = None,
 ) -> dict[str, float]:
-    r"""Return ``score`` if ``response`` ended by itself and has the form, else ``-score``.
+    r"""Return ``score`` if ``response`` ended by itself and has the format, else ``-score``.
 
-    Alone it teaches form only and reports no accuracy: add it to another reward in a function of your own.
+    Alone it trains only the format and reports no accuracy: add it to another reward in your own function.
 
     Args:
         response: The text of the response.
-        truth: Not looked at.
-        finished: The response ended by itself.
+        truth: Ignored.
+        finished: Whether the response ended by itself.
         score: Size of the reward.
-        form: ``boxed``: a ``\boxed{}`` with something in it after the thoughts. ``think_answer``:
-            ``<think>...</think>`` and then ``<answer>...</answer>``, each once, and nothing else (DeepSeek-R1, arXiv
-            2501.12948, table 1).
-            ``think_boxed``: ``<think>...</think>`` once and first, and a ``\boxed{}`` behind it.
-        prompt_end: The prompt, or its last characters. Where it ends with ``<think>``, that tag is missing in the
-            response. None: not known; a response without that tag then has the form too.
+        form: ``boxed``: a non-empty ``\boxed{}`` after the thoughts. ``think_answer``: ``<think>...</think>`` and then
+            ``<answer>...</answer>``, each once, and no other text (DeepSeek-R1, arXiv 2501.12948, table 1).
+            ``think_boxed``: ``<think>...</think>`` once and first, followed by a ``\boxed{}``.
+        prompt_end: The prompt, or its last characters. If it ends with ``<think>``, the response does not repeat that
+            tag. None: unknown; then a response without that tag also has the format.
     """
     return {"format_score": score if finished and has_form(response, form, prompt_end) else -score}
 
 
 def has_form(response: str, form: Form, prompt_end: str | None = None) -> bool:
-    """Return whether ``response`` has the form; see :func:`format_reward`.
+    """Return whether ``response`` has the format; see :func:`format_reward`.
 
     Raises:
-        ValueError: No such form.
+        ValueError: The format does not exist.
     """
     if form == "boxed":
         return _has_box(after_thoughts(response, prompt_end))
@@ -105,8 +104,8 @@ def _has_box(text: str) -> bool:
 
 
 def _enclosed(text: str, tag: str) -> str | None:
-    """Return what follows the one pair of tags that ``text`` begins with, None if it does not begin with one, or it has
-    more or nothing in it.
+    """Return the text after the pair of tags at the beginning of ``text``. Return None if ``text`` does not begin with
+    the tag, repeats a tag, or has nothing between the tags.
     """
     opening, closing = f"<{tag}>", f"</{tag}>"
     if not text.startswith(opening) or text.count(opening) != 1 or text.count(closing) != 1:
@@ -116,7 +115,7 @@ def _enclosed(text: str, tag: str) -> str | None:
 
 
 def tagged(text: str) -> tuple[int, str] | None:
-    """Return where the last ``<answer></answer>`` that holds something stands and what it holds, None without one."""
+    """Return the position and the content of the last non-empty ``<answer></answer>``, or None."""
     end = len(text)
     for _ in range(MARKS):
         end = text.rfind("</answer>", 0, end)
@@ -129,7 +128,7 @@ def tagged(text: str) -> tuple[int, str] | None:
 
 
 def boxed(text: str) -> tuple[int, str] | None:
-    r"""Return where the last ``\boxed{}`` that holds something stands and what it holds, None without one."""
+    r"""Return the position and the content of the last non-empty ``\boxed{}``, or None."""
     for opening in reversed(deque(_BOX.finditer(text), maxlen=MARKS)):
         depth = 1
         for place, character in enumerate(text[opening.end() : opening.end() + LONGEST_BOXED], opening.end()):

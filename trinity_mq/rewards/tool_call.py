@@ -1,4 +1,4 @@
-"""Reward for calling the right tools with the right arguments; nothing is called, and no code is run."""
+"""Reward for calling the right tools with the right arguments. No tool is called, and no code is executed."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from trinity_mq.rewards.truth import takes_any_truth
 from trinity_mq.thoughts import after_thoughts
 
 MAX_CALLS = 16
-"""Calls of a response that are looked at; one with more is wrong."""
+"""Maximum calls of a response that are read; a response with more calls is wrong."""
 LONGEST = 20_000
-"""Characters of a call that are looked at."""
+"""Maximum characters of a call that are read."""
 PARTIAL_WEIGHT = 0.5
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
@@ -30,31 +30,31 @@ def tool_call(
     partial_weight: float = PARTIAL_WEIGHT,
     prompt_end: str | None = None,
 ) -> dict[str, float]:
-    """Return accuracy 1 if the calls in ``response`` are those of ``truth``, in any order, else some credit.
+    """Return accuracy 1 if the calls in ``response`` equal the calls of ``truth``, in any order, else partial credit.
 
     The credit is ``partial_weight`` times the matching score of ToolRL (arXiv 2504.13958, section 3.2) divided by its
     maximum ``1 + sum over wanted calls (1 + number of parameters)``:
 
     * names: the overlap of the two multisets of names, intersection over union;
-    * for each pair of a wanted call and one of the same name: intersection over union of the parameter names, plus one
+    * for each pair of a wanted call and a call of the same name: intersection over union of the parameter names, plus 1
       for each parameter with the wanted value. Pairs are chosen best first.
 
     Args:
         response: Calls are JSON objects ``{"name": ..., "arguments": {...}}`` in ``<tool_call></tool_call>`` (the
-            Hermes form). One that does not parse makes the response wrong, and earns nothing. Calls inside thoughts
-            are drafts, which count neither way.
-        truth: JSON list of such objects; the empty list wants no call.
-        finished: The response ended by itself; one that did not is not exact.
-        partial_weight: Most that a response which is not exact can earn, 0 for a reward of 0 or 1.
-        prompt_end: The prompt, or its last characters, which may open the thoughts. None: not known.
+            Hermes form). A call that does not parse makes the response wrong and earns nothing. Calls inside thoughts
+            are drafts and are ignored.
+        truth: JSON list of such objects; the empty list requires that no call is made.
+        finished: Whether the response ended by itself. A truncated response is never exact.
+        partial_weight: Maximum credit of a response that is not exact; 0 gives rewards of 0 or 1 only.
+        prompt_end: The prompt, or its last characters, which may open the thoughts. None: unknown.
 
     Raises:
-        ValueError: ``truth`` is something else.
+        ValueError: ``truth`` does not have this form.
     """
     wanted = _wanted(truth)
     answer = after_thoughts(response, prompt_end)
     calls, clean = _calls(answer)
-    is_answered = finished and bool(answer or not response)  # thoughts without an end decide for no call
+    is_answered = finished and bool(answer or not response)  # unfinished thoughts are not a decision for no call
     if is_answered and clean and _same(wanted, calls):
         return {"accuracy": 1.0, "partial_credit": 0.0}
     return {"accuracy": 0.0, "partial_credit": partial_weight * _share(wanted, calls) if calls else 0.0}
@@ -77,7 +77,7 @@ def _wanted(truth: str | None) -> list[Call]:
 
 
 def _calls(response: str) -> tuple[list[Call], bool]:
-    """Return the calls that parse, and whether all do and there are not too many."""
+    """Return the calls that parse, and whether all calls parse and their number is at most MAX_CALLS."""
     blocks = response.split(_OPEN, MAX_CALLS + 1)[1:]
     found: list[Call] = []
     for block in blocks[:MAX_CALLS]:
@@ -101,7 +101,7 @@ def _call(found: object) -> Call | None:
     match found:
         case {"name": str(name), "arguments": dict(arguments)}:
             return name, {key: _canonical(value) for key, value in arguments.items()}
-        case {"name": str(name), "arguments": str(text)}:  # as OpenAI's API has them
+        case {"name": str(name), "arguments": str(text)}:  # the form of OpenAI's API
             inner = json.loads(text)
             return _call({"name": name, "arguments": inner}) if isinstance(inner, dict) else None
     return None

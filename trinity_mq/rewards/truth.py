@@ -1,4 +1,4 @@
-"""Right answers as text: records hold numbers, lists and maps too."""
+"""Ground truths as text: records also hold numbers, lists and maps."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ F = TypeVar("F", bound=Callable[..., Any])
 BOOLEANS = ("false", "true")
 """The texts of truths that are booleans. An answer may begin with a capital letter."""
 MOST_ZEROS = 50
-"""Upper bound of the power of ten up to which a number is written with all its digits."""
+"""Maximum power of ten at which a number is still written with all its digits."""
 
 
 def truth_text(truth: Any) -> str | None:
-    """Return a right answer as text: a number with all its digits, anything else that is no text as JSON.
+    """Return a ground truth as text: a number with all its digits, any other value that is not a text as JSON.
 
     >>> truth_text(18), truth_text(0.00001), truth_text(1e16), truth_text(True)
     ('18', '0.00001', '10000000000000000', 'true')
@@ -36,24 +36,24 @@ def truth_text(truth: Any) -> str | None:
 
 
 def expected_answer(truth: Any) -> str | None:
-    """Return the expected answer for a person, as short text that is fit to travel; None: unknown."""
+    """Return the expected answer for a person, as short text that is safe to send; None if unknown."""
     text = truth_text(truth)
     return shortened(text, MOST_TRUTH) if text else None
 
 
 def shortened(text: str, most: int) -> str:
-    """Return text that is fit to travel, without the middle of a longer one: its end has the answer.
+    """Return text that is safe to send. A longer text loses its middle, because its end holds the answer.
 
     >>> shortened("0123456789", 5), shortened("01234", 5)
     ('0…789', '01234')
     """
     head = (most - 1) // 4
     short = text if len(text) <= most else f"{text[:head]}…{text[head + 1 - most :]}"
-    return short.encode(errors="replace").decode()  # half a surrogate pair does not travel
+    return short.encode(errors="replace").decode()  # half a surrogate pair cannot be sent
 
 
 def takes_any_truth(reward: F) -> F:
-    """Have a reward function get the right answer as text, of whatever type it is given."""
+    """Convert the ground truth of any type to text before the reward function is called."""
 
     @functools.wraps(reward)
     def judge(response: str, truth: Any, **more: Any) -> Any:

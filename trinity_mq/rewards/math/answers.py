@@ -1,18 +1,18 @@
-r"""What answer a text states, and whether it is the right one: exactly for numbers, else by math-verify.
+r"""Extracts the answer that a text states, and compares answers: exactly for numbers, else by math-verify.
 
-A text is searched in this order, and the first that is there is the answer:
+A text is searched in this order. The first match is the answer:
 
-1. the last ``\boxed{}`` or ``<answer></answer>`` that holds something, whichever begins last;
+1. the last non-empty ``\boxed{}`` or ``<answer></answer>``, the later of the two;
 2. the last ``####`` whose line reads as an answer; a Markdown heading such as ``#### Step 2`` does not;
-3. the last sentence "the answer is ..." (also "Answer: ...") that goes on with something that reads as an answer;
+3. the last sentence "the answer is ..." (also "Answer: ...") that continues with text that reads as an answer;
 4. unmarked text: its last quantity, as :mod:`grammar` reads it, or its last formula.
 
-A response that was cut at a limit states an answer by 1 and 2 only. What is stated reads as a number if it holds
-exactly one quantity, whatever words are around it, and that has a value: ``18 eggs`` and ``x = 18`` do, ``8, 7``,
-``2x`` and ``10:30`` do not.
+In a response that was cut at a limit only rules 1 and 2 apply. A stated answer reads as a number if it holds exactly
+one quantity with a value, regardless of the words around it: ``18 eggs`` and ``x = 18`` do, ``8, 7``, ``2x`` and
+``10:30`` do not.
 
-What is mathematically the same is math-verify's notion (https://github.com/huggingface/Math-Verify):
-``\frac{1}{\sqrt{3}}`` is ``\frac{\sqrt{3}}{3}``, sets have no order, tuples have one.
+math-verify (https://github.com/huggingface/Math-Verify) defines mathematical equality: ``\frac{1}{\sqrt{3}}`` is
+``\frac{\sqrt{3}}{3}``, sets have no order, tuples have an order.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from trinity_mq.rewards.text import boxed, tagged
 from trinity_mq.rewards.truth import BOOLEANS, takes_any_truth
 
 TAIL = 1000
-"""Characters of a marked text that are read, and at the end of a text in which an unmarked answer is looked for."""
+"""Maximum characters read: of a marked text, and at the end of a text when searching for an unmarked answer."""
 CANDIDATES = 20
-"""Lines with ``####``, or sentences, that are looked at from the end of a text."""
+"""Maximum lines with ``####``, or sentences, that are examined from the end of a text."""
 LONGEST_LINE = 300
 
 _HASHES = re.compile(r"#{4,}([^\n]*)")
@@ -44,7 +44,7 @@ _FORMULA = re.compile(
     r"\$\$(?P<display>.+?)\$\$|\$(?P<inline>(?=\S)[^$\n]*?[^\s$\\])\$(?!\d)|\\\((?P<round>.+?)\\\)|\\\[(?P<square>.+?)\\\]",
     re.DOTALL,
 )
-# A "$" is currency unless a formula is right behind it and right before the next one (as pandoc has it).
+# A "$" is currency unless it touches the formula between it and the next "$" (the rule of pandoc).
 _CLAUSE_END = re.compile(r"[.!?](?=[\s*_]|$)|\n|,\s+(?=[A-Za-z])|\s\(|\b(?:because|since|so|which|where)\b")
 _JOINED = re.compile(r"[,;]|\b(?:and|or)\b")
 _NUMBERED = re.compile(
@@ -73,14 +73,14 @@ class Answer(NamedTuple):
     """The answer that a text states."""
 
     text: str
-    """As LaTeX or words; empty for what is too long."""
+    """LaTeX or words; empty if the answer is too long."""
     number: Fraction | None = None
     percent: bool = False
-    """``number`` stands before a percent sign."""
+    """Whether ``number`` precedes a percent sign."""
     is_calculation: bool = False
-    """It is written as a calculation that is left to do, such as ``2 + 17``."""
+    """Whether the answer is an unevaluated calculation, such as ``2 + 17``."""
     choice: str = ""
-    """Its letter among given choices: B of ``(B) 12``, whose text is ``12``, and of ``(B)``."""
+    """Letter of a multiple-choice answer: B for ``(B) 12``, whose text is ``12``, and for ``(B)``."""
 
 
 @takes_any_truth
@@ -95,24 +95,24 @@ def correct(response: str, truth: str | None, *, finished: bool) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def wanted(truth: str) -> Answer:
-    """Return what a dataset's right answer states: what it marks, else all of it."""
+    """Return the answer of a dataset's ground truth: its marked answer, else the whole text."""
     return next(_marked(truth, finished=True, words=True), None) or read(truth, latex=True)
 
 
 def stated(text: str, *, finished: bool, words: bool = False) -> Answer | None:
-    """Return the answer that ``text`` states, None for none; the order is that of the module.
+    """Return the answer that ``text`` states, or None. The order of the search is in the module's docstring.
 
     Args:
         text: A response.
-        finished: It was not cut at a limit.
-        words: An answer in words is looked for, such as ``Monday``.
+        finished: Whether the response ended by itself and was not cut at a limit.
+        words: Whether the expected answer is in words, such as ``Monday``.
     """
     found = next(_marked(text, finished=finished, words=words), None)
     return found if found or not finished else _unmarked(text, words)
 
 
 def read(text: str, *, latex: bool) -> Answer:
-    """Return the answer that ``text``, a formula or prose, is as a whole: the one quantity in it, or all of it."""
+    """Return the answer that the whole ``text``, a formula or prose, denotes: its only quantity, else all of it."""
     if len(text) > TAIL:
         return Answer("")
     shown = plain(text)
@@ -126,7 +126,7 @@ def read(text: str, *, latex: bool) -> Answer:
 
 
 def equal(right: Answer, seen: Answer) -> bool:
-    """Return whether two answers are the same. Numbers are compared exactly; what is empty or too long is no answer."""
+    """Return whether two answers are equal. Numbers are compared exactly. An empty or too long answer equals none."""
     if not (0 < len(right.text) <= LONGEST and 0 < len(seen.text) <= LONGEST):
         return False
     if right.choice and seen.choice and (right.choice != seen.choice or right.choice in {right.text, seen.text}):
@@ -135,7 +135,7 @@ def equal(right: Answer, seen: Answer) -> bool:
         hundredth = {(True, False): right.number / 100, (False, True): right.number * 100}
         return seen.number in {right.number, hundredth.get((right.percent, seen.percent), right.number)}
     if _EQUAL.search(seen.text) and not _EQUAL.search(right.text):
-        return False  # math-verify would take one side of "2x = 18" or "8 = 7" alone
+        return False  # math-verify would use only one side of "2x = 18" or "8 = 7"
     if right.text.lower() in BOOLEANS:
         return right.text.lower() == seen.text.lower()
     return right.text.split() == seen.text.split() or same(right.text, seen.text)
@@ -167,7 +167,7 @@ def _inside_tag(content: str, words: bool) -> Answer:
 
 
 def _read_text(text: str) -> Answer:
-    """Return the answer that is ``text``, prose or one formula in quotes."""
+    """Return the answer that ``text`` denotes: prose, or one formula in dollar signs or other math delimiters."""
     formula = _FORMULA.fullmatch(text.strip().removesuffix("."))
     return read(_content(formula), latex=True) if formula else read(text, latex=False)
 
@@ -185,10 +185,10 @@ def _after_hashes(text: str, words: bool) -> Iterator[Answer]:
 
 
 def _line(line: str, *, ends: bool, words: bool) -> Answer | None:
-    """Return the answer that a line behind ``####`` states, None if it is a heading.
+    """Return the answer that a line after ``####`` states, None if the line is a heading.
 
-    Words before a number must introduce it ("the total is"), and those behind it begin with a small letter; on the
-    last line of a text any words will do but those that number a section ("Step 2", "2. Check").
+    Words before a number must introduce it ("the total is"), and words after it must begin with a small letter. On the
+    last line of a text any words are accepted except words that number a section ("Step 2", "2. Check").
     """
     if len(line) > LONGEST_LINE:
         return None
@@ -209,7 +209,7 @@ def _line(line: str, *, ends: bool, words: bool) -> Answer | None:
 
 
 def _list(shown: str, found: list[Quantity]) -> Answer | None:
-    """Return the answer that a list of quantities is, ``8, 7`` or ``3 or 4``; None if there are other words."""
+    """Return the answer that a list of quantities denotes, ``8, 7`` or ``3 or 4``; None if it contains other words."""
     rest = shown[: found[0].start] + shown[found[-1].end :]
     rest += "".join(shown[one.end : other.start] for one, other in itertools.pairwise(found))
     return None if re.search(r"[^\W\d_]", _JOINED.sub("", rest)) else Answer(shown.strip(" .:*$"))

@@ -11,10 +11,10 @@ r"""Reads quantities in prose and LaTeX exactly, by a small grammar.
     number   = digits, in groups of three or not, [ "." digits ] [ "e" [sign] digits ]
     group    = "(" side ")" in any brackets
 
-Words end a quantity. Superscripts, fractions and roots of Unicode are read as LaTeX. Currency signs, emphasis, spacing
-commands and GSM8K's ``<<3*4=12>>`` are passed over, ``\text{}`` is what it holds. The value of an equation is that of
-its last side that has one, and the sides before must agree with it. What holds numbers and is nothing of this (``x^7``,
-``(3, 5)``, ``3\sqrt{2}``, ``10:30``) is a quantity without a value.
+Words end a quantity. Unicode superscripts, fractions and roots are read as LaTeX. Currency signs, emphasis, spacing
+commands and GSM8K's ``<<3*4=12>>`` are ignored, and ``\text{}`` is replaced by its content. An equation has the value
+of its last side with a value, and the earlier sides must agree with it. Text that holds numbers and does not fit the
+grammar (``x^7``, ``(3, 5)``, ``3\sqrt{2}``, ``10:30``) is a quantity without a value.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from fractions import Fraction
 from typing import NamedTuple
 
 MAX_DIGITS = 100
-"""A longer number is nobody's answer; exact arithmetic on it costs time."""
+"""Maximum digits of a number. A longer number is never an answer, and exact arithmetic on it is slow."""
 MAX_DEPTH = 30
-"""Brackets within brackets."""
+"""Maximum nesting of brackets."""
 MAX_POWER = 4
-"""Characters of the power of ten of a number such as ``1e-05``, its sign included."""
+"""Maximum characters of the power of ten of a number such as ``1e-05``, sign included."""
 MAX_BITS = 4000
 
 _UNITS = re.compile(
     r"(?:km|cm|mm|kg|mg|ml|lbs?|oz|ft|yd|mi|mph|kph|hrs?|mins?|secs?|am|pm|st|nd|rd|th|[gmk]b|usd|eur|gbp)[\u00b2\u00b3]?",
     re.IGNORECASE,
 )
-"""Units that may stand right behind a number; other letters there are a product."""
+"""Units that may directly follow a number; other letters there are factors of a product."""
 _UNIT_LETTERS = frozenset("mghsLlCFKAVW")
-"""Letters that are a unit behind a number; in a formula behind a number and a space."""
+"""Letters that are a unit after a number; inside a formula only after a number and a space."""
 _SHORT_WORDS = re.compile(r"an|as|at|by|he|if|in|is|it|me|my|of|on|or|per|so|to|us|we|the|dry", re.IGNORECASE)
-"""Words that two letters of a formula, or three without a vowel, are taken for."""
+"""Formula letters that are read as a word: two letters, or three without a vowel."""
 _SIGNS = {"\u2212": "-", "\u2013": "-", "\u00d7": "*", "\u00b7": "*", "\u00f7": "/", "\u2044": "/", "**": "^"} | {
     "\u22c5": "*",
     "\u2219": "*",
@@ -77,7 +77,7 @@ _DIGITS = str.maketrans(
     "\u2080\u2081\u2082\u2083\u2084\u2085\u2086\u2087\u2088\u2089",
     "0123456789+-0123456789",
 )
-"""ASCII of superscripts and subscripts."""
+"""Maps superscript and subscript digits and signs to ASCII."""
 _SUPER, _SUB = "[\u2070\u00b9\u00b2\u00b3\u2074-\u2079]+", "[\u2080-\u2089]+"
 _UNICODE: tuple[tuple[re.Pattern[str], Callable[[re.Match[str]], str]], ...] = (
     # fractions: one half, three quarters written with small digits
@@ -86,7 +86,7 @@ _UNICODE: tuple[tuple[re.Pattern[str], Callable[[re.Match[str]], str]], ...] = (
         lambda match: f" {unicodedata.normalize('NFKC', match[0]).replace(chr(0x2044), '/')}",
     ),
     (re.compile(f"({_SUPER})[\u2044/]({_SUB})"), lambda match: f" {match[1]}/{match[2]}".translate(_DIGITS)),
-    # powers of numbers, groups and single letters; those of longer words are units
+    # powers of numbers, groups and single letters; a power of a longer word is part of a unit
     (
         re.compile(rf"(?<=[\d)\]}}]|(?<![^\W\d_])[^\W\d_])[\u207a\u207b]?{_SUPER}"),
         lambda match: f"^{{{match[0].translate(_DIGITS)}}}",
@@ -140,15 +140,15 @@ class Quantity(NamedTuple):
 
     start: int
     end: int
-    """Its position, from ``start`` to ``end``, in the text that :func:`plain` returns."""
+    """Position in the text that :func:`plain` returns, from ``start`` to ``end``."""
     value: Fraction | None
-    """None: it has none, as ``x^7``."""
+    """The value. None: the quantity has no value, as ``x^7``."""
     percent: bool = False
-    """The value stands before a percent sign."""
+    """Whether the value precedes a percent sign."""
     contradicts: bool = False
-    """It is an equation whose sides are different numbers."""
+    """Whether it is an equation whose sides are different numbers."""
     is_calculation: bool = False
-    """It leaves something to compute, as ``2 + 17`` and ``36/2``; ``3/4``, ``1 3/4`` and ``3 * 10^5`` do not."""
+    """Whether a calculation remains, as in ``2 + 17`` and ``36/2``, but not in ``3/4``, ``1 3/4`` and ``3 * 10^5``."""
 
 
 class _Token(NamedTuple):
@@ -159,7 +159,7 @@ class _Token(NamedTuple):
 
 
 class _NoValueError(ValueError):
-    """Tokens are no arithmetic expression."""
+    """Tokens do not form an arithmetic expression."""
 
 
 def plain(text: str) -> str:
@@ -179,9 +179,10 @@ def quantities(text: str, *, latex: bool, checked: bool = True) -> list[Quantity
 
     Args:
         text: Prose with or without formulas, or one formula.
-        latex: It is a formula: letters side by side are a product unless they look like a word, ``5!`` is a factorial.
-        checked: The sides of an equation must agree, or it contradicts itself. Else a wrong calculation has the value
-            that it ends with, as long as it is no ``8 = 7`` in a formula.
+        latex: Whether the text is a formula: adjacent letters are a product unless they look like a word, ``5!`` is a
+            factorial.
+        checked: True: the sides of an equation must agree, or the equation contradicts itself. False: a wrong
+            calculation has the value of its last side, except an ``8 = 7`` in a formula.
     """
     tokens = list(_tokens(text, latex))
     broken = _broken_brackets(tokens)
@@ -202,7 +203,7 @@ def quantities(text: str, *, latex: bool, checked: bool = True) -> list[Quantity
 
 
 def reads_as_words(text: str) -> bool:
-    """Return whether ``text`` holds letters, and no number and no formula."""
+    """Return whether ``text`` holds letters, but no number and no formula."""
     text = plain(text)
     return any(map(str.isalpha, text)) and not quantities(text, latex=False) and not set("\\=+^<>").intersection(text)
 
@@ -226,7 +227,7 @@ def _tokens(text: str, latex: bool) -> Iterator[_Token]:
 
 
 def _kind_of_name(found: str, last: _Token, tight: bool, article: bool, latex: bool) -> str:
-    """Return whether a letter or command is a unit, a word, or what it looks like."""
+    """Return the token kind of a letter or command: ``unit``, ``word`` or ``name``."""
     behind_number = last.kind == "number"
     if found in _UNIT_LETTERS and (last.text == "\u00b0" or (behind_number and not (latex and tight))):
         return "unit"
@@ -237,7 +238,7 @@ def _kind_of_name(found: str, last: _Token, tight: bool, article: bool, latex: b
 
 
 def _kind_of_word(found: str, attached: bool, latex: bool) -> str:
-    """Return whether letters are a word, a unit that is attached to a number, or a product."""
+    """Return the token kind of several letters: ``word``, ``name`` for a product, or ``unit`` behind a number."""
     if attached:
         is_unit = _UNITS.fullmatch(found) or (_looks_like_a_word(found) and len(found) > 5 * latex)
         return "unit" if is_unit else "name"
@@ -250,7 +251,7 @@ def _looks_like_a_word(text: str) -> bool:
 
 
 def _broken_brackets(tokens: Sequence[_Token]) -> set[int]:
-    """Return the places of brackets without a partner, and of those around words."""
+    """Return the places of brackets without a partner, and of brackets around words."""
     opened: list[int] = []
     broken: set[int] = set()
     for place, token in enumerate(tokens):
@@ -273,24 +274,24 @@ class _Side(NamedTuple):
     value: Fraction | None
     percent: bool = False
     decimals: int | None = None
-    """Digits behind the point of a number that stands alone; None for anything else."""
+    """Number of decimal places if the side is a single number; None otherwise."""
     is_name: bool = False
     has_letters: bool = False
     is_calculation: bool = False
 
     @property
     def amount(self) -> Fraction | None:
-        """The value, of a percentage its hundredth."""
+        """The value; for a percentage a hundredth of it."""
         return self.value / 100 if self.percent and self.value is not None else self.value
 
 
 def _quantity(
     text: str, run: list[_Token], around: tuple[_Token | None, _Token | None], latex: bool, checked: bool
 ) -> list[Quantity]:
-    """Return the quantity that a run of tokens without words is; nothing if it is none."""
+    """Return the quantity of a run of tokens without words, in a list; an empty list if the run is not a quantity."""
     before, after = (token is not None and token.kind == "word" for token in around)
     is_equation = any(token.kind == "equal" for token in run)
-    cut = [False, False]  # by words: "hours * 3", "3 + tax"
+    cut = [False, False]  # whether words cut off the left and the right end: "hours * 3", "3 + tax"
     while run and run[0].kind in {"op", "equal"} and not _is_sign(text, run, before, latex):
         cut[0] |= run[0].kind == "op" and (is_equation or (before and (latex or run[0].text != "-")))
         before &= run[0].kind == "op"
@@ -345,7 +346,7 @@ def _equation(
 
 
 def _agree(one: _Side, other: _Side, checked: bool, about: bool) -> bool:
-    """Return whether two sides are the same number; the result of a calculation may be rounded or cut."""
+    """Return whether two sides are the same number; the result of a calculation may be rounded or truncated."""
     if one.amount is None or other.amount is None or one.amount == other.amount:
         return True
     if one.decimals is not None and not about:
@@ -375,19 +376,19 @@ def _side(tokens: Sequence[_Token]) -> _Side:
 
 
 class _Arithmetic:
-    """Computes a side by recursive descent; each method is the rule of its name in the grammar."""
+    """Computes a side by recursive descent; each method implements the grammar rule of its name."""
 
     def __init__(self, tokens: Sequence[_Token]) -> None:
         self._tokens = tokens
         self._place = self._depth = self._factors = self._percents = 0
         self.operations = 0
-        """Those that are left to do: not the line of a fraction, nor those of a decimal power."""
+        """Number of operations that remain to be computed. The line of a fraction and a decimal power do not count."""
 
     def result(self) -> tuple[Fraction, bool]:
         """Return the value, and whether it is a percentage.
 
         Raises:
-            _NoValueError: The tokens are no side of numbers, or too large to compute.
+            _NoValueError: The tokens are not a side of numbers, or the value is too large to compute.
         """
         value = self._side()
         if self._kind():
@@ -400,7 +401,9 @@ class _Arithmetic:
         return self._tokens[place].kind if place < len(self._tokens) else ""
 
     def _take(self, kind: str, *texts: str) -> str:
-        """Return the next token's text and go on if it is of this kind, and one of ``texts`` if there are any."""
+        """Consume the next token and return its text if it has this kind and, with ``texts``, one of these texts; else
+        "".
+        """
         if self._kind() != kind or (texts and self._tokens[self._place].text not in texts):
             return ""
         self._place += 1
@@ -438,7 +441,7 @@ class _Arithmetic:
         return _bounded(value ** int(exponent))
 
     def _is_decimal_power(self, start: int) -> bool:
-        """Return whether what was read from the token ``start`` on is a power of ten."""
+        """Return whether the tokens read since ``start`` begin with ``10^``, as a power of ten does."""
         return [token.text for token in self._tokens[start : min(start + 2, self._place)]] == ["10", "^"]
 
     def _factor(self) -> Fraction:
@@ -497,7 +500,7 @@ def _number(text: str) -> Fraction:
 
 
 def _decimals(text: str) -> int:
-    """Return the number of digits behind the point of a number that has a value."""
+    """Return the number of decimal places of a number that has a value."""
     mantissa, _, power = text.lower().partition("e")
     return max(len(mantissa.partition(".")[2]) - int(power.replace("\u2212", "-") or 0), 0)
 

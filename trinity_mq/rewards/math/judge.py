@@ -1,4 +1,4 @@
-"""Compares two answers mathematically: math-verify in child processes, behind limits of processor time and memory."""
+"""Compares two answers mathematically: math-verify in child processes, with limits on processor time and memory."""
 
 from __future__ import annotations
 
@@ -19,28 +19,30 @@ from trinity_mq.runtime.processes.children import ChildEndedError, ChildNotStart
 log = structlog.get_logger(__name__)
 
 LONGEST = 500
-"""Upper bound of the characters of an answer; a longer one is no answer."""
+"""Maximum characters of an answer; a longer answer is never equal."""
 CPU_SECONDS = 2.0
-"""Processor time for one pair. Not wall time: a busy machine must not turn right answers into wrong ones."""
+"""Processor seconds for one pair. The limit is not wall time, because a busy machine must not turn a right answer into
+a wrong answer.
+"""
 MEMORY = 2 * 2**30
-"""Bytes that the child may allocate."""
+"""Maximum bytes that a child may allocate."""
 SILENCE = 120.0
-"""Seconds without an answer after which the machine has failed, and not the answer."""
+"""Seconds without an answer after which the machine counts as failed, not the answer as wrong."""
 CHILD = Path(__file__).with_name("judge_child.py")
 
 
 class Judge:
-    """Compares answers in child processes. Safe to share between threads: each pair that is compared at the same time
-    has a process of its own, up to ``processes``; more wait. One that compares one after the other needs one.
+    """Compares answers in child processes. It is safe to share between threads: each concurrent pair has its own
+    process, up to ``processes``; further pairs wait. Sequential comparisons start only one process.
 
-    math-verify limits its time by signals, which only reach main threads and no long computation in C; here the kernel
-    ends the child.
+    math-verify limits its time by signals. Signals reach only main threads and cannot interrupt a long computation in
+    C. Here the kernel ends the child instead.
 
     Args:
-        cpu_seconds: Processor time for one pair.
-        memory: Bytes that a child may allocate.
+        cpu_seconds: Processor seconds for one pair.
+        memory: Maximum bytes that a child may allocate.
         silence: Seconds without an answer after which a child is killed.
-        processes: Most child processes; None for one for each core that this process may use.
+        processes: Maximum number of child processes. None: one per core that this process may use.
     """
 
     def __init__(
@@ -58,22 +60,23 @@ class Judge:
         os.register_at_fork(after_in_child=lambda: (method := fill()) and method())
 
     def _fill(self) -> None:
-        """Make all children idle: at first, and in a forked process, where no thread asks them."""
-        self._idle: queue.LifoQueue[ChildServer] = queue.LifoQueue()  # the last in is one that has started
+        """Mark all children idle: at the start, and in a forked process, where no thread uses them."""
+        # last in, first out: prefers a child that has started
+        self._idle: queue.LifoQueue[ChildServer] = queue.LifoQueue()
         for child in reversed(self._children):
             self._idle.put(child)
 
     @property
     def pids(self) -> list[int]:
-        """Process ids of the children that run: those that were needed so far, but for pairs that ended theirs."""
+        """Process ids of the running children: all that were needed so far, except children that a pair ended."""
         return [child.pid for child in self._children if child.pid is not None]
 
     def same(self, truth: str, answer: str) -> bool:
-        """Return whether two answers in LaTeX are mathematically the same; a pair that takes too much is not.
+        """Return whether two answers in LaTeX are mathematically equal. A pair that exceeds a limit is not equal.
 
         Raises:
-            ChildSilentError: The child does not answer, on a machine without time for it; trying again may help.
-            RewardError: It cannot be started.
+            ChildSilentError: The child does not answer on an overloaded machine. A retry may help.
+            RewardError: The child cannot be started.
         """
         idle = self._idle
         child = idle.get()
@@ -111,10 +114,11 @@ atexit.register(_judge.close)
 
 @functools.lru_cache(maxsize=4096)
 def same(truth: str, answer: str) -> bool:
-    """Return :meth:`Judge.same` of this process's judge; the runs of a group often give the same answers.
+    """Return :meth:`Judge.same` of this process's judge. Results are cached, because the runs of a group often give the
+    same answers.
 
     Raises:
-        ChildSilentError, RewardError: As there.
+        ChildSilentError, RewardError: See :meth:`Judge.same`.
     """
     if len(truth) > LONGEST or len(answer) > LONGEST:
         return False

@@ -1,7 +1,7 @@
-"""Answers the pairs of :mod:`trinity_mq.rewards.math.judge`; run as a file, without torch, so that it starts fast.
+"""Answers the pairs of :mod:`trinity_mq.rewards.math.judge`. It runs as a file, without torch, so that it starts fast.
 
-The kernel ends it by SIGPROF when a pair takes more processor time than allowed, wherever it is: also inside one
-multiplication of huge numbers, which no Python code could interrupt.
+The kernel ends it by SIGPROF when a pair takes more processor time than allowed, even inside one multiplication of huge
+numbers, which no Python code could interrupt.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def main(cpu_seconds: float, memory: int) -> None:
     limit_memory(memory)
     from math_verify import LatexExtractionConfig, parse, verify
 
-    # Not ExprExtractionConfig: it hands text to sympy's parser, which evaluates it as Python.
+    # ExprExtractionConfig is not used: it passes text to sympy's parser, which evaluates it as Python.
     targets = (LatexExtractionConfig(boxed_match_priority=0),)
 
     def same(truth: str, answer: str) -> bool:
@@ -32,7 +32,7 @@ def main(cpu_seconds: float, memory: int) -> None:
         signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
         try:
             found = same(*json.loads(question))
-        except Exception:  # whatever hostile text does to a parser: it is not the right answer
+        except Exception:  # hostile text may raise any error in a parser; it is not the right answer
             found = False
         signal.setitimer(signal.ITIMER_PROF, 0)
         return json.dumps(found).encode()

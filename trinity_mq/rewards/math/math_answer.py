@@ -10,19 +10,20 @@ from trinity_mq.thoughts import after_thoughts
 
 @takes_any_truth
 def math_answer(response: str, truth: str | None, *, finished: bool, prompt_end: str | None = None) -> dict[str, float]:
-    r"""Return accuracy 1 if the number that ``response`` states after its thoughts equals that of ``truth`` exactly,
-    else 0.
+    r"""Return accuracy 1 if the number that ``response`` states after its thoughts equals the number of ``truth``
+    exactly, else 0.
 
-    Where a response states its answer: the last ``\boxed{}`` or ``<answer></answer>``; else the last ``####`` whose
-    line reads as an answer; else the last sentence "the answer is"; else the last quantity of the text. A response cut
-    at a limit counts only by the first two: half a calculation has no last number. :mod:`answers` has the details.
+    A response states its answer in the last ``\boxed{}`` or ``<answer></answer>``; else in the last ``####`` whose line
+    reads as an answer; else in the last sentence "the answer is"; else in the last quantity of the text. In a response
+    cut at a limit only the first two count, because the last number of half a calculation is not an answer.
+    :mod:`answers` has the details.
 
     Numbers are compared as fractions: ``1,234.50`` is ``1234.5``, ``$18`` is ``18``, ``0.5`` is ``1/2``, ``50%`` is
-    ``50``, ``3.2e5`` is ``320000``, and ``\textbf{(B)}\ 12`` is ``12`` unless ``truth`` has another letter. A
-    calculation that is left to do (``2 + 17``, ``2 * 9``, ``36/2``) is wrong unless ``truth`` is one too: a model would
-    learn to repeat the question. A ``truth`` that is a boolean wants the word. Of any other ``truth`` that is no number
-    (``\sqrt{2}``, ``(1, 2)``, ``10:30``) only the same writing is right, and nothing is right for one in words: use
-    ``accuracy_reward`` for these.
+    ``50``, ``3.2e5`` is ``320000``, and ``\textbf{(B)}\ 12`` is ``12`` unless ``truth`` has another letter. An
+    unevaluated calculation (``2 + 17``, ``2 * 9``, ``36/2``) is wrong unless ``truth`` is also a calculation: otherwise
+    a model would learn to repeat the question. A boolean ``truth`` requires the word. For any other ``truth`` that is
+    not a number (``\sqrt{2}``, ``(1, 2)``, ``10:30``) only the same spelling is right. No response is right for a
+    ``truth`` in words. Use ``accuracy_reward`` for these.
     """
     right = wanted(truth) if truth else None
     is_boolean = right is not None and right.text.lower() in BOOLEANS

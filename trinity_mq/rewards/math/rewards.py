@@ -1,4 +1,4 @@
-r"""Rewards for a mathematically right answer, with credit for form and length where asked for."""
+r"""Rewards for a mathematically right answer, with optional credit for format and length."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from trinity_mq.thoughts import after_thoughts
 def accuracy_reward(
     response: str, truth: str | None, *, finished: bool, prompt_end: str | None = None
 ) -> dict[str, float]:
-    r"""Return accuracy 1 if ``response`` states the answer that ``truth`` states after its thoughts, else 0.
+    r"""Return accuracy 1 if ``response`` states the answer of ``truth`` after its thoughts, else 0.
 
-    Where a response states its answer: the last ``\boxed{}`` or ``<answer></answer>``; else the last ``####`` whose
-    line reads as an answer; else the last sentence "the answer is"; else the last quantity or formula of the text. A
-    response cut at a limit counts only by the first two. :mod:`answers` has the details.
+    A response states its answer in the last ``\boxed{}`` or ``<answer></answer>``; else in the last ``####`` whose line
+    reads as an answer; else in the last sentence "the answer is"; else in the last quantity or formula of the text. In
+    a response cut at a limit only the first two count. :mod:`answers` has the details.
     """
     return {"accuracy": float(correct(after_thoughts(response, prompt_end), truth, finished=finished))}
 
@@ -29,10 +29,10 @@ def math_reward(
     form: Form = "think_answer",
     prompt_end: str | None = None,
 ) -> dict[str, float]:
-    """Return accuracy 1 or 0 and, unless ``format_score`` is 0, that score for the right ``form``, else minus it.
+    """Return accuracy 1 or 0 and, unless ``format_score`` is 0, ``format_score`` for the expected ``form`` and its
+    negative otherwise.
 
-    The two parts and the sizes 1 and 0.1 are those of Trinity-RFT's reward of this name; there the form counts by
-    default.
+    The two parts and the sizes 1 and 0.1 follow Trinity-RFT's reward of this name, where the format counts by default.
     """
     parts = accuracy_reward(response, truth, finished=finished, prompt_end=prompt_end)
     if format_score:
@@ -51,16 +51,16 @@ def math_boxed(
     prompt_end: str | None = None,
 ) -> dict[str, float]:
     r"""Return accuracy 1 if the last ``\boxed{}`` after the thoughts holds the answer of ``truth``, else 0, and a score
-    for the form.
+    for the format.
 
     Args:
         response: The text of the response.
         truth: The bare answer, or a text that marks it (:func:`answers.wanted`).
-        finished: The response ended by itself; one that did not has no right form, but its box counts.
-        with_think: The right form is ``<think>...</think>`` and a box behind it, else a box alone.
-        format_score_coef: What a response without the right form loses: the format score is 0 or minus this, as in
-            Trinity-RFT's reward of this name.
-        prompt_end: The prompt, or its last characters, which may open the thoughts. None: not known.
+        finished: Whether the response ended by itself. A truncated response fails the format, but its box counts.
+        with_think: True: the expected format is ``<think>...</think>`` followed by a box. False: a box alone.
+        format_score_coef: Penalty of a response without the expected format: the format score is 0 or minus this value,
+            as in Trinity-RFT's reward of this name.
+        prompt_end: The prompt, or its last characters, which may open the thoughts. None: unknown.
     """
     found = boxed(after_thoughts(response, prompt_end))
     right = found is not None and bool(truth) and equal(wanted(truth or ""), read(found[1], latex=True))
@@ -71,7 +71,7 @@ def math_boxed(
 def overlong_penalty(length: int, max_length: int, cache_length: int) -> float:
     """Return the soft penalty for the length of a response (DAPO, arXiv 2503.14476, equation 13).
 
-    0 up to ``max_length - cache_length`` tokens, then falling linearly to -1 at ``max_length``, and -1 beyond.
+    It is 0 up to ``max_length - cache_length`` tokens, falls linearly to -1 at ``max_length``, and stays -1 beyond.
     """
     expected = max_length - cache_length
     return max(-1.0, min(0.0, (expected - length) / cache_length))
@@ -88,15 +88,15 @@ def check_lengths(max_length: int | None, cache_length: int | None) -> None:
 
 
 class MathDapoReward:
-    """Reward 1 for a right answer and -1 for a wrong one (DAPO, section 2.4), plus the overlong penalty.
+    """Reward 1 for a right answer and -1 for a wrong answer (DAPO, section 2.4), plus the overlong penalty.
 
     Args:
-        max_response_length: Tokens at which the penalty is full. None: no penalty.
-        cache_length: Tokens before that over which it grows.
+        max_response_length: Number of tokens at which the penalty is full. None: no penalty.
+        cache_length: Number of tokens before that over which the penalty grows.
         penalty_factor: Size of the full penalty.
 
     Raises:
-        ValueError: Lengths that do not fit.
+        ValueError: The lengths do not fit; see :func:`check_lengths`.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class MathDapoReward:
         """Return accuracy (1 or 0), ``wrong`` (0 or -1), and with lengths ``overlong`` (0 to -``penalty_factor``).
 
         Raises:
-            ValueError: There is a penalty to compute, and nobody said how many ``tokens`` the response has.
+            ValueError: The penalty is on, and the number of response ``tokens`` is unknown.
         """
         right = correct(after_thoughts(response, prompt_end), truth, finished=finished)
         parts = {"accuracy": float(right), "wrong": 0.0 if right else -1.0}
