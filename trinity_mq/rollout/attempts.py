@@ -1,4 +1,4 @@
-"""The attempts at the runs of a slice: what is tried again, for how long, and what each finished run leaves."""
+"""The attempts at the runs of a slice: which errors are retried, for how long, and the results of finished runs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from trinity_mq.workflows.auxiliary import AuxiliaryError
 log = get_logger(__name__)
 
 FIRST_PAUSE = 0.2
-"""Seconds: the pause before a retry is random, up to this and doubled each time."""
+"""Bound of the first random pause before a retry, in seconds. The bound doubles with each further retry."""
 LONGEST_PAUSE = 5.0
 
 
@@ -39,32 +39,32 @@ class Limits:
     attempt: float
     """Seconds for one attempt of one run."""
     retries: int
-    """Further attempts of failed runs."""
+    """Number of further attempts of a failed run."""
     total: float
-    """Seconds for all of it, retries and waiting for engines included."""
+    """Seconds for the whole slice, retries and waiting for engines included."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One attempt to run: the task, its model and its limits."""
+    """The runs of one task to execute: the task, its engines and its limits."""
 
     task: Task
     kind: type[Workflow]
     limits: Limits
     seed: int
     models: Callable[[], InferenceModel]
-    """Says which engine to use now; raises EngineNotReady or EngineLost where there is none at present."""
+    """Returns the engine to use now. Raises EngineNotReady or EngineLost if no engine is available at present."""
     results: RunResults
     own_loops: bool = False
-    """Each run of an asynchronous workflow in a thread, on an event loop of its own."""
+    """Run each run of an asynchronous workflow in a thread, on its own event loop."""
     runner: int | str | None = None
-    """Context of the attempt for logs."""
+    """Id of the runner, for logs."""
     needs_reward: bool = False
-    """Nothing after the workflow would give a run its reward."""
+    """Whether the workflow must set the reward of each run, because no later step adds a reward."""
 
 
 class RunGroup:
-    """Runs that are done in one go: all of a slice if its workflow is repeatable, else one."""
+    """Runs that one workflow call executes: all runs of a slice if its workflow can repeat, else one run."""
 
     def __init__(self, job: Job, runs: Sequence[int], instances: Instances) -> None:
         self.job = job
@@ -72,10 +72,10 @@ class RunGroup:
         self._instances = instances
         self._attempts = 0
         self.engine_trouble = ""
-        """Why no engine serves, while it waits for one."""
+        """Reason why no engine is available, while the group waits for an engine."""
 
     async def finish(self) -> None:
-        """Do the runs and retry what fails. What a workflow raises is not raised here: the results has it."""
+        """Execute the runs and retry failed runs. Errors of the workflow are not raised here; the results hold them."""
         try:
             await retried(self._retrying, self._attempt)
         except Exception as error:
@@ -100,7 +100,7 @@ class RunGroup:
         )
 
     async def _attempt(self) -> None:
-        """Try all that is missing, then raise the first failure."""
+        """Try all missing runs, then raise the first failure."""
         self._attempts += 1
         failure: Exception | None = None
         for block in consecutive(self.missing):
@@ -114,7 +114,9 @@ class RunGroup:
             raise failure
 
     async def _block(self, block: Sequence[int]) -> None:
-        """Have consecutive runs done by one instance of the workflow; waiting for an engine is no attempt."""
+        """Execute consecutive runs with one instance of the workflow. Waiting for an engine does not count as an
+        attempt.
+        """
         experiences, seconds = await retried(self._serving, self._go, block)
         with span("finish runs", count=len(experiences)):
             by_run = self._by_run(block, experiences)
@@ -136,11 +138,11 @@ class RunGroup:
             )
 
     async def _go(self, block: Sequence[int]) -> tuple[list[Experience], float]:
-        """Return the experiences of one go, and the seconds it took."""
+        """Return the experiences of one workflow call, and its duration in seconds."""
         job = self.job
         engine = job.models()
         self.engine_trouble = ""
-        # A retry draws anew: what failed would fail again on the same samples.
+        # A retry uses another seed, because the same samples would fail again.
         seed = stable_seed(job.seed, block[0], *([self._attempts] if self._attempts > 1 else []))
 
         def ready() -> Workflow:
@@ -185,7 +187,7 @@ class RunGroup:
         return by_run
 
     def _pause(self, state: RetryCallState) -> float:
-        """Return the jittered seconds until an engine is asked again."""
+        """Return the jittered seconds until the next engine lookup."""
         error = state.outcome and state.outcome.exception()
         trouble = error and engine_trouble(error)
         self.engine_trouble = str(trouble)
@@ -196,7 +198,9 @@ class RunGroup:
 
 
 def engine_trouble(error: BaseException) -> BaseException | None:
-    """Return what says that no engine serves at present, ``error`` or a cause of it; None if that is not the reason."""
+    """Return the error which shows that no engine serves at present: ``error`` or one of its causes. Return None if it
+    has another reason.
+    """
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, EngineNotReady | EngineLost):
@@ -208,8 +212,8 @@ def engine_trouble(error: BaseException) -> BaseException | None:
 
 
 def lost_engine(error: BaseException, asked: InferenceModel) -> InferenceModel | None:
-    """Return the engine that did not answer: the one that ``error`` or a cause of it names, else the rollout engine
-    ``asked``; None if that is not the reason.
+    """Return the engine that did not answer: the engine named by ``error`` or one of its causes, else the rollout
+    engine ``asked``. Return None if the error has another reason.
     """
     cause: BaseException | None = error
     while cause is not None:
@@ -222,7 +226,7 @@ def lost_engine(error: BaseException, asked: InferenceModel) -> InferenceModel |
 
 
 def consecutive(runs: Sequence[int]) -> list[list[int]]:
-    """Return ``runs``, rising, as lists without gaps.
+    """Return ``runs``, in ascending order, as lists without gaps.
 
     >>> consecutive([0, 1, 4, 5, 7])
     [[0, 1], [4, 5], [7]]

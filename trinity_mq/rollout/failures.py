@@ -1,5 +1,5 @@
-"""Failures of runs: their kind, whether trying again can help, and texts that say how and where in the author's file a
-run failed.
+"""Failures of runs: their kind, whether a retry can help, and messages with the reason and the line in the author's
+file.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from trinity_mq.workflows.auxiliary import AuxiliaryError
 from trinity_mq.workflows.step_wise import TOO_LONG
 
 MAX_ERROR = 500
-"""Characters of an exception's own text that are kept, so that the place behind it is."""
+"""Maximum characters kept of an exception's own text, so that the line number after it is not cut off."""
 _RAISED = re.compile(r"(\w+)(?:: .*)? \(([^()]+:\d+)[^()]*\)", re.DOTALL)
 
 
 INCURABLE = (TaskError, UnknownNameError, RewardError, ModelError, EngineRefused)
-"""Every further attempt would raise them too."""
+"""Errors that every further attempt would raise again."""
 
 _KINDS: tuple[tuple[type[BaseException], str], ...] = (
     (ModelError, "engine"),
@@ -39,17 +39,17 @@ _KINDS: tuple[tuple[type[BaseException], str], ...] = (
     (ConnectionError, "environment"),
     (socket.gaierror, "environment"),
 )
-"""Kinds of the exceptions that say nothing about it themselves; the first that fits counts."""
+"""Kinds of exceptions that do not carry a kind themselves; the first match counts."""
 
 
 def failure_of(error: BaseException, workflow: type[Workflow] | None = None) -> Failure:
-    """Return the failure that an exception of an attempt is; see :func:`describe`, :func:`kind_of`."""
+    """Return the failure that describes an exception of an attempt; see :func:`describe`, :func:`kind_of`."""
     return Failure(describe(error, workflow), kind_of(error), is_retryable(error))
 
 
 def kind_of(error: BaseException) -> str:
-    """Return the kind of failure that ``error`` or a cause of it tells of, ``workflow`` where none does: a fault in the
-    author's own code.
+    """Return the failure kind of ``error`` or of one of its causes. Return ``workflow``, an error in the author's own
+    code, if no cause has a kind.
 
     >>> kind_of(KeyError("answer")), kind_of(SandboxFailed("no answer", kind="tool"))
     ('workflow', 'tool')
@@ -68,8 +68,8 @@ def kind_of(error: BaseException) -> str:
 
 
 def is_retryable(error: BaseException) -> bool:
-    """Return whether a further attempt may go well: neither ``error`` nor a cause of it was declared final, and it is
-    none that would be raised again.
+    """Return whether a further attempt may succeed: neither ``error`` nor a cause of it was declared final, and the
+    error would not be raised again in any case.
     """
     final = any(isinstance(cause, RunFailedError) and not cause.retryable for cause in _causes(error))
     too_long = any(getattr(cause, "code", None) == TOO_LONG for cause in _causes(error))
@@ -77,7 +77,7 @@ def is_retryable(error: BaseException) -> bool:
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield ``error`` and what it was raised from, of a group its first."""
+    """Yield ``error`` and its chain of causes. An exception group continues with its first exception."""
     cause: BaseException | None = error
     seen: set[int] = set()  # an exception may be raised from itself
     while cause is not None and id(cause) not in seen:
@@ -89,9 +89,9 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 def describe(error: BaseException, kind: type[Workflow] | None = None) -> str:
     """Return error and place in one line, such as ``KeyError: 'answer' (my_workflow.py:17)``.
 
-    The place is the innermost line of the author's own code. A :class:`SandboxFailed` says its kind in place of its
-    class: ``sandbox: connection refused (my_workflow.py:17)``. Where a workflow returned nothing, the place is the line
-    at which its class ``kind`` defines its run.
+    The place is the innermost line of the author's own code. For a :class:`SandboxFailed` the text has its kind instead
+    of its class: ``sandbox: connection refused (my_workflow.py:17)``. If a workflow returned nothing, the place is the
+    line at which its class ``kind`` defines its run.
     """
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
@@ -106,7 +106,7 @@ def describe(error: BaseException, kind: type[Workflow] | None = None) -> str:
 
 
 def failure_key(text: str) -> str:
-    """Return what texts of failures of one kind have in common: the exception's type and place, else the text without
+    """Return a key that is equal for failures of the same kind: the exception's type and place, else the text without
     its numbers.
 
     >>> failure_key("KeyError: 'a' (my.py:17)") == failure_key("KeyError: 'b' (my.py:17)")
@@ -117,12 +117,12 @@ def failure_key(text: str) -> str:
 
 
 def reward_fault(kind: type[Workflow], experiences: Sequence[Experience], *, needed: bool) -> str | None:
-    """Return why one run will not be trained on although it is finished, None if its rewards are in order.
+    """Return the reason why a finished run cannot be trained on, or None if its rewards are valid.
 
     Args:
         kind: The workflow.
-        experiences: Of the run, in the order in which the workflow returned them.
-        needed: The last step must have a reward.
+        experiences: Experiences of the run, in the order in which the workflow returned them.
+        needed: Whether the last step must have a reward.
     """
     for experience in experiences:
         if experience.reward is not None and not is_finite(experience.reward):
@@ -134,7 +134,7 @@ def reward_fault(kind: type[Workflow], experiences: Sequence[Experience], *, nee
 
 
 def last_step(experiences: Sequence[Experience]) -> Experience:
-    """Return the last step of a run: that of the largest ``eid.step``, of equals the one listed last."""
+    """Return the last step of a run: the largest ``eid.step``, of equal steps the last in the list."""
     if len(experiences) == 1:
         return experiences[0]
     return max(reversed(experiences), key=lambda one: one.eid.step)

@@ -1,4 +1,4 @@
-"""Instances of a workflow, and the view of the models that each one has."""
+"""Instances of a workflow, each with its own view of the models."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from trinity_mq.models import InferenceModel, ModelWrapper
 from trinity_mq.workflows import Task, Workflow
 
 MAX_IDLE = 64
-"""Instances kept for later slices."""
+"""Maximum number of instances kept for later slices."""
 
 
 class Instances:
-    """Makes an instance for each go at the runs of a slice, or takes one that an earlier go has left.
+    """Provides an instance for each workflow call of a slice: a new instance, or an idle instance of an earlier call.
 
     Args:
-        task: What is to be done.
+        task: The task to run.
         kind: The class of the workflow.
-        wrap: Makes views of the models for one instance: of an engine, with a history of its own and sampling with a
-            seed, then of the auxiliary models.
-        idle: Instances that are reset and used again, also by later slices; one goes back here after its runs went
-            well. None: each go has a new one.
+        wrap: Creates views of the models for one instance: first of an engine, with a separate history and with
+            sampling by a seed, then of the auxiliary models.
+        idle: Instances that are reset and reused, also by later slices. An instance returns to this list after its runs
+            succeeded. None: each call gets a new instance.
     """
 
     def __init__(
@@ -33,10 +33,10 @@ class Instances:
     ) -> None:
         self.task, self.kind, self.wrap, self._idle = task, kind, wrap, idle
         self._taken: list[Instance] = []
-        """Those in use, and those whose runs failed."""
+        """Instances in use, and instances whose runs failed."""
 
     def take(self, engine: InferenceModel, seed: int) -> Instance:
-        """Return an instance that asks ``engine`` and samples with ``seed``."""
+        """Return an instance that uses ``engine`` and samples with ``seed``."""
         if self._idle is None:
             return Instance(self, self.wrap(engine, seed))
         models = self.wrap(engine, seed)
@@ -50,11 +50,11 @@ class Instances:
         return found
 
     def closing(self, instance: Instance) -> Callable[[], Awaitable[None]] | None:
-        """Return what closes an instance after its go; None for one that may be used again."""
+        """Return the function that closes an instance after its call, or None if the instance may be reused."""
         return instance.aclose if self._idle is None else None
 
     def give_back(self, instance: Instance) -> None:
-        """Keep an instance whose runs went well, where instances are kept."""
+        """Make an instance reusable after its runs succeeded, if instances are kept."""
         if self._idle is not None and len(self._idle) < MAX_IDLE:
             self._taken.remove(instance)
             self._idle.append(instance)
@@ -74,19 +74,19 @@ class Instance:
         self._workflow: Workflow | None = None
 
     def fits(self, kind: type[Workflow], models: Sequence[ModelWrapper]) -> bool:
-        """Return whether this is a ``kind`` that asks the same models."""
+        """Return whether this instance has class ``kind`` and uses the same models."""
         own = [one.model.url for one in (self.model, *self._auxiliary)]
         return self._of.kind is kind and own == [one.model.url for one in models]
 
     def take_over(self, of: Instances, models: Sequence[ModelWrapper]) -> None:
-        """Do what ``of`` is for from now on, with models that are as ``models``."""
+        """Use this instance for the task of ``of`` from now on, with the settings of the views ``models``."""
         self._of = of
         for own, fresh in zip((self.model, *self._auxiliary), models, strict=True):
             own.become(fresh)
 
     def ready(self, block: Sequence[int]) -> Workflow:
-        """Return the workflow, ready to do the runs of ``block``. May block: whatever a workflow does in its
-        constructor.
+        """Return the workflow, prepared for the runs of ``block``. May block, because a workflow's constructor may
+        block.
         """
         task = self._of.task.own_copy()
         if self._workflow is None:
@@ -99,6 +99,6 @@ class Instance:
         return self._workflow
 
     async def aclose(self) -> None:
-        """Close what its views of the models have opened by themselves."""
+        """Close the resources that its views of the models have opened."""
         for one in (self.model, *self._auxiliary):
             await one.aclose()

@@ -16,7 +16,7 @@ from trinity_mq.workflows import Task
 
 @dataclass
 class RunResults:
-    """The finished runs of a slice, and the first failure of the others."""
+    """The finished runs of a slice, and the first failure of the other runs."""
 
     experiences: dict[int, list[Experience]] = field(default_factory=dict)
     """Experiences by run."""
@@ -25,14 +25,16 @@ class RunResults:
     failure: Failure | None = None
     """The first failure."""
     on_run: Callable[[int], None] | None = None
-    """Called with each run when it is finished."""
+    """Called with the number of each run when the run is finished."""
 
     def add_failure(self, failure: Failure) -> None:
-        """Keep ``failure`` if it is the first."""
+        """Store ``failure`` if it is the first."""
         self.failure = self.failure or failure
 
     def finished(self, task: Task, run: int, experiences: list[Experience], seconds: float) -> None:
-        """Stamp and keep the experiences of ``run``, which took ``seconds``."""
+        """Add ids and origin to the experiences of ``run``, which took ``seconds``, and store them with the run's
+        metrics.
+        """
         taskset, index = task.index.get("taskset"), task.index.get("index")
         origin = (taskset if isinstance(taskset, str) else None, index if isinstance(index, int) else None)
         truth = expected_answer(task.truth)
@@ -53,7 +55,7 @@ class RunResults:
         self.keep(run, experiences, metrics)
 
     def keep(self, run: int, experiences: list[Experience], metrics: dict[str, float]) -> None:
-        """Keep a finished run as it is."""
+        """Store a finished run without changes."""
         self.experiences[run] = experiences
         self.metrics[run] = metrics
         if self.on_run is not None:
@@ -78,7 +80,7 @@ class RunResults:
 
 
 def answers_of(outcome: SliceOutcome) -> list[str]:
-    """Return the answers of the first finished runs of a slice, for a person: what the last step of each run said."""
+    """Return the answers of the first finished runs of a slice, for a person: the text of the last step of each run."""
     last: dict[int, Experience] = {}
     for one in outcome.experiences:
         if one.eid.run not in last or one.eid.step >= last[one.eid.run].eid.step:

@@ -17,15 +17,15 @@ class Status:
     """The outcome of a task."""
 
     ok: bool
-    """Every run finished."""
+    """Whether every run finished."""
     metric: Mapping[str, float]
-    """Over the finished runs."""
+    """Metrics aggregated over the finished runs."""
     message: str | None = None
-    """The first thing that went wrong."""
+    """Message of the first failure. None: no attempt failed."""
     completed_runs: int = 0
     total_runs: int = 0
     metrics: list[dict[str, float]] = field(default_factory=list)
-    """One mapping for each finished run."""
+    """Metrics of each finished run."""
     runners: list[str] = field(default_factory=list)
     """Ids of the runners that worked on the task, in the order of its runs."""
 
@@ -37,9 +37,9 @@ class Failure:
     message: str
     """Error and place in one line."""
     kind: str = "workflow"
-    """Label under which metrics count it."""
+    """Label under which metrics count the failure."""
     retryable: bool = True
-    """Whether a further attempt may go well."""
+    """Whether a further attempt may succeed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,19 +47,19 @@ class SliceOutcome:
     """The outcome of a slice on one runner."""
 
     experiences: list[Experience] = field(default_factory=list)
-    """Experiences of the finished runs, in their order."""
+    """Experiences of the finished runs, in the order of the runs."""
     runs: list[int] = field(default_factory=list)
-    """The runs that finished, rising."""
+    """Numbers of the finished runs, ascending."""
     metrics: list[dict[str, float]] = field(default_factory=list)
-    """One mapping for each of ``runs``."""
+    """Metrics of each run in ``runs``."""
     message: str | None = None
-    """The first thing that went wrong, also where a later attempt went well."""
+    """Message of the first failure, even if a later attempt succeeded."""
     failure_kind: str | None = None
-    """Kind of the failure that ``message`` tells of, None where there was none."""
+    """Kind of the failure in ``message``. None: no attempt failed."""
     retryable: bool = True
-    """False: that failure was declared final."""
+    """False if that failure was declared final."""
     version_min: Version | None = None
-    """Oldest weights that sampled a token."""
+    """Version of the oldest weights that sampled a token."""
     version_max: Version | None = None
-    """Newest weights that sampled a token."""
+    """Version of the newest weights that sampled a token."""
     seconds: float = 0.0

@@ -1,4 +1,4 @@
-"""Runs the workflow of a task or a slice and says what became of it."""
+"""Runs the workflow of a task or a slice and returns the outcome."""
 
 from __future__ import annotations
 
@@ -24,21 +24,22 @@ from trinity_mq.workflows.sessions.children import close_kept
 __all__ = ["SliceOutcome", "Status", "WorkflowRunner"]
 
 WAITING_SHARE = 0.25
-"""Share of an attempt's time that a workflow waits for weights, keeping its earlier steps. After that it is begun
-again, with whatever engine serves by then, which counts as no further attempt."""
+"""Share of an attempt's time that a workflow waits for weights while it keeps its earlier steps. After that time the
+workflow restarts with any engine that then serves. The restart does not count as a further attempt.
+"""
 
 
 class WorkflowRunner:
     """Runs workflows against rollout engines.
 
-    A repeatable workflow does all runs in one go; any other is run once for each, in one of three ways
-    (``runner.concurrent_mode``). Each run has a history and seeds of its own. Only failed runs are tried again.
+    A workflow that can repeat executes all runs in one call. Any other workflow is called once per run, in one of three
+    ways (``runner.concurrent_mode``). Each run has its own history and seeds. Only failed runs are retried.
 
     Args:
         config: The run's configuration.
-        model: The rollout model of :meth:`run_task`; :meth:`run_slice` gets one each time.
-        auxiliary_models: Further models that workflows may ask.
-        runner_id: Whose work it is, for logs.
+        model: The rollout model of :meth:`run_task`; :meth:`run_slice` receives its models as an argument.
+        auxiliary_models: Further models that workflows may use.
+        runner_id: Id of the runner, for logs.
     """
 
     def __init__(
@@ -56,11 +57,11 @@ class WorkflowRunner:
         self._idle: list[Instance] = []
 
     def run_task(self, task: Task, repeat_times: int = 1, run_id_base: int = 0) -> tuple[Status, list[Experience]]:
-        """Do ``repeat_times`` runs of ``task``; return what became of it, and the experiences of the finished runs, an
-        evaluation's too: a Scheduler returns none of those.
+        """Execute ``repeat_times`` runs of ``task``; return the outcome, and the experiences of the finished runs.
+        Unlike a Scheduler, it also returns the experiences of an evaluation.
 
         Raises:
-            RuntimeError: Called on an event loop, which it would block, or no model was given.
+            RuntimeError: The call is on an event loop, which it would block, or no model was given.
         """
         try:
             asyncio.get_running_loop()
@@ -77,7 +78,7 @@ class WorkflowRunner:
     async def run_task_async(
         self, task: Task, repeat_times: int = 1, run_id_base: int = 0
     ) -> tuple[Status, list[Experience]]:
-        """:meth:`run_task` on the event loop."""
+        """Run :meth:`run_task` on the event loop."""
         model = self.model
         if model is None:
             raise RuntimeError("this WorkflowRunner was made without a model: give one, or use run_slice()")
@@ -102,13 +103,14 @@ class WorkflowRunner:
     async def run_slice(
         self, task_slice: TaskSlice, models: Callable[[], InferenceModel], results: RunResults | None = None
     ) -> SliceOutcome:
-        """Do the runs of a slice, within its time, and return what became of them.
+        """Execute the runs of a slice within its time limit, and return the outcome.
 
         Args:
             task_slice: The slice.
-            models: Says which engine to use, asked before each attempt; raises EngineNotReady or EngineLost where there
-                is none at present, which costs time but no attempt. One that is Engines is notified of lost ones.
-            results: Filled as runs are finished, for those who may have to end the slice early.
+            models: Returns the engine to use, called before each attempt. Raises EngineNotReady or EngineLost if no
+                engine is available at present; this costs time but does not count as an attempt. An ``Engines`` object
+                is notified of lost engines.
+            results: Filled as runs finish, for callers that may have to end the slice early.
         """
         try:
             task = Task.from_body(task_slice.task, task_slice.batch, task_slice.task_id)
@@ -127,20 +129,20 @@ class WorkflowRunner:
 
     @property
     def _trains_on_rewards(self) -> bool:
-        """The algorithm needs a reward of each run, and no operator may add one."""
+        """Whether the algorithm needs a reward for each run, and no operator is configured that could add a reward."""
         return self.config.algorithm.estimator.needs_reward and not self.config.operator.operators
 
     @staticmethod
     def blocks(task_slice: TaskSlice) -> bool:
-        """Say whether the workflow of a slice is a synchronous one."""
+        """Return whether the workflow of a slice is synchronous."""
         try:
             return not load_workflow(task_slice.task.workflow).is_async
         except UnknownNameError:
             return False
 
     async def close(self) -> None:
-        """Close the connections to engines, end kept programs, and forget the instances kept; a further task opens new
-        ones.
+        """Close the connections to engines, end kept programs, and discard idle instances. A further task opens new
+        connections.
         """
         idle, self._idle[:] = list(self._idle), []
         for instance in idle:
