@@ -7,15 +7,15 @@ from typing import Literal
 
 
 class EpochOrder:
-    """Gives each record once an epoch, epoch after epoch.
+    """Yields each record once per epoch, over any number of epochs.
 
-    With ``shuffle`` each epoch has an order of its own, which follows from the seed and the epoch alone: the position
-    is two numbers, and going on from it gives the records that would have come.
+    With ``shuffle`` the order of each epoch is a function of the seed and the epoch only. The position is therefore two
+    numbers, and a restart from it continues with the same records.
 
     Args:
         count: Number of records, at least 1.
-        selector: ``sequential``: as they are stored.
-        seed: Of the orders.
+        selector: ``sequential``: the stored order. ``shuffle``: a new order in each epoch.
+        seed: Seed of the orders.
     """
 
     def __init__(self, count: int, selector: Literal["sequential", "shuffle"], seed: int) -> None:
@@ -23,16 +23,16 @@ class EpochOrder:
         self.epoch = 0
         """Number of the current epoch, from 0."""
         self.cursor = 0
-        """Number of records of the epoch that were given."""
+        """Number of records of the current epoch that were returned."""
         self._order = self._order_of(0)
 
     @property
     def given(self) -> int:
-        """Number of records that were given, over all epochs."""
+        """Number of records that were returned over all epochs."""
         return self.epoch * self._count + self.cursor
 
     def take(self, size: int) -> list[int]:
-        """Return the indexes of the next ``size`` records; where an epoch ends the next one begins."""
+        """Return the indexes of the next ``size`` records. At the end of an epoch the next epoch begins."""
         found: list[int] = []
         while len(found) < size:
             if self.cursor == self._count:
@@ -43,10 +43,10 @@ class EpochOrder:
         return found
 
     def move_to(self, epoch: object, cursor: object) -> None:
-        """Go on from a position.
+        """Move to a saved position.
 
         Raises:
-            ValueError: It is none.
+            ValueError: The position is invalid.
         """
         if not (isinstance(epoch, int) and isinstance(cursor, int) and epoch >= 0 and 0 <= cursor <= self._count):
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Reads the records of a file in the format that its name says."""
+"""Reads the records of a file in the format given by its suffix."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from typing import Any
 from trinity_mq.data.errors import TasksetError
 
 LONGEST_CELL = (1 << 31) - 1
-"""Characters of a cell: no bound, since the whole file is in memory."""
+"""Maximum characters of a cell: in effect unlimited, because the whole file is in memory."""
 Located = Iterator[tuple[str, Any]]
-"""The place of each record, for messages, and the record, not checked yet."""
+"""The place of each record, for messages, and the record, which has not been checked yet."""
 
 
 def read_file(path: Path) -> Located:
-    """Return the records of ``path``, each with the place where it stands.
+    """Return the records of ``path``, each with its place.
 
     Raises:
-        TasksetError: The file is not there, cannot be read, is not what its name says, or in no format that is read.
+        TasksetError: The file does not exist, cannot be read, is invalid for its suffix, or has an unsupported suffix.
     """
     reader = FORMATS.get(path.suffix.lower())
     try:
         if reader is not None:
             return reader(path)
-        with path.open("rb"):  # that it is not there comes before its format
+        with path.open("rb"):  # a missing file is reported before an unsupported suffix
             pass
     except OSError as error:
         raise TasksetError(f"{path} cannot be read: {error.strerror or error}") from error
@@ -46,7 +46,7 @@ def _text(path: Path) -> str:
 
 
 def _json_lines(path: Path) -> Located:
-    # Only line feeds end a line: JSON strings may hold the others that splitlines() knows.
+    # Only line feeds end a line: JSON strings may contain the other line breaks of splitlines().
     lines = enumerate(_text(path).split("\n"), 1)
     return ((f"{path}:{number}", _json(f"{path}:{number}", line)) for number, line in lines if line.strip())
 
@@ -66,13 +66,13 @@ def _json(where: str, text: str) -> Any:
 
 
 def _separated(path: Path) -> Located:
-    csv.field_size_limit(LONGEST_CELL)  # it is one for the whole process
+    csv.field_size_limit(LONGEST_CELL)  # the limit is global to the process
     delimiter = "\t" if path.suffix.lower() == ".tsv" else ","
     return _rows(path, csv.reader(io.StringIO(_text(path), newline=""), delimiter=delimiter, strict=True))
 
 
 def _rows(path: Path, reader: Any) -> Located:
-    """Return each row as a record of texts by the names in the first one; rows without any cell are passed over."""
+    """Return each row as a record of texts, with names from the first row. Rows without cells are skipped."""
     names: list[str] | None = None
     try:
         for row in reader:
@@ -112,12 +112,13 @@ def _parquet(path: Path) -> Located:
 
 
 NO_VALUE = (ArithmeticError, LookupError, ValueError)
-"""Errors of Arrow values that Python cannot hold: a date after the year 9999, an unknown time zone, nanoseconds where
-pandas is not installed."""
+"""Errors of Arrow values without a Python equivalent: a date after the year 9999, an unknown time zone, nanoseconds if
+pandas is not installed.
+"""
 
 
 def _values(column: Any) -> list[Any]:
-    """Return the values of an Arrow column; those that Python cannot hold as text."""
+    """Return the values of an Arrow column. Values without a Python equivalent are returned as text."""
     try:
         return list(column.to_pylist())
     except NO_VALUE:
@@ -150,4 +151,4 @@ FORMATS: Mapping[str, Callable[[Path], Located]] = MappingProxyType(
         ".parquet": _parquet,
     }
 )
-"""Readers of the formats by the end of a file's name."""
+"""Readers of the formats by file suffix."""

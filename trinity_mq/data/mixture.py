@@ -1,4 +1,4 @@
-"""Several tasksets as one: interleaved by ratio, or in proportion to size."""
+"""Several tasksets as one taskset: interleaved by ratio, or in proportion to size."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from trinity_mq.messages import TaskBody
 
 
 class TasksetMixture:
-    """Tasksets whose tasks come in turns that are shuffled anew in each epoch.
+    """Tasksets with interleaved turns, shuffled differently in each epoch.
 
-    An epoch has as many tasks as there are records in all. Each taskset has a share of these turns, by its
-    ``ratio`` or by its size, and goes through its own records with its own selector; with ratios a small one begins
-    anew before a large one has ended.
+    An epoch has as many tasks as there are records in total. Each taskset has a share of the turns, by its ``ratio`` or
+    by its size, and iterates over its own records with its own selector. With ratios a small taskset restarts before a
+    large taskset has ended.
 
     Args:
-        tasksets: At least one; all with a ratio, or none.
-        seed: Of the turns.
+        tasksets: At least one taskset. Either all have a ratio or none has.
+        seed: Seed of the order of turns.
     """
 
     def __init__(self, tasksets: Sequence[Taskset], seed: int) -> None:
@@ -38,23 +38,23 @@ class TasksetMixture:
         self._epoch, self._order = 0, self._order_of(0)
 
     def __len__(self) -> int:
-        """Tasks in one epoch."""
+        """Return the number of tasks in one epoch."""
         return sum(map(len, self._tasksets))
 
     @property
     def learns(self) -> bool:
-        """Whether a selector is to be told the rewards of finished tasks."""
+        """Whether a selector must receive the rewards of finished tasks."""
         return any(one.learns for one in self._tasksets)
 
     def next_batch(self, size: int) -> list[TaskBody]:
-        """Return the next ``size`` tasks, each taskset's chosen together."""
+        """Return the next ``size`` tasks. The tasks of each taskset are chosen in one call of its selector."""
         turns = [self._turn(place) for place in range(self._given, self._given + size)]
         self._given += size
         chosen = [iter(one.next_batch(turns.count(number))) for number, one in enumerate(self._tasksets)]
         return [next(chosen[number]) for number in turns]
 
     def observe(self, stats: Mapping[str, Sequence[TaskStats]]) -> None:
-        """Tell the selectors what came of tasks, by the name of their taskset."""
+        """Pass statistics of finished tasks, by taskset name, to the selectors."""
         for one in self._tasksets:
             if one.config.name in stats:
                 one.observe(stats)
@@ -64,7 +64,7 @@ class TasksetMixture:
         return {name: value for one in self._tasksets for name, value in one.metrics().items()}
 
     def state(self) -> dict[str, Any]:
-        """Return the position, for :meth:`restore` of tasksets opened alike."""
+        """Return the position, for :meth:`restore` of tasksets opened with the same settings."""
         epoch, cursor = divmod(self._given, len(self))
         return {
             "turns": {one.config.name: turns for one, turns in zip(self._tasksets, self._turns, strict=True)},
@@ -75,13 +75,15 @@ class TasksetMixture:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved position.
+        """Continue from a saved position.
 
         Raises:
-            TasksetError: It was saved with other tasksets, ratios, records, selectors or another seed.
+            TasksetError: The position was saved with other tasksets, ratios, records, selectors or another seed.
         """
         before = state["tasksets"]
-        for one in self._tasksets:  # first: it says in words what has changed in the records, on which the turns depend
+        # This comes first, because its message explains how the records have changed, and the turns depend on the
+        # records.
+        for one in self._tasksets:
             if one.config.name in before:
                 one.restore(before[one.config.name])
         now = self.state()
@@ -95,7 +97,7 @@ class TasksetMixture:
         self._given = state["epoch"] * len(self) + state["cursor"]
 
     def _turn(self, place: int) -> int:
-        """Return the number of the taskset whose turn is ``place``."""
+        """Return the number of the taskset that has turn ``place``."""
         epoch, cursor = divmod(place, len(self))
         if epoch != self._epoch:
             self._epoch, self._order = epoch, self._order_of(epoch)
@@ -108,7 +110,8 @@ class TasksetMixture:
 
 
 def shares(ratios: Sequence[float], total: int) -> list[int]:
-    """Divide ``total`` by ratios into whole numbers: rounded down, the rest to the largest remainders.
+    """Divide ``total`` by ratios into whole numbers: each share is rounded down, and the rest goes to the largest
+    remainders.
 
     >>> shares([1, 1, 2], 7)
     [2, 2, 3]

@@ -1,4 +1,4 @@
-"""Records of the procedural datasets of reasoning-gym, drawn by a seed."""
+"""Records of the procedural datasets of reasoning-gym, generated from a seed."""
 
 from __future__ import annotations
 
@@ -11,27 +11,29 @@ from trinity_mq.data.errors import TasksetError
 from trinity_mq.rewards.reasoning_gym_scores import ORIGIN, Dataset, DatasetError, open_dataset
 
 DEFAULT_LIMIT = 500
-"""Records of a taskset without a limit, as many as the datasets have by themselves."""
+"""Number of records of a taskset without a limit: the default size of the datasets."""
 HELD_OUT = 5
-"""One of so many questions is held out, by a hash of its text."""
+"""Share of held-out questions: 1 in 5, chosen by a hash of the text."""
 DRAWS = {"train": 2, "test": 2 * HELD_OUT}
-"""By split: entries that are drawn at most for each record; a part of them belongs to the other split."""
+"""Maximum entries generated per record, by split, because a part of the entries belongs to the other split."""
 MORE_DRAWS = 50
-"""Further entries, so that a few records are found too."""
+"""Additional entries, so that a small number of records is reached as well."""
 
 
 def reasoning_gym_rows(config: TasksetConfig, seed: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the records of a taskset, each with where it comes from, as many as there are or ``limit`` of them.
+    """Yield the records of a taskset, each with its origin: all available records, or ``limit`` of them.
 
-    Which split a question belongs to follows from its text: training and evaluation share none, whatever their seeds.
+    The split of a question is a function of its text: training and evaluation never share a question, even with
+    different seeds.
 
     Args:
-        config: Its ``path`` is the dataset, its ``dataset_args`` are the dataset's and may hold a ``seed`` too.
-        seed: Of the run. It draws a seed where ``dataset_args`` has none: entries follow from the sum of the dataset's
-            seed and their place, so that seeds near one another would have nearly all entries in common.
+        config: Its ``path`` is the dataset; its ``dataset_args`` are the dataset's arguments and may also hold a
+            ``seed``.
+        seed: Seed of the run. If ``dataset_args`` has no seed, one is derived by a hash. Entries are a function of the
+            sum of the dataset's seed and their position, so adjacent seeds would share nearly all entries.
 
     Raises:
-        TasksetError: The dataset cannot be made, or none of its questions belongs to the split.
+        TasksetError: The dataset cannot be created, or none of its questions belongs to the split.
     """
     args = dict(config.dataset_args)
     seed = args.pop("seed", _drawn(seed))
@@ -60,7 +62,7 @@ def reasoning_gym_rows(config: TasksetConfig, seed: int) -> Iterator[tuple[str, 
 def _entry(config: TasksetConfig, dataset: Dataset, index: int) -> dict[str, Any]:
     try:
         return dataset[index]
-    except Exception as error:  # whatever the dataset raises for arguments that it has taken
+    except Exception as error:  # a dataset may raise any error, even for arguments that it has accepted
         raise TasksetError(
             f"taskset {config.name!r}: dataset {config.path!r} makes no entry {index} with dataset_args "
             f"{dict(config.dataset_args)!r:.200}: {type(error).__name__}: {error}; use other dataset_args"
@@ -77,7 +79,7 @@ def is_held_out(question: str) -> bool:
 
 
 def _travelling(value: Any) -> Any:
-    """Return a value as it arrives in a message: lists for tuples, and texts as keys."""
+    """Return a value as it arrives in a message: tuples become lists, and keys become texts."""
     if isinstance(value, Mapping):
         return {str(key): _travelling(one) for key, one in value.items()}
     return [_travelling(one) for one in value] if isinstance(value, list | tuple) else value

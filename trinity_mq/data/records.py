@@ -1,4 +1,4 @@
-"""Reads the records of tasksets and of the trainer's data, and checks them one by one."""
+"""Reads and checks the records of tasksets and of the trainer's data."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class RecordsConfig(Protocol):
 
     @property
     def storage_type(self) -> str:
-        """``file``, ``huggingface``, ``sql`` or ``synthetic``."""
+        """Return ``file``, ``huggingface``, ``sql`` or ``synthetic``."""
 
     @property
     def path(self) -> str:
@@ -52,11 +52,11 @@ class RecordsConfig(Protocol):
 
     @property
     def limit(self) -> int | None:
-        """Most records."""
+        """Maximum number of records. None: all."""
 
 
 def read_tasks(config: TasksetConfig, max_bytes: int | None = None, seed: int = 0) -> tuple[list[Record], str]:
-    """Return the records of a taskset, as :func:`read_records` does; ``seed`` draws those that are drawn."""
+    """Return the records of a taskset, as :func:`read_records` does; ``seed`` is used for generated records."""
     if config.storage_type == "queue":
         raise TasksetError(f"taskset {config.name!r} is fed by submitted tasks: it holds no records to read")
     keys = {"prompt_key": config.format.prompt_key, "response_key": config.format.response_key}
@@ -68,33 +68,34 @@ def read_tasks(config: TasksetConfig, max_bytes: int | None = None, seed: int = 
 def read_records(
     config: RecordsConfig, keys: Mapping[str, str], max_bytes: int | None = None
 ) -> tuple[list[Record], str]:
-    """Return the records that ``config`` names, at most ``config.limit`` of them, and a hash over them.
+    """Return the records that ``config`` names, at most ``config.limit`` of them, and a hash of them.
 
     Args:
-        config: Where they are.
-        keys: What every record must have, by the name of the setting that gives the key; an empty key is no demand.
-        max_bytes: Upper bound of a record in a message; None: unbounded.
+        config: The source of the records.
+        keys: Required keys of every record, by the name of the setting that defines the key. An empty key is not
+            required.
+        max_bytes: Maximum bytes of a record in a message. None: unlimited.
 
     Raises:
-        TasksetError: The source is not there, cannot be read, or a record lacks a key, cannot travel in a message or
-            is larger than ``max_bytes`` there.
+        TasksetError: The source does not exist or cannot be read, or a record lacks a key, cannot be serialised, or
+            exceeds ``max_bytes``.
     """
     sources = {"file": _file, "huggingface": _hugging_face, "sql": _sql, "synthetic": _synthetic}
     return _checked(config, keys, max_bytes, sources[config.storage_type](config))
 
 
 def check_identity(what: str, config: RecordsConfig, saved: object, rows: Sequence[Record], identity: str) -> None:
-    """Return if records are those with which a run began.
+    """Check that the records are the same as at the start of the run.
 
     Args:
-        what: For the message: ``taskset 'train'``.
-        config: Where the records are.
-        saved: Their hash then.
-        rows: The records now; empty where they are no records but recorded experiences.
-        identity: Their hash now.
+        what: Name for the message: ``taskset 'train'``.
+        config: The source of the records.
+        saved: Hash of the records at the start of the run.
+        rows: The current records; empty for recorded experiences.
+        identity: Hash of the current records.
 
     Raises:
-        TasksetError: They are not; says what has changed.
+        TasksetError: The records differ. The message describes the change.
     """
     if saved != identity:
         limit = "" if config.limit is None else f" (limit: {config.limit})"
@@ -120,7 +121,7 @@ def _change(config: RecordsConfig, saved: str, rows: Sequence[Record], identity:
 def _checked(
     config: RecordsConfig, keys: Mapping[str, str], max_bytes: int | None, source: Iterable[tuple[str, Any]]
 ) -> tuple[list[Record], str]:
-    """Return the records of ``source``, which gives each with where it comes from, and a hash over them."""
+    """Return the records of ``source``, which yields pairs of place and record, and a hash of them."""
     digest = hashlib.sha256()
     rows: list[Record] = []
     for where, row in source:
@@ -167,7 +168,7 @@ def _hugging_face(config: RecordsConfig) -> Iterator[tuple[str, Any]]:
             rows: Iterable[Any] = found[config.split] if isinstance(found, datasets.DatasetDict) else found
         else:
             rows = datasets.load_dataset(config.path, config.subset_name, split=config.split)
-    except Exception as error:  # whatever the package, the hub or the network raise
+    except Exception as error:  # the package, the hub and the network may raise any error
         detail = " ".join(str(error).split()) or type(error).__name__
         raise TasksetError(
             f"taskset {config.name!r}: dataset {config.path!r} split {config.split!r} cannot be loaded: {detail}"
@@ -208,15 +209,15 @@ def _sql(config: RecordsConfig) -> Iterator[tuple[str, Any]]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value for which MessagePack has no type as JSON would have it: decimals as numbers, as text beyond 64
-    bits, dates and times as text, durations in seconds.
+    """Return a JSON-like form of a value for which MessagePack has no type: decimals as numbers, or as text beyond 64
+    bits; dates and times as text; durations in seconds.
 
     Raises:
-        TypeError: There is no such form.
+        TypeError: The value has no such form.
     """
     match value:
         case Decimal() if value.is_finite() and value == value.to_integral_value():
-            whole = value.to_integral_value()  # never int() of one beyond: 1E+999999999 has a billion digits
+            whole = value.to_integral_value()  # int() is avoided for larger values: 1E+999999999 has a billion digits
             return int(whole) if LEAST_INTEGER <= whole <= GREATEST_INTEGER else str(whole)
         case Decimal():
             return float(value)
@@ -226,13 +227,13 @@ def _plain(value: Any) -> Any:
             return value.total_seconds()
         case UUID():
             return str(value)
-        case _ if hasattr(value, "tolist"):  # of numpy
+        case _ if hasattr(value, "tolist"):  # a value of NumPy
             return value.tolist()
     raise TypeError(f"{value!r:.60}, of type {type(value).__name__}")
 
 
 def _packed(config: RecordsConfig, keys: Mapping[str, str], where: str, row: Any) -> bytes:
-    """Return the record as it will travel, after checking that a task can be made from it."""
+    """Return the serialised record, after checking that a task can be made from it."""
     if not isinstance(row, Mapping):
         raise TasksetError(f"taskset {config.name!r}: {where}: holds a {type(row).__name__}, wanted a record with keys")
     for setting, key in keys.items():

@@ -1,6 +1,7 @@
-"""Synthetic arithmetic problems, the same on every machine, for tiny models with random weights and for trained ones.
+"""Synthetic arithmetic problems, identical on every machine, for tiny models with random weights and for trained
+models.
 
-The sets, their shuffle and the held-out part are those of the recipes whose learning curves were measured.
+The sets, their shuffle and the held-out part are the same as in the recipes whose learning curves were measured.
 """
 
 from __future__ import annotations
@@ -35,13 +36,13 @@ def _max3(digits: Digits) -> list[Problem]:
 
 
 def _copy3(digits: Digits) -> list[Problem]:
-    """``372=`` the same again."""
+    """``372=`` the same digits."""
     text = "".join(map(str, digits))
     return [(f"{text}=", text)]
 
 
 def _sort3(digits: Digits) -> list[Problem]:
-    """``372=`` digits in rising order."""
+    """``372=`` digits in ascending order."""
     return [("".join(map(str, digits)) + "=", "".join(map(str, sorted(digits))))]
 
 
@@ -50,7 +51,7 @@ def _three_digits(make: Callable[[Digits], list[Problem]]) -> list[Problem]:
 
 
 def _sums() -> list[Problem]:
-    """``What is 12 + 31?`` 43, of numbers from 2 to 49."""
+    """``What is 12 + 31?`` 43, with numbers from 2 to 49."""
     return [(f"What is {a} + {b}?", str(a + b)) for a, b in product(range(2, 50), repeat=2)]
 
 
@@ -59,7 +60,7 @@ THINGS = ("apples", "books", "coins", "eggs", "marbles", "stamps")
 
 
 def _word_problems() -> list[Problem]:
-    """``Mia has 14 apples and gives 5 away. How many apples does Mia have now?`` 9, of numbers from 2 to 30."""
+    """``Mia has 14 apples and gives 5 away. How many apples does Mia have now?`` 9, with numbers from 2 to 30."""
     found = []
     for a, b in product(range(2, 31), repeat=2):
         name, thing = NAMES[(a + 2 * b) % len(NAMES)], THINGS[(2 * a + b) % len(THINGS)]
@@ -80,34 +81,36 @@ KINDS: Mapping[str, Callable[[], list[Problem]]] = {
     "sums": _sums,
     "word_problems": _word_problems,
 }
-"""Problem sets by name. Of three digits, for a tiny model: 1000 problems each, ops3 3000. In English, for a trained
-model: sums 2304, word_problems 1276."""
+"""Problem sets by name. Three-digit sets, for a tiny model: 1000 problems each, ops3 3000. English sets, for a trained
+model: sums 2304, word_problems 1276.
+"""
 
 
 def _other_digit(question: str, answer: str) -> str:
-    """Return a wrong answer that is near: the first other digit of the question, else the next one."""
+    """Return a plausible wrong answer: the first other digit of the question, else the next digit."""
     return next((one for one in question if one.isdigit() and one != answer), str((int(answer) + 1) % 10))
 
 
 SEEDS = "seeds"
-"""Name of a set of numbers, for environments and games that draw their episodes."""
+"""Name of a set of numbers, for environments and games that use them as seeds."""
 MANY_SEEDS = 1000
 
 PREFERENCES: Mapping[str, tuple[str, Callable[[str, str], str]]] = {
     "ops3_pairs": ("ops3", _other_digit),
     "max3_pairs": ("max3", _other_digit),
 }
-"""Preferences by name: the problem set whose answers are chosen, and what gives the rejected ones."""
+"""Preference sets by name: the problem set with the chosen answers, and the function that returns the rejected answers.
+"""
 
 
 def problems(kind: str, split: str) -> list[dict[str, Any]]:
-    """Return the problems of one set as records ``{"question": "+372=", "answer": "7"}``, in a fixed order; preferences
-    as ``{"question": "+372=", "chosen": "7", "rejected": "3"}``, seeds as ``{"question": "17", "answer": "", "seed":
+    """Return the problems of one set as records ``{"question": "+372=", "answer": "7"}``, in a fixed order. Preferences
+    are ``{"question": "+372=", "chosen": "7", "rejected": "3"}``, seeds ``{"question": "17", "answer": "", "seed":
     17}``.
 
     Args:
         kind: A key of :data:`KINDS` or :data:`PREFERENCES`, or :data:`SEEDS`.
-        split: ``test`` is held out (256, at most a fifth of all), ``train`` is the rest: they share no question.
+        split: ``test`` is the held-out part (256, at most a fifth of all), ``train`` the rest. They share no question.
 
     Raises:
         TasksetError: Unknown set or split.
@@ -133,7 +136,7 @@ def problems(kind: str, split: str) -> list[dict[str, Any]]:
 
 
 def _part(ordered: list[T], split: str) -> list[T]:
-    """Return what belongs to a split, shuffled."""
+    """Return the items of a split, shuffled."""
     random.Random(SHUFFLE_SEED).shuffle(ordered)
     held_out = min(MAX_HELD_OUT, len(ordered) // 5)
     return ordered[:held_out] if split == "test" else ordered[held_out:]

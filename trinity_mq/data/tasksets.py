@@ -15,8 +15,8 @@ from trinity_mq.messages import TaskBody
 class Taskset:
     """Records with a position that continues over epochs.
 
-    Its selector says which record comes next. That follows from the seed, the position and what was observed, so that
-    a restored taskset gives the tasks that would have come.
+    A selector chooses the next record. Its choice is a function of the seed, the position and the observations, so a
+    restored taskset returns the same tasks as an uninterrupted taskset.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class Taskset:
     ) -> None:
         self.config = config
         self.identity = identity
-        """Changes with the records, their number or their order."""
+        """Hash that changes with the records, their number or their order."""
         self._rows = rows
         self._repeat_times = repeat_times
         self._seed = seed
@@ -41,25 +41,25 @@ class Taskset:
 
     @property
     def epoch(self) -> int:
-        """Number of times that as many tasks were returned as there are records."""
+        """Number of completed epochs: returned tasks divided by the number of records, rounded down."""
         return self._given // len(self._rows)
 
     @property
     def cursor(self) -> int:
-        """Number of tasks that were returned since."""
+        """Number of tasks that were returned in the current epoch."""
         return self._given % len(self._rows)
 
     @property
     def learns(self) -> bool:
-        """Whether the selector is to be told the rewards of finished tasks."""
+        """Whether the selector must receive the rewards of finished tasks."""
         return self.config.learns
 
     def __len__(self) -> int:
-        """Records in one epoch."""
+        """Return the number of records in one epoch."""
         return len(self._rows)
 
     def next_batch(self, size: int) -> list[TaskBody]:
-        """Return the next ``size`` tasks; where an epoch ends the next one begins, within the batch too."""
+        """Return the next ``size`` tasks. At the end of an epoch the next epoch begins, also within the batch."""
         chosen = self._selector.next(size)
         if len(chosen) != size or not all(type(one) is int and 0 <= one < len(self._rows) for one in chosen):
             raise TasksetError(
@@ -70,7 +70,7 @@ class Taskset:
         return [self._body(position) for position in chosen]
 
     def observe(self, stats: Mapping[str, Sequence[TaskStats]]) -> None:
-        """Tell the selector what came of tasks, by the name of their taskset; others are passed over."""
+        """Pass statistics of finished tasks, by taskset name, to the selector. Other tasksets are ignored."""
         self._selector.observe([one for one in stats.get(self.config.name, ()) if 0 <= one.task < len(self._rows)])
 
     def metrics(self) -> dict[str, float]:
@@ -78,11 +78,11 @@ class Taskset:
         return {f"selector/{self.config.name}/{name}": value for name, value in self._selector.metrics().items()}
 
     def all_tasks(self) -> list[TaskBody]:
-        """Return every task once, in the order of the records; the position stays where it is."""
+        """Return every task once, in the order of the records, without changing the position."""
         return [self._body(position) for position in range(len(self._rows))]
 
     def state(self) -> dict[str, Any]:
-        """Return the position, for :meth:`restore` of a taskset opened alike."""
+        """Return the position, for :meth:`restore` of a taskset opened with the same settings."""
         found: dict[str, Any] = {
             "identity": self.identity,
             "seed": self._seed,
@@ -97,10 +97,11 @@ class Taskset:
         return found
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved position.
+        """Continue from a saved position.
 
         Raises:
-            TasksetError: It was saved with other records, another seed or another selector, which give another order.
+            TasksetError: The position was saved with other records, another seed or another selector, so the order
+                differs.
         """
         what = f"taskset {self.config.name!r}"
         check_identity(what, self.config, state.get("identity"), self._rows, self.identity)
@@ -153,14 +154,14 @@ def open_taskset(
     """Return the taskset that ``config`` names, at its beginning.
 
     Args:
-        config: Where the records are, and what their tasks run.
+        config: The source of the records, and the settings of their tasks.
         repeat_times: Runs of each task: ``algorithm.repeat_times`` in training. None: ``config.repeat_times``.
-        seed: Of the selector, where it has none of its own, and of records that are drawn (``reasoning_gym``).
+        seed: Seed of the selector, if it has none, and of generated records (``reasoning_gym``).
         is_eval: Marks the tasks as evaluation.
-        max_bytes: Upper bound of a record in a message; None: unbounded.
+        max_bytes: Maximum bytes of a record in a message. None: unlimited.
 
     Raises:
-        TasksetError: The records cannot be read, or none of them is there; one line that says where and why.
+        TasksetError: The records cannot be read, or the source is empty. One line gives the place and the reason.
     """
     rows, identity = read_tasks(config, max_bytes, seed)
     return Taskset(

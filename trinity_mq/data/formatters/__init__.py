@@ -1,4 +1,4 @@
-"""Formatters: records of supervised data as experiences, by the model's own tokenizer and chat template."""
+"""Formatters: convert records of supervised data into experiences with the model's own tokenizer and chat template."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The base of formatters: reading the parts of a record, the end of an answer, and records that are too long."""
+"""The base of formatters: reading the fields of a record, ending an answer, and handling records that are too long."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from trinity_mq.models.engines.generation.text import MaskedTokens, TextCodec
 
 
 class FormatError(ValueError):
-    """A record that no experience can be made from; the message says what was seen and what was wanted."""
+    """A record cannot be converted into an experience. The message gives the actual and the expected value."""
 
 
 class Reader:
-    """Reads the parts of records, and turns them into tokens as an engine would have read and sampled them.
+    """Reads the fields of records, and tokenises them exactly as an engine would have read and sampled them.
 
     Args:
-        keys: Where the parts are.
+        keys: The record keys of the fields.
         codec: The model's tokenizer and chat template.
     """
 
@@ -43,7 +43,7 @@ class Reader:
         """Return the text at ``key``.
 
         Raises:
-            FormatError: There is something else.
+            FormatError: The value is not a non-empty text.
         """
         value = record.get(key)
         if not isinstance(value, str) or not value:
@@ -54,7 +54,7 @@ class Reader:
         """Return the messages at ``key``, which may be JSON text.
 
         Raises:
-            FormatError: There is something else.
+            FormatError: The value is not a non-empty list of messages.
         """
         value = _parsed(record.get(key), key)
         if not isinstance(value, Sequence) or isinstance(value, str) or not value:
@@ -65,10 +65,10 @@ class Reader:
         return _read(read_messages, record[key], value, key)
 
     def tools(self, record: Mapping[str, Any]) -> list[Message] | None:
-        """Return the tools that are offered, None where there are none.
+        """Return the offered tools, or None if the record has none.
 
         Raises:
-            FormatError: They are no list of functions.
+            FormatError: The value is not a list of functions.
         """
         value = _parsed(record.get(self.keys.tools_key), self.keys.tools_key)
         if not value:
@@ -85,11 +85,12 @@ class Reader:
         return [user] if system is None else [{"role": "system", "content": str(system)}, user]
 
     def prompt_tokens(self, prompt: Sequence[Message], tools: list[Message] | None) -> list[int]:
-        """Return the tokens of a prompt, as an engine gets it: through the chat template, and without one as it is.
+        """Return the tokens of a prompt as an engine receives it: rendered by the chat template, or unchanged without a
+        template.
 
         Raises:
-            TextError: The template refuses it, or the vocabulary does not cover it.
-            FormatError: There is no template, and it is more than a text.
+            TextError: The template rejects the prompt, or the vocabulary does not cover it.
+            FormatError: The model has no template, and the prompt is more than one text.
         """
         if self.codec.has_template:
             return self.codec.encode(self.codec.render_with_tools(prompt, tools))
@@ -103,12 +104,12 @@ class Reader:
     def answer_tokens(
         self, prompt: Sequence[Message], answer: Sequence[Message], tools: list[Message] | None
     ) -> MaskedTokens:
-        """Return the tokens of an answer, as an engine would have sampled them after the prompt, its end included. The
-        mask leaves out what others than the assistant wrote in an answer of several messages.
+        """Return the tokens of an answer, as an engine would have sampled them after the prompt, including the end of
+        sequence. In an answer of several messages the mask excludes all tokens that the assistant did not write.
 
         Raises:
-            TextError: The template refuses it or leaves a part of it out, or the vocabulary does not cover it.
-            FormatError: The template writes the prompt differently once the answer follows.
+            TextError: The template rejects the answer or drops a part of it, or the vocabulary does not cover it.
+            FormatError: The template renders the prompt differently when an answer follows.
         """
         if len(answer) > 1:
             return self._turns_after(prompt, answer, tools)
@@ -134,28 +135,30 @@ class Reader:
         return MaskedTokens(whole.token_ids[start : start + end], mask[:end])
 
     def ended(self, tokens: Sequence[int]) -> list[int]:
-        """Return the tokens up to their first end of sequence, where an engine stops, or with one added."""
+        """Return the tokens up to their first end of sequence, where an engine stops. Append an end of sequence if none
+        exists.
+        """
         end = next((place for place, token in enumerate(tokens) if token in self.codec.stop_ids), None)
         return [*tokens, self.codec.end_id] if end is None else [*tokens[: end + 1]]
 
 
 Formatter = Callable[[Reader, Mapping[str, Any]], Experience]
-"""Makes the experience of a record.
+"""Converts a record into an experience.
 
 Raises:
-    FormatError: It cannot; the record is at fault.
-    TextError: The chat template or the vocabulary refuses it.
+    FormatError: The record cannot be converted.
+    TextError: The chat template or the vocabulary rejects it.
 """
 
 
 def fitted(experience: Experience, max_tokens: int, too_long: Literal["skip", "cut"]) -> Experience | None:
-    """Return the experience if it has at most ``max_tokens``, with its answers cut where that is allowed; None where it
-    does not fit.
+    """Return the experience if it has at most ``max_tokens`` tokens, with its answers cut if ``too_long`` allows it.
+    Return None if it does not fit.
 
     Args:
-        experience: Of a record.
-        max_tokens: Of a prompt and an answer together.
-        too_long: What becomes of longer ones. A prompt that leaves no token for the answer never fits.
+        experience: The experience of a record.
+        max_tokens: Maximum tokens of a prompt and an answer together.
+        too_long: Handling of longer experiences. A prompt that leaves no token for the answer never fits.
     """
     room = max_tokens - experience.prompt_length
     longest = experience.response_length
@@ -192,7 +195,7 @@ def _cut_pair(pair: Experience, room: int) -> Experience | None:
 
 
 def is_message(value: Any) -> bool:
-    """Return whether ``value`` is a message by its keys: one without content must have calls."""
+    """Return whether ``value`` has the keys of a message: a message without content must have calls."""
     if not isinstance(value, Mapping) or not isinstance(value.get("role"), str):
         return False
     return "content" in value or bool(value.get("tool_calls") or value.get("function_call"))

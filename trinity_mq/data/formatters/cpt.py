@@ -10,7 +10,7 @@ from trinity_mq.experience import Experience
 
 
 def text_of(reader: Reader, record: Mapping[str, Any]) -> Experience:
-    """Return the experience of a text: each token but the first is trained on, the end of sequence included."""
+    """Return the experience of a text: all tokens except the first are trained on, including the end of sequence."""
     tokens = reader.codec.encode(reader.text(record, reader.keys.prompt_key), special=True)
     if not tokens or tokens[-1] not in reader.codec.stop_ids:
         tokens = [*tokens, reader.codec.end_id]

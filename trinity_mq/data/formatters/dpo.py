@@ -13,8 +13,8 @@ from trinity_mq.models.engines.generation.messages import Message
 
 
 def pair_of(reader: Reader, record: Mapping[str, Any]) -> Experience:
-    """Return the experience of a record, of type ``dpo``: the prompt, and both answers to it. Of an answer of several
-    messages only what the assistant wrote counts.
+    """Return the experience of a record, of type ``dpo``: the prompt and both answers. In an answer of several messages
+    only the assistant's tokens count.
     """
     if reader.has_messages:
         prompt, tools = reader.messages(record, reader.keys.messages_key), reader.tools(record)
@@ -36,7 +36,7 @@ def pair_of(reader: Reader, record: Mapping[str, Any]) -> Experience:
 
 
 def _answer(reader: Reader, record: Mapping[str, Any], key: str, prompt: list[Message]) -> list[Message]:
-    """Return an answer, a text or messages; those may repeat the prompt."""
+    """Return an answer, which is a text or messages. The messages may repeat the prompt."""
     value = record.get(key)
     if isinstance(value, str) and not (reader.has_messages and _holds_messages(value)):
         return [{"role": "assistant", "content": reader.text(record, key)}]
@@ -50,7 +50,7 @@ def _answer(reader: Reader, record: Mapping[str, Any], key: str, prompt: list[Me
 
 
 def _holds_messages(text: str) -> bool:
-    """Return whether a text is JSON of messages; any other text is an answer, whatever it looks like."""
+    """Return whether a text is JSON of messages. Any other text is an answer, even if it looks similar."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):

@@ -10,7 +10,7 @@ from trinity_mq.experience import Experience
 
 
 def answer_of(reader: Reader, record: Mapping[str, Any]) -> Experience:
-    """Return the experience of a record: the answer, the last message, or all turns of the assistant are trained on."""
+    """Return the experience of a record. Trained on are the answer, the last message, or all turns of the assistant."""
     if not reader.has_messages:
         prompt = reader.prompt_messages(record)
         answer = {"role": "assistant", "content": reader.text(record, reader.keys.response_key)}

@@ -1,4 +1,4 @@
-"""Selectors: which task of a taskset comes next, in a fixed order or by what was learnt of the tasks."""
+"""Selectors choose the next task of a taskset, in a fixed order or by earlier rewards of the tasks."""
 
 from trinity_mq.data.selectors.base import Selector, TaskStats
 from trinity_mq.data.selectors.create import create_selector

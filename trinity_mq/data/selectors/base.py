@@ -1,4 +1,4 @@
-"""The interface of selectors, and the statistics that they are told."""
+"""The interface of selectors, and the statistics that they receive."""
 
 from __future__ import annotations
 
@@ -16,50 +16,50 @@ class TaskStats(NamedTuple):
     reward: float
     """Mean reward of its finished runs."""
     runs: int
-    """Number of these runs."""
+    """Number of its finished runs."""
 
 
 @runtime_checkable
 class Selector(Protocol):
-    """Chooses the tasks of a taskset; made of its records, a seed and what the configuration gives.
+    """Chooses the tasks of a taskset. It is constructed from the records, a seed and arguments of the configuration.
 
-    What it chooses follows from its arguments, its position and what it observed. An explorer that goes on where
-    another was killed makes a new one, calls :meth:`observe` with all that was observed, in the same order, and then
+    Its choices must be a function of its arguments, its position and its observations. When an explorer resumes after a
+    kill, it constructs a new selector, calls :meth:`observe` with all earlier observations in the same order, and then
     :meth:`restore`.
     """
 
     def next(self, count: int) -> list[int]:
-        """Return the indexes of the next ``count`` tasks, and move the position."""
+        """Return the indexes of the next ``count`` tasks, and advance the position."""
 
     def observe(self, stats: Sequence[TaskStats]) -> None:
-        """Learn what came of the tasks of a batch, whether or not operators keep their groups."""
+        """Learn from the results of a batch's tasks, whether or not operators keep their groups."""
 
     def state(self) -> Mapping[str, Any]:
-        """Return the position, small and of plain types; what was observed is kept for it."""
+        """Return the position, small and of plain types. Observations are stored separately."""
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from a position.
+        """Continue from a position.
 
         Raises:
-            ValueError: It is none.
+            ValueError: The position is invalid.
         """
 
     def metrics(self) -> Mapping[str, float]:
-        """Return what shows how far it is, by name."""
+        """Return metrics of its progress by name."""
 
 
 class Draws:
-    """The position of a selector that draws: how many tasks it gave, which also seeds each draw.
+    """The position of a selector that draws at random: the number of tasks it returned, which also seeds each draw.
 
     Args:
-        seed: Of all draws.
+        seed: Seed of all draws.
     """
 
     def __init__(self, seed: int) -> None:
         self._seed, self.given = seed, 0
 
     def generator(self) -> np.random.Generator:
-        """Return the random numbers of the draw at this position: the same each time that it is asked for."""
+        """Return the random generator of the draw at this position. Repeated calls return the same random numbers."""
         return np.random.default_rng([self._seed, self.given])
 
     def state(self) -> Mapping[str, Any]:
@@ -67,15 +67,15 @@ class Draws:
         return {"given": self.given}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from a position. Raises ValueError."""
+        """Continue from a position. Raises ValueError if it is invalid."""
         self.given = given_of(state)
 
 
 def given_of(state: Mapping[str, Any]) -> int:
-    """Return how many tasks a saved position has given.
+    """Return the number of returned tasks in a saved position.
 
     Raises:
-        ValueError: It says none.
+        ValueError: The position holds no such number.
     """
     given = state.get("given")
     if not isinstance(given, int) or given < 0:

@@ -1,4 +1,4 @@
-"""Selectors from a configuration."""
+"""Creates selectors from a configuration."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def create_selector(config: SelectorConfig, rows: Sequence[Record], seed: int, t
     """Return the selector of a taskset, at its beginning.
 
     Args:
-        config: Which, and its settings.
+        config: The selector's settings, whose class determines the selector.
         rows: The taskset's records.
-        seed: Of the run, where ``config`` has none.
+        seed: Seed of the run, used if ``config`` has no seed.
         taskset: Name of the taskset, for messages.
 
     Raises:
-        TasksetError: A record lacks a feature, or the class of one's own cannot be used.
-        UnknownNameError: There is no such class.
+        TasksetError: A record lacks a feature, or a custom class cannot be used.
+        UnknownNameError: The custom class does not exist.
     """
     seed = seed if config.seed is None else config.seed
     match config:

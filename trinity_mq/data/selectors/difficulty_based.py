@@ -1,6 +1,6 @@
-"""The selector that looks for tasks of a wanted pass rate, by a Beta posterior for each task.
+"""The selector that prefers tasks near a target pass rate, with a Beta posterior for each task.
 
-Numbers as in Trinity-RFT 0.6 (``InterpolationBetaPREstimator``): the vector ``selector/difficulty_based`` of the tests.
+The numbers match Trinity-RFT 0.6 (``InterpolationBetaPREstimator``): see the test vector ``selector/difficulty_based``.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from trinity_mq.data.selectors.base import Draws, TaskStats
 Floats = NDArray[np.float64]
 
 CAPABILITY_KEPT = 0.9
-"""Part of the sums behind the capability that an update keeps."""
+"""Decay per update of the sums from which the capability is computed."""
 WRONG = 0.25
-"""Mean distance of interpolated pass rates from those seen at which they count for less."""
+"""Mean absolute error of interpolated pass rates from which their weight is reduced."""
 LEAST_GAP = 1e-6
-"""Added to the gap between the strong and the weak model for each task, so that it is not 0."""
+"""Added to the gap between the strong and the weak model for each task, so that the sum is not 0."""
 
 
 class PassRates:
@@ -28,10 +28,10 @@ class PassRates:
 
     Args:
         features: ``[tasks, 2]``, pass rates of a weak and of a strong model.
-        m: Runs that an observed pass rate counts as.
-        lamb: Part of the posterior that an update forgets.
-        rho: Weight of the interpolated pass rates, as a part of ``m``.
-        adaptive: Halve ``rho`` after each update that they were wrong about.
+        m: Number of runs that an observed pass rate counts as.
+        lamb: Fraction of the posterior that an update forgets.
+        rho: Weight of the interpolated pass rates, as a fraction of ``m``.
+        adaptive: Halve ``rho`` after each update with wrong interpolated pass rates.
     """
 
     def __init__(self, features: Floats, m: float, lamb: float, rho: float, *, adaptive: bool = False) -> None:
@@ -39,11 +39,11 @@ class PassRates:
         self._m, self._lamb, self.rho, self._adapts = m, lamb, rho, adaptive
         self.alphas, self.betas = np.ones(len(features)), np.ones(len(features))
         self.capability = 0.0
-        """Position of the policy between the weak model (0) and the strong one (1)."""
+        """Position of the policy between the weak model (0) and the strong model (1)."""
         self._gained = self._gap = 0.0
 
     def update(self, indexes: Sequence[int], pass_rates: Sequence[float]) -> None:
-        """Learn the pass rates, from 0 to 1, of tasks that were run; an index that comes twice counts by its mean."""
+        """Learn the pass rates, from 0 to 1, of finished tasks. Repeated indexes count by their mean."""
         seen, places = np.unique(np.asarray(indexes, dtype=np.int64), return_inverse=True)
         rates = np.bincount(places, weights=np.asarray(pass_rates, dtype=np.float64)) / np.bincount(places)
         weak, strong = self._weak[seen], self._strong[seen]
@@ -66,7 +66,7 @@ class PassRates:
 
 
 def probabilities(rates: Floats, target: float, tau: float) -> Floats:
-    """Return how likely each task is the first one chosen: softmax of ``-|target - rate| / tau``."""
+    """Return each task's probability of being chosen first: softmax of ``-|target - rate| / tau``."""
     scores = -np.abs(target - rates) / tau
     weights: Floats = np.exp(scores - scores.max())
     total: Floats = weights / weights.sum()
@@ -79,7 +79,7 @@ class DifficultyBased(Draws):
     Args:
         features: ``[tasks, 2]``, pass rates of a weak and of a strong model.
         config: The settings.
-        seed: Of the draws.
+        seed: Seed of the draws.
     """
 
     def __init__(self, features: Floats, config: DifficultyBasedSelector, seed: int) -> None:
@@ -89,7 +89,9 @@ class DifficultyBased(Draws):
         self.rates = PassRates(features, config.m, config.lamb, config.rho, adaptive=config.adaptive_rho)
 
     def next(self, count: int) -> list[int]:
-        """Return the next indexes; with more than there are, each comes once before one comes again."""
+        """Return the next indexes. If ``count`` exceeds the number of tasks, each task is chosen once before any is
+        repeated.
+        """
         found: list[int] = []
         while len(found) < count:
             part = self._ranked()[: count - len(found)].tolist()
@@ -101,21 +103,21 @@ class DifficultyBased(Draws):
         random = self.generator()
         rates = random.beta(self.rates.alphas, self.rates.betas) if self._config.do_sample else self.rates.predicted()
         if self._config.tau:
-            # Gumbel noise on the log weights ranks as draws without replacement do (arXiv 1903.06059)
+            # Gumbel noise on the log weights gives the ranking of draws without replacement (arXiv 1903.06059).
             scores = -np.abs(self._config.target_reward - rates) / self._config.tau + random.gumbel(size=len(rates))
         else:
             scores = -np.abs(self._config.target_reward - rates)
         return np.argsort(-scores, kind="stable")
 
     def observe(self, stats: Sequence[TaskStats]) -> None:
-        """Learn mean rewards as pass rates; outside of 0 to 1 they count as the nearer of the two."""
+        """Learn mean rewards as pass rates, clipped to 0 to 1."""
         if stats:
             indexes = [one.task for one in stats]
             self._observed[indexes] = True
             self.rates.update(indexes, [min(1.0, max(0.0, one.reward)) for one in stats])
 
     def metrics(self) -> Mapping[str, float]:
-        """Return capability, mean estimated pass rate and number of tasks that were run."""
+        """Return capability, mean estimated pass rate and number of observed tasks."""
         return {
             "capability": self.rates.capability,
             "predicted": float(self.rates.predicted().mean()),

@@ -1,4 +1,4 @@
-"""The selector that draws tasks by the pool which their latest mean reward puts them into."""
+"""The selector that draws tasks by pool. The latest mean reward of a task determines its pool."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from trinity_mq.data.selectors.base import Draws, TaskStats
 
 
 class DifficultyPools(Draws):
-    """Tasks drawn with replacement, each as likely as its pool's weight says.
+    """Tasks drawn with replacement, with probabilities proportional to the weights of their pools.
 
-    Where every weight is 0, as when all tasks are in pools that are off, every task is as likely as any other: a run
-    does not end for want of a suitable one.
+    If all weights are 0, for example because all tasks are in disabled pools, all tasks are equally likely, so that a
+    run does not end for lack of a suitable task.
 
     Args:
         count: Number of tasks, at least 1.
         config: The settings; pools by ascending threshold.
-        seed: Of the draws.
+        seed: Seed of the draws.
     """
 
     def __init__(self, count: int, config: DifficultyPoolsSelector, seed: int) -> None:
@@ -27,7 +27,7 @@ class DifficultyPools(Draws):
         self._thresholds = np.array([pool.threshold for pool in config.pools])
         self._weights = np.array([*(pool.weight for pool in config.pools), config.unseen_weight])
         self._pools = np.full(count, len(config.pools), dtype=np.int64)
-        """Pool of each task; the last number: it has not been run."""
+        """Pool of each task. The number after the last pool marks a task that has not been run."""
 
     def next(self, count: int) -> list[int]:
         """Return the next indexes."""
@@ -45,7 +45,7 @@ class DifficultyPools(Draws):
             self._pools[one.task] = max(0, place)
 
     def metrics(self) -> Mapping[str, float]:
-        """Return the number of tasks in each pool, by threshold, and of all that were run."""
+        """Return the number of tasks in each pool, by threshold, and the number of all observed tasks."""
         counts = np.bincount(self._pools, minlength=len(self._weights)).tolist()
         pools = {f"pool/{threshold:g}": float(n) for threshold, n in zip(self._thresholds, counts, strict=False)}
         return {**pools, "observed_tasks": float(sum(counts[:-1]))}

@@ -1,4 +1,4 @@
-"""Selectors that give every task once an epoch: sequential, shuffle, offline_easy2hard."""
+"""Selectors that return every task once per epoch: sequential, shuffle, offline_easy2hard."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from trinity_mq.data.selectors.base import TaskStats, given_of
 
 
 class EpochSelector:
-    """Every task once an epoch.
+    """Every task once per epoch.
 
     Args:
         count: Number of tasks, at least 1.
-        order: ``sequential``, or ``shuffle``: anew in each epoch, by seed + epoch.
-        seed: Of the orders.
+        order: ``sequential``, or ``shuffle``: a new order in each epoch, with seed + epoch.
+        seed: Seed of the orders.
     """
 
     def __init__(self, count: int, order: Literal["sequential", "shuffle"], seed: int) -> None:
         self._count, self._order = count, EpochOrder(count, order, seed)
 
     def next(self, count: int) -> list[int]:
-        """Return the next indexes; where an epoch ends the next one begins."""
+        """Return the next indexes. At the end of an epoch the next epoch begins."""
         return self._order.take(count)
 
     def observe(self, stats: Sequence[TaskStats]) -> None:
@@ -36,19 +36,19 @@ class EpochSelector:
         return {"given": self._order.given}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from a position. Raises ValueError."""
+        """Continue from a position. Raises ValueError if it is invalid."""
         self._order.move_to(*divmod(given_of(state), self._count))
 
     def metrics(self) -> Mapping[str, float]:
-        """Return nothing."""
+        """Return an empty mapping."""
         return {}
 
 
 class EasyToHard(EpochSelector):
-    """Every task once an epoch, by descending features; equals as they are stored.
+    """Every task once per epoch, by descending features. Tasks with equal features keep their stored order.
 
     Args:
-        features: ``[tasks, keys]``; the later columns decide between equals.
+        features: ``[tasks, keys]``; later columns break ties.
     """
 
     def __init__(self, features: NDArray[np.float64]) -> None:

@@ -8,11 +8,11 @@ from trinity_mq.data.selectors.base import Draws, TaskStats
 
 
 class RandomOrder(Draws):
-    """Uniformly random tasks; no index comes twice among ``count`` of :meth:`next` unless there are fewer tasks.
+    """Uniformly random tasks. The ``count`` indexes of one :meth:`next` are distinct, unless there are fewer tasks.
 
     Args:
         count: Number of tasks, at least 1.
-        seed: Of the draws.
+        seed: Seed of the draws.
     """
 
     def __init__(self, count: int, seed: int) -> None:
@@ -29,8 +29,8 @@ class RandomOrder(Draws):
         return found
 
     def observe(self, stats: Sequence[TaskStats]) -> None:
-        """Do nothing: every task is as likely as any other."""
+        """Do nothing: all tasks are equally likely."""
 
     def metrics(self) -> Mapping[str, float]:
-        """Return nothing."""
+        """Return an empty mapping."""
         return {}

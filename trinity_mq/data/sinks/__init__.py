@@ -1,4 +1,4 @@
-"""Sinks: where processed experiences are written, a batch at a time, each once however often it is written."""
+"""Sinks: destinations for processed experiences, written batch by batch. A repeated write of a batch is idempotent."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ ENCODERS = {
     "jsonl": (".jsonl", encode_json_lines),
     "parquet": (".parquet", encode_parquet),
 }
-"""End of a file's name, and what makes its content, by ``storage_type``."""
+"""File suffix and encoder by ``storage_type``."""
 
 
 def open_sink(config: ExplorerOutputConfig, run_folder: Path) -> ExperienceSink:
-    """Return the sink that ``config`` describes, ready to be written to.
+    """Return the sink that ``config`` describes, ready for writing.
 
     Raises:
-        SinkError: It cannot be used, or a package for it is not installed.
+        SinkError: The sink cannot be used, or its package is not installed.
     """
     if config.storage_type == "sql":
         from trinity_mq.data.sinks.sql import SqlSink

@@ -10,21 +10,22 @@ from trinity_mq.runtime.errors import FatalError
 
 
 class SinkError(FatalError):
-    """The sink cannot be used; the message says what to do."""
+    """The sink cannot be used. The message gives the remedy."""
 
 
 class ExperienceSink(Protocol):
-    """Takes the experiences of batches. Its methods block: call them on a thread."""
+    """Stores the experiences of batches. Its methods block: call them on a thread."""
 
     title: str
     """The destination of the experiences, for a person."""
 
     def write(self, batch: int, experiences: Sequence[Experience]) -> None:
-        """Write the experiences of a batch, durably and whole or not at all; those written for it before are replaced.
+        """Write the experiences of a batch durably and atomically. Experiences written earlier for this batch are
+        replaced.
 
         Raises:
-            SinkError: They cannot be written.
+            SinkError: The experiences cannot be written.
         """
 
     def close(self) -> None:
-        """Give everything back."""
+        """Release all resources."""

@@ -16,12 +16,12 @@ Encode = Callable[[Sequence[Experience]], bytes]
 
 
 class FileSink:
-    """Writes ``batch-<number><suffix>``, each by an atomic rename.
+    """Writes ``batch-<number><suffix>``, each file by an atomic rename.
 
     Args:
-        folder: Made if missing.
-        suffix: End of the files' names.
-        encode: Makes the content of a file.
+        folder: Target folder, created if missing.
+        suffix: Suffix of the file names.
+        encode: Encodes the content of a file.
     """
 
     def __init__(self, folder: Path, suffix: str, encode: Encode) -> None:
@@ -33,10 +33,10 @@ class FileSink:
             raise SinkError(f"the folder {self._folder} cannot be made: {error.strerror or error}") from error
 
     def write(self, batch: int, experiences: Sequence[Experience]) -> None:
-        """Write a batch's file, in place of an earlier one.
+        """Write a batch's file, replacing an earlier file.
 
         Raises:
-            SinkError: It cannot be written.
+            SinkError: The file cannot be written.
         """
         path = self._folder / f"batch-{batch:06d}{self._suffix}"
         try:
@@ -45,22 +45,22 @@ class FileSink:
             raise SinkError(f"{path} cannot be written: {error}; check space and permissions") from error
 
     def close(self) -> None:
-        """Do nothing: every file is closed."""
+        """Do nothing: every file is already closed."""
 
 
 def encode_bodies(experiences: Sequence[Experience]) -> bytes:
-    """Return an experience body, which holds them exactly."""
+    """Return an experience body, which stores the experiences exactly."""
     return ExperienceBatch.of(experiences).encode()
 
 
 def encode_json_lines(experiences: Sequence[Experience]) -> bytes:
-    """Return a line of JSON for each, with the plain columns of a dataset's row."""
+    """Return one JSON line per experience, with the plain columns of a dataset's row."""
     rows = ({name: value for name, value in to_record(one).items() if name != ENCODED} for one in experiences)
     return "".join(f"{json.dumps(row)}\n" for row in rows).encode()
 
 
 def encode_parquet(experiences: Sequence[Experience]) -> bytes:
-    """Return a Parquet file with the rows of :func:`trinity_mq.experience.to_hf_datasets`, which also reads them.
+    """Return a Parquet file with the rows of :func:`trinity_mq.experience.to_hf_datasets`, which also reads such rows.
 
     Raises:
         SinkError: pyarrow is not installed.

@@ -1,4 +1,4 @@
-"""A table of a database with a row for each experience."""
+"""A database table with a row for each experience."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ except ImportError as missing:
     ) from missing
 
 BATCH = "batch_number"
-"""Column with the number of the batch, by which a batch that is written again replaces itself."""
+"""Column with the batch number. A repeated write of a batch replaces the rows with its number."""
 _KINDS = {
     "uid": String,
     "batch": String,
@@ -38,15 +38,15 @@ _KINDS = {
     "index": Integer,
     ENCODED: LargeBinary,
 }
-"""Types of the columns that are no token lists, which are JSON."""
+"""Types of the columns that are not token lists; token lists are JSON."""
 
 
 class SqlSink:
-    """Writes the rows of :func:`trinity_mq.experience.to_hf_datasets` into a table, a batch in a transaction.
+    """Writes the rows of :func:`trinity_mq.experience.to_hf_datasets` into a table, one transaction per batch.
 
     Args:
-        url: Of the database, as SQLAlchemy takes it.
-        table: Made if missing.
+        url: URL of the database, as SQLAlchemy takes it.
+        table: Name of the table, created if missing.
     """
 
     def __init__(self, url: str, table: str) -> None:
@@ -63,10 +63,10 @@ class SqlSink:
             raise SinkError(f"{self.title} cannot be used: {_said(error)}") from error
 
     def write(self, batch: int, experiences: Sequence[Experience]) -> None:
-        """Write a batch's rows, in place of those that are there for it.
+        """Write a batch's rows, replacing existing rows of this batch.
 
         Raises:
-            SinkError: They cannot be written; nothing has changed then.
+            SinkError: The rows cannot be written. The table is then unchanged.
         """
         try:
             rows = [{BATCH: batch, "uid": one.eid.uid, **to_record(one)} for one in experiences]
