@@ -1,4 +1,4 @@
-"""Operators: what happens to the experiences of a batch before they are trained on."""
+"""Operators: filter, change and annotate the experiences of a batch before training."""
 
 from trinity_mq.operators.advantage import AdvantageOperator
 from trinity_mq.operators.base import ColumnOperator, ExperienceOperator, ExperienceOperatorV1, ThreadedOperator

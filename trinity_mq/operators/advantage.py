@@ -14,16 +14,16 @@ from trinity_mq.operators.base import ColumnOperator
 
 
 class AdvantageOperator(ColumnOperator):
-    """Gives every experience its advantages, as the configured estimator computes them, unless that runs in the
-    trainer. A batch whose custom fields or roles could not be trained with fails here, and not the trainer.
+    """Sets the advantages of every experience with the configured estimator, unless the estimator runs in the trainer.
+    A batch whose custom fields or roles cannot be trained on fails here and not in the trainer.
 
     Raises:
-        FatalError: The estimator is a function of the user's own that cannot be called as configured; at construction.
+        FatalError: The estimator is a user's function that cannot be called as configured; at construction.
     """
 
     def __init__(self, config: AlgorithmConfig) -> None:
         if isinstance(config.estimator, EstimatorPlugin):
-            plugin_function(config.estimator)  # before the first batch
+            plugin_function(config.estimator)  # fails before the first batch
         self.config = config
 
     def apply(self, batch: ExperienceBatch) -> tuple[ExperienceBatch, dict[str, Any]]:

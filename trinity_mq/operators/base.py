@@ -1,4 +1,4 @@
-"""Base classes of operators: experiences of one batch in, the experiences that stay and metrics out."""
+"""Base classes of operators, which map the experiences of one batch to the remaining experiences and metrics."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ AuxiliaryModels = Mapping[str | int, "list[AsyncOpenAI]"]
 """Clients of auxiliary models by name."""
 
 Processed = tuple[list[Experience], dict[str, Any]]
-"""The experiences that stay, and metrics."""
+"""The remaining experiences, and metrics."""
 
 
 class ExperienceOperator(ABC):
@@ -28,25 +28,24 @@ class ExperienceOperator(ABC):
 
     @abstractmethod
     def process(self, exps: list[Experience]) -> Processed:
-        """Return what becomes of all experiences of one batch, and metrics."""
+        """Process all experiences of one batch; return the remaining experiences and metrics."""
 
     def close(self) -> None:  # noqa: B027  nothing to release is the common case
-        """Release what the operator holds."""
+        """Release the operator's resources."""
 
 
 class ExperienceOperatorV1(ABC):
-    """Processes the experiences of one batch, asynchronously and with auxiliary models at hand.
+    """Processes the experiences of one batch asynchronously, with access to auxiliary models.
 
-    A batch may be processed again after a crash, and only one of the results counts: keep no state that another batch
-    needs.
+    A batch may be processed again after a crash, and only one of the results counts. An operator must not keep state
+    that another batch needs.
     """
 
     auxiliary_models: AuxiliaryModels = MappingProxyType({})
     asks_people: ClassVar[bool] = False
-    """It needs :attr:`reviews`: the operator agent then follows the run's stream of reviews."""
+    """Whether the operator needs :attr:`reviews`. The operator agent then follows the run's stream of reviews."""
     reviews: Reviews | None = None
-    """Asks people about runs of the batch that is being processed; None outside an operator agent, and where no
-    operator asks."""
+    """Asks people about runs of the current batch. None outside an operator agent, and if no operator asks people."""
 
     @property
     def name(self) -> str:
@@ -54,50 +53,50 @@ class ExperienceOperatorV1(ABC):
         return type(self).__name__
 
     async def prepare(self) -> None:  # noqa: B027  nothing to prepare is the common case
-        """Do what has to be awaited before the first batch."""
+        """Await all preparations before the first batch."""
 
     @abstractmethod
     async def process(self, exps: list[Experience]) -> Processed:
-        """Return what becomes of all experiences of one batch, and metrics.
+        """Process all experiences of one batch; return the remaining experiences and metrics.
 
-        A metric without ``/`` in its name is this operator's own and gets its place in the chain as prefix; one with
-        ``/`` is kept as it is named.
+        A metric without ``/`` in its name gets this operator's place in the chain as prefix. A metric with ``/`` keeps
+        its name.
         """
 
     async def close(self) -> None:  # noqa: B027  nothing to release is the common case
-        """Release what the operator holds."""
+        """Release the operator's resources."""
 
     def set_auxiliary_model(self, auxiliary_models: AuxiliaryModels | None = None) -> None:
-        """Take the clients of auxiliary models by name; None for none."""
+        """Set the clients of auxiliary models by name; None for no models."""
         self.auxiliary_models = auxiliary_models or {}
 
     def set_reviews(self, reviews: Reviews | None) -> None:
-        """Take what asks people; None: nobody can be asked."""
+        """Set the interface for asking people; None if people cannot be asked."""
         self.reviews = reviews
 
 
 class ThreadedOperator(ExperienceOperatorV1):
-    """An operator that computes instead of waiting: its work is done in a thread, so that the event loop goes on."""
+    """An operator for computation: its work runs in a thread, so that the event loop is not blocked."""
 
     @abstractmethod
     def apply(self, exps: list[Experience]) -> Processed:
-        """Return what becomes of all experiences of one batch, and metrics."""
+        """Process all experiences of one batch; return the remaining experiences and metrics."""
 
     async def process(self, exps: list[Experience]) -> Processed:
         return await in_thread(functools.partial(self.apply, exps), self.name)
 
 
 class ColumnOperator(ExperienceOperatorV1):
-    """A computing operator that takes experiences as columns: a chain hands it the batch as it came, without making
-    objects of it. Its work is done in a thread.
+    """A computing operator that works on columns: a chain passes it the batch without creating experience objects. Its
+    work runs in a thread.
     """
 
     @abstractmethod
     def apply(self, batch: ExperienceBatch) -> tuple[ExperienceBatch, dict[str, Any]]:
-        """Return what becomes of all experiences of one batch, and metrics."""
+        """Process all experiences of one batch; return the remaining experiences and metrics."""
 
     async def process(self, exps: list[Experience]) -> Processed:
-        """Run :meth:`apply` in a thread; the experiences returned are new objects."""
+        """Run :meth:`apply` in a thread; the returned experiences are new objects."""
         batch, metrics = await self.process_batch(exps)
         return batch.to_list(), metrics
 
@@ -107,7 +106,7 @@ class ColumnOperator(ExperienceOperatorV1):
 
 
 def of_tasks(batch: ExperienceBatch, tids: Collection[str]) -> list[int]:
-    """Return the numbers of the experiences of these tasks."""
+    """Return the row numbers of the experiences of these tasks."""
     return [number for number, tid in enumerate(batch.ids("tid")) if tid in tids]
 
 
@@ -125,5 +124,5 @@ class WrappedOperator(ThreadedOperator):
         return self.operator.process(exps)
 
     async def close(self) -> None:
-        """Close the wrapped operator, which may block."""
+        """Close the wrapped operator in a thread, because it may block."""
         await in_thread(self.operator.close, self.name)

@@ -17,7 +17,7 @@ Experiences = list[Experience] | ExperienceBatch
 
 
 class OperatorError(Exception):
-    """An operator failed on a batch; the message names it, its place in the chain and the line that raised."""
+    """An operator failed on a batch. The message names the operator, its place and the line of the error."""
 
     def __init__(self, operator: str, message: str) -> None:
         super().__init__(f"operator {operator}: {message}")
@@ -28,24 +28,24 @@ class OperatorError(Exception):
 async def run_chain(
     operators: Sequence[ExperienceOperatorV1], experiences: Experiences, *, timeout: float | None = None
 ) -> tuple[Experiences, dict[str, float]]:
-    """Put the experiences of one batch through ``operators``, one after the other.
+    """Process the experiences of one batch with ``operators``, one after the other.
 
-    What one operator returns is what the next one gets; when nothing is left, the rest are not asked. A
-    :class:`ColumnOperator` gets and returns an :class:`ExperienceBatch`, any other operator a list.
+    The result of an operator is the input of the next operator. If no experiences remain, the other operators are
+    skipped. A :class:`ColumnOperator` takes and returns an :class:`ExperienceBatch`, any other operator a list.
 
     Args:
         operators: The chain.
-        experiences: All of one batch.
-        timeout: Seconds for the chain, None for no limit.
+        experiences: All experiences of one batch.
+        timeout: Seconds for the chain. None: no limit.
 
     Returns:
-        The experiences that are left, and the metrics: each operator's own as
-        ``experience_pipeline/{place}_{Class}/{name}`` (one with ``/`` in its name stays as it is), its seconds as
-        ``time/operator/{place}_{Class}``, and ``experience_pipeline/experience_count``.
+        The remaining experiences, and the metrics: each operator's own metrics as
+            ``experience_pipeline/{place}_{Class}/{name}`` (a name with ``/`` is unchanged), its seconds as
+            ``time/operator/{place}_{Class}``, and ``experience_pipeline/experience_count``.
 
     Raises:
-        OperatorError: One of them failed, returned something else than experiences and metrics, or was at work when
-            the time was over.
+        OperatorError: An operator failed, did not return experiences and metrics, or was running when the timeout
+            ended.
     """
     loop = asyncio.get_running_loop()
     deadline = None if timeout is None else loop.time() + timeout
@@ -80,7 +80,8 @@ async def _process(
         if isinstance(operator, ColumnOperator):
             result = await operator.process_batch(experiences)
         elif isinstance(experiences, ExperienceBatch):
-            # copies: an operator may write to its tensors, and those of a batch lie in the received body
+            # copies, because an operator may write to its tensors, and the batch's tensors are views of the received
+            # body
             result = await operator.process(await asyncio.to_thread(experiences.to_list))
         else:
             result = await operator.process(experiences)

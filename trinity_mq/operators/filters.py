@@ -12,39 +12,39 @@ from trinity_mq.operators.base import ColumnOperator, of_tasks
 
 
 class RewardFilter(ColumnOperator):
-    """Keeps experiences whose reward is at least ``threshold``; one without a reward is dropped too."""
+    """Keeps experiences whose reward is at least ``threshold``. An experience without a reward is dropped."""
 
     def __init__(self, threshold: float = 0.0) -> None:
         self.threshold = threshold
 
     def apply(self, batch: ExperienceBatch) -> tuple[ExperienceBatch, dict[str, Any]]:
-        """Return the experiences that are kept, and ``filtered_count``."""
+        """Return the remaining experiences, and ``filtered_count``."""
         rewards = batch.values("reward")
         kept = [number for number, reward in enumerate(rewards) if is_finite(reward) and reward >= self.threshold]
         return batch.select(kept), {"filtered_count": len(batch) - len(kept)}
 
 
 class InvalidRewardFilter(ColumnOperator):
-    """Drops experiences whose reward is missing or no finite number."""
+    """Drops experiences whose reward is missing or not a finite number."""
 
     def apply(self, batch: ExperienceBatch) -> tuple[ExperienceBatch, dict[str, Any]]:
-        """Return the experiences that are kept, and ``filtered_count``."""
+        """Return the remaining experiences, and ``filtered_count``."""
         kept = [number for number, reward in enumerate(batch.values("reward")) if is_finite(reward)]
         return batch.select(kept), {"filtered_count": len(batch) - len(kept)}
 
 
 class RewardStdFilter(ColumnOperator):
-    """Drops tasks whose runs are (nearly) equally good: they teach a group-relative algorithm nothing.
+    """Drops tasks whose runs have (nearly) equal rewards: they give a group-relative algorithm no signal.
 
-    A task stays if its runs number at least two and the population standard deviation of their rewards is above
-    ``threshold``. The reward of a run is that of its last step; runs without a reward do not count.
+    A task remains if it has at least two runs and the population standard deviation of their rewards is above
+    ``threshold``. The reward of a run is the reward of its last step; runs without a reward do not count.
     """
 
     def __init__(self, threshold: float = 0.0) -> None:
         self.threshold = threshold
 
     def apply(self, batch: ExperienceBatch) -> tuple[ExperienceBatch, dict[str, Any]]:
-        """Return the experiences that are kept, ``operator_filtered_count`` and the spread of the groups before."""
+        """Return the remaining experiences, ``operator_filtered_count`` and the original spread of the groups."""
         runs, _ = run_values(batch, batch.values("reward"))
         groups = {tid: list(group.values()) for tid, group in runs.items()}
         kept = of_tasks(batch, {tid for tid, rewards in groups.items() if self._differ(rewards)})
@@ -57,7 +57,7 @@ class RewardStdFilter(ColumnOperator):
         }
 
     def _differ(self, rewards: Sequence[float]) -> bool:
-        # Equal rewards can have a tiny standard deviation by rounding alone.
+        # Rounding alone can give equal rewards a tiny standard deviation.
         if len(rewards) < 2 or max(rewards) == min(rewards):
             return False
         return statistics.pstdev(rewards) > self.threshold

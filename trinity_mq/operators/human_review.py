@@ -1,4 +1,4 @@
-"""The operator that lets people judge chosen runs of a batch, for a bounded time, with a default."""
+"""The operator that lets people judge selected runs of a batch within a time limit, with a default verdict."""
 
 from __future__ import annotations
 
@@ -19,38 +19,38 @@ from trinity_mq.operators.base import ExperienceOperatorV1, Processed
 from trinity_mq.reviews.base import Answer, Decision, Question
 
 LONGEST_TEXT = 20_000
-"""Characters of a prompt or a response that are shown; of a longer one its beginning and its end."""
+"""Maximum characters of a prompt or a response that are shown. A longer text is shown by its beginning and end."""
 MOST_CALLS = 50
-"""Steps of a run that are shown, the last ones."""
+"""Maximum steps of a run that are shown: the last steps."""
 MOST_PARTS = 50
-"""Metrics of a run that are shown."""
+"""Maximum metrics of a run that are shown."""
 NO_TEXT = "(no text was recorded)"
 
 
 class Disagreement(BaseModel):
-    """Judges that disagree, by a metric that their workflow reports, such as the spread of their scores."""
+    """Disagreement of judges, measured by a metric of their workflow, such as the spread of their scores."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     metric: str = Field(min_length=1)
     """Key of the experience's ``metrics``, else of its ``info``."""
     above: float = Field(allow_inf_nan=False)
-    """A run whose value is greater waits."""
+    """A run with a greater value is reviewed."""
 
 
 class Choice(BaseModel):
-    """Runs that wait for a verdict: those of which any of these holds."""
+    """Conditions for a review: a run is reviewed if any of them holds."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     reward_above: float | None = Field(default=None, allow_inf_nan=False)
-    """The reward is greater."""
+    """The reward is greater than this value."""
     reward_below: float | None = Field(default=None, allow_inf_nan=False)
-    """The reward is smaller, or there is none."""
+    """The reward is smaller than this value, or missing."""
     fraction: float = Field(default=0.0, ge=0, le=1)
-    """Share of all runs, chosen by their ids: the same ones when a batch is processed again."""
+    """Share of all runs, selected by their ids. The selection is the same when a batch is processed again."""
     seed: int = 0
-    """Another seed chooses other runs."""
+    """Seed of the selection; another seed selects other runs."""
     zero_variance: bool = False
     """All runs of the task, at least two, have the same reward."""
     truncated: bool = False
@@ -70,7 +70,7 @@ class Choice(BaseModel):
 
 
 class RewardDefault(BaseModel):
-    """A reward as the default."""
+    """A reward as the default verdict."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -78,19 +78,18 @@ class RewardDefault(BaseModel):
 
 
 class HumanReview(ExperienceOperatorV1):
-    """Lets people judge chosen runs: they keep a run, drop it, or give it another reward.
+    """Lets people judge selected runs: they keep a run, drop it, or give it another reward.
 
-    The questions of a batch are asked at once and have one deadline. The batch waits for all their answers, at most
-    ``seconds``, and no other batch is processed by this operator process meanwhile.
+    The questions of a batch are asked at once and have one deadline. The batch waits for all answers, at most
+    ``seconds``. During this time the operator process does not process another batch.
 
     Args:
-        choose: Runs that wait for a verdict.
-        limit: Most runs of a batch that wait; of more the choice is by their ids.
-        seconds: Longest wait for the answers of a batch.
-        default: Counts for runs without an answer in time.
+        choose: Conditions that select runs for review.
+        limit: Maximum number of reviewed runs per batch. If more runs match, their ids decide.
+        seconds: Maximum seconds to wait for the answers of a batch.
+        default: Verdict for runs without an answer in time.
 
-    A verdict concerns a run with all its steps. A new reward is that of each of them, and takes the place of
-    token-level rewards.
+    A verdict applies to a run with all its steps. A new reward is set on each step and replaces token-level rewards.
     """
 
     asks_people: ClassVar[bool] = True
@@ -120,7 +119,7 @@ class HumanReview(ExperienceOperatorV1):
         return left, {**counts, "review/asked": len(asked), "review/not_asked": len(chosen) - len(asked)}
 
     def _chosen(self, exps: Sequence[Experience]) -> tuple[dict[str, list[Experience]], list[tuple[str, list[str]]]]:
-        """Return the runs by id, and the ids of those to ask about with the reasons, in the order of asking."""
+        """Return the runs by id, and the ids of the runs to review with the reasons, in the order of asking."""
         runs: dict[str, list[Experience]] = {}
         for exp in sorted(exps, key=lambda one: one.eid.step):
             runs.setdefault(exp.eid.rid, []).append(exp)
@@ -152,7 +151,7 @@ class HumanReview(ExperienceOperatorV1):
 
 
 def _share(seed: int, uid: str) -> float:
-    """Return a number from 0 to below 1 that follows from an id."""
+    """Return a number in [0, 1) that is a hash of an id."""
     digest = hashlib.sha256(f"{seed}\n{uid}".encode()).digest()
     return int.from_bytes(digest[:8], "big") / 2**64
 
@@ -191,7 +190,7 @@ def _parts(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _apply(exps: Sequence[Experience], answers: Mapping[str, Answer]) -> tuple[list[Experience], dict[str, int]]:
-    """Return the experiences that stay, with their new rewards, and counts of runs by what counted."""
+    """Return the remaining experiences with their new rewards, and the number of runs per verdict."""
     left = []
     for exp in exps:
         decision = Decision() if (answer := answers.get(exp.eid.rid)) is None else answer.decision

@@ -14,7 +14,7 @@ from trinity_mq.operators.base import ColumnOperator
 
 
 class MaskResponseTruncated(ColumnOperator):
-    """Trains on no token of a response that was cut at its limit. Its reward still counts in its group."""
+    """Masks all tokens of a response that was cut at its limit. Its reward still counts in its group."""
 
     def apply(self, batch: ExperienceBatch) -> tuple[ExperienceBatch, dict[str, Any]]:
         """Return all experiences, and ``masked_truncated_count``."""

@@ -1,4 +1,4 @@
-"""Metrics of the answers of a batch, as they come from the runners, before any operator."""
+"""Metrics of the answers of a batch as the runners sent them, before any operator."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from trinity_mq.experience import ExperienceBatch
 
 
 def outcome_metrics(batch: ExperienceBatch) -> dict[str, float]:
-    """Return the spread of the rewards of runs, and how many groups teach a comparison of their runs nothing.
+    """Return the spread of the rewards of runs, and the number of groups whose runs all have equal rewards.
 
-    The reward of a run is that of its last step; runs without a finite one do not count, and groups without such a run
-    neither. Groups whose rewards are all equal are ``all_correct`` where the score (:func:`scores`) of each run is
-    above 0, ``all_wrong`` where that of none is. Standard deviations are unbiased; that within groups is a mean over
-    those of at least two runs.
+    The reward of a run is the reward of its last step. Runs without a finite reward do not count, nor do groups without
+    such a run. A group with equal rewards is ``all_correct`` if the score (:func:`scores`) of each run is above 0, and
+    ``all_wrong`` if no score is. Standard deviations are unbiased; the deviation within groups is a mean over groups of
+    at least two runs.
     """
     groups = {tid: np.array(list(runs.values())) for tid, runs in run_values(batch, batch.values("reward"))[0].items()}
     groups = {tid: rewards for tid, rewards in groups.items() if len(rewards)}

@@ -13,18 +13,19 @@ KEY = "pass_rate"
 
 
 class PassRateCalculator(ColumnOperator):
-    """Gives every experience the pass rate of its task as ``info["pass_rate"]``: the mean reward over the task's runs.
+    """Sets ``info["pass_rate"]`` of every experience to the pass rate of its task: the mean reward over the task's
+    runs.
 
-    With rewards of 0 and 1 that is the share of runs that are right. A task without a finite reward has none. What the
-    rates are like over the batch's tasks is measured; tasks are told apart by ``eid.tid``, so that a taskset which has
-    no name or index for them is no obstacle.
+    With rewards of 0 and 1 this is the share of right runs. A task without a finite reward has no pass rate. The
+    distribution of the rates over the batch's tasks becomes metrics. Tasks are identified by ``eid.tid``, so a taskset
+    without names or indexes also works.
     """
 
     def apply(self, batch: ExperienceBatch) -> tuple[ExperienceBatch, dict[str, Any]]:
-        """Return all experiences, and the shares of tasks with rates of certain sizes, under ``selection/``.
+        """Return all experiences, and the shares of tasks by size of their rates, under ``selection/``.
 
-        ``valid_ratio`` counts rates between 0 and 1, ``strict_valid_ratio`` those between 1/16 and 15/16, bounds
-        excluded; the others are named for their bound.
+        ``valid_ratio`` counts rates between 0 and 1, ``strict_valid_ratio`` rates between 1/16 and 15/16, bounds
+        excluded; the other metrics are named after their bound.
         """
         groups, _ = run_values(batch, batch.values("reward"))
         rates = {tid: statistics.fmean(rewards.values()) for tid, rewards in groups.items() if rewards}

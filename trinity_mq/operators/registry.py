@@ -1,4 +1,4 @@
-"""Operators by name, and from a configuration."""
+"""Operators by name, and their creation from a configuration."""
 
 from __future__ import annotations
 
@@ -29,29 +29,30 @@ OPERATORS = Registry(
     "EXPERIENCE_OPERATORS",
     "OPERATORS",
 )
-"""Built-in operators, and those that ``@EXPERIENCE_OPERATORS.register_module`` adds."""
+"""Built-in operators, and operators that ``@EXPERIENCE_OPERATORS.register_module`` adds."""
 EXPERIENCE_OPERATORS = OPERATORS
-"""By its name in Trinity-RFT."""
+"""Name of ``OPERATORS`` in Trinity-RFT."""
 
 ENTRY_GROUP = "trinity_mq.operators"
 
 
 class OperatorConfigError(FatalError, ValueError):
-    """An operator cannot be made from its configuration."""
+    """An operator cannot be created from its configuration."""
 
 
 def create_operators(
     operator_configs: Sequence[OperatorConfig], auxiliary_models: AuxiliaryModels | None = None
 ) -> list[ExperienceOperatorV1]:
-    """Return the operators that the configurations name, in order; synchronous ones are wrapped to run in a thread.
+    """Return the operators that the configurations name, in order. Synchronous operators are wrapped to run in a
+    thread.
 
     Args:
-        operator_configs: A registered name or a dotted path each, with the arguments of its class.
-        auxiliary_models: Clients by model name, handed to each operator.
+        operator_configs: Each has a registered name or a dotted path, and the arguments of the class.
+        auxiliary_models: Clients by model name, passed to each operator.
 
     Raises:
-        UnknownNameError: A name means nothing; the message lists near misses.
-        OperatorConfigError: It is no operator class, or does not take these arguments.
+        UnknownNameError: A name does not exist. The message lists near misses.
+        OperatorConfigError: A name is not an operator class, or the class does not take these arguments.
     """
     return [_create(config, auxiliary_models) for config in operator_configs]
 
@@ -80,14 +81,14 @@ def _create(config: OperatorConfig, auxiliary_models: AuxiliaryModels | None) ->
 
 
 def _checked(kind: type, args: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``args`` as the types that the constructor of ``kind`` is annotated with, where it is.
+    """Return ``args`` converted to the annotated types of the constructor of ``kind``.
 
     Raises:
-        ValueError: One of them is no such value.
+        ValueError: An argument has an invalid value.
     """
     try:
         hints = get_type_hints(kind.__init__)  # type: ignore[misc]
-    except (NameError, TypeError):  # some name is imported for type checkers only
+    except (NameError, TypeError):  # a name may be imported only for type checkers
         hints = {}
     return {name: _value(name, value, hints[name]) if name in hints else value for name, value in args.items()}
 
@@ -95,7 +96,7 @@ def _checked(kind: type, args: Mapping[str, Any]) -> dict[str, Any]:
 def _value(name: str, value: Any, wanted: Any) -> Any:
     try:
         return TypeAdapter(wanted).validate_python(value)
-    except PydanticUserError:  # a class that pydantic knows nothing of
+    except PydanticUserError:  # pydantic does not support this class
         return value
     except ValidationError as error:
         reasons = "; ".join(one["msg"] for one in error.errors(include_url=False))

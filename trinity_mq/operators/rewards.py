@@ -1,4 +1,4 @@
-"""Operators that change rewards: by statistics that experiences carry, and by the length of responses."""
+"""Operators that change rewards: by statistics of the experiences, and by the length of responses."""
 
 from __future__ import annotations
 
@@ -20,20 +20,22 @@ class RewardShaping(ColumnOperator):
     """Changes each reward by statistics of its experience: ``reward op (weight * statistic)``, one after the other.
 
     Args:
-        reward_shaping_configs: A mapping each with ``stats_key`` (a key of ``info``, else of ``metrics``), ``op_type``
+        reward_shaping_configs: Mappings, each with ``stats_key`` (a key of ``info``, else of ``metrics``), ``op_type``
             (``ADD``, ``SUB``, ``MUL`` or ``DIV``; ``ADD`` by default) and ``weight`` (1 by default).
 
-    Where the reward or the statistic is missing or no finite number, or would divide by 0, nothing changes.
+    The reward is unchanged if the reward or the statistic is missing or not a finite number, or for a division by 0.
 
     Raises:
-        ValueError: A configuration is something else; at construction.
+        ValueError: A configuration does not have this form; at construction.
     """
 
     def __init__(self, reward_shaping_configs: Sequence[Any] = ()) -> None:
         self.changes = [_change(number, given) for number, given in enumerate(reward_shaping_configs)]
 
     def apply(self, batch: ExperienceBatch) -> tuple[ExperienceBatch, dict[str, Any]]:
-        """Return all experiences, ``shaped_count`` and ``reward_diff_{mean,max,min}`` over those with a reward."""
+        """Return all experiences, ``shaped_count`` and ``reward_diff_{mean,max,min}`` over the experiences with a
+        reward.
+        """
         rewards, infos, measured = (batch.values(name) for name in ("reward", "info", "metrics"))
         shaped = [
             self._shape(reward, {**(metrics or {}), **(info or {})}) if is_finite(reward) else reward
@@ -59,17 +61,17 @@ class RewardShaping(ColumnOperator):
 
 
 class LengthPenalty(ColumnOperator):
-    """Adds the soft overlong penalty of DAPO (:func:`rewards.math_dapo.overlong_penalty`) to each reward.
+    """Adds the soft overlong penalty of DAPO (:func:`trinity_mq.rewards.math.rewards.overlong_penalty`) to each reward.
 
     Args:
-        max_response_length: Response tokens at which the penalty is full.
-        cache_length: Tokens before that over which it grows.
+        max_response_length: Number of response tokens at which the penalty is full.
+        cache_length: Number of tokens before that over which the penalty grows.
         penalty_factor: Size of the full penalty.
 
-    An experience without a finite reward stays as it is. In dpo experiences the chosen response counts.
+    An experience without a finite reward is unchanged. In dpo experiences the chosen response counts.
 
     Raises:
-        ValueError: Lengths that do not fit; at construction.
+        ValueError: The lengths do not fit; at construction.
     """
 
     def __init__(self, max_response_length: int, cache_length: int, penalty_factor: float = 1.0) -> None:
@@ -78,7 +80,9 @@ class LengthPenalty(ColumnOperator):
         self.penalty_factor = penalty_factor
 
     def apply(self, batch: ExperienceBatch) -> tuple[ExperienceBatch, dict[str, Any]]:
-        """Return all experiences, ``penalized_count`` and ``reward_diff_{mean,max,min}`` over those with a reward."""
+        """Return all experiences, ``penalized_count`` and ``reward_diff_{mean,max,min}`` over the experiences with a
+        reward.
+        """
         rewards = batch.values("reward")
         shaped = [
             reward + self.penalty_factor * overlong_penalty(length, self.max_response_length, self.cache_length)
@@ -90,7 +94,7 @@ class LengthPenalty(ColumnOperator):
 
 
 def response_lengths(batch: ExperienceBatch) -> list[int]:
-    """Return the response tokens of each experience; for dpo those of the chosen response."""
+    """Return the number of response tokens of each experience; for dpo the tokens of the chosen response."""
     masks = batch.lengths("action_mask")
     plain = np.where(masks >= 0, masks, batch.lengths("tokens") - batch.prompt_lengths())
     kinds = np.array([kind == DPO for kind in batch.values("experience_type")], dtype=np.bool_)

@@ -1,4 +1,4 @@
-"""Operators that drop what teaches nothing new: tasks that are too easy or too hard, runs that are repeats."""
+"""Operators that drop experiences without a new learning signal: too easy or too hard tasks, and repeated runs."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from trinity_mq.operators.base import ColumnOperator, of_tasks
 
 
 class DapoDynamicSampling(ColumnOperator):
-    """Keeps tasks of which some runs are right and some are wrong (DAPO, arXiv 2503.14476, equation 11).
+    """Keeps tasks with both right and wrong runs (DAPO, arXiv 2503.14476, equation 11).
 
-    A run is right if its score is above ``correct_threshold``. The score is that of the run's last step: the metric
-    ``metric_key`` of the experience, else its reward; a run without either does not count. A task needs two that do.
+    A run is right if its score is above ``correct_threshold``. The score is taken from the run's last step: the metric
+    ``metric_key`` of the experience, else its reward. A run without a score does not count. A task needs at least two
+    runs with a score.
     """
 
     def __init__(self, metric_key: str = "accuracy", correct_threshold: float = 0.0) -> None:
@@ -22,8 +23,8 @@ class DapoDynamicSampling(ColumnOperator):
         self.correct_threshold = correct_threshold
 
     def apply(self, batch: ExperienceBatch) -> tuple[ExperienceBatch, dict[str, Any]]:
-        """Return the experiences that are kept, ``filtered_count`` of experiences, and the tasks dropped because all
-        runs were right, all were wrong, or there were too few.
+        """Return the remaining experiences, ``filtered_count`` of experiences, and the numbers of tasks dropped because
+        all runs were right, all were wrong, or too few had a score.
         """
         kept_tids: set[str] = set()
         dropped = {"dropped_all_correct": 0, "dropped_all_wrong": 0, "dropped_too_few": 0}
@@ -45,11 +46,11 @@ class Deduplication(ColumnOperator):
     """Keeps the first of equal runs of a task, and the first of experiences with the same id (``uid``).
 
     Runs are equal if their steps have the same tokens (and, for dpo, the same pair of responses) and the same action
-    mask. Runs with multi-modal inputs are never equal: their tokens do not say what was seen.
+    mask. Runs with multi-modal inputs are never equal, because their tokens do not represent the inputs.
     """
 
     def apply(self, batch: ExperienceBatch) -> tuple[ExperienceBatch, dict[str, Any]]:
-        """Return the experiences that are kept, ``filtered_count`` of experiences and ``duplicate_runs``."""
+        """Return the remaining experiences, ``filtered_count`` of experiences and ``duplicate_runs``."""
         kept, runs = _first_runs(batch)
         rids = batch.ids("rid")
         return batch.select(kept), {
@@ -59,7 +60,7 @@ class Deduplication(ColumnOperator):
 
 
 def _first_runs(batch: ExperienceBatch) -> tuple[list[int], int]:
-    """Return the numbers of the experiences to keep, in order, and how many runs there were."""
+    """Return the row numbers of the experiences to keep, in order, and the number of runs."""
     rids, tids, uids = (batch.ids(kind) for kind in ("rid", "tid", "uid"))
     steps, contents = batch.values("eid.step"), _contents(batch)
     firsts = {uid: number for number, uid in reversed(list(enumerate(uids)))}
@@ -81,7 +82,7 @@ _CONTENT = ("tokens", "chosen", "rejected", "action_mask")
 
 
 def _contents(batch: ExperienceBatch) -> list[tuple[bytes, ...]]:
-    """Return the content of each experience, for comparison; the empty tuple where it is unknown."""
+    """Return the content of each experience, for comparison; the empty tuple if it is unknown."""
     columns = [column_items(batch.column(name), len(batch)) for name in _CONTENT]
     inputs = batch.columns()[2].values()
     shown = [any(part.lengths[number] >= 0 for column in inputs for part in column) for number in range(len(batch))]
@@ -93,5 +94,5 @@ def _contents(batch: ExperienceBatch) -> list[tuple[bytes, ...]]:
 
 
 def _bytes(tensor: Any) -> bytes:
-    """Return what is equal for equal values, also of different integer types."""
+    """Return bytes that are equal for equal values of any integer type."""
     return tensor.numpy(force=True).astype("int64").tobytes()  # type: ignore[no-any-return]
