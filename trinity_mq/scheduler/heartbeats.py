@@ -1,4 +1,4 @@
-"""The heartbeats of a Scheduler, and its subscription to those of runners."""
+"""The heartbeats of a Scheduler, and its subscription to the heartbeats of runners."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROLE: Role = "scheduler"
 
 
 class SchedulerHeartbeats:
-    """Publishes the open tickets every two seconds and on change, so that runners drop other slices; receives the
+    """Publishes the open tickets every two seconds and on change, so that runners drop other slices. Receives the
     runners' heartbeats.
 
     Args:
@@ -34,7 +34,7 @@ class SchedulerHeartbeats:
         bus.on_change(self._bus_changed)
 
     def now(self) -> None:
-        """Send a heartbeat now rather than at the next interval."""
+        """Send a heartbeat now instead of at the next interval."""
         self._publisher.now()
 
     async def run(self) -> None:
@@ -44,7 +44,7 @@ class SchedulerHeartbeats:
             group.create_task(self._publisher.run(), name="send heartbeats")
 
     async def close(self) -> None:
-        """Delete the subscription's queue, which nobody empties after :meth:`run`."""
+        """Delete the subscription's queue, because it has no consumer after :meth:`run`."""
         if self._bus.usable:
             await self._bus.delete(self._subscription.name)
 

@@ -1,4 +1,4 @@
-"""The tickets of ``schedule()`` calls, from their opening to their end, and their completed tasks."""
+"""The tickets of ``schedule()`` calls, from opening to end, and their completed tasks."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from trinity_mq.workflows import Task
 
 MAX_OPENING = 8
-"""Tickets opened at a time: to declare a queue takes the broker longer than to take in a slice."""
+"""Maximum tickets opened concurrently: the broker takes longer to declare a queue than to accept a slice."""
 
 
 @dataclass(frozen=True, slots=True)
 class CompletedTask:
-    """A task of a ticket that is done or cut off; it can be asked what a done ``asyncio.Task`` can."""
+    """A task of a ticket that is done or was cut off. It has the query methods of a done ``asyncio.Task``."""
 
     ticket: Ticket
     task: int
@@ -33,22 +33,22 @@ class CompletedTask:
 
     @property
     def batch_id(self) -> BatchId:
-        """The batch id that it was scheduled under."""
+        """The batch id under which the task was scheduled."""
         return self.ticket.batch
 
     @property
     def task_id(self) -> int:
-        """Its number among the tasks of the batch, as in ``eid.task``."""
+        """Number of the task in its batch, as in ``eid.task``."""
         return self.ticket.first_task + self.task
 
     @property
     def results(self) -> list[TaskResult]:
-        """The outcomes of its slices, in order of their runs."""
+        """The outcomes of its slices, in the order of their runs."""
         return self.ticket.results_of(self.task)
 
     @property
     def status(self) -> Status:
-        """The status made of these outcomes."""
+        """The status computed from these outcomes."""
         return task_status(self.results)
 
     def done(self) -> bool:
@@ -56,20 +56,20 @@ class CompletedTask:
         return True
 
     def cancelled(self) -> bool:
-        """Say whether it was cut off by a timeout, over-rollout or an abort, and nothing of it is kept."""
+        """Return whether the task was cut off by a timeout, over-rollout or an abort without any kept result."""
         if not self.ticket.was_cut_off(self.task):
             return False
         return self.ticket.whole_tasks_only or not any(result.runs for result in self.results)
 
     def exception(self) -> None:
-        """Return None: a task that failed has a status that says so."""
+        """Return None: the status reports a failed task."""
         return
 
     def result(self) -> Status:
-        """Return its status, which covers the finished runs.
+        """Return the task's status, which covers the finished runs.
 
         Raises:
-            asyncio.CancelledError: Nothing of it is kept.
+            asyncio.CancelledError: The task was cut off without any kept result.
         """
         if self.cancelled():
             raise asyncio.CancelledError(f"task {self.task_id} of batch {self.batch_id} was cut off")
@@ -77,33 +77,33 @@ class CompletedTask:
 
 
 class CompletedTasks:
-    """The completed tasks of one batch id, or of one caller of ``run_one``, and the tickets that they belong to."""
+    """The completed tasks of one batch id, or of one caller of ``run_one``, and their tickets."""
 
     def __init__(self) -> None:
         self.tickets: dict[str, Ticket] = {}
         self.done: deque[CompletedTask] = deque()
-        """Tasks to be returned, the one completed first is first."""
+        """Tasks that have not been returned, in the order of completion."""
         self.changed = Notifier()
         self._to_return: dict[str, int] = {}
-        """By ticket: number of its tasks, completed or not, that are still to be returned."""
+        """Number of tasks per ticket, completed or not, that have not been returned."""
 
     @property
     def left(self) -> int:
-        """Number of tasks still to be returned, completed or not."""
+        """Number of tasks, completed or not, that have not been returned."""
         return sum(self._to_return.values())
 
     @property
     def returned_tickets(self) -> list[Ticket]:
-        """The tickets of which nothing is left to be returned."""
+        """The tickets whose tasks have all been returned."""
         return [ticket for name, ticket in self.tickets.items() if not self._to_return[name]]
 
     def add(self, ticket: Ticket) -> None:
-        """Add a ticket none of whose tasks is completed."""
+        """Add a ticket without completed tasks."""
         self.tickets[ticket.ticket] = ticket
         self._to_return[ticket.ticket] = len(ticket.tasks)
 
     def put(self, one: CompletedTask) -> None:
-        """Add a task that was completed; one that was cut off and of which nothing is kept is never returned."""
+        """Add a completed task. A task that was cut off without any kept result is never returned."""
         if one.ticket.ticket not in self.tickets:
             return
         if one.ticket.grace is not None and one.cancelled():
@@ -113,7 +113,7 @@ class CompletedTasks:
         self.changed.notify()
 
     def take(self, count: int) -> list[CompletedTask]:
-        """Remove the first ``count`` completed tasks; :meth:`returned` or :meth:`put_back` follows."""
+        """Remove the first ``count`` completed tasks. The caller then calls :meth:`returned` or :meth:`put_back`."""
         return [self.done.popleft() for _ in range(min(count, len(self.done)))]
 
     def returned(self, items: Iterable[CompletedTask]) -> None:
@@ -121,10 +121,10 @@ class CompletedTasks:
         for one in items:
             if one.ticket.ticket in self.tickets:
                 self._to_return[one.ticket.ticket] -= 1
-        self.changed.notify()  # other callers now wait for fewer
+        self.changed.notify()  # other callers now wait for fewer tasks
 
     def put_back(self, items: Iterable[CompletedTask]) -> None:
-        """Undo a :meth:`take`, except for tickets that were removed meanwhile."""
+        """Undo a :meth:`take`, except for tickets that were removed in between."""
         self.done.extendleft(reversed([one for one in items if one.ticket.ticket in self.tickets]))
         self.changed.notify()
 
@@ -162,7 +162,7 @@ class TaskNumbers:
         return first
 
     def give_back(self, batch: BatchId) -> None:
-        """End a ticket; after the last one ids begin at 0 again."""
+        """Release the ids of a ticket. After the last ticket of a batch, ids start at 0 again."""
         self._batches[batch].tickets -= 1
         if not self._batches[batch].tickets:
             del self._batches[batch]
@@ -172,9 +172,9 @@ class ScheduledTickets:
     """Opens tickets in the order of their scheduling, collects their completed tasks, and ends them.
 
     Args:
-        dispatcher: Opens and follows the tickets; its callbacks become this object's.
-        collector: Holds the experiences of tickets whose caller gets them.
-        on_completed: Called for each task that is done or cut off.
+        dispatcher: Opens and follows the tickets; this object sets its callbacks.
+        collector: Holds the experiences of tickets that deliver to their caller.
+        on_completed: Called for each task that is done or was cut off.
     """
 
     def __init__(
@@ -187,7 +187,7 @@ class ScheduledTickets:
         """Number of tasks completed since the beginning."""
         self._dispatcher, self._collector, self._on_completed = dispatcher, collector, on_completed
         self._batch_of: dict[str, CompletedTasks] = {}
-        """By ticket: the tasks of its batch id, or of its ``run_one`` caller."""
+        """The tasks of each ticket's batch id, or of its ``run_one`` caller."""
         self._numbers = TaskNumbers()
         self._to_open: deque[Ticket] = deque()
         self._added = Notifier()
@@ -201,7 +201,7 @@ class ScheduledTickets:
     def add(
         self, tasks: Sequence[Task], batch_id: BatchId, batch: CompletedTasks, *, part_of: object = None, **more: Any
     ) -> Ticket:
-        """Schedule ``tasks``; ``batch`` receives those that are completed."""
+        """Schedule ``tasks``; ``batch`` receives the completed tasks."""
         deliver: Deliver = more["deliver"]
         if deliver != "pipeline":
             more["keep_partial"] = True
@@ -223,7 +223,7 @@ class ScheduledTickets:
         return ticket
 
     async def run(self) -> None:
-        """Open what is scheduled, several tickets at a time, until cancelled; the next call opens what is left."""
+        """Open scheduled tickets, several concurrently, until cancelled. A later call opens the remaining tickets."""
         await self._dispatcher.caught_up()
         self._to_open = deque(ticket for ticket in self._dispatcher.tickets.values() if not ticket.published)
         async with asyncio.TaskGroup() as group:
@@ -238,19 +238,19 @@ class ScheduledTickets:
                 await self._dispatcher.open(ticket)
 
     async def abort(self, batch: CompletedTasks) -> None:
-        """Cancel and end the tickets of a batch; nothing of them is returned any more."""
+        """Cancel and end the tickets of a batch. None of their results are returned afterwards."""
         for ticket in list(batch.tickets.values()):
             ticket.grace, ticket.whole_tasks_only = 0.0, True
             self._dispatcher.cancel_rest(ticket, "aborted")
             await self._end(batch, ticket)
 
     async def end_returned(self, batch: CompletedTasks) -> None:
-        """End the tickets of which nothing is left to be returned."""
+        """End the tickets whose tasks have all been returned."""
         for ticket in batch.returned_tickets:
             await self._end(batch, ticket)
 
     async def _end(self, batch: CompletedTasks, ticket: Ticket) -> None:
-        """Forget a ticket, all of whose slices have an outcome; one for the pipeline is closed with its manifest."""
+        """Forget a ticket whose slices all have an outcome. A ticket for the pipeline is closed with its manifest."""
         if self._batch_of.pop(ticket.ticket, None) is None:
             return  # another caller of this batch was first
         batch.drop(ticket)

@@ -32,8 +32,8 @@ class Scheduler:
     """Schedules rollout tasks over a :class:`~trinity_mq.bus.Bus` and returns their statuses, and for
     ``deliver="caller"`` their experiences.
 
-    It is a client beside the run's agents, with an id and heartbeats of its own. Deadlines stand still while the broker
-    is away or blocked::
+    It is a client next to the run's agents, with its own id and heartbeats. Deadlines pause while the broker is
+    unreachable or blocked::
 
         scheduler = Scheduler(config, [])
         await scheduler.start()
@@ -43,10 +43,10 @@ class Scheduler:
 
     Args:
         config: The run's configuration.
-        rollout_model: Accepted for the documented signature; runners find engines by their heartbeats.
-        auxiliary_models: Likewise.
-        bus: A connected bus, which stays its owner's to close. None: one as configured (``broker.url``), which
-            :meth:`start` connects and :meth:`stop` closes.
+        rollout_model: Accepted for the documented signature and ignored; runners find engines by their heartbeats.
+        auxiliary_models: Accepted for the documented signature and ignored.
+        bus: A connected bus, which its owner closes. None: a bus as configured (``broker.url``), which :meth:`start`
+            connects and :meth:`stop` closes.
         topology: The run's names; by default made from the configuration.
 
     Raises:
@@ -84,7 +84,7 @@ class Scheduler:
     # -- documented interface
 
     async def start(self) -> None:
-        """Begin to follow results; may be called again after :meth:`stop`."""
+        """Start following results. It may be called again after :meth:`stop`."""
         async with self._starting:
             if self._task is not None and not self._task.done():
                 return
@@ -96,7 +96,7 @@ class Scheduler:
             await self._or_failure(self.dispatcher.caught_up())
 
     async def stop(self) -> None:
-        """Stop following; open tickets stay as they are and go on after the next :meth:`start`."""
+        """Stop following results. Open tickets stay unchanged and continue after the next :meth:`start`."""
         task, self._task = self._task, None
         try:
             if task is not None:
@@ -112,16 +112,16 @@ class Scheduler:
                 await self.bus.close()
 
     def schedule(self, tasks: Sequence[Task], batch_id: BatchId, *, deliver: Deliver | None = None) -> str | None:
-        """Schedule ``tasks`` under ``batch_id`` (an int, or a string that starts with one); returns the ticket, None
-        for no tasks. What is scheduled under one batch id at a time is returned together, each task with an id of its
-        own.
+        """Schedule ``tasks`` under ``batch_id`` (an int, or a string that starts with an int); return the ticket, None
+        for an empty list. All tasks scheduled under one batch id at a time are returned together. Each task has its own
+        id.
 
         Args:
-            tasks: Evaluation tasks (``is_eval`` of the first one) go by a queue of their own.
-            batch_id: May be used again, also while it is open.
-            deliver: Receiver of the experiences: the ``caller`` of :meth:`get_results` alone, whom no operator and no
-                trainer follows; the run's operators and trainer (``pipeline``: once all statuses were returned); or
-                ``none``. By default the caller, and none for evaluation tasks, whose statuses have the metrics.
+            tasks: Evaluation tasks have a separate queue; ``is_eval`` of the first task decides.
+            batch_id: May be reused, also while it is open.
+            deliver: Receiver of the experiences. ``caller``: only the caller of :meth:`get_results`, without operators
+                and trainer. ``pipeline``: the run's operators and trainer, once all statuses were returned. ``none``:
+                no receiver. By default the caller, and none for evaluation tasks, whose statuses have the metrics.
         """
         if not tasks:
             return None
@@ -130,14 +130,14 @@ class Scheduler:
 
     def task_done_callback(self, async_task: CompletedTask) -> None:
         """Do nothing; subclasses override it and must not block. It is called once for each scheduled task that is done
-        or cut off, on the event loop, before callers that wait for the task are woken. Exceptions are logged.
+        or was cut off, on the event loop, before callers that wait for the task are woken. Exceptions are logged.
 
         Args:
-            async_task: Read like a done ``asyncio.Task``; its result is the task's :class:`Status`.
+            async_task: Has the interface of a done ``asyncio.Task``; its result is the task's :class:`Status`.
         """
 
     def has_step(self, batch_id: BatchId) -> bool:
-        """Say whether anything of the batch is scheduled, running, or waits to be fetched."""
+        """Return whether a task of the batch is scheduled, running, or waiting to be fetched."""
         return any(ticket.batch == batch_id for ticket in self.dispatcher.tickets.values())
 
     async def get_results(
@@ -147,19 +147,19 @@ class Scheduler:
         timeout: float | None = None,
         clear_timeout_tasks: bool = True,
     ) -> tuple[list[Status], list[Experience]]:
-        """Wait for tasks of a batch and return their statuses and experiences, each task once, in the order in which
-        they ended.
+        """Wait for tasks of a batch and return their statuses and experiences, each task once, in the order of
+        completion.
 
-        With over-rollout (``explorer.over_rollout.ratio``) and a ``min_num`` the others have ``wait_after_min`` seconds
-        more (at most ``timeout``), and what is done by then is returned too.
+        With over-rollout (``explorer.over_rollout.ratio``) and a ``min_num``, the remaining tasks have
+        ``wait_after_min`` more seconds (at most ``timeout``). Tasks done by then are returned too.
 
         Args:
-            batch_id: Unknown ones give ``([], [])``.
-            min_num: Return so many tasks as soon as they are done; what is done beyond them stays for a later call.
-                More than there are is clamped with a warning. None waits for all.
+            batch_id: An unknown batch id returns ``([], [])``.
+            min_num: Return this number of tasks as soon as they are done; further completed tasks stay for a later
+                call. A number above the number of tasks is clamped with a warning. None waits for all tasks.
             timeout: Seconds; None means ``explorer.batch_timeout``.
-            clear_timeout_tasks: Cancel and forget the tasks that were not done in time; else a later call can have
-                them.
+            clear_timeout_tasks: True: cancel and forget tasks that were not done in time. False: keep them for a later
+                call.
         """
         return await self._results_of(self._scheduled.batches.get(batch_id), min_num, timeout, clear_timeout_tasks)
 
@@ -170,8 +170,8 @@ class Scheduler:
         timeout: float | None = None,
         clear_timeout_tasks: bool = True,
     ) -> list[Status]:
-        """As :meth:`get_results`, without moving experiences: tasks that have some for the caller stay for a later
-        :meth:`get_results`.
+        """Return statuses as :meth:`get_results` does, without moving experiences. Tasks with experiences for the
+        caller stay for a later :meth:`get_results`.
         """
         batch = self._scheduled.batches.get(batch_id)
         if batch is None or not batch.left:
@@ -185,9 +185,9 @@ class Scheduler:
     async def run_one(
         self, task: Task, batch_id: BatchId, *, run_id_base: int = 0, part_of: object = None
     ) -> tuple[list[Status], list[Experience]]:
-        """Have one task done and return its status and experiences (of an evaluation none) to this caller alone,
-        whatever else is scheduled under ``batch_id``. Its runs are numbered from ``run_id_base`` on; parts of the same
-        object ``part_of`` that are under way together are one task.
+        """Run one task and return its status and experiences (for an evaluation none) only to this caller, independent
+        of other tasks under ``batch_id``. Runs are numbered from ``run_id_base``. Concurrent parts of the same object
+        ``part_of`` share one task id.
         """
         batch = CompletedTasks()
         self._scheduled.add([task], batch_id, batch, deliver=_receiver(task), first_run=run_id_base, part_of=part_of)
@@ -198,14 +198,14 @@ class Scheduler:
             raise
 
     async def wait_all(self, timeout: float | None = None, clear_timeout_tasks: bool = True) -> None:
-        """Wait until every scheduled task has its outcome, without taking the results.
+        """Wait until every scheduled task has an outcome, without taking the results.
 
         Args:
             timeout: Seconds without a completed task; None means ``explorer.batch_timeout``.
-            clear_timeout_tasks: Cancel and forget what was not done in time. What is done stays.
+            clear_timeout_tasks: Cancel and forget tasks that were not done in time. Completed tasks stay.
 
         Raises:
-            TimeoutError: No task completed within ``timeout`` seconds; the timer starts anew at each completion.
+            TimeoutError: No task completed within ``timeout`` seconds. Each completion restarts the timer.
         """
         seconds, scheduled = self._seconds(timeout), self._scheduled
         while (left := scheduled.unfinished) > 0:
@@ -226,8 +226,8 @@ class Scheduler:
                 )
 
     async def abort_batch(self, batch_id: BatchId, return_partial_tasks: bool = False) -> None:
-        """Cancel what runs or waits of a batch. Nothing of it is returned to anybody any more, unless
-        ``return_partial_tasks``: then what is done, and the finished runs of what is not, stay for
+        """Cancel the running and waiting tasks of a batch. None of its results are returned afterwards, unless
+        ``return_partial_tasks`` is set: then completed tasks and the finished runs of other tasks stay for
         :meth:`get_results`.
         """
         batch = self._scheduled.batches.get(batch_id)
@@ -240,7 +240,7 @@ class Scheduler:
             await self._scheduled.abort(batch)
 
     def get_runner_state(self, runner_id: int | str) -> dict[str, Any]:
-        """Return the state in the last heartbeat of a living runner, empty for others. A number means a runner of
+        """Return the state in the last heartbeat of a living runner, empty for other ids. A number means a runner of
         ``trinity-mq run``.
         """
         return self.get_all_state().get(runner_id if isinstance(runner_id, str) else f"runner-{runner_id}", {})
@@ -280,7 +280,7 @@ class Scheduler:
     async def _wait_for_tasks(
         self, batch: CompletedTasks, min_num: int | None, timeout: float | None, clear: bool
     ) -> int:
-        """Wait, cut off the rest where that is asked for, and return how many tasks the caller gets."""
+        """Wait, cut off the remaining tasks if requested, and return the number of tasks for the caller."""
         required = batch.left if min_num is None else min_num
         if required > batch.left:
             batch_id = next(iter(batch.tickets.values())).batch
@@ -291,7 +291,7 @@ class Scheduler:
         time_left, wait_left = self._seconds(timeout), over_rollout.wait_after_min if waits_for_more else 0.0
 
         def left() -> float:
-            # other callers may take tasks meanwhile
+            # recomputed each time, because other callers may take tasks in between
             return seconds_left(len(batch.done), batch.left, required, time_left=time_left, wait_left=wait_left)
 
         while (seconds := left()) > 0 and await self._wait_for(batch.changed, lambda: left() < seconds, seconds):
@@ -303,8 +303,8 @@ class Scheduler:
         return len(batch.done)
 
     async def _cut_off(self, batch: CompletedTasks, keep: bool | None = None) -> None:
-        """Cut off the tasks that are not done. With ``keep`` (default: as configured) those with finished runs are
-        done, and runners have ``explorer.cancel_grace`` seconds to send such runs.
+        """Cut off the tasks that are not done. With ``keep`` (default: as configured) tasks with finished runs count as
+        done, and runners have ``explorer.cancel_grace`` seconds to send these runs.
         """
         explorer, reason = self.config.explorer, "cleared by its scheduler"
         keep = explorer.over_rollout.return_partial_tasks if keep is None else keep
@@ -325,7 +325,7 @@ class Scheduler:
     # -- waiting
 
     async def _waiting_slices(self) -> int:
-        """Return how many slices no runner has taken yet."""
+        """Return the number of slices that no runner has taken yet."""
         lanes = (self.topology.tasks_train, self.topology.tasks_eval)
         return sum([await self.bus.depth(lane.name) or 0 for lane in lanes])
 
@@ -354,7 +354,7 @@ class Scheduler:
             self.dispatcher.changed.notify()  # waiting callers raise the reason
 
     async def _or_failure(self, waiting: Any) -> None:
-        """Await ``waiting``, but raise at once what ended the background task."""
+        """Await ``waiting``, but raise at once the error that ended the background task."""
         task = self._task
         if task is None:
             await waiting
@@ -374,5 +374,5 @@ class Scheduler:
 
 
 def _receiver(task: Task) -> Deliver:
-    """Return who gets the experiences of a task where nothing is said."""
+    """Return the default receiver of a task's experiences."""
     return "none" if task.is_eval else "caller"

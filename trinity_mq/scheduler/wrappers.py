@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class TaskWrapper:
-    """A task, or the part of one that starts at run ``run_id_base``."""
+    """A task, or the part of a task that starts at run ``run_id_base``."""
 
     task: Task
     batch_id: BatchId
@@ -35,12 +35,12 @@ class RunnerWrapper:
 
     Args:
         runner_id: The runner's agent id, or a number for the runners of ``trinity-mq run``.
-        rollout_model: Accepted for the documented signature; runners find engines by their heartbeats.
-        auxiliary_models: Likewise.
+        rollout_model: Accepted for the documented signature and ignored; runners find engines by their heartbeats.
+        auxiliary_models: Accepted for the documented signature and ignored.
         config: The run's configuration.
-        scheduler: Schedules the tasks; who made it starts and stops it. None: one of its own on the configured broker,
-            started when it is needed and stopped by :meth:`close`.
-        peers: Receives the runner's heartbeats; by default the scheduler's.
+        scheduler: Schedules the tasks; its creator starts and stops it. None: the handle creates a scheduler on the
+            configured broker, starts it when needed, and stops it in :meth:`close`.
+        peers: Receives the runner's heartbeats; by default the scheduler's peers.
 
     Raises:
         AddressError: No scheduler is given, and the configuration has no usable address of a broker.
@@ -66,17 +66,17 @@ class RunnerWrapper:
 
     @property
     def state(self) -> dict[str, Any]:
-        """The state in the runner's last heartbeat, empty when none was received."""
+        """The state in the runner's last heartbeat; empty if no heartbeat was received."""
         heartbeat: Heartbeat | None = self._peers.latest(self.agent_id)
         return {} if heartbeat is None else {"state": heartbeat.state, **heartbeat.detail.as_map()}
 
     async def run_with_retry(self, task: TaskWrapper) -> tuple[Status, list[Experience], int | str]:
-        """Have the task done, attempts and back-off included, and return its status, its experiences and the id of the
-        runner that did its last runs: a number for the runners of ``trinity-mq run`` if this handle was made with one.
-        Where none did anything it is this handle's id.
+        """Run the task, including attempts and backoff, and return its status, its experiences and the id of the runner
+        of its last runs. The id is a number for the runners of ``trinity-mq run`` if this handle was created with a
+        number. If no runner worked on the task, it is this handle's id.
         """
         await self._start()
-        body = replace(task.task, repeat_times=task.repeat_times)  # the caller's own task stays as it is
+        body = replace(task.task, repeat_times=task.repeat_times)  # the caller's task stays unchanged
         statuses, experiences = await self._scheduler.run_one(
             body, task.batch_id, run_id_base=task.run_id_base, part_of=task.task
         )
@@ -86,8 +86,8 @@ class RunnerWrapper:
         return statuses[0], experiences, self._shown(statuses[0].runners[-1:])
 
     def restart_runner(self, reason: str = "asked by the explorer") -> asyncio.Task[None]:
-        """Ask the runner to end, so that its supervisor starts a fresh one. What is returned may be awaited: it is done
-        when the broker has confirmed the request.
+        """Ask the runner to end, so that its supervisor starts a new runner. The returned task is done when the broker
+        has confirmed the request; awaiting it is optional.
         """
         task = asyncio.get_running_loop().create_task(self._restart(reason), name=f"restart {self.agent_id}")
         self._restarts.add(task)
@@ -95,7 +95,7 @@ class RunnerWrapper:
         return task
 
     async def close(self) -> None:
-        """Wait for restarts that are being requested, and stop the scheduler if it is this handle's own."""
+        """Wait for pending restart requests, and stop the scheduler if this handle created it."""
         try:
             await asyncio.gather(*self._restarts)
         finally:
@@ -113,7 +113,9 @@ class RunnerWrapper:
         await self._scheduler.bus.publish(exchange, f"restart.{self.agent_id}", envelope(event))
 
     def _shown(self, runners: Sequence[str]) -> int | str:
-        """Return the id of the one in ``runners``, if there is one, in the form in which this handle has its own."""
+        """Return the id of the first runner in ``runners``, as a number if this handle's id is a number. Return this
+        handle's id if the list is empty.
+        """
         if not runners:
             return self.runner_id
         prefix, _, number = runners[0].rpartition("-")
