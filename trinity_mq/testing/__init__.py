@@ -1,1 +1,1 @@
-"""The shipped test kit: a virtual clock, and stand-ins for what cannot be had in a test (an engine, a learner)."""
+"""The shipped test kit: a virtual clock, and fakes for an engine and a learner, which tests cannot use for real."""

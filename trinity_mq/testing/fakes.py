@@ -1,4 +1,4 @@
-"""Stand-ins for an engine, a learner and runners, for whole runs on MemoryBus in virtual time."""
+"""Fakes of an engine, a learner and runners, for whole runs on MemoryBus in virtual time."""
 
 from __future__ import annotations
 
@@ -23,40 +23,40 @@ from trinity_mq.runtime.deliveries import EXPERIENCES, acknowledge, envelope
 from trinity_mq.training.checkpoints.checkpoint import Writer
 
 ENGINE_RETRY = 0.01
-"""Seconds until a fake runner asks again whether the engine has weights."""
+"""Seconds until a fake runner checks again whether the engine has weights."""
 
 
 class FakeEngine:
-    """An engine that takes any weights and remembers every version it served."""
+    """An engine that accepts any weights and records every version that it served."""
 
     def __init__(self, engine_id: str = "engine", receive_seconds: float = 0.01) -> None:
         self.snapshot = EngineSnapshot(engine_id, alive=True, state="empty", url="http://127.0.0.1:9", name="fake")
         self.served: list[Version] = []
         self.paused = False
-        """Between the start of a sync and its end nobody is served."""
+        """Whether requests are held: True between the start and the end of a sync."""
         self.receive_seconds = receive_seconds
         self.on_change: Callable[[], None] = lambda: None
         self._received: Version | None = None
 
     async def start(self) -> None:
-        """Nothing to start."""
+        """Do nothing."""
 
     async def keep(self) -> None:
-        """Live until cancelled."""
+        """Wait until cancelled."""
         await asyncio.Event().wait()
 
     async def stop(self) -> None:
-        """Nothing to stop."""
+        """Do nothing."""
 
     async def detach(self) -> None:
-        """Nothing to leave behind."""
+        """Do nothing."""
 
     async def pause(self, timeout: float) -> None:
         """Pause at once."""
         self.paused = True
 
     async def receive(self, spec: dict[str, Any], timeout: float) -> dict[str, Any]:
-        """Receive weights, which have no version until :meth:`commit`; the canary agrees with :class:`FakeLearner`."""
+        """Receive weights, which have no version until :meth:`commit`; the canary matches :class:`FakeLearner`."""
         self.snapshot = replace(self.snapshot, state="dirty", version=None)
         await asyncio.sleep(self.receive_seconds)
         generation, step = spec["version"]
@@ -67,7 +67,7 @@ class FakeEngine:
         """Serve the version.
 
         Raises:
-            EngineRefused: Neither were its weights received, nor is it held, as a real engine refuses it.
+            EngineRefused: The version was neither received nor is it served, as in a real engine.
         """
         if version not in (self._received, self.snapshot.version):
             raise EngineRefused(f"cannot commit version {version}, received was {self._received}", 409)
@@ -81,7 +81,7 @@ class FakeEngine:
 
 
 class FakeChannel:
-    """A broadcast that takes its time and moves nothing."""
+    """A broadcast that takes time and moves no data."""
 
     def __init__(self, seconds: float = 0.01) -> None:
         self.seconds = seconds
@@ -95,33 +95,33 @@ class FakeChannel:
         return {"method": "fake"}
 
     async def committed(self, version: Version, tensors: Any, manifest: Any) -> None:
-        """Keep the version for :meth:`catch_up_source`."""
+        """Store the version for :meth:`catch_up_source`."""
         self.kept = (version, {"method": "fake"}, manifest) if self.can_pull else None
 
     async def catch_up_source(self) -> Any:
-        """Return the version last committed, unless nobody is to pull."""
+        """Return the last committed version, or None if ``can_pull`` was False."""
         return self.kept
 
     async def close(self) -> None:
-        """Nothing to give back."""
+        """Do nothing."""
 
     async def broadcast(self, tensors: Any, manifest: Any, epoch: int, attempt: int, world: int) -> None:
         """Sleep for the duration of a broadcast."""
         await asyncio.sleep(self.seconds)
 
     def abandon(self) -> None:
-        """Nothing to drop."""
+        """Do nothing."""
 
 
 class FakeLearner:
-    """Counts its steps."""
+    """A learner that counts its steps."""
 
     def __init__(self, step_seconds: float = 1.0) -> None:
         self.step_seconds = step_seconds
         self.steps: list[int] = []
 
     async def open(self, checkpoint: Path | None) -> None:
-        """Nothing to load."""
+        """Do nothing."""
 
     async def step(self, experiences: Sequence[Experience], step_number: int) -> dict[str, float]:
         """Sleep for the duration of a step."""
@@ -130,15 +130,15 @@ class FakeLearner:
         return {"actor/optimizer_steps": 1.0}
 
     async def save(self, folder: Path) -> None:
-        """Write a file, so that there is a checkpoint."""
+        """Write a file, so that a checkpoint exists."""
         (folder / "weights").write_text("none")
 
     async def stage(self) -> Writer:
-        """Nothing to copy."""
+        """Return the function that writes the checkpoint."""
         return self.save
 
     async def export(self, folder: Path) -> None:
-        """Nothing to write."""
+        """Do nothing."""
 
     async def manifest(self) -> list[tuple[str, str, list[int]]]:
         """Return no tensors."""
@@ -153,15 +153,15 @@ class FakeLearner:
         return [0.0] * (len(tokens) - 1)
 
     async def close(self) -> None:
-        """Nothing to give back."""
+        """Do nothing."""
 
 
 @dataclass
 class FakeRunner:
-    """Runs task slices from a bus: one experience for each run, which ``make`` makes, after ``seconds``.
+    """Runs task slices from a bus: after ``seconds``, ``make`` creates one experience for each run.
 
-    ``spoil`` returns the fate of a slice: ``None`` (finished), ``"empty"`` (no experiences) or ``"failed"``; ``name``
-    is the runner's id in the results. ``done`` gets each slice that was run; a long run gives ``deque(maxlen=0)``.
+    ``spoil`` returns the fate of a slice: ``None`` (finished), ``"empty"`` (no experiences) or ``"failed"``. ``name``
+    is the runner's id in the results. ``done`` receives each executed slice; pass ``deque(maxlen=0)`` for a long run.
     """
 
     bus: Bus
@@ -223,7 +223,7 @@ class FakeRunner:
 
 
 def one_experience(task_slice: TaskSlice, run: int, version: Version) -> Experience:
-    """Return a small experience of a run, its reward differing between runs."""
+    """Return a small experience of a run; its reward differs between runs."""
     return Experience(
         eid=EID(batch=task_slice.batch, task=task_slice.task_id, run=run),
         tokens=torch.tensor([3, 4, 5, 1], dtype=torch.int32),

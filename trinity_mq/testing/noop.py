@@ -1,4 +1,4 @@
-"""A workflow without a model, which measures the cost of the queue alone."""
+"""A workflow without a model, which measures only the cost of the queue."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PROMPT = 16
 
 
 class NoopWorkflow(Workflow):
-    """Returns one experience for each run, at once, of ``workflow_args.tokens`` tokens (64), 16 of them prompt."""
+    """Returns one experience for each run immediately, with ``workflow_args.tokens`` tokens (64), 16 of them prompt."""
 
     is_async = True
     can_repeat = True

@@ -1,4 +1,4 @@
-"""A whole run as a child process, for tests that watch it, kill parts of it and read what it leaves behind."""
+"""A whole run as a child process, for tests that watch the run, kill its processes and read its files."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ import psutil
 from trinity_mq.telemetry import METRICS_FILE, read_metrics
 
 LOOK_AGAIN = 0.2
-"""Seconds between looks at a run's files: another process writes them and tells nobody."""
+"""Seconds between checks of a run's files: another process writes them without notification."""
 
 
 class LocalRun:
-    """``trinity-mq run CONFIG`` in a process of its own.
+    """``trinity-mq run CONFIG`` in a child process.
 
     Args:
         config: The YAML file.
         run_dir: The run folder.
-        overrides: Further ``key=value`` words.
+        overrides: Further ``key=value`` arguments.
     """
 
     def __init__(self, config: Path, run_dir: Path, overrides: Sequence[str] = ()) -> None:
@@ -45,7 +45,7 @@ class LocalRun:
         self._output = b""
 
     async def __aenter__(self) -> Self:
-        """Start it."""
+        """Start the run."""
         self.process = await asyncio.create_subprocess_exec(
             *self._command,
             stdin=asyncio.subprocess.DEVNULL,
@@ -57,7 +57,7 @@ class LocalRun:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Stop it if it still runs: drained, and killed if that takes too long."""
+        """Stop the run if it is still running: drain it, and kill it if that takes too long."""
         assert self.process is not None
         if self.process.returncode is None:
             self.process.terminate()
@@ -68,10 +68,10 @@ class LocalRun:
                 await self.process.wait()
 
     async def ended(self, seconds: float) -> tuple[int, str]:
-        """Return exit code and output once it has ended by itself.
+        """Return exit code and output once the run has ended by itself.
 
         Raises:
-            TimeoutError: It has not.
+            TimeoutError: The run did not end within ``seconds``.
         """
         assert self.process is not None
         async with asyncio.timeout(seconds):
@@ -93,8 +93,8 @@ class LocalRun:
         """Return once ``condition`` holds.
 
         Raises:
-            TimeoutError: It does not within ``seconds``.
-            RuntimeError: The run has ended before.
+            TimeoutError: The condition does not hold within ``seconds``.
+            RuntimeError: The run ended first.
         """
         assert self.process is not None
         async with asyncio.timeout(seconds):
@@ -108,11 +108,12 @@ class LocalRun:
         await self.until(lambda: any(step >= progress for step, _ in self.values("trainer/step")), seconds)
 
     def pid(self, agent: str) -> int | None:
-        """Return the process id of an agent's latest life, as its log says, of ``engine``, or of ``fork server``."""
+        """Return the current process id of an agent (the latest in its log), of ``engine``, or of ``fork server``."""
         if agent == "fork server":
             assert self.process is not None
             for one in psutil.Process(self.process.pid).children():
-                with contextlib.suppress(psutil.NoSuchProcess):  # others, as rabbitmqctl, may end meanwhile
+                # other children, such as rabbitmqctl, may end in between
+                with contextlib.suppress(psutil.NoSuchProcess):
                     if any("fork_server" in word for word in one.cmdline()):
                         return one.pid
             return None
@@ -128,7 +129,7 @@ class LocalRun:
         return int(lines[-1]["pid"]) if lines else None
 
     def kill(self, agent: str, number: int = signal.SIGKILL) -> int:
-        """Send a signal to an agent's process and return its id."""
+        """Send a signal to an agent's process and return the process id."""
         pid = self.pid(agent)
         if pid is None:
             raise ValueError(f"no process of {agent} is known")

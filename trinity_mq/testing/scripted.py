@@ -24,7 +24,7 @@ from trinity_mq.models.inference import InferenceModel
 from trinity_mq.models.wrapper import ModelWrapper
 
 Script = Sequence[str] | Callable[[str], str]
-"""The answers: one text after another, or a function from prompt to text."""
+"""The answers: a list of texts in order, or a function from prompt to text."""
 
 CHAT_TEMPLATE = """\
 {%- if tools %}<|im_start|>tools
@@ -46,13 +46,13 @@ TOKEN = "scripted"
 
 
 class ScriptEnded(Exception):
-    """There were more requests than texts in the script."""
+    """The number of requests exceeds the number of texts in the script."""
 
 
 class ScriptedGenerator:
     """Returns the next text of a script for each completion, byte by byte.
 
-    Tokens are the bytes of the text and an end of sequence, so that any text can be returned; the logprob of the token
+    Tokens are the bytes of the text and an end of sequence, so that any text can be returned. The logprob of the token
     at ``position`` is ``logprob(position)``.
     """
 
@@ -79,11 +79,11 @@ class ScriptedGenerator:
         return answers
 
     def score(self, requests: Sequence[ScoreRequest]) -> list[list[float]]:
-        """Return the logprobs of given tokens, by their place alone."""
+        """Return the logprobs of given tokens, which depend only on their positions."""
         return [[logprob(position) for position in range(len(request.token_ids) - 1)] for request in requests]
 
     def cancel(self) -> None:
-        """Nothing to cancel: requests are answered at once."""
+        """Do nothing: requests are answered at once."""
 
     def _next_text(self, prompt: str) -> str:
         if self._script is not None:
@@ -129,10 +129,10 @@ async def scripted_server(
 
 @contextlib.asynccontextmanager
 async def scripted_model(script: Script, *, version: Version = (1, 0), **options: Any) -> AsyncIterator[ModelWrapper]:
-    """Yield the model wrapper that a workflow gets, of a model that returns ``script``.
+    """Yield the model wrapper that a workflow receives, for a model that returns ``script``.
 
-    History is on; ``options`` are those of :class:`trinity_mq.models.ModelWrapper`. Call synchronous workflows
-    in a thread: the server runs on the same loop.
+    History is on; ``options`` are options of :class:`trinity_mq.models.ModelWrapper`. Call synchronous workflows in a
+    thread, because the server runs on the same loop.
     """
     async with scripted_server(script, version=version) as (handle, _):
         model = ModelWrapper(handle, **{"enable_history": True, **options})
@@ -144,7 +144,7 @@ async def scripted_model(script: Script, *, version: Version = (1, 0), **options
 
 @functools.cache
 def byte_codec() -> TextCodec:
-    """Return a tokenizer whose tokens are bytes, with a chat template that knows tools."""
+    """Return a tokenizer whose tokens are bytes, with a chat template that supports tools."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -159,7 +159,7 @@ def byte_codec() -> TextCodec:
 
 
 def _show(listener: GenerationListener, number: int, completions: Sequence[Completion]) -> None:
-    """Pass the tokens to a listener one by one, all choices in step."""
+    """Pass the tokens to a listener position by position, for all choices in parallel."""
     for position in range(max(len(completion.token_ids) for completion in completions)):
         step = [
             Token(

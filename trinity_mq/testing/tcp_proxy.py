@@ -1,4 +1,4 @@
-"""A TCP proxy that cuts connections, refuses new ones and holds back replies: network faults, for real."""
+"""A TCP proxy that injects real network faults: it resets connections, refuses new connections and delays replies."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ CHUNK = 65536
 
 
 class CuttingProxy:
-    """Stands between a server and its clients, on loopback.
+    """A proxy between a server and its clients, on loopback.
 
     Args:
-        url: The server's, with host and port.
+        url: URL of the server, with host and port.
     """
 
     def __init__(self, url: str) -> None:
@@ -27,7 +27,7 @@ class CuttingProxy:
         self._serving: set[asyncio.Task[None]] = set()
         self._refusing = False
         self.refuses: Callable[[int], bool] = lambda _port: False
-        """Whether a new connection from a client's port is reset."""
+        """Returns whether a new connection from a client's port is reset."""
         self._replies = asyncio.Event()
         self._replies.set()
         self._requests = asyncio.Event()
@@ -36,38 +36,38 @@ class CuttingProxy:
 
     @property
     def url(self) -> str:
-        """The server's URL by way of this proxy."""
+        """The server's URL through this proxy."""
         credentials = self._target.netloc.rpartition("@")[0]
         return self._target._replace(netloc=f"{credentials}@127.0.0.1:{self.port}").geturl()
 
     def cut(self) -> None:
-        """Reset every connection, both sides, now."""
+        """Reset both sides of every connection now."""
         self.cut_clients(tuple(self._pairs))
         self._replies.set()
         self._requests.set()
 
     def cut_clients(self, ports: Collection[int]) -> int:
-        """Reset the connections of clients on these ports, both sides, now; return how many there were."""
+        """Reset both sides of the connections of clients on these ports now; return the number of connections."""
         found = [pair for port in ports if (pair := self._pairs.get(port))]
         for writer in (writer for pair in found for writer in pair):
             writer.transport.abort()
         return len(found)
 
     def refuse(self) -> None:
-        """Reset also every new connection, until :meth:`accept`."""
+        """Reset every connection now, and every new connection until :meth:`accept`."""
         self._refusing = True
         self.cut()
 
     def accept(self) -> None:
-        """Let new connections through."""
+        """Accept new connections."""
         self._refusing = False
 
     def hold_replies(self) -> None:
-        """Pass nothing on from the server until the next :meth:`cut`."""
+        """Hold all data from the server until the next :meth:`cut`."""
         self._replies.clear()
 
     def hold_requests(self) -> None:
-        """Pass nothing on from the client until the next :meth:`cut`."""
+        """Hold all data from the client until the next :meth:`cut`."""
         self._requests.clear()
 
     async def __aenter__(self) -> Self:
@@ -96,11 +96,11 @@ class CuttingProxy:
             return
         try:
             upstream_reader, upstream_writer = await asyncio.open_connection(self._target.hostname, self._target.port)
-        except OSError:  # the server is away: the client finds out as it would without us
+        except OSError:  # the server is unreachable: the client sees a reset, as without the proxy
             writer.transport.abort()
             return
         pair = (writer, upstream_writer)
-        if self._is_refused(port):  # it was cut while we connected
+        if self._is_refused(port):  # it was refused while the upstream connection was opening
             for one in pair:
                 one.transport.abort()
             return

@@ -1,4 +1,4 @@
-"""An event loop whose clock jumps to the next timer, so that an hour of waiting takes no time."""
+"""An event loop whose clock jumps to the next timer, so that an hour of waiting takes no real time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ T = TypeVar("T")
 _wrap_future = asyncio.wrap_future
 
 OWNER: contextvars.ContextVar[str | None] = contextvars.ContextVar("owner", default=None)
-"""Name of the simulated process whose code runs. Its tasks and timers inherit it, so that it can be frozen."""
+"""Name of the simulated process whose code runs. Its tasks and timers inherit it, so that the process can be frozen."""
 
 
 class StandsStill(Exception):
@@ -24,7 +24,7 @@ class StandsStill(Exception):
 
 
 class _JumpingSelector(selectors.SelectSelector):
-    """Moves the clock on where a real loop would sleep."""
+    """Advances the clock instead of sleeping as a real loop does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class _JumpingSelector(selectors.SelectSelector):
 
 
 class _Ready(deque[asyncio.Handle]):
-    """Callbacks that are due; those of frozen processes wait apart."""
+    """Callbacks that are due. Callbacks of frozen processes wait in a separate list."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +61,9 @@ class _Ready(deque[asyncio.Handle]):
 
 
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
-    """A loop in virtual time. Executor jobs run at once, on the loop's own thread: a thread would need real time."""
+    """A loop in virtual time. Executor jobs run at once on the loop's own thread, because another thread needs real
+    time.
+    """
 
     def __init__(self) -> None:
         self._jumping = _JumpingSelector()
@@ -70,7 +72,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         self._owners: weakref.WeakKeyDictionary[asyncio.Task[Any], str | None] = weakref.WeakKeyDictionary()
 
     def create_task(self, coro: Coroutine[Any, Any, T], **how: Any) -> asyncio.Task[T]:  # type: ignore[override]  # the arguments are passed on
-        """Start a task, and remember whose it is."""
+        """Start a task and record its owner."""
         task: asyncio.Task[T] = super().create_task(coro, **how)
         context = how.get("context")
         self._owners[task] = OWNER.get() if context is None else context.get(OWNER)
@@ -81,15 +83,15 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         return {task for task in asyncio.all_tasks(self) if self._owners.get(task) in owners}
 
     def freeze(self, owner: str) -> None:
-        """Stop what runs in contexts of this :data:`OWNER`, as SIGSTOP does; time goes on for it all the same."""
+        """Stop all code in contexts of this :data:`OWNER`, as SIGSTOP does. The clock still advances for it."""
         self._ready.frozen.setdefault(owner, [])
 
     def thaw(self, owner: str) -> None:
-        """Let it go on, with all that has become due meanwhile."""
+        """Resume this owner, with all callbacks that became due in between."""
         self._ready.extend(self._ready.frozen.pop(owner, []))
 
     def is_frozen(self, owner: str) -> bool:
-        """Return whether it is stopped."""
+        """Return whether this owner is frozen."""
         return owner in self._ready.frozen
 
     def time(self) -> float:
@@ -110,8 +112,8 @@ def run_virtually(main: Coroutine[Any, Any, T], *, limit: float = 1e6) -> T:
     """Run ``main`` in virtual time.
 
     Raises:
-        TimeoutError: It was not done after ``limit`` virtual seconds.
-        StandsStill: It deadlocked.
+        TimeoutError: ``main`` was not done after ``limit`` virtual seconds.
+        StandsStill: ``main`` deadlocked.
     """
 
     async def limited() -> T:
@@ -126,6 +128,6 @@ def run_virtually(main: Coroutine[Any, Any, T], *, limit: float = 1e6) -> T:
 
 
 def _wrap_finished(future: Future[T], *, loop: asyncio.AbstractEventLoop | None = None) -> asyncio.Future[T]:
-    """Wrap a pool's future once it is done: while a thread works the virtual clock would run away."""
+    """Wrap a pool's future once it is done: otherwise the virtual clock would advance while a thread works."""
     wait([future])
     return _wrap_future(future, loop=loop)
