@@ -32,37 +32,37 @@ def arguments_of(task: Task, kind: type[A], *, record_keys: Iterable[str] = ()) 
     Raises:
         TaskError: An argument does not exist, has an invalid value, or may not be set by a task from outside.
     """
-    given: dict[str, Any] = dict(task.workflow_args)
-    _refuse_unknown(given, kind)
+    workflow_args: dict[str, Any] = dict(task.workflow_args)
+    _refuse_unknown(workflow_args, kind)
     record = {name: task.raw_task[name] for name in record_keys if task.raw_task.get(name) is not None}
     _refuse_closed(record, task.record_args)
     try:
-        return kind.model_validate(given | record)
+        return kind.model_validate(workflow_args | record)
     except ValidationError as error:
-        raise TaskError(_words(error.errors()[0], record)) from error
+        raise TaskError(_message(error.errors()[0], record)) from error
 
 
-def check_arguments(given: Mapping[str, Any], kind: type[BaseModel]) -> None:
+def check_arguments(workflow_args: Mapping[str, Any], kind: type[BaseModel]) -> None:
     """Check ``workflow_args`` before any record is read. Arguments may be missing, because a record may set them later.
 
     Raises:
         TaskError: An argument does not exist or has an invalid value.
     """
-    _refuse_unknown(given, kind)
+    _refuse_unknown(workflow_args, kind)
     try:
-        kind.model_validate(dict(given))
+        kind.model_validate(dict(workflow_args))
     except ValidationError as error:
-        wrong = next((one for one in error.errors() if one["type"] != "missing"), None)
+        wrong = next((detail for detail in error.errors() if detail["type"] != "missing"), None)
         if wrong is not None:
-            raise TaskError(_words(wrong, {})) from error
+            raise TaskError(_message(wrong, {})) from error
 
 
-def _refuse_unknown(given: Mapping[str, Any], kind: type[BaseModel]) -> None:
-    unknown = next((name for name in given if name not in kind.model_fields), None)
+def _refuse_unknown(workflow_args: Mapping[str, Any], kind: type[BaseModel]) -> None:
+    unknown = next((name for name in workflow_args if name not in kind.model_fields), None)
     if unknown is not None:
         near = difflib.get_close_matches(str(unknown), kind.model_fields, n=1)
-        known = f"there are {', '.join(kind.model_fields)}" if kind.model_fields else "the workflow takes none"
-        raise TaskError(f"workflow_args.{unknown} does not exist; {f'did you mean {near[0]!r}?' if near else known}")
+        choices = f"there are {', '.join(kind.model_fields)}" if kind.model_fields else "the workflow takes none"
+        raise TaskError(f"workflow_args.{unknown} does not exist; {f'did you mean {near[0]!r}?' if near else choices}")
 
 
 def _refuse_closed(record: Mapping[str, Any], open_keys: Sequence[str] | None) -> None:
@@ -74,8 +74,8 @@ def _refuse_closed(record: Mapping[str, Any], open_keys: Sequence[str] | None) -
         )
 
 
-def _words(finding: Any, record: Mapping[str, Any]) -> str:
-    names = [str(part) for part in finding["loc"]]
+def _message(detail: Any, record: Mapping[str, Any]) -> str:
+    names = [str(part) for part in detail["loc"]]
     where = ".".join(["raw_task" if names and names[0] in record else "workflow_args", *names])
-    seen = "missing" if finding["type"] == "missing" else repr(finding["input"])[:80]
-    return f"{where} is {seen}: {finding['msg']}"
+    shown_value = "missing" if detail["type"] == "missing" else repr(detail["input"])[:80]
+    return f"{where} is {shown_value}: {detail['msg']}"

@@ -16,16 +16,16 @@ class RolloutArgs(dict[str, Any]):
     """
 
     def __init__(
-        self, given: Mapping[str, Any] | Iterable[tuple[str, Any]] = (), defaults: Mapping[str, Any] | None = None
+        self, values: Mapping[str, Any] | Iterable[tuple[str, Any]] = (), defaults: Mapping[str, Any] | None = None
     ) -> None:
-        super().__init__(given)
+        super().__init__(values)
         self.__dict__["defaults"] = {"n": 1, **(defaults or {})}
 
     def __getattr__(self, name: str) -> Any:
-        known = {**self.__dict__.get("defaults", {}), **self}
-        if name not in known:
-            raise AttributeError(f"rollout_args has no {name!r}, only {', '.join(known)}")
-        return known[name]
+        parameters = {**self.__dict__.get("defaults", {}), **self}
+        if name not in parameters:
+            raise AttributeError(f"rollout_args has no {name!r}, only {', '.join(parameters)}")
+        return parameters[name]
 
     def __setattr__(self, name: str, value: Any) -> None:
         self[name] = value

@@ -66,12 +66,12 @@ def find_workflow(name: str) -> Any:
 
 def _near_plugins(name: str) -> list[str]:
     """Return the classes in the plug-in folders whose names resemble the last part of ``name``."""
-    known = {full: _core(full) for full in plugin_names()}
-    alike = difflib.get_close_matches(_core(name), set(known.values()), n=3)
-    return [repr(full) for full, core in known.items() if core in alike]
+    core_names = {full: _core_name(full) for full in plugin_names()}
+    alike = difflib.get_close_matches(_core_name(name), set(core_names.values()), n=3)
+    return [repr(full) for full, core in core_names.items() if core in alike]
 
 
-def _core(name: str) -> str:
+def _core_name(name: str) -> str:
     """Return the distinguishing part of a dotted path: most workflow classes are called SomethingWorkflow."""
     last = name.rpartition(".")[2]
     return last.lower().removesuffix("workflow").strip("_") or last

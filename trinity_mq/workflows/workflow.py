@@ -293,7 +293,7 @@ class MultiTurnWorkflow(Workflow):
             truncate_status: ``response_truncated`` if a limit ended the conversation.
         """
         experience = self.model.convert_messages_to_experience(messages)
-        return _judged(experience, reward, info or {}, truncate_status)
+        return _rewarded(experience, reward, info or {}, truncate_status)
 
     async def process_messages_to_experience_async(
         self,
@@ -304,7 +304,7 @@ class MultiTurnWorkflow(Workflow):
     ) -> Experience:
         """Return the conversation as an experience with a reward; see :meth:`process_messages_to_experience`."""
         experience = await self.model.convert_messages_to_experience_async(messages)
-        return _judged(experience, reward, info or {}, truncate_status)
+        return _rewarded(experience, reward, info or {}, truncate_status)
 
 
 class AsyncMultiTurnWorkflow(MultiTurnWorkflow):
@@ -313,7 +313,9 @@ class AsyncMultiTurnWorkflow(MultiTurnWorkflow):
     is_async = True
 
 
-def _judged(experience: Experience, reward: float, info: Mapping[str, Any], truncate_status: str | None) -> Experience:
+def _rewarded(
+    experience: Experience, reward: float, info: Mapping[str, Any], truncate_status: str | None
+) -> Experience:
     experience.truncate_status = experience.truncate_status or truncate_status
     experience.reward = 0.0 if experience.truncate_status == RESPONSE_TRUNCATED else reward
     experience.info.update(info)
@@ -327,10 +329,10 @@ def load_workflow(name: str) -> type[Workflow]:
     Raises:
         UnknownNameError: The name does not exist or cannot be imported. The message lists near misses.
     """
-    found = find_workflow(name)
-    if not (inspect.isclass(found) and issubclass(found, Workflow)):
-        raise UnknownNameError(f"workflow {name!r} is {found!r}, wanted a subclass of trinity_mq.workflows.Workflow")
-    return found
+    workflow = find_workflow(name)
+    if not (inspect.isclass(workflow) and issubclass(workflow, Workflow)):
+        raise UnknownNameError(f"workflow {name!r} is {workflow!r}, wanted a subclass of trinity_mq.workflows.Workflow")
+    return workflow
 
 
 def _flag(kind: type[Workflow], name: str, value: Any) -> bool:

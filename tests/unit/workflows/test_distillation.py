@@ -26,7 +26,7 @@ CHARACTERS = "0123456789+-=,"
 
 @pytest.fixture(autouse=True)
 def nothing_compared(monkeypatch):
-    monkeypatch.setattr(distillation, "_alike", set())
+    monkeypatch.setattr(distillation, "_matching_tokenizers", set())
 
 
 @pytest.fixture(scope="module")

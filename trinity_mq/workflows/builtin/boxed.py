@@ -69,8 +69,10 @@ class MathBoxedWorkflow(SimpleWorkflow):
         """Return one response for each run, to a conversation or, with ``use_base``, to a single text."""
         if not self.arguments.use_base:
             return await super().responses()
-        found: list[Experience] = await call(self.is_async, self.model, "generate", [self.prompt()], **self.sampling())
-        return check_asked(found)
+        responses: list[Experience] = await call(
+            self.is_async, self.model, "generate", [self.prompt()], **self.sampling()
+        )
+        return check_asked(responses)
 
 
 class AsyncMathBoxedWorkflow(MathBoxedWorkflow):

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 TEACHER = "teacher"
 MAX_PROBE = 500
 """Maximum characters of a prompt used to compare two tokenizers."""
-_alike: set[tuple[str, ...]] = set()
+_matching_tokenizers: set[tuple[str, ...]] = set()
 """Pairs of models whose tokenizers were compared and agree."""
 
 
@@ -54,27 +54,27 @@ def add_teacher_logprobs(experiences: Sequence[Experience], teacher: ModelWrappe
     Raises:
         AuxiliaryError: The teacher cannot be reached, or its answer does not fit the tokens.
     """
-    completed(_add(experiences, teacher, asynchronous=False))
+    completed(_add_logprobs(experiences, teacher, asynchronous=False))
 
 
 async def add_teacher_logprobs_async(experiences: Sequence[Experience], teacher: ModelWrapper) -> None:
     """Set ``teacher_logprobs`` of each experience with concurrent requests; see :func:`add_teacher_logprobs`."""
-    await _add(experiences, teacher, asynchronous=True)
+    await _add_logprobs(experiences, teacher, asynchronous=True)
 
 
-async def _add(experiences: Sequence[Experience], teacher: ModelWrapper, asynchronous: bool) -> None:
+async def _add_logprobs(experiences: Sequence[Experience], teacher: ModelWrapper, asynchronous: bool) -> None:
     async def add_to(experience: Experience) -> None:
         scored: Tensor | None = None
         if experience.truncate_status != PROMPT_TRUNCATED:
             with asking(teacher, TEACHER):
                 tokens, temperature = experience.tokens.tolist(), experience.temperature
                 scored = await call(asynchronous, teacher, "logprobs", tokens, temperature=temperature)
-        _set(experience, scored)
+        _store_logprobs(experience, scored)
 
     await gather(asynchronous, map(add_to, experiences))
 
 
-def _set(experience: Experience, scored: Tensor | None) -> None:
+def _store_logprobs(experience: Experience, scored: Tensor | None) -> None:
     """Store the teacher's logprobs of the response.
 
     Args:
@@ -132,15 +132,15 @@ class OnPolicyDistillWorkflow(SimpleWorkflow):
         if self.arguments.check_vocabulary:
             await self._check_vocabulary()
         responses = await self.responses()
-        await compute(self.is_async, lambda: self._value(responses), "reward")
-        await _add(responses, self.teacher, self.is_async)
+        await compute(self.is_async, lambda: self._set_rule_rewards(responses), "reward")
+        await _add_logprobs(responses, self.teacher, self.is_async)
         for response in responses:
             trained = 0 if response.action_mask is None else int(response.action_mask.sum())
             far = trained * kl_estimate(response)
             response.reward = (response.reward or 0.0) - self.arguments.kl_reward * far
         return responses
 
-    def _value(self, responses: list[Experience]) -> None:
+    def _set_rule_rewards(self, responses: list[Experience]) -> None:
         """Give ``responses`` the rule reward if the task has a reward function or an answer, else reward 0: they are
         then trained on the teacher alone.
         """
@@ -158,25 +158,25 @@ class OnPolicyDistillWorkflow(SimpleWorkflow):
         """
         models = (self.model, self.teacher)
         pair = tuple(part for model in models for part in (model.model_name, model.model_path, model.model.url))
-        if pair in _alike:
+        if pair in _matching_tokenizers:
             return
         text = [self.question()[:MAX_PROBE]]
         student = self.model.clone_with_isolated_history()
         answers = [(await call(self.is_async, student, "generate", text, **ONE_TOKEN))[0]]
         with asking(self.teacher, TEACHER):
             answers.append((await call(self.is_async, self.teacher, "generate", text, **ONE_TOKEN))[0])
-        ours, theirs = (one.tokens[: one.prompt_length].tolist() for one in answers)
-        cut = any(one.truncate_status == PROMPT_TRUNCATED for one in answers)
+        ours, theirs = (answer.tokens[: answer.prompt_length].tolist() for answer in answers)
+        cut = any(answer.truncate_status == PROMPT_TRUNCATED for answer in answers)
         shorter = min(len(ours), len(theirs))
         if ours[:shorter] != theirs[:shorter] or (len(ours) != len(theirs) and not cut):
             pairs = enumerate(zip(ours, theirs, strict=False))
-            place = next((number for number, (left, right) in pairs if left != right), shorter)
+            place = next((number for number, (our_token, their_token) in pairs if our_token != their_token), shorter)
             raise TaskError(
                 f"the teacher {self.teacher.model_name!r} cuts text into other tokens than {self.model.model_name!r}: "
                 f"token {place} of a prompt is {theirs[place : place + 1]} there, {ours[place : place + 1]} here; "
                 "distillation needs two models with one tokenizer"
             )
-        _alike.add(pair)
+        _matching_tokenizers.add(pair)
 
 
 class AsyncOnPolicyDistillWorkflow(OnPolicyDistillWorkflow):

@@ -77,7 +77,7 @@ def read_scores(answer: str, count: int) -> tuple[float, ...]:
     if len(piece) > MAX_SCORE * (count + 1):
         raise BadVerdictError(f"its last list has {len(piece)} characters, too many for {count} scores")
     try:
-        values = json.loads(piece, parse_constant=_no_number)
+        values = json.loads(piece, parse_constant=_reject_constant)
     except (ValueError, RecursionError):
         raise BadVerdictError(f"its last list, {piece[:80]!r}, is not a JSON list of numbers") from None
     if len(values) != count:
@@ -91,7 +91,7 @@ def _score(value: Any) -> float:
     return float(value)
 
 
-def _no_number(text: str) -> float:
+def _reject_constant(text: str) -> float:
     raise ValueError(f"{text} is no score")
 
 
@@ -159,7 +159,7 @@ class Judge:
                     temperature=arguments.judge_temperature,
                     max_tokens=arguments.judge_max_tokens,
                 )
-                answer = _text(await completion if self._workflow.is_async else completion)
+                answer = _completion_text(await completion if self._workflow.is_async else completion)
             try:
                 return Verdict(read_scores(answer, count))
             except BadVerdictError as error:
@@ -177,7 +177,7 @@ class Judge:
         )
 
 
-def _text(completion: Any) -> str:
+def _completion_text(completion: Any) -> str:
     """Return the text of a completion, or "" for a field that the server left out."""
     choices = getattr(completion, "choices", None)
     first = choices[0] if isinstance(choices, list) and choices else None

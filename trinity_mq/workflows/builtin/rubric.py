@@ -54,13 +54,13 @@ class RubricArguments(JudgeArguments):
 
     @field_validator("rubric", mode="before")
     @classmethod
-    def _texts(cls, rubric: Any) -> Any:
+    def _wrap_texts(cls, rubric: Any) -> Any:
         if not isinstance(rubric, list | tuple):
             return rubric
         return [{"description": item} if isinstance(item, str) else item for item in rubric]
 
     @model_validator(mode="after")
-    def _points(self) -> RubricArguments:
+    def _check_weights(self) -> RubricArguments:
         if not any(criterion.weight > 0 for criterion in self.rubric):
             raise ValueError("no criterion has a weight above 0, so there are no points to be had")
         return self
@@ -103,8 +103,8 @@ def settle(responses: Sequence[Experience], verdicts: Mapping[str, Verdict], rub
         text: rubric_score(rubric, verdict.scores) for text, verdict in verdicts.items() if verdict.scores is not None
     }
     judged = [response for response in responses if judgeable(response)]
-    known = [scores[text] for response in judged if (text := answer_of(response)) in scores]
-    neutral = sum(known) / len(known) if known else 0.0
+    judge_scores = [scores[text] for response in judged if (text := answer_of(response)) in scores]
+    neutral = sum(judge_scores) / len(judge_scores) if judge_scores else 0.0
     for response in responses:
         if not judgeable(response):
             response.reward = 0.0

@@ -60,10 +60,10 @@ def has_greedy_baseline(task: Task) -> bool:
     Raises:
         TaskError: The argument is neither true nor false.
     """
-    wanted = task.workflow_args.get("greedy_baseline", False)
-    if not isinstance(wanted, bool):
-        raise TaskError(f"workflow_args.greedy_baseline is {wanted!r}, wanted true or false")
-    return wanted and not task.is_eval
+    is_greedy = task.workflow_args.get("greedy_baseline", False)
+    if not isinstance(is_greedy, bool):
+        raise TaskError(f"workflow_args.greedy_baseline is {is_greedy!r}, wanted true or false")
+    return is_greedy and not task.is_eval
 
 
 def give_reward(response: Experience, reward_fn: RewardFn, parts: Mapping[str, float]) -> None:
@@ -104,7 +104,7 @@ class SimpleWorkflow(DualWorkflow):
     """Reward function used if the task has none."""
     has_greedy_baseline: bool = False
     """Whether the first run of the task is greedy; see :func:`has_greedy_baseline`."""
-    _asked: Mapping[str, Any] = MappingProxyType({})
+    _sampling_overrides: Mapping[str, Any] = MappingProxyType({})
 
     def __init__(
         self, *, task: Task, model: ModelWrapper, auxiliary_models: Sequence[ModelWrapper] | None = None
@@ -143,7 +143,7 @@ class SimpleWorkflow(DualWorkflow):
         """Return the sampling parameters of the next request: the task's parameters with one completion for each run. A
         greedy run has temperature 0.
         """
-        return {**self.task.rollout_args, "n": self.repeat_times, **self._asked}
+        return {**self.task.rollout_args, "n": self.repeat_times, **self._sampling_overrides}
 
     def rewarded(self, responses: list[Experience]) -> list[Experience]:
         """Return ``responses`` with reward, run number, and the parts of the reward as metrics."""
@@ -175,8 +175,8 @@ class SimpleWorkflow(DualWorkflow):
         Raises:
             PromptTooLong: The prompt was too long, so the model was not asked.
         """
-        found: list[Experience] = await call(self.is_async, self, "ask")
-        return check_asked(found)
+        responses: list[Experience] = await call(self.is_async, self, "ask")
+        return check_asked(responses)
 
     def ask(self) -> list[Experience]:
         """Return one response for each run."""
@@ -199,11 +199,11 @@ class SimpleWorkflow(DualWorkflow):
         return [greedy, *(await self._responses_with(n=others) if others else [])]
 
     async def _responses_with(self, **sampling: Any) -> list[Experience]:
-        self._asked = sampling
+        self._sampling_overrides = sampling
         try:
             return await self.responses()
         finally:
-            del self._asked
+            del self._sampling_overrides
 
     async def body(self) -> list[Experience]:
         """Ask the model and return one experience with a reward for each run. The reward may take long."""

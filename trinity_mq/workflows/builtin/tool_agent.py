@@ -114,9 +114,9 @@ class ToolAgentWorkflow(RewardedAtTheEnd):
         """
         choice = completion.choices[0]
         text, calls = choice.message.content or "", list(choice.message.tool_calls or ())
-        said: dict[str, Any] = {"role": "assistant", "content": text}
+        message: dict[str, Any] = {"role": "assistant", "content": text}
         if calls:
-            said["tool_calls"] = [
+            message["tool_calls"] = [
                 {
                     "id": call.id,
                     "type": "function",
@@ -126,7 +126,7 @@ class ToolAgentWorkflow(RewardedAtTheEnd):
             ]
         else:
             self.answer, self.finished = text, choice.finish_reason != "length"
-        self.messages.append(said)
+        self.messages.append(message)
         return calls
 
 

@@ -55,18 +55,18 @@ def tools_of(task: Task, arguments: ToolCallArguments) -> list[dict[str, Any]]:
         TaskError: The task offers no tools, or a tool has no name.
     """
     key = arguments.tools_key
-    found = task.raw_task.get(key) or list(arguments.tools)
-    if isinstance(found, str):
+    tools = task.raw_task.get(key) or list(arguments.tools)
+    if isinstance(tools, str):
         try:
-            found = json.loads(found)
+            tools = json.loads(tools)
         except (ValueError, RecursionError) as error:
             raise TaskError(f"raw_task[{key!r}] is not JSON: {error}") from error
-    if not isinstance(found, list) or not found:
+    if not isinstance(tools, list) or not tools:
         raise TaskError(
             f"the task offers no tools: raw_task[{key!r}] is {repr(task.raw_task.get(key))[:80]}, wanted a list of "
             "function tools; or set workflow_args.tools or workflow_args.tools_key"
         )
-    return [_tool(number, tool) for number, tool in enumerate(found)]
+    return [_tool(number, tool) for number, tool in enumerate(tools)]
 
 
 def _tool(number: int, tool: Any) -> dict[str, Any]:

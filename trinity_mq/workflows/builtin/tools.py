@@ -74,16 +74,16 @@ class Toolbox:
             RunFailedError: The tool reports that the run has failed, such as SandboxFailed if its sandbox is
                 unreachable.
         """
-        found = self._prepared(name, arguments)
-        if isinstance(found, Result):
-            return found
-        tool, given = found
+        prepared = self._parsed_call(name, arguments)
+        if isinstance(prepared, Result):
+            return prepared
+        tool, call_arguments = prepared
         try:
-            return self._shortened(tool.call(given))
+            return self._shortened(tool.call(call_arguments))
         except RunFailedError:
             raise
         except Exception as error:  # of the user's function, or about its arguments
-            return _failed(error)
+            return _error_result(error)
 
     async def call_async(self, name: str, arguments: str, timeout: float | None = None) -> Result:
         """Call a tool, a synchronous tool in a thread; see :meth:`call`.
@@ -93,23 +93,23 @@ class Toolbox:
             arguments: A JSON object.
             timeout: Seconds after which the result is a timeout. None: no limit.
         """
-        found = self._prepared(name, arguments)
-        if isinstance(found, Result):
-            return found
-        tool, given = found
+        prepared = self._parsed_call(name, arguments)
+        if isinstance(prepared, Result):
+            return prepared
+        tool, call_arguments = prepared
         try:
             async with asyncio.timeout(timeout) as limit:
                 if tool.is_async:
-                    return self._shortened(await tool.call(given))
-                return self._shortened(await in_thread(lambda: tool.call(given), f"tool-{name}", interrupt))
+                    return self._shortened(await tool.call(call_arguments))
+                return self._shortened(await in_thread(lambda: tool.call(call_arguments), f"tool-{name}", interrupt))
         except RunFailedError:
             raise
         except Exception as error:  # of the user's function, or about its arguments
             if isinstance(error, TimeoutError) and limit.expired():
                 return Result(f"error: not done within {timeout:g} s", False)
-            return _failed(error)
+            return _error_result(error)
 
-    def _prepared(self, name: str, arguments: str) -> tuple[_Tool, dict[str, Any]] | Result:
+    def _parsed_call(self, name: str, arguments: str) -> tuple[_Tool, dict[str, Any]] | Result:
         tool = self._tools.get(name)
         if tool is None:
             near = difflib.get_close_matches(name[:100], self._tools, n=1)
@@ -118,12 +118,12 @@ class Toolbox:
         if len(arguments) > MAX_ARGUMENTS:
             return Result(f"error: the arguments are {len(arguments)} characters, at most {MAX_ARGUMENTS}", False)
         try:
-            given = json.loads(arguments or "{}")
+            parsed = json.loads(arguments or "{}")
         except (ValueError, RecursionError) as error:
             return Result(f"error: the arguments are not JSON: {error}", False)
-        if not isinstance(given, dict):
-            return Result(f"error: the arguments are a {type(given).__name__}, wanted a JSON object", False)
-        return tool, given
+        if not isinstance(parsed, dict):
+            return Result(f"error: the arguments are a {type(parsed).__name__}, wanted a JSON object", False)
+        return tool, parsed
 
     def _shortened(self, value: Any) -> Result:
         text = value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
@@ -151,14 +151,14 @@ class _Tool:
             "function": {"name": self.name, "description": inspect.getdoc(function) or "", "parameters": parameters},
         }
 
-    def call(self, given: Mapping[str, Any]) -> Any:
+    def call(self, arguments: Mapping[str, Any]) -> Any:
         """Check the arguments, call the function and return its result."""
         from pydantic_core import ArgsKwargs
 
-        return self._checked.validate_python(ArgsKwargs((), dict(given)))
+        return self._checked.validate_python(ArgsKwargs((), dict(arguments)))
 
 
-def _failed(error: Exception) -> Result:
+def _error_result(error: Exception) -> Result:
     if isinstance(error, ValidationError):
         first = error.errors(include_url=False)[0]
         where = ".".join(map(str, first["loc"]))

@@ -40,7 +40,7 @@ class TrainableRulerArguments(Arguments):
     """Maximum characters of an answer shown to the judge."""
 
     @model_validator(mode="after")
-    def _rises(self) -> TrainableRulerArguments:
+    def _check_bounds(self) -> TrainableRulerArguments:
         if self.lowest >= self.highest:
             raise ValueError(f"lowest is {self.lowest:g} and highest {self.highest:g}, wanted lowest below highest")
         return self
@@ -73,16 +73,16 @@ class MathTrainableRulerWorkflow(MathWorkflow):
             return answers
         verdicts = await self._verdicts(answers, self.repeat_times if self.knows_truth else 1)
         scores = [_scores(verdict, len(answers)) for verdict in verdicts]
-        success = sum(one is not None for one in scores) / len(scores)
+        success = sum(score_list is not None for score_list in scores) / len(scores)
         for answer in answers:
             answer.metrics["judge_success"] = success
         if not self.knows_truth:
-            (found,) = scores
+            (answer_scores,) = scores
             for place, answer in enumerate(answers):
-                answer.reward = found[place] if found is not None and judgeable(answer) else 0.0
+                answer.reward = answer_scores[place] if answer_scores is not None and judgeable(answer) else 0.0
             return answers
-        for place, (verdict, found) in enumerate(zip(verdicts, scores, strict=True)):
-            verdict.reward = 0.0 if found is None else 1.0 - self._error(found, gold)
+        for place, (verdict, answer_scores) in enumerate(zip(verdicts, scores, strict=True)):
+            verdict.reward = 0.0 if answer_scores is None else 1.0 - self._error(answer_scores, gold)
             verdict.metrics = {"judge_reward": verdict.reward, "judge_success": success}
             verdict.eid.task = f"{self.task.task_id}-{JUDGE_GROUP}"
             verdict.eid.run = self.run_id_base + place
@@ -92,7 +92,7 @@ class MathTrainableRulerWorkflow(MathWorkflow):
         """Return the mean distance between scores and the rule rewards, both from 0 to 1."""
         low, high = self.arguments.lowest, self.arguments.highest
         scaled = [min(max((reward - low) / (high - low), 0.0), 1.0) for reward in gold]
-        return sum(abs(one - other) for one, other in zip(scores, scaled, strict=True)) / len(gold)
+        return sum(abs(score - target) for score, target in zip(scores, scaled, strict=True)) / len(gold)
 
     async def _verdicts(self, answers: Sequence[Experience], count: int) -> list[Experience]:
         texts = [answer_of(answer) if judgeable(answer) else "" for answer in answers]
@@ -101,8 +101,8 @@ class MathTrainableRulerWorkflow(MathWorkflow):
         )
         question = ruler_messages(self.question(), texts, key_of(self.question(), *texts), arguments)
         sampling = {**self.task.rollout_args, "n": count}
-        found: list[Experience] = await call(self.is_async, self.model, "chat", question, **sampling)
-        return found
+        verdicts: list[Experience] = await call(self.is_async, self.model, "chat", question, **sampling)
+        return verdicts
 
 
 def _scores(verdict: Experience, count: int) -> tuple[float, ...] | None:

@@ -78,11 +78,11 @@ class Environment:
         def begin() -> tuple[Any, Mapping[str, Any]]:
             if self._made is None:
                 self._made = _make(self.name, self._args)
-            with self._faults("reset"):
+            with self._wrapped_errors("reset"):
                 observation, info = self._made.reset(seed=seed)
                 return observation, dict(info)
 
-        return self._use(begin)
+        return self._run_exclusive(begin)
 
     def step(self, action: Any) -> Transition:
         """Execute an action and return the resulting transition. Blocks.
@@ -92,11 +92,11 @@ class Environment:
         """
 
         def act() -> Transition:
-            with self._faults("step"):
+            with self._wrapped_errors("step"):
                 observation, reward, terminated, truncated, info = self._made.step(action)
                 return Transition(observation, float(reward), bool(terminated or truncated), dict(info))
 
-        return self._use(act)
+        return self._run_exclusive(act)
 
     def close(self) -> None:
         """Close the environment once. During a call, it is closed when the call returns. Blocks.
@@ -115,10 +115,10 @@ class Environment:
     def _close(self) -> None:
         made, self._made = self._made, None
         if made is not None:
-            with self._faults("close"):
+            with self._wrapped_errors("close"):
                 made.close()
 
-    def _use(self, call: Callable[[], T]) -> T:
+    def _run_exclusive(self, call: Callable[[], T]) -> T:
         with self._lock:
             if self._closing:
                 raise EnvironmentFailedError(f"environment {self.name!r} is closed already")
@@ -133,7 +133,7 @@ class Environment:
                 self._close()
 
     @contextmanager
-    def _faults(self, method: str) -> Iterator[None]:
+    def _wrapped_errors(self, method: str) -> Iterator[None]:
         try:
             yield
         except Exception as error:  # an environment may raise any error

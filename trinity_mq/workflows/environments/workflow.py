@@ -96,11 +96,11 @@ class EnvironmentEpisode(Episode):
             EnvironmentFailedError: The environment raised an error.
         """
         observation, info = self._environment.reset(seed)
-        given, name = self._arguments, self._environment.name
+        arguments, name = self._arguments, self._environment.name
         check_observations(self._environment.observation_space, name)
-        self._actions = actions_of(self._environment.action_space, given.actions, name)
+        self._actions = actions_of(self._environment.action_space, arguments.actions, name)
         form = INSTRUCTIONS.format(example=f"{OPENING}{self._actions.example}{CLOSING}", form=self._actions.form)
-        self.instructions = f"{given.instructions.strip()}\n\n{form}" if given.instructions else form
+        self.instructions = f"{arguments.instructions.strip()}\n\n{form}" if arguments.instructions else form
         self._observe(observation, info)
 
     def show(self) -> str:
@@ -133,9 +133,9 @@ class EnvironmentEpisode(Episode):
         return sum(self._rewards) if self._arguments.reward == "sum" else [0.0, *self._rewards][-1]
 
     def metrics(self) -> dict[str, float]:
-        known = {} if self._success is None else {"success": self._success}
+        success = {} if self._success is None else {"success": self._success}
         return {
-            **known,
+            **success,
             "steps": float(len(self._rewards)),
             "illegal_actions": float(self.illegal),
             "ended": float(self._over),

@@ -209,7 +209,7 @@ class LakeGame(Game):
 
     def __init__(self, state: FrozenLake) -> None:
         self.state = state
-        self._whole = state.lake.shortest() or 1
+        self._shortest_path = state.lake.shortest() or 1
         self.unclear = 0
         """Number of answers that named no move."""
         if state.slippery:
@@ -239,8 +239,8 @@ class LakeGame(Game):
     @property
     def progress(self) -> float:
         """Share of the shortest path that the player has covered; 0 in a hole."""
-        left = None if self.state.fallen else self.state.lake.shortest(self.state.place)
-        return 0.0 if left is None else max(0.0, 1.0 - left / self._whole)
+        remaining_moves = None if self.state.fallen else self.state.lake.shortest(self.state.place)
+        return 0.0 if remaining_moves is None else max(0.0, 1.0 - remaining_moves / self._shortest_path)
 
     def metrics(self) -> dict[str, float]:
         return {"moves": self.state.moves, "unclear_answers": self.unclear, "fallen": float(self.state.fallen)}
@@ -264,17 +264,17 @@ class FrozenLakeWorkflow(GameWorkflow):
     arguments: LakeArguments
 
     def make_game(self) -> Game:
-        given, seed = self.arguments, game_seed(self.task, self.arguments)
+        arguments, seed = self.arguments, game_seed(self.task, self.arguments)
         try:
-            if given.map is not None:
-                lake = LakeMap.of(given.map)
+            if arguments.map is not None:
+                lake = LakeMap.of(arguments.map)
             else:
-                lake = make_lake(given.size, given.ice, seed, within=given.max_steps)
+                lake = make_lake(arguments.size, arguments.ice, seed, within=arguments.max_steps)
             if lake.shortest() is None:
                 raise LakeError("the map has no way from S to G")
         except LakeError as error:
             raise TaskError(f"no lake for this task: {error}") from error
-        return LakeGame(FrozenLake.begin(lake, slippery=given.slippery, seed=seed))
+        return LakeGame(FrozenLake.begin(lake, slippery=arguments.slippery, seed=seed))
 
 
 class AsyncFrozenLakeWorkflow(FrozenLakeWorkflow):

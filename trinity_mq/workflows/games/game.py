@@ -124,7 +124,7 @@ class EpisodeWorkflow(RewardedAtTheEnd, Generic[E]):
         super().__init__(task=task, model=model, auxiliary_models=auxiliary_models, use_openai_client=False)
         self.arguments = arguments_of(task, self.arguments_kind, record_keys=self.record_keys())
         self._turns: list[dict[str, str]] = []
-        self._comment, self._unasked = "", False
+        self._comment, self._prompt_too_long = "", False
 
     @classmethod
     def record_keys(cls) -> Iterable[str]:
@@ -164,12 +164,12 @@ class EpisodeWorkflow(RewardedAtTheEnd, Generic[E]):
         if step_num == 0:
             check_asked([response])
         if response.truncate_status == PROMPT_TRUNCATED:  # the model never saw the question, so there is no move
-            self._unasked = True
+            self._prompt_too_long = True
             return False
         answer = response.response_text or ""
         self._turns.append({"role": "assistant", "content": answer})
-        move, seen = after_thoughts(answer, response.prompt_text), self.episode.longest_answer
-        self._comment = await self.played(move if seen is None else move[-seen:])
+        move, limit = after_thoughts(answer, response.prompt_text), self.episode.longest_answer
+        self._comment = await self.played(move if limit is None else move[-limit:])
         return not self.episode.over
 
     def _conversation(self) -> list[dict[str, str]]:
@@ -184,7 +184,7 @@ class EpisodeWorkflow(RewardedAtTheEnd, Generic[E]):
 
     async def final_reward(self, exps: list[Experience]) -> float:
         """Return the reward of the episode, and add its metrics to the experiences."""
-        metrics = {**self.episode.metrics(), "prompt_too_long": float(self._unasked)}
+        metrics = {**self.episode.metrics(), "prompt_too_long": float(self._prompt_too_long)}
         for experience in exps:
             experience.metrics.update(metrics)
         return self.worth()

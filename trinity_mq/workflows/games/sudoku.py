@@ -57,7 +57,7 @@ class Sudoku:
     def right(self) -> int:
         """Number of these blanks that now hold the right digit."""
         places = zip(self.givens, self.board, self.solution, strict=True)
-        return sum(given == 0 and digit == wanted for given, digit, wanted in places)
+        return sum(initial == 0 and digit == solved for initial, digit, solved in places)
 
     def put(self, row: int, column: int, digit: int) -> Sudoku:
         """Return the game with ``digit`` at a place; 0 erases the player's entry.
@@ -85,7 +85,7 @@ class Sudoku:
             raise SudokuError(f"{where} was given as {self.givens[place]} and stays")
         if digit:
             for name, unit in zip(("row", "column", "box"), _units(self.box)[place], strict=True):
-                if any(self.board[other] == digit for other in unit if other != place):
+                if any(self.board[peer] == digit for peer in unit if peer != place):
                     raise SudokuError(f"{where}: {digit} stands in that {name} already")
         return replace(self, board=(*self.board[:place], digit, *self.board[place + 1 :]))
 
@@ -114,8 +114,8 @@ def make_sudoku(box: int, blanks: int, seed: int) -> Sudoku:
     """
     if box not in MAX_BLANKS or not 1 <= blanks <= MAX_BLANKS[box]:
         most = MAX_BLANKS.get(box)
-        wanted = "box 2 or 3" if most is None else f"1 to {most} blanks for box {box}"
-        raise SudokuError(f"box is {box}, blanks is {blanks}; wanted {wanted}")
+        valid_values = "box 2 or 3" if most is None else f"1 to {most} blanks for box {box}"
+        raise SudokuError(f"box is {box}, blanks is {blanks}; wanted {valid_values}")
     draw = random.Random(f"sudoku/{box}/{blanks}/{seed}")
     for _ in range(MAX_GRIDS):
         solution = _full_grid(box, draw)
@@ -134,7 +134,7 @@ def solutions(board: Sequence[int], box: int, most: int = 2) -> list[tuple[int, 
     size = box * box
     peers = [frozenset().union(*units) - {place} for place, units in enumerate(_units(box))]
     digits = list(board)
-    found: list[tuple[int, ...]] = []
+    solved_boards: list[tuple[int, ...]] = []
     nodes = 0
 
     def fill() -> bool:
@@ -149,8 +149,8 @@ def solutions(board: Sequence[int], box: int, most: int = 2) -> list[tuple[int, 
                 if len(choices) <= 1:
                     break
         if best is None:
-            found.append(tuple(digits))
-            return len(found) >= most
+            solved_boards.append(tuple(digits))
+            return len(solved_boards) >= most
         for digit in sorted(best[1]):
             nodes += 1
             if nodes > MAX_NODES:
@@ -163,7 +163,7 @@ def solutions(board: Sequence[int], box: int, most: int = 2) -> list[tuple[int, 
         return False
 
     fill()
-    return found
+    return solved_boards
 
 
 def _full_grid(box: int, draw: random.Random) -> tuple[int, ...]:
@@ -182,16 +182,16 @@ def _full_grid(box: int, draw: random.Random) -> tuple[int, ...]:
 def _dig(solution: tuple[int, ...], box: int, blanks: int, draw: random.Random) -> tuple[int, ...] | None:
     """Return ``solution`` with ``blanks`` blanks and still one solution. Return None if this grid does not allow it."""
     board = list(solution)
-    left = blanks
+    remaining = blanks
     for place in draw.sample(range(len(board)), len(board)):
-        if not left:
+        if not remaining:
             break
         board[place] = 0
         if len(solutions(board, box)) == 1:
-            left -= 1
+            remaining -= 1
         else:
             board[place] = solution[place]
-    return None if left else tuple(board)
+    return None if remaining else tuple(board)
 
 
 @cache
@@ -203,10 +203,10 @@ def _units(box: int) -> tuple[tuple[frozenset[int], frozenset[int], frozenset[in
     def unit(place: int) -> tuple[frozenset[int], frozenset[int], frozenset[int]]:
         row, column = divmod(place, size)
         return (
-            frozenset(other for other in every if other // size == row),
-            frozenset(other for other in every if other % size == column),
+            frozenset(peer for peer in every if peer // size == row),
+            frozenset(peer for peer in every if peer % size == column),
             frozenset(
-                other for other in every if other // size // box == row // box and other % size // box == column // box
+                peer for peer in every if peer // size // box == row // box and peer % size // box == column // box
             ),
         )
 
@@ -296,9 +296,9 @@ class SudokuWorkflow(GameWorkflow):
     arguments: SudokuArguments
 
     def make_game(self) -> Game:
-        given = self.arguments
+        arguments = self.arguments
         try:
-            return SudokuGame(make_sudoku(given.box, given.blanks, game_seed(self.task, given)))
+            return SudokuGame(make_sudoku(arguments.box, arguments.blanks, game_seed(self.task, arguments)))
         except SudokuError as error:
             raise TaskError(f"no Sudoku for this task: {error}") from error
 

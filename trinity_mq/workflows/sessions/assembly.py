@@ -72,26 +72,26 @@ def session_experiences(
         ValueError: A call continues a call that is missing.
     """
     superseded = superseded_calls(calls)
-    kept = [call for call in calls if call.call not in superseded]
-    continued = {(call.continues, call.choice) for call in kept if call.continues}
+    remaining_calls = [call for call in calls if call.call not in superseded]
+    continued = {(call.continues, call.choice) for call in remaining_calls if call.continues}
     continued_calls = {name for name, _ in continued}
     answers = Answers(list(calls))
-    found: list[tuple[SessionCall, int, Experience]] = []
-    for call in kept:
+    answer_experiences: list[tuple[SessionCall, int, Experience]] = []
+    for call in remaining_calls:
         for number, experience in enumerate(experiences_of(answers.answer(call), call.temperature)):
             if call.call not in continued_calls or (call.call, number) in continued:
-                found.append((call, number, experience))
+                answer_experiences.append((call, number, experience))
     rewarded: list[Experience] = []
-    following = reward
-    for call, number, experience in reversed(found):
-        own = call_rewards.get((call.call, number), call_rewards.get((call.call, None)))
-        worth = following if own is None else own
-        if worth is None:
+    next_reward = reward
+    for call, number, experience in reversed(answer_experiences):
+        answer_reward = call_rewards.get((call.call, number), call_rewards.get((call.call, None)))
+        effective_reward = next_reward if answer_reward is None else answer_reward
+        if effective_reward is None:
             continue
-        experience.reward = worth
+        experience.reward = effective_reward
         # several answers to one request are alternatives: they share one discount step
         if number == 0 or call.call in continued_calls:
-            following = worth * turn_discount
+            next_reward = effective_reward * turn_discount
         rewarded.append(experience)
     rewarded.reverse()
     if merge != "per_call":

@@ -84,12 +84,12 @@ async def run_once(program: Program, request: Mapping[str, Any], env: Mapping[st
         _kill(process)
     lines = out.decode(errors="replace").strip().splitlines()
     if process.returncode:
-        said = " | ".join(err.decode(errors="replace").strip().splitlines()[-TAIL:])[-1000:]
-        raise SandboxFailed(f"{program.name} ended with {process.returncode}: {said}", kind="environment")
-    return _object(lines[-1] if lines else "", program)
+        error_output = " | ".join(err.decode(errors="replace").strip().splitlines()[-TAIL:])[-1000:]
+        raise SandboxFailed(f"{program.name} ended with {process.returncode}: {error_output}", kind="environment")
+    return _parse_object(lines[-1] if lines else "", program)
 
 
-class _Life:
+class _ProgramProcess:
     """One process of a kept program, and the requests that wait for its answers."""
 
     def __init__(self, program: Program, process: asyncio.subprocess.Process) -> None:
@@ -105,13 +105,13 @@ class _Life:
         """Whether the process has stopped answering."""
         self._errors = asyncio.create_task(self._read_errors(), name="errors of a program")
         self._answers = asyncio.create_task(self._read(), name="answers of a program")
-        self._timer = loop.call_later(READY_SECONDS, self._give_up)
+        self._timer = loop.call_later(READY_SECONDS, self._fail_start)
 
     async def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Return the answer to a request; raises the errors of :meth:`KeptProgram.ask`."""
         await asyncio.shield(self._ready)
         if self.over:
-            raise self._failed("ended")
+            raise self._failure("ended")
         number = next(self._numbers)
         answer: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         self._waiting[number] = answer
@@ -137,16 +137,16 @@ class _Life:
             _kill(self._process)
         await asyncio.gather(self._answers, self._errors, return_exceptions=True)
 
-    def _give_up(self) -> None:
+    def _fail_start(self) -> None:
         if not self._ready.done():
-            self._ready.set_exception(self._failed(f"was not ready within {READY_SECONDS:g} s"))
+            self._ready.set_exception(self._failure(f"was not ready within {READY_SECONDS:g} s"))
             _kill(self._process)
 
     async def _read(self) -> None:
         assert self._process.stdout is not None
         try:
             while line := await self._process.stdout.readline():
-                self._take(line.decode(errors="replace"))
+                self._handle_line(line.decode(errors="replace"))
         except ValueError:
             log.warning("program_line_too_long", program=self._program.name, limit=LONGEST_LINE)
         self.over = True
@@ -157,24 +157,24 @@ class _Life:
         _kill(self._process)
         code = await self._process.wait()
         await self._errors
-        error = self._failed(f"ended with {code}")
+        error = self._failure(f"ended with {code}")
         if not self._ready.done():
             self._ready.set_exception(error)
         for waiting in self._waiting.values():
             if not waiting.done():
                 waiting.set_exception(error)
 
-    def _take(self, line: str) -> None:
+    def _handle_line(self, line: str) -> None:
         try:
-            said = _object(line, self._program)
+            message = _parse_object(line, self._program)
         except SandboxFailed as error:
             log.warning("program_said_no_answer", program=self._program.name, reason=str(error))
             return
-        if said.get("ready") and not self._ready.done():
+        if message.get("ready") and not self._ready.done():
             self._ready.set_result(None)
-        waiting = self._waiting.get(said["id"]) if isinstance(said.get("id"), int) else None
+        waiting = self._waiting.get(message["id"]) if isinstance(message.get("id"), int) else None
         if waiting is not None and not waiting.done():
-            waiting.set_result(said)
+            waiting.set_result(message)
 
     async def _read_errors(self) -> None:
         assert self._process.stderr is not None
@@ -182,9 +182,9 @@ class _Life:
             while line := await self._process.stderr.readline():
                 self._tail.append(line.decode(errors="replace").rstrip())
 
-    def _failed(self, how: str) -> SandboxFailed:
-        said = " | ".join(self._tail)[-1000:]
-        return SandboxFailed(f"{self._program.name} {how}: {said}", kind="environment")
+    def _failure(self, how: str) -> SandboxFailed:
+        error_output = " | ".join(self._tail)[-1000:]
+        return SandboxFailed(f"{self._program.name} {how}: {error_output}", kind="environment")
 
 
 class KeptProgram:
@@ -192,14 +192,14 @@ class KeptProgram:
 
     def __init__(self, program: Program) -> None:
         self._program = program
-        self._lives: list[_Life] = []
+        self._processes: list[_ProgramProcess] = []
         """The latest process, and earlier processes that have not been closed."""
         self._starting = asyncio.Lock()
 
     @property
     def runs(self) -> bool:
         """Whether a process of the program may answer."""
-        return bool(self._lives) and not self._lives[-1].over
+        return bool(self._processes) and not self._processes[-1].over
 
     async def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Return the answer to a request.
@@ -210,14 +210,14 @@ class KeptProgram:
         async with self._starting:
             if not self.runs:
                 await self.close()
-                self._lives.append(_Life(self._program, await self._program.start()))
-            life = self._lives[-1]
-        return await life.ask(request)
+                self._processes.append(_ProgramProcess(self._program, await self._program.start()))
+            process = self._processes[-1]
+        return await process.ask(request)
 
     async def close(self) -> None:
         """End all processes of the program."""
-        lives, self._lives = self._lives, []
-        await asyncio.gather(*(life.close() for life in lives))
+        processes, self._processes = self._processes, []
+        await asyncio.gather(*(process.close() for process in processes))
 
 
 _KEPT: dict[asyncio.AbstractEventLoop, dict[Program, KeptProgram]] = {}
@@ -238,18 +238,18 @@ async def close_kept() -> None:
     await asyncio.gather(*(program.close() for program in programs.values()))
 
 
-def _object(line: str, program: Program) -> dict[str, Any]:
+def _parse_object(line: str, program: Program) -> dict[str, Any]:
     try:
-        found = json.loads(line)
+        parsed = json.loads(line)
     except ValueError:
-        found = None
-    if not isinstance(found, dict):
+        parsed = None
+    if not isinstance(parsed, dict):
         raise SandboxFailed(
             f'{program.name} printed {line[:200]!r}, wanted a JSON object in its last line, such as {{"reward": 1.0}}',
             kind="environment",
             retryable=False,
         )
-    return found
+    return parsed
 
 
 def _kill(process: asyncio.subprocess.Process) -> None:

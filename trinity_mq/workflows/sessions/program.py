@@ -123,18 +123,18 @@ class ProgramWorkflow(Workflow):
             request = self.request(session)
             try:
                 if self.keeps:
-                    said = await kept(program).ask(request)
+                    answer = await kept(program).ask(request)
                 else:
-                    said = await run_once(program, request, _environment(session))
-                return self._experiences(session, said, program)
+                    answer = await run_once(program, request, _environment(session))
+                return self._experiences(session, answer, program)
             except RunFailedError as error:
                 if session.engine.is_lost:
                     raise EngineLost(f"{program.name} got no answer of it: {error}", model.model) from error
                 raise
 
-    def _experiences(self, session: LocalSession, said: Mapping[str, Any], program: Program) -> list[Experience]:
+    def _experiences(self, session: LocalSession, answer: Mapping[str, Any], program: Program) -> list[Experience]:
         try:
-            result = ProgramResult.model_validate(said)
+            result = ProgramResult.model_validate(answer)
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(str(part) for part in first["loc"])
@@ -149,23 +149,23 @@ class ProgramWorkflow(Workflow):
         if not calls:
             raise RunFailedError(f"{program.name} has not asked the model: did it use the base URL that it was given?")
         rewards: dict[tuple[str, int | None], float] = {}
-        for one in result.rewards:
-            if (call := recorded.call_of(one.call)) is None:
-                raise RunFailedError(f"{program.name} rewarded call {one.call!r}; it made {len(calls)}")
-            rewards[call.call, one.choice] = one.reward
-        found = session_experiences(
+        for call_reward in result.rewards:
+            if (call := recorded.call_of(call_reward.call)) is None:
+                raise RunFailedError(f"{program.name} rewarded call {call_reward.call!r}; it made {len(calls)}")
+            rewards[call.call, call_reward.choice] = call_reward.reward
+        experiences = session_experiences(
             calls,
             reward=result.reward,
             call_rewards=rewards,
             merge=self.arguments.merge,
             turn_discount=self.arguments.turn_discount,
         )
-        if not found:
+        if not experiences:
             raise RunFailedError(f"{program.name} rewarded none of the answers that its conversation went on with")
-        for step, experience in enumerate(found):
+        for step, experience in enumerate(experiences):
             experience.eid.run, experience.eid.step = self.run_id_base, step
-        found[-1].metrics |= session_metrics(calls, len(found)) | result.metrics
-        return found
+        experiences[-1].metrics |= session_metrics(calls, len(experiences)) | result.metrics
+        return experiences
 
 
 def _environment(session: LocalSession) -> dict[str, str]:

@@ -56,18 +56,18 @@ class RecordedSessionsWorkflow(Workflow):
             raise TaskError(
                 f"{'.'.join(map(str, first['loc']))}: {first['msg']}; wanted sessions of a gateway"
             ) from error
-        found: list[Experience] = []
+        experiences: list[Experience] = []
         for run in range(self.run_id_base, self.run_id_base + self.repeat_times):
             if run >= len(record.sessions):
                 raise TaskError(f"the task has {len(record.sessions)} sessions, wanted one for run {run}")
-            found += _experiences(record, record.sessions[run], run)
-        return found
+            experiences += _experiences(record, record.sessions[run], run)
+        return experiences
 
 
 def _experiences(record: RecordedSessions, session: RecordedSession, run: int) -> list[Experience]:
     try:
         calls = [decode(body, SessionCall) for body in session.calls]
-        found = session_experiences(
+        experiences = session_experiences(
             calls,
             reward=session.reward,
             call_rewards={(call, choice): reward for call, choice, reward in session.call_rewards},
@@ -76,11 +76,11 @@ def _experiences(record: RecordedSessions, session: RecordedSession, run: int) -
         )
     except (DecodeError, ValueError) as error:
         raise TaskError(f"session {session.id}: {error}") from error
-    if not found:
+    if not experiences:
         raise TaskError(f"session {session.id} has no answer with a reward")
-    metrics: dict[str, Any] = session_metrics(calls, len(found)) | session.metrics
-    for step, experience in enumerate(found):
+    metrics: dict[str, Any] = session_metrics(calls, len(experiences)) | session.metrics
+    for step, experience in enumerate(experiences):
         experience.eid.run, experience.eid.step = run, step
         experience.info |= {"session": session.id, **({"labels": session.labels} if session.labels else {})}
-    found[-1].metrics |= metrics
-    return found
+    experiences[-1].metrics |= metrics
+    return experiences

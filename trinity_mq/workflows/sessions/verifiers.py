@@ -45,12 +45,12 @@ class VerifiersWorkflow(ProgramWorkflow):
 
     def program(self) -> Program:
         """Return the child program. It is kept, because importing verifiers takes seconds."""
-        given = self.arguments
-        python = str(Path(given.python).expanduser().absolute())
+        arguments = self.arguments
+        python = str(Path(arguments.python).expanduser().absolute())
         path = f"{Path(python).parent}{os.pathsep}{os.environ.get('PATH', '')}"  # harnesses are run by uv
-        command = [python, str(CHILD), "--task", given.task, "--harness", given.harness]
-        command += ["--at-once", str(given.at_once)]
-        return program_of(command, {"PATH": path, **given.env}, given.cwd)
+        command = [python, str(CHILD), "--task", arguments.task, "--harness", arguments.harness]
+        command += ["--at-once", str(arguments.at_once)]
+        return program_of(command, {"PATH": path, **arguments.env}, arguments.cwd)
 
     @property
     def keeps(self) -> bool:

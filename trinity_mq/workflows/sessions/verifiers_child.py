@@ -34,28 +34,30 @@ INFRASTRUCTURE = {
 def named(path: str) -> Any:
     """Return the object that ``module:name`` refers to."""
     module, _, name = path.partition(":")
-    found: Any = importlib.import_module(module)
+    target: Any = importlib.import_module(module)
     for part in name.split("."):
-        found = getattr(found, part)
-    return found
+        target = getattr(target, part)
+    return target
 
 
-async def rollout(asked: dict[str, Any], make_task: Any, harness: str) -> dict[str, Any]:
+async def rollout(request: dict[str, Any], make_task: Any, harness: str) -> dict[str, Any]:
     """Run the agent once and return the result of its trace."""
     import verifiers.v1 as vf  # it is installed only in that Python
 
     os.environ.setdefault(OURS, "none")
-    client = vf.EvalClientConfig(base_url=asked["base_url"], api_key_var=OURS, headers={"X-Session-Key": asked["key"]})
+    client = vf.EvalClientConfig(
+        base_url=request["base_url"], api_key_var=OURS, headers={"X-Session-Key": request["key"]}
+    )
     config = vf.AgentConfig.model_validate(
         {
             "harness": {"id": harness},
             "runtime": vf.SubprocessConfig(),
             "client": client,
-            "model": asked["model"],
-            "max_turns": asked.get("max_turns"),
+            "model": request["model"],
+            "max_turns": request.get("max_turns"),
         }
     )
-    trace = await vf.make_agent(config).run(make_task(asked["task"]))
+    trace = await vf.make_agent(config).run(make_task(request["task"]))
     error = next(iter(getattr(trace, "errors", None) or ()), None)
     kind = type(error).__name__ if isinstance(error, Exception) else str(getattr(error, "type", "") or "")
     return {
@@ -67,15 +69,15 @@ async def rollout(asked: dict[str, Any], make_task: Any, harness: str) -> dict[s
     }
 
 
-async def answer(asked: dict[str, Any], make_task: Any, harness: str, out: Any, free: asyncio.Semaphore) -> None:
+async def answer(request: dict[str, Any], make_task: Any, harness: str, out: Any, free: asyncio.Semaphore) -> None:
     """Answer one request, also after an error, once a slot is free."""
     try:
         async with free:
-            said = await rollout(asked, make_task, harness)
+            result = await rollout(request, make_task, harness)
     except Exception as error:
         kind = INFRASTRUCTURE.get(type(error).__name__)
-        said = {"ok": False, "reward": None, "error": f"{type(error).__name__}: {error}"[:500], "kind": kind}
-    out.write(json.dumps({"id": asked["id"], **said}) + "\n")
+        result = {"ok": False, "reward": None, "error": f"{type(error).__name__}: {error}"[:500], "kind": kind}
+    out.write(json.dumps({"id": request["id"], **result}) + "\n")
     out.flush()
 
 
