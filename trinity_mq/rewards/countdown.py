@@ -54,7 +54,7 @@ def countdown_reward(
     Raises:
         ValueError: ``truth`` does not have this form.
     """
-    target, numbers = _game(truth)
+    target, numbers = _parse_truth(truth)
     answer = after_thoughts(response, prompt_end)
     stated = tagged(answer) or boxed(answer)
     try:
@@ -80,11 +80,11 @@ def formula_value(text: str) -> Fraction:
     return _value(_parse(text))
 
 
-def _game(truth: str | None) -> tuple[int, list[int]]:
+def _parse_truth(truth: str | None) -> tuple[int, list[int]]:
     try:
-        found = json.loads(truth or "")
-        target, numbers = found["target"], found["numbers"]
-        if isinstance(target, int) and isinstance(numbers, list) and all(isinstance(one, int) for one in numbers):
+        game = json.loads(truth or "")
+        target, numbers = game["target"], game["numbers"]
+        if isinstance(target, int) and isinstance(numbers, list) and all(isinstance(number, int) for number in numbers):
             return target, numbers
     except (ValueError, KeyError, TypeError, RecursionError):
         pass

@@ -50,13 +50,15 @@ class Registry(Mapping[str, str]):
             ValueError: The name is built in, or another class is registered under it.
         """
 
-        def register(found: T) -> T:
-            known = self._added.get(name)
-            if name in self._builtin or (known is not None and _path_of(known) != _path_of(found)):
-                owner = self._builtin.get(name) or _path_of(known)
-                raise ValueError(f"{self.names[0]}: {name!r} is {owner} already; register {_path_of(found)} as another")
-            self._added[name] = found
-            return found
+        def register(target: T) -> T:
+            registered = self._added.get(name)
+            if name in self._builtin or (registered is not None and _path_of(registered) != _path_of(target)):
+                owner = self._builtin.get(name) or _path_of(registered)
+                raise ValueError(
+                    f"{self.names[0]}: {name!r} is {owner} already; register {_path_of(target)} as another"
+                )
+            self._added[name] = target
+            return target
 
         return register
 
@@ -78,8 +80,8 @@ class Registry(Mapping[str, str]):
         return sorted({*self._added, *registered_plugins(self.names)})
 
 
-def _path_of(found: Any) -> str:
-    return f"{getattr(found, '__module__', '?')}.{getattr(found, '__qualname__', repr(found))}"
+def _path_of(target: Any) -> str:
+    return f"{getattr(target, '__module__', '?')}.{getattr(target, '__qualname__', repr(target))}"
 
 
 def lookup(kind: str, name: str, table: Mapping[str, str], entry_group: str | None = None) -> Any:
@@ -109,24 +111,24 @@ def lookup(kind: str, name: str, table: Mapping[str, str], entry_group: str | No
                 f"{kind} {name!r} of an installed package ({added[name].value}) cannot be loaded: {described(error)}"
             ) from error
     registry = table if isinstance(table, Registry) else None
-    if registry is not None and (found := registry.find(kind, name)) is not None:
-        return found
-    known = sorted({*table, *added, *(registry.added() if registry is not None else ())})
-    near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
-    hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"known: {', '.join(known)}."
+    if registry is not None and (registered := registry.find(kind, name)) is not None:
+        return registered
+    choices = sorted({*table, *added, *(registry.added() if registry is not None else ())})
+    near = difflib.get_close_matches(name, choices, n=3, cutoff=0.5)
+    hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"known: {', '.join(choices)}."
     raise UnknownNameError(f"unknown {kind} {name!r}; {hint} Your own is named by its dotted path, package.module.Name")
 
 
-def name_of(kind: str, found: Any, table: Mapping[str, str]) -> str:
-    """Return a name for which :func:`lookup` returns ``found``, also in another process.
+def name_of(kind: str, obj: Any, table: Mapping[str, str]) -> str:
+    """Return a name for which :func:`lookup` returns ``obj``, also in another process.
 
     Raises:
-        UnknownNameError: ``found`` was defined inside a function or a script, so no other process can import it.
+        UnknownNameError: ``obj`` was defined inside a function or a script, so no other process can import it.
     """
-    module, path = getattr(found, "__module__", None), getattr(found, "__qualname__", None)
+    module, path = getattr(obj, "__module__", None), getattr(obj, "__qualname__", None)
     if module is None or path is None or module == "__main__" or "." in path:
         raise UnknownNameError(
-            f"{kind} {found!r} cannot be imported by another process; put it at the top of a module, "
+            f"{kind} {obj!r} cannot be imported by another process; put it at the top of a module, "
             "outside of the script that is run"
         )
     spec = f"{module}:{path}"

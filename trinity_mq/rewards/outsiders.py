@@ -25,14 +25,22 @@ def allowed_task(config: Config, task: TaskBody) -> TaskBody:
     """
     outsiders, taskset = config.outsiders, _taskset(config, task)
     workflow, reward = task.workflow or taskset.workflow, task.reward_fn or taskset.reward_fn
-    _check_name("workflow", workflow, {*outsiders.workflows, *(one.workflow for one in _tasksets(config))})
+    _check_name(
+        "workflow", workflow, {*outsiders.workflows, *(configured.workflow for configured in _tasksets(config))}
+    )
     if reward != taskset.reward_fn:
-        _check_name("reward_fn", reward, {*outsiders.rewards, *(one.reward_fn for one in _tasksets(config))} - {""})
+        _check_name(
+            "reward_fn",
+            reward,
+            {*outsiders.rewards, *(configured.reward_fn for configured in _tasksets(config))} - {""},
+        )
     if task.repeat_times > outsiders.max_runs:
         raise NotAllowed(
             f"repeat_times is {task.repeat_times}, wanted at most outsiders.max_runs, {outsiders.max_runs}"
         )
-    rewarding = next((one for one in (taskset, *_tasksets(config)) if one.reward_fn == reward), None)
+    rewarding = next(
+        (configured for configured in (taskset, *_tasksets(config)) if configured.reward_fn == reward), None
+    )
     return task.model_copy(
         update={
             "workflow": workflow,
@@ -91,8 +99,10 @@ def _taskset(config: Config, task: TaskBody) -> TasksetConfig:
     """
     first, *_ = tasksets = _tasksets(config)
     workflow = task.workflow or first.workflow
-    running = [one for one in tasksets if one.workflow == workflow]
-    return next((one for one in running if task.reward_fn in {None, "", one.reward_fn}), (*running, first)[0])
+    running = [taskset for taskset in tasksets if taskset.workflow == workflow]
+    return next(
+        (taskset for taskset in running if task.reward_fn in {None, "", taskset.reward_fn}), (*running, first)[0]
+    )
 
 
 def _check_name(field: str, name: str, allowed: Collection[str]) -> None:
@@ -105,15 +115,19 @@ def _check_name(field: str, name: str, allowed: Collection[str]) -> None:
 
 
 def _arguments(
-    field: str, given: Mapping[str, Any], own: Mapping[str, Any], open_keys: Collection[str], setting: str
+    field: str, task_args: Mapping[str, Any], config_args: Mapping[str, Any], open_keys: Collection[str], setting: str
 ) -> dict[str, Any]:
     """Return the arguments that apply: the configuration's arguments, overridden by the task's arguments with an open
     key.
     """
-    closed = [key for key, value in given.items() if key not in open_keys and not (key in own and own[key] == value)]
+    closed = [
+        key
+        for key, value in task_args.items()
+        if key not in open_keys and not (key in config_args and config_args[key] == value)
+    ]
     if closed:
         raise NotAllowed(
             f"{field}.{closed[0]!r:.120} may not be set from outside: leave it out, or open this key with {setting} in "
             "the configuration of the run"
         )
-    return {**own, **{key: value for key, value in given.items() if key in open_keys}}
+    return {**config_args, **{key: value for key, value in task_args.items() if key in open_keys}}

@@ -92,7 +92,7 @@ def open_dataset(name: str, args: Mapping[str, Any], *, size: int = 1, seed: int
         DatasetError: reasoning-gym is not installed, the dataset does not exist or does not take these arguments, or
             its scoring would evaluate text of a model as code.
     """
-    kind, configuration = _known(name)
+    kind, configuration = _dataset_class(name)
     fields = {field.name for field in dataclasses.fields(configuration)} - {"size", "seed"}
     for unknown in args.keys() - fields:
         if unknown == "size":
@@ -100,11 +100,11 @@ def open_dataset(name: str, args: Mapping[str, Any], *, size: int = 1, seed: int
         near = difflib.get_close_matches(str(unknown), fields, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(sorted(fields))}"
         raise DatasetError(f"dataset_args.{unknown} does not exist in dataset {name!r}; {hint}")
-    given = dict(args)
+    fields_by_name = dict(args)
     if name == "composite":
-        given["datasets"] = _parts(given.get("datasets"))
+        fields_by_name["datasets"] = _parts(fields_by_name.get("datasets"))
     try:
-        made = configuration(**given, size=size, seed=seed)
+        made = configuration(**fields_by_name, size=size, seed=seed)
         if hasattr(made, "validate"):
             made.validate()
         return cast(Dataset, kind(config=made))
@@ -115,7 +115,7 @@ def open_dataset(name: str, args: Mapping[str, Any], *, size: int = 1, seed: int
         ) from error
 
 
-def _known(name: str) -> tuple[type, Any]:
+def _dataset_class(name: str) -> tuple[type, Any]:
     datasets = registered()
     if name in REFUSED:
         raise DatasetError(
@@ -130,20 +130,20 @@ def _known(name: str) -> tuple[type, Any]:
     return datasets[name]
 
 
-def _parts(given: object) -> list[Any]:
+def _parts(specs: object) -> list[Any]:
     """Return the parts of a composite dataset, each checked like a single dataset."""
     from reasoning_gym.composite import DatasetSpec
 
-    if not isinstance(given, list) or not given or not all(isinstance(one, Mapping) for one in given):
+    if not isinstance(specs, list) or not specs or not all(isinstance(spec, Mapping) for spec in specs):
         raise DatasetError(
-            f"dataset_args.datasets of 'composite' is {given!r:.80}; wanted a list such as "
+            f"dataset_args.datasets of 'composite' is {specs!r:.80}; wanted a list such as "
             "[{name: chain_sum, weight: 1, config: {max_terms: 3}}]"
         )
-    for one in given:
-        _known(str(one.get("name")))
-        if unknown := one.keys() - {"name", "weight", "config"}:
+    for spec in specs:
+        _dataset_class(str(spec.get("name")))
+        if unknown := spec.keys() - {"name", "weight", "config"}:
             raise DatasetError(f"dataset_args.datasets: {min(map(str, unknown))!r} is none of name, weight, config")
-    return [DatasetSpec(one["name"], one.get("weight", 1.0), dict(one.get("config", {}))) for one in given]
+    return [DatasetSpec(spec["name"], spec.get("weight", 1.0), dict(spec.get("config", {}))) for spec in specs]
 
 
 @functools.lru_cache(maxsize=32)

@@ -93,17 +93,19 @@ def create_reward(reward: str | Any, args: Mapping[str, Any]) -> RewardFn:
         UnknownNameError: The name does not exist.
         RewardError: The reward function does not take these arguments.
     """
-    found = find_reward(reward) if isinstance(reward, str) else reward
-    label = reward if isinstance(reward, str) else getattr(found, "__qualname__", repr(found))
-    if not callable(found):
-        raise RewardError(f"reward function {label!r} is a {type(found).__name__}, wanted a function or a class")
+    target = find_reward(reward) if isinstance(reward, str) else reward
+    label = reward if isinstance(reward, str) else getattr(target, "__qualname__", repr(target))
+    if not callable(target):
+        raise RewardError(f"reward function {label!r} is a {type(target).__name__}, wanted a function or a class")
     try:
-        if inspect.isfunction(found) and not args:  # cached, because each slice asks for the same few functions
-            return _Reward(found, *_form(found))
-        if inspect.isclass(found):
-            _form.__wrapped__(functools.partial(_call_of(found), None))  # checked before the class runs its own code
-        fn: Any = found(**args) if inspect.isclass(found) else functools.partial(found, **args)
-        extras, names = _form.__wrapped__(fn)
+        if inspect.isfunction(target) and not args:  # cached, because each slice asks for the same few functions
+            return _Reward(target, *_call_form(target))
+        if inspect.isclass(target):
+            _call_form.__wrapped__(
+                functools.partial(_call_of(target), None)
+            )  # checked before the class runs its own code
+        fn: Any = target(**args) if inspect.isclass(target) else functools.partial(target, **args)
+        extras, names = _call_form.__wrapped__(fn)
     except (TypeError, ValueError) as error:
         raise RewardError(
             f"reward function {label!r} cannot be called as reward(response, truth, *, finished) with "
@@ -134,7 +136,7 @@ def _call_of(kind: type) -> Any:
 
 
 @functools.lru_cache(maxsize=256)
-def _form(fn: Any) -> tuple[frozenset[str], tuple[str, ...]]:
+def _call_form(fn: Any) -> tuple[frozenset[str], tuple[str, ...]]:
     """Return the EXTRAS among a reward function's parameters, and the names by which it takes its arguments. The names
     are empty for a function that is called as :class:`RewardFn`.
 
@@ -150,13 +152,13 @@ def _form(fn: Any) -> tuple[frozenset[str], tuple[str, ...]]:
     try:
         signature.bind("response", "truth", finished=True, **dict.fromkeys(extras))
     except TypeError:
-        known = dict.fromkeys(("response", "prompt", "truth", "finished"))
-        if all(one.kind is not one.VAR_KEYWORD for one in signature.parameters.values()):
-            known = {name: None for name in known if name in signature.parameters}
-            if "prompt" not in known:
+        by_name = dict.fromkeys(("response", "prompt", "truth", "finished"))
+        if all(parameter.kind is not parameter.VAR_KEYWORD for parameter in signature.parameters.values()):
+            by_name = {name: None for name in by_name if name in signature.parameters}
+            if "prompt" not in by_name:
                 raise
-        signature.bind(**known, **dict.fromkeys(extras))
-        return extras, tuple(known)
+        signature.bind(**by_name, **dict.fromkeys(extras))
+        return extras, tuple(by_name)
     return extras, ("response", "prompt", "truth") if "prompt" in signature.parameters else ()
 
 
@@ -183,11 +185,11 @@ class _Reward:
                 f"reward function {_name_and_place(self)} judges the conversation (it has a parameter messages), which "
                 "this workflow does not give it; use math_rm_workflow, or a reward(response, truth, *, finished)"
             )
-        known = {"tokens": tokens, "record": record, "prompt_end": prompt_end}
-        more = {name: known[name] for name in self.extras}
+        optional = {"tokens": tokens, "record": record, "prompt_end": prompt_end}
+        more = {name: optional[name] for name in self.extras}
         if self._names:
-            given = {"response": response, "prompt": None, "truth": truth_text(truth), "finished": finished}
-            parts = self.function(**{name: given[name] for name in self._names}, **more)
+            arguments = {"response": response, "prompt": None, "truth": truth_text(truth), "finished": finished}
+            parts = self.function(**{name: arguments[name] for name in self._names}, **more)
         else:
             parts = self.function(response, truth_text(truth), finished=finished, **more)
         return parts
@@ -264,13 +266,13 @@ def _checked(reward_fn: RewardFn, parts: Any) -> dict[str, float]:
         return dict(parts)  # fast path for most reward functions
     named = parts if isinstance(parts, Mapping) else {ACCURACY: parts}
     numbers = {str(key): _number(value) for key, value in named.items()}
-    known = {key: value for key, value in numbers.items() if value is not None}
-    if not known or len(known) < len(numbers):
+    valid = {key: value for key, value in numbers.items() if value is not None}
+    if not valid or len(valid) < len(numbers):
         raise RewardError(
             f"reward function {_name_and_place(reward_fn)} gave {parts!r:.80}, wanted its parts by name, such as "
             "{'accuracy': 1.0}, or one number"
         )
-    return known
+    return valid
 
 
 def _number(value: Any) -> float | None:
@@ -280,9 +282,9 @@ def _number(value: Any) -> float | None:
 
 
 def _name_and_place(reward_fn: Any) -> str:
-    found = reward_fn.function if isinstance(reward_fn, _Reward) else reward_fn
-    found = inspect.unwrap(found.func if isinstance(found, functools.partial) else found)
-    function = found if inspect.isroutine(found) else type(found).__call__
-    name = getattr(found, "__qualname__", type(found).__qualname__)
+    target = reward_fn.function if isinstance(reward_fn, _Reward) else reward_fn
+    target = inspect.unwrap(target.func if isinstance(target, functools.partial) else target)
+    function = target if inspect.isroutine(target) else type(target).__call__
+    name = getattr(target, "__qualname__", type(target).__qualname__)
     code = getattr(function, "__code__", None)
     return name if code is None else f"{name} ({Path(code.co_filename).name}:{code.co_firstlineno})"

@@ -45,7 +45,7 @@ def char_match(response: str, truth: str | None, *, finished: bool, prompt_end: 
     response = after_thoughts(response, prompt_end)
     if finished and response == truth:
         return {"accuracy": 1.0, "partial_credit": 0.0}
-    right = sum(seen == wanted for seen, wanted in zip(response, truth, strict=False)) / len(truth)
+    right = sum(actual == expected for actual, expected in zip(response, truth, strict=False)) / len(truth)
     ended = finished and len(response) == len(truth)
     return {"accuracy": 0.0, "partial_credit": (1 - EXACT_WEIGHT) * (POSITION_WEIGHT * right + LENGTH_WEIGHT * ended)}
 
@@ -99,8 +99,8 @@ def has_form(response: str, form: Form, prompt_end: str | None = None) -> bool:
 
 
 def _has_box(text: str) -> bool:
-    found = boxed(text)
-    return found is not None and bool(found[1].strip())
+    box = boxed(text)
+    return box is not None and bool(box[1].strip())
 
 
 def _enclosed(text: str, tag: str) -> str | None:

@@ -51,41 +51,41 @@ def tool_call(
     Raises:
         ValueError: ``truth`` does not have this form.
     """
-    wanted = _wanted(truth)
+    expected = _expected_calls(truth)
     answer = after_thoughts(response, prompt_end)
-    calls, clean = _calls(answer)
+    calls, clean = _parsed_calls(answer)
     is_answered = finished and bool(answer or not response)  # unfinished thoughts are not a decision for no call
-    if is_answered and clean and _same(wanted, calls):
+    if is_answered and clean and _same(expected, calls):
         return {"accuracy": 1.0, "partial_credit": 0.0}
-    return {"accuracy": 0.0, "partial_credit": partial_weight * _share(wanted, calls) if calls else 0.0}
+    return {"accuracy": 0.0, "partial_credit": partial_weight * _matching_score(expected, calls) if calls else 0.0}
 
 
-def _wanted(truth: str | None) -> list[Call]:
+def _expected_calls(truth: str | None) -> list[Call]:
     try:
-        found = json.loads(truth or "")
-        calls = [_call(one) for one in found] if isinstance(found, list) else [None]
+        listed = json.loads(truth or "")
+        calls = [_call(item) for item in listed] if isinstance(listed, list) else [None]
     except (ValueError, RecursionError):
         calls = [None]
-    wanted = [call for call in calls if call is not None]
-    if len(wanted) != len(calls) or len(wanted) > MAX_CALLS:
+    expected = [call for call in calls if call is not None]
+    if len(expected) != len(calls) or len(expected) > MAX_CALLS:
         shown = (truth or "")[:80]
         raise ValueError(
             f"the right answer is {shown!r}, wanted a JSON list of at most {MAX_CALLS} calls such as "
             '[{"name": "add", "arguments": {"a": 1}}]'
         )
-    return wanted
+    return expected
 
 
-def _calls(response: str) -> tuple[list[Call], bool]:
+def _parsed_calls(response: str) -> tuple[list[Call], bool]:
     """Return the calls that parse, and whether all calls parse and their number is at most MAX_CALLS."""
     blocks = response.split(_OPEN, MAX_CALLS + 1)[1:]
-    found: list[Call] = []
+    parsed: list[Call] = []
     for block in blocks[:MAX_CALLS]:
         text, closed, _ = block.partition(_CLOSE)
         call = _parsed(text) if closed else None
         if call is not None:
-            found.append(call)
-    return found, len(found) == len(blocks)
+            parsed.append(call)
+    return parsed, len(parsed) == len(blocks)
 
 
 def _parsed(text: str) -> Call | None:
@@ -97,8 +97,8 @@ def _parsed(text: str) -> Call | None:
         return None
 
 
-def _call(found: object) -> Call | None:
-    match found:
+def _call(candidate: object) -> Call | None:
+    match candidate:
         case {"name": str(name), "arguments": dict(arguments)}:
             return name, {key: _canonical(value) for key, value in arguments.items()}
         case {"name": str(name), "arguments": str(text)}:  # the form of OpenAI's API
@@ -107,9 +107,11 @@ def _call(found: object) -> Call | None:
     return None
 
 
-def _same(wanted: list[Call], calls: list[Call]) -> bool:
-    left, right = (sorted((name, sorted(arguments.items())) for name, arguments in each) for each in (wanted, calls))
-    return left == right
+def _same(expected: list[Call], calls: list[Call]) -> bool:
+    expected_keys, actual_keys = (
+        sorted((name, sorted(arguments.items())) for name, arguments in listed) for listed in (expected, calls)
+    )
+    return expected_keys == actual_keys
 
 
 def _canonical(value: object) -> str:
@@ -123,16 +125,16 @@ def _canonical(value: object) -> str:
     return json.dumps(value)
 
 
-def _share(wanted: list[Call], calls: list[Call]) -> float:
+def _matching_score(expected: list[Call], calls: list[Call]) -> float:
     """Return ToolRL's matching score divided by its maximum."""
-    most = 1 + sum(1 + len(arguments) for _, arguments in wanted)
-    shared = (Counter(name for name, _ in wanted) & Counter(name for name, _ in calls)).total()
-    total = shared / (len(wanted) + len(calls) - shared)
+    most = 1 + sum(1 + len(arguments) for _, arguments in expected)
+    shared = (Counter(name for name, _ in expected) & Counter(name for name, _ in calls)).total()
+    total = shared / (len(expected) + len(calls) - shared)
     scores = sorted(
         (
-            (_match(one, other), -n, -m)
-            for n, (name, one) in enumerate(wanted)
-            for m, (called, other) in enumerate(calls)
+            (_match(expected_args, actual_args), -n, -m)
+            for n, (name, expected_args) in enumerate(expected)
+            for m, (called, actual_args) in enumerate(calls)
             if name == called
         ),
         reverse=True,
@@ -147,7 +149,7 @@ def _share(wanted: list[Call], calls: list[Call]) -> float:
     return total / most
 
 
-def _match(wanted: dict[str, str], given: dict[str, str]) -> float:
-    either = wanted.keys() | given.keys()
-    names = len(wanted.keys() & given.keys()) / len(either) if either else 1.0
-    return names + sum(given.get(key) == value for key, value in wanted.items())
+def _match(expected: dict[str, str], actual: dict[str, str]) -> float:
+    either = expected.keys() | actual.keys()
+    names = len(expected.keys() & actual.keys()) / len(either) if either else 1.0
+    return names + sum(actual.get(key) == value for key, value in expected.items())

@@ -89,8 +89,8 @@ def correct(response: str, truth: str | None, *, finished: bool) -> bool:
     if not truth:
         return False
     right = wanted(truth)
-    seen = stated(response, finished=finished, words=reads_as_words(right.text))
-    return seen is not None and equal(right, seen)
+    answer = stated(response, finished=finished, words=reads_as_words(right.text))
+    return answer is not None and equal(right, answer)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -107,8 +107,8 @@ def stated(text: str, *, finished: bool, words: bool = False) -> Answer | None:
         finished: Whether the response ended by itself and was not cut at a limit.
         words: Whether the expected answer is in words, such as ``Monday``.
     """
-    found = next(_marked(text, finished=finished, words=words), None)
-    return found if found or not finished else _unmarked(text, words)
+    marked = next(_marked(text, finished=finished, words=words), None)
+    return marked if marked or not finished else _unmarked(text, words)
 
 
 def read(text: str, *, latex: bool) -> Answer:
@@ -118,32 +118,36 @@ def read(text: str, *, latex: bool) -> Answer:
     shown = plain(text)
     if label := _LABEL.match(shown):
         return read(shown[label.end() :], latex=latex)._replace(choice=label[1] or label[2])
-    found = quantities(shown, latex=latex)
-    if len(found) == 1 and not _NOT.search(shown[: found[0].start]):
-        return _answer(shown, found[0])
+    matches = quantities(shown, latex=latex)
+    if len(matches) == 1 and not _NOT.search(shown[: matches[0].start]):
+        return _answer(shown, matches[0])
     letter = _LETTER.fullmatch(bare := _AROUND.sub("", shown))
     return Answer(letter[1], choice=letter[1]) if letter else Answer(bare or text.strip())
 
 
-def equal(right: Answer, seen: Answer) -> bool:
+def equal(right: Answer, answer: Answer) -> bool:
     """Return whether two answers are equal. Numbers are compared exactly. An empty or too long answer equals none."""
-    if not (0 < len(right.text) <= LONGEST and 0 < len(seen.text) <= LONGEST):
+    if not (0 < len(right.text) <= LONGEST and 0 < len(answer.text) <= LONGEST):
         return False
-    if right.choice and seen.choice and (right.choice != seen.choice or right.choice in {right.text, seen.text}):
-        return right.choice == seen.choice
-    if right.number is not None and seen.number is not None:
+    if right.choice and answer.choice and (right.choice != answer.choice or right.choice in {right.text, answer.text}):
+        return right.choice == answer.choice
+    if right.number is not None and answer.number is not None:
         hundredth = {(True, False): right.number / 100, (False, True): right.number * 100}
-        return seen.number in {right.number, hundredth.get((right.percent, seen.percent), right.number)}
-    if _EQUAL.search(seen.text) and not _EQUAL.search(right.text):
+        return answer.number in {right.number, hundredth.get((right.percent, answer.percent), right.number)}
+    if _EQUAL.search(answer.text) and not _EQUAL.search(right.text):
         return False  # math-verify would use only one side of "2x = 18" or "8 = 7"
     if right.text.lower() in BOOLEANS:
-        return right.text.lower() == seen.text.lower()
-    return right.text.split() == seen.text.split() or same(right.text, seen.text)
+        return right.text.lower() == answer.text.lower()
+    return right.text.split() == answer.text.split() or same(right.text, answer.text)
 
 
-def _answer(shown: str, found: Quantity) -> Answer:
-    text = shown[found.start : found.end].strip()
-    return Answer(text) if found.contradicts else Answer(text, found.value, found.percent, found.is_calculation)
+def _answer(shown: str, quantity: Quantity) -> Answer:
+    text = shown[quantity.start : quantity.end].strip()
+    return (
+        Answer(text)
+        if quantity.contradicts
+        else Answer(text, quantity.value, quantity.percent, quantity.is_calculation)
+    )
 
 
 def _marked(text: str, *, finished: bool, words: bool) -> Iterator[Answer]:
@@ -160,7 +164,7 @@ def _marked(text: str, *, finished: bool, words: bool) -> Iterator[Answer]:
 def _inside_tag(content: str, words: bool) -> Answer:
     if len(content) > TAIL or len(quantities(plain(content), latex=False)) > 1:
         inner = (*_after_hashes(content, words), *_in_sentences(content, words))
-        stated_inside = inner[0] if inner else _clause(content.strip()[:LONGEST_LINE], words)
+        stated_inside = inner[0] if inner else _answer_in_clause(content.strip()[:LONGEST_LINE], words)
         if stated_inside is not None:
             return stated_inside
     return _read_text(content)
@@ -179,12 +183,12 @@ def _content(formula: re.Match[str]) -> str:
 def _after_hashes(text: str, words: bool) -> Iterator[Answer]:
     for mark in reversed(deque(_HASHES.finditer(text), maxlen=CANDIDATES)):
         line = mark[1].partition("</answer>")[0]
-        answer = _line(line, ends=not text[mark.end() :].strip(), words=words)
+        answer = _answer_in_line(line, ends=not text[mark.end() :].strip(), words=words)
         if answer is not None:
             yield answer
 
 
-def _line(line: str, *, ends: bool, words: bool) -> Answer | None:
+def _answer_in_line(line: str, *, ends: bool, words: bool) -> Answer | None:
     """Return the answer that a line after ``####`` states, None if the line is a heading.
 
     Words before a number must introduce it ("the total is"), and words after it must begin with a small letter. On the
@@ -193,12 +197,12 @@ def _line(line: str, *, ends: bool, words: bool) -> Answer | None:
     if len(line) > LONGEST_LINE:
         return None
     shown = plain(line)
-    found = quantities(shown, latex=False)
-    if not found:
+    matches = quantities(shown, latex=False)
+    if not matches:
         return read(line, latex=False) if words and ends and reads_as_words(line) else None
-    lead, tail = shown[: found[0].start], shown[found[-1].end :]
-    if len(found) > 1:
-        return _list(shown, found)
+    lead, tail = shown[: matches[0].start], shown[matches[-1].end :]
+    if len(matches) > 1:
+        return _answer_in_list(shown, matches)
     if re.match(r"\s*(?::|[.)]\s*[^\W\d_])", tail) or _NUMBERED.search(lead) or _LETTERED.match(lead):
         return None
     if not ends:
@@ -208,58 +212,58 @@ def _line(line: str, *, ends: bool, words: bool) -> Answer | None:
     return _read_text(line)
 
 
-def _list(shown: str, found: list[Quantity]) -> Answer | None:
+def _answer_in_list(shown: str, matches: list[Quantity]) -> Answer | None:
     """Return the answer that a list of quantities denotes, ``8, 7`` or ``3 or 4``; None if it contains other words."""
-    rest = shown[: found[0].start] + shown[found[-1].end :]
-    rest += "".join(shown[one.end : other.start] for one, other in itertools.pairwise(found))
+    rest = shown[: matches[0].start] + shown[matches[-1].end :]
+    rest += "".join(shown[left.end : right.start] for left, right in itertools.pairwise(matches))
     return None if re.search(r"[^\W\d_]", _JOINED.sub("", rest)) else Answer(shown.strip(" .:*$"))
 
 
 def _in_sentences(text: str, words: bool) -> Iterator[Answer]:
     for mark in reversed(deque(_SENTENCE.finditer(text), maxlen=CANDIDATES)):
-        answer = _clause(text[mark.end() : mark.end() + LONGEST_LINE], words)
+        answer = _answer_in_clause(text[mark.end() : mark.end() + LONGEST_LINE], words)
         if answer is not None:
             yield answer
 
 
-def _clause(rest: str, words: bool) -> Answer | None:
+def _answer_in_clause(rest: str, words: bool) -> Answer | None:
     formula = _FORMULA.match(rest)
     end = _CLAUSE_END.search(rest, formula.end() if formula else 0)
     clause = rest[: end.start()] if end else rest
     shown = plain(clause)
-    found = quantities(shown, latex=False)
-    if not found:
+    matches = quantities(shown, latex=False)
+    if not matches:
         return read(clause, latex=False) if words and reads_as_words(clause) else None
-    lead = shown[: found[0].start]
-    if len(found) == 1:
+    lead = shown[: matches[0].start]
+    if len(matches) == 1:
         return None if _NUMBERED.search(lead) or _NOT.search(lead) else _read_text(clause)
     if re.search(r"[^\W\d_]", lead) and not _CHOICE.search(lead):
         return None
-    return Answer(shown.strip(" .:*$")) if _JOINED.search(shown) else _answer(shown, found[-1 if "=" in shown else 0])
+    return Answer(shown.strip(" .:*$")) if _JOINED.search(shown) else _answer(shown, matches[-1 if "=" in shown else 0])
 
 
 def _unmarked(text: str, words: bool) -> Answer | None:
     lines = text[-TAIL:].split("\n")
-    kept = [_LIST_MARKER.sub("", line) for line in lines if not _is_heading(line)]
-    shown = plain(_MARKUP.sub(" ", "\n".join(kept)))
+    prose_lines = [_LIST_MARKER.sub("", line) for line in lines if not _is_heading(line)]
+    shown = plain(_MARKUP.sub(" ", "\n".join(prose_lines)))
     formulas = list(_FORMULA.finditer(shown))
     if words:
         return read(_content(formulas[-1]), latex=True) if formulas else read(shown, latex=False)
     end = len(shown)
     for formula in reversed(formulas):
         prose = shown[formula.end() : end]
-        if found := quantities(prose, latex=False, checked=False):
-            return _answer(prose, found[-1])
+        if matches := quantities(prose, latex=False, checked=False):
+            return _answer(prose, matches[-1])
         content = _content(formula)
-        if found := quantities(content, latex=True, checked=False):
-            between = content[found[-2].end : found[-1].start] if len(found) > 1 else ""
-            return Answer(content) if _JOINED.search(between) else _answer(content, found[-1])
+        if matches := quantities(content, latex=True, checked=False):
+            between = content[matches[-2].end : matches[-1].start] if len(matches) > 1 else ""
+            return Answer(content) if _JOINED.search(between) else _answer(content, matches[-1])
         end = formula.start()
     prose = shown[:end]
-    found = quantities(prose, latex=False, checked=False)
-    return _answer(prose, found[-1]) if found else None
+    matches = quantities(prose, latex=False, checked=False)
+    return _answer(prose, matches[-1]) if matches else None
 
 
 def _is_heading(line: str) -> bool:
     mark = _HEADING.match(line)
-    return mark is not None and _line(line.lstrip(" #"), ends=True, words=False) is None
+    return mark is not None and _answer_in_line(line.lstrip(" #"), ends=True, words=False) is None

@@ -186,7 +186,7 @@ def quantities(text: str, *, latex: bool, checked: bool = True) -> list[Quantity
     """
     tokens = list(_tokens(text, latex))
     broken = _broken_brackets(tokens)
-    found: list[Quantity] = []
+    result: list[Quantity] = []
     run: list[_Token] = []
     before, depth = None, 0
     for place, token in enumerate(tokens):
@@ -194,12 +194,12 @@ def quantities(text: str, *, latex: bool, checked: bool = True) -> list[Quantity
             if token.kind == "comma" and _between_digits(text, token):
                 run.append(token)
                 continue
-            found += _quantity(text, run, (before, token), latex, checked)
+            result += _quantity(text, run, (before, token), latex, checked)
             run, before, depth = [], token, 0
         else:
             depth += (token.kind == "open") - (token.kind == "close")
             run.append(token)
-    return found + _quantity(text, run, (before, None), latex, checked)
+    return result + _quantity(text, run, (before, None), latex, checked)
 
 
 def reads_as_words(text: str) -> bool:
@@ -211,43 +211,43 @@ def reads_as_words(text: str) -> bool:
 def _tokens(text: str, latex: bool) -> Iterator[_Token]:
     last = _Token("stop", "", 0, 0)
     for match in _TOKEN.finditer(text):
-        kind, found = match.lastgroup or "other", match[0]
+        kind, symbol = match.lastgroup or "other", match[0]
         tight = match.start() == last.end
         if kind == "space" or (kind == "line" and latex):
             continue
         if kind == "name":
-            article = found == "a" and re.match(r"\s+[A-Za-z]{2}", text[match.end() : match.end() + 9]) is not None
-            kind = _kind_of_name(found, last, tight, article, latex)
+            article = symbol == "a" and re.match(r"\s+[A-Za-z]{2}", text[match.end() : match.end() + 9]) is not None
+            kind = _kind_of_name(symbol, last, tight, article, latex)
         elif kind == "word":
-            kind = _kind_of_word(found, tight and last.kind == "number", latex)
+            kind = _kind_of_word(symbol, tight and last.kind == "number", latex)
         elif kind in {"other", "line"}:
-            kind = "name" if latex and found in {"|", "!"} else "stop"
-        last = _Token(kind, _SIGNS.get(found, found), match.start(), match.end())
+            kind = "name" if latex and symbol in {"|", "!"} else "stop"
+        last = _Token(kind, _SIGNS.get(symbol, symbol), match.start(), match.end())
         yield last
 
 
-def _kind_of_name(found: str, last: _Token, tight: bool, article: bool, latex: bool) -> str:
+def _kind_of_name(symbol: str, last: _Token, tight: bool, article: bool, latex: bool) -> str:
     """Return the token kind of a letter or command: ``unit``, ``word`` or ``name``."""
     behind_number = last.kind == "number"
-    if found in _UNIT_LETTERS and (last.text == "\u00b0" or (behind_number and not (latex and tight))):
+    if symbol in _UNIT_LETTERS and (last.text == "\u00b0" or (behind_number and not (latex and tight))):
         return "unit"
     if latex:
         return "word" if article else "name"
-    is_word = found in {"a", "A", "I"} and not (tight and last.kind != "stop")
-    return "word" if is_word or (behind_number and not tight and found.isupper()) else "name"
+    is_word = symbol in {"a", "A", "I"} and not (tight and last.kind != "stop")
+    return "word" if is_word or (behind_number and not tight and symbol.isupper()) else "name"
 
 
-def _kind_of_word(found: str, attached: bool, latex: bool) -> str:
+def _kind_of_word(word: str, attached: bool, latex: bool) -> str:
     """Return the token kind of several letters: ``word``, ``name`` for a product, or ``unit`` behind a number."""
     if attached:
-        is_unit = _UNITS.fullmatch(found) or (_looks_like_a_word(found) and len(found) > 5 * latex)
+        is_unit = _UNITS.fullmatch(word) or (_looks_like_a_word(word) and len(word) > 5 * latex)
         return "unit" if is_unit else "name"
-    return "name" if latex and not _looks_like_a_word(found) else "word"
+    return "name" if latex and not _looks_like_a_word(word) else "word"
 
 
 def _looks_like_a_word(text: str) -> bool:
-    known = _UNITS.fullmatch(text) or _SHORT_WORDS.fullmatch(text)
-    return bool(known) or (len(text) > 2 and not set("aeiou").isdisjoint(text.lower()))
+    match = _UNITS.fullmatch(text) or _SHORT_WORDS.fullmatch(text)
+    return bool(match) or (len(text) > 2 and not set("aeiou").isdisjoint(text.lower()))
 
 
 def _broken_brackets(tokens: Sequence[_Token]) -> set[int]:
@@ -332,27 +332,27 @@ def _equation(
     nothing = Quantity(0, 0, None)
     if cut[1] or (cut[0] and len(sides) == 1):
         return nothing
-    left = [side for side in sides[:-1] if not side.is_name][int(cut[0] and not sides[0].is_name) :]
-    if any(side.value is None and (checked or (latex and side.has_letters)) for side in left):
+    left_sides = [side for side in sides[:-1] if not side.is_name][int(cut[0] and not sides[0].is_name) :]
+    if any(side.value is None and (checked or (latex and side.has_letters)) for side in left_sides):
         return nothing
-    valued = [side for side in (*left, sides[-1]) if side.value is not None]
+    valued = [side for side in (*left_sides, sides[-1]) if side.value is not None]
     if not valued or (sides[-1].value is None and not sides[-1].is_name):
         return nothing
     last = valued[-1]
     contradicts = any(
-        not _agree(one, other, checked, "=" not in signs) for one, other in itertools.pairwise(valued)
+        not _agree(left, right, checked, "=" not in signs) for left, right in itertools.pairwise(valued)
     ) and (checked or latex)
     return Quantity(0, 0, last.value, last.percent, contradicts, all(side.is_calculation for side in valued))
 
 
-def _agree(one: _Side, other: _Side, checked: bool, about: bool) -> bool:
+def _agree(left: _Side, right: _Side, checked: bool, about: bool) -> bool:
     """Return whether two sides are the same number; the result of a calculation may be rounded or truncated."""
-    if one.amount is None or other.amount is None or one.amount == other.amount:
+    if left.amount is None or right.amount is None or left.amount == right.amount:
         return True
-    if one.decimals is not None and not about:
+    if left.decimals is not None and not about:
         return False
-    unit = Fraction(1, 10 ** (other.decimals or 0)) / (100 if other.percent else 1)
-    return not checked or (other.decimals is not None and abs(one.amount - other.amount) < unit)
+    unit = Fraction(1, 10 ** (right.decimals or 0)) / (100 if right.percent else 1)
+    return not checked or (right.decimals is not None and abs(left.amount - right.amount) < unit)
 
 
 def _side(tokens: Sequence[_Token]) -> _Side:
@@ -421,10 +421,10 @@ class _Arithmetic:
         value = self._power()
         while (sign := self._take("op", "*", "/")) or self._kind() == "open":
             start = self._place
-            other = self._power()
-            if sign == "/" and not other:
+            operand = self._power()
+            if sign == "/" and not operand:
                 raise _NoValueError
-            value = _bounded(value / other if sign == "/" else value * other)
+            value = _bounded(value / operand if sign == "/" else value * operand)
             is_fraction = sign == "/" and value.denominator != 1
             self.operations += not (is_fraction or self._is_decimal_power(start))
         return value

@@ -55,11 +55,11 @@ class Judge:
         self._cpu_seconds = cpu_seconds
         count = processes or len(os.sched_getaffinity(0))
         self._children = [ChildServer(CHILD, cpu_seconds, memory, silence=silence) for _ in range(count)]
-        self._fill()
-        fill = weakref.WeakMethod(self._fill)
+        self._mark_idle()
+        fill = weakref.WeakMethod(self._mark_idle)
         os.register_at_fork(after_in_child=lambda: (method := fill()) and method())
 
-    def _fill(self) -> None:
+    def _mark_idle(self) -> None:
         """Mark all children idle: at the start, and in a forked process, where no thread uses them."""
         # last in, first out: prefers a child that has started
         self._idle: queue.LifoQueue[ChildServer] = queue.LifoQueue()

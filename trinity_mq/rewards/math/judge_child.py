@@ -24,18 +24,18 @@ def main(cpu_seconds: float, memory: int) -> None:
     targets = (LatexExtractionConfig(boxed_match_priority=0),)
 
     def same(truth: str, answer: str) -> bool:
-        wanted = parse(f"\\boxed{{{truth}}}", targets, parsing_timeout=None)
-        seen = parse(f"\\boxed{{{answer}}}", targets, parsing_timeout=None)
-        return bool(wanted and seen and verify(wanted, seen, timeout_seconds=None))
+        expected = parse(f"\\boxed{{{truth}}}", targets, parsing_timeout=None)
+        actual = parse(f"\\boxed{{{answer}}}", targets, parsing_timeout=None)
+        return bool(expected and actual and verify(expected, actual, timeout_seconds=None))
 
     def answer(question: bytes) -> bytes:
         signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
         try:
-            found = same(*json.loads(question))
+            is_same = same(*json.loads(question))
         except Exception:  # hostile text may raise any error in a parser; it is not the right answer
-            found = False
+            is_same = False
         signal.setitimer(signal.ITIMER_PROF, 0)
-        return json.dumps(found).encode()
+        return json.dumps(is_same).encode()
 
     serve(answer)
 

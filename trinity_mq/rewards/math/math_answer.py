@@ -27,19 +27,19 @@ def math_answer(response: str, truth: str | None, *, finished: bool, prompt_end:
     """
     right = wanted(truth) if truth else None
     is_boolean = right is not None and right.text.lower() in BOOLEANS
-    seen = stated(after_thoughts(response, prompt_end), finished=finished, words=is_boolean)
-    if right is None or seen is None:
+    answer = stated(after_thoughts(response, prompt_end), finished=finished, words=is_boolean)
+    if right is None or answer is None:
         return {"accuracy": 0.0}
-    if right.choice and seen.choice and right.choice != seen.choice:
+    if right.choice and answer.choice and right.choice != answer.choice:
         return {"accuracy": 0.0}
     if right.number is not None:
-        is_number = right.is_calculation or not seen.is_calculation
-        return {"accuracy": float(is_number and seen.number == right.number)}
+        is_number = right.is_calculation or not answer.is_calculation
+        return {"accuracy": float(is_number and answer.number == right.number)}
     if is_boolean:
-        return {"accuracy": float(right.text.lower() == seen.text.lower())}
+        return {"accuracy": float(right.text.lower() == answer.text.lower())}
     same = (
         bool(right.text)
         and not reads_as_words(right.text)
-        and "".join(right.text.split()) == "".join(seen.text.split())
+        and "".join(right.text.split()) == "".join(answer.text.split())
     )
     return {"accuracy": float(same)}

@@ -62,8 +62,8 @@ def math_boxed(
             as in Trinity-RFT's reward of this name.
         prompt_end: The prompt, or its last characters, which may open the thoughts. None: unknown.
     """
-    found = boxed(after_thoughts(response, prompt_end))
-    right = found is not None and bool(truth) and equal(wanted(truth or ""), read(found[1], latex=True))
+    box = boxed(after_thoughts(response, prompt_end))
+    right = box is not None and bool(truth) and equal(wanted(truth or ""), read(box[1], latex=True))
     formed = finished and has_form(response, "think_boxed" if with_think else "boxed", prompt_end)
     return {"accuracy": float(right), "format_score": 0.0 if formed else -format_score_coef}
 
