@@ -91,9 +91,9 @@ class RunGroup:
             reraise=True,
         )
 
-    def _serving(self) -> AsyncRetrying:
+    def _engine_retrying(self) -> AsyncRetrying:
         return AsyncRetrying(
-            wait=self._pause,
+            wait=self._engine_delay,
             retry=retry_if_exception(lambda error: engine_trouble(error) is not None),
             sleep=asyncio.sleep,
             reraise=True,
@@ -105,7 +105,7 @@ class RunGroup:
         failure: Exception | None = None
         for block in consecutive(self.missing):
             try:
-                await self._block(block)
+                await self._run_block(block)
             except Exception as error:
                 self.job.results.add_failure(failure_of(error, self.job.kind))
                 log.debug("attempt_failed", runner=self.job.runner, runs=block, attempt=self._attempts, exc_info=error)
@@ -113,11 +113,11 @@ class RunGroup:
         if failure is not None:
             raise failure
 
-    async def _block(self, block: Sequence[int]) -> None:
+    async def _run_block(self, block: Sequence[int]) -> None:
         """Execute consecutive runs with one instance of the workflow. Waiting for an engine does not count as an
         attempt.
         """
-        experiences, seconds = await retried(self._serving, self._go, block)
+        experiences, seconds = await retried(self._engine_retrying, self._call_workflow, block)
         with span("finish runs", count=len(experiences)):
             by_run = self._by_run(block, experiences)
             unasked = [run for run, listed in by_run.items() if not is_asked(listed)]
@@ -137,7 +137,7 @@ class RunGroup:
                 "can_repeat = True returns some for each, with eid.run = run_id_base + i"
             )
 
-    async def _go(self, block: Sequence[int]) -> tuple[list[Experience], float]:
+    async def _call_workflow(self, block: Sequence[int]) -> tuple[list[Experience], float]:
         """Return the experiences of one workflow call, and its duration in seconds."""
         job = self.job
         engine = job.models()
@@ -186,7 +186,7 @@ class RunGroup:
             )
         return by_run
 
-    def _pause(self, state: RetryCallState) -> float:
+    def _engine_delay(self, state: RetryCallState) -> float:
         """Return the jittered seconds until the next engine lookup."""
         error = state.outcome and state.outcome.exception()
         trouble = error and engine_trouble(error)

@@ -79,9 +79,9 @@ def is_retryable(error: BaseException) -> bool:
 def _causes(error: BaseException) -> Iterator[BaseException]:
     """Yield ``error`` and its chain of causes. An exception group continues with its first exception."""
     cause: BaseException | None = error
-    seen: set[int] = set()  # an exception may be raised from itself
-    while cause is not None and id(cause) not in seen:
-        seen.add(id(cause))
+    visited: set[int] = set()  # an exception may be raised from itself
+    while cause is not None and id(cause) not in visited:
+        visited.add(id(cause))
         yield cause
         cause = cause.exceptions[0] if isinstance(cause, BaseExceptionGroup) else cause.__cause__
 
@@ -137,7 +137,7 @@ def last_step(experiences: Sequence[Experience]) -> Experience:
     """Return the last step of a run: the largest ``eid.step``, of equal steps the last in the list."""
     if len(experiences) == 1:
         return experiences[0]
-    return max(reversed(experiences), key=lambda one: one.eid.step)
+    return max(reversed(experiences), key=lambda experience: experience.eid.step)
 
 
 def _place_of(kind: type[Workflow]) -> str:

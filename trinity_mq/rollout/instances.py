@@ -40,14 +40,14 @@ class Instances:
         if self._idle is None:
             return Instance(self, self.wrap(engine, seed))
         models = self.wrap(engine, seed)
-        found = next((one for one in self._idle if one.fits(self.kind, models)), None)
-        if found is None:
-            found = Instance(self, models)
+        instance = next((idle for idle in self._idle if idle.fits(self.kind, models)), None)
+        if instance is None:
+            instance = Instance(self, models)
         else:
-            self._idle.remove(found)
-            found.take_over(self, models)
-        self._taken.append(found)
-        return found
+            self._idle.remove(instance)
+            instance.take_over(self, models)
+        self._taken.append(instance)
+        return instance
 
     def closing(self, instance: Instance) -> Callable[[], Awaitable[None]] | None:
         """Return the function that closes an instance after its call, or None if the instance may be reused."""
@@ -75,14 +75,14 @@ class Instance:
 
     def fits(self, kind: type[Workflow], models: Sequence[ModelWrapper]) -> bool:
         """Return whether this instance has class ``kind`` and uses the same models."""
-        own = [one.model.url for one in (self.model, *self._auxiliary)]
-        return self._of.kind is kind and own == [one.model.url for one in models]
+        urls = [wrapper.model.url for wrapper in (self.model, *self._auxiliary)]
+        return self._of.kind is kind and urls == [wrapper.model.url for wrapper in models]
 
     def take_over(self, of: Instances, models: Sequence[ModelWrapper]) -> None:
         """Use this instance for the task of ``of`` from now on, with the settings of the views ``models``."""
         self._of = of
-        for own, fresh in zip((self.model, *self._auxiliary), models, strict=True):
-            own.become(fresh)
+        for current, fresh in zip((self.model, *self._auxiliary), models, strict=True):
+            current.become(fresh)
 
     def ready(self, block: Sequence[int]) -> Workflow:
         """Return the workflow, prepared for the runs of ``block``. May block, because a workflow's constructor may
@@ -100,5 +100,5 @@ class Instance:
 
     async def aclose(self) -> None:
         """Close the resources that its views of the models have opened."""
-        for one in (self.model, *self._auxiliary):
-            await one.aclose()
+        for wrapper in (self.model, *self._auxiliary):
+            await wrapper.aclose()

@@ -65,7 +65,7 @@ class RunResults:
         """Return the finished runs as the outcome of a slice that took ``seconds``."""
         runs = sorted(self.experiences)
         experiences = [experience for run in runs for experience in self.experiences[run]]
-        versions: set[Version] = {(row[1], row[2]) for each in experiences for row in each.versions or ()}
+        versions: set[Version] = {(row[1], row[2]) for experience in experiences for row in experience.versions or ()}
         return SliceOutcome(
             experiences=experiences,
             runs=runs,
@@ -82,17 +82,19 @@ class RunResults:
 def answers_of(outcome: SliceOutcome) -> list[str]:
     """Return the answers of the first finished runs of a slice, for a person: the text of the last step of each run."""
     last: dict[int, Experience] = {}
-    for one in outcome.experiences:
-        if one.eid.run not in last or one.eid.step >= last[one.eid.run].eid.step:
-            last[one.eid.run] = one
+    for experience in outcome.experiences:
+        if experience.eid.run not in last or experience.eid.step >= last[experience.eid.run].eid.step:
+            last[experience.eid.run] = experience
     return [shortened(_text_of(last[run]) if run in last else "", MOST_ANSWER) for run in outcome.runs[:MOST_ANSWERS]]
 
 
 def _text_of(experience: Experience) -> str:
     if experience.response_text is not None:
         return experience.response_text
-    said = (one.get("content") for one in reversed(experience.messages or ()) if one.get("role") == "assistant")
-    return next((text for text in said if isinstance(text, str)), "")
+    contents = (
+        message.get("content") for message in reversed(experience.messages or ()) if message.get("role") == "assistant"
+    )
+    return next((text for text in contents if isinstance(text, str)), "")
 
 
 def _stamp(task: Task, run: int, experience: Experience, taskset: str | None, index: int | None) -> None:

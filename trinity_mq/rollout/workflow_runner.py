@@ -187,7 +187,10 @@ class WorkflowRunner:
             lambda engine, run_seed: self._wrap(job, engine, run_seed, pinned, shared),
             idle=self._idle if mode == "sequential" and job.kind.can_reset else None,
         )
-        groups = [RunGroup(job, each, instances) for each in ([runs] if job.kind.can_repeat else [[n] for n in runs])]
+        groups = [
+            RunGroup(job, group_runs, instances)
+            for group_runs in ([runs] if job.kind.can_repeat else [[n] for n in runs])
+        ]
         try:
             async with asyncio.timeout(limits.total) as limit:
                 await _finish(groups, mode)
@@ -228,9 +231,9 @@ class WorkflowRunner:
 
 async def _finish(groups: Sequence[RunGroup], mode: ConcurrentMode) -> None:
     if len(groups) == 1 or mode == "sequential":
-        for each in groups:
-            await each.finish()
+        for group in groups:
+            await group.finish()
         return
     async with asyncio.TaskGroup() as tasks:
-        for each in groups:
-            tasks.create_task(each.finish())
+        for group in groups:
+            tasks.create_task(group.finish())
