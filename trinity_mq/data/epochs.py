@@ -33,14 +33,14 @@ class EpochOrder:
 
     def take(self, size: int) -> list[int]:
         """Return the indexes of the next ``size`` records. At the end of an epoch the next epoch begins."""
-        found: list[int] = []
-        while len(found) < size:
+        indexes: list[int] = []
+        while len(indexes) < size:
             if self.cursor == self._count:
                 self.move_to(self.epoch + 1, 0)
-            part = self._order[self.cursor : self.cursor + size - len(found)]
+            part = self._order[self.cursor : self.cursor + size - len(indexes)]
             self.cursor += len(part)
-            found += part
-        return found
+            indexes += part
+        return indexes
 
     def move_to(self, epoch: object, cursor: object) -> None:
         """Move to a saved position.

@@ -27,14 +27,14 @@ class TasksetMixture:
 
     def __init__(self, tasksets: Sequence[Taskset], seed: int) -> None:
         self._tasksets, self._seed = tasksets, seed
-        ratios = [len(one) if one.config.ratio is None else one.config.ratio for one in tasksets]
+        ratios = [len(taskset) if taskset.config.ratio is None else taskset.config.ratio for taskset in tasksets]
         self._turns = shares(ratios, len(self))
-        if empty := [one.config.name for one, turns in zip(tasksets, self._turns, strict=True) if not turns]:
+        if empty := [taskset.config.name for taskset, turns in zip(tasksets, self._turns, strict=True) if not turns]:
             raise TasksetError(
                 f"taskset {empty[0]!r}: a ratio of {tasksets[self._turns.index(0)].config.ratio:g} gives it no task "
                 f"among the {len(self)} of an epoch; raise it, or remove the taskset"
             )
-        self._given = 0
+        self._returned = 0
         self._epoch, self._order = 0, self._order_of(0)
 
     def __len__(self) -> int:
@@ -44,34 +44,34 @@ class TasksetMixture:
     @property
     def learns(self) -> bool:
         """Whether a selector must receive the rewards of finished tasks."""
-        return any(one.learns for one in self._tasksets)
+        return any(taskset.learns for taskset in self._tasksets)
 
     def next_batch(self, size: int) -> list[TaskBody]:
         """Return the next ``size`` tasks. The tasks of each taskset are chosen in one call of its selector."""
-        turns = [self._turn(place) for place in range(self._given, self._given + size)]
-        self._given += size
-        chosen = [iter(one.next_batch(turns.count(number))) for number, one in enumerate(self._tasksets)]
+        turns = [self._turn(place) for place in range(self._returned, self._returned + size)]
+        self._returned += size
+        chosen = [iter(taskset.next_batch(turns.count(number))) for number, taskset in enumerate(self._tasksets)]
         return [next(chosen[number]) for number in turns]
 
     def observe(self, stats: Mapping[str, Sequence[TaskStats]]) -> None:
         """Pass statistics of finished tasks, by taskset name, to the selectors."""
-        for one in self._tasksets:
-            if one.config.name in stats:
-                one.observe(stats)
+        for taskset in self._tasksets:
+            if taskset.config.name in stats:
+                taskset.observe(stats)
 
     def metrics(self) -> dict[str, float]:
         """Return ``selector/<taskset>/*`` of each taskset."""
-        return {name: value for one in self._tasksets for name, value in one.metrics().items()}
+        return {name: value for taskset in self._tasksets for name, value in taskset.metrics().items()}
 
     def state(self) -> dict[str, Any]:
         """Return the position, for :meth:`restore` of tasksets opened with the same settings."""
-        epoch, cursor = divmod(self._given, len(self))
+        epoch, cursor = divmod(self._returned, len(self))
         return {
-            "turns": {one.config.name: turns for one, turns in zip(self._tasksets, self._turns, strict=True)},
+            "turns": {taskset.config.name: turns for taskset, turns in zip(self._tasksets, self._turns, strict=True)},
             "seed": self._seed,
             "epoch": epoch,
             "cursor": cursor,
-            "tasksets": {one.config.name: one.state() for one in self._tasksets},
+            "tasksets": {taskset.config.name: taskset.state() for taskset in self._tasksets},
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -83,9 +83,9 @@ class TasksetMixture:
         before = state["tasksets"]
         # This comes first, because its message explains how the records have changed, and the turns depend on the
         # records.
-        for one in self._tasksets:
-            if one.config.name in before:
-                one.restore(before[one.config.name])
+        for taskset in self._tasksets:
+            if taskset.config.name in before:
+                taskset.restore(before[taskset.config.name])
         now = self.state()
         for key in ("turns", "seed"):
             if state.get(key) != now[key]:
@@ -94,7 +94,7 @@ class TasksetMixture:
                     f"{now[key]!r}; put the old data and settings back, or train anew with `trinity-mq run CONFIG "
                     "--fresh`"
                 )
-        self._given = state["epoch"] * len(self) + state["cursor"]
+        self._returned = state["epoch"] * len(self) + state["cursor"]
 
     def _turn(self, place: int) -> int:
         """Return the number of the taskset that has turn ``place``."""
@@ -117,8 +117,8 @@ def shares(ratios: Sequence[float], total: int) -> list[int]:
     [2, 2, 3]
     """
     exact = [ratio / sum(ratios) * total for ratio in ratios]
-    found = [math.floor(one) for one in exact]
-    by_remainder = sorted(range(len(ratios)), key=lambda place: found[place] - exact[place])
-    for place in by_remainder[: total - sum(found)]:
-        found[place] += 1
-    return found
+    rounded = [math.floor(share) for share in exact]
+    by_remainder = sorted(range(len(ratios)), key=lambda place: rounded[place] - exact[place])
+    for place in by_remainder[: total - sum(rounded)]:
+        rounded[place] += 1
+    return rounded

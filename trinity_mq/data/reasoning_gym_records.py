@@ -36,7 +36,7 @@ def reasoning_gym_rows(config: TasksetConfig, seed: int) -> Iterator[tuple[str, 
         TasksetError: The dataset cannot be created, or none of its questions belongs to the split.
     """
     args = dict(config.dataset_args)
-    seed = args.pop("seed", _drawn(seed))
+    seed = args.pop("seed", _derived_seed(seed))
     limit = config.limit or DEFAULT_LIMIT
     draws = MORE_DRAWS + limit * DRAWS[config.split]
     try:
@@ -44,15 +44,15 @@ def reasoning_gym_rows(config: TasksetConfig, seed: int) -> Iterator[tuple[str, 
     except DatasetError as error:
         raise TasksetError(f"taskset {config.name!r}: {error}") from error
     origin = {"dataset": config.path, "args": args, "seed": seed}
-    given = 0
+    count = 0
     for index in range(draws):
         entry = _entry(config, dataset, index)
         if is_held_out(entry["question"]) == (config.split == "test"):
-            yield f"{config.path}[{index}]", {**_travelling(entry), ORIGIN: origin}
-            given += 1
-        if given == limit:
+            yield f"{config.path}[{index}]", {**_message_value(entry), ORIGIN: origin}
+            count += 1
+        if count == limit:
             return
-    if not given:
+    if not count:
         raise TasksetError(
             f"taskset {config.name!r}: none of {draws} questions of {config.path!r} belongs to split {config.split!r}, "
             f"which has one in {HELD_OUT} of all different ones for test; let dataset_args allow more of them"
@@ -69,7 +69,7 @@ def _entry(config: TasksetConfig, dataset: Dataset, index: int) -> dict[str, Any
         ) from error
 
 
-def _drawn(seed: int) -> int:
+def _derived_seed(seed: int) -> int:
     return int.from_bytes(hashlib.sha256(f"reasoning-gym/{seed}".encode()).digest()[:4], "big") >> 1
 
 
@@ -78,8 +78,8 @@ def is_held_out(question: str) -> bool:
     return hashlib.sha256(question.encode()).digest()[0] % HELD_OUT == 0
 
 
-def _travelling(value: Any) -> Any:
+def _message_value(value: Any) -> Any:
     """Return a value as it arrives in a message: tuples become lists, and keys become texts."""
     if isinstance(value, Mapping):
-        return {str(key): _travelling(one) for key, one in value.items()}
-    return [_travelling(one) for one in value] if isinstance(value, list | tuple) else value
+        return {str(key): _message_value(item) for key, item in value.items()}
+    return [_message_value(item) for item in value] if isinstance(value, list | tuple) else value

@@ -61,7 +61,7 @@ def read_tasks(config: TasksetConfig, max_bytes: int | None = None, seed: int = 
         raise TasksetError(f"taskset {config.name!r} is fed by submitted tasks: it holds no records to read")
     keys = {"prompt_key": config.format.prompt_key, "response_key": config.format.response_key}
     if config.storage_type == "reasoning_gym":  # some of its datasets have no single right answer
-        return _checked(config, {"prompt_key": keys["prompt_key"]}, max_bytes, reasoning_gym_rows(config, seed))
+        return _checked_records(config, {"prompt_key": keys["prompt_key"]}, max_bytes, reasoning_gym_rows(config, seed))
     return read_records(config, keys, max_bytes)
 
 
@@ -81,7 +81,7 @@ def read_records(
             exceeds ``max_bytes``.
     """
     sources = {"file": _file, "huggingface": _hugging_face, "sql": _sql, "synthetic": _synthetic}
-    return _checked(config, keys, max_bytes, sources[config.storage_type](config))
+    return _checked_records(config, keys, max_bytes, sources[config.storage_type](config))
 
 
 def check_identity(what: str, config: RecordsConfig, saved: object, rows: Sequence[Record], identity: str) -> None:
@@ -99,15 +99,15 @@ def check_identity(what: str, config: RecordsConfig, saved: object, rows: Sequen
     """
     if saved != identity:
         limit = "" if config.limit is None else f" (limit: {config.limit})"
-        change = _change(config, str(saved), rows, identity)
+        change = _describe_change(config, str(saved), rows, identity)
         raise TasksetError(
             f"{what}: the records of {mask_passwords(config.path)}{limit} have changed since the run began: {change}. "
             "Put the old data back, or train anew with `trinity-mq run CONFIG --fresh`"
         )
 
 
-def _change(config: RecordsConfig, saved: str, rows: Sequence[Record], identity: str) -> str:
-    before, now = (int(one) if (one := of.partition("-")[0]).isdecimal() else 0 for of in (saved, identity))
+def _describe_change(config: RecordsConfig, saved: str, rows: Sequence[Record], identity: str) -> str:
+    before, now = (int(count) if (count := of.partition("-")[0]).isdecimal() else 0 for of in (saved, identity))
     if before == now:
         return f"there are {now} as before, but some have other content or stand in another order"
     if before > now:
@@ -118,7 +118,7 @@ def _change(config: RecordsConfig, saved: str, rows: Sequence[Record], identity:
     return f"there were {before} and are {now}"
 
 
-def _checked(
+def _checked_records(
     config: RecordsConfig, keys: Mapping[str, str], max_bytes: int | None, source: Iterable[tuple[str, Any]]
 ) -> tuple[list[Record], str]:
     """Return the records of ``source``, which yields pairs of place and record, and a hash of them."""
@@ -164,8 +164,8 @@ def _hugging_face(config: RecordsConfig) -> Iterator[tuple[str, Any]]:
     folder = Path(config.path).expanduser()
     try:
         if (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file():
-            found = datasets.load_from_disk(str(folder))
-            rows: Iterable[Any] = found[config.split] if isinstance(found, datasets.DatasetDict) else found
+            loaded = datasets.load_from_disk(str(folder))
+            rows: Iterable[Any] = loaded[config.split] if isinstance(loaded, datasets.DatasetDict) else loaded
         else:
             rows = datasets.load_dataset(config.path, config.subset_name, split=config.split)
     except Exception as error:  # the package, the hub and the network may raise any error
@@ -199,16 +199,16 @@ def _sql(config: RecordsConfig) -> Iterator[tuple[str, Any]]:
             for number, row in enumerate(rows.mappings()):
                 yield f"{config.query}[{number}]", dict(row)
     except (SQLAlchemyError, ImportError) as error:
-        said = mask_passwords(" ".join(str(error).split())[:300])
+        reason = mask_passwords(" ".join(str(error).split())[:300])
         raise TasksetError(
-            f"taskset {config.name!r}: {config.query!r} of {mask_passwords(config.path)} cannot be read: {said}"
+            f"taskset {config.name!r}: {config.query!r} of {mask_passwords(config.path)} cannot be read: {reason}"
         ) from error
     finally:
         if engine is not None:
             engine.dispose()
 
 
-def _plain(value: Any) -> Any:
+def _packable(value: Any) -> Any:
     """Return a JSON-like form of a value for which MessagePack has no type: decimals as numbers, or as text beyond 64
     bits; dates and times as text; durations in seconds.
 
@@ -244,7 +244,7 @@ def _packed(config: RecordsConfig, keys: Mapping[str, str], where: str, row: Any
                 + (", or to '' if there is none" if setting != "prompt_key" else "")
             )
     try:
-        packed: bytes = msgpack.packb(dict(row), use_bin_type=True, default=_plain)
+        packed: bytes = msgpack.packb(dict(row), use_bin_type=True, default=_packable)
     except (TypeError, ValueError, OverflowError) as error:
         raise TasksetError(
             f"taskset {config.name!r}: {where}: holds what cannot travel in a message: {error}"

@@ -61,16 +61,16 @@ THINGS = ("apples", "books", "coins", "eggs", "marbles", "stamps")
 
 def _word_problems() -> list[Problem]:
     """``Mia has 14 apples and gives 5 away. How many apples does Mia have now?`` 9, with numbers from 2 to 30."""
-    found = []
+    records = []
     for a, b in product(range(2, 31), repeat=2):
         name, thing = NAMES[(a + 2 * b) % len(NAMES)], THINGS[(2 * a + b) % len(THINGS)]
         more = (f"buys {b} more", f"finds {b} more")[(a + b) % 2]
         less = (f"gives {b} away", f"loses {b} of them")[(a + b) % 2]
-        for action, left in ((more, a + b), (less, a - b)):
-            if left >= 0:
+        for action, result in ((more, a + b), (less, a - b)):
+            if result >= 0:
                 asked = f"How many {thing} does {name} have now?"
-                found.append((f"{name} has {a} {thing} and {action}. {asked}", str(left)))
-    return found
+                records.append((f"{name} has {a} {thing} and {action}. {asked}", str(result)))
+    return records
 
 
 KINDS: Mapping[str, Callable[[], list[Problem]]] = {
@@ -88,7 +88,10 @@ model: sums 2304, word_problems 1276.
 
 def _other_digit(question: str, answer: str) -> str:
     """Return a plausible wrong answer: the first other digit of the question, else the next digit."""
-    return next((one for one in question if one.isdigit() and one != answer), str((int(answer) + 1) % 10))
+    return next(
+        (character for character in question if character.isdigit() and character != answer),
+        str((int(answer) + 1) % 10),
+    )
 
 
 SEEDS = "seeds"
@@ -116,15 +119,19 @@ def problems(kind: str, split: str) -> list[dict[str, Any]]:
         TasksetError: Unknown set or split.
     """
     if kind in PREFERENCES:
-        of, reject = PREFERENCES[kind]
+        source, reject = PREFERENCES[kind]
         return [
-            {"question": one["question"], "chosen": one["answer"], "rejected": reject(one["question"], one["answer"])}
-            for one in problems(of, split)
+            {
+                "question": record["question"],
+                "chosen": record["answer"],
+                "rejected": reject(record["question"], record["answer"]),
+            }
+            for record in problems(source, split)
         ]
     if kind not in KINDS and kind != SEEDS:
-        known = [*KINDS, *PREFERENCES, SEEDS]
-        near = difflib.get_close_matches(kind, known, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
+        choices = [*KINDS, *PREFERENCES, SEEDS]
+        near = difflib.get_close_matches(kind, choices, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(choices)}"
         raise TasksetError(f"no synthetic problems called {kind!r}; {hint}")
     if split not in {"train", "test"}:
         raise TasksetError(f"synthetic problems have no split {split!r}, wanted 'train' or 'test'")

@@ -36,18 +36,18 @@ class Taskset:
         self._repeat_times = repeat_times
         self._seed = seed
         self._is_eval = is_eval
-        self._given = 0
+        self._returned = 0
         self._selector = create_selector(config.effective_selector, rows, seed, config.name)
 
     @property
     def epoch(self) -> int:
         """Number of completed epochs: returned tasks divided by the number of records, rounded down."""
-        return self._given // len(self._rows)
+        return self._returned // len(self._rows)
 
     @property
     def cursor(self) -> int:
         """Number of tasks that were returned in the current epoch."""
-        return self._given % len(self._rows)
+        return self._returned % len(self._rows)
 
     @property
     def learns(self) -> bool:
@@ -61,17 +61,19 @@ class Taskset:
     def next_batch(self, size: int) -> list[TaskBody]:
         """Return the next ``size`` tasks. At the end of an epoch the next epoch begins, also within the batch."""
         chosen = self._selector.next(size)
-        if len(chosen) != size or not all(type(one) is int and 0 <= one < len(self._rows) for one in chosen):
+        if len(chosen) != size or not all(type(index) is int and 0 <= index < len(self._rows) for index in chosen):
             raise TasksetError(
                 f"taskset {self.config.name!r}: its selector chose {chosen!r:.200}, wanted {size} indexes from 0 to "
                 f"{len(self._rows) - 1}; mend {self.config.effective_selector.selector_type}"
             )
-        self._given += size
+        self._returned += size
         return [self._body(position) for position in chosen]
 
     def observe(self, stats: Mapping[str, Sequence[TaskStats]]) -> None:
         """Pass statistics of finished tasks, by taskset name, to the selector. Other tasksets are ignored."""
-        self._selector.observe([one for one in stats.get(self.config.name, ()) if 0 <= one.task < len(self._rows)])
+        self._selector.observe(
+            [task_stats for task_stats in stats.get(self.config.name, ()) if 0 <= task_stats.task < len(self._rows)]
+        )
 
     def metrics(self) -> dict[str, float]:
         """Return ``selector/<taskset>/*``."""
@@ -83,7 +85,7 @@ class Taskset:
 
     def state(self) -> dict[str, Any]:
         """Return the position, for :meth:`restore` of a taskset opened with the same settings."""
-        found: dict[str, Any] = {
+        state: dict[str, Any] = {
             "identity": self.identity,
             "seed": self._seed,
             "selector": self.config.selector,
@@ -91,10 +93,10 @@ class Taskset:
             "cursor": self.cursor,
         }
         if self.config.data_selector is not None:
-            found["selector"] = self.config.data_selector.model_dump(mode="json")
-        if (position := dict(self._selector.state())) != {"given": self._given}:
-            found["position"] = position
-        return found
+            state["selector"] = self.config.data_selector.model_dump(mode="json")
+        if (position := dict(self._selector.state())) != {"given": self._returned}:
+            state["position"] = position
+        return state
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved position.
@@ -113,9 +115,9 @@ class Taskset:
                     "--fresh`"
                 )
         try:
-            given = _given(state.get("epoch"), state.get("cursor"), len(self._rows))
-            self._selector.restore(state.get("position", {"given": given}))
-            self._given = given
+            count = _returned(state.get("epoch"), state.get("cursor"), len(self._rows))
+            self._selector.restore(state.get("position", {"given": count}))
+            self._returned = count
         except ValueError as error:
             raise TasksetError(f"{what}: {error}") from error
 
@@ -134,7 +136,7 @@ class Taskset:
         )
 
 
-def _given(epoch: object, cursor: object, count: int) -> int:
+def _returned(epoch: object, cursor: object, count: int) -> int:
     if not (isinstance(epoch, int) and isinstance(cursor, int) and epoch >= 0 and 0 <= cursor <= count):
         raise ValueError(
             f"the saved position is epoch {epoch!r}, cursor {cursor!r}; wanted an epoch from 0 and a cursor from 0 "

@@ -79,8 +79,8 @@ class Reader:
 
     def prompt_messages(self, record: Mapping[str, Any]) -> list[Message]:
         """Return the prompt of a plain-text record as messages."""
-        own = self.keys.system_prompt_key
-        system = record.get(own) if own is not None and record.get(own) else self.keys.system_prompt
+        key = self.keys.system_prompt_key
+        system = record.get(key) if key is not None and record.get(key) else self.keys.system_prompt
         user: Message = {"role": "user", "content": self.text(record, self.keys.prompt_key)}
         return [user] if system is None else [{"role": "system", "content": str(system)}, user]
 

@@ -20,7 +20,7 @@ def answer_of(reader: Reader, record: Mapping[str, Any]) -> Experience:
         return _turns(reader, messages, tools)
     if len(messages) < 2 or messages[-1]["role"] != "assistant":
         raise FormatError(
-            f"its messages are of {', '.join(one['role'] for one in messages)}; wanted at least two, the last one of "
+            f"its messages are of {', '.join(turn['role'] for turn in messages)}; wanted at least two, the last one of "
             "the assistant"
         )
     return _single(reader, messages[:-1], messages[-1], tools)
@@ -35,7 +35,7 @@ def _single(
 
 
 def _turns(reader: Reader, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> Experience:
-    if not any(one["role"] == "assistant" for one in messages):
+    if not any(message["role"] == "assistant" for message in messages):
         raise FormatError("none of its messages is of the assistant, so there is nothing to imitate")
     whole = reader.codec.conversation(messages, tools)
     trained = [place for place, bit in enumerate(whole.assistant_mask) if bit]

@@ -77,7 +77,7 @@ def given_of(state: Mapping[str, Any]) -> int:
     Raises:
         ValueError: The position holds no such number.
     """
-    given = state.get("given")
-    if not isinstance(given, int) or given < 0:
+    count = state.get("given")
+    if not isinstance(count, int) or count < 0:
         raise ValueError(f"the selector's saved position is {dict(state)!r}, wanted {{'given': a number from 0}}")
-    return given
+    return count

@@ -59,14 +59,14 @@ def create_selector(config: SelectorConfig, rows: Sequence[Record], seed: int, t
 
 def _features(keys: Sequence[str], rows: Sequence[Record], taskset: str, *, rates: bool = False) -> NDArray[np.float64]:
     """Return ``[tasks, keys]``, the numbers at ``keys`` of every record."""
-    wanted = "a number from 0 to 1" if rates else "a finite number"
+    valid_values = "a number from 0 to 1" if rates else "a finite number"
     for place, row in enumerate(rows):
         for key in keys:
             value = row.get(key)
             good = isinstance(value, int | float) and math.isfinite(value) and (not rates or 0 <= value <= 1)
             if not good:
                 raise TasksetError(
-                    f"taskset {taskset!r}: record {place} has {value!r} at {key!r}, wanted {wanted}; set "
+                    f"taskset {taskset!r}: record {place} has {value!r} at {key!r}, wanted {valid_values}; set "
                     "data_selector.feature_keys to keys that every record has, or add it to the record"
                 )
     return np.array([[float(row[key]) for key in keys] for row in rows])

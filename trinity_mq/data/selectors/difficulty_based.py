@@ -44,18 +44,18 @@ class PassRates:
 
     def update(self, indexes: Sequence[int], pass_rates: Sequence[float]) -> None:
         """Learn the pass rates, from 0 to 1, of finished tasks. Repeated indexes count by their mean."""
-        seen, places = np.unique(np.asarray(indexes, dtype=np.int64), return_inverse=True)
+        tasks, places = np.unique(np.asarray(indexes, dtype=np.int64), return_inverse=True)
         rates = np.bincount(places, weights=np.asarray(pass_rates, dtype=np.float64)) / np.bincount(places)
-        weak, strong = self._weak[seen], self._strong[seen]
+        weak, strong = self._weak[tasks], self._strong[tasks]
         self._gained = CAPABILITY_KEPT * self._gained + float(np.sum(rates - weak))
         self._gap = CAPABILITY_KEPT * self._gap + float(np.sum(strong - weak + LEAST_GAP))
         if self._gap > 0:
             self.capability = min(1.0, max(0.0, self._gained / self._gap))
         implied = np.clip(self._weak + self.capability * (self._strong - self._weak), 0.0, 1.0)
-        if self._adapts and float(np.mean(np.abs(implied[seen] - rates))) >= WRONG:
+        if self._adapts and float(np.mean(np.abs(implied[tasks] - rates))) >= WRONG:
             self.rho /= 2
         runs = np.full(len(implied), self.rho * self._m)
-        implied[seen], runs[seen] = rates, self._m
+        implied[tasks], runs[tasks] = rates, self._m
         self.alphas = (1 - self._lamb) * self.alphas + self._lamb + runs * implied
         self.betas = (1 - self._lamb) * self.betas + self._lamb + runs * (1 - implied)
 
@@ -92,12 +92,12 @@ class DifficultyBased(Draws):
         """Return the next indexes. If ``count`` exceeds the number of tasks, each task is chosen once before any is
         repeated.
         """
-        found: list[int] = []
-        while len(found) < count:
-            part = self._ranked()[: count - len(found)].tolist()
+        indexes: list[int] = []
+        while len(indexes) < count:
+            part = self._ranked()[: count - len(indexes)].tolist()
             self.given += len(part)
-            found += part
-        return found
+            indexes += part
+        return indexes
 
     def _ranked(self) -> NDArray[np.intp]:
         random = self.generator()
@@ -112,9 +112,9 @@ class DifficultyBased(Draws):
     def observe(self, stats: Sequence[TaskStats]) -> None:
         """Learn mean rewards as pass rates, clipped to 0 to 1."""
         if stats:
-            indexes = [one.task for one in stats]
+            indexes = [task_stats.task for task_stats in stats]
             self._observed[indexes] = True
-            self.rates.update(indexes, [min(1.0, max(0.0, one.reward)) for one in stats])
+            self.rates.update(indexes, [min(1.0, max(0.0, task_stats.reward)) for task_stats in stats])
 
     def metrics(self) -> Mapping[str, float]:
         """Return capability, mean estimated pass rate and number of observed tasks."""

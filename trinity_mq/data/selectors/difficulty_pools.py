@@ -34,15 +34,15 @@ class DifficultyPools(Draws):
         weights = self._weights[self._pools]
         if not weights.any():
             weights = np.ones(len(weights))
-        found: list[int] = self.generator().choice(len(weights), size=count, p=weights / weights.sum()).tolist()
+        indexes: list[int] = self.generator().choice(len(weights), size=count, p=weights / weights.sum()).tolist()
         self.given += count
-        return found
+        return indexes
 
     def observe(self, stats: Sequence[TaskStats]) -> None:
         """Put each task into the pool with the highest threshold that its mean reward reaches."""
-        for one in stats:
-            place = int(np.searchsorted(self._thresholds, one.reward, side="right")) - 1
-            self._pools[one.task] = max(0, place)
+        for task_stats in stats:
+            place = int(np.searchsorted(self._thresholds, task_stats.reward, side="right")) - 1
+            self._pools[task_stats.task] = max(0, place)
 
     def metrics(self) -> Mapping[str, float]:
         """Return the number of tasks in each pool, by threshold, and the number of all observed tasks."""

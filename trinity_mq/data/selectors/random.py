@@ -21,12 +21,12 @@ class RandomOrder(Draws):
 
     def next(self, count: int) -> list[int]:
         """Return the next indexes."""
-        found: list[int] = []
-        while len(found) < count:
-            part = self.generator().permutation(self._count)[: count - len(found)].tolist()
+        indexes: list[int] = []
+        while len(indexes) < count:
+            part = self.generator().permutation(self._count)[: count - len(indexes)].tolist()
             self.given += len(part)
-            found += part
-        return found
+            indexes += part
+        return indexes
 
     def observe(self, stats: Sequence[TaskStats]) -> None:
         """Do nothing: all tasks are equally likely."""

@@ -55,7 +55,9 @@ def encode_bodies(experiences: Sequence[Experience]) -> bytes:
 
 def encode_json_lines(experiences: Sequence[Experience]) -> bytes:
     """Return one JSON line per experience, with the plain columns of a dataset's row."""
-    rows = ({name: value for name, value in to_record(one).items() if name != ENCODED} for one in experiences)
+    rows = (
+        {name: value for name, value in to_record(experience).items() if name != ENCODED} for experience in experiences
+    )
     return "".join(f"{json.dumps(row)}\n" for row in rows).encode()
 
 
@@ -72,7 +74,7 @@ def encode_parquet(experiences: Sequence[Experience]) -> bytes:
         raise SinkError(
             "storage_type parquet needs the package pyarrow: pip install 'trinity-mq[parquet]', or set it to body"
         ) from error
-    rows = [to_record(one) for one in experiences]
+    rows = [to_record(experience) for experience in experiences]
     columns = {name: [row[name] for row in rows] for name in rows[0]}
     file = io.BytesIO()
     parquet.write_table(pyarrow.table(columns), file)

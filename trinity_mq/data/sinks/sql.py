@@ -60,7 +60,7 @@ class SqlSink:
             self._engine = sqlalchemy.create_engine(url)
             self._table.metadata.create_all(self._engine)
         except (SQLAlchemyError, ImportError) as error:
-            raise SinkError(f"{self.title} cannot be used: {_said(error)}") from error
+            raise SinkError(f"{self.title} cannot be used: {_masked_error(error)}") from error
 
     def write(self, batch: int, experiences: Sequence[Experience]) -> None:
         """Write a batch's rows, replacing existing rows of this batch.
@@ -69,17 +69,17 @@ class SqlSink:
             SinkError: The rows cannot be written. The table is then unchanged.
         """
         try:
-            rows = [{BATCH: batch, "uid": one.eid.uid, **to_record(one)} for one in experiences]
+            rows = [{BATCH: batch, "uid": experience.eid.uid, **to_record(experience)} for experience in experiences]
             with self._engine.begin() as transaction:
                 transaction.execute(self._table.delete().where(self._table.c[BATCH] == batch))
                 transaction.execute(self._table.insert(), rows)
         except (SQLAlchemyError, EncodeError) as error:
-            raise SinkError(f"batch {batch} cannot be written to {self.title}: {_said(error)}") from error
+            raise SinkError(f"batch {batch} cannot be written to {self.title}: {_masked_error(error)}") from error
 
     def close(self) -> None:
         """Close the connections."""
         self._engine.dispose()
 
 
-def _said(error: Exception) -> str:
+def _masked_error(error: Exception) -> str:
     return mask_passwords(" ".join(str(error).split())[:300])
