@@ -57,7 +57,7 @@ async def run_chain(
         start = loop.time()
         try:
             async with asyncio.timeout_at(deadline):
-                experiences, found = await _process(operator, label, experiences)
+                experiences, operator_metrics = await _process(operator, label, experiences)
         except TimeoutError:
             taken = loop.time() - start
             raise OperatorError(
@@ -65,7 +65,7 @@ async def run_chain(
                 f"the chain was not done within {timeout:g} s (operator.timeout); {taken:.3g} s of them went here",
             ) from None
         metrics[f"time/operator/{label}"] = loop.time() - start
-        for name, value in found.items():
+        for name, value in operator_metrics.items():
             if isinstance(value, Real):
                 metrics[name if "/" in str(name) else f"{PREFIX}/{label}/{name}"] = float(value)
     metrics[f"{PREFIX}/experience_count"] = float(len(experiences))
@@ -93,8 +93,8 @@ async def _process(
     except (Exception, SystemExit) as error:
         raise OperatorError(label, described(error)) from error
     match result:
-        case (ExperienceBatch() as kept, Mapping() as metrics):
-            return kept, metrics
-        case (list(left), Mapping() as metrics) if all(isinstance(exp, Experience) for exp in left):
-            return left, metrics
+        case (ExperienceBatch() as remaining_batch, Mapping() as metrics):
+            return remaining_batch, metrics
+        case (list(remaining_list), Mapping() as metrics) if all(isinstance(exp, Experience) for exp in remaining_list):
+            return remaining_list, metrics
     raise OperatorError(label, f"returned {short(result)}, wanted a list of experiences and a dict of metrics")

@@ -20,8 +20,8 @@ class RewardFilter(ColumnOperator):
     def apply(self, batch: ExperienceBatch) -> tuple[ExperienceBatch, dict[str, Any]]:
         """Return the remaining experiences, and ``filtered_count``."""
         rewards = batch.values("reward")
-        kept = [number for number, reward in enumerate(rewards) if is_finite(reward) and reward >= self.threshold]
-        return batch.select(kept), {"filtered_count": len(batch) - len(kept)}
+        rows = [number for number, reward in enumerate(rewards) if is_finite(reward) and reward >= self.threshold]
+        return batch.select(rows), {"filtered_count": len(batch) - len(rows)}
 
 
 class InvalidRewardFilter(ColumnOperator):
@@ -29,8 +29,8 @@ class InvalidRewardFilter(ColumnOperator):
 
     def apply(self, batch: ExperienceBatch) -> tuple[ExperienceBatch, dict[str, Any]]:
         """Return the remaining experiences, and ``filtered_count``."""
-        kept = [number for number, reward in enumerate(batch.values("reward")) if is_finite(reward)]
-        return batch.select(kept), {"filtered_count": len(batch) - len(kept)}
+        rows = [number for number, reward in enumerate(batch.values("reward")) if is_finite(reward)]
+        return batch.select(rows), {"filtered_count": len(batch) - len(rows)}
 
 
 class RewardStdFilter(ColumnOperator):
@@ -47,11 +47,11 @@ class RewardStdFilter(ColumnOperator):
         """Return the remaining experiences, ``operator_filtered_count`` and the original spread of the groups."""
         runs, _ = run_values(batch, batch.values("reward"))
         groups = {tid: list(group.values()) for tid, group in runs.items()}
-        kept = of_tasks(batch, {tid for tid, rewards in groups.items() if self._differ(rewards)})
+        rows = of_tasks(batch, {tid for tid, rewards in groups.items() if self._differ(rewards)})
         means = [statistics.fmean(rewards) for rewards in groups.values() if rewards]
         stds = [statistics.pstdev(rewards) for rewards in groups.values() if rewards]
-        return batch.select(kept), {
-            "operator_filtered_count": len(batch) - len(kept),
+        return batch.select(rows), {
+            "operator_filtered_count": len(batch) - len(rows),
             **spread("origin_group_advantages/reward_mean", means),
             **spread("origin_group_advantages/reward_std", stds),
         }

@@ -59,9 +59,11 @@ class Choice(BaseModel):
     """A metric of the run is above a bound."""
 
     @model_validator(mode="after")
-    def _chooses(self) -> Choice:
+    def _check_conditions(self) -> Choice:
         chosen = (self.reward_above, self.reward_below, self.judges_disagree)
-        if all(one is None for one in chosen) and not (self.fraction or self.zero_variance or self.truncated):
+        if all(condition is None for condition in chosen) and not (
+            self.fraction or self.zero_variance or self.truncated
+        ):
             raise ValueError(
                 "choose names no run: give reward_above, reward_below, fraction, zero_variance, truncated or "
                 "judges_disagree"
@@ -111,46 +113,52 @@ class HumanReview(ExperienceOperatorV1):
     async def process(self, exps: list[Experience]) -> Processed:
         if self.reviews is None:
             raise RuntimeError("nobody can be asked here: human_review works in an operator agent, with a broker")
-        runs, chosen = await asyncio.to_thread(self._chosen, exps)
+        runs, chosen = await asyncio.to_thread(self._select_runs, exps)
         asked = chosen[: self.limit]
         questions = await asyncio.to_thread(lambda: [_question(runs[rid], reasons) for rid, reasons in asked])
         answers = await self.reviews.ask(questions, seconds=self.seconds, default=self.default) if questions else []
-        left, counts = _apply(exps, dict(zip((rid for rid, _ in asked), answers, strict=True)))
-        return left, {**counts, "review/asked": len(asked), "review/not_asked": len(chosen) - len(asked)}
+        remaining, counts = _apply(exps, dict(zip((rid for rid, _ in asked), answers, strict=True)))
+        return remaining, {**counts, "review/asked": len(asked), "review/not_asked": len(chosen) - len(asked)}
 
-    def _chosen(self, exps: Sequence[Experience]) -> tuple[dict[str, list[Experience]], list[tuple[str, list[str]]]]:
+    def _select_runs(
+        self, exps: Sequence[Experience]
+    ) -> tuple[dict[str, list[Experience]], list[tuple[str, list[str]]]]:
         """Return the runs by id, and the ids of the runs to review with the reasons, in the order of asking."""
         runs: dict[str, list[Experience]] = {}
-        for exp in sorted(exps, key=lambda one: one.eid.step):
+        for exp in sorted(exps, key=lambda experience: experience.eid.step):
             runs.setdefault(exp.eid.rid, []).append(exp)
         tasks: dict[str, list[float | None]] = {}
         for run in runs.values():
             tasks.setdefault(run[-1].eid.tid, []).append(run[-1].reward)
-        found = {rid: reasons for rid, run in runs.items() if (reasons := self._reasons(run, tasks[run[-1].eid.tid]))}
-        order = sorted(found, key=lambda rid: _share(self.choose.seed, runs[rid][-1].eid.uid))
-        return runs, [(rid, found[rid]) for rid in order]
+        reasons_by_run = {
+            rid: reasons for rid, run in runs.items() if (reasons := self._reasons(run, tasks[run[-1].eid.tid]))
+        }
+        order = sorted(reasons_by_run, key=lambda rid: _uniform_hash(self.choose.seed, runs[rid][-1].eid.uid))
+        return runs, [(rid, reasons_by_run[rid]) for rid in order]
 
     def _reasons(self, run: Sequence[Experience], rewards: Sequence[float | None]) -> list[str]:
-        choose, last, found = self.choose, run[-1], []
+        choose, last, reasons = self.choose, run[-1], []
         reward = last.reward
         if choose.reward_above is not None and reward is not None and reward > choose.reward_above:
-            found.append(f"reward {reward:g} is above {choose.reward_above:g}")
+            reasons.append(f"reward {reward:g} is above {choose.reward_above:g}")
         if choose.reward_below is not None and (reward is None or reward < choose.reward_below):
-            found.append(f"reward {'is missing' if reward is None else f'{reward:g} is below {choose.reward_below:g}'}")
+            reasons.append(
+                f"reward {'is missing' if reward is None else f'{reward:g} is below {choose.reward_below:g}'}"
+            )
         if choose.zero_variance and len(rewards) > 1 and len(set(rewards)) == 1:
-            found.append(f"all {len(rewards)} runs of the task have the same reward")
+            reasons.append(f"all {len(rewards)} runs of the task have the same reward")
         if choose.truncated and any(exp.truncate_status == RESPONSE_TRUNCATED for exp in run):
-            found.append("a response reached its limit")
+            reasons.append("a response reached its limit")
         if (judges := choose.judges_disagree) is not None:
             value = {**last.info, **last.metrics}.get(judges.metric)
             if isinstance(value, int | float) and value > judges.above:
-                found.append(f"{judges.metric} {value:g} is above {judges.above:g}")
-        if not found and _share(choose.seed, last.eid.uid) < choose.fraction:
-            found.append(f"one of {choose.fraction:.3g} of all runs")
-        return found
+                reasons.append(f"{judges.metric} {value:g} is above {judges.above:g}")
+        if not reasons and _uniform_hash(choose.seed, last.eid.uid) < choose.fraction:
+            reasons.append(f"one of {choose.fraction:.3g} of all runs")
+        return reasons
 
 
-def _share(seed: int, uid: str) -> float:
+def _uniform_hash(seed: int, uid: str) -> float:
     """Return a number in [0, 1) that is a hash of an id."""
     digest = hashlib.sha256(f"{seed}\n{uid}".encode()).digest()
     return int.from_bytes(digest[:8], "big") / 2**64
@@ -185,22 +193,22 @@ def _finite(value: float | None) -> float | None:
 
 
 def _parts(metrics: Mapping[str, Any]) -> dict[str, float]:
-    found = {name: float(value) for name, value in metrics.items() if isinstance(value, int | float)}
-    return dict([(name, value) for name, value in found.items() if math.isfinite(value)][:MOST_PARTS])
+    numbers = {name: float(value) for name, value in metrics.items() if isinstance(value, int | float)}
+    return dict([(name, value) for name, value in numbers.items() if math.isfinite(value)][:MOST_PARTS])
 
 
 def _apply(exps: Sequence[Experience], answers: Mapping[str, Answer]) -> tuple[list[Experience], dict[str, int]]:
     """Return the remaining experiences with their new rewards, and the number of runs per verdict."""
-    left = []
+    remaining = []
     for exp in exps:
         decision = Decision() if (answer := answers.get(exp.eid.rid)) is None else answer.decision
         if decision.verdict == "drop":
             continue
         if decision.verdict == "reward":
             exp.reward, exp.token_level_reward = decision.reward, None
-        left.append(exp)
+        remaining.append(exp)
     verdicts = [answer.decision.verdict for answer in answers.values()]
-    return left, {
+    return remaining, {
         "review/kept": verdicts.count("keep"),
         "review/dropped": verdicts.count("drop"),
         "review/rewarded": verdicts.count("reward"),

@@ -58,19 +58,19 @@ def create_operators(
 
 
 def _create(config: OperatorConfig, auxiliary_models: AuxiliaryModels | None) -> ExperienceOperatorV1:
-    found = lookup("operator", config.name, OPERATORS, ENTRY_GROUP)
-    if not (inspect.isclass(found) and issubclass(found, ExperienceOperator | ExperienceOperatorV1)):
+    kind = lookup("operator", config.name, OPERATORS, ENTRY_GROUP)
+    if not (inspect.isclass(kind) and issubclass(kind, ExperienceOperator | ExperienceOperatorV1)):
         raise OperatorConfigError(
-            f"operator {config.name!r} is {found!r}, wanted a subclass of trinity_mq.operators.ExperienceOperatorV1"
+            f"operator {config.name!r} is {kind!r}, wanted a subclass of trinity_mq.operators.ExperienceOperatorV1"
         )
-    if issubclass(found, ExperienceOperator) == inspect.iscoroutinefunction(inspect.unwrap(found.process)):
-        form = "a plain function" if issubclass(found, ExperienceOperatorV1) else "an async function"
+    if issubclass(kind, ExperienceOperator) == inspect.iscoroutinefunction(inspect.unwrap(kind.process)):
+        form = "a plain function" if issubclass(kind, ExperienceOperatorV1) else "an async function"
         raise OperatorConfigError(
-            f"operator {config.name!r}: {found.__name__}.process is {form}; write `async def process` in a subclass of "
+            f"operator {config.name!r}: {kind.__name__}.process is {form}; write `async def process` in a subclass of "
             "ExperienceOperatorV1, or `def process`, which runs in a thread, in one of ExperienceOperator"
         )
     try:
-        made = found(**_checked(found, config.args))
+        made = kind(**_checked(kind, config.args))
     except (TypeError, ValueError) as error:
         raise OperatorConfigError(
             f"operator {config.name!r} cannot be made with args {config.args!r}: {error}{place(error)}"
@@ -93,11 +93,11 @@ def _checked(kind: type, args: Mapping[str, Any]) -> dict[str, Any]:
     return {name: _value(name, value, hints[name]) if name in hints else value for name, value in args.items()}
 
 
-def _value(name: str, value: Any, wanted: Any) -> Any:
+def _value(name: str, value: Any, annotation: Any) -> Any:
     try:
-        return TypeAdapter(wanted).validate_python(value)
+        return TypeAdapter(annotation).validate_python(value)
     except PydanticUserError:  # pydantic does not support this class
         return value
     except ValidationError as error:
-        reasons = "; ".join(one["msg"] for one in error.errors(include_url=False))
+        reasons = "; ".join(detail["msg"] for detail in error.errors(include_url=False))
         raise ValueError(f"{name} is {value!r}: {reasons}") from error

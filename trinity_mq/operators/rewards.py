@@ -30,7 +30,7 @@ class RewardShaping(ColumnOperator):
     """
 
     def __init__(self, reward_shaping_configs: Sequence[Any] = ()) -> None:
-        self.changes = [_change(number, given) for number, given in enumerate(reward_shaping_configs)]
+        self.changes = [_parse_change(number, change) for number, change in enumerate(reward_shaping_configs)]
 
     def apply(self, batch: ExperienceBatch) -> tuple[ExperienceBatch, dict[str, Any]]:
         """Return all experiences, ``shaped_count`` and ``reward_diff_{mean,max,min}`` over the experiences with a
@@ -98,26 +98,26 @@ def response_lengths(batch: ExperienceBatch) -> list[int]:
     masks = batch.lengths("action_mask")
     plain = np.where(masks >= 0, masks, batch.lengths("tokens") - batch.prompt_lengths())
     kinds = np.array([kind == DPO for kind in batch.values("experience_type")], dtype=np.bool_)
-    found: list[int] = np.where(kinds, batch.lengths("chosen"), plain).tolist()
-    return found
+    lengths: list[int] = np.where(kinds, batch.lengths("chosen"), plain).tolist()
+    return lengths
 
 
 def _differences(before: Sequence[Any], after: Sequence[Any], count: str) -> dict[str, float]:
     changes = [new - old for old, new in zip(before, after, strict=True) if is_finite(old)]
-    found = spread("reward_diff", list(filter(is_finite, changes)))
+    statistics = spread("reward_diff", list(filter(is_finite, changes)))
     return {
         count: float(sum(change != 0 for change in changes)),
-        **{name.replace("/", "_"): value for name, value in found.items()},
+        **{name.replace("/", "_"): value for name, value in statistics.items()},
     }
 
 
-def _change(number: int, given: Any) -> tuple[str, str, float]:
-    match given:
+def _parse_change(number: int, change: Any) -> tuple[str, str, float]:
+    match change:
         case {"stats_key": str(key), **rest} if rest.keys() <= {"op_type", "weight"}:
             op, weight = rest.get("op_type", "ADD"), rest.get("weight", 1.0)
             if op in _OPS and is_finite(weight):
                 return key, op, float(weight)
     raise ValueError(
-        f"reward_shaping_configs[{number}] is {given!r}, wanted stats_key, and if need be op_type "
+        f"reward_shaping_configs[{number}] is {change!r}, wanted stats_key, and if need be op_type "
         f"({', '.join(_OPS)}) and a number as weight"
     )

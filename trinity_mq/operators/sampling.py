@@ -28,18 +28,18 @@ class DapoDynamicSampling(ColumnOperator):
         """
         kept_tids: set[str] = set()
         dropped = {"dropped_all_correct": 0, "dropped_all_wrong": 0, "dropped_too_few": 0}
-        for tid, found in run_values(batch, scores(batch, self.metric_key))[0].items():
-            right = sum(score > self.correct_threshold for score in found.values())
-            if len(found) < 2:
+        for tid, run_scores in run_values(batch, scores(batch, self.metric_key))[0].items():
+            right = sum(score > self.correct_threshold for score in run_scores.values())
+            if len(run_scores) < 2:
                 dropped["dropped_too_few"] += 1
-            elif right == len(found):
+            elif right == len(run_scores):
                 dropped["dropped_all_correct"] += 1
             elif right == 0:
                 dropped["dropped_all_wrong"] += 1
             else:
                 kept_tids.add(tid)
-        kept = of_tasks(batch, kept_tids)
-        return batch.select(kept), {"filtered_count": len(batch) - len(kept), **dropped}
+        rows = of_tasks(batch, kept_tids)
+        return batch.select(rows), {"filtered_count": len(batch) - len(rows), **dropped}
 
 
 class Deduplication(ColumnOperator):
@@ -51,11 +51,11 @@ class Deduplication(ColumnOperator):
 
     def apply(self, batch: ExperienceBatch) -> tuple[ExperienceBatch, dict[str, Any]]:
         """Return the remaining experiences, ``filtered_count`` of experiences and ``duplicate_runs``."""
-        kept, runs = _first_runs(batch)
+        rows, runs = _first_runs(batch)
         rids = batch.ids("rid")
-        return batch.select(kept), {
-            "filtered_count": len(batch) - len(kept),
-            "duplicate_runs": runs - len({rids[number] for number in kept}),
+        return batch.select(rows), {
+            "filtered_count": len(batch) - len(rows),
+            "duplicate_runs": runs - len({rids[number] for number in rows}),
         }
 
 
@@ -67,15 +67,15 @@ def _first_runs(batch: ExperienceBatch) -> tuple[list[int], int]:
     runs: dict[str, list[int]] = {}
     for number in sorted(firsts.values()):
         runs.setdefault(rids[number], []).append(number)
-    seen: set[tuple[Any, ...]] = set()
-    kept: list[int] = []
+    seen_keys: set[tuple[Any, ...]] = set()
+    rows: list[int] = []
     for numbers in runs.values():
         key = (tids[numbers[0]], *sorted((steps[number], contents[number]) for number in numbers))
-        if key in seen and all(contents[number] for number in numbers):
+        if key in seen_keys and all(contents[number] for number in numbers):
             continue
-        seen.add(key)
-        kept += numbers
-    return sorted(kept), len(runs)
+        seen_keys.add(key)
+        rows += numbers
+    return sorted(rows), len(runs)
 
 
 _CONTENT = ("tokens", "chosen", "rejected", "action_mask")
@@ -88,8 +88,8 @@ def _contents(batch: ExperienceBatch) -> list[tuple[bytes, ...]]:
     shown = [any(part.lengths[number] >= 0 for column in inputs for part in column) for number in range(len(batch))]
     rows = zip(*columns, strict=True)
     return [
-        () if seen else tuple(b"" if tensor is None else _bytes(tensor) for tensor in row)
-        for row, seen in zip(rows, shown, strict=True)
+        () if has_inputs else tuple(b"" if tensor is None else _bytes(tensor) for tensor in row)
+        for row, has_inputs in zip(rows, shown, strict=True)
     ]
 
 
