@@ -52,10 +52,10 @@ class SchedulerHeartbeats:
         await self._bus.declare(self._subscription)
         async with await self._bus.consume(self._subscription) as consumer:
             async for delivery in consumer:
-                work = functools.partial(self._take, delivery)
+                work = functools.partial(self._handle, delivery)
                 await handle_or_set_aside(self._bus, self._topology, delivery, self.id, work, quiet=True)
 
-    async def _take(self, delivery: Delivery) -> None:
+    async def _handle(self, delivery: Delivery) -> None:
         message = await decode_or_dead_letter(self._bus, self._topology, delivery, self.id, quiet=True)
         if isinstance(message, Heartbeat):
             self._peers.receive(message)

@@ -102,14 +102,14 @@ class CompletedTasks:
         self.tickets[ticket.ticket] = ticket
         self._to_return[ticket.ticket] = len(ticket.tasks)
 
-    def put(self, one: CompletedTask) -> None:
+    def put(self, task: CompletedTask) -> None:
         """Add a completed task. A task that was cut off without any kept result is never returned."""
-        if one.ticket.ticket not in self.tickets:
+        if task.ticket.ticket not in self.tickets:
             return
-        if one.ticket.grace is not None and one.cancelled():
-            self._to_return[one.ticket.ticket] -= 1
+        if task.ticket.grace is not None and task.cancelled():
+            self._to_return[task.ticket.ticket] -= 1
         else:
-            self.done.append(one)
+            self.done.append(task)
         self.changed.notify()
 
     def take(self, count: int) -> list[CompletedTask]:
@@ -118,20 +118,20 @@ class CompletedTasks:
 
     def returned(self, items: Iterable[CompletedTask]) -> None:
         """Count taken tasks as returned to their caller."""
-        for one in items:
-            if one.ticket.ticket in self.tickets:
-                self._to_return[one.ticket.ticket] -= 1
+        for task in items:
+            if task.ticket.ticket in self.tickets:
+                self._to_return[task.ticket.ticket] -= 1
         self.changed.notify()  # other callers now wait for fewer tasks
 
     def put_back(self, items: Iterable[CompletedTask]) -> None:
         """Undo a :meth:`take`, except for tickets that were removed in between."""
-        self.done.extendleft(reversed([one for one in items if one.ticket.ticket in self.tickets]))
+        self.done.extendleft(reversed([task for task in items if task.ticket.ticket in self.tickets]))
         self.changed.notify()
 
     def drop(self, ticket: Ticket) -> None:
         """Remove a ticket and its tasks."""
         if self.tickets.pop(ticket.ticket, None) is not None and self._to_return.pop(ticket.ticket):
-            self.done = deque(one for one in self.done if one.ticket is not ticket)
+            self.done = deque(task for task in self.done if task.ticket is not ticket)
             self.changed.notify()
 
 
@@ -152,8 +152,8 @@ class TaskNumbers:
         """Return the first of ``count`` ids. Tickets of the same object ``part_of`` share one id."""
         numbers = self._batches[batch]
         numbers.tickets += 1
-        for known, first in numbers.parts:
-            if known is part_of:
+        for whole, first in numbers.parts:
+            if whole is part_of:
                 return first
         first = numbers.following
         numbers.following += count
@@ -268,6 +268,6 @@ class ScheduledTickets:
     def _task_done(self, ticket: Ticket, task: int) -> None:
         self.unfinished -= 1
         self.completed += 1
-        one = CompletedTask(ticket, task)
-        self._batch_of[ticket.ticket].put(one)
-        self._on_completed(one)
+        completed_task = CompletedTask(ticket, task)
+        self._batch_of[ticket.ticket].put(completed_task)
+        self._on_completed(completed_task)

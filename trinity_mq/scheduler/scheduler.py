@@ -93,7 +93,7 @@ class Scheduler:
                 self._connected = True
             await self.bus.declare(*self.topology.durable)
             self._task = asyncio.get_running_loop().create_task(self._serve(), name="scheduler")
-            await self._or_failure(self.dispatcher.caught_up())
+            await self._await_or_raise(self.dispatcher.caught_up())
 
     async def stop(self) -> None:
         """Stop following results. Open tickets stay unchanged and continue after the next :meth:`start`."""
@@ -177,10 +177,10 @@ class Scheduler:
         if batch is None or not batch.left:
             return []
         taken = batch.take(await self._wait_for_tasks(batch, min_num, timeout, clear_timeout_tasks))
-        batch.put_back(one for one in taken if one.ticket.deliver == "caller")
-        batch.returned(one for one in taken if one.ticket.deliver != "caller")
+        batch.put_back(task for task in taken if task.ticket.deliver == "caller")
+        batch.returned(task for task in taken if task.ticket.deliver != "caller")
         await self._scheduled.end_returned(batch)
-        return [one.status for one in taken]
+        return [task.status for task in taken]
 
     async def run_one(
         self, task: Task, batch_id: BatchId, *, run_id_base: int = 0, part_of: object = None
@@ -208,21 +208,21 @@ class Scheduler:
             TimeoutError: No task completed within ``timeout`` seconds. Each completion restarts the timer.
         """
         seconds, scheduled = self._seconds(timeout), self._scheduled
-        while (left := scheduled.unfinished) > 0:
+        while (unfinished := scheduled.unfinished) > 0:
             before = scheduled.completed
 
             def moved(before: int = before) -> bool:
                 return scheduled.completed > before or not scheduled.unfinished
 
             if not await self._wait_for(self.dispatcher.changed, moved, seconds):
-                pending = min(left, await self._waiting_slices())
+                pending = min(unfinished, await self._waiting_slices())
                 if clear_timeout_tasks:
                     for batch in scheduled.all_batches:
                         await self._cut_off(batch)
                         await scheduled.end_returned(batch)
                 raise TimeoutError(
-                    f"no task was completed within {seconds:g} s; {left} were left: {pending} pending, "
-                    f"{left - pending} running"
+                    f"no task was completed within {seconds:g} s; {unfinished} were left: {pending} pending, "
+                    f"{unfinished - pending} running"
                 )
 
     async def abort_batch(self, batch_id: BatchId, return_partial_tasks: bool = False) -> None:
@@ -259,13 +259,13 @@ class Scheduler:
     ) -> tuple[list[Status], list[Experience]]:
         if batch is None or not batch.left:
             return [], []
-        async with self._collector.reading([one for one in batch.tickets.values() if one.deliver == "caller"]):
+        async with self._collector.reading([task for task in batch.tickets.values() if task.deliver == "caller"]):
             count = await self._wait_for_tasks(batch, min_num, timeout, clear_timeout_tasks)
         taken = batch.take(count)
-        delivered = [one for one in taken if one.ticket.deliver == "caller"]
+        delivered = [task for task in taken if task.ticket.deliver == "caller"]
         by_ticket: dict[str, tuple[Ticket, list[TaskResult]]] = {}
-        for one in delivered:
-            by_ticket.setdefault(one.ticket.ticket, (one.ticket, []))[1].extend(one.results)
+        for task in delivered:
+            by_ticket.setdefault(task.ticket.ticket, (task.ticket, []))[1].extend(task.results)
         try:
             for ticket, results in by_ticket.values():
                 await self._collector.ensure(ticket, results)
@@ -273,9 +273,11 @@ class Scheduler:
             batch.put_back(taken)
             raise
         batch.returned(taken)
-        experiences = [each for one in delivered for each in self._collector.pop(one.ticket, one.results)]
+        experiences = [
+            experience for task in delivered for experience in self._collector.pop(task.ticket, task.results)
+        ]
         await self._scheduled.end_returned(batch)
-        return [one.status for one in taken], experiences
+        return [task.status for task in taken], experiences
 
     async def _wait_for_tasks(
         self, batch: CompletedTasks, min_num: int | None, timeout: float | None, clear: bool
@@ -336,7 +338,7 @@ class Scheduler:
         """Return True once ``predicate`` holds, False after ``seconds`` of a usable bus."""
         try:
             async with self._clock.timeout(seconds):
-                await self._or_failure(changed.until(predicate))
+                await self._await_or_raise(changed.until(predicate))
         except TimeoutError:
             return False
         return True
@@ -353,7 +355,7 @@ class Scheduler:
         finally:
             self.dispatcher.changed.notify()  # waiting callers raise the reason
 
-    async def _or_failure(self, waiting: Any) -> None:
+    async def _await_or_raise(self, waiting: Any) -> None:
         """Await ``waiting``, but raise at once the error that ended the background task."""
         task = self._task
         if task is None:
