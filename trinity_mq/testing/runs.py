@@ -111,11 +111,11 @@ class LocalRun:
         """Return the current process id of an agent (the latest in its log), of ``engine``, or of ``fork server``."""
         if agent == "fork server":
             assert self.process is not None
-            for one in psutil.Process(self.process.pid).children():
+            for child in psutil.Process(self.process.pid).children():
                 # other children, such as rabbitmqctl, may end in between
                 with contextlib.suppress(psutil.NoSuchProcess):
-                    if any("fork_server" in word for word in one.cmdline()):
-                        return one.pid
+                    if any("fork_server" in word for word in child.cmdline()):
+                        return child.pid
             return None
         if agent == "engine":
             files = list((self.run_dir / "engines").glob("*.ready.json"))

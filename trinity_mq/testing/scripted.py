@@ -75,7 +75,7 @@ class ScriptedGenerator:
             self.prompts.append(prompt)
             answers.append([self._completion(request, self._next_text(prompt)) for _ in range(request.n)])
             if listener is not None and listener.listens(number):
-                _show(listener, number, answers[-1])
+                _stream_tokens(listener, number, answers[-1])
         return answers
 
     def score(self, requests: Sequence[ScoreRequest]) -> list[list[float]]:
@@ -158,7 +158,7 @@ def byte_codec() -> TextCodec:
     return TextCodec(tokenizer, frozenset({tokenizer.convert_tokens_to_ids(END)}))
 
 
-def _show(listener: GenerationListener, number: int, completions: Sequence[Completion]) -> None:
+def _stream_tokens(listener: GenerationListener, number: int, completions: Sequence[Completion]) -> None:
     """Pass the tokens to a listener position by position, for all choices in parallel."""
     for position in range(max(len(completion.token_ids) for completion in completions)):
         step = [

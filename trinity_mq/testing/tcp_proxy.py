@@ -48,10 +48,10 @@ class CuttingProxy:
 
     def cut_clients(self, ports: Collection[int]) -> int:
         """Reset both sides of the connections of clients on these ports now; return the number of connections."""
-        found = [pair for port in ports if (pair := self._pairs.get(port))]
-        for writer in (writer for pair in found for writer in pair):
+        pairs = [pair for port in ports if (pair := self._pairs.get(port))]
+        for writer in (writer for pair in pairs for writer in pair):
             writer.transport.abort()
-        return len(found)
+        return len(pairs)
 
     def refuse(self) -> None:
         """Reset every connection now, and every new connection until :meth:`accept`."""
@@ -101,8 +101,8 @@ class CuttingProxy:
             return
         pair = (writer, upstream_writer)
         if self._is_refused(port):  # it was refused while the upstream connection was opening
-            for one in pair:
-                one.transport.abort()
+            for side in pair:
+                side.transport.abort()
             return
         self._pairs[port] = pair
         try:
@@ -111,8 +111,8 @@ class CuttingProxy:
                 pumps.create_task(self._pump(upstream_reader, writer, self._replies))
         finally:
             self._pairs.pop(port, None)
-            for one in pair:
-                one.transport.abort()
+            for side in pair:
+                side.transport.abort()
 
     def _is_refused(self, port: int) -> bool:
         return self._refusing or self.refuses(port)
