@@ -1,6 +1,6 @@
-"""Models and who serves them: engines, their host, and the wrapper that workflows are handed.
+"""Models and their servers: engines, the host of an engine, and the model wrapper that workflows receive.
 
-What needs torch or HTTP loads on first use, so that importing this package costs neither.
+Modules that need torch or HTTP load on first use, so importing this package costs neither.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Long-lived OpenAI clients of auxiliary models, for operators: each request is routed to a current engine."""
+"""Long-lived OpenAI clients of auxiliary models, for operators. Each request is routed to a current engine."""
 
 from __future__ import annotations
 
@@ -14,36 +14,37 @@ if TYPE_CHECKING:
 TIMEOUT = 600.0
 """Seconds for one answer."""
 RETRIES = 5
-"""Retries of a request that finds no engine, or one that serves nothing at present."""
+"""Retries of a request if no engine is alive or the engine serves nothing at present."""
 
 
 def auxiliary_clients(
     names: Iterable[str], choose: Callable[[str], InferenceModel]
 ) -> dict[str | int, list[openai.AsyncOpenAI]]:
-    """Return a client of each auxiliary model by name; whoever made them closes them.
+    """Return a client of each auxiliary model by name; the caller closes them.
 
-    Each request goes to the engine that serves the model then, since an engine moves when it is started again. Where
-    there is none it fails, after some tries, as one does whose server cannot be reached: ``openai.APIConnectionError``.
+    Each request is sent to the engine that serves the model at that moment, because an engine gets another address when
+    it restarts. If no engine is alive, the request is retried and then fails like a request to an unreachable server:
+    ``openai.APIConnectionError``.
 
     Args:
-        names: Of the models, those of ``explorer.auxiliary_models``.
+        names: Names of models from ``explorer.auxiliary_models``.
         choose: Returns an engine of a model, such as :meth:`EngineSelector.auxiliary`; raises EngineLost.
     """
     wanted = list(names)
     if not wanted:
         return {}
-    import openai  # takes seconds, which a run without such models need not spend
+    import openai  # the import takes seconds, which a run without auxiliary models need not spend
 
     return {
         name: [
             openai.AsyncOpenAI(
                 base_url=f"http://{name}/v1",
-                api_key="none",  # engines ask for none, the client insists on one
+                api_key="none",  # engines need no key, but the client requires one
                 timeout=TIMEOUT,
                 max_retries=RETRIES,
                 http_client=openai.DefaultAsyncHttpxClient(
                     event_hooks={"request": [_to_engine_of(name, choose)]},
-                    trust_env=False,  # no proxy leads to an engine
+                    trust_env=False,  # a proxy does not reach an engine
                 ),
             )
         ]

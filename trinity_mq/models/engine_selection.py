@@ -1,4 +1,4 @@
-"""Selects a rollout engine from heartbeats, by health, then load."""
+"""Selects an engine from heartbeats, by health, then by load."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ from trinity_mq.models.errors import EngineLost
 from trinity_mq.models.inference import ModelRole
 
 STALE = 5.0
-"""Seconds without a beat (they come every two) after which an engine is asked only if all others are as silent."""
+"""Seconds without a heartbeat after which an engine is used only if all other engines are as silent. An engine sends
+one heartbeat every two seconds.
+"""
 BACKOFF = 5.0
-"""Seconds an engine that did not answer is left out; twice as many each time it does not answer again."""
+"""Seconds for which an engine that did not answer is left out. Doubles with each further failure."""
 MAX_BACKOFF = 60.0
 STICKY_LOAD = 16
-"""Sequences by which the load of a preferred engine may be above the least one."""
+"""Sequences by which the load of a preferred engine may exceed the smallest load."""
 
 
 @runtime_checkable
@@ -33,7 +35,7 @@ class Engines(Protocol):
 
 @runtime_checkable
 class AuxiliaryEngines(Protocol):
-    """Says which engine of an auxiliary model to use."""
+    """Chooses the engine of an auxiliary model."""
 
     def auxiliary(self, name: str) -> InferenceModel: ...
 
@@ -41,10 +43,11 @@ class AuxiliaryEngines(Protocol):
 def auxiliary_models(
     names: Sequence[str], models: object, given: Sequence[InferenceModel] = ()
 ) -> list[InferenceModel]:
-    """Return the auxiliary models of a workflow, in order of ``names``: those ``given``, else engines now alive.
+    """Return the auxiliary models of a workflow in the order of ``names``: ``given`` if it is not empty, else living
+    engines.
 
     Raises:
-        EngineLost: One has no living engine.
+        EngineLost: An auxiliary model has no living engine.
     """
     if given or not names or not isinstance(models, AuxiliaryEngines):
         return list(given)
@@ -52,18 +55,18 @@ def auxiliary_models(
 
 
 class Answering:
-    """In place of the policy an auxiliary model: what evaluation tasks with ``rollout_args.model`` ask.
+    """An auxiliary model instead of the policy, for evaluation tasks with ``rollout_args.model``.
 
     Args:
-        name: Of the model.
-        choice: Says which engine of it to use.
+        name: Name of the model.
+        choice: Chooses the engine of a model.
     """
 
     def __init__(self, name: str, choice: AuxiliaryEngines) -> None:
         self._name, self._choice = name, choice
 
     def __call__(self) -> InferenceModel:
-        """Return the engine to ask now; errors as :meth:`EngineSelector.auxiliary`."""
+        """Return the engine to use now; errors as :meth:`EngineSelector.auxiliary`."""
         return self._choice.auxiliary(self._name)
 
     def auxiliary(self, name: str) -> InferenceModel:
@@ -71,24 +74,24 @@ class Answering:
         return self._choice.auxiliary(name)
 
     def lost(self, engine: InferenceModel) -> None:
-        """An engine did not answer."""
+        """Report an engine that did not answer."""
         if isinstance(self._choice, Engines):
             self._choice.lost(engine)
 
 
 @dataclass(slots=True)
 class _Known:
-    """Last heartbeat of an engine, and the requests sent since."""
+    """Last heartbeat of an engine, and the requests sent to it since then."""
 
     model: InferenceModel
     load: int
-    """Load reported in the heartbeat, plus the requests sent since."""
+    """Load in sequences from the heartbeat, plus the number of requests sent since then."""
     beat: Heartbeat
     received: float
 
     @property
     def serves(self) -> bool:
-        """Whether it has said that it serves."""
+        """Whether the engine reported that it can answer requests."""
         return self.beat.state == "working" if self.model.role == "auxiliary" else self.model.version is not None
 
 
@@ -100,14 +103,14 @@ class _Backoff:
 
 
 class EngineSelector:
-    """Chooses among rollout engines: an object to call; and among those of an auxiliary model.
+    """Chooses a rollout engine when it is called, and an engine of an auxiliary model with :meth:`auxiliary`.
 
-    Those that are silent or did not answer lately come last, then those that serve nothing at present (without weights,
-    or without the server behind them); among the others the one with the least load wins, counting what was sent to it
-    since its last beat. A tie is drawn by lot.
+    First come engines that serve. Then come engines that serve nothing at present (without weights, or without the
+    external server behind them). Last come engines that are silent or did not answer recently. Among equals the engine
+    with the least load wins; its load counts the requests sent since its last heartbeat. A tie is broken at random.
 
     Args:
-        beats: Returns the beats of the living engines.
+        beats: Returns the latest heartbeats of the living engines.
     """
 
     def __init__(self, beats: Callable[[], Iterable[Heartbeat]]) -> None:
@@ -116,7 +119,7 @@ class EngineSelector:
         self._backoffs: dict[str, _Backoff] = {}
 
     def receive(self) -> None:
-        """Look at the beats; to be called when there are new ones."""
+        """Read the heartbeats. Call this when new heartbeats have come."""
         now = asyncio.get_running_loop().time()
         before, self._known = self._known, {}
         for beat in self._beats():
@@ -128,32 +131,32 @@ class EngineSelector:
         self._backoffs = {name: backoff for name, backoff in self._backoffs.items() if name in self._known}
 
     def lost(self, engine: InferenceModel) -> None:
-        """An engine did not answer: leave it out for a while, or until it is served elsewhere."""
+        """Leave out an engine that did not answer, until its backoff ends or it is served at another URL."""
         backoff = self._backoffs.get(engine.id)
         if backoff is None or backoff.url != engine.url:
             backoff = self._backoffs[engine.id] = _Backoff(engine.url)
         now = asyncio.get_running_loop().time()
-        if now >= backoff.until:  # else one of many that asked it at the same time
+        if now >= backoff.until:  # within the backoff the failure belongs to requests sent at the same time
             backoff.times = 1 if now - backoff.until > MAX_BACKOFF else backoff.times + 1
             backoff.until = now + min(MAX_BACKOFF, BACKOFF * 2 ** (backoff.times - 1))
 
     def __call__(self, prefer: str = "") -> InferenceModel:
-        """Return the engine to ask now.
+        """Return the engine to use now.
 
         Args:
-            prefer: Id of the engine that is taken unless others are better off: it has the beginning of the prompt in
-                its cache.
+            prefer: Id of the engine whose cache holds the beginning of the prompt. It is chosen unless another engine
+                is in a better class or its load exceeds the smallest load by more than ``STICKY_LOAD``.
 
         Raises:
-            EngineLost: There is none.
+            EngineLost: No rollout engine is alive.
         """
         return self._chosen(lambda model: model.role == "rollout", "rollout engine", prefer)
 
     def auxiliary(self, name: str) -> InferenceModel:
-        """Return the engine of an auxiliary model to ask now.
+        """Return the engine of an auxiliary model to use now.
 
         Raises:
-            EngineLost: There is none.
+            EngineLost: The model has no living engine.
         """
         return self._chosen(
             lambda model: model.role == "auxiliary" and model.name == name, f"engine of auxiliary model {name!r}"
@@ -189,7 +192,9 @@ class EngineSelector:
 
 
 def known_model(beat: Heartbeat) -> InferenceModel | None:
-    """Return the model that an engine's heartbeat announces; None if it does not say what is served and where."""
+    """Return the model that an engine's heartbeat announces; None if the heartbeat lacks an id, a URL, a name or a
+    known role.
+    """
     status = beat.detail
     if not isinstance(status, EngineStatus) or status.id is None or status.url is None or status.name is None:
         return None

@@ -1,4 +1,4 @@
-"""Errors of models and engines, by who has to act on them."""
+"""Errors of models and engines, grouped by the party that has to act on them."""
 
 from __future__ import annotations
 
@@ -12,37 +12,37 @@ if TYPE_CHECKING:
 
 
 class ModelError(FatalError):
-    """A model or its tokenizer cannot be had; one line that says what to change."""
+    """A model or its tokenizer is not available; the message is one line that says what to change."""
 
 
 class EngineError(Exception):
-    """Base of what an engine, or its absence, answers."""
+    """Base of the error answers of an engine, and of the errors for a missing answer."""
 
     said = ""
-    """Words of the engine about the request, without its address; empty: it said nothing about the request."""
+    """Message of the engine about the request, without the engine's address; empty if the engine sent none."""
     param: str | None = None
-    """Option of the request that the engine named."""
+    """Request parameter that the engine named."""
 
 
 class EngineNotReady(EngineError):
-    """The engine lives but serves nothing at present: it waits for weights, or is shutting down. Ask again later."""
+    """The engine is alive but serves nothing at present: it waits for weights or shuts down. Retry later."""
 
     def __init__(self, message: str, retry_after: float = 1.0) -> None:
         super().__init__(message)
         self.retry_after = retry_after
-        """Seconds until asking again is worth it."""
+        """Seconds to wait before a retry."""
 
 
 class EngineLost(EngineError):
-    """No answer: refused, reset, or too late. Another engine may serve."""
+    """The engine did not answer: connection refused, connection reset, or timeout. Another engine may serve."""
 
     def __init__(self, message: str, engine: InferenceModel | None = None) -> None:
         super().__init__(message)
         self.engine = engine
-        """The engine that did not answer, where that is known."""
+        """The engine that did not answer; None if it is not known."""
 
     def __str__(self) -> str:
-        """Return the message, with who was lost."""
+        """Return the message, with the lost engine."""
         said, engine = super().__str__(), self.engine
         if engine is None:
             return said
@@ -51,7 +51,7 @@ class EngineLost(EngineError):
 
 
 class EngineRefused(EngineError):
-    """The engine answered with an error that asking again does not cure."""
+    """The engine answered with an error that a retry does not cure."""
 
     def __init__(self, message: str, status: int, code: str | None = None) -> None:
         super().__init__(message)
@@ -62,7 +62,7 @@ class EngineRefused(EngineError):
 
 
 class VersionMismatch(EngineRefused):
-    """The request is pinned to a version of the weights that the engine does not hold."""
+    """The request is pinned to a weight version that the engine does not hold."""
 
     def __init__(self, message: str, wanted: Version | None, held: Version | None) -> None:
         super().__init__(message, 409, "version_mismatch")
@@ -71,15 +71,15 @@ class VersionMismatch(EngineRefused):
 
 
 class PromptTooLong(EngineRefused):
-    """The prompt leaves no room for an answer or is over the limit the request gave."""
+    """The prompt leaves no room for an answer, or exceeds the limit in the request."""
 
     def __init__(self, message: str, token_ids: list[int], limit: int) -> None:
         super().__init__(message, 400, "context_length_exceeded")
         self.token_ids = token_ids
         """The first ``limit + 1`` token ids of the prompt."""
         self.limit = limit
-        """Prompt tokens allowed."""
+        """Maximum number of prompt tokens."""
 
 
 class EngineFailed(EngineError):
-    """An engine process could not be started, or does not do what its host asks; carries what it said."""
+    """An engine process cannot be started, or does not obey its host; the message carries the output of the process."""

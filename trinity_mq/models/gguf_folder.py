@@ -1,4 +1,4 @@
-"""Makes a Hugging Face folder with float32 weights of a GGUF file; for scripts/get-smollm2.
+"""Converts a GGUF file to a Hugging Face folder with float32 weights; used by scripts/get-smollm2.
 
 python -m trinity_mq.models.gguf_folder FILE.gguf FOLDER
 
@@ -19,17 +19,19 @@ from trinity_mq.runtime.process import apply_umask
 
 FLOAT32_BYTES = 4
 MEMORY_FACTOR = 2.5
-"""Peak memory by the size of the weights in float32; seen 2.2."""
+"""Peak memory divided by the size of the float32 weights; the measured value is 2.2."""
 SPARE_BYTES = 100 * 2**20
 PRE_TOKENIZER = "tokenizer.ggml.pre"
 LONGEST = "llama.context_length"
 
 
 def convert(gguf: Path, folder: Path) -> None:
-    """Write the model in the file ``gguf`` as the Hugging Face folder ``folder``, all of it or nothing.
+    """Write the model in the file ``gguf`` as the Hugging Face folder ``folder``. The folder appears complete or not at
+    all.
 
     Raises:
-        ModelError: There is too little memory or disk, or ``folder`` cannot be written; one line that says why.
+        ModelError: Memory or disk space is too small, or ``folder`` cannot be written; the message is one line with the
+            reason.
     """
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -42,7 +44,11 @@ def convert(gguf: Path, folder: Path) -> None:
 
 
 def _checked(gguf: Path, where: Path) -> dict[str, Any]:
-    """Return fields of the file, once there is room for the folder."""
+    """Return fields of the file after a check that disk and memory suffice.
+
+    Raises:
+        ModelError: Disk or memory is too small.
+    """
     import psutil
     from gguf import GGUFReader
 
@@ -67,7 +73,7 @@ def _gigabytes(size: float) -> str:
 
 
 def _write(gguf: Path, fields: dict[str, Any], folder: Path) -> None:
-    os.environ["TQDM_DISABLE"] = "1"  # bars of some seconds each, a page of them in a log
+    os.environ["TQDM_DISABLE"] = "1"  # progress bars fill a page of the log within seconds
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
@@ -78,7 +84,7 @@ def _write(gguf: Path, fields: dict[str, Any], folder: Path) -> None:
     tokenizer.model_max_length = fields.get(LONGEST, tokenizer.model_max_length)
     tokenizer.save_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
-    # the weights are not quantized any more, which save_pretrained would refuse to write
+    # save_pretrained refuses quantized models, and the weights are not quantized any more
     del model.config.quantization_config
     model.hf_quantizer = None
     ends = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
@@ -88,8 +94,10 @@ def _write(gguf: Path, fields: dict[str, Any], folder: Path) -> None:
 
 
 def _smollm_pre_tokenizer() -> Any:
-    """Return how SmolLM cuts text before byte pairs are merged: every digit by itself. What transformers reads from a
-    GGUF file leaves that out, and cuts spaces before a digit differently.
+    """Return SmolLM's pre-tokenizer, which splits every digit off before byte pairs are merged.
+
+    The pre-tokenizer that transformers reads from a GGUF file does not do that, and it splits spaces before a digit
+    differently.
     """
     from tokenizers import pre_tokenizers
 

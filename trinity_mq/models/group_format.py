@@ -1,9 +1,10 @@
-"""Bodies of ``POST /v1/group``: many requests to an engine in one, and their answers as each is there, in MessagePack.
+"""Body format of ``POST /v1/group``: many requests to an engine in one HTTP request, with a stream of answers, in
+MessagePack.
 
-A request is ``[path, headers, body]``, a group an array of them. The answer is a stream of ``[number, status, headers,
-body]``, in the order in which they are done. ``number`` is the request's place in the group. ``body`` is binary,
-MessagePack of its own, which whoever asked decodes. Paths, headers, bodies and statuses are those that the request
-would have on its own.
+A request is ``[path, headers, body]``, and a group is an array of requests. The answer is a stream of ``[number,
+status, headers, body]`` in the order in which the requests finish. ``number`` is the index of the request in the group.
+``body`` is binary: MessagePack that the caller of the request decodes. Paths, headers, bodies and statuses are the same
+as for a request without a group.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 GROUP_PATH = "/v1/group"
 GROUPS_HEADER = "X-TMQ-Groups"
-"""On answers of engines that take groups."""
+"""Response header of engines that take groups."""
 CONTENT_TYPE = "application/x-msgpack"
 
 
@@ -29,13 +30,13 @@ class GroupedRequest(NamedTuple):
 
 
 class GroupedAnswer(NamedTuple):
-    """The answer to one of them."""
+    """The answer to one request of a group."""
 
     number: int
     status: int
     headers: Mapping[str, str]
     body: bytes
-    """MessagePack of what the answer would hold as JSON."""
+    """MessagePack of the object that the answer would hold as JSON."""
 
 
 _REQUESTS = TypeAdapter(
@@ -45,7 +46,7 @@ _ANSWER = TypeAdapter(tuple[int, int, dict[str, str], bytes], config={"strict": 
 
 
 def pack_request(request: GroupedRequest) -> bytes | None:
-    """Return a request as it goes into a group; None if it holds what MessagePack has no form for, such as a number of
+    """Return a request packed for a group; None if it holds a value without a MessagePack form, such as a number of
     more than 64 bits.
     """
     try:
@@ -65,7 +66,7 @@ def unpack_requests(body: bytes) -> list[GroupedRequest]:
     """Return the requests of a group.
 
     Raises:
-        ValueError: ``body`` is none; says what was wanted.
+        ValueError: ``body`` is not a group; the message names the expected form.
     """
     try:
         return [GroupedRequest(*request) for request in _REQUESTS.validate_python(_as_tuples(msgpack.unpackb(body)))]
@@ -73,7 +74,7 @@ def unpack_requests(body: bytes) -> list[GroupedRequest]:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
         raise ValueError(f"{where}: {first['msg']}; wanted an array of [path, headers, body]") from None
-    except Exception as error:  # msgpack raises many kinds
+    except Exception as error:  # msgpack raises many kinds of errors
         raise ValueError(f"the body is not MessagePack: {type(error).__name__}: {error}") from None
 
 
@@ -82,26 +83,26 @@ def _as_tuples(rows: Any) -> Any:
 
 
 def pack_body(body: Any) -> bytes:
-    """Return the body of an answer, given what it would hold as JSON."""
+    """Return the packed body of an answer, given the object that it would hold as JSON."""
     packed: bytes = msgpack.packb(body)
     return packed
 
 
 def pack_answer(answer: GroupedAnswer) -> bytes:
-    """Return an answer as it goes into the stream."""
+    """Return an answer packed for the stream."""
     packed: bytes = msgpack.packb(answer)
     return packed
 
 
 def unpack_body(body: bytes) -> Any:
-    """Return what the body of an answer holds.
+    """Return the object in the body of an answer.
 
     Raises:
-        ValueError: It is no MessagePack.
+        ValueError: ``body`` is not MessagePack.
     """
     try:
         return msgpack.unpackb(body)
-    except Exception as error:  # msgpack raises many kinds
+    except Exception as error:  # msgpack raises many kinds of errors
         raise ValueError(f"the body is not MessagePack: {type(error).__name__}: {error}") from error
 
 
@@ -115,10 +116,10 @@ class AnswerReader:
         """Return the answers that end in ``data``.
 
         Raises:
-            ValueError: It is no such stream.
+            ValueError: The data is not a stream of answers.
         """
         try:
             self._unpacker.feed(data)
             return [GroupedAnswer(*_ANSWER.validate_python(tuple(row))) for row in self._unpacker]
-        except Exception as error:  # msgpack raises many kinds
+        except Exception as error:  # msgpack raises many kinds of errors
             raise ValueError(f"no stream of answers: {type(error).__name__}: {error}") from error

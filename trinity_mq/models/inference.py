@@ -1,4 +1,4 @@
-"""The handle on a model that some engine serves."""
+"""Handle and status of a model that an engine serves."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class InferenceModel:
     """Address and identity of a served model; plain data that travels in heartbeats."""
 
     id: str
-    """The engine's id."""
+    """Id of the engine."""
     url: str
     """Base URL without ``/v1``, such as ``http://127.0.0.1:8000``."""
     name: str
@@ -25,7 +25,7 @@ class InferenceModel:
     model_path: str = ""
     """Folder with tokenizer and configuration."""
     version: Version | None = None
-    """``(generation, step)`` of the weights when the handle was made; None: none yet, or not versioned."""
+    """``(generation, step)`` of the weights when the handle was made. None: no weights yet, or not versioned."""
     role: ModelRole = "rollout"
 
     def to_dict(self) -> dict[str, Any]:
@@ -49,7 +49,7 @@ class EngineSnapshot:
     id: str
     alive: bool = False
     state: str = "loading"
-    """loading, empty, current, paused, dirty, draining; gone."""
+    """One of loading, empty, current, paused, dirty, draining, gone."""
     url: str = ""
     name: str = ""
     model_path: str = ""
@@ -59,21 +59,22 @@ class EngineSnapshot:
     load: int = 0
     """Sequences being generated or waiting."""
     tokens: int = 0
-    """Sampled since the process started."""
+    """Tokens sampled since the process started."""
     restarts: int = 0
     asked_at: float | None = None
-    """Loop time in seconds of the host's oldest question that is unanswered; None: all are answered."""
+    """Loop time in seconds of the oldest admin request of the host without an answer. None: all requests are answered.
+    """
 
     def model(self, role: ModelRole = "rollout") -> InferenceModel:
         """Return the handle that runners use."""
         return InferenceModel(self.id, self.url, self.name, self.model_path, self.version, role)
 
     def unanswered(self, now: float) -> float:
-        """Return the seconds for which the oldest question has been open at loop time ``now``."""
+        """Return the seconds since the oldest unanswered request at loop time ``now``."""
         return 0.0 if self.asked_at is None else round(now - self.asked_at, 1)
 
     def detail(self, role: ModelRole = "rollout") -> EngineStatus:
-        """Return the status in the engine's heartbeat."""
+        """Return the status for the engine's heartbeat."""
         fields = asdict(self)
         del fields["alive"], fields["asked_at"]
         return EngineStatus(role=role, **fields)

@@ -1,6 +1,6 @@
-"""Model folders: a small model generated here, a given folder, or one fetched by hub id.
+"""Model folders: a small model generated here, an existing folder, or a model downloaded by its hub id.
 
-Light to import: torch and transformers are loaded when a folder has to be made.
+The import is light: torch and transformers are loaded only when a folder has to be generated.
 """
 
 from __future__ import annotations
@@ -21,22 +21,23 @@ from trinity_mq.runtime.process import apply_umask
 PAD, EOS = "<pad>", "<eos>"
 PAD_ID, EOS_ID = 0, 1
 _random_state = threading.Lock()
-"""The weights come from torch's one random state."""
+"""Guards torch's global random state, from which the weights are drawn."""
 
 CONFIG_FILE = "config.json"
 RECIPE = "recipe.json"
-"""Record of the settings that a folder was generated from; another model's folder is never reused."""
+"""Record of the settings from which a folder was generated. A folder of a different recipe is never reused."""
 
 
 def ensure_model_folder(config: ModelConfig, folder: Path, seed: int) -> Path:
     """Return a Hugging Face folder with configuration, tokenizer and weights for ``config``.
 
-    ``tiny``: ``folder``, made now if it does not exist: the same bytes for the same configuration and seed, complete
-    or not there, whoever else makes it at the same time. ``model_path``: that folder, or the local snapshot of that hub
-    id; ``folder`` and ``seed`` are not used.
+    ``tiny``: the result is ``folder``, generated now if it does not exist. The same configuration and seed give the
+    same bytes. The folder appears complete or not at all, also when several processes generate it at the same time.
+    ``model_path``: the result is that folder, or the local snapshot of that hub id; ``folder`` and ``seed`` are not
+    used.
 
     Raises:
-        ModelError: The folder cannot be had; one line that says why.
+        ModelError: The folder is not available; the message is one line with the reason.
     """
     if config.tiny is None:
         return _existing(str(config.model_path))
@@ -60,7 +61,8 @@ def _publish(part: Path, folder: Path) -> None:
     try:
         part.rename(folder)
     except OSError:
-        if not folder.is_dir():  # somebody else was first: theirs is as good, the recipe check sees to it
+        # another process was first: its folder is equally good, and the recipe check verifies that
+        if not folder.is_dir():
             raise
 
 
@@ -104,7 +106,7 @@ def _architecture(tiny: TinyModelConfig) -> Any:
 
 
 def empty_model(config: ModelConfig) -> Any | None:
-    """Return the model without memory for its weights, None where its architecture is not known on this machine."""
+    """Return the model without memory for its weights; None if its architecture is not available on this machine."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -116,7 +118,7 @@ def empty_model(config: ModelConfig) -> Any | None:
         architecture = _architecture(config.tiny) if config.tiny else AutoConfig.from_pretrained(folder, **remote)
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(architecture, **remote)
-    except (ModelError, OSError, ValueError, ImportError):  # who loads the model says what is wrong with it
+    except (ModelError, OSError, ValueError, ImportError):  # the caller that loads the model reports the fault
         return None
 
 
@@ -143,7 +145,7 @@ def _make(tiny: TinyModelConfig, folder: Path, seed: int) -> None:
 
 @contextlib.contextmanager
 def no_progress_bar() -> Iterator[None]:
-    """A bar for a file of a few hundred kilobytes would only disturb the terminal."""
+    """Turn progress bars off for the block: a bar for a file of a few hundred kilobytes only disturbs the terminal."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()
@@ -156,7 +158,9 @@ def no_progress_bar() -> Iterator[None]:
 
 
 def _character_tokenizer(characters: str) -> Any:
-    """Return a tokenizer of single characters. It has no unknown token: other text is an error, not a stand-in."""
+    """Return a tokenizer of single characters. It has no unknown token, so other text raises an error instead of being
+    replaced.
+    """
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
     vocabulary = {
@@ -172,10 +176,10 @@ def _character_tokenizer(characters: str) -> Any:
 
 
 def local_folder(model_path: str) -> Path | None:
-    """Return the folder that ``model_path`` names, None where it is a hub id; fetches nothing.
+    """Return the folder that ``model_path`` names, or None for a hub id; downloads nothing.
 
     Raises:
-        ModelError: It names a folder that is not there.
+        ModelError: ``model_path`` names a folder that does not exist.
     """
     folder = Path(model_path).expanduser()
     if folder.is_dir():
@@ -200,17 +204,17 @@ def has_chat_template(folder: Path) -> bool:
 
 
 def known_folder(model_path: str) -> Path | None:
-    """Return where a model lies on this machine, None for a hub id that is to be fetched; fetches nothing.
+    """Return the local folder of a model, or None for a hub id that is not downloaded yet; downloads nothing.
 
     Raises:
-        ModelError: It names a folder that is not there or is no model's.
+        ModelError: ``model_path`` names a folder that does not exist or holds no model.
     """
     folder = local_folder(model_path) or cached_folder(model_path, CONFIG_FILE)
     return None if folder is None else _checked(model_path, folder)
 
 
 def cached_folder(hub_id: str, file: str) -> Path | None:
-    """Return the snapshot of a hub id in the local cache, None where it does not hold ``file``."""
+    """Return the snapshot of a hub id in the local cache, or None if the cache does not hold ``file``."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
@@ -248,6 +252,7 @@ def _snapshot(hub_id: str) -> Path:
         reason = (
             "is not a folder, not in the local cache, and the hub cannot be reached; download it first or give a folder"
         )
-    except Exception as error:  # of many libraries below: http, files, parsing; each means that the model cannot be had
+    # raised by several libraries (http, files, parsing); each error means that the model is not available
+    except Exception as error:
         reason = f"cannot be fetched from the hub: {' '.join(str(error).split()) or type(error).__name__}"
     raise ModelError(f"model.model_path {hub_id} {reason}")

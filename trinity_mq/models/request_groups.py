@@ -1,7 +1,7 @@
-"""Sends requests to an engine that are made at about the same time as one, where the engine takes groups.
+"""Sends requests made at about the same time to an engine as one group, if the engine takes groups.
 
-A slice asks for the answers to one question, and a runner works on many slices: each would be a request of its own,
-with the work of an HTTP server and client around a few hundred bytes.
+A slice requests the answers to one question, and a runner works on many slices. Without groups each of them would be a
+request of its own, with the work of an HTTP server and client for a few hundred bytes.
 """
 
 from __future__ import annotations
@@ -25,12 +25,14 @@ from trinity_mq.models.group_format import (
 log = structlog.get_logger(__name__)
 
 GATHER_SECONDS = 0.001
-"""From a request to the group that takes it along. An engine waits longer itself for requests to compute together."""
+"""Seconds from the first request of a group until the group is sent. An engine itself waits longer for requests to
+batch.
+"""
 CONNECT_SECONDS = 10.0
 
 
 class NoGroups(Exception):
-    """The server does not take groups (any more): ask it for each on its own."""
+    """The server does not take groups, or does not take them any more. Send each request on its own."""
 
 
 @dataclass(slots=True)
@@ -43,8 +45,8 @@ class RequestGroups:
     """Groups of requests to one server, on one event loop.
 
     Args:
-        session: Returns the connections to use.
-        base: The server, without a path.
+        session: Returns the HTTP session to use.
+        base: Base URL of the server, without a path.
     """
 
     def __init__(self, session: Callable[[], aiohttp.ClientSession], base: str) -> None:
@@ -55,10 +57,11 @@ class RequestGroups:
     async def ask(self, request: bytes) -> GroupedAnswer:
         """Return the answer to a packed request.
 
-        Whoever is cancelled gives up its own answer; the engine is told once nobody waits for any of the group.
+        A caller that is cancelled loses only its own answer. The engine is told when no caller waits for the group any
+        more.
 
         Raises:
-            EngineLost: There is none.
+            EngineLost: The engine did not answer.
             NoGroups: The server does not take groups.
         """
         asked = _Asked(request)
@@ -68,7 +71,7 @@ class RequestGroups:
         return await asked.answer
 
     async def close(self) -> None:
-        """End what is under way: who waits gets EngineLost."""
+        """Cancel the groups under way; their callers get EngineLost."""
         tasks = list(self._under_way)
         for task in tasks:
             task.cancel()
@@ -90,13 +93,13 @@ class RequestGroups:
             waiting -= 1
             given_up = given_up or answer.cancelled()
             if not waiting and given_up:
-                task.cancel()  # which closes the connection: the engine drops what it has not answered
+                task.cancel()  # cancelling closes the connection, and the engine drops the unanswered requests
 
         for asked in gathered:
             asked.answer.add_done_callback(one_is_over)
 
     async def _exchange(self, group: list[_Asked]) -> None:
-        """Ask for the answers of a group and hand them out; each that waits gets one, or an error."""
+        """Send a group and deliver its answers. Every request that still waits gets an answer or an error."""
         url = self._base + GROUP_PATH
         limit = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS)
         data, headers = pack_group([asked.request for asked in group]), {"Content-Type": CONTENT_TYPE}
@@ -106,7 +109,8 @@ class RequestGroups:
                     self._fail(group, NoGroups(f"{url}: HTTP status {response.status}"))
                     return
                 reader = AnswerReader()
-                async for chunk in response.content.iter_any():  # to the end: the connection serves the next group
+                # read to the end, so that the connection can serve the next group
+                async for chunk in response.content.iter_any():
                     for answer in reader.feed(chunk):
                         self._hand_out(group, answer)
         except (aiohttp.ClientError, OSError, ValueError) as error:
@@ -114,7 +118,7 @@ class RequestGroups:
         except asyncio.CancelledError:
             self._fail(group, EngineLost(f"{url}: the connections were closed"))
             raise
-        except Exception as error:  # a fault of ours: whoever waits must not wait for ever
+        except Exception as error:  # an error in our code: callers must not wait for ever
             log.exception("request_group_failed", url=url, requests=len(group))
             self._fail(group, EngineLost(f"{url}: {type(error).__name__}: {error}"))
         else:

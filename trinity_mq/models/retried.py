@@ -1,4 +1,4 @@
-"""Calls that are tried again as a policy of tenacity says."""
+"""Retries of calls by a tenacity policy."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ T = TypeVar("T")
 
 
 async def retried(policy: Callable[[], AsyncRetrying], function: Callable[..., Awaitable[T]], *arguments: Any) -> T:
-    """Return what ``function`` returns, tried again as ``policy`` says.
+    """Return the result of ``function``, retried as ``policy`` decides.
 
-    The policy is made, and sees the first failure, once there is one: its bookkeeping takes longer than the work around
-    a request of a slice. What it counts in seconds begins then.
+    The policy object is created only after the first failure, which it then counts as its first attempt. Its
+    bookkeeping takes longer than the work around one request of a slice. Limits in seconds count from its creation.
     """
     try:
         return await function(*arguments)
@@ -23,7 +23,7 @@ async def retried(policy: Callable[[], AsyncRetrying], function: Callable[..., A
 
     async def again() -> T:
         if failures:
-            raise failures.pop()  # the first try's, which counts as one
+            raise failures.pop()  # the failure of the first attempt, which the policy counts
         return await function(*arguments)
 
     return await policy()(again)

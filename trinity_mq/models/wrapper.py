@@ -1,4 +1,4 @@
-"""The model as a workflow sees it: ask and get experiences, or use an OpenAI client whose answers are recorded."""
+"""The model as a workflow sees it: calls return experiences, and the answers to an OpenAI client are recorded."""
 
 from __future__ import annotations
 
@@ -30,14 +30,15 @@ Message = Mapping[str, Any]
 
 
 class ModelWrapper(RecordedModel):
-    """One workflow run's view of a model.
+    """The model as one workflow run uses it.
 
-    Sampling parameters, weakest first: those given here, ``rollout_args``, those of a call. With a ``seed`` every call
-    gets one of its own, derived from it and the number of the call, so that a run repeats itself as a whole.
+    Sampling parameters come from three places, weakest first: the parameters given here, ``rollout_args``, the
+    parameters of a call. With a ``seed`` every call gets its own seed, derived from ``seed`` and the number of the
+    call, so that a whole run is reproducible.
 
-    While the engine waits for weights (503), calls wait with it for up to ``not_ready_timeout`` seconds, then raise
-    :class:`~trinity_mq.models.EngineNotReady`. No answer at all raises :class:`EngineLost` at once: another engine may
-    serve.
+    While the engine waits for weights (503), calls wait for up to ``not_ready_timeout`` seconds and then raise
+    :class:`~trinity_mq.models.EngineNotReady`. A call without any answer raises :class:`EngineLost` at once, because
+    another engine may serve it.
     """
 
     def __init__(
@@ -59,17 +60,18 @@ class ModelWrapper(RecordedModel):
         """Wrap ``model``.
 
         Args:
-            model: Where it is served.
+            model: Address and identity of the served model.
             rollout_args: Sampling parameters as in the OpenAI API.
-            seed: Makes the run repeat itself.
-            pinned: Only this version of the weights may answer; another raises VersionMismatch.
+            seed: Makes the run reproducible.
+            pinned: The only weight version that may answer; an engine with another version raises VersionMismatch.
             enable_history: Keep every answer until :meth:`extract_experience_from_history`.
-            max_prompt_tokens: A longer prompt of :meth:`chat` or :meth:`generate` gives masked experiences. None: as
-                long as fits the model, as with OpenAI clients, whose prompts are conversations that grow.
-            max_response_tokens: None: the engine's own limit.
-            temperature: Of sampling.
-            top_p: Of sampling.
-            clients: Connections shared with others; None: own ones, to be closed with :meth:`aclose` or :meth:`close`.
+            max_prompt_tokens: A longer prompt of :meth:`chat` or :meth:`generate` returns masked experiences. None: the
+                limit is the length of the model, as with OpenAI clients, whose prompts are conversations that grow.
+            max_response_tokens: Maximum tokens of a response. None: the engine's limit.
+            temperature: Sampling temperature.
+            top_p: Probability mass for nucleus sampling.
+            clients: Connections shared with other wrappers. None: the wrapper opens its own connections, which
+                :meth:`aclose` or :meth:`close` closes.
             not_ready_timeout: Seconds to wait for an engine without weights.
             request_timeout: Seconds for one answer.
         """
@@ -90,7 +92,7 @@ class ModelWrapper(RecordedModel):
 
     @property
     def clients(self) -> EngineClients:
-        """Its connections to engines."""
+        """Connections to engines."""
         return self._clients
 
     @property
@@ -105,18 +107,18 @@ class ModelWrapper(RecordedModel):
 
     @property
     def model_version(self) -> Version | None:
-        """Version that gave the latest answer, else that of the handle."""
+        """Weight version that gave the latest answer; before the first answer, the version of the handle."""
         return self.answered_by or self.model.version
 
-    # -- asking
+    # -- requests
 
     def chat(self, messages: Sequence[Message], **sampling: Any) -> list[Experience]:
-        """Return ``n`` answers to a conversation. Blocks: for workflows in a thread.
+        """Return ``n`` answers to a conversation. The call blocks: it is for workflows in a thread.
 
         Raises:
-            EngineNotReady: No weights within ``not_ready_timeout`` seconds.
-            EngineLost: No answer.
-            EngineRefused: The request cannot be served as it is.
+            EngineNotReady: The engine had no weights within ``not_ready_timeout`` seconds.
+            EngineLost: The engine did not answer.
+            EngineRefused: The engine refused the request.
         """
         return self._asked("/v1/chat/completions", self._call({"messages": list(messages)}, sampling))
 
@@ -125,7 +127,7 @@ class ModelWrapper(RecordedModel):
         return await self._asked_async("/v1/chat/completions", self._call({"messages": list(messages)}, sampling))
 
     def generate(self, prompts: Sequence[str], **sampling: Any) -> list[Experience]:
-        """Return ``n`` continuations of each prompt, all of the first one first; errors as :meth:`chat`."""
+        """Return ``n`` continuations of each prompt, in the order of the prompts; errors as :meth:`chat`."""
         return [
             experience
             for prompt in prompts
@@ -133,7 +135,7 @@ class ModelWrapper(RecordedModel):
         ]
 
     async def generate_async(self, prompts: Sequence[str], **sampling: Any) -> list[Experience]:
-        """Return ``n`` continuations of each prompt, all of the first one first; errors as :meth:`chat`."""
+        """Return ``n`` continuations of each prompt, in the order of the prompts; errors as :meth:`chat`."""
         calls = [self._call({"prompt": prompt}, sampling) for prompt in prompts]
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(self._asked_async("/v1/completions", call)) for call in calls]
@@ -154,9 +156,9 @@ class ModelWrapper(RecordedModel):
         tools: Sequence[Mapping[str, Any]] | None = None,
         temperature: float | None = None,
     ) -> Experience:
-        """Return a whole conversation as one experience with the present policy's logprobs.
+        """Return a whole conversation as one experience with logprobs of the current policy.
 
-        The action mask covers what the assistant wrote. A conversation over the model's length is cut and marked
+        The action mask covers the assistant's turns. A conversation longer than the model's limit is cut and marked
         ``response_truncated``. Errors as :meth:`chat`.
         """
         asked = {"messages": list(messages), **({"tools": list(tools)} if tools else {})}
@@ -179,12 +181,14 @@ class ModelWrapper(RecordedModel):
     # -- OpenAI clients
 
     def get_openai_client(self) -> openai.OpenAI:
-        """Return a client of this model, with this wrapper's sampling parameters where a call gives none.
+        """Return an OpenAI client of this model. Calls use this wrapper's sampling parameters unless they set their
+        own.
 
         When history is enabled, every answer to ``chat.completions`` and ``completions`` is recorded: streamed or not,
-        with ``n``, tools, ``with_options``, ``with_raw_response``. A stream is recorded when it has ended; closed or
-        dropped early, the engine stops sampling and what had come is recorded as ``response_truncated``. A prompt that
-        does not fit the model raises ``openai.BadRequestError``, and its masked experiences are recorded.
+        with ``n``, tools, ``with_options``, ``with_raw_response``. A stream is recorded when it ends. If the stream is
+        closed or dropped early, the engine stops sampling and the tokens received so far are recorded as
+        ``response_truncated``. A prompt that does not fit the model raises ``openai.BadRequestError``, and its masked
+        experiences are recorded.
         """
         from trinity_mq.models.recording.openai_clients import recorded_client
 
@@ -205,12 +209,12 @@ class ModelWrapper(RecordedModel):
     def extract_experience_from_history(
         self, clear_history: bool = True, *, merge_turns: bool = False
     ) -> list[Experience]:
-        """Return what was answered since the last call that cleared, one experience for each answer.
+        """Return the answers since the last call that cleared the history, one experience for each answer.
 
         Args:
-            clear_history: Forget it. Streams still open are taken as far as they have come.
-            merge_turns: Make turns one experience where a prompt begins with exactly the tokens of an earlier answer
-                and its prompt; see :func:`trinity_mq.models.recording.merging.merge_turns`.
+            clear_history: Clear the history. Open streams are returned with the tokens received so far.
+            merge_turns: Merge turns into one experience where a prompt begins with exactly the tokens of an earlier
+                prompt and its answer; see :func:`trinity_mq.models.recording.merging.merge_turns`.
 
         Raises:
             ValueError: History is off.
@@ -221,19 +225,21 @@ class ModelWrapper(RecordedModel):
         return merged(taken) if merge_turns else taken
 
     def clone_with_isolated_history(self) -> ModelWrapper:
-        """Return a wrapper of the same model with a history, and seeds, of its own."""
+        """Return a wrapper of the same model with its own history and seeds."""
         clone = copy.copy(self)
         vars(clone).update(history=History(), seeds=self.seeds.clone(), _owns_clients=False, _openai=[])
         return clone
 
     def become(self, other: ModelWrapper) -> None:
-        """Be as ``other``, a new wrapper of the same model, for another run of who holds this one and its OpenAI
-        clients.
+        """Take over the state of ``other``, a new wrapper of the same model, and keep the OpenAI clients of this
+        wrapper.
+
+        A caller that holds this wrapper and its OpenAI clients uses them for another run.
         """
         vars(self).update({**vars(other), "_openai": self._openai})
 
     async def aclose(self) -> None:
-        """Close the OpenAI clients handed out, and the connections unless they are shared."""
+        """Close the OpenAI clients that this wrapper returned, and its connections unless they are shared."""
         handed_out, self._openai = self._openai, []
         for client in handed_out:
             closing = await asyncio.to_thread(client.close)
@@ -253,7 +259,7 @@ class ModelWrapper(RecordedModel):
                 "stream=True: chat and generate return whole answers; stream with get_openai_client() or "
                 "get_openai_async_client(), whose calls are recorded too"
             )
-        given = {name: value for name, value in sampling.items() if name != "logprobs"}  # there anyway
+        given = {name: value for name, value in sampling.items() if name != "logprobs"}  # logprobs are always requested
         limit = {} if self.max_prompt_tokens is None else {"max_prompt_tokens": self.max_prompt_tokens}
         with span("make request"):
             return Call(self, {**limit, **what, **given}, tokens=True)
@@ -292,7 +298,7 @@ class ModelWrapper(RecordedModel):
 
     @contextlib.contextmanager
     def _named(self) -> Iterator[None]:
-        """Say in an EngineLost which engine it was."""
+        """Add the engine to an EngineLost."""
         try:
             yield
         except EngineLost as error:

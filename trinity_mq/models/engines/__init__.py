@@ -1,1 +1,1 @@
-"""Engines: what samples, how it is served, and how its host keeps it alive."""
+"""Engines: sampling, serving over HTTP, and supervision by a host."""

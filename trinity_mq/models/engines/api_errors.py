@@ -15,7 +15,7 @@ _TYPES = {
 
 
 class ApiError(Exception):
-    """An answer other than 200; the message teaches."""
+    """An answer other than 200; the message tells the caller how to fix the request."""
 
     def __init__(
         self,
@@ -51,15 +51,15 @@ class ApiError(Exception):
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None, **extra: Any) -> ApiError:
-    """Return a 400."""
+    """Return the error for a 400 answer."""
     return ApiError(400, message, code=code, param=param, extra=extra)
 
 
 def not_current(message: str) -> ApiError:
-    """Return the 503 of an engine that holds no committed weights."""
+    """Return the 503 error of an engine that holds no committed weights."""
     return ApiError(503, message, code="engine_not_current", retry_after=1.0)
 
 
 def stopping() -> ApiError:
-    """Return the 503 of an engine that is going away."""
+    """Return the 503 error of an engine that shuts down."""
     return ApiError(503, "the engine is shutting down; use another", code="engine_stopping", retry_after=1.0)

@@ -1,7 +1,8 @@
-"""An engine that is somebody else's server: requests pass through to an OpenAI-compatible URL, whose health is watched.
+"""An engine whose model runs on a third party's server: requests pass to an OpenAI-compatible URL, whose health is
+watched.
 
-A process of ours stands between, so that keys stay where they are needed, runners find it as they find any engine, and
-what only our engines understand does not reach a server that would refuse it.
+Our own process stands in between for three reasons. API keys stay on the machines that need them. Runners find it like
+any other engine. Request fields that only our engines understand do not reach a server that would refuse them.
 """
 
 from __future__ import annotations
@@ -27,21 +28,21 @@ log = structlog.get_logger(__name__)
 HEALTH_SECONDS = 10.0
 """Seconds for one health request."""
 OURS = ("max_prompt_tokens", "return_prompt_text", "return_token_ids")
-"""Fields of requests that only engines of ours know, and vLLM the last one."""
+"""Request fields that only our engines know. vLLM also knows the last field."""
 BUSY = frozenset({429, 502, 503, 504})
 """HTTP statuses that ask the client to try again later."""
 
 
 class ExternalServer(HttpServer):
-    """Serves what the server at ``model.url`` serves.
+    """Serves the model of the external server at ``model.url``.
 
     Args:
-        model: Where, and what it is called there.
-        engine_id: The engine's id.
-        key: The server's API key.
+        model: URL and name of the model.
+        engine_id: Id of the engine.
+        key: API key of the external server.
         token: Bearer token of the admin routes.
-        host: Where to listen.
-        lease: Seconds to live without hearing from our host.
+        host: Address to listen on.
+        lease: Seconds after which the process ends if its host has not called.
     """
 
     def __init__(
@@ -60,12 +61,14 @@ class ExternalServer(HttpServer):
         self._headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         self.served_name = model.served_name
         self.trouble: str | None = "it was not asked yet"
-        """Why nothing is served; None: all is well."""
+        """Reason why nothing is served; None while the external server is healthy."""
         self.load = 0
         self._look_now = asyncio.Event()
 
     async def run(self, ready: Callable[[str], None] = lambda url: None) -> str:
-        """Serve; call ``ready`` with the URL when requests are taken. Returns why it ended."""
+        """Serve until the end, and return the reason for the end. ``ready`` is called with the URL when requests are
+        accepted.
+        """
         limit = aiohttp.ClientTimeout(total=self.model.timeout, sock_connect=HEALTH_SECONDS)
         async with aiohttp.ClientSession(timeout=limit, headers=self._headers) as self._session:
             return await super().run(ready)
@@ -86,7 +89,7 @@ class ExternalServer(HttpServer):
         }
 
     def routes(self) -> list[web.RouteDef]:
-        """Return the routes besides lease, state and shutdown."""
+        """Return the routes in addition to lease, state and shutdown."""
         return [
             web.get("/health", self._health),
             web.get("/v1/models", self._models),
@@ -99,14 +102,14 @@ class ExternalServer(HttpServer):
 
     @contextlib.asynccontextmanager
     async def working(self) -> AsyncIterator[None]:
-        """Watch the server's health for the block."""
+        """Watch the external server's health during the block."""
         await self._look()
         async with asyncio.TaskGroup() as group:
             watching = group.create_task(self._watch_health(), name="health")
             yield
             watching.cancel()
 
-    # -- its health
+    # -- health of the external server
 
     async def _watch_health(self) -> None:
         while True:
@@ -117,11 +120,12 @@ class ExternalServer(HttpServer):
                 pass
             else:
                 self._look_now.clear()
-                await asyncio.sleep(min(1.0, self.model.health_interval))  # it has only just failed
+                # the server has failed just now: give it time
+                await asyncio.sleep(min(1.0, self.model.health_interval))
             await self._look()
 
     async def _look(self) -> None:
-        """Ask the server what it serves."""
+        """Request the list of models from the external server, and update ``trouble``."""
         url = f"{self._base}/models"
         try:
             async with asyncio.timeout(HEALTH_SECONDS), self._session.get(url) as response:
@@ -136,7 +140,9 @@ class ExternalServer(HttpServer):
         self.trouble = trouble
 
     def _read_models(self, status: int, body: bytes) -> str | None:
-        """Return what is wrong with the server's list of models, and note the model's name there."""
+        """Return the fault in the server's list of models, or None. Set ``served_name`` from the list if it is not
+        configured.
+        """
         url = f"{self._base}/models"
         if status in {401, 403}:
             given = self.model.api_key_env or self.model.api_key_file
@@ -144,7 +150,7 @@ class ExternalServer(HttpServer):
                 f"the key in {given} is not accepted" if given else "it wants a key; set api_key_env or api_key_file"
             )
         if self.served_name is not None and status == 404:
-            return None  # a server without a list may serve all the same
+            return None  # a server without a list of models may still serve
         if status != 200:
             return f"{url}: HTTP status {status}; wanted the list of models of an OpenAI-compatible server"
         try:
@@ -157,7 +163,7 @@ class ExternalServer(HttpServer):
             self.served_name = names[0]
         return None
 
-    # -- what passes
+    # -- requests that are forwarded
 
     async def _pass_on(self, request: web.Request) -> web.StreamResponse:
         body = self._for_them(await self._body(request), request.path)
@@ -171,7 +177,7 @@ class ExternalServer(HttpServer):
         return json_object(await read_body(request))
 
     def _for_them(self, body: dict[str, Any], path: str) -> dict[str, Any]:
-        """Return a request as the server understands it."""
+        """Return a request in the form that the external server understands."""
         wants_ids = bool(body.get("return_token_ids"))
         sent = {key: value for key, value in body.items() if key not in OURS and value is not None}
         if wants_ids and self.model.token_ids:
@@ -180,7 +186,7 @@ class ExternalServer(HttpServer):
         return {**sent, "model": self.served_name}
 
     async def _asked(self, request: web.Request, path: str, body: dict[str, Any]) -> web.StreamResponse:
-        """Send a request on and give back what is answered, as it comes where it is a stream."""
+        """Forward a request and return the answer. A stream is forwarded piece by piece."""
         stream: web.StreamResponse | None = None
         self.load += 1
         try:
@@ -197,14 +203,14 @@ class ExternalServer(HttpServer):
                 await stream.write_eof()
                 return stream
         except (TimeoutError, aiohttp.ClientError) as error:
-            if stream is not None:  # too late for an answer of ours: the stream breaks off
+            if stream is not None:  # too late for an error answer: the stream breaks off
                 raise ConnectionResetError(f"{self._base}{path}: {type(error).__name__}: {error}") from error
             raise self._failed(path, error) from None
         finally:
             self.load -= 1
 
     def _failed(self, path: str, error: Exception) -> ApiError:
-        """Return what is answered where the server does not answer."""
+        """Return the error answer for a failed request to the external server."""
         message = f"auxiliary model {self.model.name!r}: {self._base}{path}: {type(error).__name__}: {error}"
         if isinstance(error, TimeoutError):
             said = f"{self._base}{path}: no answer within {self.model.timeout:g} s (auxiliary_models.timeout)"
@@ -219,13 +225,13 @@ class ExternalServer(HttpServer):
         said = (await answer.content.read(300)).decode(errors="replace")
         try:
             wait = float(answer.headers.get("Retry-After", 1.0))
-        except ValueError:  # a date
+        except ValueError:  # the header holds a date
             wait = 1.0
         message = f"auxiliary model {self.model.name!r}: {answer.url}: HTTP status {answer.status}: {said}"
         return ApiError(503, message, code="server_busy", retry_after=wait)
 
     async def _score(self, request: web.Request) -> web.Response:
-        """Return the logprob of every given token after the first, from a server that speaks as vLLM does."""
+        """Return the logprob of every given token after the first, from an external server with vLLM's extensions."""
         body = await self._body(request)
         if not self.model.token_ids:
             raise self._lacks("logprobs of given tokens")
@@ -254,7 +260,7 @@ class ExternalServer(HttpServer):
             code="no_token_ids",
         )
 
-    # -- ours
+    # -- answered here
 
     async def _health(self, request: web.Request) -> web.Response:
         state = self.snapshot()

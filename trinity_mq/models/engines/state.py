@@ -1,4 +1,4 @@
-"""Serving state of an engine: the weights it holds, and whether it is paused for a sync."""
+"""Serving state of an engine: its weights, and whether it is paused for a sync."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ class StateError(Exception):
 
 
 class EngineState:
-    """Empty until the first weights, current at a committed version, dirty once weights were touched and not committed.
+    """Serving state. Empty: no weights yet. Current: holds a committed version. Dirty: weights were touched and not
+    committed.
 
-    It may also be paused: no batch step starts, requests wait. A pause has a lease, after which the engine goes on by
-    itself, with its old version if nothing was touched. To be used on the event loop only.
+    The engine may also be paused: no batch step starts, and requests wait. A pause has a lease. When the lease runs out
+    the engine resumes, with its old version if no weights were touched. Use this class on the event loop only.
     """
 
     def __init__(self) -> None:
@@ -34,16 +35,16 @@ class EngineState:
         self.paused = False
         self.draining = False
         self.receiving = False
-        """Weights are on their way; the pause's lease stands still."""
+        """True while weights are being received. During that time the lease does not end the pause."""
         self.applied = False
-        """All new weights are in place, their version is not committed yet."""
+        """True when all new weights are in place and their version is not committed yet."""
         self._arriving: Version | None = None
-        """Version of the weights that are applied; None: who sent them did not say."""
+        """Version of the weights that were applied; None: the sender did not name a version."""
         self.running = asyncio.Event()
         """Set while not paused."""
         self.running.set()
         self.on_resume: Callable[[], None] = lambda: None
-        """Called whenever a pause has ended, in whatever way."""
+        """Called after every end of a pause, for any reason."""
         self._pause_ends: asyncio.TimerHandle | None = None
 
     @property
@@ -54,7 +55,7 @@ class EngineState:
         return "paused" if self.paused else self.phase
 
     def problem(self, pin: Version | None) -> ApiError | None:
-        """Return why a request cannot be served now, None if it can. A pause is no problem: it passes."""
+        """Return why a request cannot be served now, or None. A pause is not a problem, because it passes."""
         if self.draining:
             return stopping()
         if self.phase != "current" and not self.paused:
@@ -73,34 +74,34 @@ class EngineState:
         return None
 
     def pause(self, lease: float) -> None:
-        """Stand still for at most ``lease`` seconds; a pause that is on is prolonged."""
+        """Pause for at most ``lease`` seconds; a running pause gets the new lease."""
         self.paused = True
         self.running.clear()
         self.restart_pause_lease(lease)
 
     def restart_pause_lease(self, lease: float) -> None:
-        """Give the pause ``lease`` seconds from now on."""
+        """Restart the lease of the pause with ``lease`` seconds."""
         if self._pause_ends is not None:
             self._pause_ends.cancel()
         self._pause_ends = asyncio.get_running_loop().call_later(lease, self._pause_ran_out, lease)
 
     def _pause_ran_out(self, lease: float) -> None:
-        if self.receiving:  # bounded by its own deadline
+        if self.receiving:  # receiving has its own deadline
             self.restart_pause_lease(lease)
             return
         log.warning("pause_ran_out", seconds=lease, phase=self.phase)
         self.resume()
 
     def touch(self, version: Version | None = None) -> None:
-        """New values are about to be written: from now on the weights are of no version until a commit.
+        """Mark the weights as about to be overwritten: they have no version until a commit.
 
         Args:
-            version: The only one that they can be committed as; None: any.
+            version: The only version under which the new weights can be committed. None: any version.
         """
         self.phase, self.version, self.applied, self._arriving = "dirty", None, False, version
 
     def resume(self) -> None:
-        """Serve what is there: the old version if it is untouched."""
+        """Resume and serve the current weights: the old version if it was not touched."""
         if self._pause_ends is not None:
             self._pause_ends.cancel()
             self._pause_ends = None
@@ -110,15 +111,16 @@ class EngineState:
         self.on_resume()
 
     def hold_for_good(self) -> None:
-        """Serve the weights that are there, as version 0.0: those of a model that is not trained."""
+        """Serve the present weights as version 0.0, for a model that is not trained."""
         self.phase, self.version = "current", (0, 0)
 
     def commit(self, version: Version, progress: int) -> None:
-        """Stamp what was applied (or what is held already) as ``version`` and serve it.
+        """Record ``version`` for the applied weights (or for weights held already) and serve them.
 
         Raises:
-            StateError: Nothing was applied that could be this version. A host that stood still while another one took
-                its engine over may commit an older version after weights of a newer one arrived.
+            StateError: The engine holds no weights that could be this version. This includes a host that was suspended
+                while another host took over its engine: it may commit an older version after weights of a newer version
+                arrived.
         """
         if self.applied and self._arriving not in (None, version):
             raise StateError(
@@ -136,7 +138,7 @@ class EngineState:
 
 
 class Lease:
-    """Calls ``expired`` once, when ``seconds`` have passed since the last renewal. Used on the event loop."""
+    """Calls ``expired`` once, ``seconds`` after the last renewal. Use it on the event loop."""
 
     def __init__(self, seconds: float, expired: Callable[[], None]) -> None:
         self._expired = expired
@@ -144,19 +146,19 @@ class Lease:
         self.renew(seconds)
 
     def renew(self, seconds: float) -> None:
-        """Run for ``seconds`` from now on."""
+        """Restart the lease with ``seconds``."""
         if self._timer is not None:
             self._timer.cancel()
         self._timer = asyncio.get_running_loop().call_later(seconds, self._expired)
 
     def end(self) -> None:
-        """Run no more."""
+        """Stop the timer."""
         if self._timer is not None:
             self._timer.cancel()
 
     @property
     def left(self) -> float:
-        """Seconds left."""
+        """Seconds until the lease expires."""
         if self._timer is None or self._timer.cancelled():
             return 0.0
         return max(0.0, self._timer.when() - asyncio.get_running_loop().time())

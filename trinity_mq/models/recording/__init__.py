@@ -1,1 +1,1 @@
-"""Records the calls of a workflow as experiences, whichever client makes them."""
+"""Records the calls of a workflow as experiences, with any client."""

@@ -1,4 +1,4 @@
-"""The answers to one prompt as experiences, made together: their tokens are one array, of which each has its part."""
+"""Converts all answers to one prompt to experiences at once: their tokens are slices of one array."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trinity_mq.experience.rules import RESPONSE_TRUNCATED, SINGLE_TURN, Version
 from trinity_mq.models.recording.sse import numbers
 
 LEAST_LOGPROB, LARGEST_LOGPROB = -9999.0, 1e30
-"""A logprob between these is that of a token that was sampled: the lower one is what vLLM writes for minus infinity."""
+"""A logprob outside these limits does not belong to a sampled token. vLLM writes the lower limit for minus infinity."""
 WHOLE = frozenset({"stop", "tool_calls", "function_call", "content_filter"})
 """Finish reasons of a response that ended by itself."""
 
@@ -29,19 +29,20 @@ _NONE = repeat(None)
 def experiences_at_once(
     answer: Mapping[str, Any], temperature: float, text_of: Callable[[Mapping[str, Any]], str]
 ) -> list[Experience] | None:
-    """Return what :func:`trinity_mq.models.recording.responses.experiences_of` makes of an answer whose choices share a
-    prompt and are complete; None for any other, which is to be looked at choice by choice.
+    """Return the experiences of an answer whose choices share a prompt and are complete, as
+    :func:`trinity_mq.models.recording.responses.experiences_of` does. Return None for any other answer, which the
+    caller converts choice by choice.
 
-    Everything that the constructor of an experience checks is checked here, for all choices at once. The experiences
-    share no memory that is written to, although their tensors are parts of the same arrays.
+    All checks of the Experience constructor are done here, for all choices at once. The experiences share no memory
+    that is written to, although their tensors are slices of the same arrays.
 
     Args:
-        answer: With ``choices``.
-        temperature: As requested.
+        answer: JSON body with ``choices``.
+        temperature: Requested temperature.
         text_of: Returns the text of a choice.
 
     Raises:
-        ExperienceError: The temperature is none.
+        ExperienceError: The temperature is invalid.
     """
     choices, prompt, prompt_text = answer["choices"], answer.get("prompt_token_ids"), answer.get("prompt_text")
     if not prompt or type(prompt) is not list or not (prompt_text is None or type(prompt_text) is str):
@@ -64,9 +65,9 @@ def experiences_at_once(
     try:
         tokens = array("i", chain.from_iterable(chain(prompt, ids) for ids in responses))
         given = np.frombuffer(array("d", chain.from_iterable(logprobs)))
-    except (TypeError, OverflowError):  # of one choice: what it is depends on which
+    except (TypeError, OverflowError):  # the fault of one choice: the choice-by-choice path reports it
         return None
-    if not LEAST_LOGPROB < given.min() <= given.max() < LARGEST_LOGPROB:  # NaN is not
+    if not LEAST_LOGPROB < given.min() <= given.max() < LARGEST_LOGPROB:  # also false for NaN
         return None
     heat, length, count = sampling_temperature("temperature", temperature or 1.0), len(prompt), len(choices)
     columns: dict[str, Iterable[Any]] = {
@@ -89,13 +90,15 @@ def experiences_at_once(
 
 
 def _split(flat: Tensor, sizes: list[int]) -> Any:
-    # "unsafe" only for autograd, which has no part in this; the views are the same and cost less
+    # "unsafe" concerns only autograd, which is not used here; the views are the same and cost less
     return torch.unsafe_split_with_sizes(flat, sizes)
 
 
 def _versions(answer: Mapping[str, Any]) -> list[Versions | None] | None:
-    """Return the versions of each choice, None for none; None in place of all where one is not of the usual form: whole
-    numbers in rows of three, of which each choice has one, from its first token on.
+    """Return the versions of each choice, None for a choice without versions.
+
+    Return None for the whole answer if the versions do not have the usual form: whole numbers in rows of three, with
+    one row per choice that starts at its first token.
     """
     whole = answer.get("weight_version")
     if whole is not None and not (type(whole) is list and len(whole) == 2 and _are_counts(whole)):

@@ -1,4 +1,4 @@
-"""One request of a wrapped model: what is sent, and where what comes back is kept."""
+"""One request of a wrapped model: the body that is sent, and the recording of the answer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from trinity_mq.models.recording.sse import EventReader, Gathered
 from trinity_mq.telemetry.trace import span
 
 LOGPROBS_HEADERS = {"X-TMQ-Logprobs": "numbers"}
-"""Spares our engines the text of each token; other servers do not know it."""
+"""Spares our engines the text of each token; other servers ignore the header."""
 
 
 class RecordedModel:
@@ -39,14 +39,14 @@ class RecordedModel:
     ) -> None:
         self.model, self.enable_history = model, enable_history
         self.sampling, self.headers = sampling, headers
-        """Sampling parameters of a call that gives none; headers of every request."""
+        """Default sampling parameters of a call; headers of every request."""
         self.not_ready_timeout, self.request_timeout = not_ready_timeout, request_timeout
         self.history, self.seeds = History(), Seeds(seed)
         self.answered_by: Version | None = None
         """Version that gave the latest answer."""
 
     def not_ready_policy(self) -> dict[str, Any]:
-        """Return how long and how often to ask an engine that is not ready, for tenacity."""
+        """Return the tenacity arguments for retries of a request to an engine that is not ready."""
         return {
             "retry": retry_if_exception_type(EngineNotReady),
             "wait": _retry_after,
@@ -56,7 +56,7 @@ class RecordedModel:
 
 
 def _retry_after(state: RetryCallState) -> float:
-    """Return the seconds that the engine asked to wait."""
+    """Return the number of seconds that the engine asked to wait."""
     error = state.outcome.exception() if state.outcome else None
     return error.retry_after if isinstance(error, EngineNotReady) else 1.0
 
@@ -64,12 +64,12 @@ def _retry_after(state: RetryCallState) -> float:
 class Call:
     """A request to ``/v1/chat/completions`` or ``/v1/completions``.
 
-    It belongs to the history that was the wrapper's when it was made: an answer that comes late, into the next run on
-    the same wrapper, is not that run's.
+    The request belongs to the history that the wrapper had when the request was made. An answer that arrives during the
+    next run on the same wrapper is not added to the history of that run.
     """
 
     def __init__(self, wrapper: RecordedModel, given: Mapping[str, Any], *, tokens: bool) -> None:
-        """``given``: the body as the caller wants it; ``tokens``: experiences are to be made of the answer."""
+        """Create the request. ``given`` is the caller's body. ``tokens``: experiences will be made from the answer."""
         self._wrapper = wrapper
         self._history = wrapper.history
         self.model, self.url = wrapper.model, wrapper.model.url
@@ -80,20 +80,20 @@ class Call:
 
     @property
     def temperature(self) -> float:
-        """As sent; to be asked for only once the server has taken it."""
+        """Temperature that was sent. Read it only after the server accepted the request, which validates the value."""
         return float(self.body.get("temperature", 1.0))
 
     @property
     def recorded(self) -> bool:
-        """Whether what comes is kept in the history."""
+        """Whether the answer is added to the history."""
         return self._wrapper.enable_history
 
     def experiences(self, answer: Mapping[str, Any]) -> list[Experience]:
-        """Return a whole answer as experiences, and keep them when history is enabled.
+        """Return a whole answer as experiences, and add them to the history if it is enabled.
 
         Raises:
-            EngineRefused: It has no token ids or logprobs; from an auxiliary model text is enough where nothing is
-                recorded.
+            EngineRefused: The answer has no token ids or logprobs. Without recording, an auxiliary model may answer
+                with text alone.
         """
         with span("make experiences") as traced:
             experiences = self.read(answer)
@@ -103,7 +103,7 @@ class Call:
         return experiences
 
     def read(self, answer: Mapping[str, Any]) -> list[Experience]:
-        """Return an answer as experiences and keep nothing; errors as :meth:`experiences`."""
+        """Return an answer as experiences without recording them; errors as :meth:`experiences`."""
         text_only = self.model.role == "auxiliary" and not self.recorded
         experiences = experiences_of(answer, self.temperature, text_only=text_only)
         if self.model.role == "rollout":
@@ -113,7 +113,7 @@ class Call:
         return experiences
 
     def answered_by(self, answer: Mapping[str, Any], experiences: list[Experience] | None = None) -> None:
-        """Note which version gave ``answer``."""
+        """Store the version that gave ``answer``."""
         version = answer.get("weight_version")
         if experiences and experiences[0].versions:
             version = experiences[0].version_max
@@ -121,33 +121,33 @@ class Call:
             self._wrapper.answered_by = (int(version[0]), int(version[1]))
 
     def too_long(self, error: PromptTooLong) -> list[Experience]:
-        """Return the masked experiences of a prompt that is too long, and keep them when history is enabled."""
+        """Return the masked experiences of a prompt that is too long, and add them to the history if it is enabled."""
         experiences = masked_experiences(error, self.body.get("n") or 1, self.temperature)
         if self.recorded:
             self._history.add(experiences)
         return experiences
 
     def recording(self, named: Mapping[str, Any], *, streamed: bool) -> Recording:
-        """Return what records the bytes of the answer; ``named`` holds fields that its headers gave."""
+        """Return the recorder for the bytes of the answer; ``named`` holds fields from the answer's headers."""
         return StreamedAnswer(self, self._history, named) if streamed else WholeAnswer(self, named)
 
 
 class WholeAnswer:
-    """Records an answer that is one JSON object; an incomplete one is of no use."""
+    """Records an answer that is one JSON object; an incomplete answer is not recorded."""
 
     def __init__(self, call: Call, named: Mapping[str, Any]) -> None:
         self._call, self._named = call, named
         self._received = bytearray()
 
     def feed(self, data: bytes) -> None:
-        """Keep bytes for :meth:`end`."""
+        """Buffer bytes for :meth:`end`."""
         self._received += data
 
     def end(self) -> None:
         """Record the answer.
 
         Raises:
-            EngineError: It is no answer, or has no token ids or logprobs.
+            EngineError: The body is not an answer, or has no token ids or logprobs.
         """
         try:
             answer = json.loads(self._received)
@@ -165,9 +165,9 @@ class WholeAnswer:
 
 
 class StreamedAnswer:
-    """Records an event stream: kept when it is complete, is closed, or is taken from the history before.
+    """Records an event stream when it is complete, when it is closed, or when the history is taken before its end.
 
-    What had not ended by then is ``response_truncated``. Nothing is kept twice.
+    Choices that had not ended by then are ``response_truncated``. Nothing is recorded twice.
     """
 
     def __init__(self, call: Call, history: History, named: Mapping[str, Any]) -> None:
@@ -177,10 +177,10 @@ class StreamedAnswer:
         history.expect(self._so_far)
 
     def feed(self, data: bytes) -> None:
-        """Take in the events that end here.
+        """Add the events that end in ``data``.
 
         Raises:
-            EngineError: They report an error, or are no event stream.
+            EngineError: The events report an error, or the bytes are not an event stream.
         """
         try:
             chunks = self._reader.feed(data)
@@ -196,7 +196,7 @@ class StreamedAnswer:
             self._gathered.add(chunk)
 
     def end(self) -> None:
-        """Record what came."""
+        """Record the tokens received."""
         self._history.settle(self._so_far)
 
     close = end
@@ -213,7 +213,7 @@ Recording = WholeAnswer | StreamedAnswer
 
 
 def _body(wrapper: RecordedModel, given: Mapping[str, Any], *, tokens: bool) -> dict[str, Any]:
-    """Return the caller's body over the wrapper's sampling parameters."""
+    """Return the body to send: the wrapper's sampling parameters, overridden by the caller's fields."""
     fields = {name: value for name, value in given.items() if value is not None}
     body = {"model": wrapper.model.name, **wrapper.sampling}
     if "max_completion_tokens" in fields:

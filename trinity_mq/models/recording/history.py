@@ -1,4 +1,4 @@
-"""Keeps the recorded answers of a wrapped model until a workflow takes them, and the sequence of its seeds."""
+"""Recorded answers of a wrapped model until a workflow takes them, and the sequence of its seeds."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterable
 from trinity_mq.experience import Experience
 
 Partial = Callable[[], list[Experience]]
-"""Returns the experiences of an answer that is still arriving, as far as it has come."""
+"""Returns the experiences of an answer that is still arriving, up to its current end."""
 SEED_BITS = 63
 
 
 class History:
-    """Experiences in the order in which their answers were complete. Safe to use from several threads."""
+    """Experiences in the order in which their answers completed. Safe to use from several threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -23,17 +23,19 @@ class History:
         self._coming: list[Partial] = []
 
     def add(self, experiences: Iterable[Experience]) -> None:
-        """Keep ``experiences``."""
+        """Append ``experiences``."""
         with self._lock:
             self._experiences.extend(experiences)
 
     def expect(self, partial: Partial) -> None:
-        """Keep what ``partial`` says when :meth:`settle` comes, or when somebody takes before."""
+        """Register a partial answer, which :meth:`settle` or :meth:`take` evaluates."""
         with self._lock:
             self._coming.append(partial)
 
     def settle(self, partial: Partial, *, keep: bool = True) -> None:
-        """Keep what has come, once; without ``keep`` forget it. Does nothing if it was taken before."""
+        """Append the answer's experiences, once; with ``keep`` False discard them. Does nothing if :meth:`take` cleared
+        it before.
+        """
         with self._lock:
             if partial in self._coming:
                 self._coming.remove(partial)
@@ -41,7 +43,9 @@ class History:
                     self._experiences += partial()
 
     def take(self, *, clear: bool) -> list[Experience]:
-        """Return what is kept; ``clear`` forgets it. What is still coming is taken as far as it has come."""
+        """Return the recorded experiences, and clear them with ``clear``. Answers still arriving are included up to
+        their current end.
+        """
         with self._lock:
             taken = [*self._experiences, *(experience for partial in self._coming for experience in partial())]
             if clear:
@@ -51,7 +55,7 @@ class History:
 
 
 class Seeds:
-    """A row of seeds derived from one, and further rows for clones. Without a seed there are none."""
+    """A sequence of seeds derived from one seed, and further sequences for clones. Without a seed all are None."""
 
     def __init__(self, seed: int | None) -> None:
         self._seed = seed
@@ -62,7 +66,7 @@ class Seeds:
         return self._derived("call", next(self._calls))
 
     def clone(self) -> Seeds:
-        """Return a row of its own for the next clone."""
+        """Return a new sequence for the next clone."""
         return Seeds(self._derived("clone", next(self._clones)))
 
     def _derived(self, purpose: str, number: int) -> int | None:

@@ -12,13 +12,14 @@ from trinity_mq.experience.rules import PROMPT_TRUNCATED, SINGLE_TURN, Versions
 
 
 def merge_turns(experiences: Iterable[Experience]) -> list[Experience]:
-    """Return ``experiences`` with each turn appended to the one it continues.
+    """Return ``experiences`` with each turn appended to the turn that it continues.
 
-    A turn continues another where its prompt begins with exactly the tokens, prompt and response, of the other, and
-    both were sampled at the same temperature. A turn is continued once: of several that branch off it the first is
-    appended, the others stay, for otherwise the common part would be trained on twice. What the merged experience is
-    trained on is what was sampled; tokens between the turns are masked and have logprob 0. ``info["turns"]`` says how
-    many there are; identity is the first turn's, text of the response and whatever judges it the last one's.
+    A turn continues an earlier turn if its prompt begins with exactly the earlier turn's prompt and response tokens,
+    and both were sampled at the same temperature. A turn is continued once: of several turns that branch off it, the
+    first is appended and the others stay separate, because otherwise the common part would be trained on twice. The
+    action mask of a merged experience covers the sampled tokens; tokens between the turns are masked and have logprob
+    0. ``info["turns"]`` is the number of turns. The id comes from the first turn; response text, reward, info and
+    metrics come from the last turn.
     """
     rows: list[list[Experience]] = []
     for experience in experiences:
@@ -67,12 +68,12 @@ def _merged(turns: list[Experience]) -> Experience:
 
 
 def _present(column: Tensor | None) -> Tensor:
-    assert column is not None  # recorded experiences have both
+    assert column is not None  # recorded experiences have both columns
     return column
 
 
 def _versions(turns: list[Experience]) -> Versions | None:
-    """Return the run-length columns of the turns as one; None where one is not known."""
+    """Return the run-length columns of the turns as one column; None if the versions of a turn are not known."""
     rows: Versions = []
     for turn in turns:
         if turn.versions is None:

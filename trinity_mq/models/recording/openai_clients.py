@@ -1,7 +1,7 @@
-"""OpenAI clients of a wrapped model: they wait out an engine without weights, raise our typed errors, are recorded.
+"""OpenAI clients of a wrapped model: they wait for an engine without weights, raise our typed errors, and are recorded.
 
-Recording happens where the bytes pass, below the client: whatever is built on it (streams, ``parse``, raw responses,
-``with_options``, agent frameworks that are handed the client) is recorded alike, from what the engine sent.
+Recording happens below the client, on the bytes from the engine. Therefore everything built on the client is recorded
+in the same way: streams, ``parse``, raw responses, ``with_options``, and agent frameworks that use the client.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from trinity_mq.models.errors import EngineLost, PromptTooLong
 from trinity_mq.models.inference import InferenceModel
 from trinity_mq.models.recording.calls import Call, RecordedModel, Recording
 
-API_KEY = "none"  # engines ask for none, the client insists on one
+API_KEY = "none"  # engines need no key, but the client requires one
 SAMPLING = ("/chat/completions", "/completions")
-"""Ends of the paths whose answers are sampled."""
+"""Path suffixes of requests whose answers are sampled."""
 
 
 def recorded_client(wrapper: RecordedModel) -> openai.OpenAI:
@@ -41,14 +41,14 @@ def recorded_async_client(wrapper: RecordedModel) -> openai.AsyncOpenAI:
 
 
 class RecordingClient(openai.DefaultHttpxClient):
-    """HTTP for one wrapped model."""
+    """HTTP client for one wrapped model."""
 
     def __init__(self, wrapper: RecordedModel) -> None:
         super().__init__(**_connection(wrapper))
         self._wrapper = wrapper
 
     def send(self, request: httpx2.Request, *, stream: bool = False, **options: Any) -> httpx2.Response:
-        """Send a request; record what is sampled."""
+        """Send a request, and record a sampled answer."""
         if not _samples(request):
             return self._sent(request, stream, options)
         call = Call(self._wrapper, json.loads(request.read()), tokens=self._wrapper.enable_history)
@@ -74,7 +74,7 @@ class RecordingClient(openai.DefaultHttpxClient):
     def _sent(self, request: httpx2.Request, stream: bool, options: Mapping[str, Any]) -> httpx2.Response:
         try:
             return super().send(request, stream=stream, **options)
-        except httpx2.TransportError as error:  # a timeout is one too
+        except httpx2.TransportError as error:  # a timeout is also a TransportError
             raise _lost(request.url, error, self._wrapper.model) from error
 
 
@@ -86,7 +86,7 @@ class AsyncRecordingClient(openai.DefaultAsyncHttpxClient):
         self._wrapper = wrapper
 
     async def send(self, request: httpx2.Request, *, stream: bool = False, **options: Any) -> httpx2.Response:
-        """Send a request; record what is sampled."""
+        """Send a request, and record a sampled answer."""
         if not _samples(request):
             return await self._sent(request, stream, options)
         call = Call(self._wrapper, json.loads(await request.aread()), tokens=self._wrapper.enable_history)
@@ -112,12 +112,12 @@ class AsyncRecordingClient(openai.DefaultAsyncHttpxClient):
     async def _sent(self, request: httpx2.Request, stream: bool, options: Mapping[str, Any]) -> httpx2.Response:
         try:
             return await super().send(request, stream=stream, **options)
-        except httpx2.TransportError as error:  # a timeout is one too
+        except httpx2.TransportError as error:  # a timeout is also a TransportError
             raise _lost(request.url, error, self._wrapper.model) from error
 
 
 class RecordedStream(httpx2.SyncByteStream, httpx2.AsyncByteStream):
-    """An answer's bytes, which are recorded while they pass; read in the way that ``inner`` is."""
+    """The bytes of an answer, recorded as they pass; iterated synchronously or asynchronously, like ``inner``."""
 
     def __init__(self, inner: Any, recording: Recording, url: httpx2.URL, model: InferenceModel) -> None:
         self._inner, self._recording, self._url, self._model = inner, recording, url, model
@@ -158,7 +158,7 @@ class RecordedStream(httpx2.SyncByteStream, httpx2.AsyncByteStream):
 
 
 def _name_model(client: openai.OpenAI | openai.AsyncOpenAI, name: str) -> None:
-    """Let ``create`` be called without ``model``: there is but one."""
+    """Set the default of ``model`` in ``create``: the engine serves only one model."""
     for resource in (client.chat.completions, client.completions):
         vars(resource)["create"] = functools.wraps(resource.create)(functools.partial(resource.create, model=name))
 
@@ -169,13 +169,13 @@ def _settings(wrapper: RecordedModel) -> dict[str, Any]:
         "api_key": API_KEY,
         "default_headers": wrapper.headers,
         "timeout": wrapper.request_timeout,
-        "max_retries": 0,  # ours: a 503 is waited out, a lost engine is not
+        "max_retries": 0,  # retries are ours: a 503 is retried, a lost engine is not
     }
 
 
 def _connection(wrapper: RecordedModel) -> dict[str, Any]:
-    """Return how to connect."""
-    # an engine is near: no proxy leads to it, and loading certificates that plain HTTP has no use for takes 30 ms
+    """Return the connection arguments of an HTTP client."""
+    # no proxy reaches an engine, and loading certificates, which plain HTTP does not use, takes 30 ms
     return {"trust_env": False, "verify": False} if wrapper.model.url.startswith("http://") else {}
 
 
@@ -186,16 +186,18 @@ def _samples(request: httpx2.Request) -> bool:
 def _rewritten(request: httpx2.Request, call: Call) -> httpx2.Request:
     """Return the request with the wrapper's parameters, for one attempt."""
     headers = httpx2.Headers(request.headers)
-    headers.update({**call.headers, "Accept-Encoding": "identity"})  # its bytes are read on the way
+    # the bytes are parsed on the way, so they must not be compressed
+    headers.update({**call.headers, "Accept-Encoding": "identity"})
     for name in ("Content-Length", "Transfer-Encoding"):
         headers.pop(name, None)
     return httpx2.Request(request.method, request.url, headers=headers, json=call.body, extensions=request.extensions)
 
 
 def _refused(response: httpx2.Response, call: Call) -> None:
-    """Raise our error for what an engine says of itself; what is the caller's own mistake stays OpenAI's to raise.
+    """Raise our error for problems of the engine (409, 503). Errors of the caller's request are left to the OpenAI
+    client.
 
-    A prompt that is too long is both: the caller hears of it, and the history has the masked experiences of it.
+    A prompt that is too long is handled in both places: the client raises, and the history gets the masked experiences.
     """
     try:
         answer = response.json()
@@ -209,7 +211,7 @@ def _refused(response: httpx2.Response, call: Call) -> None:
 
 
 def _recording(response: httpx2.Response, call: Call) -> Recording | None:
-    """Return what records the answer; None where nothing is to be recorded."""
+    """Return the recorder for the answer; None if the answer is not recorded."""
     if response.status_code != 200:
         return None
     named = with_version({}, response.headers)

@@ -1,4 +1,4 @@
-"""An engine's answer as experiences."""
+"""Converts an engine's answer to experiences."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ MASKED_TEXT = "[the prompt is too long: this experience is masked out]"
 def experiences_of(answer: Mapping[str, Any], temperature: float, *, text_only: bool = False) -> list[Experience]:
     """Return one experience for each choice of a chat or text completion made with ``return_token_ids``.
 
-    Understood are our engines, vLLM and whoever speaks like them: prompt tokens beside the choices or in each, logprobs
-    as ``token_logprobs`` of the choice or inside its ``logprobs``. Versions are ``weight_versions`` of a choice, else
-    ``weight_version`` of the answer, else unknown. A response that was cut off, by a limit, by the server or by whoever
-    closed the stream, is ``response_truncated``.
+    The function accepts answers of our engines, of vLLM and of compatible servers: prompt tokens next to the choices or
+    in each choice, logprobs as ``token_logprobs`` of the choice or inside its ``logprobs``. Versions come from
+    ``weight_versions`` of a choice, else from ``weight_version`` of the answer, else they are unknown. A response that
+    was cut off by a limit, by the server or by closing the stream is ``response_truncated``.
 
-    A token whose logprob is no finite number (None, NaN, minus infinity, or vLLM's -9999) is kept and not trained on:
-    its action mask is False, its logprob 0, and the metric ``unknown_logprobs`` counts it. Its answer and the other
-    runs of the task lose nothing.
+    A token whose logprob is not a finite number (None, NaN, minus infinity, or vLLM's -9999) is kept but not trained
+    on: its action mask is False, its logprob is 0, and the metric ``unknown_logprobs`` counts it. The rest of its
+    answer and the other runs of the task are not affected.
 
     Args:
         answer: The JSON body.
-        temperature: As requested. At 0 the logprobs are those of temperature 1, and so the experience says.
-        text_only: Without token ids make experiences of the texts alone, with nothing to train on.
+        temperature: Requested temperature. At 0 the logprobs are from temperature 1, which the experience records.
+        text_only: If token ids are missing, make experiences from the texts alone, without trainable tokens.
 
     Raises:
-        EngineRefused: The answer holds no choices, no token ids, or no logprob for each.
+        EngineRefused: The answer holds no choices, no token ids, or not one logprob per token.
     """
     choices = answer.get("choices")
     if not isinstance(choices, list):
@@ -71,7 +71,9 @@ def _experience(choice: Mapping[str, Any], answer: Mapping[str, Any], temperatur
 
 
 def _tensor(values: Sequence[Any], dtype: torch.dtype) -> torch.Tensor:
-    """Return the numbers as a tensor ``[len(values)]``; for a short list a third of the time of torch.tensor."""
+    """Return the numbers as a tensor ``[len(values)]``; for a short list this takes a third of the time of
+    torch.tensor.
+    """
     if not values:
         return torch.zeros(0, dtype=dtype)
     return torch.frombuffer(array("i" if dtype == torch.int32 else "f", values), dtype=dtype)
@@ -109,7 +111,7 @@ def _versions(choice: Mapping[str, Any], answer: Mapping[str, Any]) -> Versions 
 
 def _text_experience(choice: Mapping[str, Any], temperature: float) -> Experience:
     return Experience(
-        tokens=torch.zeros(2, dtype=torch.int32),  # an experience has some; none of these is trained on
+        tokens=torch.zeros(2, dtype=torch.int32),  # an experience needs tokens; the mask excludes them from training
         action_mask=torch.zeros(1, dtype=torch.bool),
         response_text=text_of(choice),
         truncate_status=None if choice.get("finish_reason") in WHOLE else RESPONSE_TRUNCATED,
@@ -119,7 +121,7 @@ def _text_experience(choice: Mapping[str, Any], temperature: float) -> Experienc
 
 
 def masked_experiences(error: PromptTooLong, count: int, temperature: float) -> list[Experience]:
-    """Return ``count`` experiences for a prompt that is too long: cut, without reward, nothing of them trained on."""
+    """Return ``count`` experiences for a prompt that is too long: cut, with reward 0, and without trainable tokens."""
     tokens = torch.tensor(error.token_ids[: error.limit + 1], dtype=torch.int32)
     return [
         Experience(
@@ -136,7 +138,7 @@ def masked_experiences(error: PromptTooLong, count: int, temperature: float) -> 
 
 
 def is_asked(experiences: Sequence[Experience]) -> bool:
-    """Return whether the model was asked: not every experience stands for a prompt that is too long."""
+    """Return False if every experience is a placeholder for a prompt that is too long: the model was not asked."""
     return not experiences or any(each.truncate_status != PROMPT_TRUNCATED for each in experiences)
 
 
@@ -144,7 +146,7 @@ def check_asked(experiences: list[Experience]) -> list[Experience]:
     """Return the experiences of a run or a request.
 
     Raises:
-        PromptTooLong: The model was not asked.
+        PromptTooLong: Every experience is a placeholder for a prompt that is too long.
     """
     if is_asked(experiences):
         return experiences
@@ -168,20 +170,20 @@ def conversation_experience(
     version: Sequence[int],
     temperature: float,
 ) -> Experience:
-    """Return a conversation as one multi-turn experience: the response starts at the assistant's first token.
+    """Return a conversation as one multi-turn experience; the response starts at the assistant's first token.
 
     Args:
-        tokens: All of them, already cut to ``max_length`` where the conversation is longer.
-        assistant_mask: One for each token of the whole conversation: 1 where the assistant wrote it.
-        logprobs: Of every token after the first.
-        max_length: Tokens kept of a longer conversation.
-        messages: Kept in the experience.
-        tools: Kept in the experience.
-        version: That scored it.
-        temperature: The logits were divided by it.
+        tokens: Tokens of the conversation, already cut to ``max_length``.
+        assistant_mask: One entry per token of the uncut conversation: 1 for the assistant's tokens.
+        logprobs: Logprob of every token after the first.
+        max_length: Maximum number of tokens.
+        messages: Stored in the experience.
+        tools: Stored in the experience.
+        version: Weight version that scored the tokens.
+        temperature: Divisor of the logits.
 
     Raises:
-        ValueError: Nothing of what is kept was written by the assistant, or its first token is the first of all.
+        ValueError: The cut conversation has no token of the assistant, or begins with one.
     """
     mask = list(assistant_mask[: len(tokens)])
     first = mask.index(1) if 1 in mask else 0

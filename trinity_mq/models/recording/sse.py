@@ -10,21 +10,21 @@ from typing import Any
 from trinity_mq.messages.msgpack_scan import mended
 
 MAX_EVENT = 1 << 24
-"""Bytes of one event that are waited for; a server that sends more without an end is no event stream."""
+"""Maximum bytes of one event. A server that sends more without an end does not send an event stream."""
 
 
 class EventReader:
-    """Takes bytes as they come and gives back the JSON of each event that is complete (WHATWG HTML, section 9.2)."""
+    """Takes bytes as they arrive and returns the JSON of each complete event (WHATWG HTML, section 9.2)."""
 
     def __init__(self) -> None:
         self._line = b""
         self._data: list[bytes] = []
 
     def feed(self, piece: bytes) -> list[Any]:
-        """Return what the events that end in ``piece`` say.
+        """Return the JSON of the events that end in ``piece``.
 
         Raises:
-            ValueError: One is not JSON, or does not end.
+            ValueError: An event is not JSON, or does not end.
         """
         events: list[Any] = []
         *lines, self._line = (self._line + piece).split(b"\n")
@@ -42,16 +42,16 @@ class EventReader:
 
 
 class PieceMender:
-    """Mends the texts of one stream's chunks: a server that cuts its text in UTF-16 sends a pair of surrogates in two
-    chunks, of which no message can hold either half.
+    """Repairs the texts of one stream's chunks. A server that cuts its text in UTF-16 can split a surrogate pair over
+    two chunks, and no message can hold either half.
     """
 
     def __init__(self) -> None:
         self._halves: dict[int, str] = {}
-        """The first half with which the latest piece of a choice ended."""
+        """First half of a pair at the end of the latest piece, by choice."""
 
     def mend(self, chunk: Mapping[str, Any]) -> None:
-        """Change the text in each choice of a chunk; a first half at its end goes into the next one."""
+        """Repair the text in each choice of a chunk; a first half at its end moves to the next chunk."""
         for choice in chunk.get("choices") or ():
             index, name = choice.get("index") or 0, "text" if "text" in choice else "content"
             holder = choice if name == "text" else choice.get("delta") or {}
@@ -65,7 +65,7 @@ class PieceMender:
 
 
 class Gathered:
-    """The answer that chunks make up, in the form of one that is not streamed. Threads may share it."""
+    """The answer assembled from chunks, in the form of an answer without streaming. Threads may share it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -73,7 +73,7 @@ class Gathered:
         self._choices: dict[int, dict[str, Any]] = {}
 
     def add(self, chunk: Mapping[str, Any]) -> None:
-        """Take in one chunk."""
+        """Add one chunk."""
         with self._lock:
             for name in ("prompt_token_ids", "prompt_text", "weight_version"):
                 if chunk.get(name) is not None:
@@ -82,7 +82,7 @@ class Gathered:
                 _extend(self._choices.setdefault(piece.get("index") or 0, _nothing()), piece)
 
     def answer(self) -> dict[str, Any]:
-        """Return what there is so far. Choices of which nothing has come are left out."""
+        """Return the answer so far, without choices that have not begun."""
         with self._lock:
             choices = [
                 {name: list(value) if isinstance(value, list) else value for name, value in choice.items()}
@@ -93,8 +93,8 @@ class Gathered:
 
 
 def numbers(choice: Mapping[str, Any]) -> list[float | None] | None:
-    """Return the logprobs of a choice, or of a part of one, in whichever form the server gives them; None for a token
-    of which it gives none.
+    """Return the logprobs of a choice, or of a part of a choice, from any form that servers use. None stands for a
+    missing logprob.
     """
     logprobs = choice.get("logprobs") or {}
     found: list[float | None] | None = choice.get("token_logprobs")
@@ -106,7 +106,7 @@ def numbers(choice: Mapping[str, Any]) -> list[float | None] | None:
 
 
 def text_of(choice: Mapping[str, Any]) -> str:
-    """Return all that was written; of calls of tools that a server took out of it, what they must have been."""
+    """Return the complete text of a choice. Tool calls that a server moved out of the text are reconstructed."""
     return mended(_text_of(choice))
 
 
@@ -144,7 +144,7 @@ def _extend(choice: dict[str, Any], piece: Mapping[str, Any]) -> None:
         choice["token_ids"] = [*(choice["token_ids"] or ()), *piece["token_ids"]]
     choice["token_logprobs"] += numbers(piece) or ()
     for run in piece.get("weight_versions") or ():
-        # weights that changed before a token came replace those it began with
+        # weights that changed before a token came replace the version with which the choice began
         choice["weight_versions"] = [known for known in choice["weight_versions"] if known[0] < run[0]] + [run]
     if "text" in piece:
         choice["is_text"] = True

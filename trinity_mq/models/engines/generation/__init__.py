@@ -1,1 +1,1 @@
-"""Generation as every engine sees it: requests, token streams, pauses, stop conditions, text."""
+"""Parts of generation that all engines share: requests, token streams, pauses, stop conditions, text."""

@@ -1,4 +1,4 @@
-"""Static batching: gathers concurrent requests, runs them as one batch step in the worker thread, answers them."""
+"""Static batching: gathers concurrent requests, runs them as one batch step in the worker thread, and answers them."""
 
 from __future__ import annotations
 
@@ -26,10 +26,11 @@ log = structlog.get_logger(__name__)
 
 T = TypeVar("T")
 PauseMode = Literal["wait", "keep", "abort"]
-"""Treatment of a batch step when new weights come. ``wait``: it ends first. ``keep``: it is paused and goes on under
-them. ``abort``: it is cut off and begins anew under them."""
+"""Treatment of a batch step when new weights come. ``wait``: the step finishes first. ``keep``: the step is paused and
+continues under the new weights. ``abort``: the step is cut off and restarts under the new weights.
+"""
 GATHER_AT_MOST = 10
-"""A stream of arrivals delays a batch step by at most so many times ``max_delay``."""
+"""A stream of arrivals delays a batch step by at most this many times ``max_delay``."""
 HOLD_SECONDS = 60.0
 """Seconds for which requests wait for a pause to end."""
 
@@ -46,7 +47,7 @@ class Generator(Protocol):
         """Return the logprobs of each request."""
 
     def cancel(self) -> None:
-        """Make what runs raise soon."""
+        """Make the running computation raise soon."""
 
 
 @dataclass(slots=True)
@@ -84,13 +85,13 @@ class StaticBatcher:
         self._idle.set()
         self._mode = pause_mode
         self._still = asyncio.Event()
-        """Set while no step is being computed: between batch steps, and where one stands still."""
+        """Set while no decode step is being computed: between batch steps, and while a batch step is paused."""
         self._still.set()
         self._pause_control = PauseControl(self._stands_still)
         state.on_resume = self._resumed
         self._closing = False
         self._part = 0
-        """Number of the latest part of a batch step that failed."""
+        """Number of the latest part into which a failed batch step was divided."""
         self._running_sequences = 0
 
     @property
@@ -109,12 +110,12 @@ class StaticBatcher:
         return await self._submit(requests, pin)
 
     async def score(self, requests: Sequence[ScoreRequest], pin: Version | None) -> list[tuple[list[float], Version]]:
-        """Return the logprobs of each request, with the version they are of; errors as :meth:`generate`."""
+        """Return the logprobs of each request, with their weight version; errors as :meth:`generate`."""
         return await self._submit(requests, pin)
 
     @contextlib.asynccontextmanager
     async def stream(self, request: GenerationRequest, pin: Version | None) -> AsyncIterator[TokenStream]:
-        """Hand out the tokens of one request as they are sampled; leaving the block early ends the sampling.
+        """Yield the tokens of one request as they are sampled. Leaving the block early ends the sampling.
 
         Raises:
             ApiError: The engine cannot serve this now.
@@ -133,11 +134,11 @@ class StaticBatcher:
         jobs = [Job(request, pin, loop.create_future()) for request in requests]
         self._pending.extend(jobs)
         self._arrived.set()
-        # a caller that goes away cancels the futures, which drops what has not begun
+        # a caller that disconnects cancels the futures, so that requests not yet started are dropped
         return await asyncio.gather(*(job.answer for job in jobs))
 
     async def idle(self) -> None:
-        """Return when weights may be received: see :data:`PauseMode` for what happens to a batch step under way."""
+        """Return when weights may be received. :data:`PauseMode` defines the treatment of a running batch step."""
         if self._mode == "keep":
             self._pause_control.hold()
             await self._still.wait()
@@ -148,17 +149,17 @@ class StaticBatcher:
 
     def _stands_still(self) -> None:
         """Report from the worker thread that the batch step is paused."""
-        with contextlib.suppress(RuntimeError):  # the loop has closed since: nobody wants to know
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits for this event
             self._loop.call_soon_threadsafe(self._still.set)
 
     def _resumed(self) -> None:
-        """The pause is over: go on under the weights that are there."""
+        """Continue after a pause, under the present weights."""
         if not self._idle.is_set():
             self._still.clear()
         self._pause_control.release(self._state.version if self._state.phase == "current" else None)
 
     async def call(self, work: Callable[[], T]) -> T:
-        """Run ``work`` in a thread, between batch steps or where one stands still."""
+        """Run ``work`` in a thread, between batch steps or while a batch step is paused."""
 
         def alone() -> T:
             with self._pause_control.model_in_use:
@@ -178,7 +179,7 @@ class StaticBatcher:
             self._commands.shutdown(wait=False)
 
     async def close(self, grace: float) -> None:
-        """Start no more batch steps; wait for the running one, and after ``grace`` seconds cut it off."""
+        """Start no more batch steps. Wait for the running batch step, and cut it off after ``grace`` seconds."""
         self._closing = True
         self._arrived.set()
         self._state.running.set()
@@ -191,7 +192,9 @@ class StaticBatcher:
             self._generator.cancel()
 
     async def _gathered(self) -> bool:
-        """Wait until a batch step may start: requests came, none for ``max_delay``, no pause. False when closing."""
+        """Wait until a batch step may start: requests are pending, none came for ``max_delay`` seconds, and the engine
+        is not paused. Return False when closing.
+        """
         while not self._closing:
             if not self._pending:
                 self._arrived.clear()
@@ -222,7 +225,9 @@ class StaticBatcher:
                 return
 
     def _take(self) -> list[Job]:
-        """Return the jobs of the next batch step; answer those that cannot be served, drop those nobody waits for."""
+        """Return the jobs of the next batch step. Reject jobs that cannot be served, and drop jobs without a waiting
+        caller.
+        """
         jobs: list[Job] = []
         sequences = 0
         while self._pending:
@@ -258,7 +263,7 @@ class StaticBatcher:
         except BatchCutOff:
             self._restart_later(jobs)
         except Exception as error:
-            if self._closing:  # it was cut off
+            if self._closing:  # close() cut it off
                 failure = stopping()
             else:
                 log.exception("batch_step_failed", requests=len(jobs), sequences=self._running_sequences)
@@ -282,9 +287,10 @@ class StaticBatcher:
             self._still.set()
 
     def _divided(self, jobs: list[Job]) -> list[Job]:
-        """Put the jobs of a batch step that failed back at the head of the queue, in two parts that are computed apart,
-        so that in the end the job that is at fault fails alone. Return the jobs that fail now: a single job, or streams
-        that have begun.
+        """Return the jobs of a failed batch step that fail now, and put the others back at the head of the queue.
+
+        The requeued jobs form two parts that are computed apart, so that in the end the faulty job fails alone. The
+        jobs that fail now are a single job, or streams that have begun.
         """
         again = [job for job in jobs if not job.answer.done() and (job.stream is None or not job.stream.has_tokens)]
         if len(jobs) == 1 or not again:
@@ -303,9 +309,9 @@ class StaticBatcher:
             lost = "generation failed: the model gave no number for a token of this request"
             job.answer.set_exception(ApiError(500, lost, code="generation_failed"))
         elif job.pin is not None and len(spans) > 1 and (problem := self._state.problem(job.pin)):
-            job.answer.set_exception(problem)  # part of it is of another version
+            job.answer.set_exception(problem)  # some tokens are from another version than the pinned version
         elif scored:
-            job.answer.set_result((result, spans[-1][1]))  # scores come after all that is sampled
+            job.answer.set_result((result, spans[-1][1]))  # scores are computed after all sampling
         else:
             job.answer.set_result(([stamped(completion, spans) for completion in result], spans[0][1]))
 

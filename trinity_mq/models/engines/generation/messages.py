@@ -1,8 +1,8 @@
 """Chat messages and tools as chat templates read them: one reader for requests, answers to imitate and pairs.
 
-:func:`read_messages` and :func:`read_tools` bring what was sent or stored into one form. A :class:`MessageFormat`
-brings that form into the one that the chat templates of a model family read; each family is a row of :data:`FORMATS`.
-:class:`Probe` shows whether a template writes everything.
+:func:`read_messages` and :func:`read_tools` convert sent or stored messages and tools to one form. A
+:class:`MessageFormat` converts that form to the form that the chat templates of a model family read. Each family is a
+row of :data:`FORMATS`. :class:`Probe` shows whether a template writes everything.
 """
 
 from __future__ import annotations
@@ -21,36 +21,36 @@ MAX_ROLE_CHARACTERS = 64
 
 
 class MessageError(ValueError):
-    """Messages or tools in another form than that of the OpenAI API; the text says the place, the value and the form
-    wanted.
+    """Messages or tools deviate from the form of the OpenAI API. The text names the place, the value and the expected
+    form.
     """
 
     def __init__(self, problem: str, where: str) -> None:
         super().__init__(problem)
         self.where = where
-        """The place of the fault, such as ``messages.0.role``."""
+        """Path of the fault, such as ``messages.0.role``."""
 
 
-# -- one form
+# -- common form
 
 
 def read_messages(messages: Sequence[Any], where: str = "messages") -> list[Message]:
     """Return messages with their content as text and the arguments of their tool calls as objects.
 
-    Keys that hold null are left out: clients of the API write them, and Arrow gives every message all keys that one of
-    them has. A ``function_call``, the API's form before ``tool_calls``, becomes a tool call.
+    Keys that hold null are left out: API clients write them, and Arrow gives every message all keys of all messages. A
+    ``function_call``, the API's form before ``tool_calls``, becomes a tool call.
 
     Raises:
-        MessageError: A message has no role, content that is no text, or calls in another form.
+        MessageError: A message has no role, its content is not text, or its calls have another form.
     """
     return [_message(message, f"{where}.{number}") for number, message in enumerate(messages)]
 
 
 def read_tools(tools: Sequence[Any], where: str = "tools") -> list[Message]:
-    """Return the tools that are offered.
+    """Return the offered tools.
 
     Raises:
-        MessageError: A tool is no function with a name.
+        MessageError: A tool is not a function with a name.
     """
     if len(tools) > MAX_TOOLS:
         raise MessageError(f"{where} holds {len(tools)} tools, at most {MAX_TOOLS} are taken", where)
@@ -58,7 +58,7 @@ def read_tools(tools: Sequence[Any], where: str = "tools") -> list[Message]:
 
 
 def without_nulls(value: Any) -> Any:
-    """Return ``value`` without the keys that hold null, at every depth: a struct of Arrow has all keys of all rows."""
+    """Return ``value`` without keys that hold null, at every depth: an Arrow struct has all keys of all rows."""
     if isinstance(value, Mapping):
         return {name: without_nulls(part) for name, part in value.items() if part is not None}
     return [without_nulls(part) for part in value] if isinstance(value, list | tuple) else value
@@ -109,7 +109,7 @@ def _arguments(arguments: Any) -> Any:
     try:
         parsed = json.loads(arguments or "{}")
     except (ValueError, RecursionError):
-        return arguments  # what a model wrote need not be JSON; templates take texts too
+        return arguments  # a model's output need not be JSON; templates also take text
     return parsed if isinstance(parsed, dict) else arguments
 
 
@@ -129,11 +129,11 @@ def _present(value: Mapping[str, Any]) -> Message:
     return {name: part for name, part in value.items() if part is not None}
 
 
-# -- the forms of the families
+# -- forms of the families
 
 
 ROLES: Mapping[str, str] = MappingProxyType({"developer": "system", "function": "tool"})
-"""Roles of the API for which most families have another name, each with that name."""
+"""API roles that have another name in most families, each with that name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,14 +142,16 @@ class MessageFormat:
 
     name: str
     marks: tuple[str, ...] = ()
-    """Texts that every chat template of the family holds, and no other template."""
+    """Texts that all chat templates of the family contain, and no template outside the family."""
     arguments: Literal["object", "text"] = "object"
     """``object``: templates write arguments as JSON themselves. ``text``: templates take JSON text."""
     roles: Mapping[str, str] = field(default_factory=lambda: ROLES)
-    """Names of roles in the API, each with the family's name. A template without a place for that keeps the API's."""
+    """API roles, each with the family's name. Messages in API roles remain the fallback for templates without that
+    name.
+    """
 
     def forms_of(self, messages: Messages) -> Iterator[list[Message]]:
-        """Yield the forms in which a template may have a place for these messages, the likeliest first."""
+        """Yield the forms in which a template may accept these messages, the most likely form first."""
         written = [self._with_arguments(message) for message in messages]
         if any(message["role"] in self.roles for message in messages):
             yield [{**message, "role": self.roles.get(message["role"], message["role"])} for message in written]
@@ -169,9 +171,9 @@ def _with_text(call: Message) -> Message:
 
 FORMATS = (
     MessageFormat("deepseek", ("+ tool['function']['arguments'] +",), arguments="text"),
-    MessageFormat("hermes"),  # Hermes, Qwen; and every template of no other family
+    MessageFormat("hermes"),  # Hermes, Qwen, and every template without a family of its own
 )
-"""Families by their chat templates; the first row whose marks a template holds counts."""
+"""Model families by their chat templates. The first row whose marks all occur in a template applies."""
 
 
 def format_of(template: str) -> MessageFormat:
@@ -179,11 +181,11 @@ def format_of(template: str) -> MessageFormat:
     return next(row for row in FORMATS if all(mark in template for mark in row.marks))
 
 
-# -- what a template leaves out
+# -- parts that a template leaves out
 
 
 class Turn(NamedTuple):
-    """A message without its words: what decides whether a template writes it."""
+    """A message without its text: the properties that decide whether a template writes it."""
 
     role: str
     has_text: bool
@@ -192,7 +194,7 @@ class Turn(NamedTuple):
 
 
 def shape_of(messages: Messages) -> tuple[Turn, ...]:
-    """Return the messages without their words."""
+    """Return the shape of a conversation: its messages without their text."""
     return tuple(
         Turn(message["role"], bool(message.get("content")), len(calls), _has_text_arguments(calls))
         for message in messages
@@ -205,8 +207,8 @@ def _has_text_arguments(calls: Sequence[Message]) -> bool:
 
 
 class Probe:
-    """A conversation of a given shape with marks in place of words: the template leaves out each mark that it does not
-    write.
+    """A conversation of a given shape with marks instead of text. A mark that is missing from the rendered text shows a
+    part that the template leaves out.
 
     Args:
         shape: Shape of the messages.
@@ -215,12 +217,12 @@ class Probe:
 
     def __init__(self, shape: Sequence[Turn], *, has_tools: bool) -> None:
         self._marks: dict[str, str] = {}
-        """The meaning of each mark."""
+        """The part of the conversation for which each mark stands."""
         self.tools = [_offered(self._mark("tools"))] if has_tools else None
         self.messages = [self._message(number, turn) for number, turn in enumerate(shape)]
 
     def left_out(self, text: str) -> str:
-        """Return the name of the first thing that ``text``, the rendered probe, lacks; empty: it lacks nothing."""
+        """Return the first part that ``text``, the rendered probe, leaves out; empty if it leaves out nothing."""
         return next((what for mark, what in self._marks.items() if mark not in text), "")
 
     def _mark(self, what: str) -> str:

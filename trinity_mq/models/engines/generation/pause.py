@@ -1,6 +1,6 @@
-"""Pauses a batch step between two of its decode steps, so that new weights can go in, or ends it there.
+"""Pauses a batch step between two decode steps so that new weights can be loaded, or ends it there.
 
-The batch step runs in a thread of its own; while it stands still, another thread may use the model, to copy weights.
+The batch step runs in a thread of its own. While it is paused, another thread may use the model to copy weights.
 """
 
 from __future__ import annotations
@@ -15,46 +15,48 @@ Spans = list[tuple[int, Version]]
 
 
 class BatchCutOff(Exception):
-    """The batch step was ended between two steps; its requests may begin anew."""
+    """The batch step was ended between two decode steps; its requests may start again."""
 
 
 class PauseControl:
-    """Pause control of one engine. :meth:`between` runs in the thread of the batch step, the rest on the event loop."""
+    """Pause control of one engine. :meth:`between` runs in the thread of the batch step, the other methods on the event
+    loop.
+    """
 
     def __init__(self, on_standing: Callable[[], None] = lambda: None) -> None:
-        """``on_standing`` is called in the thread of the batch step when that stands still."""
+        """Create the control. ``on_standing`` is called in the thread of the batch step when that step is paused."""
         self._on_standing = on_standing
         self._released = threading.Event()
         self._released.set()
         self._cut = self._standing = False
         self._version: Version | None = None
-        """The weights under which the batch step goes on."""
+        """Weight version under which the batch step continues."""
         self.model_in_use = threading.Lock()
-        """Held while the model is used or changed; a batch step that stands still gives it up."""
+        """Held while the model is used or changed; a paused batch step releases it."""
 
     def begin(self, version: Version) -> None:
-        """A batch step begins under ``version``."""
+        """Record that a batch step begins under ``version``."""
         self._version, self._cut = version, False
 
     def hold(self) -> None:
-        """Have the batch step stand still at its next step."""
+        """Pause the batch step before its next decode step."""
         self._released.clear()
 
     def cut(self) -> None:
-        """Have the batch step raise :class:`BatchCutOff` at its next step."""
+        """Make the batch step raise :class:`BatchCutOff` before its next decode step."""
         self._cut = True
 
     def release(self, version: Version | None) -> None:
-        """Let the batch step go on under ``version``; None: there are no weights to go on with, so it is cut off."""
+        """Let the batch step continue under ``version``. None: no weights are available, so a paused step is cut."""
         self._version, self._cut = version, self._standing and version is None
         self._released.set()
 
     def between(self, step: int, spans: Spans) -> Version | None:
-        """Stand still here, before step ``step``, while held; returns the version if it has changed, which is put into
-        ``spans``.
+        """Wait here, before decode step ``step``, while the pause lasts. If the version has changed, add it to
+        ``spans`` and return it.
 
         Raises:
-            BatchCutOff: The batch step is not to go on.
+            BatchCutOff: The batch step must not continue.
         """
         while not self._released.is_set():
             self._standing = True

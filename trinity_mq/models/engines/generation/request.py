@@ -1,4 +1,4 @@
-"""Requests to a generation engine and its answers; plain data, no torch."""
+"""Requests to a generation engine and its answers: plain data without torch."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ class GenerationRequest:
     max_tokens: int
     n: int = 1
     temperature: float = 1.0
-    """0: the likeliest token."""
+    """0: always the most likely token."""
     top_p: float = 1.0
     stop_ids: frozenset[int] = frozenset()
-    """Tokens that end a completion; they are kept in its token ids."""
+    """Token ids that end a completion. They are kept in its token ids."""
     stop: tuple[str, ...] = ()
-    """Texts that end a completion; its text is cut before them, its token ids are not."""
+    """Texts that end a completion. Its text is cut before them; its token ids are not cut."""
     seed: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class ScoreRequest:
-    """Logprobs of given tokens."""
+    """Request for the logprobs of given tokens."""
 
     token_ids: Sequence[int]
     """At least two."""
@@ -43,14 +43,14 @@ class Completion:
     """One sampled response."""
 
     token_ids: list[int]
-    """The end of sequence included, where it was sampled."""
+    """Includes the end-of-sequence token if it was sampled."""
     logprobs: list[float]
     """Logprob of each token: ``log_softmax(logits / temperature)`` before truncation; at temperature 0 untempered."""
     text: str
-    """Without the end of sequence; other special tokens show."""
+    """Text without the end-of-sequence token; other special tokens are included."""
     finish_reason: FinishReason
     versions: tuple[tuple[int, int, int], ...] = ()
-    """``(first token, generation, step)`` of each run of tokens, where weights may change while it is sampled."""
+    """``(first token, generation, step)`` of each run of tokens, if weights may change during sampling."""
     stopped_by: str | None = None
     """The stop string before which the text is cut."""
 
@@ -62,29 +62,30 @@ class Token:
     request: int
     """Number of the request in its batch step."""
     choice: int
-    """Number of the completion, among the request's ``n``, that it belongs to."""
+    """Index of the token's completion among the ``n`` completions of the request."""
     token_id: int
     logprob: float
     finish_reason: FinishReason | None
     """Set on the last token of a completion."""
     version: Version | None = None
-    """Set on the first token that other weights sampled than the one before; of the first one, than those that the
-    request began with."""
+    """Weight version, set only on the first token under changed weights. For the first token of a request, changed
+    means other than the version with which the request began.
+    """
 
 
 class GenerationListener(Protocol):
     """Listener of a batch step, called in the worker thread. Requests are numbered within the step."""
 
     def listens(self, request: int) -> bool:
-        """Return whether the tokens of ``request`` are wanted one by one."""
+        """Return whether the tokens of ``request`` are wanted one at a time."""
 
     def left(self, request: int) -> bool:
-        """Return whether nobody waits for ``request`` any more."""
+        """Return whether no caller waits for ``request`` any more."""
 
     def sampled(self, tokens: list[Token]) -> None:
-        """Take what one step sampled for those who listen."""
+        """Receive the tokens of one decode step for the requests that listen."""
 
     def between(self, step: int) -> None:
-        """Called before the model is asked for step ``step`` (from 0); may take its time, during which the weights may
-        change, or raise to end the batch step.
+        """Handle the point before decode step ``step`` (from 0). May block while the weights change, or raise to end
+        the batch step.
         """

@@ -1,4 +1,4 @@
-"""Stop strings: found while sampling, cut from the text afterwards."""
+"""Stop strings: detected while sampling, cut from the text afterwards."""
 
 from __future__ import annotations
 
@@ -8,22 +8,24 @@ import torch
 from torch import Tensor
 
 TAIL_SLACK = 16
-"""Tokens looked at beyond one for each character of the longest stop string: some decode to no character at all."""
+"""Tokens decoded beyond one token per character of the longest stop string. Some tokens decode to no character."""
 
 Decode = Callable[[Sequence[Sequence[int]]], list[str]]
 
 
 class StopStrings:
-    """Watches the rows that have stop strings; looks at the end of what each has sampled, not at all of it."""
+    """Detects stop strings in the rows that have them. Decodes only the end of each row's tokens."""
 
     def __init__(self, stops: Sequence[tuple[str, ...]], decode: Decode) -> None:
-        """``stops[row]``: the stop strings of each row, empty for rows without."""
+        """Create the detector. ``stops[row]`` holds the stop strings of a row; it is empty for rows without stop
+        strings.
+        """
         self._stops = stops
         self._decode = decode
         self._sampled: dict[int, list[int]] = {row: [] for row, strings in enumerate(stops) if strings}
 
     def __call__(self, rows: Tensor, tokens: Tensor) -> Tensor:
-        """Take in the tokens that ``rows`` just sampled; True where a stop string is complete."""
+        """Add the tokens that ``rows`` just sampled. Return True for rows in which a stop string is complete."""
         watched = [
             (place, row, token)
             for place, (row, token) in enumerate(zip(rows.tolist(), tokens.tolist(), strict=True))
@@ -40,17 +42,19 @@ class StopStrings:
 
 
 def stop_in(text: str, stops: Sequence[str]) -> str | None:
-    """Return the stop string at which :func:`cut` cuts ``text``, the shortest of several; None: it cuts nothing."""
+    """Return the stop string at which :func:`cut` cuts ``text``, the shortest of several at the same place; None
+    without a cut.
+    """
     places = sorted((place, len(stop), stop) for stop in stops if (place := text.find(stop)) >= 0)
     return places[0][2] if places else None
 
 
 def cut(text: str, stops: Sequence[str]) -> str:
-    """Return ``text`` up to the first of the stop strings in it."""
+    """Return ``text`` up to the first stop string in it."""
     places = [place for place in (text.find(stop) for stop in stops) if place >= 0]
     return text[: min(places)] if places else text
 
 
 def without_end(token_ids: list[int], stop_ids: frozenset[int]) -> list[int]:
-    """Return ``token_ids`` less the end of sequence, which belongs to the tokens but not to the text."""
+    """Return ``token_ids`` without a final end-of-sequence token, which belongs to the tokens but not to the text."""
     return token_ids[:-1] if token_ids and token_ids[-1] in stop_ids else token_ids

@@ -24,26 +24,26 @@ from trinity_mq.models.engines.generation.messages import (
 from trinity_mq.models.errors import ModelError
 
 _COMMENT, _GENERATION = re.compile(r"\{#.*?#\}", re.DOTALL), re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-"""Jinja's comments, and the mark in a chat template before what the assistant writes, with any white-space control."""
+"""Jinja comments, and the tag before the assistant's text in a chat template, with any white-space control."""
 _LONGEST_SHAPE, _SHAPES = 256, 256
-"""Messages of a conversation whose shape is kept after a look at it, and the number of shapes kept."""
+"""Maximum messages of a conversation whose shape is cached, and maximum number of cached shapes."""
 _PROBE = "The answer is 42.\n\t3,14 <|im_end|> \u00e9\u4e2d"
-"""Encoded into the fingerprint: two tokenizers with the same vocabulary may still cut text differently."""
+"""Text encoded into the fingerprint: two tokenizers with the same vocabulary may still split text differently."""
 
 
 CHARACTERS_PER_TOKEN = 16
-"""More than texts have on average. A text is first read up to so many characters for each token that is allowed."""
+"""More than texts have on average. At first only this many characters per allowed token are read from a text."""
 JOINED = 16
-"""Tokens at the end of a beginning that may be others in the whole text."""
+"""Tokens at the end of a prefix that may be tokenized differently in the whole text."""
 
 
 class TextError(ValueError):
-    """This text or conversation cannot be turned into tokens; the message says why."""
+    """This text or conversation cannot be converted to tokens; the message gives the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class MaskedTokens:
-    """A conversation as tokens, and which of them the assistant wrote."""
+    """A conversation as tokens, with a mask of the assistant's tokens."""
 
     token_ids: list[int]
     assistant_mask: list[int]
@@ -51,18 +51,20 @@ class MaskedTokens:
 
 
 class TextCodec:
-    """A tokenizer with its chat template. Safe to use from several threads: it never changes the tokenizer's state."""
+    """A tokenizer with its chat template. Safe to use from several threads, because it never changes the tokenizer's
+    state.
+    """
 
     def __init__(self, tokenizer: Any, stop_ids: frozenset[int]) -> None:
         self._tokenizer = tokenizer
         self._fast = getattr(tokenizer, "backend_tokenizer", None)
-        if self._fast is not None:  # what the file may have left on would cut prompts silently
+        if self._fast is not None:  # truncation or padding set in the tokenizer file would change prompts silently
             self._fast.no_truncation()
             self._fast.no_padding()
         self.stop_ids = stop_ids
         """Token ids that end a response."""
         self.end_id: int = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else min(stop_ids)
-        """The token with which a response to imitate ends."""
+        """Token id that ends a response to imitate."""
         self.pad_id: int = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(stop_ids, default=0)
         self._known_left_out = functools.lru_cache(maxsize=_SHAPES)(self._left_out)
 
@@ -71,35 +73,35 @@ class TextCodec:
         """Return the codec of a Hugging Face folder.
 
         Raises:
-            ModelError: There is no tokenizer that can be loaded.
+            ModelError: The folder has no tokenizer that can be loaded.
         """
         from transformers import AutoTokenizer
 
         try:
             tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
-        except Exception as error:  # of many kinds, by tokenizer
+        except Exception as error:  # the error class depends on the tokenizer
             raise ModelError(f"{folder}: its tokenizer cannot be loaded: {' '.join(str(error).split())}") from error
         return cls(tokenizer, _stop_ids(tokenizer, folder))
 
     @property
     def has_template(self) -> bool:
-        """Whether there is a chat template."""
+        """Whether the tokenizer has a chat template."""
         return bool(self._tokenizer.chat_template)
 
     @property
     def size(self) -> int:
-        """Number of the tokenizer's tokens, added ones included."""
+        """Number of the tokenizer's tokens, including added tokens."""
         return len(self._tokenizer)
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
-        """Return the token ids of ``text``; ``special`` adds what the tokenizer puts around a bare prompt.
+        """Return the token ids of ``text``. ``special`` adds the tokens that the tokenizer puts around a bare prompt.
 
         Raises:
             TextError: The vocabulary does not cover the text.
         """
         try:
             if self._fast is not None:
-                # other than that of one text, the call for several lets other threads run
+                # encode_batch releases the GIL for other threads; encode does not
                 ids: list[int] = self._fast.encode_batch([text], add_special_tokens=special)[0].ids
             else:
                 ids = self._tokenizer.encode(text, add_special_tokens=special)
@@ -113,8 +115,10 @@ class TextCodec:
         return ids
 
     def encode_within(self, text: str, limit: int, *, special: bool = False) -> list[int]:
-        """Return the token ids of ``text``; of a text with many more than ``limit`` of them, those of its beginning,
-        which are also more: time and memory follow from the limit, and not from the text.
+        """Return the token ids of ``text``, or more than ``limit`` token ids of its beginning if the text is much
+        longer.
+
+        Time and memory depend on the limit, not on the text.
 
         Raises:
             TextError: The vocabulary does not cover the text.
@@ -124,11 +128,11 @@ class TextCodec:
         return ids if len(beginning) == len(text) or len(ids) > limit + JOINED else self.encode(text, special=special)
 
     def encode_after(self, tokens: Sequence[int], text: str, limit: int) -> list[int]:
-        """Return tokens of ``text`` that begin with ``tokens``, where these are the tokens of its beginning; else as
+        """Return token ids of ``text`` that begin with ``tokens`` if these decode to its beginning, else as
         :meth:`encode_within`.
 
-        What was sampled need not be what the tokenizer makes of its text. Whether they are of its beginning is seen by
-        decoding, and so is the whole that is returned.
+        Sampled tokens can differ from the tokenizer's encoding of their text. Therefore both the prefix and the whole
+        result are checked by decoding.
 
         Raises:
             TextError: The vocabulary does not cover the text.
@@ -144,7 +148,7 @@ class TextCodec:
         """Return the conversation as the chat template writes it.
 
         Raises:
-            TextError: There is no template, or it refuses these messages.
+            TextError: The model has no chat template, or the template refuses these messages.
         """
         if not self._tokenizer.chat_template:
             raise TextError("the model has no chat template; use completions with a prompt instead of chat")
@@ -160,7 +164,7 @@ class TextCodec:
         return text
 
     def render_with_tools(self, messages: Messages, tools: Tools = None, *, add_generation_prompt: bool = True) -> str:
-        """Return the conversation as the chat template writes it, nothing left out.
+        """Return the conversation as the chat template writes it, with nothing left out.
 
         Raises:
             TextError: As :meth:`render` and :meth:`placed`.
@@ -168,7 +172,7 @@ class TextCodec:
         return self.render(self.placed(messages, tools), tools, add_generation_prompt=add_generation_prompt)
 
     def placed(self, messages: Messages, tools: Tools = None) -> list[Message]:
-        """Return the messages in the form of the template's family, in roles for which the template has a place.
+        """Return the messages in the form of the template's family, with roles that the template supports.
 
         Args:
             messages: As :func:`read_messages` returns them.
@@ -191,7 +195,7 @@ class TextCodec:
 
     def _template(self, tools: Tools) -> str:
         template = self._tokenizer.chat_template
-        if isinstance(template, dict):  # several by name; transformers chooses by whether tools are offered
+        if isinstance(template, dict):  # several named templates; transformers chooses by whether tools are offered
             template = self._tokenizer.get_chat_template(tools=tools or None)
         return str(template or "")
 
@@ -201,8 +205,10 @@ class TextCodec:
         return self._known_left_out(template, shape, has_tools)
 
     def _left_out(self, template: str, shape: tuple[Turn, ...], has_tools: bool) -> str | None:
-        """Return what the template leaves out of messages of this shape; empty: nothing, None: it refuses the probe."""
-        del template  # the cache's key: a tokenizer may get another
+        """Return the part of messages of this shape that the template leaves out. Empty: nothing. None: it refuses the
+        probe.
+        """
+        del template  # only the cache key needs it: a tokenizer may get another template
         probe = Probe(shape, has_tools=has_tools)
         try:
             return probe.left_out(self.render(probe.messages, probe.tools))
@@ -218,9 +224,10 @@ class TextCodec:
         return texts
 
     def conversation(self, messages: Messages, tools: Tools = None) -> MaskedTokens:
-        """Return the whole conversation as tokens with a mask of what the assistant would have sampled: each of its
-        turns up to the first end of sequence, also where that is the first token of the next role. A last turn to which
-        the template writes no end gets one.
+        """Return the whole conversation as tokens with a mask of the tokens that the assistant would have sampled.
+
+        The mask covers each assistant turn up to its first end-of-sequence token, even if that token opens the next
+        role. If the template writes no end to a last turn, an end token is added.
 
         The turns come from the template's ``{% generation %}`` marks if it has them, else from rendering each prefix.
 
@@ -243,10 +250,11 @@ class TextCodec:
         return MaskedTokens(whole, mask)
 
     def _marked_turns(self, messages: Messages, tools: Tools) -> tuple[list[int], list[tuple[int, int]]]:
-        """Return the tokens of a conversation, and where the assistant wrote them by the template's marks; what opens a
-        turn in a prompt is left out.
+        """Return the tokens of a conversation and the assistant's turns by the template's marks. Tokens that open a
+        turn in a prompt are excluded.
         """
-        self.render(messages, tools, add_generation_prompt=False)  # refuses in words what the template refuses
+        # raises a readable error if the template refuses the messages
+        self.render(messages, tools, add_generation_prompt=False)
         rendered = self._tokenizer.apply_chat_template(
             list(messages),
             tools=list(tools) if tools else None,
@@ -264,7 +272,7 @@ class TextCodec:
         return whole, turns
 
     def _opening(self, messages: Messages, tools: Tools) -> list[int]:
-        """Return the tokens with which the template opens the assistant's turn in a prompt: no engine samples them."""
+        """Return the tokens with which the template opens the assistant's turn in a prompt; no engine samples them."""
         first = next((number for number, message in enumerate(messages) if message["role"] == "assistant"), 0)
         try:
             closed, asked = (
@@ -291,8 +299,11 @@ class TextCodec:
             yield start, stop
 
     def _end_of_turn(self, tokens: Sequence[int], start: int, stop: int) -> int:
-        """Return where an engine would have ended a turn that the template writes from ``start`` to ``stop``: behind
-        the first end of sequence, which may follow at once or after white space; without one at ``stop``.
+        """Return the end at which an engine would have stopped a turn that the template writes from ``start`` to
+        ``stop``.
+
+        The end is behind the first end-of-sequence token, which may also follow directly after ``stop`` or after white
+        space. Without such a token the end is ``stop``.
         """
         for place in range(start, len(tokens)):
             if tokens[place] in self.stop_ids:
@@ -302,8 +313,8 @@ class TextCodec:
         return stop
 
     def fingerprint(self) -> str:
-        """Return a digest of vocabulary, chat template, stop tokens and how a probe text is cut, by which trainer and
-        engines know that they use the same.
+        """Return a digest of vocabulary, chat template, stop tokens and the encoding of a probe text. Trainer and
+        engines compare it to verify that they use the same tokenizer.
         """
         try:
             probe = self.encode(_PROBE)
@@ -320,7 +331,7 @@ class TextCodec:
 
 
 def _stop_ids(tokenizer: Any, folder: Path) -> frozenset[int]:
-    """Return the ends of sequence of the tokenizer and of ``generation_config.json`` together."""
+    """Return the end-of-sequence ids from the tokenizer and from ``generation_config.json``."""
     ids = set() if tokenizer.eos_token_id is None else {int(tokenizer.eos_token_id)}
     file = folder / "generation_config.json"
     if file.is_file():
@@ -338,5 +349,5 @@ def _stop_ids(tokenizer: Any, folder: Path) -> frozenset[int]:
 
 
 def _shared(some: Sequence[int], others: Sequence[int]) -> int:
-    """Return the number of tokens with which both begin."""
+    """Return the length of the common prefix."""
     return len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], zip(some, others, strict=False))))

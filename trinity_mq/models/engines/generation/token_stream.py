@@ -1,4 +1,4 @@
-"""Sampled tokens of a batch step, handed from its worker thread to listeners on the event loop."""
+"""Passes the sampled tokens of a batch step from its worker thread to listeners on the event loop."""
 
 from __future__ import annotations
 
@@ -17,32 +17,34 @@ from trinity_mq.telemetry.trace import batch_at_work
 
 
 class TokenStream:
-    """The tokens of one request, as they are sampled: ``begun``, then iterate."""
+    """The tokens of one request as they are sampled: await :meth:`begun`, then iterate."""
 
     def __init__(self) -> None:
         self.answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        """Done when the last token was put."""
+        """Done after the last token was put."""
         self._news: asyncio.Queue[Version | list[Token] | None] = asyncio.Queue()
         self.answer.add_done_callback(lambda _: self._news.put_nowait(None))
 
         self._has_begun = self.has_tokens = False
 
     def begin(self, version: Version) -> None:
-        """Pass on the version that samples, once: a batch step that failed without a token is computed again."""
+        """Pass on the sampling version, once. A batch step that failed without a token is computed again and calls this
+        again.
+        """
         if not self._has_begun:
             self._has_begun = True
             self.put(version)
 
     def put(self, news: Version | list[Token]) -> None:
-        """Pass on the version that samples, first of all, then tokens."""
+        """Pass on the sampling version as the first item, then lists of tokens."""
         self.has_tokens = self.has_tokens or isinstance(news, list)
         self._news.put_nowait(news)
 
     async def begun(self) -> Version:
-        """Return when the batch step has started, with the version that samples.
+        """Wait until the batch step starts, and return the version that samples.
 
         Raises:
-            ApiError: It will not start.
+            ApiError: The batch step will not start.
         """
         first = await self._news.get()
         if not isinstance(first, tuple):
@@ -51,7 +53,7 @@ class TokenStream:
         return first
 
     async def __aiter__(self) -> AsyncIterator[list[Token]]:
-        """Yield what has come since the last time, until all completions are finished.
+        """Yield the tokens received since the last iteration, until all completions are finished.
 
         Raises:
             ApiError: The batch step failed.
@@ -75,7 +77,7 @@ class TokenStream:
 
 @contextlib.contextmanager
 def token_stream(state: EngineState, pin: Version | None) -> Iterator[TokenStream]:
-    """Return a stream for the block; leaving it early cancels the answer.
+    """Yield a stream for the block; leaving the block early cancels the answer.
 
     Raises:
         ApiError: The engine cannot serve this now.
@@ -87,13 +89,13 @@ def token_stream(state: EngineState, pin: Version | None) -> Iterator[TokenStrea
         yield stream
     finally:
         if stream.answer.done() and not stream.answer.cancelled():
-            stream.answer.exception()  # retrieved: the reader has seen it, or has left
+            stream.answer.exception()  # marks the exception as retrieved: the reader has seen it or has left
         stream.answer.cancel()
 
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """One request's place in a batch step."""
+    """One request in the queue for a batch step."""
 
     request: GenerationRequest | ScoreRequest
     pin: Version | None
@@ -102,11 +104,12 @@ class Job:
     batch: int | str | None = field(default_factory=batch_at_work)
     since: float = field(default_factory=time.monotonic)
     part: int = 0
-    """Part of a batch step that failed, whose jobs are computed apart from others; 0: none."""
+    """Part of a divided batch step; the jobs of a part are computed apart from other jobs. 0: the job is not in a part.
+    """
 
     @property
     def sequences(self) -> int:
-        """Sequences that it adds to the batch."""
+        """Sequences that the job adds to the batch."""
         return self.request.n if isinstance(self.request, GenerationRequest) else 1
 
 
@@ -116,7 +119,9 @@ class BatchListener:
     def __init__(
         self, jobs: Sequence[Job], loop: asyncio.AbstractEventLoop, pause_control: PauseControl, spans: Spans
     ) -> None:
-        """``spans`` says under which version the batch step begins, and is added to when that changes."""
+        """Create the listener. ``spans`` starts with the first version of the batch step and grows when the version
+        changes.
+        """
         self._jobs, self._loop, self._pause_control, self._spans = jobs, loop, pause_control, spans
         self._changed: Version | None = None
 
@@ -125,11 +130,11 @@ class BatchListener:
         return self._jobs[request].stream is not None
 
     def left(self, request: int) -> bool:
-        """Return whether the answer is not waited for any more."""
+        """Return whether no caller waits for the answer any more."""
         return self._jobs[request].answer.done()
 
     def between(self, step: int) -> None:
-        """Pause or end here, if the pause control says so."""
+        """Pause or end the batch step here if the pause control requires it."""
         self._changed = self._pause_control.between(step, self._spans) or self._changed
 
     def sampled(self, tokens: list[Token]) -> None:
@@ -149,7 +154,7 @@ class BatchListener:
 
 
 def stamped(completion: Completion, spans: Spans) -> Completion:
-    """Return a completion of a batch step with the versions of its tokens, if the weights changed meanwhile."""
+    """Return a completion of a batch step with the versions of its tokens if the weights changed during the step."""
     if len(spans) == 1:
         return completion
     ends = len(completion.token_ids)

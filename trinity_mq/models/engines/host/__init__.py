@@ -1,1 +1,1 @@
-"""The host of an engine process: starts it, adopts it after a restart, and speaks to its admin API."""
+"""Host of an engine process: starts it, adopts it after a restart, and calls its admin API."""

@@ -1,4 +1,4 @@
-"""The host's side of an engine's admin routes."""
+"""Client of an engine's admin routes, for the host."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from trinity_mq.models.errors import EngineLost, EngineRefused
 
 
 class ReceiveFailed(EngineRefused):
-    """New weights were not taken in."""
+    """New weights were not applied."""
 
     def __init__(self, message: str, status: int, code: str | None, touched: bool) -> None:
         super().__init__(message, status, code)
         self.touched = touched
-        """The old weights are gone: the engine serves nothing until the next commit."""
+        """True if the old weights are lost: the engine serves nothing until the next commit."""
 
 
 class EngineAdmin:
-    """Calls to one engine. Every call has a time limit."""
+    """Admin calls to one engine. Every call has a time limit."""
 
     def __init__(self, session: aiohttp.ClientSession, url: str, token: str) -> None:
         self.url = url
@@ -30,8 +30,8 @@ class EngineAdmin:
         """Return the answer to a command.
 
         Raises:
-            EngineLost: No answer in ``timeout`` seconds, or no engine there.
-            EngineRefused: An answer other than 200.
+            EngineLost: The engine did not answer within ``timeout`` seconds, or no engine listens there.
+            EngineRefused: The engine answered with another status than 200.
         """
         answer: dict[str, Any] = await self._call("POST", f"/admin/{command}", timeout, json=body)
         return answer
@@ -63,7 +63,7 @@ class EngineAdmin:
 
 
 def refusal(status: int, body: Any, path: str) -> EngineRefused:
-    """Return the error in an answer other than 200."""
+    """Return the error for an answer other than 200."""
     error = body.get("error", {}) if isinstance(body, dict) else {}
     message = f"{path}: {error.get('message') or f'HTTP status {status}'}"
     code = error.get("code")

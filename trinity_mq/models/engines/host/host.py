@@ -1,6 +1,6 @@
-"""The host of an engine: starts it or adopts a living one, keeps it alive, passes the sync gate's commands on.
+"""Host of an engine: starts it or adopts a living engine, keeps it alive, and forwards the sync gate's commands.
 
-No torch here.
+This module does not import torch.
 """
 
 from __future__ import annotations
@@ -38,18 +38,19 @@ log = structlog.get_logger(__name__)
 
 START_TIMEOUT = 300.0
 STOP_GRACE = 40.0
-"""Longer than an engine's own grace for its running batch step."""
+"""Seconds; longer than an engine's own grace for its running batch step."""
 MAX_RENEW_INTERVAL = 2.0
-"""Renewals also bring the engine's load, which runners choose by."""
+"""Seconds. Renewals also return the engine's load, by which runners choose an engine."""
 ADOPT_TIMEOUT = 10.0
 REPORTED = ("state", "name", "model_path", "fingerprint", "progress", "load", "tokens")
-"""Fields of an engine's state that its snapshot holds too."""
+"""Fields of an engine's state that its snapshot also holds."""
 
 
 class EngineHost:
-    """One engine's host: ``start``, then ``keep`` as a task; at the end ``stop``, or ``detach``: it lives on.
+    """Host of one engine: call ``start``, run ``keep`` as a task, and end with ``stop`` or with ``detach``, which
+    leaves the engine running.
 
-    With ``auxiliary`` the engine serves that model instead of the policy, and takes none of the gate's commands.
+    With ``auxiliary`` the engine serves that model instead of the policy, and accepts none of the sync gate's commands.
     """
 
     def __init__(
@@ -85,11 +86,11 @@ class EngineHost:
         return self.run_dir / "logs" / f"engine-{self.id}.out"
 
     async def start(self) -> None:
-        """Adopt the living engine of this id, else start one.
+        """Adopt the living engine of this id, or start an engine.
 
         Raises:
             ModelError: No engine can run with this model.
-            EngineFailed: It did not become ready.
+            EngineFailed: The engine did not become ready.
         """
         for path in (self.ready_file, self.output):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -102,11 +103,11 @@ class EngineHost:
             raise
 
     async def keep(self) -> None:
-        """Renew the engine's lease, and start it again whenever it dies, until :meth:`stop`.
+        """Renew the engine's lease, and restart the engine whenever it dies, until :meth:`stop`.
 
         Raises:
             ModelError: No engine can run with this model.
-            EngineFailed: It died young too often in a row.
+            EngineFailed: The engine died soon after its start too many times in a row.
         """
         while not self._closing:
             async for attempt in AsyncRetrying(
@@ -120,7 +121,7 @@ class EngineHost:
                     await self._one_life()
 
     async def stop(self) -> None:
-        """End the engine for good: it finishes its batch step. Cancel :meth:`keep` before or after."""
+        """End the engine for good; it finishes its batch step. Cancel :meth:`keep` before or after this call."""
         self._closing = True
         if self._process is not None:
             with contextlib.suppress(EngineError):
@@ -137,56 +138,59 @@ class EngineHost:
         await self._close_session()
 
     async def detach(self) -> None:
-        """Leave the engine living until its lease runs out, for our successor to adopt. Cancel :meth:`keep` before."""
+        """Leave the engine alive until its lease runs out, for a successor to adopt. Cancel :meth:`keep` before this
+        call.
+        """
         self._closing = True
         if self._process is not None:
             self._process.leave_alone()
         await self._close_session()
 
-    # -- the sync gate's commands
+    # -- commands of the sync gate
 
     async def pause(self, timeout: float = 60.0, lease: float = 120.0) -> None:
-        """Let no batch step start and wait for the running one; after ``lease`` seconds the engine goes on by itself.
+        """Start no more batch steps and wait for the running step. After ``lease`` seconds the engine resumes by
+        itself.
 
         Raises:
-            EngineRefused: 504; the batch step did not end in ``timeout`` seconds, the engine goes on.
-            EngineLost: No answer.
+            EngineRefused: 504; the batch step did not end within ``timeout`` seconds, and the engine resumes.
+            EngineLost: The engine did not answer.
         """
         await self._command_engine("pause", {"timeout": timeout, "lease": lease}, timeout + 10.0)
 
     async def receive(self, spec: dict[str, Any], timeout: float = 600.0) -> dict[str, Any]:
-        """Have the paused engine take weights in as ``spec`` says; returns the canary, ``{"logprobs": [...]}``, with
-        the ``seconds`` it took to ``receive`` and to ``apply`` them.
+        """Make the paused engine receive the weights of ``spec``. Return the canary, ``{"logprobs": [...]}``, and
+        ``seconds``, the durations of ``receive`` and ``apply``.
 
         Raises:
-            ReceiveFailed: They did not arrive or do not fit; ``touched`` says whether the old ones are gone.
-            EngineLost: No answer.
+            ReceiveFailed: The weights did not arrive or do not fit. ``touched`` says whether the old weights are lost.
+            EngineLost: The engine did not answer.
         """
         answer = await self._command_engine("receive", {"spec": spec, "timeout": timeout}, timeout + 30.0)
         return {**answer["canary"], "seconds": answer["seconds"]}
 
     async def commit(self, version: Version, progress: int) -> None:
-        """Stamp what was received and serve it.
+        """Record ``version`` for the received weights, and serve them.
 
         Raises:
-            EngineRefused: Nothing was received.
-            EngineLost: No answer.
+            EngineRefused: No weights were received.
+            EngineLost: The engine did not answer.
         """
         await self._command_engine("commit", {"version": list(version), "progress": progress})
 
     async def resume(self) -> None:
-        """Cut off a transfer under way and serve what is there: the old version if it is untouched, else nothing.
+        """Cut off a running transfer and serve the present weights: the old version if it is untouched, else nothing.
 
         Raises:
-            EngineLost: No answer.
+            EngineLost: The engine did not answer.
         """
         await self._command_engine("resume", {})
 
     async def refresh(self) -> EngineSnapshot:
-        """Ask the engine how it is.
+        """Fetch the engine's state and return the updated snapshot.
 
         Raises:
-            EngineLost: No answer.
+            EngineLost: The engine did not answer.
         """
         self._update(await self._admin().state())
         return self.snapshot
@@ -195,12 +199,12 @@ class EngineHost:
         """Return one committed weight as safetensors bytes.
 
         Raises:
-            EngineRefused: There is none of that name, or nothing is committed.
-            EngineLost: No answer.
+            EngineRefused: No weight has this name, or nothing is committed.
+            EngineLost: The engine did not answer.
         """
         return await self._admin().weight(name)
 
-    # -- inside
+    # -- internals
 
     async def _command_engine(self, command: str, body: dict[str, Any], timeout: float = 10.0) -> dict[str, Any]:
         answer = await self._admin().post(command, body, timeout)
@@ -213,7 +217,10 @@ class EngineHost:
         return EngineAdmin(self._session, self._process.ready.url, self._process.ready.token)
 
     async def _adopt(self) -> bool:
-        """Take over the engine of an earlier host, if it lives, answers and was built from the same settings."""
+        """Adopt the engine of an earlier host if it is alive, answers, and was built from the same settings.
+
+        Otherwise a living engine is killed.
+        """
         ready = ReadyFile.read(self.ready_file)
         if ready is None or not ready.lives():
             return False
@@ -222,7 +229,8 @@ class EngineHost:
             state = await self._admin().state(ADOPT_TIMEOUT)
             if ready.digest == engine_digest(self.config, self.auxiliary):
                 await self._command_engine("lease", {"seconds": self._lease})
-                if state["state"] == "paused":  # for a sync of the earlier host, whose end nobody would tell it
+                # paused by the earlier host for a sync whose end nobody would report to it
+                if state["state"] == "paused":
                     await self.resume()
                 log.info(
                     "engine_adopted", engine=self.id, pid=ready.pid, state=state["state"], version=state["version"]
@@ -239,7 +247,7 @@ class EngineHost:
     async def _spawn(self) -> None:
         settings = self.ready_file.with_name(f"{self.id}.config.json")
         data = self.config.model_dump(mode="json")
-        data["broker"]["url"] = None  # an engine has no business there, and the URL may hold a password
+        data["broker"]["url"] = None  # an engine needs no broker, and the URL may hold a password
         data["run_dir"] = str(self.run_dir)
         write_atomic(settings, json.dumps(data).encode(), 0o600)
         self._change(alive=False, state="loading", url="", version=None, load=0)
@@ -259,7 +267,9 @@ class EngineHost:
         log.info("engine_started", engine=self.id, pid=process.ready.pid, url=process.ready.url)
 
     async def _one_life(self) -> None:
-        """Start the engine unless it lives, and watch it until it dies; raise EngineFailed if that was soon."""
+        """Start the engine unless it is alive, and watch it until it dies; raise EngineFailed if it died within one
+        lease.
+        """
         if self._process is None:
             await self._spawn()
             self._change(restarts=self.snapshot.restarts + 1)
@@ -281,20 +291,20 @@ class EngineHost:
             raise EngineFailed(f"engine {self.id} died after {seconds:.0f} s: {why}; see {self.output}")
 
     def _why_it_died(self, code: int | None) -> str:
-        """Return it from an exit code as Popen gives it; None: that of an engine that was taken over is not known."""
+        """Return the cause of death from ``code``, an exit code of Popen. ``code`` is None for an adopted engine."""
         if code is None:
             return last_words(end_of(self.output), 1) or "its exit code is not known"
         code = code if code >= 0 else 128 - code
         return last_words(end_of(self.output), code) or ended_by(code)
 
     async def _renew(self, process: EngineProcess) -> None:
-        """Keep the lease up; an engine that does not answer for a whole lease is frozen, and is killed."""
+        """Renew the lease. An engine that does not answer for a whole lease is frozen, and is killed."""
         loop = asyncio.get_running_loop()
         interval = min(self._lease / 4, MAX_RENEW_INTERVAL)
         answered = loop.time()
         while True:
             await asyncio.sleep(interval)
-            # not a change to tell at once: the next heartbeat says for how long the engine has not answered
+            # no call of on_change: the next heartbeat reports for how long the engine has not answered
             self.snapshot = dataclasses.replace(self.snapshot, asked_at=self.snapshot.asked_at or loop.time())
             try:
                 await self._command_engine("lease", {"seconds": self._lease}, self._lease / 4)
@@ -331,7 +341,7 @@ def _start_timeout(config: Config, auxiliary: AuxiliaryModelConfig | None) -> fl
 
 
 def rollout_hosts(config: Config, agent_id: str) -> list[EngineHost]:
-    """Return the hosts of an agent's engines of the policy."""
+    """Return the hosts of an agent's policy engines."""
     number = config.explorer.rollout_model.engine_num
     return [EngineHost(config, config.path, name) for name in _names(f"{agent_id}-engine", number)]
 

@@ -1,4 +1,4 @@
-"""An engine as a process: started in a session of its own, so that it outlives its host; watched; ended."""
+"""Engine process: started in its own session so that it outlives its host, watched, and ended."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ ENGINE_COMMAND = (sys.executable, "-m", "trinity_agents.engine.agent")
 AUXILIARY_COMMAND = (sys.executable, "-m", "trinity_agents.engine.auxiliary")
 TAIL_LINES = 20
 EXIT_SECONDS = 10.0
-"""From closing its pipe to the end of a process that failed to start."""
+"""Seconds for a process that failed to start: from closing its pipe to its end."""
 
 
 class EngineProcess:
-    """One engine process, ours or adopted."""
+    """One engine process, started here or adopted."""
 
     def __init__(self, ready: ReadyFile, child: subprocess.Popen[bytes] | None) -> None:
-        """``child``: None for an adopted one and for one that a fork server has started."""
+        """Wrap a process. ``child`` is None for an adopted process and for a process that a fork server started."""
         self.ready = ready
         self._child = child
 
@@ -45,8 +45,9 @@ class EngineProcess:
         """Start ``command`` and return when it has written ``ready_file``.
 
         Raises:
-            ModelError: It ended saying that starting again does not help.
-            EngineFailed: It ended, or was not ready in ``timeout`` seconds. Both carry the end of its output.
+            ModelError: The process ended with the report that a restart does not help.
+            EngineFailed: The process ended, or was not ready within ``timeout`` seconds. Both errors carry the end of
+                its output.
         """
         ready_file.unlink(missing_ok=True)
         reader, writer = os.pipe()
@@ -60,7 +61,8 @@ class EngineProcess:
             os.close(writer)
         try:
             async with asyncio.timeout(timeout):
-                await _readable(reader)  # ready, or the end of the process, which closes the pipe
+                # readable when the engine is ready, or when it ends, which also closes the pipe
+                await _readable(reader)
             ready = ReadyFile.read(ready_file)
             if ready is not None and ready.pid == started.pid:
                 return cls(ready, started.child)
@@ -82,20 +84,20 @@ class EngineProcess:
         raise EngineFailed(f"the engine ended before it was ready{how}; it said:\n{tail(output)}")
 
     async def exited(self) -> int | None:
-        """Return when the process has ended, with its exit code where it was our child."""
+        """Wait for the end of the process; return its exit code if it was our child."""
         await wait_exit(self.ready.pid)
         return None if self._child is None else self._child.wait()
 
     def kill(self) -> None:
-        """End it at once."""
+        """Kill the process at once."""
         if self.ready.lives():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.ready.pid, signal.SIGKILL)
 
     def leave_alone(self) -> None:
-        """Let it live on without us."""
+        """Let the process live on without this host."""
         if self._child is not None and self._child.poll() is None:
-            self._child.returncode = 0  # else Popen warns of a child that nobody waited for
+            self._child.returncode = 0  # else Popen warns of a child without wait()
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,21 +106,21 @@ class _Started:
     child: subprocess.Popen[bytes] | None = None
 
     def kill(self) -> None:
-        """End it at once, and wait for that."""
+        """Kill the process and wait for its end."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
         self.code()
 
     def code(self) -> int | None:
-        """Return the exit code of one that has ended, None where it is not our child."""
+        """Return the exit code of an ended process, or None if it is not our child."""
         return None if self.child is None else self.child.wait()
 
 
 async def _start(command: Sequence[str], output: IO[bytes], ready_fd: int, num_threads: int) -> _Started:
-    """Start an engine: a fork server does it where there is one.
+    """Start an engine, with a fork server if one runs.
 
     Raises:
-        OSError: It cannot be started.
+        OSError: The engine cannot be started.
     """
     command = [*command, "--ready-fd", str(ready_fd)]
     env = os.environ | {TOKEN_VARIABLE: secrets.token_hex(16), "OMP_NUM_THREADS": str(num_threads)}

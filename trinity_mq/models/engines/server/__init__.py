@@ -1,1 +1,1 @@
-"""The HTTP server of an engine: admin API, state, lease and errors."""
+"""HTTP server of an engine: admin API, state, lease and errors."""

@@ -1,4 +1,4 @@
-"""The routes by which an engine's host syncs weights: the commands of the sync gate."""
+"""Admin routes for the weight sync: an engine's host sends the commands of the sync gate to them."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from trinity_mq.telemetry.trace import span
 log = structlog.get_logger(__name__)
 
 Receiver = Callable[[dict[str, Any]], Awaitable[Mapping[str, Any]]]
-"""Given the spec of a transfer, returns the tensors by name once all have arrived; touches no model."""
+"""Takes the spec of a transfer and returns the tensors by name once all have arrived; does not touch the model."""
 
 
 class PauseBody(Body):
-    """``/admin/pause``."""
+    """Body of ``/admin/pause``."""
 
     timeout: float = Field(default=60.0, gt=0)
-    """Seconds the running batch step has to end."""
+    """Seconds that the running batch step has to end."""
     lease: float = Field(default=120.0, gt=0)
-    """Seconds after which the engine goes on by itself if it hears nothing more."""
+    """Seconds after which the engine resumes by itself if no further command comes."""
 
 
 class ReceiveBody(Body):
-    """``/admin/receive``."""
+    """Body of ``/admin/receive``."""
 
     spec: dict[str, Any]
     timeout: float = Field(default=600.0, gt=0)
@@ -42,7 +42,7 @@ class ReceiveBody(Body):
 
 
 class CommitBody(Body):
-    """``/admin/commit``."""
+    """Body of ``/admin/commit``."""
 
     version: tuple[NonNegativeInt, NonNegativeInt]
     progress: NonNegativeInt = 0
@@ -59,13 +59,13 @@ class AdminApi:
         receiver: Receiver,
         answer: Callable[..., web.Response],
     ) -> None:
-        """``answer`` makes an answer with the engine's state and further fields."""
+        """Create the routes. ``answer`` builds an answer from the engine's state and further fields."""
         self._batcher, self._state, self._generator = batcher, state, generator
         self._receiver, self._answer = receiver, answer
         self._transfer: asyncio.Task[web.Response] | None = None
 
     async def pause(self, request: web.Request) -> web.Response:
-        """Start no more batch steps and return when the running one is over."""
+        """Start no more batch steps, and return when the engine is ready to receive weights."""
         body = await parsed(request, PauseBody)
         self._state.pause(body.lease)
         try:
@@ -82,7 +82,7 @@ class AdminApi:
         return self._answer()
 
     async def receive(self, request: web.Request) -> web.Response:
-        """Take new weights in; they are served after a commit."""
+        """Receive new weights and apply them; they are served after a commit."""
         body = await parsed(request, ReceiveBody)
         if not self._state.paused:
             raise ApiError(409, "the engine is not paused; POST /admin/pause first", code="not_paused")
@@ -107,7 +107,7 @@ class AdminApi:
 
     @staticmethod
     def _gone() -> bool:
-        """Say whether it is this handler that was cancelled (its client is gone), not the transfer."""
+        """Return whether this handler was cancelled (its client disconnected), not the transfer."""
         task = asyncio.current_task()
         return task is not None and task.cancelling() > 0
 
@@ -142,14 +142,14 @@ class AdminApi:
         return self._answer(canary=canary, seconds={"receive": arrived - started, "apply": loop.time() - arrived})
 
     async def _canary(self, tokens: list[int]) -> dict[str, Any]:
-        """Return the logprobs that the new weights give to the canary."""
+        """Return the canary's logprobs under the new weights."""
         if len(tokens) < 2:
             return {}
         [logprobs] = await self._batcher.call(lambda: self._generator.score([ScoreRequest(tokens)]))
         return {"logprobs": logprobs}
 
     async def commit(self, request: web.Request) -> web.Response:
-        """Give what was taken in its version, and serve it."""
+        """Record the version of the applied weights, and serve them."""
         body = await parsed(request, CommitBody)
         try:
             self._state.commit(body.version, body.progress)
@@ -159,7 +159,7 @@ class AdminApi:
         return self._answer()
 
     async def resume(self, request: web.Request) -> web.Response:
-        """Cut off what is under way and serve what is there."""
+        """Cut off a running transfer and serve the present weights."""
         if self._transfer is not None:
             self._transfer.cancel()
             await asyncio.wait({self._transfer})

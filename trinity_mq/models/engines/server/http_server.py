@@ -1,4 +1,6 @@
-"""Base of the engines' HTTP servers: a lease to live on, admin routes behind a bearer token, errors as JSON."""
+"""Base of the engines' HTTP servers: a lease that limits their life, admin routes behind a bearer token, errors as
+JSON.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ B = TypeVar("B", bound=BaseModel)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 MAX_BODY = 64 * 1024**2
 ANSWER_SECONDS = 2.0
-"""Time that finished requests have to send their answers when the server ends."""
+"""Seconds that finished requests have to send their answers when the server ends."""
 
 
 class Body(BaseModel):
@@ -37,13 +39,13 @@ class Body(BaseModel):
 
 
 class LeaseBody(Body):
-    """``/admin/lease``."""
+    """Body of ``/admin/lease``."""
 
     seconds: float = Field(gt=0)
 
 
 def guarded(token: str, handler: Handler) -> Handler:
-    """Return ``handler`` for those who know ``token``."""
+    """Return ``handler`` restricted to requests with the bearer ``token``."""
 
     async def checked(request: web.Request) -> web.StreamResponse:
         scheme, _, given = request.headers.get("Authorization", "").partition(" ")
@@ -58,7 +60,7 @@ def guarded(token: str, handler: Handler) -> Handler:
 
 @web.middleware
 async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Turn every failure into an OpenAI error body."""
+    """Convert every failure into an OpenAI error body."""
     try:
         return await handler(request)
     except ApiError as error:
@@ -71,7 +73,7 @@ def json_object(raw: bytes) -> dict[str, Any]:
     """Return the JSON object in a request's body.
 
     Raises:
-        ApiError: 400; it is something else.
+        ApiError: 400; the body is not a JSON object.
     """
     try:
         return http_serving.json_object(raw)
@@ -83,7 +85,8 @@ def validated(fields: Mapping[str, Any], body: type[B]) -> B:
     """Return ``fields`` as a request body.
 
     Raises:
-        ApiError: 400; names the first field that is wrong, what was sent and what is taken.
+        ApiError: 400; the message names the first wrong field, the value that was sent and the values that are
+            accepted.
     """
     try:
         return body.model_validate(fields)
@@ -99,12 +102,12 @@ def validated(fields: Mapping[str, Any], body: type[B]) -> B:
 
 
 async def parsed(request: web.Request, body: type[B]) -> B:
-    """Return the body of ``request``; raises :class:`ApiError` (400) where it is not one."""
+    """Return the parsed body of ``request``; raises :class:`ApiError` (400) if it is invalid."""
     return validated(json_object(await read_body(request)), body)
 
 
 class HttpServer(ABC):
-    """Serves until its lease runs out or somebody ends it."""
+    """Serves until its lease runs out or :meth:`stop` is called."""
 
     def __init__(self, engine_id: str, *, token: str, host: str, port: int = 0, lease: float) -> None:
         self.url = ""
@@ -118,21 +121,23 @@ class HttpServer(ABC):
 
     @abstractmethod
     def routes(self) -> Iterable[web.RouteDef]:
-        """Return the routes besides lease, state and shutdown."""
+        """Return the routes in addition to lease, state and shutdown."""
 
     @abstractmethod
     def working(self) -> contextlib.AbstractAsyncContextManager[None]:
         """Return the context in which requests are served."""
 
     def stop(self, reason: str) -> None:
-        """Take no more requests, finish what runs, end :meth:`run`."""
+        """Accept no more requests, finish the running requests, and end :meth:`run`."""
         if not self._ended.is_set():
             log.info("engine_stopping", engine=self._id, reason=reason)
             self._reason = reason
             self._ended.set()
 
     async def run(self, ready: Callable[[str], None] = lambda url: None) -> str:
-        """Serve; call ``ready`` with the URL when requests are taken. Returns why it ended."""
+        """Serve until the end, and return the reason for the end. ``ready`` is called with the URL when requests are
+        accepted.
+        """
         self._lease = Lease(self._lease_seconds, lambda: self.stop("lease ran out"))
         application = new_application([errors_as_json, self._not_forged], max_body=MAX_BODY)
         application.add_routes(self.routes())
@@ -160,7 +165,7 @@ class HttpServer(ABC):
         return await handler(request)
 
     def answer(self, **fields: Any) -> web.Response:
-        """Return an admin answer."""
+        """Return an admin answer with the state and ``fields``."""
         return web.json_response({"state": self.snapshot(), **fields})
 
     async def _state(self, request: web.Request) -> web.Response:
@@ -176,7 +181,7 @@ class HttpServer(ABC):
 
 
 def admin_routes(token: str, gets: Mapping[str, Handler], posts: Mapping[str, Handler]) -> list[web.RouteDef]:
-    """Return the routes under ``/admin``, behind the token."""
+    """Return the routes under ``/admin``, behind the bearer token."""
     return [
         *(web.get(f"/admin/{name}", guarded(token, handler), allow_head=False) for name, handler in gets.items()),
         *(web.post(f"/admin/{name}", guarded(token, handler)) for name, handler in posts.items()),

@@ -1,4 +1,4 @@
-"""One engine as an HTTP server: the OpenAI routes for whoever samples, the admin routes for its host."""
+"""One engine as an HTTP server: OpenAI routes for clients that sample, admin routes for its host."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trinity_mq.models.engines.state import EngineState
 
 @dataclass(frozen=True, slots=True)
 class ServerSettings:
-    """The settings of an engine server."""
+    """Settings of an engine server."""
 
     engine_id: str
     model_name: str
@@ -35,7 +35,7 @@ class ServerSettings:
     pause_mode: PauseMode = "wait"
     lease: float = 60.0
     grace: float = 30.0
-    """Seconds that the running batch step has to end when the server is asked to; none after the lease ran out."""
+    """Seconds that the running batch step has to end after a request to stop. After the lease ran out it has none."""
 
 
 class EngineServer(HttpServer):
@@ -48,7 +48,7 @@ class EngineServer(HttpServer):
         receiver: Receiver,
         batcher: Callable[[EngineState], Any] | None = None,
     ) -> None:
-        """``batcher`` makes what stands in for :class:`StaticBatcher`, where the generator batches by itself."""
+        """Create the server. ``batcher`` replaces :class:`StaticBatcher` for a generator that batches by itself."""
         super().__init__(
             settings.engine_id, token=settings.token, host=settings.host, port=settings.port, lease=settings.lease
         )
@@ -77,7 +77,7 @@ class EngineServer(HttpServer):
         )
 
     def stop(self, reason: str) -> None:
-        """Take no more requests, finish the batch step, end :meth:`run`."""
+        """Accept no more requests, finish the batch step, and end :meth:`run`."""
         self.state.draining = True
         super().stop(reason)
 
@@ -103,7 +103,7 @@ class EngineServer(HttpServer):
         }
 
     def routes(self) -> list[web.RouteDef]:
-        """Return the routes besides lease, state and shutdown."""
+        """Return the routes in addition to lease, state and shutdown."""
         admin = self._admin
         posts = {"pause": admin.pause, "receive": admin.receive, "commit": admin.commit, "resume": admin.resume}
         return [
@@ -114,14 +114,14 @@ class EngineServer(HttpServer):
 
     @contextlib.asynccontextmanager
     async def working(self) -> AsyncIterator[None]:
-        """Run the batcher for the block, then let it finish."""
+        """Run the batcher during the block, then let it finish."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self.batcher.run(), name="batcher")
             yield
             await self.batcher.close(0.0 if self._reason == "lease ran out" else self._settings.grace)
 
     async def _health(self, request: web.Request) -> web.Response:
-        """Say that the process answers; what it can do now is in ``state``."""
+        """Report that the process answers; ``state`` says what it can serve now."""
         version = None if self.state.version is None else list(self.state.version)
         return web.json_response(
             {"status": "ok", "state": self.state.label, "version": version, "load": self.batcher.load}

@@ -1,7 +1,7 @@
-"""The decode loop: a batch of prompts to sampled tokens, prompts read once, finished rows let go.
+"""Decode loop: samples tokens for a batch of prompts, reads each prompt once, and drops finished rows.
 
-Completions of one request that have sampled the same tokens so far are one sequence in the cache: the model computes
-them once. A group begins as one sequence, which is divided where its samples differ.
+Completions of one request that have sampled the same tokens so far share one sequence in the cache, so that the model
+computes them once. A group begins as one sequence, which is divided where its samples differ.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from trinity_mq.models.engines.torch.sampling import Uniforms, choose
 
 
 class RowListener:
-    """A :class:`GenerationListener` in terms of the decode loop's rows."""
+    """A :class:`GenerationListener` that is called with the decode loop's rows."""
 
     def __init__(
         self, requests: Sequence[GenerationRequest], listener: GenerationListener, device: torch.device
@@ -27,14 +27,14 @@ class RowListener:
         self._places = [(number, choice) for number, request in enumerate(requests) for choice in range(request.n)]
         heard = [listener.listens(number) for number, _ in self._places]
         self.listening = any(heard)
-        """Whether :meth:`step` has anybody to tell."""
+        """Whether :meth:`step` has a listener to call."""
         self._heard = torch.tensor(heard, device=device)
         self._numbers = torch.tensor([number for number, _ in self._places])
         self._waiting = list(range(len(requests)))
         self._left = torch.zeros(len(self._places), dtype=torch.bool, device=device)
 
     def step(self, rows: Tensor, tokens: Tensor, logprobs: Tensor, ended: Tensor, stopped: Tensor) -> None:
-        """Take in what the unfinished ``rows`` just sampled; all arguments have one entry a row."""
+        """Report the tokens that the unfinished ``rows`` just sampled; all arguments have one entry per row."""
         chosen = self._heard[rows]
         columns = [values[chosen].tolist() for values in (rows, tokens, logprobs, ended, stopped)]
         out = [
@@ -55,7 +55,7 @@ class RowListener:
         self._listener.between(step)
 
     def left(self) -> Tensor | None:
-        """Return which rows of the whole batch nobody waits for any more, bool ``[rows]``; None: as before."""
+        """Return the rows of the whole batch without a waiting caller, bool ``[rows]``; None if they are unchanged."""
         gone = [number for number in self._waiting if self._listener.left(number)]
         if not gone:
             return None
@@ -65,17 +65,18 @@ class RowListener:
 
 
 COMPACT_BELOW = 0.5
-"""Share of unfinished sequences at which the finished ones are cut out: cutting copies the cache, keeping them computes
-for nothing."""
+"""Share of unfinished sequences at or below which finished sequences are cut out. Cutting copies the cache; keeping
+them wastes computation.
+"""
 
 
 class GenerationCancelled(Exception):
-    """The engine is going away; what was being generated is not wanted any more."""
+    """The engine is shutting down; the running generation is not needed any more."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """Sampled tokens of one row, end of sequence included."""
+    """Sampled tokens of one row, including the end-of-sequence token."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -93,7 +94,7 @@ class _Recorder:
         self.stopped = torch.zeros(rows, dtype=torch.bool, device=device)
 
     def add(self, active: Tensor, tokens: Tensor, logprobs: Tensor) -> None:
-        """Keep one step of the rows ``active``."""
+        """Record one step of the rows ``active``."""
         column = torch.zeros(self._rows, dtype=torch.int64, device=self._device)
         values = torch.zeros(self._rows, dtype=torch.float32, device=self._device)
         self._tokens.append(column.index_copy_(0, active, tokens))
@@ -110,13 +111,13 @@ class _Recorder:
 
 @dataclass(slots=True)
 class _Rows:
-    """The unfinished completions, one entry each."""
+    """The unfinished completions, one entry per completion."""
 
     ids: Tensor
     """Position in the whole batch."""
     limits: Tensor
     sequence: Tensor
-    """Position in the cache of what it has sampled so far; others may have sampled the same."""
+    """Position in the cache of the tokens sampled so far; several completions may share it."""
 
     def keep(self, chosen: Tensor) -> None:
         for name in self.__slots__:
@@ -125,7 +126,7 @@ class _Rows:
 
 @dataclass(slots=True)
 class _Sequences:
-    """The sequences in the cache, one entry each, in its order. Some may be of completions that are finished."""
+    """The sequences in the cache, one entry per sequence, in cache order. Some may belong to finished completions."""
 
     mask: Tensor
     """``[sequences, cached tokens]``: 0 on the padding left of a prompt."""
@@ -139,15 +140,15 @@ class _Sequences:
 
 
 class _Cached:
-    """The cache of the model, and which completion has which sequence in it."""
+    """The cache of the model, and the mapping from completions to sequences in it."""
 
     def __init__(self, cache: Any, rows: _Rows, sequences: _Sequences) -> None:
         self._cache, self._rows, self._sequences = cache, rows, sequences
         self._divided = False
-        """No two completions share a sequence; they never will again."""
+        """True when no two completions share a sequence; they never share one again."""
 
     def divide(self) -> None:
-        """Give each completion a sequence of its own."""
+        """Give each completion its own sequence."""
         if len(self._rows.ids) != len(self._sequences.positions):
             self._select(self._rows.sequence)
         self._rows.sequence = torch.arange(len(self._rows.ids), device=self._rows.ids.device)
@@ -163,8 +164,8 @@ class _Cached:
         return choose(logits, sequences.temperature, sequences.top_p, uniforms)
 
     def append(self, tokens: Tensor, vocabulary: int) -> Tensor:
-        """Divide sequences whose completions have just sampled different ``tokens``, and cut finished ones out where
-        that pays; return the token that each sequence goes on with.
+        """Divide sequences whose completions have just sampled different ``tokens``, and cut finished sequences out if
+        that saves work. Return the next input token of each sequence.
         """
         rows, present = self._rows, len(self._sequences.positions)
         parents, place = rows.sequence, torch.arange(len(tokens), device=tokens.device)
@@ -181,7 +182,7 @@ class _Cached:
             self._select(parents)
             rows.sequence = place
             return following
-        # finished sequences go on with any token
+        # finished sequences continue with an arbitrary token
         return tokens.new_zeros(present).index_copy_(0, parents, following)
 
     def _select(self, chosen: Tensor) -> None:
@@ -190,7 +191,9 @@ class _Cached:
 
 
 StopWatch = Callable[[Tensor, Tensor], Tensor]
-"""Given the positions of rows and the tokens they just sampled, says (bool per row) which completed a stop string."""
+"""Takes the positions of rows and the tokens they just sampled. Returns a bool per row: True where a stop string is
+complete.
+"""
 
 
 @torch.inference_mode()
@@ -205,11 +208,11 @@ def decode(
     cancelled: Callable[[], bool] = lambda: False,
     share: bool = True,
 ) -> list[Sampled]:
-    """Return what each row sampled; request i has ``n`` rows, requests in order.
+    """Return the sampled tokens of each row; request i has ``n`` rows, requests in order.
 
-    Rows that ``row_listener`` says nobody waits for end at once, with nothing. It may also have the model's weights
-    changed between two steps: what was read under the old ones stays in the cache. ``share``: rows of a request are one
-    sequence as long as they have sampled the same.
+    Rows without a waiting caller by ``row_listener`` end at once, with an empty result. The listener may also let the
+    model's weights change between two steps; cache entries computed under the old weights stay. ``share``: rows of a
+    request share one sequence as long as they have sampled the same tokens.
 
     Raises:
         GenerationCancelled: ``cancelled()`` became true between two steps.
@@ -301,7 +304,7 @@ def _forward(model: Any, cache: Any, ids: Tensor, mask: Tensor, positions: Tenso
 
 
 def _stop_table(requests: Sequence[GenerationRequest], vocabulary: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return which tokens stop, bool ``[sets, vocabulary]``, and the set of each row."""
+    """Return the stop tokens as bool ``[sets, vocabulary]``, and the set index of each row."""
     distinct = {
         stop_ids: number for number, stop_ids in enumerate(dict.fromkeys(request.stop_ids for request in requests))
     }

@@ -1,4 +1,4 @@
-"""A causal language model that samples and scores. Lives in the engine's worker thread only."""
+"""A causal language model that samples and scores. It is used only in the engine's worker thread."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ from trinity_mq.models.errors import ModelError
 from trinity_mq.models.model_folder import ensure_model_folder
 
 SCORE_TOKENS = 1 << 14
-"""Tokens scored in one forward pass."""
+"""Maximum padded tokens scored in one forward pass."""
 
 
 class TextGenerator:
-    """Generates batches of requests in one go."""
+    """Generates batches of requests, each batch in one call."""
 
     def __init__(self, model: Any, codec: TextCodec, *, max_model_len: int) -> None:
         self.model = model.eval()
         self.codec = codec
         self.device: torch.device = next(model.parameters()).device
         self.max_model_len = max_model_len
-        """Prompt and response together, in tokens."""
+        """Maximum tokens of prompt and response together."""
         self.vocabulary: int = model.get_input_embeddings().weight.shape[0]
-        """Token ids are below it."""
+        """Size of the vocabulary; token ids are smaller."""
         self._cancelled = threading.Event()
 
     @classmethod
     def build(cls, config: ModelConfig, folder: Path, *, num_threads: int) -> TextGenerator:
-        """Return a generator whose weights are still random: the trainer sends them.
+        """Return a generator with random weights; the trainer sends the real weights later.
 
         Raises:
             ModelError: The folder does not describe a causal language model that can be built.
@@ -65,7 +65,8 @@ class TextGenerator:
     def generate(
         self, requests: Sequence[GenerationRequest], listener: GenerationListener | None = None
     ) -> list[list[Completion]]:
-        """Return the completions of each request, in order; ``listener`` hears of each token and says who has left.
+        """Return the completions of each request, in order. ``listener`` receives each token and reports requests
+        without a waiting caller.
 
         Raises:
             GenerationCancelled: :meth:`cancel` was called.
@@ -115,11 +116,11 @@ class TextGenerator:
         return results
 
     def cancel(self) -> None:
-        """Make a running :meth:`generate` raise within a decode step. For good; callable from any thread."""
+        """Make a running :meth:`generate`, and all later calls, raise within a decode step. Any thread may call it."""
         self._cancelled.set()
 
     def check(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return what :meth:`apply` will copy.
+        """Return the tensors that :meth:`apply` will copy.
 
         Raises:
             WeightsError: The tensors do not fit; nothing was touched.
@@ -134,7 +135,7 @@ class TextGenerator:
         """Return one weight as safetensors bytes.
 
         Raises:
-            WeightsError: There is none of that name.
+            WeightsError: No weight has this name.
         """
         from safetensors.torch import save
 
@@ -146,10 +147,10 @@ class TextGenerator:
 
 
 def choose_device(wanted: str) -> str:
-    """Return ``cuda`` or ``cpu``; ``auto`` takes a GPU where there is one.
+    """Return ``cuda`` or ``cpu``; ``auto`` chooses a GPU if one exists.
 
     Raises:
-        ModelError: A GPU is wanted and there is none.
+        ModelError: ``cuda`` is set, but torch sees no GPU.
     """
     if wanted == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
@@ -161,7 +162,7 @@ def choose_device(wanted: str) -> str:
 
 
 def _batches(requests: Sequence[ScoreRequest]) -> list[list[ScoreRequest]]:
-    """Cut ``requests``, order kept, into parts of at most SCORE_TOKENS padded tokens (or of a single request)."""
+    """Split ``requests``, in order, into parts of at most SCORE_TOKENS padded tokens (or of a single request)."""
     parts: list[list[ScoreRequest]] = []
     width = 0
     for request in requests:
@@ -180,13 +181,13 @@ def fixed_generator(
     """Return a generator of an auxiliary model and the model's folder.
 
     Args:
-        auxiliary: Which model; one that is served here.
+        auxiliary: Settings of the model, which must be served by this engine.
         folder: Folder in which a small model is generated.
         seed: Seed of a small model's weights.
-        num_threads: CPU threads of torch, which are this process's.
+        num_threads: CPU threads of torch in this process.
 
     Raises:
-        ModelError: The model, or its weights, cannot be had.
+        ModelError: The model, or its weights, are not available.
     """
     from transformers import AutoModelForCausalLM
 

@@ -1,6 +1,7 @@
-"""Tokens sampled from rows of logits: the inverse cumulative distribution at a uniform number of the sample's request.
+"""Samples tokens from rows of logits by the inverse cumulative distribution, at a uniform number of the sample's
+request.
 
-The numbers decide the token whatever else is in the batch, so a seeded request repeats itself.
+The uniform numbers decide the token whatever else is in the batch, so a seeded request is reproducible.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ import torch
 from torch import Tensor
 
 MAX_ELEMENTS = 1 << 24
-"""Logits worked on at once: with a large vocabulary the intermediate results of all rows would be gigabytes."""
+"""Logits processed at once: with a large vocabulary, the intermediate results of all rows would take gigabytes."""
 
 UNIFORMS_AT_ONCE = 64
-"""Decode steps for which uniform numbers are drawn together. Part of what a seed means: changing it changes samples."""
+"""Decode steps for which uniform numbers are drawn together. A different value changes the samples of a given seed."""
 
 
 def choose(
@@ -22,15 +23,15 @@ def choose(
 ) -> tuple[Tensor, Tensor]:
     """Return the chosen token and its logprob for each sample.
 
-    The logprob is ``log_softmax(logits / temperature)`` before truncation by top-p. At temperature 0 the likeliest
-    token is chosen, and its logprob is of the untempered distribution.
+    The logprob is ``log_softmax(logits / temperature)`` before truncation by top-p. At temperature 0 the most likely
+    token is chosen, and its logprob is from the untempered distribution.
 
     Args:
         logits: ``[rows, vocabulary]``, any floating dtype.
         temperature: ``[rows]`` float32, at least 0.
         top_p: ``[rows]`` float32 in (0, 1].
         uniforms: ``[samples]`` float64 in [0, 1).
-        source: ``[samples]`` int64, the row that each sample is taken from; None: one sample a row, in order.
+        source: ``[samples]`` int64, the row from which each sample is drawn. None: one sample per row, in order.
 
     Returns:
         Token ids int64 ``[samples]`` and logprobs float32 ``[samples]``.
@@ -68,7 +69,7 @@ def _choose(
         # strictly below the total, so that rounding never points behind the last token
         target = torch.minimum(uniforms * total, torch.nextafter(total, torch.zeros_like(total)))
         tokens = torch.searchsorted(cumulative, target[:, None], right=True)[:, 0]
-        tokens = tokens.clamp(max=logits.shape[-1] - 1)  # a row without a number must not fail the others
+        tokens = tokens.clamp(max=logits.shape[-1] - 1)  # a row of NaN must not fail the other rows
         if bool(greedy.any()):
             tokens = torch.where(of_samples(greedy), of_samples(logprobs.argmax(-1)), tokens)
     if source is None:
@@ -83,20 +84,26 @@ def tempered_logprobs(logits: Tensor, temperature: Tensor) -> Tensor:
 
 
 def _nucleus(probabilities: Tensor, top_p: Tensor) -> Tensor:
-    """Zero all but the fewest likeliest tokens that reach ``top_p`` together (Holtzman et al., arXiv 1904.09751)."""
+    """Zero all but the smallest set of most likely tokens whose sum reaches ``top_p`` (Holtzman et al., arXiv
+    1904.09751).
+    """
     ordered, order = probabilities.sort(dim=-1, descending=True)
     before = ordered.cumsum(-1, dtype=torch.float64) - ordered
     kept = torch.where(before < top_p[:, None].double(), ordered, torch.zeros_like(ordered))
-    kept[:, 0] = ordered[:, 0]  # the likeliest token, however small top_p is
+    kept[:, 0] = ordered[:, 0]  # the most likely token, however small top_p is
     nucleus = torch.zeros_like(probabilities).scatter_(-1, order, kept)
     return torch.where((top_p < 1)[:, None], nucleus, probabilities)
 
 
 class Uniforms:
-    """Uniform numbers in [0, 1), each request's from a generator of its own, a block of decode steps at a time."""
+    """Uniform numbers in [0, 1). Each request has its own generator; numbers are drawn for a block of decode steps at a
+    time.
+    """
 
     def __init__(self, seeds: Sequence[int | None], counts: Sequence[int], device: torch.device) -> None:
-        """``counts[i]`` rows draw from the generator seeded with ``seeds[i]``; None: seeded by the system."""
+        """Seed the generators: ``counts[i]`` rows draw from the generator with ``seeds[i]``. None: seeded by the
+        system.
+        """
         self._counts = counts
         self._device = device
         self._generators = [torch.Generator() for _ in seeds]
@@ -108,7 +115,7 @@ class Uniforms:
         self._block = torch.empty(0)
 
     def step(self, number: int) -> Tensor:
-        """Return the numbers of decode step ``number``, float64 ``[rows]``; steps are asked for in order."""
+        """Return the numbers of decode step ``number``, float64 ``[rows]``. Call this for the steps in order."""
         column = number % UNIFORMS_AT_ONCE
         if column == 0:
             drawn = [

@@ -1,4 +1,4 @@
-"""A model's weights by name: what there is, and new values copied in place."""
+"""A model's weights by name, and in-place copies of new values."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class WeightsError(ValueError):
 
 
 def named_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Return parameters and persistent buffers by name, tied ones once, in the model's order."""
+    """Return parameters and persistent buffers by name in the model's order; tied weights appear once."""
     saved = model.state_dict(keep_vars=True)
     weights: dict[str, Tensor] = {}
     seen: set[int] = set()
@@ -26,9 +26,9 @@ def named_weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 def check(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors to copy, by the model's own names, or raise before anything is touched.
+    """Return the tensors to copy, by the model's own names; nothing is touched.
 
-    A name tied to another (an output layer that shares the embeddings) may be given too, with the same values.
+    The name of a tied weight (an output layer that shares the embeddings) is also accepted, with the same values.
 
     Raises:
         WeightsError: A name is missing or unknown, a shape differs, or tied names disagree.
@@ -65,7 +65,7 @@ def check(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def copy_into(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Copy what :func:`check` returned into the model, in place, converting dtype and device."""
+    """Copy the tensors from :func:`check` into the model, in place, converting dtype and device."""
     weights = named_weights(model)
     for name, tensor in tensors.items():
         weights[name].copy_(tensor)

@@ -1,7 +1,7 @@
-"""LoRA adapters beside vLLM's base model, where ``model.lora.sync`` is ``adapter``.
+"""LoRA adapters on vLLM's base model, for ``model.lora.sync`` ``adapter``.
 
-A weight sync brings one more adapter, under a name of its own, and new requests name it. Those under way go on with the
-one that they began with. It is taken away by the first sync that finds nobody using it.
+A weight sync loads one more adapter under its own name, and new requests name it. Running requests continue with the
+adapter with which they began. A later sync unloads an adapter that no request uses.
 """
 
 from __future__ import annotations
@@ -37,26 +37,26 @@ if TYPE_CHECKING:
 log = structlog.get_logger(__name__)
 
 TENSORS, SETTINGS = "adapter_model.safetensors", "adapter_config.json"
-"""The files of an adapter's folder, as peft names them."""
+"""Files of an adapter's folder, as peft names them."""
 AT_ONCE = (4, 8)
-"""Fewest and most adapters in one batch: vLLM sets memory apart for each."""
+"""Minimum and maximum number of adapters in one batch: vLLM reserves memory for each."""
 
 Layers = dict[str, tuple[int, int]]
-"""Numbers of inputs and outputs of the layers that have an adapter, by name."""
+"""Numbers of inputs and outputs of each layer with an adapter, by layer name."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterPlan:
-    """The properties of future adapters, as the settings give them."""
+    """Properties of future adapters, derived from the settings."""
 
     lora: LoraConfig
     room: api.AdapterRoom
     shapes: dict[str, list[int]]
-    """Shapes of their tensors, by name."""
+    """Shapes of the adapter's tensors, by tensor name."""
 
 
 def adapter_plan(config: Config, folder: Path, *, cpu: bool) -> AdapterPlan | None:
-    """Return the plan for the model in ``folder``, None where weights come merged.
+    """Return the plan for the model in ``folder``, or None if the sync sends merged weights.
 
     Raises:
         ModelError: vLLM cannot serve such adapters.
@@ -70,17 +70,17 @@ def adapter_plan(config: Config, folder: Path, *, cpu: bool) -> AdapterPlan | No
             "model.dtype to bfloat16, or model.lora.sync to merged"
         )
     layers = adapted_layers(config.model, lora, folder)
-    # one for each version that data may be of, and the one that comes, which the canary asks
+    # one adapter per version of the data in use, and one for the version being loaded, which the canary uses
     least, most = AT_ONCE
     versions = max(least, min(config.synchronizer.effective_max_staleness + 2, most))
     return AdapterPlan(lora, api.adapter_room(lora.r, versions, layers), tensor_shapes(layers, lora.r))
 
 
 def adapted_layers(config: ModelConfig, lora: LoraConfig, folder: Path) -> Layers:
-    """Return the layers of the model in ``folder`` that ``lora`` gives an adapter, chosen as peft chooses them.
+    """Return the layers of the model in ``folder`` that get an adapter from ``lora``, selected by peft's rules.
 
     Raises:
-        ModelError: There are none, or one that vLLM serves without an adapter only.
+        ModelError: No layer is selected, or vLLM does not support adapters on a selected layer.
     """
     import torch
     from torch import nn
@@ -113,7 +113,7 @@ def adapted_layers(config: ModelConfig, lora: LoraConfig, folder: Path) -> Layer
 
 
 def tensor_shapes(layers: Layers, rank: int) -> dict[str, list[int]]:
-    """Return the shapes of an adapter's tensors by the names that peft saves them under."""
+    """Return the shapes of an adapter's tensors by the names under which peft saves them."""
     shapes = {}
     for layer, (inputs, outputs) in layers.items():
         shapes[f"base_model.model.{layer}.lora_A.weight"] = [rank, inputs]
@@ -122,7 +122,7 @@ def tensor_shapes(layers: Layers, rank: int) -> dict[str, list[int]]:
 
 
 def check(tensors: Mapping[str, Tensor], shapes: Mapping[str, list[int]]) -> None:
-    """Compare what was received with what :func:`tensor_shapes` wants.
+    """Compare the received tensors with the shapes from :func:`tensor_shapes`.
 
     Raises:
         WeightsError: A name is unknown or missing, or a shape differs.
@@ -147,7 +147,7 @@ def check(tensors: Mapping[str, Tensor], shapes: Mapping[str, list[int]]) -> Non
 
 
 def write_folder(folder: Path, tensors: Mapping[str, Tensor], lora: LoraConfig) -> None:
-    """Write a folder that peft and vLLM load."""
+    """Write a folder that peft and vLLM can load."""
     from safetensors.torch import save_file
 
     folder.mkdir()
@@ -163,12 +163,12 @@ def write_folder(folder: Path, tensors: Mapping[str, Tensor], lora: LoraConfig) 
         "inference_mode": True,
     }
     (folder / SETTINGS).write_text(json.dumps(settings, indent=1))
-    # tensors that came in one buffer share it: each is saved alone
+    # tensors received in one buffer share it; contiguous copies are saved separately
     save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, folder / TENSORS)
 
 
 def read_tensor(folder: Path, name: str) -> bytes:
-    """Return one tensor of an adapter's folder as safetensors bytes; raises WeightsError where it has none so named."""
+    """Return one tensor of an adapter's folder as safetensors bytes; raises WeightsError if no tensor has this name."""
     from safetensors import safe_open
     from safetensors.torch import save
 
@@ -181,16 +181,16 @@ def read_tensor(folder: Path, name: str) -> bytes:
 
 @dataclass(eq=False, slots=True)
 class Adapter:
-    """One version of the policy, as vLLM knows it."""
+    """One version of the policy as an adapter in vLLM."""
 
     name: str
     folder: Path
     users: int = 0
-    """Requests under way that name it."""
+    """Running requests that use the adapter."""
 
 
 class Adapters:
-    """The adapters that vLLM holds, each in a folder below ``home``: vLLM may read it again at any time."""
+    """The adapters that vLLM holds. Each has a folder below ``home``, which vLLM may read again at any time."""
 
     def __init__(self, client: VllmClient, home: Path, plan: AdapterPlan) -> None:
         self.changed = Notifier()
@@ -203,21 +203,23 @@ class Adapters:
 
     @property
     def current(self) -> Adapter:
-        """The adapter that new requests are answered by."""
+        """The adapter that answers new requests."""
         assert self._current is not None, "no adapter has come yet"
         return self._current
 
     @property
     def has_room(self) -> bool:
-        """Whether requests may begin to use the current adapter: of those that fit into a batch, one is left for the
-        canary of the next sync, which would else wait until all requests of an older one have ended.
+        """Whether requests may begin to use the current adapter.
+
+        One of the adapters that fit into a batch is reserved for the canary of the next sync. Without it the canary
+        would wait until all requests of an older adapter have ended.
         """
         used = [one for one in self._held if one.users]
         return self._current in used or len(used) < self._most
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[str]:
-        """Keep the current adapter for the block, which gets its name."""
+        """Keep the current adapter loaded during the block, and yield its name."""
         adapter = self.current
         adapter.users += 1
         try:
@@ -228,13 +230,13 @@ class Adapters:
                 self.changed.notify()
 
     async def load(self, tensors: Mapping[str, Tensor], version: Version | None) -> Adapter:
-        """Have vLLM hold one more adapter; what it serves stays as it is.
+        """Load one more adapter into vLLM; the served adapter does not change.
 
         Raises:
-            ApiError: vLLM did not take it.
+            ApiError: vLLM did not load it.
             OSError: Its folder cannot be written.
         """
-        # numbered, since one version may come twice: again to an engine that lost its commit
+        # numbered, because a version may be sent twice to an engine that missed its commit
         name = f"policy-{api.label(version)}-{next(self._numbers)}"
         adapter = Adapter(name, self._home / name)
         try:
@@ -248,7 +250,7 @@ class Adapters:
         return adapter
 
     async def serve(self, adapter: Adapter) -> None:
-        """Answer new requests by ``adapter``; take away those that nobody uses any more."""
+        """Answer new requests with ``adapter``, and unload adapters that no request uses any more."""
         self._current = adapter
         unused = [one for one in self._held if one is not adapter and not one.users]
         for one in unused:
@@ -258,41 +260,43 @@ class Adapters:
     async def _remove(self, adapter: Adapter) -> None:
         try:
             await self._client.command(api.UNLOAD_ADAPTER, {"lora_name": adapter.name}, COMMAND_TIMEOUT)
-        except ApiError as error:  # it costs host memory at most, until newer ones displace it
+        except ApiError as error:  # it costs host memory at most, until newer adapters displace it
             log.warning("adapter_not_unloaded", adapter=adapter.name, reason=str(error))
         await in_thread(lambda: shutil.rmtree(adapter.folder, ignore_errors=True), "remove-adapter")
 
 
 class AdapterGenerator(VllmGenerator):
-    """Weight updates that are adapters: received here, not by vLLM's workers."""
+    """Weight updates by adapters, which this process receives instead of vLLM's workers."""
 
     def __init__(self, adapters: Adapters, plan: AdapterPlan, receiver: Receiver, /, *args: Any, **more: Any) -> None:
-        """``receiver`` returns the tensors of a transfer; the rest is the base class's."""
+        """Create the generator. ``receiver`` returns the tensors of a transfer; the other arguments are for the base
+        class.
+        """
         super().__init__(*args, **more)
         self._adapters, self._plan, self._receiver = adapters, plan, receiver
 
     async def receive(self, spec: dict[str, Any]) -> Mapping[str, Any]:
-        """Return the tensors with the spec; raises what the channel does if they did not arrive."""
+        """Return the tensors with the spec; raises the channel's error if they did not arrive."""
         return {"spec": spec, "tensors": await self._receiver(spec)}
 
     async def check(self, spec: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Have vLLM load what was received beside what it serves.
+        """Load the received adapter into vLLM without serving it.
 
         Raises:
-            WeightsError: It is not the adapter that the settings describe.
-            ApiError: vLLM did not take it.
-            OSError: It could not be written.
+            WeightsError: The tensors are not the adapter that the settings describe.
+            ApiError: vLLM did not load it.
+            OSError: Its folder cannot be written.
         """
         check(spec["tensors"], self._plan.shapes)
         return {"spec": spec["spec"], "adapter": await self._adapters.load(spec["tensors"], version_of(spec["spec"]))}
 
     async def apply(self, spec: Mapping[str, Any]) -> None:
-        """Answer the canary, and after the commit new requests, by what was loaded."""
+        """Answer the canary, and new requests after the commit, with the loaded adapter."""
         self._name_canary(spec["spec"])
         self._adapter = spec["adapter"].name
         await self._adapters.serve(spec["adapter"])
 
     async def weight(self, name: str) -> bytes:
-        """Return a tensor of the adapter that is served, as safetensors bytes; raises WeightsError if it has none."""
+        """Return a tensor of the served adapter as safetensors bytes; raises WeightsError if it has no such tensor."""
         folder = self._adapters.current.folder
         return await in_thread(lambda: read_tensor(folder, name), "read-adapter")

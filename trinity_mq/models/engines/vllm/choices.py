@@ -1,4 +1,4 @@
-"""Assembles a streamed answer of vLLM choice by choice and finds stop strings as they arrive."""
+"""Assembles a streamed answer of vLLM choice by choice, and detects stop strings as tokens arrive."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class _Row:
     ended: str | None = None
     versions: tuple[tuple[int, int, int], ...] = ()
     by: Version | None = None
-    """Version of the weights that its last token is of, where they may change on the way."""
+    """Weight version of the last token, if the version may change during sampling."""
 
 
 class Choices:
-    """Takes the events of one request in; what is sampled beyond a stop string is left out.
+    """Collects the events of one request; tokens beyond a stop string are left out.
 
-    A request that is cut off can go on: :meth:`rest` is what to ask for then.
+    A request that is cut off can continue: :meth:`rest` returns the requests for its remaining tokens.
     """
 
     def __init__(self, request: GenerationRequest, decode: Decode, stream: TokenStream | None) -> None:
@@ -38,30 +38,30 @@ class Choices:
         self._rows = [_Row() for _ in range(request.n)]
         self._by: Version | None = None
         self.strayed = False
-        """Tokens are of another version than was said when they began to come."""
+        """True if tokens have another version than the version announced when they began to arrive."""
 
     @property
     def all_ended(self) -> bool:
-        """No choice wants more tokens."""
+        """Whether no choice wants more tokens."""
         return all(row.ended for row in self._rows)
 
     @property
     def aborted(self) -> bool:
-        """A choice was given up by vLLM."""
+        """Whether vLLM aborted a choice."""
         return any(row.ended == "abort" for row in self._rows)
 
     @property
     def streamed(self) -> bool:
-        """Somebody listens."""
+        """Whether the answer is streamed to a listener."""
         return self._stream is not None
 
     @property
     def tokens(self) -> int:
-        """Sampled so far."""
+        """Number of tokens sampled so far."""
         return sum(len(row.token_ids) for row in self._rows)
 
     def begin(self, version: Version) -> None:
-        """Stamp all further tokens with ``version``; listeners learn it before the next token."""
+        """Stamp all further tokens with ``version``; listeners receive it before the next token."""
         for row in self._rows:
             row.by = row.by or version
             row.versions = ()
@@ -70,24 +70,28 @@ class Choices:
         self._by = version
 
     def ended(self, index: int | None) -> bool:
-        """Say whether one choice wants no more tokens; None: all of them."""
+        """Return whether choice ``index`` is complete; None: whether all choices are."""
         return self.all_ended if index is None else self._rows[index].ended is not None
 
     def rest(self) -> list[tuple[int | None, GenerationRequest]]:
-        """Return what to ask for: all in one while nothing has come, then each choice from where it is."""
+        """Return the remaining requests: the whole request while no token has come, then one request per unfinished
+        choice from its current end.
+        """
         if not self.tokens and not any(row.ended for row in self._rows):
             return [(None, self._request)]
         return [(index, self._continued(index, row)) for index, row in enumerate(self._rows) if not row.ended]
 
     def _continued(self, index: int, row: _Row) -> GenerationRequest:
         asked, length = self._request, len(row.token_ids)
-        # the same seed would draw the same numbers once more
+        # the same seed would draw the same numbers again
         seed = None if asked.seed is None else (asked.seed + (length << 24) + (index << 48)) & SEED_MASK
         prompt = [*asked.prompt, *row.token_ids]
         return replace(asked, prompt=prompt, max_tokens=asked.max_tokens - length, n=1, seed=seed)
 
     def take(self, event: Mapping[str, Any], only: int | None = None) -> None:
-        """Add the tokens of one event, and pass them on to who listens; ``only`` is the choice that was asked for."""
+        """Add the tokens of one event, and pass them on to the listener. ``only`` is the index of the choice if it was
+        requested alone.
+        """
         news: list[Token] = []
         for part in event["choices"]:
             index = part["index"] if only is None else only
@@ -113,7 +117,7 @@ class Choices:
             self._stream.put(news)
 
     def result(self) -> list[api.Choice]:
-        """Return what has come."""
+        """Return the choices collected so far."""
         return [
             api.Choice(
                 row.token_ids,
@@ -126,7 +130,7 @@ class Choices:
         ]
 
     def _change(self, row: _Row) -> Version | None:
-        """Return which weights the newest token is of, where that is not known from the one before."""
+        """Return the version of the newest token if it differs from the version of the token before it."""
         if row.by == self._by:
             return None
         row.by = self._by
@@ -144,7 +148,7 @@ def _reason(ended: str | None) -> FinishReason | None:
 
 
 def as_tokens(completions: Sequence[Completion], said: Version) -> list[Token]:
-    """Return what one stream would have brought; ``said`` is the version it began with, by what it says."""
+    """Return the tokens that one stream would have delivered. ``said`` is the version announced at its start."""
     tokens = []
     for number, completion in enumerate(completions):
         changes = {first: (generation, step) for first, generation, step in completion.versions}

@@ -1,4 +1,4 @@
-"""HTTP to vLLM's server on its unix socket."""
+"""HTTP client of vLLM's server on its unix socket."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from trinity_mq.models.engines.api_errors import ApiError, stopping
 from trinity_mq.models.engines.vllm import api
 
 CHUNK_LIMIT = 2**22
-"""Bytes of one event of a stream: a chunk of tokens with their logprobs."""
+"""Maximum bytes of one event of a stream: a chunk of tokens with their logprobs."""
 HOST = "http://vllm"
-"""Any name: the socket decides where it goes. Each request has a connection of its own, which costs little here: vLLM's
-server closes those on which a command has failed, and the next request on one would be lost with it."""
+"""Placeholder host name: the socket determines the server. Each request opens its own connection, which is cheap here:
+vLLM's server closes connections on which a command has failed, and the next request on such a connection would be lost.
+"""
 
 
 class VllmClient:
-    """Requests and commands. Use it as an async context manager."""
+    """Requests and commands to vLLM. Use it as an async context manager."""
 
     def __init__(self, socket: Path) -> None:
         self._socket = socket
@@ -38,7 +39,7 @@ class VllmClient:
             await self._session.close()
 
     async def healthy(self) -> bool:
-        """Say whether the server takes requests."""
+        """Return whether the server accepts requests."""
         try:
             async with self._now().get(HOST + api.HEALTH) as response:
                 return response.status == 200
@@ -48,16 +49,16 @@ class VllmClient:
     async def post(
         self, path: str, body: Mapping[str, Any] | None = None, timeout: float | None = None, **query: str
     ) -> dict[str, Any]:
-        """Return the answer.
+        """Return the JSON answer.
 
         Raises:
-            ApiError: 503, the server is gone; or 500, it answered something else than 200, and what, or did not answer
-                within ``timeout`` seconds.
+            ApiError: 503 if the server is gone. 500 if it answered another status than 200 (the message holds its
+                text), or did not answer within ``timeout`` seconds.
         """
         return _checked(*await self._posted(path, body, timeout, **query))
 
     async def command(self, path: str, body: Mapping[str, Any], timeout: float) -> None:
-        """Send what is answered by a text, if by anything; errors as :meth:`post`."""
+        """Send a command whose answer is text or empty; errors as :meth:`post`."""
         status, said = await self._posted(path, body, timeout)
         if status != 200:
             _checked(status, said)

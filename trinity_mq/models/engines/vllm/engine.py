@@ -1,4 +1,4 @@
-"""The parts of an engine that is vLLM: its server as our child, and what stands for generator, batcher, receiver."""
+"""Parts of a vLLM engine: vLLM's server as a child process, and the replacements of generator, batcher and receiver."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ log = structlog.get_logger(__name__)
 
 ASK_EVERY = 0.2
 STOP_SECONDS = 10.0
-"""From the request to end to the kill: nothing it holds is worth more."""
+"""Seconds from the request to end until the kill. The process holds nothing that is worth a longer wait."""
 
 
 async def _until_ready(child: Process, client: VllmClient) -> None:
-    """Return when vLLM takes requests. How long that may take, our own host decides.
+    """Wait until vLLM accepts requests. The engine's host limits the time.
 
     Raises:
-        EngineFailed: It ended before.
+        EngineFailed: vLLM ended before it was ready.
     """
     asking = AsyncRetrying(
         retry=retry_if_result(lambda healthy: not healthy and child.returncode is None), wait=wait_fixed(ASK_EVERY)
@@ -52,7 +52,7 @@ async def _until_ready(child: Process, client: VllmClient) -> None:
 
 
 async def _stop(child: Process) -> None:
-    """End it and what it started."""
+    """End vLLM's server."""
     with contextlib.suppress(ProcessLookupError):
         child.terminate()
     try:
@@ -77,18 +77,19 @@ class VllmParts:
     batcher: Callable[[EngineState], Flow]
     receiver: Receiver
     child: Process
-    """Its server; it ends when we do, however that happens."""
+    """Process of vLLM's server; it ends when this process ends, for any reason."""
 
 
 @contextlib.asynccontextmanager
 async def vllm_parts(config: Config, folder: Path, receiver: Receiver) -> AsyncIterator[VllmParts]:
-    """Have vLLM's server running for the block: with the weights of ``folder`` where adapters come, else random ones.
+    """Run vLLM's server during the block. Its weights come from ``folder`` if the sync sends adapters; otherwise they
+    are random.
 
-    ``receiver`` takes adapters in; weights are received by vLLM's workers.
+    ``receiver`` receives adapters; full weights are received by vLLM's workers.
 
     Raises:
-        ModelError: vLLM is not there, is of another version, or cannot have this model, or adapters on it.
-        EngineFailed: It did not start.
+        ModelError: vLLM is not installed, has another version, or does not support this model or adapters on it.
+        EngineFailed: vLLM did not start.
     """
     version = api.checked_version()
     rollout = config.explorer.rollout_model
@@ -98,7 +99,7 @@ async def vllm_parts(config: Config, folder: Path, receiver: Receiver) -> AsyncI
     vocabulary, max_model_len = model_limits(config.model, folder)
     plan = adapter_plan(config, folder, cpu=cpu)
     log.info("vllm_starts", version=version, model=str(folder))
-    # a folder of ours alone: whoever reaches the socket commands the server; and its path must be short
+    # a private folder, because access to the socket gives control of the server; its path must be short
     home = Path(tempfile.mkdtemp(prefix="tmq-vllm-"))
     socket = home / "http.sock"
     try:
@@ -146,5 +147,5 @@ async def vllm_parts(config: Config, folder: Path, receiver: Receiver) -> AsyncI
 
 
 async def stop_with(child: Process, stop: Callable[[str], None]) -> None:
-    """Call ``stop`` with the reason when vLLM ends by itself: our host starts both anew."""
+    """Call ``stop`` with the reason when vLLM ends by itself; the engine's host then restarts both."""
     stop(f"vLLM ended (exit code {await child.wait()})")

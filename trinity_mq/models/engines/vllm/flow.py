@@ -1,7 +1,7 @@
-"""Sends requests to vLLM, which batches them itself: admits and counts them, holds them during a pause.
+"""Sends requests to vLLM, which batches them itself: admits and counts requests, and holds them during a pause.
 
-Has the methods of :class:`~trinity_mq.models.engines.generation.batch_step.StaticBatcher`, which the API and the
-admin routes use.
+``Flow`` has the methods of :class:`~trinity_mq.models.engines.generation.batch_step.StaticBatcher`, which the API and
+the admin routes use.
 """
 
 from __future__ import annotations
@@ -35,21 +35,24 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """The weights that a request is answered by."""
+    """The weights that answer a request."""
 
     version: Version
     adapter: str | None
-    """Name of its adapter, which stays as long as the request; None: the weights are in the model, and may change."""
+    """Name of the LoRA adapter, which stays loaded as long as the request runs. None: the weights are in the model, and
+    may change.
+    """
 
 
 class Flow:
-    """All requests of one engine. What ``pause_mode`` means for those under way when weights come:
+    """All requests of one engine. ``pause_mode`` decides the treatment of running requests when new weights come:
 
-    ``wait``: they end first. ``keep``: they go on with the new weights, and their tokens say which weights each is of.
-    ``abort``: they begin anew with the new weights. What was streamed stays: with both a stream is cut off before new
-    weights come and asked for anew from where it is, so that it is known which weights each token is of.
+    ``wait``: they finish first. ``keep``: they continue with the new weights, and each token is labelled with its
+    weight version. ``abort``: they restart with the new weights. Tokens already streamed stay: with ``keep`` and with
+    ``abort`` a stream is cut off before new weights come and resumed from its current end, so that the weight version
+    of each token is known.
 
-    With ``adapters`` it means nothing: those under way go on with the adapter that they began with.
+    With ``adapters``, ``pause_mode`` has no effect: running requests continue with the adapter with which they began.
     """
 
     def __init__(
@@ -97,18 +100,18 @@ class Flow:
         return await run_concurrently([self._generated(request, pin) for request in requests])
 
     async def score(self, requests: Sequence[ScoreRequest], pin: Version | None) -> list[tuple[list[float], Version]]:
-        """Return the logprobs of each request, with the version they are of; errors as :meth:`generate`."""
+        """Return the logprobs of each request, with their weight version; errors as :meth:`generate`."""
         return await run_concurrently([self._scored(request, pin) for request in requests])
 
     @contextlib.asynccontextmanager
     async def stream(self, request: GenerationRequest, pin: Version | None) -> AsyncIterator[TokenStream]:
-        """Hand out the tokens of one request as they are sampled; leaving the block early ends the sampling.
+        """Yield the tokens of one request as they are sampled. Leaving the block early ends the sampling.
 
         Raises:
             ApiError: The engine cannot serve this now.
         """
         with token_stream(self._state, pin) as stream:
-            # no TaskGroup: what the block raises must come out as it is
+            # no TaskGroup: exceptions of the block must not be wrapped
             sampling = asyncio.create_task(self._run_stream(request, pin, stream), name="token-stream")
             try:
                 yield stream
@@ -117,7 +120,7 @@ class Flow:
                 await asyncio.wait({sampling})
 
     async def idle(self) -> None:
-        """Return when weights may be received: see the class for what happens to requests under way."""
+        """Return when weights may be received; the class describes the treatment of running requests."""
         if self._adapters is not None:
             return
         if self._mode != "wait":
@@ -134,7 +137,7 @@ class Flow:
         await self._idle.wait()
 
     async def call(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Run a command of the weight sync after those before it; it goes on when the caller is cancelled."""
+        """Run a command of the weight sync after earlier commands; it continues if the caller is cancelled."""
 
         async def command() -> T:
             async with self._commands:
@@ -147,7 +150,7 @@ class Flow:
         await self._closed.wait()
 
     async def close(self, grace: float) -> None:
-        """Send nothing more; give what is under way ``grace`` seconds."""
+        """Send no more requests, and wait up to ``grace`` seconds for the running requests."""
         self._closed.set()
         self._state.running.set()
         self._changed.notify()
@@ -157,18 +160,19 @@ class Flow:
         except TimeoutError:
             log.warning("requests_cut_off", after_seconds=grace, sequences=self._under_way)
 
-    # -- inside
+    # -- internals
 
     def _has_room(self) -> bool:
         return self._adapters is None or self._adapters.has_room or self._closed.is_set()
 
     @contextlib.asynccontextmanager
     async def _admitted(self, sequences: int, pin: Version | None) -> AsyncIterator[Served]:
-        """Enter when a request may be sent: to what, if it is not kept running through a pause."""
+        """Wait until a request may be sent; yield the weights that answer it. Count the request during the block."""
         self._waiting += sequences
         try:
             async with asyncio.timeout(self._hold):
-                while not (self._state.running.is_set() and self._has_room()):  # the next pause may come meanwhile
+                # another pause may begin while this waits for room
+                while not (self._state.running.is_set() and self._has_room()):
                     await self._state.running.wait()
                     await self._changed.until(self._has_room)
         except TimeoutError:
@@ -183,7 +187,7 @@ class Flow:
         if problem := self._state.problem(pin):
             raise problem
         version = self._state.version
-        assert version is not None  # only a current engine passes
+        assert version is not None  # problem() passes only a current engine
         loop = asyncio.get_running_loop()
         if not self._under_way:
             self._busy_since = loop.time()
@@ -214,14 +218,14 @@ class Flow:
             by = {(span[1], span[2]) for spans in versions for span in spans}
             if max(by) > served.version:
                 await self._committed(max(by))
-            if pin is not None and by != {pin}:  # it was kept running while the weights it wants went
+            if pin is not None and by != {pin}:  # it continued through a pause while the pinned weights were replaced
                 raise self._state.problem(pin) or not_current("the weights that this is pinned to have gone")
             if request.top_p == 1 or served.adapter:
                 break
             scored = [await self._untruncated(request, choice, pin) for choice in choices]
             if by == {scorer for _, scorer in scored}:
                 choices = [choice for choice, _ in scored]
-                break  # else weights have come in between: these logprobs are not those of whoever sampled
+                break  # else new weights came in between: these logprobs are not from the weights that sampled
         self.counters.tokens += sum(len(choice.token_ids) for choice in choices)
         completions = [
             self._completion(request, choice, spans) for choice, spans in zip(choices, versions, strict=True)
@@ -229,7 +233,7 @@ class Flow:
         return completions, min((span[1], span[2]) for spans in versions for span in spans)
 
     async def _asked(self, request: GenerationRequest, served: Served) -> list[api.Choice]:
-        if request.temperature == 0 and request.n > 1:  # vLLM refuses what would be the same n times
+        if request.temperature == 0 and request.n > 1:  # vLLM refuses n identical greedy samples
             return await self._asked(replace(request, n=1), served) * request.n
         if request.stop:
             choices = Choices(request, self._codec.decode, None)
@@ -241,9 +245,9 @@ class Flow:
     async def _followed(
         self, request: GenerationRequest, served: Served, choices: Choices, only: int | None = None
     ) -> None:
-        """Read an answer as it is sampled; stop strings are looked for here, since vLLM has no tokenizer."""
+        """Read an answer as it is sampled; stop strings are detected here, because vLLM runs without a tokenizer."""
         body = api.generate_body(request, api.label(served.version), served.adapter, stream=True)
-        # which weights made which tokens is said at the very end only
+        # vLLM reports the version of each token only at the very end
         to_the_end = self._mode == "keep" and not choices.streamed and served.adapter is None
         async with contextlib.aclosing(self._client.events(api.GENERATE, body)) as events:
             async for event in events:
@@ -253,7 +257,7 @@ class Flow:
 
     async def _run_stream(self, request: GenerationRequest, pin: Version | None, stream: TokenStream) -> None:
         try:
-            # with top_p, logprobs are known at the end; at temperature 0, all choices are one
+            # with top_p, logprobs are known only at the end; at temperature 0, all choices are the same
             if request.top_p < 1 or (request.temperature == 0 and request.n > 1):
                 completions, version = await self._generated(request, pin)
                 stream.put(version)
@@ -282,7 +286,7 @@ class Flow:
 
     @contextlib.asynccontextmanager
     async def _streaming(self) -> AsyncIterator[None]:
-        """Have the block known as a stream, which :meth:`idle` waits for."""
+        """Count the block as a stream, for which :meth:`idle` waits."""
         self._streams += 1
         self._streamless.clear()
         try:
@@ -293,7 +297,9 @@ class Flow:
                 self._streamless.set()
 
     async def _committed(self, newest: Version) -> None:
-        """Return when the newest version that sampled an answer is committed, or raise if it never will be."""
+        """Wait until the newest version that sampled an answer is committed; raise ApiError if it will not be
+        committed.
+        """
         if self._state.version == newest or not self._state.paused:
             return
         await self._state.running.wait()
@@ -303,7 +309,9 @@ class Flow:
     async def _untruncated(
         self, request: GenerationRequest, choice: api.Choice, pin: Version | None, held: Served | None = None
     ) -> tuple[api.Choice, Version]:
-        """Return the choice with the logprobs before truncation, and whose they are: vLLM gives those after it."""
+        """Return the choice with logprobs before truncation, and their weight version. vLLM returns logprobs after
+        truncation.
+        """
         whole = ScoreRequest([*request.prompt, *choice.token_ids], request.temperature or 1.0)
         scores, version = await self._scored(whole, pin, held)
         return replace(choice, logprobs=scores[len(request.prompt) - 1 :]), version
@@ -311,7 +319,9 @@ class Flow:
     async def _scored(
         self, request: ScoreRequest, pin: Version | None, held: Served | None = None
     ) -> tuple[list[float], Version]:
-        """Return the logprobs and whose they are: of ``held``, which answers already, else of what is served then."""
+        """Return the logprobs and their weight version. ``held``: weights that already answer the request; None: the
+        weights that are served next.
+        """
         heat = request.temperature or 1.0
         if heat != 1 and len(request.token_ids) * self._vocabulary > api.SCORED_AT_ONCE:
             raise bad_request(
@@ -344,7 +354,9 @@ class Flow:
 
 
 async def run_concurrently(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Return the results in order; the first failure cancels the others and is raised bare."""
+    """Return the results in order. The first failure cancels the other coroutines and is raised without an exception
+    group.
+    """
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(one) for one in work]
@@ -354,7 +366,9 @@ async def run_concurrently(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 async def run_until_set(come: asyncio.Event, work: Coroutine[Any, Any, Any]) -> bool:
-    """Do ``work`` until ``come`` is set; returns whether that was before it was done. What it raises is raised."""
+    """Run ``work`` until ``come`` is set. Return True if it was cut off, False if it finished; its exceptions are
+    raised.
+    """
     working, coming = asyncio.create_task(work), asyncio.create_task(come.wait())
     try:
         await asyncio.wait({coming, working}, return_when=asyncio.FIRST_COMPLETED)

@@ -1,4 +1,4 @@
-"""Weight updates and canary scores of the admin routes, carried out by vLLM."""
+"""Weight updates and canary scores for the admin routes, carried out by vLLM."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ COMMAND_TIMEOUT = 120.0
 
 
 class VllmGenerator:
-    """The parts of :class:`~trinity_mq.models.engines.torch.generator.TextGenerator` that do not generate."""
+    """The methods of :class:`~trinity_mq.models.engines.torch.generator.TextGenerator` that do not generate."""
 
     device = "vllm"
 
@@ -35,24 +35,24 @@ class VllmGenerator:
         pause_mode: PauseMode,
         give_up: Callable[[], None],
     ) -> None:
-        """``give_up`` ends vLLM, whose model nothing can repair once tensors went into it half-way."""
+        """Create the generator. ``give_up`` ends vLLM, whose model cannot be repaired after a partial weight update."""
         self.codec = codec
         self.vocabulary, self.max_model_len = vocabulary, max_model_len
         self._client, self._mode, self._give_up = client, pause_mode, give_up
         self._salt = ""
         self._adapter: str | None = None
-        """Name of the adapter that answers, where weights come as adapters."""
+        """Name of the adapter that answers, if weights are sent as adapters."""
 
     async def receive(self, spec: dict[str, Any]) -> Mapping[str, Any]:
-        """Have vLLM's workers receive the weights, beside the model; returns the spec in place of the tensors.
+        """Make vLLM's workers receive the weights without touching the model; return the spec instead of the tensors.
 
         Raises:
-            ApiError: They did not arrive.
+            ApiError: The weights did not arrive.
         """
         try:
             await self._command(api.START_UPDATE)
         except ApiError:
-            # an update that was cut off is still open: a body that does not fit makes vLLM give it up
+            # an interrupted update is still open: an invalid body makes vLLM drop it
             try:
                 await self._command(api.UPDATE, {"update_info": {"given_up": True}})
             except ApiError:
@@ -62,14 +62,15 @@ class VllmGenerator:
         return spec
 
     async def check(self, spec: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the spec: whether the tensors fit, vLLM says when it loads them, and the canary after that."""
+        """Return the spec. vLLM reports unfit tensors when it loads them, and the canary checks the result."""
         return spec
 
     async def apply(self, spec: Mapping[str, Any]) -> None:
-        """Put in what was received, between two steps of vLLM's; what runs goes on with it, no cache outlives it.
+        """Load the received weights between two steps of vLLM. Running requests are treated by the pause mode; caches
+        are cleared.
 
         Raises:
-            ApiError: It did not fit, or took too long. The engine ends: its host begins anew.
+            ApiError: The weights did not fit, or loading took too long. The engine ends, and its host restarts it.
         """
         self._name_canary(spec)
         label = api.label(version_of(spec))
@@ -93,14 +94,14 @@ class VllmGenerator:
         return scores
 
     async def weight(self, name: str) -> bytes:
-        """Refuse: vLLM keeps weights fused and packed, not by the names of the checkpoint."""
+        """Refuse: vLLM stores weights fused and packed, not under the names of the checkpoint."""
         raise WeightsError(
             f"weight {name!r} cannot be read back from a vllm engine, which keeps weights fused and packed; read it "
             "from a checkpoint of the trainer, or use the transformers engine"
         )
 
     def _name_canary(self, spec: Mapping[str, Any]) -> None:
-        """Have nothing that was cached answer the canary of this try."""
+        """Give the canary of this attempt its own cache salt, so that no cached value answers it."""
         self._salt = f"canary-{api.label(version_of(spec))}-{spec['epoch']}-{spec['attempt']}"
 
     async def _command(self, path: str, body: Mapping[str, Any] | None = None, **query: str) -> dict[str, Any]:
@@ -108,13 +109,13 @@ class VllmGenerator:
 
 
 def version_of(spec: Mapping[str, Any]) -> Version | None:
-    """Return the version that a transfer brings, None where it is sent without a gate."""
+    """Return the version of a transfer, or None for a transfer without a gate."""
     named = spec.get("version")
     return None if named is None else (named[0], named[1])
 
 
 def model_limits(config: ModelConfig, folder: Path) -> tuple[int, int]:
-    """Return the size of the vocabulary and the longest sequence.
+    """Return the size of the vocabulary and the maximum sequence length in tokens.
 
     Raises:
         ModelError: The folder does not describe a model.

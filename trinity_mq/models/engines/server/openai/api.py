@@ -1,4 +1,4 @@
-"""The OpenAI-compatible routes: chat, completions, models; and two of ours beside them, tokenize and logprobs."""
+"""OpenAI-compatible routes for chat, completions and models, and our own routes tokenize and logprobs."""
 
 from __future__ import annotations
 
@@ -38,18 +38,20 @@ from trinity_mq.telemetry.trace import span, works_for
 T = TypeVar("T")
 PIN_HEADER = "X-TMQ-Version"
 LOGPROBS_HEADER, LOGPROBS_AS_NUMBERS = "X-TMQ-Logprobs", "numbers"
-"""Leave out ``logprobs`` with their texts where ``token_logprobs`` say the same: what our own clients ask for."""
+"""Request header with which our own clients drop ``logprobs`` and its token texts, because ``token_logprobs`` holds the
+same numbers.
+"""
 LONGEST_NUMBER = 18
-"""Digits of a number in :data:`PIN_HEADER`."""
+"""Maximum digits of a number in :data:`PIN_HEADER`."""
 SMALL_BODY = 4096
-"""Bytes of a request that template and tokenizer take up in a few milliseconds at most."""
+"""Bytes of a request that the template and the tokenizer process in a few milliseconds at most."""
 SEED_MASK = (1 << 63) - 1
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 
 @dataclass(frozen=True, slots=True)
 class _Chat:
-    """A request to :data:`CHAT`, understood."""
+    """A parsed request to :data:`CHAT`."""
 
     body: ChatBody
     text: str
@@ -60,11 +62,11 @@ class _Chat:
 
 @dataclass(frozen=True, slots=True)
 class _Completion:
-    """A request to :data:`COMPLETIONS`, understood."""
+    """A parsed request to :data:`COMPLETIONS`."""
 
     body: CompletionBody
     prompts: Sequence[tuple[str, list[int]]]
-    """Text and tokens of each."""
+    """Text and token ids of each prompt."""
     wanted: Sequence[GenerationRequest]
 
 
@@ -82,16 +84,17 @@ class OpenAIApi:
         max_response_tokens: int,
         groups: bool = False,
     ) -> None:
-        """Serve what ``batcher`` samples.
+        """Serve the samples of ``batcher``.
 
         Args:
             batcher: Gathers requests and samples their answers.
-            state: The engine's state, which says what can be served.
+            state: State of the engine; decides whether a request can be served.
             generator: The model; its tokenizer and limits are used here.
-            name: The model's name in requests.
-            model_path: The model's folder.
-            max_response_tokens: Limit of a response where a request gives no ``max_tokens``.
-            groups: Offer the route that takes many requests as one; for batchers that sample them together anyway.
+            name: Name of the model in requests.
+            model_path: Folder of the model.
+            max_response_tokens: Maximum tokens of a response to a request without ``max_tokens``.
+            groups: Offer the route for groups of requests; for batchers that sample the requests of a group together
+                anyway.
         """
         self._groups = groups
         self._reader = BodyReader(SMALL_BODY)
@@ -130,7 +133,7 @@ class OpenAIApi:
         return response
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
-        """Continue prompts."""
+        """Answer a request to continue prompts."""
         pin = self._admitted(request.headers)
         received = await read_body(request)
         works_for(request.headers)
@@ -145,19 +148,19 @@ class OpenAIApi:
         return self._json(*await self._completion_answer(asked, pin))
 
     async def group(self, request: web.Request) -> web.StreamResponse:
-        """Answer many requests that came as one."""
+        """Answer a group of requests."""
         return await answer_group(request, self.answer, version_header)
 
     async def answer(self, path: str, headers: Mapping[str, str], fields: Mapping[str, Any]) -> tuple[bytes, Version]:
-        """Answer a request that came in a group, whole; return the packed body and the version that sampled it.
+        """Answer one request of a group without streaming; return the packed body and the version that sampled it.
 
         Args:
-            path: The route that it is for.
-            headers: Those that a request of its own would have.
-            fields: Its body.
+            path: Route of the request.
+            headers: Headers of the request.
+            fields: Body of the request.
 
         Raises:
-            ApiError: It cannot be served, as on its own.
+            ApiError: The request cannot be served, with the same errors as outside a group.
         """
         pin = self._admitted(headers)
         if fields.get("stream"):
@@ -196,7 +199,8 @@ class OpenAIApi:
                 return text, self._codec.encode_after(before, text, limit)
             return text, self._codec.encode_within(text, limit)
 
-        if len(messages) > limit:  # a message takes a token at least: the beginning says so in less time
+        # a message has at least one token, so a prefix already shows that the prompt is too long, in less time
+        if len(messages) > limit:
             self._check_prompt(self._text(lambda: rendered(messages[: limit + 1]))[1], limit, "prompt")
         text, prompt = self._text(lambda: rendered(messages))
         wanted = self._request(body, prompt, body.max_completion_tokens or body.max_tokens, body.seed)
@@ -260,11 +264,11 @@ class OpenAIApi:
         """Answer token by token; a client that closes the connection ends the sampling."""
         chunks = Chunks(body, wanted, self._codec, model=self._name, prompt_text=text, tools=tools)
         async with self._batcher.stream(wanted, pin) as stream:
-            version = await stream.begun()  # until here an error has a status of its own
+            version = await stream.begun()  # until here an error still gets its own HTTP status
             return await send(request, stream, chunks, version, version_header(version))
 
     async def tokenize(self, request: web.Request) -> web.Response:
-        """Return a text, or a conversation with the mask of what the assistant wrote, as tokens."""
+        """Return a text as tokens, or a conversation as tokens with a mask of the assistant's tokens."""
         received = await read_body(request)
         return web.json_response(await self._read(len(received), lambda: self._tokenized(received)))
 
@@ -293,7 +297,7 @@ class OpenAIApi:
         return self._json({"logprobs": logprobs, "weight_version": list(version)}, version)
 
     async def models(self, request: web.Request) -> web.Response:
-        """Return the one model there is."""
+        """Return the only model of this engine."""
         model = {
             "id": self._name,
             "object": "model",
@@ -310,20 +314,22 @@ class OpenAIApi:
             headers[GROUPS_HEADER] = "yes"
         return web.json_response(answer, headers=headers)
 
-    # -- in
+    # -- request parsing
 
     def _admitted(self, headers: Mapping[str, str]) -> Version | None:
-        """Return the version that a request with these headers is pinned to; refuse early what cannot be served."""
+        """Return the version to which a request with these headers is pinned; reject early a request that cannot be
+        served.
+        """
         pin = parse_pin(headers.get(PIN_HEADER))
         if problem := self._state.problem(pin):
             raise problem
         return pin
 
     async def _read(self, size: int, read: Callable[[], T]) -> T:
-        """Return what ``read`` makes of a request of ``size`` bytes.
+        """Return the result of ``read`` for a request of ``size`` bytes.
 
         Raises:
-            ApiError: 503; too many large ones are read; or an error of ``read``.
+            ApiError: 503, too many large requests are being read; or an error of ``read``.
         """
         try:
             return await self._reader.run(size, read)
@@ -337,7 +343,7 @@ class OpenAIApi:
             raise bad_request(str(error), code="invalid_text") from error
 
     def _allowed(self, body: SamplingBody) -> int:
-        """Return the most tokens of a prompt."""
+        """Return the maximum number of prompt tokens."""
         return min(self._max_model_len - 1, body.max_prompt_tokens or self._max_model_len)
 
     def _prompt(self, prompt: str | list[int], limit: int) -> tuple[str, list[int]]:
@@ -368,7 +374,8 @@ class OpenAIApi:
         self._check_prompt(prompt, self._allowed(body), "prompt")
         return GenerationRequest(
             prompt=prompt,
-            max_tokens=min(limit or self._max_response_tokens, room),  # beyond it nothing fits: ends with "length"
+            # more tokens do not fit: the response ends with "length"
+            max_tokens=min(limit or self._max_response_tokens, room),
             n=body.n,
             temperature=body.temperature,
             top_p=body.top_p,
@@ -396,7 +403,7 @@ class OpenAIApi:
 
 
 def version_header(version: Version) -> dict[str, str]:
-    """Return the header that names the version of an answer."""
+    """Return the header with the weight version of an answer."""
     return {PIN_HEADER: f"{version[0]}.{version[1]}"}
 
 
@@ -404,7 +411,7 @@ def parse_pin(text: str | None) -> Version | None:
     """Return the version in the header ``X-TMQ-Version: generation.step``, None without the header.
 
     Raises:
-        ApiError: 400; it is not a pair of numbers.
+        ApiError: 400; the header is not a pair of numbers.
     """
     if text is None:
         return None

@@ -1,4 +1,4 @@
-"""The route by which our own clients send many requests as one; see :mod:`trinity_mq.models.group_format`."""
+"""Route for groups of requests from our own clients; see :mod:`trinity_mq.models.group_format`."""
 
 from __future__ import annotations
 
@@ -25,25 +25,23 @@ from trinity_mq.runtime.http.serving import read_body
 log = structlog.get_logger(__name__)
 
 Answering = Callable[[str, Mapping[str, str], Mapping[str, Any]], Awaitable[tuple[bytes, Version]]]
-"""Answers one request, given its path, headers and body, with a packed body and the version of the weights; raises
-ApiError.
-"""
+"""Answers one request from its path, headers and body. Returns a packed body and its version; raises ApiError."""
 
 
 async def answer_group(
     request: web.Request, answering: Answering, headers: Callable[[Version], dict[str, str]]
 ) -> web.StreamResponse:
-    """Answer each request of a group as soon as its answer is there.
+    """Answer each request of a group as soon as its answer is ready.
 
-    A client that closes the connection cancels what has not been answered.
+    A client that closes the connection cancels the unanswered requests.
 
     Args:
         request: The group.
-        answering: Answers one of them.
-        headers: Returns the headers of an answer that this version of the weights gave.
+        answering: Answers one request of the group.
+        headers: Returns the headers of an answer from its weight version.
 
     Raises:
-        ApiError: 400; it is no group.
+        ApiError: 400; the body is not a group.
     """
     try:
         asked = unpack_requests(await read_body(request))
@@ -59,7 +57,7 @@ async def answer_group(
 
 
 async def _send(response: web.StreamResponse, tasks: Sequence[asyncio.Task[bytes]]) -> None:
-    """Write the answers, those that are there at the same time together."""
+    """Write the answers as they become ready; answers that are ready at the same time are written together."""
     left = set(tasks)
     while left:
         done, left = await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)

@@ -1,4 +1,4 @@
-"""Request bodies of the OpenAI-compatible API: what is taken, what is refused and why."""
+"""Request bodies of the OpenAI-compatible API: accepted fields, and errors for the others."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from trinity_mq.models.engines.server.http_server import Body, json_object, vali
 
 MAX_STOPS = 16
 LONGEST_STOP = 1024
-"""Characters of a stop string: each step decodes about so many tokens of a row that has one."""
+"""Maximum characters of a stop string: each decode step decodes about this many tokens of a row with a stop string."""
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-3, 100.0
 MIN_TOP_P = 1e-30
-"""Smaller numbers come near to the least that float32 holds, in which engines compute."""
+"""Smaller values approach the smallest float32, the precision in which engines compute."""
 
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "audio": (),
@@ -45,7 +45,7 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "top_k": (-1, 0),
     "top_logprobs": (0,),
 }
-"""Options of the API that this engine does not have, with the values that ask for nothing."""
+"""API options that this engine does not have, with the values that have no effect."""
 
 _IGNORED = frozenset(
     {
@@ -60,7 +60,7 @@ _IGNORED = frozenset(
         "verbosity",
     }
 )
-"""Options that do not change what is sampled."""
+"""Options that do not change sampling."""
 
 
 def _stops(value: Any) -> Any:
@@ -89,7 +89,7 @@ class StreamOptions(BaseModel):
     """Options of a streamed answer; unknown options that do not change sampling are ignored."""
 
     include_usage: bool = False
-    """End with a chunk without choices that says how many tokens were used."""
+    """End with a chunk that has no choices and reports the token usage."""
 
 
 class SamplingBody(Body):
@@ -105,13 +105,13 @@ class SamplingBody(Body):
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     return_token_ids: bool = False
-    """Ours: add prompt_token_ids, prompt_text, and per choice token_ids, token_logprobs, weight_versions."""
+    """Our extension: add prompt_token_ids, prompt_text, and per choice token_ids, token_logprobs, weight_versions."""
     max_prompt_tokens: int | None = Field(default=None, ge=1)
-    """Ours: refuse a longer prompt."""
+    """Our extension: reject a longer prompt."""
 
 
 class ChatBody(SamplingBody):
-    """``/v1/chat/completions``."""
+    """Body of ``/v1/chat/completions``."""
 
     messages: list[dict[str, Any]] = Field(min_length=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
@@ -119,14 +119,15 @@ class ChatBody(SamplingBody):
     tools: list[Any] = Field(default_factory=list)
     tool_choice: Any = "auto"
     continue_tokens: list[Annotated[int, Field(ge=0)]] = Field(default_factory=list)
-    """Ours: tokens of the conversation up to an earlier answer, which the prompt begins with where their text is the
-    beginning of its text."""
+    """Our extension: tokens of the conversation up to and including an earlier answer. The prompt begins with these
+    tokens if their text is the beginning of the prompt's text.
+    """
 
     def offered_tools(self) -> list[dict[str, Any]]:
         """Return the tools that the model may call.
 
         Raises:
-            ApiError: 400; a tool is malformed, or the model is to be forced to call one.
+            ApiError: 400; a tool is malformed, or the request would force the model to call a tool.
         """
         if self.tool_choice not in ("auto", "none"):
             raise bad_request(
@@ -140,13 +141,13 @@ class ChatBody(SamplingBody):
 
 
 class CompletionBody(SamplingBody):
-    """``/v1/completions``."""
+    """Body of ``/v1/completions``."""
 
     prompt: str | list[int] | list[str] | list[list[int]]
     logprobs: int | None = Field(default=None, ge=0)
 
     def prompts(self) -> list[str | list[int]]:
-        """Return the prompts one by one."""
+        """Return the prompts as a list."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         if self.prompt and isinstance(self.prompt[0], int):
@@ -155,14 +156,14 @@ class CompletionBody(SamplingBody):
 
 
 class ScoreBody(Body):
-    """``/v1/logprobs``, ours: logprobs of given tokens."""
+    """Body of ``/v1/logprobs``, our extension: logprobs of given tokens."""
 
     tokens: list[Annotated[int, Field(ge=0)]] = Field(min_length=2)
     temperature: Temperature = 1.0
 
 
 class TokenizeBody(Body):
-    """``/v1/tokenize``, ours: a text or a conversation as tokens."""
+    """Body of ``/v1/tokenize``, our extension: a text or a conversation as tokens."""
 
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
@@ -181,7 +182,7 @@ def request_of(fields: Mapping[str, Any], body: type[B]) -> B:
     """Return the request with these fields.
 
     Raises:
-        ApiError: 400; names the option, what was sent and what is taken.
+        ApiError: 400; the message names the option, the value that was sent and the values that are accepted.
     """
     taken = {name: value for name, value in fields.items() if value is not None and name not in _IGNORED}
     for name in _NEUTRAL.keys() & taken.keys() - body.model_fields.keys():
@@ -201,7 +202,7 @@ def checked_messages(messages: Sequence[Any]) -> list[Message]:
     """Return the messages of a request as :func:`read_messages` does.
 
     Raises:
-        ApiError: 400; a message is in another form.
+        ApiError: 400; a message has another form.
     """
     return _read(read_messages, messages)
 
@@ -210,7 +211,7 @@ def checked_tools(tools: Sequence[Any]) -> list[Message]:
     """Return the tools of a request as :func:`read_tools` does.
 
     Raises:
-        ApiError: 400; a tool is in another form.
+        ApiError: 400; a tool has another form.
     """
     return _read(read_tools, tools)
 

@@ -1,4 +1,4 @@
-"""Completions in the form of the OpenAI API, with our additions where they were asked for."""
+"""Completions in the form of the OpenAI API, with our extensions if they were requested."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def envelope(
     prompts: Sequence[Sequence[int]],
     completions: Sequence[Completion],
 ) -> dict[str, Any]:
-    """Return an answer around its choices, with the tokens used."""
+    """Return an answer with ``choices`` and the token usage."""
     asked = sum(len(prompt) for prompt in prompts)
     sampled = sum(len(completion.token_ids) for completion in completions)
     return {
@@ -37,7 +37,7 @@ def envelope(
 
 
 def usage(asked: int, sampled: int) -> dict[str, int]:
-    """Return the tokens used."""
+    """Return the token usage."""
     return {"prompt_tokens": asked, "completion_tokens": sampled, "total_tokens": asked + sampled}
 
 
@@ -51,7 +51,7 @@ def chat_choice(
     tools: bool = False,
     prompt_end: str | None = None,
 ) -> dict[str, Any]:
-    """Return one choice of a chat completion; with ``tools`` the calls in its text are taken out of it."""
+    """Return one choice of a chat completion; with ``tools``, tool calls are moved from its text to ``tool_calls``."""
     content, calls, finish_reason = chat_message(completion.text, completion.finish_reason, prompt_end, tools=tools)
     choice = {
         "index": index,
@@ -67,10 +67,10 @@ def chat_choice(
 def chat_message(
     text: str, finish_reason: FinishReason, prompt_end: str | None = None, *, tools: bool
 ) -> tuple[str | None, list[dict[str, Any]], str]:
-    """Return the content of a response, its tool calls and why it ended.
+    """Return the content of a response, its tool calls and its finish reason.
 
-    Calls are looked for only where ``tools`` were offered, and not in thoughts, which the end of the prompt may open;
-    the content is None where there is nothing but calls.
+    Calls are parsed only if ``tools`` were offered, and not inside thoughts, which the end of the prompt may open. The
+    content is None if the response holds nothing but calls.
     """
     content, calls = calls_in(text, prompt_end) if tools else (text, [])
     if not calls:

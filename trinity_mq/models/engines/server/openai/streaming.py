@@ -1,6 +1,7 @@
-"""Completions as a stream of server-sent events: a chunk for every token and choice, or for several that came at once.
+"""Completions as a stream of server-sent events. A chunk holds the new tokens of one choice: one token, or several that
+were sampled since the last chunk.
 
-Server-sent events: WHATWG HTML, section 9.2; the chunks: OpenAI API reference, "chat completion chunk".
+Server-sent events: WHATWG HTML, section 9.2. Chunks: OpenAI API reference, "chat completion chunk".
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ from trinity_mq.models.engines.server.openai.responses import chat_logprobs, cha
 from trinity_mq.models.engines.server.openai.tools import CALL_BEGINS
 
 UNFINISHED = "\ufffd"
-"""Decoded form of the first bytes of a character whose rest is missing."""
+"""Decoded form of the first bytes of a character whose other bytes are missing."""
 
 
 class TextFlow:
-    """Gives out what is certain: no half characters, nothing that may turn out to be a stop string or a tool call."""
+    """Emits text that is final: no half characters, nothing that may become part of a stop string or a tool call."""
 
     def __init__(self, decode: Decode, *, stops: Sequence[str] = (), calls: str = "") -> None:
-        """``stops`` end the text; what begins with ``calls``, and blanks before it, is held until the end."""
+        """Create the flow. ``stops`` end the text. Text from ``calls`` on, and blanks before it, is held to the end."""
         self._decode = decode
         self._marks = [*stops, *([calls] if calls else [])]
         self._holds_blanks = bool(calls)
@@ -42,17 +43,17 @@ class TextFlow:
         self._sent = 0
 
     def add(self, token_ids: Sequence[int]) -> str:
-        """Take in tokens and return the text that is certain now."""
+        """Add tokens and return the text that has become final."""
         self._ids += token_ids
         known, now = self._decode([self._ids[self._start : self._read], self._ids[self._start :]])
         if not now.endswith(UNFINISHED) and len(now) > len(known):
-            # a few tokens before the new ones are decoded with them: some tokenizers join neighbours
+            # earlier tokens are decoded together with the new tokens, because some tokenizers join neighbours
             self._text += now[len(known) :]
             self._start, self._read = self._read, len(self._ids)
         return self._give(self._certain())
 
     def finish(self, text: str) -> str:
-        """Return what is missing of ``text``, the whole."""
+        """Return the part of ``text``, the whole text, that was not emitted yet."""
         self._text = text
         return self._give(len(text))
 
@@ -62,10 +63,10 @@ class TextFlow:
         return piece
 
     def _certain(self) -> int:
-        """Return how much of the text no mark can claim."""
+        """Return the length of the text that cannot become part of a mark."""
         end = len(self._text)
         for mark in self._marks:
-            place = self._text.find(mark, self._sent)  # its beginning would have been held back
+            place = self._text.find(mark, self._sent)  # the beginning of the mark has been held back
             if place >= 0:
                 end = min(end, place)
                 continue
@@ -88,11 +89,11 @@ class _Choice:
     flow: TextFlow
     token_ids: list[int] = field(default_factory=list)
     characters: int = 0
-    """Length of the text token by token, for text offsets."""
+    """Length of the text decoded token by token, for text offsets."""
 
 
 class Chunks:
-    """The chunks of one streamed request."""
+    """Chunks of one streamed request."""
 
     def __init__(
         self,
@@ -104,7 +105,7 @@ class Chunks:
         prompt_text: str,
         tools: bool = False,
     ) -> None:
-        """``tools``: some were offered, so calls in the text are taken out of it."""
+        """Create the chunks. ``tools``: tools were offered, so calls are moved from the text to ``tool_calls``."""
         self._body, self._request, self._codec = body, request, codec
         self._prompt_text, self._tools = prompt_text, tools
         self._chat = isinstance(body, ChatBody)
@@ -119,12 +120,12 @@ class Chunks:
         self._choices = [_Choice(TextFlow(codec.decode, stops=request.stop, calls=calls)) for _ in range(request.n)]
 
     def opening(self, version: Version) -> Iterator[dict[str, Any]]:
-        """Yield the first chunk of every choice: who speaks, and with which weights."""
+        """Yield the first chunk of every choice, with the role and the weight version."""
         for index in range(self._request.n):
             choice = self._choice(index, {"role": "assistant", "content": ""} if self._chat else "")
             prompt = {}
             if self._body.return_token_ids:
-                # where these change on the way, a later chunk says from which token on
+                # if the version changes during sampling, a later chunk names the first token of the new version
                 choice |= {"token_ids": [], "token_logprobs": [], "weight_versions": [[0, *version]]}
                 prompt = {"prompt_token_ids": list(self._request.prompt), "prompt_text": self._prompt_text}
                 if not self._chat:
@@ -140,7 +141,7 @@ class Chunks:
             yield self._frame | {"choices": [self._continued(index, news)]}
 
     def closing(self) -> Iterator[dict[str, Any]]:
-        """Yield what comes last: the tokens used, where they were asked for."""
+        """Yield the last chunk, with the token usage, if it was requested."""
         if self._body.stream_options.include_usage:
             sampled = sum(len(choice.token_ids) for choice in self._choices)
             yield self._frame | {"choices": [], "usage": usage(len(self._request.prompt), sampled)}
@@ -188,7 +189,9 @@ class Chunks:
 async def send(
     request: web.Request, stream: TokenStream, chunks: Chunks, version: Version, headers: dict[str, str]
 ) -> web.StreamResponse:
-    """Answer with what ``stream`` brings. An error after the first byte is an event: the status has gone out."""
+    """Send the tokens of ``stream``. An error after the first byte becomes an event, because the HTTP status is already
+    sent.
+    """
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache", **headers})
     await response.prepare(request)
     await response.write(_events(chunks.opening(version)))

@@ -1,5 +1,5 @@
-"""The tool calls in what a model wrote, in the form of the Hermes and Qwen models:
-``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``.
+"""Parses tool calls from a model's text, in the form of the Hermes and Qwen models: ``<tool_call>{"name": ...,
+"arguments": {...}}</tool_call>``.
 
 Format: NousResearch/Hermes-Function-Calling; the chat templates of Qwen2.5 and Qwen3.
 """
@@ -15,15 +15,15 @@ from trinity_mq.thoughts import answer_spans
 
 CALL_BEGINS, CALL_ENDS = "<tool_call>", "</tool_call>"
 MAX_CALLS = 64
-"""More calls than this in one response are no calls: it is left as text."""
+"""A response with more calls than this is treated as text without calls."""
 MAX_CALL_CHARACTERS = 1 << 18
 
 
 def calls_in(text: str, prompt_end: str | None = None) -> tuple[str, list[dict[str, Any]]]:
-    """Return the text before the tool calls in ``text``, and the calls as the API gives them.
+    """Return the text before the tool calls in ``text``, and the calls in the form of the API.
 
-    All of them are understood or none is: then the whole text comes back and no calls. A call inside thoughts is text.
-    Takes time linear in the text.
+    If any call is malformed, the whole text is returned without calls. A call inside thoughts is text. The time is
+    linear in the length of the text.
 
     Args:
         text: The response.
