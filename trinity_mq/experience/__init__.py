@@ -1,4 +1,4 @@
-"""Experiences: sampled sequences with their ids, their wire format, and batches of them as columns and tensors."""
+"""Experiences: sampled sequences with their ids, their wire format, and batches as columns and tensors."""
 
 from trinity_mq.experience.batch import ExperienceBatch, decode, encode
 from trinity_mq.experience.codec.body import CONTENT_TYPE

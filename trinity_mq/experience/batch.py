@@ -1,4 +1,4 @@
-"""Many experiences as columns: the form in which they travel, are filtered, get advantages and become tensors."""
+"""Many experiences as columns. In this form they are sent, filtered, given advantages and converted to tensors."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ from trinity_mq.experience.record import FIELD_NAMES, Experience
 
 
 class ExperienceBatch(Sequence[Experience]):
-    """Experiences as columns, valid like experiences themselves, without an object for each.
+    """Experiences as columns, validated like experiences, without one object per experience.
 
-    An item, an iteration and :meth:`to_list` build :class:`Experience` objects when asked, which share nothing with the
-    batch. :meth:`replace` gives a batch with other values. Columns may be views into a received body: read them only.
+    Indexing, iteration and :meth:`to_list` build new :class:`Experience` objects, which share nothing with the batch.
+    :meth:`replace` returns a batch with other values. Columns may be views into a received body: do not write to them.
     """
 
     __slots__ = ("_count", "_ids", "_multi_modal", "_tensors", "_values")
 
     def __init__(self, count: int, values: PlainColumns, tensors: Tensors, multi_modal: Tensors) -> None:
-        """Take over columns that fit together; everyone else uses :meth:`of` or :meth:`decode`."""
+        """Take over columns that fit together. Callers use :meth:`of` or :meth:`decode` instead."""
         self._count = count
         self._values = values
         self._tensors = tensors
@@ -54,9 +54,9 @@ class ExperienceBatch(Sequence[Experience]):
 
     @classmethod
     def of(cls, experiences: Sequence[Experience]) -> ExperienceBatch:
-        """Return ``experiences`` as columns, their tensors copied; a batch is returned as it is.
+        """Return ``experiences`` as columns with copies of their tensors. A batch is returned unchanged.
 
-        Fields are checked as the constructor checks them, since they may have been assigned since.
+        Fields are checked again as in the constructor, because they may have been assigned since then.
 
         Raises:
             EncodeError: A field breaks a rule; the message names experience, field and value.
@@ -69,11 +69,11 @@ class ExperienceBatch(Sequence[Experience]):
     def decode(cls, data: Body) -> ExperienceBatch:
         """Return the experiences in an experience body.
 
-        Tensors are views into ``data``: do not write to them, nor to it. Texts, ids, versions and documents (info,
-        metrics, messages) are opened when asked for: :meth:`settle` opens all.
+        Tensors are views into ``data``: do not write to them, nor to ``data``. Texts, ids, versions and documents
+        (info, metrics, messages) are decoded on first access; :meth:`settle` decodes all of them.
 
         Raises:
-            DecodeError: ``data`` is anything else than exactly one body of experiences whose tensors and numbers agree.
+            DecodeError: ``data`` is not exactly one body of experiences whose tensors and numbers agree.
         """
         head, tail = decode_frame(data)
         return cls(*unpack(head, read_tail(tail)))
@@ -144,17 +144,18 @@ class ExperienceBatch(Sequence[Experience]):
         return f"ExperienceBatch({self._count} experiences, {', '.join([*self._tensors, *self._values])})"
 
     def settle(self) -> ExperienceBatch:
-        """Open all columns and return the batch: from then on nothing in it can turn out not to decode.
+        """Decode all columns and return the batch; after this call no access can raise DecodeError.
 
         Raises:
-            DecodeError: A text, an id, a version or a document is not what it should be.
+            DecodeError: A text, an id, a version or a document is invalid.
         """
         self._values.open_all()
         return self
 
     def to_list(self) -> list[Experience]:
-        """Return the experiences as objects that may be written to: they share nothing with the batch but what texts
-        and lists are in ``messages``, ``info`` and the like.
+        """Return the experiences as objects that may be changed.
+
+        They share nothing with the batch except the texts and lists inside ``messages``, ``info`` and other documents.
 
         Raises:
             DecodeError: As :meth:`settle`.
@@ -166,14 +167,14 @@ class ExperienceBatch(Sequence[Experience]):
         return experiences
 
     def owned(self) -> ExperienceBatch:
-        """Return the same experiences with tensors of their own, which may be written to."""
+        """Return the same experiences with copies of the tensors, which may be changed."""
         tensors = {name: column_copy(column) for name, column in self._tensors.items()}
         multi_modal = {name: column_copy(column) for name, column in self._multi_modal.items()}
         return ExperienceBatch(self._count, self._values, tensors, multi_modal)
 
     def into_list(self) -> list[Experience]:
-        """Return the experiences as objects whose tensors and documents are the batch's own: for callers that
-        only read them, or own the batch alone.
+        """Return the experiences as objects that share their tensors and documents with the batch. For callers that
+        only read them, or that own the batch alone.
 
         Raises:
             DecodeError: As :meth:`settle`.
@@ -203,11 +204,12 @@ class ExperienceBatch(Sequence[Experience]):
         return [{key: item for key, item in zip(keys, row, strict=True) if item is not None} or None for row in rows]
 
     def select(self, indexes: Sequence[int] | Indexes | npt.NDArray[np.bool_]) -> ExperienceBatch:
-        """Return the experiences at ``indexes``, in that order, or those where a boolean array is True; their tensors
-        are not copied. All of them in their order are the batch itself.
+        """Return the experiences at ``indexes``, in that order, or the experiences where a boolean array is True.
+
+        Tensors are not copied. If all experiences are selected in their order, the batch itself is returned.
 
         Raises:
-            IndexError: There is no such experience.
+            IndexError: An index is out of range, or a boolean array has the wrong shape.
         """
         chosen = np.asarray(indexes)
         if chosen.dtype == np.bool_:
@@ -241,14 +243,14 @@ class ExperienceBatch(Sequence[Experience]):
         return taken
 
     def replace(self, **columns: Sequence[Any] | Ragged) -> ExperienceBatch:
-        """Return the batch with other values in some fields, ``eid`` and ``multi_modal_inputs`` excepted.
+        """Return the batch with other values in some fields, except ``eid`` and ``multi_modal_inputs``.
 
         Args:
-            columns: By field, a value (None for none) for each experience; for a tensor field also a :class:`Ragged`.
-                What is given is taken over, not copied.
+            columns: By field, one value per experience (None for a missing value); for a tensor field also a
+                :class:`Ragged`. The values are taken over, not copied.
 
         Raises:
-            ExperienceError: No such field, or a value breaks a rule.
+            ExperienceError: A field does not exist, or a value breaks a rule.
         """
         values, tensors = PlainColumns(self._values), dict(self._tensors)
         for name, given in columns.items():
@@ -273,8 +275,8 @@ class ExperienceBatch(Sequence[Experience]):
         return replaced
 
     def values(self, name: str) -> list[Any]:
-        """Return a field that is no tensor, a value for each experience; None where it is absent, also for an empty
-        ``info`` or ``metrics``. The list is the batch's own: do not write to it.
+        """Return one value per experience of a field without tensors. Missing values are None, also an empty ``info``
+        or ``metrics``. The list belongs to the batch: do not write to it.
         """
         if name not in layout.PLAIN_COLUMNS and name not in layout.EID_COLUMNS:
             raise KeyError(
@@ -283,25 +285,25 @@ class ExperienceBatch(Sequence[Experience]):
         return self._values.get(name) or [None] * self._count
 
     def column(self, name: str) -> Column:
-        """Return a tensor field: no part where no experience has it."""
+        """Return a tensor field; the column has no part if no experience has the field."""
         if name not in TENSOR_FIELDS:
             raise KeyError(f"{name!r} is no tensor field, wanted one of {tuple(TENSOR_FIELDS)}")
         return self._tensors.get(name, ())
 
     def columns(self) -> tuple[PlainColumns, Tensors, Tensors]:
-        """Return the columns without tensors, those of tensors and those of multi-modal inputs: the batch's own."""
+        """Return the plain columns, the tensor columns and the multi-modal columns. They belong to the batch."""
         return self._values, self._tensors, self._multi_modal
 
     def lengths(self, name: str) -> Indexes:
-        """Return the first dimension of a tensor field for each experience, -1 where it has none; int64."""
+        """Return the first dimension of a tensor field for each experience, -1 without the field; int64."""
         column = self.column(name)
         return column_lengths(column) if column else np.full(self._count, -1, dtype=np.int64)
 
     def dense(self, name: str) -> Tensor:
-        """Return a tensor field of all experiences, concatenated; a view where nothing has to move.
+        """Return a tensor field of all experiences, concatenated; a view if no data has to move.
 
         Raises:
-            KeyError: No experience has it.
+            KeyError: No experience has the field.
         """
         column = self.column(name)
         if not column:
@@ -313,7 +315,7 @@ class ExperienceBatch(Sequence[Experience]):
         return np.array(self._values.get("prompt_length", []), dtype=np.int64)
 
     def ids(self, kind: str) -> list[str]:
-        """Return the ``uid``, ``sid``, ``rid`` or ``tid`` of each experience. The list is the batch's own."""
+        """Return the ``uid``, ``sid``, ``rid`` or ``tid`` of each experience. The list belongs to the batch."""
         if kind not in self._ids:
             parts = [self._values[name] for name in layout.EID_COLUMNS] if self._count else [[]] * 5
             self._ids[kind] = composed_ids(kind, *parts)
@@ -342,6 +344,6 @@ def encode(experiences: Sequence[Experience], compression: Compression = "none")
 
 
 def decode(data: Body) -> list[Experience]:
-    """Return the experiences in ``data``, which they do not keep; see :meth:`ExperienceBatch.decode`."""
+    """Return the experiences in ``data``, from a copy of ``data``; see :meth:`ExperienceBatch.decode`."""
     head, tail = decode_frame(bytearray(data))
     return ExperienceBatch(*unpack(head, read_tail(tail), opened=True)).into_list()

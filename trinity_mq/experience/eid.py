@@ -1,4 +1,4 @@
-"""The identity of an experience: which batch, task, run and step it comes from."""
+"""Identity of an experience: its batch, task, run and step."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-_random = random.Random()  # own instance: seeding the module's generator for repeatable runs must not repeat ids
+_random = random.Random()  # own instance: seeding the module's generator for reproducible runs must not repeat ids
 os.register_at_fork(after_in_child=_random.seed)
 
 
@@ -17,7 +17,7 @@ def _new_suffix() -> str:
 
 
 def _escaped(part: int | str) -> str:
-    """Return ``part`` without the separator, so that no two different ids compose to the same text."""
+    """Return ``part`` without the separator, so that two different ids never compose to the same text."""
     text = str(part)
     if "/" in text or "%" in text:
         return text.replace("%", "%25").replace("/", "%2F")
@@ -28,9 +28,9 @@ def _escaped(part: int | str) -> str:
 class EID:
     """Identifies one experience.
 
-    Grouping uses the composed ids, so a workflow sets ``run`` and ``step`` itself where it makes several experiences.
-    ``%`` and ``/`` inside ``batch`` or ``task`` appear percent-encoded in the composed ids: ``EID("3/gsm8k", 1).tid``
-    is ``3%2Fgsm8k/1``.
+    Grouping uses the composed ids. Therefore a workflow that creates several experiences sets ``run`` and ``step``
+    itself. ``%`` and ``/`` inside ``batch`` or ``task`` appear percent-encoded in the composed ids: ``EID("3/gsm8k",
+    1).tid`` is ``3%2Fgsm8k/1``.
     """
 
     batch: int | str = ""
@@ -38,7 +38,7 @@ class EID:
     run: int = 0
     step: int = 0
     suffix: str = field(default_factory=_new_suffix)
-    """Random (48 bits) unless given: tells experiences of one step apart."""
+    """Random (48 bits) unless given: distinguishes experiences of one step."""
 
     @property
     def uid(self) -> str:
@@ -76,7 +76,7 @@ def composed_ids(
     steps: Sequence[int],
     suffixes: Sequence[str],
 ) -> list[str]:
-    """Return the ``uid``, ``sid``, ``rid`` or ``tid`` of ids that are given by their parts, one of each for an id."""
+    """Return the ``uid``, ``sid``, ``rid`` or ``tid`` of each id; the ids are given as columns of their parts."""
     pairs = list(zip(batches, tasks, strict=True))
     names = {(batch, task): f"{_escaped(batch)}/{_escaped(task)}" for batch, task in dict.fromkeys(pairs)}
     tids = list(map(names.__getitem__, pairs))
@@ -94,6 +94,6 @@ def composed_ids(
 
 
 def new_eids(count: int) -> list[EID]:
-    """Return ids that say nothing yet but their random suffixes, which are drawn at once."""
+    """Return ids with empty parts and random suffixes, which are drawn at once."""
     digits = f"{_random.getrandbits(48 * count):0{12 * count}x}"
     return [EID("", "", 0, 0, digits[start : start + 12]) for start in range(0, 12 * count, 12)]

@@ -6,7 +6,7 @@ from trinity_mq.messages import DecodeError
 
 
 class EncodeError(ValueError):
-    """An experience holds what the wire format cannot carry; the message names the field and the key."""
+    """An experience holds a value that the wire format cannot carry; the message names the field and the key."""
 
 
 __all__ = ["DecodeError", "EncodeError"]

@@ -1,4 +1,4 @@
-"""The values that fields of an experience may hold: conversion to the one form kept, and equality."""
+"""Values of an experience's fields: conversion to the stored form, and equality."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ EXPERT_DTYPES = frozenset({torch.uint8})
 
 
 class ExperienceError(ValueError):
-    """A field of an experience breaks a rule; the message names the field, what it holds and the rule."""
+    """A field of an experience breaks a rule; the message names the field, its value and the rule."""
 
 
 _REPR = reprlib.Repr()
@@ -34,7 +34,7 @@ _REPR.maxstring = _REPR.maxother = 80
 
 
 def short(value: object) -> str:
-    """Return a short form of ``value`` for error messages, at a cost that does not grow with it."""
+    """Return a short form of ``value`` for error messages, at a cost that does not grow with its size."""
     if isinstance(value, Tensor):
         return f"tensor of {value.dtype}, shape {tuple(value.shape)}"
     if isinstance(value, bytes | bytearray | memoryview) and len(value) > 40:
@@ -43,7 +43,7 @@ def short(value: object) -> str:
 
 
 def _as_tensor(field: str, value: TensorInput, wanted: str) -> Tensor:
-    """Return ``value`` as a tensor of the dtype it naturally has."""
+    """Return ``value`` as a tensor of its natural dtype."""
     if isinstance(value, Tensor):
         return value
     if isinstance(value, str | bytes):
@@ -92,22 +92,22 @@ def _normaliser(
     dtype: torch.dtype,
     plain: tuple[frozenset[type], type[np.generic]] | None = None,
 ) -> Normaliser:
-    """Return a function from field and input to a tensor, which raises ExperienceError for input that is none.
+    """Return a function that converts a field's input to a tensor and raises ExperienceError for invalid input.
 
     Args:
         kept: Dtypes that tensors keep.
         dims: Dimensions of the field.
-        wanted: What it takes, for errors.
-        convert: Brings another tensor to ``dtype``, or raises.
-        dtype: Of what is no tensor yet, or of another dtype than those kept.
-        plain: Python types of numbers that a list may hold, and the numpy type by which it is read at once.
+        wanted: Description of valid input, for errors.
+        convert: Converts a tensor of another dtype to ``dtype``, or raises.
+        dtype: Dtype for input that is not a tensor or whose dtype is not in ``kept``.
+        plain: Python types of a list's numbers, and the numpy type by which such a list is read at once.
     """
 
     def normalise(field: str, value: TensorInput) -> Tensor:
         if isinstance(value, Tensor) and value.dtype in kept and value.dim() == dims:
             return value
         if plain is not None and isinstance(value, list | tuple) and value and set(map(type, value)) <= plain[0]:
-            with contextlib.suppress(OverflowError, ValueError, TypeError):  # what follows says what is wrong
+            with contextlib.suppress(OverflowError, ValueError, TypeError):  # the slower path below raises the error
                 return torch.from_numpy(np.array(value, dtype=plain[1]))
         tensor = _as_tensor(field, value, wanted)
         if tensor.dim() != dims:
@@ -122,7 +122,7 @@ def number(field: str, value: object) -> float:
     """Return ``value`` (a number, a numpy scalar or a tensor of one element) as a Python float.
 
     Raises:
-        ExperienceError: Not one number.
+        ExperienceError: ``value`` is not one number.
     """
     if isinstance(value, float | int | np.floating | np.integer | np.bool_) or (
         isinstance(value, Tensor) and value.numel() == 1
@@ -132,7 +132,11 @@ def number(field: str, value: object) -> float:
 
 
 def sampling_temperature(field: str, value: object) -> float:
-    """Return a sampling temperature: finite, at least 0."""
+    """Return a sampling temperature: a finite number of at least 0.
+
+    Raises:
+        ExperienceError: ``value`` is not such a number.
+    """
     result = number(field, value)
     if not math.isfinite(result) or result < 0:
         raise ExperienceError(f"{field} is {result}, wanted a finite number of at least 0")
@@ -143,7 +147,7 @@ def whole(field: str, value: object) -> int:
     """Return ``value`` as a Python int.
 
     Raises:
-        ExperienceError: Not a whole number (a float is refused, even 3.0).
+        ExperienceError: ``value`` is not a whole number (a float is refused, even 3.0).
     """
     if isinstance(value, int | np.integer) and not isinstance(value, bool):
         return int(value)
@@ -167,13 +171,13 @@ TENSOR_FIELDS: dict[str, tuple[Normaliser, frozenset[torch.dtype], int]] = {
     "action_mask": (_mask, MASK_DTYPES, 1),
     "routed_experts": (_experts, EXPERT_DTYPES, 3),
 }
-"""Tensor fields by name: what makes one from user input, the dtypes kept, the number of dimensions."""
+"""Tensor fields by name: converter of user input, stored dtypes, number of dimensions."""
 
 
 def same(left: Any, right: Any) -> bool:
-    """Return whether two values are equal: tensors and arrays by dtype, shape and values, NaN equal to NaN.
+    """Return whether two values are equal: tensors and arrays by dtype, shape and values, with NaN equal to NaN.
 
-    Lists and tuples are equal where their items are, because msgpack keeps one kind of sequence.
+    Lists and tuples are equal if their items are, because msgpack has only one kind of sequence.
     """
     if isinstance(left, Tensor) or isinstance(right, Tensor):
         return isinstance(left, Tensor) and isinstance(right, Tensor) and _same_tensors(left, right)
@@ -191,7 +195,7 @@ def same(left: Any, right: Any) -> bool:
 def _same_tensors(left: Tensor, right: Tensor) -> bool:
     if left.dtype != right.dtype or left.shape != right.shape:
         return False
-    # double: numpy knows neither bfloat16 nor the floats of 8 bits
+    # double: numpy supports neither bfloat16 nor 8-bit floats
     arrays = [(item.double() if item.is_floating_point() else item).numpy(force=True) for item in (left, right)]
     return _same_arrays(arrays[0], arrays[1])
 

@@ -1,8 +1,8 @@
-"""Experiences to padded rectangles: prompts padded on the left, responses on the right.
+"""Converts experiences to padded tensors: prompts padded on the left, responses on the right.
 
-All responses begin in one column: with ``P = max_prompt_length`` and ``R = max_response_length`` a row is
-``[pad ... prompt | response ... pad]``. Everything here takes a list of experiences or an :class:`ExperienceBatch`,
-whose columns are used as they are.
+All responses begin in the same column: with ``P = max_prompt_length`` and ``R = max_response_length`` a row is ``[pad
+... prompt | response ... pad]``. The functions take a list of experiences or an :class:`ExperienceBatch`, whose columns
+they use directly.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def gather_token_ids(
     """Return the token ids as ``[experiences, P + R]``, int32.
 
     Raises:
-        ValueError: No experiences, or a prompt or response is longer than its maximum.
+        ValueError: The input is empty, or a prompt or response is longer than its maximum.
     """
     prompts, sizes = _checked_sizes(experiences, max_prompt_length, max_response_length)
     rows = _present(_items(experiences, "tokens"))
@@ -37,7 +37,7 @@ def gather_token_ids(
 def gather_attention_masks(
     experiences: Sequence[Experience], max_prompt_length: int, max_response_length: int
 ) -> Tensor:
-    """Return bool ``[experiences, P + R]``, True where a token of the experience is.
+    """Return bool ``[experiences, P + R]``, True at the tokens of the experience.
 
     Raises:
         ValueError: As :func:`gather_token_ids`.
@@ -52,7 +52,7 @@ def gather_attention_masks(
 def _checked_sizes(
     experiences: Sequence[Experience], max_prompt_length: int, max_response_length: int
 ) -> tuple[list[int], list[int]]:
-    """Return prompt length and tokens of each experience, all of which fit."""
+    """Return prompt length and number of tokens of each experience, after a check against the maximum lengths."""
     _some(experiences)
     if isinstance(experiences, ExperienceBatch):
         prompts, sizes = experiences.prompt_lengths().tolist(), experiences.lengths("tokens").tolist()
@@ -73,7 +73,7 @@ def _checked_sizes(
 
 
 def gather_action_masks(experiences: Sequence[Experience], max_response_length: int) -> Tensor:
-    """Return the action masks as bool ``[experiences, R]``, False where padded.
+    """Return the action masks as bool ``[experiences, R]``, False on padding.
 
     Raises:
         ValueError: As :func:`gather_response_attrs`.
@@ -86,10 +86,10 @@ def gather_response_attrs(
 ) -> Tensor:
     """Return a response field, such as ``logprobs``, as ``[experiences, R]``.
 
-    The dtype is that of the field; where experiences differ in it, the one that holds both (torch's promotion).
+    The dtype is the field's dtype; if experiences differ, the dtype that holds both (torch's promotion).
 
     Raises:
-        ValueError: No experiences, no such field, one of them has none, or one is longer than R.
+        ValueError: The input is empty, the field is unknown, missing in an experience, or longer than R.
     """
     _some(experiences)
     found = _items(experiences, attr_name)
@@ -108,10 +108,11 @@ def gather_response_attrs(
 
 
 def gather_multi_modal_inputs(experiences: Sequence[Experience]) -> dict[str, list[Tensor]]:
-    """Return for each multi-modal input the tensors of all experiences, unpadded since their shapes differ.
+    """Return for each multi-modal input the tensors of all experiences. They are not padded, because their shapes
+    differ.
 
     Raises:
-        ValueError: No experiences, or not all have the same inputs.
+        ValueError: The input is empty, or not all experiences have the same multi-modal inputs.
     """
     _some(experiences)
     if isinstance(experiences, ExperienceBatch):
@@ -131,11 +132,12 @@ def gather_multi_modal_inputs(experiences: Sequence[Experience]) -> dict[str, li
 
 
 def gather_custom_fields(experiences: Sequence[Experience]) -> dict[str, Tensor]:
-    """Return the custom fields of the experiences by destination: ``info[source_field]`` of each, stacked to
-    ``[experiences, ...]`` of the field's ``data_type``. Nothing where none has any.
+    """Return the custom fields of the experiences by destination: ``info[source_field]`` of each experience, stacked to
+    ``[experiences, ...]`` with the field's ``data_type``. Empty if no experience has custom fields.
 
     Raises:
-        ValueError: Not all have the same custom fields, or a value is missing, is no number, or has another shape.
+        ValueError: Not all experiences have the same custom fields, or a value is missing, is not a number, or has
+            another shape.
     """
     if isinstance(experiences, ExperienceBatch):
         fields, infos = experiences.values("custom_fields"), experiences.values("info")
@@ -170,7 +172,7 @@ def gather_custom_fields(experiences: Sequence[Experience]) -> dict[str, Tensor]
 
 
 def _items(experiences: Sequence[Experience], name: str) -> list[Any]:
-    """Return a tensor field of each experience, None where it has none."""
+    """Return a tensor field of each experience, None for an experience without it."""
     if not isinstance(experiences, ExperienceBatch):
         return [getattr(experience, name, None) for experience in experiences]
     return column_items(experiences.column(name), len(experiences)) if name in TENSOR_FIELDS else [None]
@@ -186,9 +188,9 @@ def _present(items: Sequence[Any]) -> list[Tensor]:
 
 
 def _laid_out(rows: Sequence[Tensor], starts: Sequence[int], sizes: Sequence[int], width: int, padding: int) -> Tensor:
-    """Return ``[rows, width]``: each row from its start on, padding around it.
+    """Return ``[rows, width]``: each row from its start on, with padding around it.
 
-    Rows and the gaps between them follow each other in memory, so it is one concatenation.
+    Rows and the gaps between them follow each other in memory, so one concatenation suffices.
     """
     gaps, left = [], 0
     for start, size in zip(starts, sizes, strict=True):
@@ -197,7 +199,7 @@ def _laid_out(rows: Sequence[Tensor], starts: Sequence[int], sizes: Sequence[int
     gaps.append(left)
     dtype = reduce(torch.promote_types, {row.dtype for row in rows})
     fill = torch.full((sum(gaps),), padding, dtype=dtype, device=rows[0].device)
-    # "unsafe" for autograd only, which has no part in this
+    # "unsafe" concerns only autograd, which is not used here
     blanks = torch.unsafe_split_with_sizes(fill, gaps)
     pieces = [piece for pair in zip(blanks, rows, strict=False) for piece in pair]
     return torch.cat([*pieces, blanks[-1]]).view(len(rows), width).detach()

@@ -25,12 +25,12 @@ def group_by(experiences: list[Experience], id_type: IdType) -> dict[str, list[E
 def group_by(
     experiences: list[Experience] | ExperienceBatch, id_type: IdType
 ) -> dict[str, list[Experience]] | dict[str, ExperienceBatch]:
-    """Group experiences by ``tid`` (task), ``rid`` (run) or ``sid`` (step), in the order in which the ids appear.
+    """Group experiences by ``tid`` (task), ``rid`` (run) or ``sid`` (step), in the order in which the ids first appear.
 
     The groups of an :class:`ExperienceBatch` are batches.
 
     Raises:
-        ValueError: Another ``id_type``.
+        ValueError: ``id_type`` is unknown.
     """
     if id_type not in _ID_PROPERTIES:
         raise ValueError(f"Unknown id_type: {id_type}; wanted one of {', '.join(_ID_PROPERTIES)}")
@@ -42,7 +42,7 @@ def group_by(
 
 
 def _numbers(names: Iterable[str]) -> dict[str, list[int]]:
-    """Return for each name the places where it stands."""
+    """Return the indexes of each name."""
     members: dict[str, list[int]] = {}
     for number, name in enumerate(names):
         members.setdefault(name, []).append(number)
@@ -50,10 +50,10 @@ def _numbers(names: Iterable[str]) -> dict[str, list[int]]:
 
 
 def split_dpo_experience_to_single_turn(experiences: Sequence[Experience]) -> list[Experience]:
-    """Return two single-turn experiences for each dpo experience: the chosen response, then the rejected one.
+    """Return two single-turn experiences for each dpo experience: the chosen response, then the rejected response.
 
-    What follows pairs them by even and odd index, so the order matters. Each has an id of its own, the same but for the
-    suffix.
+    The order matters, because later steps pair the experiences by even and odd index. Each experience has its own id,
+    which differs from the id of the pair only in the suffix.
 
     Raises:
         ValueError: An experience is not of type dpo.

@@ -1,8 +1,8 @@
-"""Experiences to Hugging Face datasets and back.
+"""Converts experiences to Hugging Face datasets and back.
 
-A row shows what a dataset is filtered and edited by (ids, reward, texts, token lists) as plain columns and carries the
-whole experience as one encoded body beside them, so that what Arrow cannot hold exactly (dtypes, types, custom fields,
-info of mixed shapes) survives. A plain column wins over the body: edits count.
+A row has plain columns for filtering and editing (ids, reward, texts, token lists) and the whole experience as one
+encoded body. The body preserves values that Arrow cannot hold exactly (dtypes, types, custom fields, info of mixed
+shapes). A plain column takes precedence over the body, so edits are applied.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
 
 ENCODED = "experience"
-"""The column with the encoded body."""
+"""Name of the column with the encoded body."""
 
 _IDS = {"batch": "string", "task": "string", "run": "int64", "step": "int64"}
 _PLAIN = {
@@ -36,7 +36,7 @@ _PLAIN = {
 }
 _TENSORS = {
     "tokens": "int32",
-    "logprobs": "float32",  # holds bfloat16 and float16 exactly
+    "logprobs": "float32",  # float32 holds bfloat16 and float16 exactly
     "action_mask": "bool",
     "token_level_reward": "float32",
     "advantages": "float32",
@@ -48,9 +48,9 @@ _TENSORS = {
 
 
 def to_hf_datasets(experiences: Sequence[Experience]) -> Dataset:
-    """Return a dataset with one row per experience; :func:`from_hf_datasets` gives back equal ones.
+    """Return a dataset with one row per experience; :func:`from_hf_datasets` restores equal experiences.
 
-    The columns and their types are always the same, whatever is None, so that such datasets can be concatenated.
+    The columns and their types are always the same, even if values are None, so that such datasets can be concatenated.
 
     Raises:
         ImportError: ``datasets`` is not installed.
@@ -64,21 +64,21 @@ def to_hf_datasets(experiences: Sequence[Experience]) -> Dataset:
         ) from error
     kinds = {name: datasets.Value(kind) for name, kind in (_IDS | _PLAIN).items()}
     kinds |= {name: datasets.List(datasets.Value(kind)) for name, kind in _TENSORS.items()}
-    kinds[ENCODED] = datasets.Value("large_binary")  # binary ends at 2 GiB a column
+    kinds[ENCODED] = datasets.Value("large_binary")  # binary is limited to 2 GiB per column
     records = [to_record(experience) for experience in experiences]
     columns = {name: [record[name] for record in records] for name in kinds}
     return datasets.Dataset.from_dict(columns, features=datasets.Features(kinds))
 
 
 def from_hf_datasets(dataset: Dataset | IterableDataset | Iterable[Mapping[str, Any]]) -> list[Experience]:
-    """Return the experiences of a dataset made by :func:`to_hf_datasets`, with what was edited in its plain columns.
+    """Return the experiences of a dataset made by :func:`to_hf_datasets`, with edits of its plain columns applied.
 
     Raises:
         ValueError: The column with the encoded experience is missing.
-        DecodeError: It is damaged.
+        DecodeError: An encoded experience is damaged.
         ExperienceError: An edit breaks a rule.
     """
-    # A dataset formatted for torch, numpy or pandas would hand out their types, and NaN or "" where there was None.
+    # A dataset formatted for torch, numpy or pandas would return their types, and NaN or "" instead of None.
     plain = dataset.with_format(None) if hasattr(dataset, "with_format") else dataset
     return [from_record(row) for row in plain]
 
@@ -100,7 +100,7 @@ def to_record(experience: Experience) -> dict[str, Any]:
 
 
 def from_record(record: Mapping[str, Any]) -> Experience:
-    """Return the experience of one row; columns that are gone are taken from the encoded body."""
+    """Return the experience of one row; removed columns are taken from the encoded body."""
     if not isinstance(record.get(ENCODED), bytes):
         raise ValueError(
             f"a row has no bytes in column {ENCODED!r} (columns: {', '.join(record)}), wanted a dataset made by "
@@ -115,7 +115,7 @@ def from_record(record: Mapping[str, Any]) -> Experience:
 
 
 def _tensor(name: str, value: Sequence[Any] | None, known: Tensor | None) -> Tensor | None:
-    """Return ``value`` as the field ``name`` holds it, floats in the dtype that the encoded body has them in."""
+    """Return ``value`` in the stored form of the field ``name``, floats in the dtype of the encoded body."""
     if value is None:
         return None
     tensor = TENSOR_FIELDS[name][0](name, value)
@@ -123,7 +123,7 @@ def _tensor(name: str, value: Sequence[Any] | None, known: Tensor | None) -> Ten
 
 
 def _edited(eid: EID, record: Mapping[str, Any]) -> EID:
-    """Return ``eid`` with what the row says otherwise; whole numbers in batch and task stay whole numbers."""
+    """Return ``eid`` with the edits of the row; unchanged batch and task keep their type, such as whole numbers."""
     batch, task = record.get("batch", str(eid.batch)), record.get("task", str(eid.task))
     return EID(
         batch=eid.batch if batch == str(eid.batch) else batch,

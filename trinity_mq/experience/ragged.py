@@ -1,4 +1,4 @@
-"""One tensor field of many experiences: concatenated, with the length of each and where it starts."""
+"""One tensor field of many experiences: concatenated, with the length and the start of each item."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from torch import Tensor
 Indexes = npt.NDArray[np.int64]
 
 FEW = 128
-"""Up to so many numbers, Python's ``min`` takes less time than numpy's."""
+"""Up to this many numbers, Python's ``min`` is faster than numpy's."""
 
 
 def least(numbers: Indexes) -> int:
-    """Return the least of ``numbers``, of which there are some."""
+    """Return the minimum of ``numbers``, which must not be empty."""
     return min(numbers.tolist()) if len(numbers) <= FEW else int(numbers.min())
 
 
@@ -30,21 +30,21 @@ def equal(left: Indexes, right: Indexes) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Ragged:
-    """Tensors of one dtype and trailing shape, or none, for each of a row of items.
+    """A row of items; each item has a tensor or none. All tensors have the same dtype and trailing shape.
 
-    Items may lie anywhere in ``flat``, so that some of them, or others in another order, need no copy.
+    Items may lie anywhere in ``flat``, so that a selection of items, in any order, needs no copy.
     """
 
     flat: Tensor
     """``[rows, ...]``."""
     lengths: Indexes
-    """Rows of each item, -1 where it has no tensor."""
+    """Rows of each item, -1 for an item without a tensor."""
     starts: Indexes
     """First row of each item."""
     scalar: bool = False
-    """Items are tensors without dimensions, of one row each."""
+    """True if items are tensors without dimensions; each takes one row."""
     gapless: bool = False
-    """Items follow each other from the first row to the last, and are all of ``flat``."""
+    """True if items follow each other from the first row to the last and cover ``flat``."""
 
     def __len__(self) -> int:
         """Return the number of items."""
@@ -52,7 +52,7 @@ class Ragged:
 
     @classmethod
     def packed(cls, flat: Tensor, lengths: Indexes, scalar: bool = False) -> Ragged:
-        """Return items that follow each other in ``flat`` without gaps, and are all of it."""
+        """Return items that follow each other in ``flat`` without gaps and cover it."""
         rows = np.maximum(lengths, 0)
         return cls(flat, lengths, rows.cumsum() - rows, scalar, True)
 
@@ -60,7 +60,7 @@ class Ragged:
     def empty(self) -> bool:
         """Whether no item has a tensor."""
         if self.gapless and self.flat.shape[0]:
-            return False  # a row is an item's
+            return False  # every row belongs to an item
         return not len(self.lengths) or bool(self.lengths.max() < 0)
 
     def select(self, indexes: Indexes | slice) -> Ragged:
@@ -68,7 +68,7 @@ class Ragged:
         return Ragged(self.flat, self.lengths[indexes], self.starts[indexes], self.scalar)
 
     def dense(self) -> Tensor:
-        """Return the items' rows one after the other; a view where they lie so already."""
+        """Return the items' rows in order; a view if they are contiguous already."""
         if self.gapless:
             return self.flat
         rows = np.maximum(self.lengths, 0)
@@ -82,15 +82,15 @@ class Ragged:
         return self.flat[torch.from_numpy(np.repeat(moved, rows) + np.arange(total))]
 
     def items(self) -> list[Tensor | None]:
-        """Return the tensor of each item, None where it has none; views."""
+        """Return the tensor of each item, None for an item without a tensor; views."""
         lengths = self.lengths.tolist()
         if lengths and not self.scalar and min(lengths) >= 0:
-            # "unsafe" only for autograd, which has no part in this; the views are the same and cost less
+            # "unsafe" concerns only autograd, which is not used here; the views are the same and cost less
             return list(torch.unsafe_split_with_sizes(self.dense(), lengths))
         return [self[number] for number in range(len(self))]
 
     def __getitem__(self, number: int) -> Tensor | None:
-        """Return the tensor of one item, None where it has none; a view."""
+        """Return the tensor of one item, None if it has no tensor; a view."""
         length, start = int(self.lengths[number]), int(self.starts[number])
         if length < 0:
             return None
@@ -98,11 +98,11 @@ class Ragged:
 
 
 Column = tuple[Ragged, ...]
-"""A tensor field: one part for each dtype and trailing shape in it, most often one. An item is in at most one part."""
+"""A tensor field: one part for each dtype and trailing shape, usually a single part. An item is in at most one part."""
 
 
 def column_of(tensors: Sequence[Tensor | None]) -> Column:
-    """Return a column of copies of ``tensors``, on the CPU; it has no part where all are None."""
+    """Return a column of copies of ``tensors`` on the CPU; it has no part if all are None."""
     groups: dict[Any, tuple[list[Tensor], list[int]]] = {}
     for number, tensor in enumerate(tensors):
         if tensor is None:
@@ -123,13 +123,13 @@ def _part(members: list[Tensor], numbers: list[int], count: int) -> Ragged:
 
 
 def joined(members: Sequence[Tensor]) -> Tensor:
-    """Return tensors of one kind as one, detached and on the CPU; always a copy."""
+    """Return tensors of the same dtype and trailing shape as one tensor, detached and on the CPU; always a copy."""
     here = [member if member.is_cpu else member.cpu() for member in members]
     return (torch.cat(here) if here[0].dim() else torch.stack(here)).detach()
 
 
 def column_items(column: Column, count: int) -> list[Tensor | None]:
-    """Return the tensor of each of ``count`` items, None where it has none."""
+    """Return the tensor of each of ``count`` items, None for an item without a tensor."""
     if len(column) == 1:
         return column[0].items()
     result: list[Tensor | None] = [None] * count
@@ -140,7 +140,7 @@ def column_items(column: Column, count: int) -> list[Tensor | None]:
 
 
 def column_lengths(column: Column) -> Indexes:
-    """Return the rows of each item, -1 where it has no tensor; the column has a part."""
+    """Return the rows of each item, -1 for an item without a tensor. The column must have a part."""
     lengths = column[0].lengths
     for part in column[1:]:
         lengths = np.maximum(lengths, part.lengths)
@@ -148,8 +148,8 @@ def column_lengths(column: Column) -> Indexes:
 
 
 def column_dense(column: Column) -> Tensor:
-    """Return the rows of all items one after the other, in the dtype that holds all (torch's promotion); the column has
-    a part and its trailing shapes agree.
+    """Return the rows of all items in order, in the dtype that holds all of them (torch's promotion). The column must
+    have a part, and its trailing shapes must agree.
     """
     if len(column) == 1:
         return column[0].dense()
@@ -157,18 +157,20 @@ def column_dense(column: Column) -> Tensor:
 
 
 def column_select(column: Column, indexes: Indexes | slice) -> Column:
-    """Return the column of the items at ``indexes``; parts that no item of it needs are left out."""
+    """Return the column of the items at ``indexes``, without parts that none of these items uses."""
     parts = (part.select(indexes) for part in column)
     return tuple(part for part in parts if not part.empty)
 
 
 def column_copy(column: Column) -> Column:
-    """Return the column with rows of its own, without gaps."""
+    """Return the column with copied rows, without gaps."""
     return tuple(Ragged.packed(part.dense().clone(), part.lengths, part.scalar) for part in column)
 
 
 def column_concat(columns: Sequence[Column], counts: Sequence[int]) -> Column:
-    """Return the columns one after the other; ``counts`` are their items: a column without parts does not tell."""
+    """Return the concatenated columns. ``counts`` are their numbers of items, which a column without parts does not
+    hold.
+    """
     groups: dict[Any, list[tuple[int, Ragged]]] = {}
     for number, column in enumerate(columns):
         seen: Counter[Any] = Counter()

@@ -1,4 +1,4 @@
-"""The experience: one sampled sequence with its rewards, logprobs and origin."""
+"""Experience: one sampled sequence with its rewards, logprobs and origin."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ from trinity_mq.experience.rules import (
 class CustomField:
     """Carries ``Experience.info[source_field]`` into the training batch as ``destination_field`` of ``data_type``.
 
-    All experiences of a batch have the same custom fields. A surrogate of the user's that has a parameter of that name
-    gets the values, one for each trained token.
+    All experiences of a batch have the same custom fields. A user-defined surrogate with a parameter of that name gets
+    the values, one for each trained token.
     """
 
     source_field: str
@@ -52,27 +52,27 @@ class CustomField:
 
 @dataclass(init=False, eq=False, repr=False)
 class Experience:
-    """One sampled sequence: prompt and response tokens, what the policy said about them, what they were worth.
+    """One sampled sequence: prompt and response tokens, the policy's logprobs, and its rewards.
 
-    The type is decided once, at construction, and kept: ``multi_turn`` if an action mask is given, else ``dpo`` if both
-    ``chosen`` and ``rejected`` are, else ``single_turn``. ``experience_type`` states it instead.
+    The type is determined at construction and kept: ``multi_turn`` if an action mask is given, else ``dpo`` if both
+    ``chosen`` and ``rejected`` are given, else ``single_turn``. ``experience_type`` overrides this.
 
-    * ``single_turn``, ``multi_turn``: ``tokens`` is prompt and response together. Response fields have one value per
-      response token, ``len(tokens) - prompt_length`` of them.
+    * ``single_turn``, ``multi_turn``: ``tokens`` holds prompt and response. Response fields have one value per response
+      token, ``len(tokens) - prompt_length`` values.
     * ``dpo``: ``tokens`` is the prompt, ``chosen`` and ``rejected`` are the two responses.
 
-    Tensor fields accept lists, tuples, arrays and tensors alike. Fields may be assigned later; the codec checks again.
+    Tensor fields accept lists, tuples, arrays and tensors. Fields may be assigned later; the codec checks them again.
     """
 
     encode_body: ClassVar[Callable[[list[Experience]], bytes]]
     decode_body: ClassVar[Callable[[bytes | memoryview, bool], list[Experience]]]
-    """Set when the package is imported: the codec knows this class, which does not know the codec."""
+    """Set when the package is imported: the codec imports this class, so this class cannot import the codec."""
 
     eid: EID
     tokens: Tensor
     """int32 ``[sequence]``."""
     logprobs: Tensor | None = None
-    """``[response]``, of the distribution that was sampled from."""
+    """``[response]``, of the distribution from which the tokens were sampled."""
     reward: float | None = None
     token_level_reward: Tensor | None = None
     """``[response]``."""
@@ -83,13 +83,13 @@ class Experience:
     truncate_status: str | None = None
     """``prompt_truncated``, ``response_truncated`` or None."""
     info: dict[str, Any] = field(default_factory=dict)
-    """Anything that msgpack holds, numpy scalars, arrays and tensors."""
+    """Any value that msgpack holds, numpy scalars, arrays and tensors."""
     metrics: dict[str, float] = field(default_factory=dict)
     prompt_length: int = 1
     response_text: str | None = None
     prompt_text: str | None = None
     action_mask: Tensor | None = None
-    """bool ``[response]``: True where a token is trained on."""
+    """bool ``[response]``: True for a token that is trained on."""
     messages: list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
     chosen: Tensor | None = None
@@ -99,14 +99,14 @@ class Experience:
     chosen_messages: list[dict[str, Any]] | None = None
     rejected_messages: list[dict[str, Any]] | None = None
     multi_modal_inputs: dict[str, Tensor] | None = None
-    """Tensors by name; none at all is kept as None."""
+    """Tensors by name; an empty mapping is stored as None."""
     teacher_logprobs: Tensor | None = None
     """``[response]``."""
     custom_fields: list[CustomField] = field(default_factory=list)
     routed_experts: Tensor | None = None
     """uint8 ``[sequence - 1, layers, top-k]``."""
     versions: Versions | None = None
-    """Run-length column of the policy that sampled: rows ``(first token in the response, generation, step)``."""
+    """Run-length column of the sampling policy: rows ``(first token in the response, generation, step)``."""
     temperature: float | None = None
     """Divisor of the logits in the sampler."""
     taskset: str | None = None
@@ -147,7 +147,7 @@ class Experience:
         index: int | None = None,
         experience_type: str | None = None,
     ) -> None:
-        """Make an experience from what is given; see the class for what each field holds.
+        """Create an experience; the class describes the fields.
 
         Raises:
             ExperienceError: A field breaks a rule; the message names field, value and rule.
@@ -165,7 +165,7 @@ class Experience:
         self.index = None if index is None else whole("index", index)
         self.prompt_length = whole("prompt_length", prompt_length)
         self.truncate_status = truncate_status
-        # Shallow copies: experiences made from one task must not share what operators write to.
+        # Shallow copies: experiences of one task must not share dicts that operators write to.
         self.info = {} if info is None else dict(info)
         self.metrics = {} if metrics is None else dict(metrics)
         self.custom_fields = [] if custom_fields is None else list(custom_fields)
@@ -180,7 +180,7 @@ class Experience:
         self.versions = None if versions is None else check_versions(versions, response)
 
     def _settle(self) -> None:
-        """Fill what follows from the type and check that the fields agree."""
+        """Set fields that follow from the type, and check that the fields agree."""
         if self.experience_type not in TYPES:
             raise ExperienceError(f"experience_type is {self.experience_type!r}, wanted one of {', '.join(TYPES)}")
         if self.truncate_status not in TRUNCATE_STATUSES:
@@ -198,7 +198,7 @@ class Experience:
     def _default_mask(self) -> Tensor:
         length, value = max(self.tokens.shape[0] - self.prompt_length, 0), b"\1"
         if self.truncate_status == PROMPT_TRUNCATED:
-            # What follows a prompt that was cut is no response to it: nothing of it is trained on.
+            # Tokens after a prompt that was cut are not a response to it: none of them is trained on.
             length, value = length if self.logprobs is None else self.logprobs.shape[0], b"\0"
         if not length or not self.tokens.is_cpu:
             return self.tokens.new_full((length,), bool(value[0]), dtype=torch.bool)
@@ -237,10 +237,10 @@ class Experience:
         index: int | None,
         experience_type: str,
     ) -> Experience:
-        """Return an experience that takes over these values, as they are; in the order of :data:`FIELD_NAMES`.
+        """Return an experience that takes over these values without checks, in the order of :data:`FIELD_NAMES`.
 
-        For who has checked whole columns; everyone else uses the constructor. Attributes that are set one by one take
-        a fifth of the memory of a dict that is taken over.
+        This method is for callers that have checked whole columns; other callers use the constructor. Attributes set
+        one by one take a fifth of the memory of a dict that is taken over.
         """
         made = cls.__new__(cls)
         made.eid = eid
@@ -276,7 +276,7 @@ class Experience:
 
     @property
     def response_length(self) -> int:
-        """Response tokens; for dpo those of the chosen response."""
+        """Number of response tokens; for dpo, of the chosen response."""
         if self.experience_type == DPO and self.chosen is not None:
             return self.chosen.shape[0]
         if self.truncate_status == PROMPT_TRUNCATED and self.action_mask is not None:
@@ -301,10 +301,10 @@ class Experience:
 
     @classmethod
     def deserialize(cls, data: bytes | memoryview, *, allow_legacy: bool = False) -> Experience:
-        """Return the one experience in ``data``; arguments as :meth:`deserialize_many`.
+        """Return the single experience in ``data``; arguments as :meth:`deserialize_many`.
 
         Raises:
-            DecodeError: Not an experience body, or not exactly one experience.
+            DecodeError: ``data`` is not an experience body, or does not hold exactly one experience.
         """
         experiences = cls.deserialize_many(data, allow_legacy=allow_legacy)
         if len(experiences) != 1:
@@ -329,16 +329,17 @@ class Experience:
 
         Args:
             data: An experience body.
-            allow_legacy: Read bodies that Trinity wrote (``TRXP``, bare pickles) too, in a child process. Nothing in
-                them is run, yet they carry no checksum and cost more to refuse: for data whose origin you know.
+            allow_legacy: Also read bodies that Trinity wrote (``TRXP``, bare pickles), in a child process. Their code
+                is never executed, but they carry no checksum and cost more to refuse. Use this only for data from a
+                known origin.
 
         Raises:
-            DecodeError: Not an experience body.
+            DecodeError: ``data`` is not an experience body.
         """
         return cls.decode_body(data, allow_legacy)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the readable fields, without tensors; optional ones only where they are set."""
+        """Return the readable fields, without tensors; optional fields only if they are set."""
         result: dict[str, Any] = {
             "eid": self.eid.to_dict(),
             "type": self.experience_type,
@@ -356,7 +357,7 @@ class Experience:
         return result
 
     def __eq__(self, other: object) -> bool:
-        """Compare every field; tensors by dtype, shape and values, NaN equal to NaN."""
+        """Compare every field; tensors by dtype, shape and values, with NaN equal to NaN."""
         if not isinstance(other, Experience):
             return NotImplemented
         return all(same(getattr(self, name), getattr(other, name)) for name in FIELD_NAMES)
@@ -371,14 +372,14 @@ class Experience:
 
 
 def _stamped(rows: Versions | None, which: Callable[[Iterable[tuple[int, int]]], tuple[int, int]]) -> Any:
-    """Return the version in ``rows`` that ``which``, min or max, chooses; None without any."""
+    """Return the minimum or maximum version in ``rows``, by ``which``; None without versions."""
     if not rows:
         return None
     return rows[0][1:] if len(rows) == 1 else which(row[1:] for row in rows)
 
 
 FIELD_NAMES = tuple(item.name for item in fields(Experience))
-"""Every field of an experience."""
+"""Names of all fields of an experience."""
 
 OPTIONAL_IN_DICT = (
     "prompt_text",
@@ -398,4 +399,4 @@ READABLE_FIELDS = (
     *("eid", "type", "prompt_length", "response_length", "info", "metrics", "rejected_length"),
     *OPTIONAL_IN_DICT,
 )
-"""Keys that :meth:`Experience.to_dict` may have."""
+"""Keys that :meth:`Experience.to_dict` may return."""

@@ -1,4 +1,4 @@
-"""The rules that tie the fields of an experience together."""
+"""Rules for the combinations of an experience's fields."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ TYPES = (SINGLE_TURN, MULTI_TURN, DPO)
 PROMPT_TRUNCATED = "prompt_truncated"
 RESPONSE_TRUNCATED = "response_truncated"
 ENGINE = "engine"
-"""Key in ``info``: the id of the engine that sampled the response."""
+"""Key in ``info``: id of the engine that sampled the response."""
 CHOSEN_MASK, REJECTED_MASK = "chosen_mask", "rejected_mask"
-"""Keys in ``info`` of a dpo experience: one boolean for each token of the answer, True where it counts. Without one
-every token does.
+"""Keys in ``info`` of a dpo experience: one boolean per token of the answer, True for a token that counts. Without a
+mask every token counts.
 """
 REWARD_FAULT = "reward_fault"
-"""Key in ``info``: why the reward is no finite number."""
+"""Key in ``info``: the reason why the reward is not a finite number."""
 TRUNCATE_STATUSES = (None, PROMPT_TRUNCATED, RESPONSE_TRUNCATED)
 
 Versions = list[tuple[int, int, int]]
-"""Rows ``(first token in the response, generation, step)``: from that token on, that policy version sampled."""
+"""Rows ``(first token in the response, generation, step)``: from that token on, this policy version sampled."""
 
 
 def check_lengths(kind: str, truncate_status: str | None, prompt_length: int, lengths: Mapping[str, int]) -> None:
@@ -40,10 +40,10 @@ def check_lengths(kind: str, truncate_status: str | None, prompt_length: int, le
         truncate_status: One of :data:`TRUNCATE_STATUSES`. A truncated prompt leaves no real response: the response
             fields then only have to agree with the mask.
         prompt_length: Tokens before the response.
-        lengths: First dimension of each tensor field that is present.
+        lengths: First dimension of each present tensor field.
 
     Raises:
-        ExperienceError: Names the field, its value and the rule.
+        ExperienceError: A rule is broken; the message names the field, its value and the rule.
     """
     tokens = lengths["tokens"]
     if prompt_length < 1:
@@ -93,14 +93,14 @@ def _check_dpo(prompt_length: int, lengths: Mapping[str, int]) -> None:
 
 
 def check_versions(value: Any, response: int | None) -> Versions | None:
-    """Return the run-length column of policy versions as a list of tuples, None for none.
+    """Return the run-length column of policy versions as a list of tuples; None without rows.
 
     Args:
         value: Rows ``(first token, generation, step)``; the first row starts at token 0, starts rise.
-        response: Response tokens, None where there is no single response (dpo).
+        response: Response tokens; None if there is not a single response (dpo).
 
     Raises:
-        ExperienceError: Names the row and the rule.
+        ExperienceError: A rule is broken; the message names the row and the rule.
     """
     if value is None:
         return None
@@ -128,11 +128,15 @@ PLAIN_FIELDS: dict[str, type] = {
     **dict.fromkeys(("response_text", "prompt_text", "taskset"), str),
     **dict.fromkeys(("messages", "tools", "chosen_messages", "rejected_messages"), list),
 }
-"""Fields that are kept as they are given, with their type."""
+"""Fields that are stored unchanged, with their type."""
 
 
 def checked_plain(field: str, value: object, kind: type) -> Any:
-    """Return ``value`` if it is of type ``kind`` or None."""
+    """Return ``value`` if it is of type ``kind`` or None.
+
+    Raises:
+        ExperienceError: ``value`` is of another type.
+    """
     if value is not None and not isinstance(value, kind):
         raise ExperienceError(f"{field} is {short(value)}, wanted a {kind.__name__} or None")
     return value

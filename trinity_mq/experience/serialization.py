@@ -1,4 +1,4 @@
-"""The serialization of :class:`Experience`: experience bodies, and legacy bodies where they are allowed."""
+"""Serialization of :class:`Experience`: experience bodies, and legacy bodies if they are allowed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def decode_any(data: bytes | memoryview, allow_legacy: bool) -> list[Experience]
     """Return the experiences in a body.
 
     Raises:
-        DecodeError: Not an experience body, or a legacy body that is not allowed.
+        DecodeError: ``data`` is not an experience body, or is a legacy body and ``allow_legacy`` is False.
     """
     from trinity_mq.experience.legacy.reader import legacy_form, read_legacy
 

@@ -1,1 +1,1 @@
-"""The experience body on the wire: msgpack head, safetensors tail, columns in between."""
+"""Codec of the experience body: msgpack head with columns, safetensors tail."""

@@ -1,4 +1,4 @@
-"""The frame of the experience body (protocol.md section 3) around head and tail.
+"""Frame of the experience body (protocol.md section 3) around head and tail.
 
 Little-endian layout:
 
@@ -7,18 +7,18 @@ offset bytes content
 ====== ===== =================================================================
 0      4     magic ``TMQX``
 4      1     version, 1
-5      1     flags: bit 0 says that what follows the frame is compressed
+5      1     flags: bit 0 is set if the bytes after the frame are compressed
 6      2     zero
-8      4     CRC-32C (Castagnoli) of everything after it, as transmitted
-12     4     length of the head
-16     8     length of the tail
+8      4     CRC-32C (Castagnoli) of all following bytes, as transmitted
+12     4     length of the head in bytes
+16     8     length of the tail in bytes
 24           head: a msgpack map, then zeros up to a multiple of 8
 ...          tail: a safetensors blob
 ====== ===== =================================================================
 
-With bit 0 set everything from offset 24 on is one zstd frame that states its content size; the lengths are those before
+With bit 0 set, all bytes from offset 24 on are one zstd frame that states its content size; the lengths are from before
 compression. The head is ``{"n": experiences, "columns": {name: column}, "tensors": {name: entry}}``: columns.py
-describes a column, tail.py an entry, layout.py the names. No pickle.
+describes a column, tail.py an entry, layout.py the names. The format contains no pickle.
 """
 
 from __future__ import annotations
@@ -44,12 +44,14 @@ Body = bytes | bytearray | memoryview
 
 ZSTD_LEVEL = 3
 MAX_EXPANSION = 32
-"""Largest size of a body as a multiple of its compressed bytes: a reader allocates what is claimed."""
+"""Maximum size of a body as a multiple of its compressed bytes, because a reader allocates the claimed size."""
 FREE_EXPANSION = 64 * 1024
-"""Bytes that any compressed body may have besides."""
+"""Bytes that any compressed body may expand to in addition."""
 
 QUICK_HEAD, QUICK_COLUMNS = 64 * 1024, 128
-"""A head of so many bytes, in maps of so many items, is read without a walk: its maps claim a megabyte at worst."""
+"""A head of up to this many bytes, with maps of up to this many items, is decoded without a scan first: its maps claim
+a megabyte at worst.
+"""
 
 _FRAME = struct.Struct("<4sBBHIIQ")
 _LENGTHS = struct.Struct("<IQ")
@@ -60,7 +62,7 @@ def encode_frame(content: dict[str, Any], tail: list[Any], compression: Compress
     """Return head and tail as one body.
 
     Raises:
-        EncodeError: The head is too long, or ``compression`` unknown.
+        EncodeError: The head is too long, or ``compression`` is unknown.
     """
     head: bytes = msgpack.packb(content, use_bin_type=True)
     if len(head) >= 1 << 32:
@@ -81,7 +83,7 @@ def encode_frame(content: dict[str, Any], tail: list[Any], compression: Compress
 
 
 def _compressed(plain: bytes) -> bytes | None:
-    """Return ``plain`` compressed, None where that does not pay or a reader would refuse it."""
+    """Return ``plain`` compressed; None if that saves nothing or if a reader would refuse it."""
     import zstandard
 
     packed = zstandard.ZstdCompressor(level=ZSTD_LEVEL, write_content_size=True).compress(plain)
@@ -90,10 +92,10 @@ def _compressed(plain: bytes) -> bytes | None:
 
 
 def decode_frame(data: Body) -> tuple[dict[str, Any], memoryview]:
-    """Return head and tail of a body; the tail is a view into ``data``, unless that was compressed.
+    """Return head and tail of a body; the tail is a view into ``data``, unless the body was compressed.
 
     Raises:
-        DecodeError: ``data`` is anything else than exactly one body.
+        DecodeError: ``data`` is not exactly one body.
     """
     view = memoryview(data).cast("B")
     head_length, tail_length, flags = _checked(view)
@@ -108,13 +110,13 @@ def decode_frame(data: Body) -> tuple[dict[str, Any], memoryview]:
 
 
 def _head(data: memoryview) -> Any:
-    """Return what the head holds. A map costs what it claims, so large claims are only believed after a walk."""
+    """Return the decoded head. A map allocates its claimed size, so large claims are accepted only after a scan."""
     try:
         if len(data) <= QUICK_HEAD:
             try:
                 head = msgpack.unpackb(data, raw=False, strict_map_key=True, max_array_len=0, max_map_len=QUICK_COLUMNS)
                 if msgpack.packb(head, use_bin_type=True) == data:
-                    return head  # so no name comes twice; asking for each map takes longer
+                    return head  # an equal encoding proves that no name is repeated; a check of each map takes longer
                 return _unpacked(data, QUICK_COLUMNS)
             except ValueError:
                 scan(data)
@@ -155,7 +157,7 @@ def _checked(view: memoryview) -> tuple[int, int, int]:
 
 
 def _expanded(packed: memoryview, wanted: int) -> bytes:
-    """Return what was compressed, ``wanted`` bytes; what claims more than its size justifies is not even tried."""
+    """Return the ``wanted`` decompressed bytes; a claim beyond the allowed expansion is refused before that."""
     import zstandard
 
     if wanted > MAX_EXPANSION * len(packed) + FREE_EXPANSION:

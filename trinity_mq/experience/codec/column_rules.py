@@ -1,4 +1,4 @@
-"""The rules of rules.py for whole columns at once; where one is broken, the rule for one experience words the error."""
+"""The rules of rules.py for whole columns at once. The check for one experience words the error."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from trinity_mq.experience.rules import (
 )
 
 Tensors = dict[str, Column]
-"""Tensor columns by name, those that are None in all left out."""
+"""Tensor columns by name, without columns that are None in all experiences."""
 
 
 _TYPES, _STATUSES = frozenset(TYPES), frozenset(TRUNCATE_STATUSES)
 
 NO_RESPONSE = np.iinfo(np.int64).max
-"""More tokens than any response has: where there is none to compare with."""
+"""Response length of an experience without a single response; larger than any real length."""
 
 
 def check_columns(values: PlainColumns, tensors: Tensors, count: int) -> None:
@@ -59,13 +59,14 @@ def check_columns(values: PlainColumns, tensors: Tensors, count: int) -> None:
 def first_bad(
     kinds: Sequence[str], statuses: Sequence[str | None], prompts: Indexes, lengths: Mapping[str, Indexes]
 ) -> int | None:
-    """Return the index of the first experience that breaks a rule of :func:`check_lengths`, all at once.
+    """Return the index of the first experience that breaks a rule of :func:`check_lengths`; None if all are valid.
 
     Args:
-        kinds: Type of each.
-        statuses: Truncate status of each.
-        prompts: Prompt length of each.
-        lengths: First dimension of each tensor field, -1 where absent; a field absent from all may be left out.
+        kinds: Type of each experience.
+        statuses: Truncate status of each experience.
+        prompts: Prompt length of each experience in tokens.
+        lengths: First dimension of each tensor field, -1 for a missing tensor. Fields that all experiences lack may be
+            left out.
     """
     tokens, mask = lengths["tokens"], lengths.get("action_mask")
     if mask is not None and DPO not in kinds and PROMPT_TRUNCATED not in statuses:
@@ -78,7 +79,7 @@ def first_bad(
             and all(column is mask or equal(column, response) for column in columns)
             and equal(mask, response)
         ):
-            return None  # most batches: nothing is missing or odd
+            return None  # fast path for most batches
     absent = np.full(len(kinds), -1, dtype=np.int64)
     mask = absent if mask is None else mask
     dpo, cut = _are(kinds, DPO), _are(statuses, PROMPT_TRUNCATED)
@@ -114,7 +115,7 @@ def check_batch(
 
 
 def responses_of(kinds: Sequence[str], tensors: Tensors) -> Indexes:
-    """Return the response tokens of each experience, :data:`NO_RESPONSE` where there is no single response (dpo)."""
+    """Return the response tokens of each experience, :data:`NO_RESPONSE` without a single response (dpo)."""
     if "action_mask" not in tensors:
         return np.full(len(kinds), NO_RESPONSE)
     lengths = column_lengths(tensors["action_mask"])
@@ -130,11 +131,11 @@ def _are(column: Sequence[Any], value: str) -> npt.NDArray[np.bool_]:
 
 
 def check_all_versions(column: Sequence[Any], responses: Indexes) -> list[Versions | None]:
-    """Return a column of versions, each as :func:`check_versions` gives it.
+    """Return a column of versions, each in the form that :func:`check_versions` returns.
 
     Args:
         column: Rows ``(first token, generation, step)`` of each experience, or None.
-        responses: As :func:`responses_of` gives them.
+        responses: Response lengths from :func:`responses_of`.
 
     Raises:
         ExperienceError: As :func:`check_versions`.
@@ -150,7 +151,7 @@ def check_all_versions(column: Sequence[Any], responses: Indexes) -> list[Versio
 
 
 def sound_versions(column: Sequence[Versions | None], responses: Indexes) -> bool:
-    """Return whether rows of three whole numbers keep the rules of :func:`check_versions`; arguments as
+    """Return whether rows of three whole numbers keep the rules of :func:`check_versions`; arguments as for
     :func:`check_all_versions`.
     """
     for rows, response in zip(column, responses.tolist(), strict=True):

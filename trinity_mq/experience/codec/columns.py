@@ -1,14 +1,15 @@
-"""Columns of numbers and texts in the head of an experience body: packed arrays, not one msgpack object a value.
+"""Columns of numbers and texts in the head of an experience body: packed arrays instead of one msgpack object per
+value.
 
 A column is a map with one of these keys:
 
-* ``c``: the one value that all have (text or whole number)
-* ``i``: whole numbers as int64, ``f``: numbers as float64; ``n`` beside it: one byte each, 1 where the value is absent
-* ``s``: UTF-8 texts in a row, ``l``: bytes of each as int32; with ``k`` beside it the texts are distinct and ``k``
-  (int32) says which one each has, -1 where absent
-* ``d``: msgpack documents in a row, ``l``: bytes of each as int32, -1 where absent
+* ``c``: the single value of all experiences (text or whole number)
+* ``i``: whole numbers as int64, ``f``: numbers as float64; optionally ``n``: one byte per value, 1 for a missing value
+* ``s``: UTF-8 texts in a row, ``l``: bytes of each text as int32; with ``k`` the texts are distinct, and ``k`` (int32)
+  holds the index of each value's text, -1 for a missing value
+* ``d``: msgpack documents in a row, ``l``: bytes of each document as int32, -1 for a missing document
 
-All arrays are little-endian. A column that is absent from all is left out.
+All arrays are little-endian. A column without any value is left out.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from trinity_mq.experience.fields import short
 
 Column = dict[str, Any]
 Unpack = Callable[[Column, int, str], list[Any]]
-"""From a column, the number of its values and its name for errors."""
+"""Takes a column, the number of its values and its name for errors."""
 
 INT32, INT64, FLOAT64 = np.dtype("<i4"), np.dtype("<i8"), np.dtype("<f8")
 
@@ -40,7 +41,7 @@ def pack_lengths(lengths: Sequence[int] | npt.NDArray[Any]) -> bytes:
 
 
 def without_gaps(unpack_column: Unpack) -> Unpack:
-    """Return an unpacker for which a missing value is an error."""
+    """Return an unpacker that treats a missing value as an error."""
 
     def unpack_all(column: Column, count: int, name: str) -> list[Any]:
         values = unpack_column(column, count, name)
@@ -55,7 +56,7 @@ def unpack_array(data: Any, dtype: np.dtype[Any], count: int | None, name: str) 
     """Return a packed array of ``count`` values (any number for None).
 
     Raises:
-        DecodeError: Not bytes, or not that many.
+        DecodeError: ``data`` is not bytes, or has another number of values.
     """
     if not isinstance(data, bytes) or len(data) % dtype.itemsize:
         raise DecodeError(f"{name}: wanted packed {dtype.name} values, got {short(data)}")
@@ -89,7 +90,7 @@ def _pack_numbers(values: Sequence[Any], key: str, dtype: np.dtype[Any], filler:
 
 
 def checked_int64(value: int, name: str) -> int:
-    """Return ``value`` if 64 bits hold it."""
+    """Return ``value`` if it fits 64 bits."""
     if not -(1 << 63) <= value < 1 << 63:
         raise EncodeError(f"{name} is {value}, wanted a whole number that fits 64 bits")
     return value
@@ -149,8 +150,8 @@ def _joined(parts: Sequence[bytes | None], key: str) -> Column:
 
 
 def _bounds(column: Column, key: str, count: int | None, name: str) -> tuple[bytes, list[int], list[int]]:
-    """Return the data of a column of texts or documents, the length of each (-1 where absent), and where those that are
-    present begin and end: one number more than they are.
+    """Return the data of a column of texts or documents, the length of each (-1 for a missing value), and the
+    boundaries of the present values in the data: one boundary more than present values.
     """
     lengths: list[int] = unpack_array(column.get("l"), INT32, count, name).tolist()
     data = column.get(key)
@@ -161,7 +162,7 @@ def _bounds(column: Column, key: str, count: int | None, name: str) -> tuple[byt
 
 
 def _with_gaps(values: list[Any], lengths: list[int]) -> list[Any]:
-    """Return one of ``values`` for each length, None for those of -1."""
+    """Return ``values`` with None inserted for lengths of -1."""
     if len(values) == len(lengths):
         return values
     given = iter(values)
@@ -190,12 +191,12 @@ def unpack_texts(column: Column, count: int, name: str) -> list[Any]:
     numbers = unpack_array(codes, INT32, count, name).tolist()
     if min(numbers, default=0) < -1 or max(numbers, default=-1) >= len(texts):
         raise DecodeError(f"{name}: refers to a text beyond the {len(texts)} that there are")
-    texts.append(None)  # where -1 points
+    texts.append(None)  # the target of index -1
     return list(map(texts.__getitem__, numbers))
 
 
 def pack_documents(values: Sequence[Any], name: str, writer: DocumentWriter) -> Column:
-    """Return a column of free-form values, None where absent."""
+    """Return a column of free-form values, None for a missing value."""
     parts = writer.write_all(values, name)
     return _joined(parts, "d")
 

@@ -1,7 +1,7 @@
-"""Columns to what a body is made of, a head as a map and the pieces of a tail, and back.
+"""Converts columns to the contents of a body, a head map and the pieces of a tail, and back.
 
-What is read is checked as the constructor of an experience checks its fields. Keys, columns and tensor fields that this
-release does not know are left out: a later one may have added them.
+Decoded values are checked as in the constructor of an experience. Unknown keys, columns and tensor fields are ignored,
+because a later release may have added them.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _pack_versions(values: list[Any], name: str) -> dict[str, Any]:
 
 
 def _pack_ids(values: list[Any], name: str) -> dict[str, Any]:
-    """Return a column of ids that are each a whole number or a text."""
+    """Return a column of ids; each id is a whole number or a text."""
     kinds = set(map(type, values))
     if kinds == {int}:
         return pack_ints(values, name)
@@ -69,7 +69,7 @@ def _pack_ids(values: list[Any], name: str) -> dict[str, Any]:
 
 
 def _unpack_ids(column: dict[str, Any], count: int, name: str) -> list[Any]:
-    """Return the values of a column of ids that are each a whole number or a text."""
+    """Return the values of a column of ids; each id is a whole number or a text."""
     if "d" in column:
         values = unpack_documents(column, count, name, DocumentReader([]))
     elif "s" in column or type(column.get("c")) is str:
@@ -91,7 +91,7 @@ _PACKERS: dict[str, Callable[[list[Any], str], dict[str, Any]]] = {
     **dict.fromkeys(layout.EID_INTS, pack_ints),
     layout.EID_SUFFIX: pack_texts,
 }
-"""In the order in which the columns are written."""
+"""Packers by column, in the order in which the columns are written."""
 
 _UNPACKERS: dict[str, Unpack] = {
     **dict.fromkeys(layout.INT_COLUMNS, unpack_ints),
@@ -103,14 +103,14 @@ _UNPACKERS: dict[str, Unpack] = {
 }
 
 _READ_AT_ONCE = ("experience_type", "truncate_status", *layout.INT_COLUMNS, *layout.FLOAT_COLUMNS)
-"""Columns by which the others are checked."""
+"""Columns that the checks of other columns need; they are decoded at once."""
 _READ_LATER = (
     *(name for name in _UNPACKERS if name not in _READ_AT_ONCE),
     *layout.DOCUMENT_COLUMNS,
     layout.VERSIONS,
     layout.CUSTOM_FIELDS,
 )
-"""Columns that are opened when asked for."""
+"""Columns that are decoded on first access."""
 
 
 def pack(count: int, values: PlainColumns, tensors: Tensors, multi_modal: Tensors) -> tuple[dict[str, Any], list[Any]]:
@@ -142,7 +142,7 @@ def pack(count: int, values: PlainColumns, tensors: Tensors, multi_modal: Tensor
 
 
 class _Openers:
-    """Knows what the columns of one body need: types, tensors, and the tensors that documents refer to."""
+    """Unpackers for the columns of one body, with the types, the tensors and the documents' tensors they need."""
 
     def __init__(self, kinds: Sequence[str], tensors: Tensors, held: Column) -> None:
         self._kinds = kinds
@@ -151,7 +151,7 @@ class _Openers:
         self._reader: DocumentReader | None = None
 
     def of(self, name: str) -> Unpack:
-        """Return what opens the column of this name."""
+        """Return the unpacker for the column of this name."""
         if name == layout.VERSIONS:
             return self.versions
         return self.custom_fields if name == layout.CUSTOM_FIELDS else self.documents
@@ -178,10 +178,11 @@ class _Openers:
     def documents(self, column: dict[str, Any], count: int, name: str) -> list[Any]:
         """Return documents, which may hold tensors of the tail."""
         if self._reader is None:
-            # one for all columns: what a body may hold is counted over all of them
-            # copies: who is handed a document may write to what is in it
+            # One reader for all columns, because the container limit holds for the whole body. The tensors are copies,
+            # because callers may write to them.
             held = column_items(column_copy(self._held), len(self._held[0])) if self._held else []
-            self._reader = DocumentReader([tensor for tensor in held if tensor is not None])  # none is: _Entries
+            # never None: _Entries checks
+            self._reader = DocumentReader([tensor for tensor in held if tensor is not None])
         found = unpack_documents(column, count, name, self._reader)
         kind = layout.DOCUMENT_COLUMNS.get(name, list)
         if not set(map(type, found)) <= {kind, NoneType}:
@@ -190,7 +191,7 @@ class _Openers:
         return found
 
     def custom_fields(self, column: dict[str, Any], count: int, name: str) -> list[Any]:
-        """Return custom fields, an empty list where there are none."""
+        """Return custom fields, an empty list for an experience without custom fields."""
         return [[_custom(item) for item in items or ()] for items in self.documents(column, count, name)]
 
 
@@ -208,7 +209,7 @@ def _custom(item: Any) -> CustomField:
 
 
 class _Entries:
-    """The tail's tensors by what the head says they are."""
+    """The tensors of the tail, sorted by the entries of the head."""
 
     def __init__(self, count: int, head: dict[str, Any], tail: dict[str, Tensor]) -> None:
         self.fields: Tensors = {}
@@ -247,7 +248,9 @@ class _Entries:
             raise DecodeError(f"tensors: entry {name!r} is {short(entry)}, wanted a field, for inputs with a key")
 
     def _part(self, name: str, entry: dict[str, Any], flat: Tensor, count: int | None) -> Ragged:
-        """Return the part that an entry is; entries of equal lengths, such as response fields, share them."""
+        """Return an entry as a part of a column. Entries of equal lengths, such as response fields, share their
+        lengths.
+        """
         key = entry["lengths"], count
         rows = self._known.get(key)
         if rows is None:
@@ -256,7 +259,7 @@ class _Entries:
 
 
 def _joined(name: str, known: Column, part: Ragged) -> Column:
-    """Return the column with one part more; two parts with a tensor for the same item are an error."""
+    """Return the column with one more part; two parts with a tensor for the same item are an error."""
     if known and any(((part.lengths >= 0) & (other.lengths >= 0)).any() for other in known):
         raise DecodeError(f"tensors: {name!r} gives an experience a second tensor for the same field")
     return (*known, part)
@@ -265,12 +268,12 @@ def _joined(name: str, known: Column, part: Ragged) -> Column:
 def unpack(
     head: dict[str, Any], tail: dict[str, Tensor], *, opened: bool = False
 ) -> tuple[int, PlainColumns, Tensors, Tensors]:
-    """Return what a head and a tail describe: a count, plain columns, tensor columns and multi-modal columns.
+    """Return the contents of a head and a tail: a count, plain columns, tensor columns and multi-modal columns.
 
-    Texts, ids, versions and documents are opened when asked for, unless ``opened`` says that they are wanted at once.
+    Texts, ids, versions and documents are decoded on first access; with ``opened`` they are decoded at once.
 
     Raises:
-        DecodeError: They do not describe valid experiences; what is opened later raises it then.
+        DecodeError: Head and tail do not describe valid experiences. Columns decoded later raise it on first access.
     """
     count, columns, entries = head.get("n"), head.get("columns"), head.get("tensors")
     if type(count) is not int or not isinstance(columns, dict) or not isinstance(entries, dict):
@@ -282,7 +285,7 @@ def unpack(
         return 0, PlainColumns(), {}, {}
     tensors = _present(found.fields)
     if "tokens" not in tensors:
-        # Every experience has tokens: this also bounds what a short body can claim in constant columns.
+        # Every experience has tokens. This check also bounds the claims of a short body with constant columns.
         raise DecodeError(f"no tokens for {count} experiences")
     values = PlainColumns()
     for name in _READ_AT_ONCE:
@@ -306,7 +309,7 @@ def unpack(
 
 
 def _present(columns: Tensors) -> Tensors:
-    """Return the columns without parts, and without columns, that no experience has."""
+    """Return the columns without parts, and without columns, that no experience uses."""
     kept = {}
     for name, column in columns.items():
         if parts := tuple([part for part in column if not part.empty]):

@@ -1,4 +1,4 @@
-"""Free-form values (info, metrics, messages) as msgpack documents; tensors in them move to the tail."""
+"""Free-form values (info, metrics, messages) as msgpack documents; their tensors move to the tail."""
 
 from __future__ import annotations
 
@@ -16,28 +16,30 @@ from trinity_mq.experience.fields import short
 from trinity_mq.messages.msgpack_scan import MAX_NESTING, QUICK_ARRAY_LENGTH, container_bytes, measure, scan
 
 MAX_CONTAINERS = 1 << 18
-"""Lists and maps in all documents of a body: each costs a reader far more memory than its one byte."""
+"""Maximum lists and maps in all documents of a body: each costs a reader far more memory than its one byte."""
 
 TENSOR, ARRAY = 1, 2
-"""msgpack extension types: the number (u32, little-endian) of a tensor in the tail, handed out as tensor or array."""
+"""msgpack extension types. The payload is the index (u32, little-endian) of a tensor in the tail; it is decoded as a
+tensor or as an array.
+"""
 
 _ATOMS = frozenset({str, int, float, bool, type(None), bytes, msgpack.Timestamp})
 _LEAVES = _ATOMS | {Tensor, np.ndarray}
 _NUMBER_BYTES = 4
 SAMPLED = 16
-"""Documents that are looked at for equal ones."""
+"""Number of documents that are checked for repetitions."""
 _MAP_OF_FEW, _ITEMS_OF_FEW = 0x80, 0x0F
-"""First byte of a map of up to 15 items, and where in it their number is."""
+"""First byte of a map of up to 15 items, and the bits in it that hold the number of items."""
 
 
 class DocumentWriter:
-    """Packs documents and collects the tensors found in them."""
+    """Packs documents and collects their tensors."""
 
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
         self._containers = 0
         self._bound = 0
-        """Upper bound on the number of containers in what was packed but not counted."""
+        """Upper bound on the number of containers in packed documents that were not counted exactly."""
         self._uncounted: list[list[bytes]] = []
         self._packer = msgpack.Packer(use_bin_type=True)
 
@@ -49,11 +51,11 @@ class DocumentWriter:
         """
         present = [value for value in values if value is not None]
         if present and _flat(present):
-            # maps of plain values, as most are, need no walk
+            # most values are maps of plain values, which need no recursive conversion
             try:
                 documents = list(map(self._packer.pack, present))
             except (ValueError, OverflowError, TypeError):
-                self._packer.reset()  # done again below, for an error that says where
+                self._packer.reset()  # packed again below, for an error that names the place
             else:
                 self._count_later(documents, name)
                 given = iter(documents)
@@ -67,7 +69,7 @@ class DocumentWriter:
         """Return ``value`` as one msgpack document.
 
         Raises:
-            EncodeError: Something in it is not for msgpack; ``where`` and the key say what.
+            EncodeError: A part of the value cannot be packed; the message names it by ``where`` and the key.
         """
         plain = self._plain(value, where, 0)
         try:
@@ -83,7 +85,7 @@ class DocumentWriter:
         return document
 
     def _count_later(self, documents: list[bytes], where: str) -> None:
-        """Count the containers in documents once they may be too many; until then a bound is enough."""
+        """Count the containers in documents exactly only when they may exceed the limit; until then use a bound."""
         self._bound += container_bytes(b"".join(documents))
         self._uncounted.append(documents)
         self._count(0, where)
@@ -100,7 +102,7 @@ class DocumentWriter:
             )
 
     def _plain(self, value: Any, where: str, depth: int) -> Any:
-        """Return ``value`` in types that msgpack packs; the value itself where nothing has to change."""
+        """Return ``value`` in types that msgpack packs; the value itself if nothing has to change."""
         kind = type(value)
         if kind in _ATOMS:
             return value
@@ -141,14 +143,15 @@ class DocumentWriter:
 
 
 class DocumentReader:
-    """Unpacks documents; ``tensors`` are those that the documents of the body refer to by number."""
+    """Unpacks documents; ``tensors`` are the tensors to which the documents of the body refer by index."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._tensors = tensors
         self._containers = 0
 
     def read_all(self, data: bytes, bounds: Sequence[int]) -> list[Any]:
-        """Return the values in the documents that ``data`` is made of without gaps, from 0 to the last of ``bounds``.
+        """Return the values of the documents in ``data``, which follow each other without gaps at ``bounds``, from 0 to
+        the end.
 
         Raises:
             DecodeError: As :meth:`read`.
@@ -163,8 +166,8 @@ class DocumentReader:
         return [self.read(data[start:end]) for start, end in pairwise(bounds)]
 
     def _repeated_maps(self, data: bytes, bounds: Sequence[int]) -> list[Any] | None:
-        """Return the maps in ``data`` as :meth:`_flat_maps` does, each distinct one read once; None where few are equal
-        to others, or one is something else.
+        """Return the maps in ``data`` as :meth:`_flat_maps` does, decoding equal documents once. Return None if few
+        documents are equal, or if a document is not a flat map.
         """
         if len(bounds) <= SAMPLED or len({data[a:b] for a, b in pairwise(bounds[: SAMPLED + 1])}) > SAMPLED // 2:
             return None
@@ -173,7 +176,7 @@ class DocumentReader:
         if len(distinct) > len(documents) // 2:
             return None
         found = self._flat_maps(b"".join(distinct), [0, *accumulate(map(len, distinct))])
-        if found is None or not _kinds(found) <= _ATOMS:  # a tensor is not to be shared
+        if found is None or not _kinds(found) <= _ATOMS:  # tensors must not be shared between documents
             return None
         known = dict(zip(distinct, found, strict=True))
         return [known[document].copy() for document in documents]
@@ -199,7 +202,7 @@ class DocumentReader:
                 values.append(value)
             return values if _kinds(values) <= _LEAVES else None
         except (ValueError, TypeError, msgpack.UnpackException):
-            return None  # read again one by one, for an error that says which
+            return None  # decoded again one by one, for an error that names the document
 
     def _count(self, containers: int) -> None:
         self._containers += containers
@@ -210,14 +213,14 @@ class DocumentReader:
         """Return the value in one msgpack document.
 
         Raises:
-            DecodeError: It is not exactly one document, nests too deep or holds too much.
+            DecodeError: ``document`` is not exactly one document, is nested too deep or holds too many containers.
         """
         try:
             self._count(measure(document))
             try:
                 return self._unpack(document, QUICK_ARRAY_LENGTH)
             except ValueError:
-                scan(document)  # claims no more than it has, so what an array claims may be believed
+                scan(document)  # it claims no more than it holds, so the array sizes can be trusted
                 return self._unpack(document, len(document))
         except DecodeError:
             raise
@@ -251,7 +254,7 @@ class DocumentReader:
 
 
 def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return ``pairs`` as a dict; a name that comes twice is an error."""
+    """Return ``pairs`` as a dict; a repeated name is an error."""
     result = dict(pairs)
     if len(result) != len(pairs):
         raise DecodeError(f"a name comes twice among {len(pairs)}")
@@ -259,7 +262,7 @@ def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _flat(values: Sequence[Any]) -> bool:
-    """Return whether all values are dicts of plain values by text."""
+    """Return whether all values are dicts from text to plain values."""
     return (
         set(map(type, values)) <= {dict}
         and set(map(type, chain.from_iterable(values))) <= {str}
@@ -268,7 +271,7 @@ def _flat(values: Sequence[Any]) -> bool:
 
 
 def _kinds(maps: Sequence[dict[str, Any]]) -> set[type]:
-    """Return the types of what dicts hold."""
+    """Return the types of the values in dicts."""
     return set(map(type, chain.from_iterable(map(dict.values, maps))))
 
 
@@ -279,7 +282,7 @@ def _key(key: Any, where: str) -> str:
 
 
 def _blame(value: Any, where: str) -> str | None:
-    """Return which part of a plain value msgpack refuses."""
+    """Return the error text for the part of a plain value that msgpack refuses; None if it refuses none."""
     if isinstance(value, dict):
         parts = [(item, f"{where}[{key!r}]") for key, item in value.items()] + [(key, where) for key in value]
     elif isinstance(value, list):

@@ -1,4 +1,4 @@
-"""Experiences to columns: each field of all of them at once, checked as the constructor checks them."""
+"""Converts experiences to columns: each field of all experiences at once, with the checks of the constructor."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _SHAPE = attrgetter("shape")
 
 
 def columns_of(experiences: Sequence[Experience]) -> tuple[PlainColumns, Tensors, Tensors]:
-    """Return plain columns, tensor columns and multi-modal columns, without those that are None in all.
+    """Return plain columns, tensor columns and multi-modal columns, without fields that are None in all experiences.
 
     Raises:
         EncodeError: A field breaks a rule, or is a tensor that cannot be read.
@@ -56,10 +56,10 @@ def columns_of(experiences: Sequence[Experience]) -> tuple[PlainColumns, Tensors
 
 
 def check_given_versions(columns: PlainColumns, tensors: Tensors) -> None:
-    """Bring versions into the form kept.
+    """Convert the versions to the stored form.
 
     Raises:
-        ExperienceError: They break a rule.
+        ExperienceError: The versions break a rule.
     """
     if layout.VERSIONS in columns:
         responses = responses_of(columns["experience_type"], tensors)
@@ -67,10 +67,10 @@ def check_given_versions(columns: PlainColumns, tensors: Tensors) -> None:
 
 
 def convert_column(name: str, column: list[Any]) -> Any:
-    """Return a field's values as they are kept in columns; nothing (None or no parts) where all are absent.
+    """Return a field's values in the stored form of a column; None or no parts if all values are missing.
 
     Raises:
-        ExperienceError: A value is of a type that the field does not take.
+        ExperienceError: A value has a type that the field does not accept.
     """
     kinds = set(map(type, column))
     if kinds == {NoneType}:
@@ -112,7 +112,7 @@ def _document_column(name: str, column: list[Any], kinds: set[type]) -> list[Any
         if wrong is not None:
             raise ExperienceError(f"{name} is {short(wrong)}, wanted a {wanted.__name__}")
     if name in layout.OWN_DOCUMENTS:
-        # An empty info or metrics is the default and costs nothing; an empty list of messages is not no list.
+        # An empty info or metrics is the default and takes no space. An empty list of messages differs from None.
         return [item or None for item in column] if any(column) else None
     return column
 

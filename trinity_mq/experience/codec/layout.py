@@ -1,4 +1,4 @@
-"""The kinds of columns in which the fields of an experience travel."""
+"""Names of the columns in an experience body, by kind."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ MULTI_MODAL = "multi_modal_inputs"
 PLAIN_COLUMNS = (*TEXT_COLUMNS, *INT_COLUMNS, *FLOAT_COLUMNS, *DOCUMENT_COLUMNS, VERSIONS, CUSTOM_FIELDS)
 """Fields whose columns are lists of values."""
 OWN_DOCUMENTS: dict[str, type] = {"info": dict, "metrics": dict, CUSTOM_FIELDS: list}
-"""Fields that every experience has one of; an empty one travels as none."""
+"""Fields that every experience has; an empty value is sent as a missing value."""
 
 DOCUMENT_TENSORS = "documents"
-"""Field of the tail's entries for tensors found in documents; their items are those tensors in the order found."""
+"""Field name of the tail's entries for tensors from documents. Their items are these tensors in order of occurrence."""
 
 MAX_EXPERIENCES = 1 << 16
-"""Experiences in one body: each costs a reader about two kilobytes, however few bytes it takes."""
+"""Maximum experiences in one body: each costs a reader about two kilobytes, however few bytes it takes."""

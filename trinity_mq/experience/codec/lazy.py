@@ -10,7 +10,7 @@ Opener = Callable[[], list[Any]]
 
 
 class Once:
-    """Calls an opener when it is first called itself, and returns the same column from then on."""
+    """Calls an opener on the first call, and returns the same column on every call."""
 
     __slots__ = ("_column", "_opener")
 
@@ -26,13 +26,13 @@ class Once:
 
 
 class PlainColumns(dict[str, Any]):
-    """Columns of values by name, those that are None in all left out.
+    """Columns of values by name, without columns that are None in all experiences.
 
-    An entry is a list, or a function that returns one: it is called, once, when the column is first asked for.
+    An entry is a list, or a function that returns a list; the function is called once, on first access.
     """
 
     def put_off(self, name: str, opener: Opener) -> None:
-        """Let a column be what ``opener`` returns."""
+        """Set a column that ``opener`` returns on first access."""
         self[name] = Once(opener)
 
     def __getitem__(self, name: str) -> list[Any]:
@@ -47,7 +47,7 @@ class PlainColumns(dict[str, Any]):
         return found() if callable(found) else found
 
     def mapped(self, change: Callable[[list[Any]], list[Any]]) -> PlainColumns:
-        """Return the same columns, changed; those not opened yet are changed when they are."""
+        """Return the same columns, changed. Columns that are not open yet are changed when they are opened."""
         result = PlainColumns()
         for name in self:
             if self.opened(name):
@@ -70,5 +70,5 @@ class PlainColumns(dict[str, Any]):
             self[name] = self[name]  # a list from now on
 
     def opened(self, name: str) -> bool:
-        """Whether a column is a list already."""
+        """Return whether a column is already open."""
         return not callable(super().__getitem__(name))

@@ -1,7 +1,7 @@
-"""The tail of an experience body: one safetensors blob with one concatenated tensor per field and dtype.
+"""Tail of an experience body: one safetensors blob with one concatenated tensor per field and dtype.
 
-Written and read by hand, so that reading gives views into the received bytes and writing copies each tensor once; any
-safetensors reader understands it. The head says for each entry to which field it belongs and the lengths it is made of.
+Code here reads and writes the blob itself, so that reading returns views into the received bytes and writing copies
+each tensor once. Any safetensors reader can read it. The head holds the field and the item lengths of each entry.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ DTYPES: dict[str, torch.dtype] = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""safetensors' names of the dtypes carried."""
+"""Dtypes by their safetensors names."""
 
 MAX_HEADER_BYTES = 1 << 20
 MAX_DIMENSIONS = 16
 MAX_TENSORS = 1 << 19
-"""Tensors a body may be split into: each costs a reader some hundred bytes, however short it is."""
+"""Maximum tensors in a body: each costs a reader some hundred bytes, however short it is."""
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _SIZE = struct.Struct("<Q")
@@ -56,15 +56,17 @@ class TailWriter:
 
     def __init__(self) -> None:
         self.entries: dict[str, dict[str, Any]] = {}
-        """For the head: per safetensors entry ``field``, ``lengths`` and where they apply ``key`` and ``scalar``."""
+        """Entries for the head: ``field`` and ``lengths`` per safetensors entry, with ``key`` and ``scalar`` where they
+        apply.
+        """
         self._flat: dict[str, tuple[torch.dtype, list[int], np.ndarray[Any, Any]]] = {}
         self._count = 0
 
     def add(self, field: str, column: Column, key: str | None = None) -> None:
-        """Add a column of tensors; each part of it is an entry.
+        """Add a column of tensors; each of its parts becomes an entry.
 
         Raises:
-            EncodeError: A tensor is of a dtype that does not travel.
+            EncodeError: The dtype of a tensor is not supported.
         """
         for part in column:
             self._add(field, key, part)
@@ -79,7 +81,7 @@ class TailWriter:
         try:
             flat = part.dense().contiguous()
             row = flat.reshape(-1)
-            # torch refuses to view nothing as bytes where numpy gave it a stride of 0
+            # torch refuses a byte view of an empty tensor to which numpy gave a stride of 0
             data = (row.view(torch.uint8) if row.numel() else torch.empty(0, dtype=torch.uint8)).numpy()
         except RuntimeError as error:
             raise EncodeError(f"{where} is a {short(part.flat)}, which cannot be read: {error}") from error
@@ -91,8 +93,8 @@ class TailWriter:
         self._flat[name] = (flat.dtype, list(flat.shape), data)
 
     def buffers(self) -> list[Any]:
-        """Return the blob in pieces that ``bytes.join`` takes."""
-        # Wider dtypes first keeps every entry aligned to its item size without gaps, as safetensors asks.
+        """Return the blob in pieces for ``bytes.join``."""
+        # Wider dtypes first: every entry is then aligned to its item size without gaps, as safetensors requires.
         ordered = sorted(self._flat.items(), key=lambda item: -item[1][0].itemsize)
         header, offset = {}, 0
         for name, (dtype, shape, data) in ordered:
@@ -104,10 +106,10 @@ class TailWriter:
 
 
 def read_tail(blob: memoryview) -> dict[str, Tensor]:
-    """Return the entries of a safetensors blob as views into it: nobody may write to them.
+    """Return the entries of a safetensors blob as views into it; callers must not write to them.
 
     Raises:
-        DecodeError: Not a safetensors blob whose entries cover its data exactly.
+        DecodeError: ``blob`` is not a safetensors blob whose entries cover its data exactly.
     """
     if len(blob) < _SIZE.size:
         raise DecodeError(f"tail: {len(blob)} bytes, wanted a safetensors blob")
@@ -134,10 +136,10 @@ def read_tail(blob: memoryview) -> dict[str, Tensor]:
 
 
 class _Lent:
-    """Hands memory that is not to be written to on to numpy, which else passes that on to torch, which warns."""
+    """Presents read-only memory to numpy as writable. Otherwise torch would warn about the read-only array."""
 
     def __init__(self, data: npt.NDArray[np.uint8]) -> None:
-        self._data = data  # kept: the memory is alive for as long as this is
+        self._data = data  # keeps the memory alive
         self.__array_interface__ = {**data.__array_interface__, "data": (_address(data), False)}
 
 
@@ -147,7 +149,7 @@ def _address(data: npt.NDArray[np.uint8]) -> int:
 
 
 def _as_array(data: memoryview) -> npt.NDArray[np.uint8]:
-    """Return bytes as an array, a view where they lie at an address that every dtype can be read from."""
+    """Return bytes as an array; a view if their address is aligned for every dtype."""
     if not len(data):
         return np.empty(0, dtype=np.uint8)
     row = np.frombuffer(data, dtype=np.uint8)
@@ -157,7 +159,7 @@ def _as_array(data: memoryview) -> npt.NDArray[np.uint8]:
 
 
 def _entry(name: str, entry: Any, data: npt.NDArray[np.uint8], covered: int) -> tuple[Tensor, int]:
-    """Return the tensor of one header entry, which begins where the one before ended, and its end."""
+    """Return the tensor of one header entry, which must begin at ``covered``, and its end."""
     fields = entry if isinstance(entry, dict) else {}
     dtype = DTYPES.get(fields["dtype"]) if isinstance(fields.get("dtype"), str) else None
     shape, offsets = _naturals(fields.get("shape")), _naturals(fields.get("data_offsets"))
@@ -180,7 +182,7 @@ def _entry(name: str, entry: Any, data: npt.NDArray[np.uint8], covered: int) -> 
 
 
 def _naturals(value: Any) -> list[int] | None:
-    """Return ``value`` if it is a list of whole numbers from 0 that torch can count with."""
+    """Return ``value`` if it is a list of whole numbers from 0 within torch's range, else None."""
     if type(value) is not list:
         return None
     for number in value:
@@ -193,21 +195,21 @@ class RowLengths(NamedTuple):
     """Lengths of the items of an entry, which follow each other in it."""
 
     lengths: Indexes
-    """Rows of each, -1 where it has no tensor."""
+    """Rows of each item, -1 for an item without a tensor."""
     starts: Indexes
     total: int
 
     @classmethod
     def unpacked(cls, data: Any, count: int | None, name: str) -> RowLengths:
-        """Return what ``data`` holds as int32.
+        """Return the int32 lengths in ``data``.
 
         Args:
             data: Packed lengths.
-            count: Items wanted, None for as many as there are lengths.
-            name: Of the entry, for errors.
+            count: Expected number of items; None accepts any number.
+            name: Name of the entry, for errors.
 
         Raises:
-            DecodeError: Not so many lengths, or one is less than -1.
+            DecodeError: The number of lengths differs, or a length is less than -1.
         """
         lengths = unpack_array(data, INT32, count, f"lengths of {name}").astype(np.int64)
         if not len(lengths):
@@ -221,16 +223,16 @@ class RowLengths(NamedTuple):
 
 
 def part_of(name: str, entry: dict[str, Any], flat: Tensor, rows: RowLengths) -> Ragged:
-    """Return the part of a column that an entry is.
+    """Return an entry as a part of a column.
 
     Args:
-        name: Of the entry, for errors.
-        entry: What the head says of it.
+        name: Name of the entry, for errors.
+        entry: The head's map for the entry.
         flat: The concatenated tensor.
-        rows: The lengths that the head gives.
+        rows: The lengths from the head.
 
     Raises:
-        DecodeError: The lengths do not make up the tensor.
+        DecodeError: The lengths do not add up to the tensor.
     """
     if flat.dim() < 1 or rows.total != flat.shape[0]:
         raise DecodeError(f"lengths of {name} do not add up to shape {tuple(flat.shape)}")

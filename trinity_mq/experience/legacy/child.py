@@ -1,14 +1,14 @@
-"""Turns legacy bodies into experience bodies; run as a file by reader.py, with a fork that has limits for each body.
+"""Converts legacy bodies to experience bodies. reader.py runs this file; each body is read in a fork with limits.
 
 ``TRXP``, little-endian: magic (4), version 1 (u8), lengths of metadata and tensors (u64 each); then the metadata, a
 pickle of ``{"version": 1, "num_items": n, "items": [...]}``, then a safetensors blob with entries ``index:field`` and
 ``index:multi_modal_inputs:key``.
 
-``TRXP`` does not state the type of an experience, and its writer had filled the action mask of single-turn ones. An
-experience is taken for ``single_turn`` if its mask is what that writer filled in: all true, one for each response
-token, or where the prompt was truncated all false, one for each logprob. With any other mask it is ``multi_turn``. So a
-multi-turn experience whose tokens are all trained on comes back as ``single_turn``, which trains the same. Bare pickles
-state the type.
+``TRXP`` does not state the type of an experience, and its writer filled in the action mask of single-turn experiences.
+An experience is read as ``single_turn`` if its mask equals that default: all true, one per response token, or, for a
+truncated prompt, all false, one per logprob. With any other mask it is ``multi_turn``. Therefore a multi-turn
+experience whose tokens are all trained on is read as ``single_turn``, which trains the same. Bare pickles state the
+type.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from trinity_mq.runtime.processes.children import ChildEndedError, answer_in_for
 
 VERSION = 1
 MAX_FIELDS = 64
-"""Upper bound of an experience's fields: some twice as many as any has."""
+"""Maximum number of an experience's fields, about twice the number that any experience has."""
 CPU_SECONDS = 2
 BYTES_PER_CPU_SECOND = 1 << 20
-"""Processor time for a body: ``CPU_SECONDS``, and one second more for so many bytes."""
+"""Processor time limit for a body: ``CPU_SECONDS``, and one more second per this many bytes."""
 
 _FRAME = struct.Struct("<4sBQQ")
 _MULTI_MODAL = "multi_modal_inputs"
@@ -51,7 +51,7 @@ _MULTI_MODAL_KEYS = "multi_modal_input_keys"
 
 
 def answer(body: bytes) -> bytes:
-    """Return what is in ``body``, as :func:`read` says it, read in a fork with limits."""
+    """Return the answer of :func:`read` for ``body``, computed in a fork with limits."""
     seconds = CPU_SECONDS + len(body) // BYTES_PER_CPU_SECOND
     try:
         return answer_in_fork(read, body, seconds, max_unfolded(len(body)))
@@ -63,7 +63,7 @@ def answer(body: bytes) -> bytes:
 
 
 def read(body: bytes) -> bytes:
-    """Return ``{"items": [...]}`` as msgpack, an experience body or the text of an error for each experience; or
+    """Return ``{"items": [...]}`` as msgpack, with an experience body or an error text for each experience; or
     ``{"error": text}`` for a body that cannot be read.
     """
     view, limit = memoryview(body), max_unfolded(len(body))
@@ -92,7 +92,7 @@ def _answer(number: int, item: dict[str, Any]) -> bytes | str:
 
 
 def _trxp_items(view: memoryview) -> list[dict[str, Any]]:
-    """Return the fields of each experience, tensors among them."""
+    """Return the fields of each experience, including tensors."""
     if len(view) < _FRAME.size:
         raise DecodeError(f"{len(view)} bytes, wanted a TRXP body of at least {_FRAME.size}")
     _, version, metadata_length, tensors_length = _FRAME.unpack_from(view)
@@ -114,13 +114,13 @@ def _trxp_items(view: memoryview) -> list[dict[str, Any]]:
         raise DecodeError(f"metadata of version and items {short(stated)}, wanted {(VERSION, len(items))}")
     try:
         tensors: dict[str, Tensor] = load_safetensors(bytes(view[split:]))
-    except Exception as error:  # hostile bytes: safetensors and torch refuse them with errors of many classes
+    except Exception as error:  # hostile bytes: safetensors and torch raise errors of many classes
         raise DecodeError(f"the tensors are no safetensors blob: {short(str(error))}") from error
     return _with_tensors(items, tensors)
 
 
 def _with_tensors(items: Sequence[dict[str, Any]], tensors: Mapping[str, Tensor]) -> list[dict[str, Any]]:
-    """Return ``items``, each with those of ``tensors`` whose names begin with its number."""
+    """Return ``items``, each with the ``tensors`` whose names begin with its number."""
     own: dict[str, dict[str, Any]] = {str(number): {} for number in range(len(items))}
     for name, tensor in tensors.items():
         index, _, field = name.partition(":")
@@ -138,14 +138,14 @@ def _with_tensors(items: Sequence[dict[str, Any]], tensors: Mapping[str, Tensor]
 
 
 def _pickled_items(view: memoryview) -> list[dict[str, Any]]:
-    """Return the fields of each experience in a bare pickle of one or of a list of them."""
+    """Return the fields of each experience in a bare pickle of one experience or of a list."""
     value = load(view)
     records = value if type(value) is list else [value]
     return [_fields(record, PickledExperience, f"item {number} of the pickle") for number, record in enumerate(records)]
 
 
 def _fields(value: Any, kind: type, name: str) -> dict[str, Any]:
-    """Return the fields of a record of a ``kind``, or the map that ``TRXP`` has in its place."""
+    """Return the fields of a record of type ``kind``, or the map that ``TRXP`` holds instead of a record."""
     if type(value) is kind and len(vars(value)) <= MAX_FIELDS:
         return dict(vars(value))
     if type(value) is dict and kind is not PickledExperience:
@@ -190,7 +190,7 @@ def _custom_field(value: Any) -> CustomField:
 
 
 def _type_of(found: Mapping[str, Any]) -> str | None:
-    """Return the type that fits the action mask, None to leave it to the constructor; see the top of this file."""
+    """Return the type that fits the action mask; None leaves the type to the constructor. See the module docstring."""
     tokens, mask, logprobs = (found.get(name) for name in ("tokens", "action_mask", "logprobs"))
     if not isinstance(mask, Tensor) or not isinstance(tokens, Tensor) or mask.dim() != 1 or tokens.dim() != 1:
         return None

@@ -1,8 +1,8 @@
 """Reads bodies that Trinity wrote before this format existed: ``TRXP`` version 1, and bare pickles of experiences.
 
 A child process with limits reads the body (child.py) and answers with experience bodies, so that this process never
-touches the pickle. What an experience body cannot hold, such as text arrays in ``info``, is refused; numpy scalars
-come back as Python numbers and text.
+touches the pickle. Values that an experience body cannot hold, such as text arrays in ``info``, are refused. Numpy
+scalars become Python numbers and text.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _PICKLE = b"\x80"
 
 FREE_BYTES = 1 << 26
 GROWTH = 32
-"""A body may unfold to ``FREE_BYTES`` and so many times its size: objects shared in a pickle are copied."""
+"""Limit of an unfolded body: ``FREE_BYTES`` plus this many times its size. Objects shared in a pickle are copied."""
 
 Form = Literal["TRXP", "pickle"]
 
@@ -33,12 +33,12 @@ atexit.register(_child.close)
 
 
 def max_unfolded(size: int) -> int:
-    """Return the bytes that a body of ``size`` bytes may unfold to."""
+    """Return the maximum number of bytes to which a body of ``size`` bytes may unfold."""
     return FREE_BYTES + GROWTH * size
 
 
 def legacy_form(data: bytes | bytearray | memoryview) -> Form | None:
-    """Return which kind of legacy body ``data`` begins like, None for none."""
+    """Return the kind of legacy body by the first bytes of ``data``; None if it is not a legacy body."""
     start = bytes(memoryview(data).cast("B")[:4])
     if start.startswith(MAGIC):
         return "TRXP"
@@ -49,8 +49,8 @@ def read_legacy(data: bytes | bytearray | memoryview) -> list[Experience]:
     """Return the experiences in a legacy body.
 
     Raises:
-        DecodeError: It is none, asks for what experiences do not need, or holds an experience that breaks a rule; the
-            message then has the number of that experience.
+        DecodeError: The body is not a legacy body, refers to names that experiences do not need, or holds an experience
+            that breaks a rule; the message then has the number of that experience.
     """
     experiences = []
     for result in read_legacy_each(data):
@@ -61,7 +61,7 @@ def read_legacy(data: bytes | bytearray | memoryview) -> list[Experience]:
 
 
 def read_legacy_each(data: bytes | bytearray | memoryview) -> list[Experience | DecodeError]:
-    """Return each experience in a legacy body, or in its place an error that says what is wrong with it.
+    """Return each experience in a legacy body, or instead an error that describes its fault.
 
     Raises:
         DecodeError: The body as a whole cannot be read.

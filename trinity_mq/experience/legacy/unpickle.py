@@ -1,7 +1,7 @@
-"""An unpickler that admits only the names that pickles of experiences need, with stand-ins for most of them.
+"""An unpickler that accepts only the names that pickles of experiences need, with stand-ins for most of them.
 
-``find_class`` keeps a pickle from running anything. It does not keep it from exhausting memory, time or the C stack:
-this module is for a process that has limits (child.py).
+``find_class`` prevents a pickle from executing code. It does not prevent it from exhausting memory, time or the C
+stack: run this module in a process with limits (child.py).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from trinity_mq.experience.errors import DecodeError
 from trinity_mq.experience.fields import short
 
 Admitted = Mapping[tuple[str, str], Any]
-"""Objects by the (module, name) under which a pickle may ask for them."""
+"""Objects by the (module, name) under which a pickle may refer to them."""
 
 _NUMEL = struct.Struct("<q")
 _STORAGE_MAGIC = 0x1950A86A20F9469CFC6C
@@ -32,15 +32,15 @@ _ARRAY_DTYPE = re.compile(r"[biufSU]\d{1,9}")
 
 
 class PickledExperience:
-    """Stands for the reference's ``Experience``: its attributes are its fields."""
+    """Stand-in for Trinity's ``Experience``; its attributes are the fields."""
 
 
 class PickledEID:
-    """Stands for the reference's ``EID``."""
+    """Stand-in for Trinity's ``EID``."""
 
 
 class PickledCustomField:
-    """Stands for the reference's ``CustomField``."""
+    """Stand-in for Trinity's ``CustomField``."""
 
 
 class _Unpickler(pickle.Unpickler):
@@ -49,7 +49,7 @@ class _Unpickler(pickle.Unpickler):
         self._admitted = admitted
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return the object that an admitted name stands for."""
+        """Return the object for an admitted name."""
         try:
             return self._admitted[module, name]
         except KeyError:
@@ -60,7 +60,7 @@ class _Unpickler(pickle.Unpickler):
 
 class _StorageUnpickler(_Unpickler):
     def persistent_load(self, pid: Any) -> tuple[torch.dtype, int]:
-        """Return dtype and length of a storage that is described whole."""
+        """Return dtype and length of a storage that is described as a whole."""
         word, dtype, _key, _location, numel = pid[:5]
         if word != "storage" or not isinstance(dtype, torch.dtype) or any(part is not None for part in pid[5:]):
             raise ValueError("a persistent id that describes no whole storage")
@@ -68,18 +68,18 @@ class _StorageUnpickler(_Unpickler):
 
 
 def load(data: memoryview) -> Any:
-    """Return the value of the one pickle that ``data`` is.
+    """Return the value of the single pickle in ``data``.
 
     Raises:
-        DecodeError: It is malformed, followed by something else, or asks for what is not admitted.
-        MemoryError: It unfolds to more than this process may allocate.
+        DecodeError: The pickle is malformed, followed by other bytes, or refers to a name that is not admitted.
+        MemoryError: The pickle unfolds to more memory than this process may allocate.
     """
     file = io.BytesIO(data)
     try:
         value = _Unpickler(file, ADMITTED).load()
     except (DecodeError, MemoryError):
         raise
-    except Exception as error:  # hostile bytes set off errors of many classes
+    except Exception as error:  # hostile bytes raise errors of many classes
         raise DecodeError(f"the pickle is malformed before byte {file.tell()}: {short(str(error))}") from error
     if file.tell() != len(data):
         raise DecodeError(f"{len(data) - file.tell()} bytes follow the pickle, wanted none")
@@ -87,10 +87,10 @@ def load(data: memoryview) -> Any:
 
 
 def _storage(stream: bytes) -> tuple[torch.dtype, bytearray]:
-    """Return dtype and bytes of a storage as ``torch.save`` wrote it before it wrote zip files.
+    """Return dtype and bytes of a storage in the format of ``torch.save`` from before zip files.
 
-    The stream: five pickles (magic, protocol, byte order, the storage as a persistent id, its key), then for the one
-    storage its length (i64) and its bytes.
+    The stream has five pickles (magic, protocol, byte order, the storage as a persistent id, its key), then the length
+    (i64) and the bytes of the single storage.
     """
     file = io.BytesIO(stream)
     magic, protocol, system = (_Unpickler(file, {}).load() for _ in range(3))
@@ -107,7 +107,7 @@ def _storage(stream: bytes) -> tuple[torch.dtype, bytearray]:
 
 def _tensor(data: bytearray, dtype: torch.dtype, offset: Any, size: Any, stride: Any) -> Tensor:
     """Return a view into a storage; torch checks that it lies within."""
-    # torch.frombuffer takes no empty buffer
+    # torch.frombuffer accepts no empty buffer
     flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
     return flat.as_strided(size, stride, offset)
 
@@ -122,7 +122,7 @@ def _tensor_v3(storage: Any, offset: Any, size: Any, stride: Any, _grad: Any, _h
 
 
 class _ArrayDtype:
-    """Stands for a numpy dtype: made of a code such as ``f8``, then given its byte order."""
+    """Stand-in for a numpy dtype: created from a code such as ``f8``, then given its byte order."""
 
     def __init__(self, code: str, align: bool = False, copy: bool = True) -> None:
         if not _ARRAY_DTYPE.fullmatch(code):
@@ -134,7 +134,7 @@ class _ArrayDtype:
 
 
 class _Array(np.ndarray[Any, Any]):
-    """Stands for a numpy array that is made empty, then given what it holds."""
+    """Stand-in for a numpy array: created empty, then given its contents."""
 
     def __setstate__(self, state: Any) -> None:
         _, shape, dtype, fortran, raw = state
@@ -149,12 +149,12 @@ def _reconstruct(_kind: Any, _shape: Any, _code: Any) -> _Array:
 
 def _frombuffer(raw: bytes, dtype: _ArrayDtype, shape: Any, order: Any) -> np.ndarray[Any, Any]:
     array = np.frombuffer(raw, dtype.dtype).reshape(shape, order=order)
-    return array.astype(dtype.dtype.newbyteorder("="))  # tensors know no other byte order
+    return array.astype(dtype.dtype.newbyteorder("="))  # tensors support only the native byte order
 
 
 def _scalar(dtype: _ArrayDtype, raw: bytes) -> np.generic:
     if not raw and dtype.dtype.kind in "SU":
-        return cast("np.generic", dtype.dtype.type())  # numpy reads no items of no bytes
+        return cast("np.generic", dtype.dtype.type())  # numpy cannot read an item of zero bytes
     return cast("np.generic", _frombuffer(raw, dtype, (1,), "C")[0])
 
 
@@ -199,4 +199,4 @@ ADMITTED: Admitted = {
     **{(f"numpy.{core}.multiarray", "_reconstruct"): _reconstruct for core in ("core", "_core")},
     **{(f"numpy.{core}.numeric", "_frombuffer"): _frombuffer for core in ("core", "_core")},
 }
-"""Every name that a legacy pickle may ask for."""
+"""All names to which a legacy pickle may refer."""
