@@ -366,8 +366,8 @@ MUTATIONS = [
     Mutation(
         "a damaged body of experiences is read",
         "trinity_mq/experience/codec/body.py",
-        "    if found != checksum:\n",
-        "    if found == -checksum:\n",
+        "    if actual != checksum:\n",
+        "    if actual == -checksum:\n",
         "unit/experience/test_hostile.py::test_every_flipped_bit_is_refused",
     ),
     Mutation(

@@ -89,12 +89,15 @@ class ExperienceBatch(Sequence[Experience]):
         values = PlainColumns()
         for name in _names(plain):
             join = partial(_concatenated, name, plain, counts)
-            if all(own.opened(name) for own in plain if name in own):
+            if all(batch_columns.opened(name) for batch_columns in plain if name in batch_columns):
                 values[name] = join()
             else:
                 values.put_off(name, join)
         tensors, multi_modal = (
-            {name: column_concat([own.get(name, ()) for own in columns], counts) for name in _names(columns)}
+            {
+                name: column_concat([batch_columns.get(name, ()) for batch_columns in columns], counts)
+                for name in _names(columns)
+            }
             for columns in rest
         )
         return cls(sum(counts), values, tensors, multi_modal)
@@ -235,7 +238,7 @@ class ExperienceBatch(Sequence[Experience]):
 
         values = self._values.mapped(take)
         tensors, multi_modal = (
-            {name: kept for name, column in columns.items() if (kept := column_select(column, indexes))}
+            {name: part_rows for name, column in columns.items() if (part_rows := column_select(column, indexes))}
             for columns in (self._tensors, self._multi_modal)
         )
         taken = ExperienceBatch(count, values, tensors, multi_modal)
@@ -253,17 +256,17 @@ class ExperienceBatch(Sequence[Experience]):
             ExperienceError: A field does not exist, or a value breaks a rule.
         """
         values, tensors = PlainColumns(self._values), dict(self._tensors)
-        for name, given in columns.items():
+        for name, new_values in columns.items():
             if name not in TENSOR_FIELDS and name not in layout.PLAIN_COLUMNS:
-                known = (*TENSOR_FIELDS, *layout.PLAIN_COLUMNS)
-                raise ExperienceError(f"{name!r} is no field that can be replaced, wanted one of {known}")
-            if len(given) != self._count:
-                raise ExperienceError(f"{name} has {len(given)} values, wanted one for each of {self._count}")
+                replaceable = (*TENSOR_FIELDS, *layout.PLAIN_COLUMNS)
+                raise ExperienceError(f"{name!r} is no field that can be replaced, wanted one of {replaceable}")
+            if len(new_values) != self._count:
+                raise ExperienceError(f"{name} has {len(new_values)} values, wanted one for each of {self._count}")
             values.pop(name, None)
             tensors.pop(name, None)
-            if isinstance(given, Ragged):
-                tensors[name] = (_fitting(name, given),)
-            elif len(given) and (column := convert_column(name, list(given))):
+            if isinstance(new_values, Ragged):
+                tensors[name] = (_fitting(name, new_values),)
+            elif len(new_values) and (column := convert_column(name, list(new_values))):
                 (tensors if name in TENSOR_FIELDS else values)[name] = column
         if self._count:
             check_columns(values, tensors, self._count)
@@ -323,12 +326,16 @@ class ExperienceBatch(Sequence[Experience]):
 
 
 def _names(columns: Sequence[Mapping[str, Any]]) -> Iterable[str]:
-    return dict.fromkeys(name for own in columns for name in own)
+    return dict.fromkeys(name for batch_columns in columns for name in batch_columns)
 
 
 def _concatenated(name: str, plain: Sequence[PlainColumns], counts: Sequence[int]) -> list[Any]:
     absent: Any = [] if name == layout.CUSTOM_FIELDS else None
-    return [value for own, count in zip(plain, counts, strict=True) for value in own.get(name) or [absent] * count]
+    return [
+        value
+        for batch_columns, count in zip(plain, counts, strict=True)
+        for value in batch_columns.get(name) or [absent] * count
+    ]
 
 
 def _fitting(name: str, part: Ragged) -> Ragged:

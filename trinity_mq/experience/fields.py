@@ -42,52 +42,52 @@ def short(value: object) -> str:
     return _REPR.repr(value)
 
 
-def _as_tensor(field: str, value: TensorInput, wanted: str) -> Tensor:
+def _as_tensor(field: str, value: TensorInput, expected: str) -> Tensor:
     """Return ``value`` as a tensor of its natural dtype."""
     if isinstance(value, Tensor):
         return value
     if isinstance(value, str | bytes):
-        raise ExperienceError(f"{field} is {short(value)}, wanted {wanted} as list, tuple, array or tensor")
+        raise ExperienceError(f"{field} is {short(value)}, wanted {expected} as list, tuple, array or tensor")
     try:
         if isinstance(value, list | tuple) and any(issubclass(kind, Tensor) for kind in set(map(type, value))):
             value = [item.item() if isinstance(item, Tensor) else item for item in value]
         return torch.tensor(value)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-        raise ExperienceError(f"{field} is {short(value)}, wanted {wanted}: {error}") from error
+        raise ExperienceError(f"{field} is {short(value)}, wanted {expected}: {error}") from error
 
 
-def _integers(field: str, tensor: Tensor, dtype: torch.dtype, wanted: str) -> Tensor:
+def _integers(field: str, tensor: Tensor, dtype: torch.dtype, expected: str) -> Tensor:
     """Return ``tensor`` as ``dtype`` if every number is an integer that fits."""
     if tensor.numel() == 0:
         return tensor.to(dtype)
     if tensor.dtype == torch.bool or tensor.is_floating_point() or tensor.is_complex():
         raise ExperienceError(
-            f"{field} holds {tensor.dtype} ({short(tensor.tolist())}), wanted {wanted}; convert it explicitly"
+            f"{field} holds {tensor.dtype} ({short(tensor.tolist())}), wanted {expected}; convert it explicitly"
         )
     fitted = tensor.to(dtype)
     if not torch.equal(fitted.to(torch.int64), tensor.to(torch.int64)):
-        wrong = tensor[fitted.to(torch.int64) != tensor.to(torch.int64)].flatten()[0].item()
-        raise ExperienceError(f"{field} holds {wrong}, wanted {wanted}: it does not fit {dtype}")
+        misfit = tensor[fitted.to(torch.int64) != tensor.to(torch.int64)].flatten()[0].item()
+        raise ExperienceError(f"{field} holds {misfit}, wanted {expected}: it does not fit {dtype}")
     return fitted
 
 
-def _floats(field: str, tensor: Tensor, dtype: torch.dtype, wanted: str) -> Tensor:
+def _floats(field: str, tensor: Tensor, dtype: torch.dtype, expected: str) -> Tensor:
     if tensor.dtype == torch.bool or tensor.is_complex():
-        raise ExperienceError(f"{field} holds {tensor.dtype} ({short(tensor.tolist())}), wanted {wanted}")
+        raise ExperienceError(f"{field} holds {tensor.dtype} ({short(tensor.tolist())}), wanted {expected}")
     return tensor.to(dtype)
 
 
-def _booleans(field: str, tensor: Tensor, dtype: torch.dtype, wanted: str) -> Tensor:
+def _booleans(field: str, tensor: Tensor, dtype: torch.dtype, expected: str) -> Tensor:
     result = tensor != 0
     if not bool((result == tensor).all()):
-        raise ExperienceError(f"{field} holds {tensor[result != tensor][0].item()}, wanted {wanted}")
+        raise ExperienceError(f"{field} holds {tensor[result != tensor][0].item()}, wanted {expected}")
     return result
 
 
 def _normaliser(
-    kept: frozenset[torch.dtype],
+    kept_dtypes: frozenset[torch.dtype],
     dims: int,
-    wanted: str,
+    expected: str,
     convert: Callable[[str, Tensor, torch.dtype, str], Tensor],
     dtype: torch.dtype,
     plain: tuple[frozenset[type], type[np.generic]] | None = None,
@@ -95,25 +95,25 @@ def _normaliser(
     """Return a function that converts a field's input to a tensor and raises ExperienceError for invalid input.
 
     Args:
-        kept: Dtypes that tensors keep.
+        kept_dtypes: Dtypes that tensors keep.
         dims: Dimensions of the field.
-        wanted: Description of valid input, for errors.
+        expected: Description of valid input, for errors.
         convert: Converts a tensor of another dtype to ``dtype``, or raises.
-        dtype: Dtype for input that is not a tensor or whose dtype is not in ``kept``.
+        dtype: Dtype for input that is not a tensor or whose dtype is not in ``kept_dtypes``.
         plain: Python types of a list's numbers, and the numpy type by which such a list is read at once.
     """
 
     def normalise(field: str, value: TensorInput) -> Tensor:
-        if isinstance(value, Tensor) and value.dtype in kept and value.dim() == dims:
+        if isinstance(value, Tensor) and value.dtype in kept_dtypes and value.dim() == dims:
             return value
         if plain is not None and isinstance(value, list | tuple) and value and set(map(type, value)) <= plain[0]:
             with contextlib.suppress(OverflowError, ValueError, TypeError):  # the slower path below raises the error
                 return torch.from_numpy(np.array(value, dtype=plain[1]))
-        tensor = _as_tensor(field, value, wanted)
+        tensor = _as_tensor(field, value, expected)
         if tensor.dim() != dims:
             shape = "one dimension: [tokens]" if dims == 1 else "three dimensions: [tokens - 1, layers, top-k]"
-            raise ExperienceError(f"{field} has shape {tuple(tensor.shape)}, wanted {wanted} in {shape}")
-        return convert(field, tensor, dtype, wanted)
+            raise ExperienceError(f"{field} has shape {tuple(tensor.shape)}, wanted {expected} in {shape}")
+        return convert(field, tensor, dtype, expected)
 
     return normalise
 

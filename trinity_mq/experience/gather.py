@@ -31,7 +31,7 @@ def gather_token_ids(
     prompts, sizes = _checked_sizes(experiences, max_prompt_length, max_response_length)
     rows = _present(_items(experiences, "tokens"))
     starts = [max_prompt_length - prompt for prompt in prompts]
-    return _laid_out(rows, starts, sizes, max_prompt_length + max_response_length, pad_token_id)
+    return _padded(rows, starts, sizes, max_prompt_length + max_response_length, pad_token_id)
 
 
 def gather_attention_masks(
@@ -53,7 +53,7 @@ def _checked_sizes(
     experiences: Sequence[Experience], max_prompt_length: int, max_response_length: int
 ) -> tuple[list[int], list[int]]:
     """Return prompt length and number of tokens of each experience, after a check against the maximum lengths."""
-    _some(experiences)
+    _check_not_empty(experiences)
     if isinstance(experiences, ExperienceBatch):
         prompts, sizes = experiences.prompt_lengths().tolist(), experiences.lengths("tokens").tolist()
     else:
@@ -91,9 +91,9 @@ def gather_response_attrs(
     Raises:
         ValueError: The input is empty, the field is unknown, missing in an experience, or longer than R.
     """
-    _some(experiences)
-    found = _items(experiences, attr_name)
-    sizes = [item.shape[0] if isinstance(item, Tensor) and item.dim() == 1 else -1 for item in found]
+    _check_not_empty(experiences)
+    values = _items(experiences, attr_name)
+    sizes = [item.shape[0] if isinstance(item, Tensor) and item.dim() == 1 else -1 for item in values]
     for number, size in enumerate(sizes):
         if not 0 <= size <= max_response_length:
             experience = experiences[number]
@@ -104,7 +104,7 @@ def gather_response_attrs(
                 f"{name} has {size} values in {attr_name}, wanted at most max_response_length = {max_response_length}; "
                 "raise it, or drop or truncate such experiences"
             )
-    return _laid_out(_present(found), [0] * len(sizes), sizes, max_response_length, pad_value)
+    return _padded(_present(values), [0] * len(sizes), sizes, max_response_length, pad_value)
 
 
 def gather_multi_modal_inputs(experiences: Sequence[Experience]) -> dict[str, list[Tensor]]:
@@ -114,12 +114,12 @@ def gather_multi_modal_inputs(experiences: Sequence[Experience]) -> dict[str, li
     Raises:
         ValueError: The input is empty, or not all experiences have the same multi-modal inputs.
     """
-    _some(experiences)
+    _check_not_empty(experiences)
     if isinstance(experiences, ExperienceBatch):
         columns = {key: column_items(column, len(experiences)) for key, column in experiences.columns()[2].items()}
-        found = {key: [item for item in column if item is not None] for key, column in columns.items()}
-        if all(len(items) == len(experiences) for items in found.values()):
-            return found
+        tensors_by_key = {key: [item for item in column if item is not None] for key, column in columns.items()}
+        if all(len(items) == len(experiences) for items in tensors_by_key.values()):
+            return tensors_by_key
     inputs = [experience.multi_modal_inputs or {} for experience in experiences]
     keys = inputs[0].keys()
     for number, item in enumerate(inputs):
@@ -146,29 +146,30 @@ def gather_custom_fields(experiences: Sequence[Experience]) -> dict[str, Tensor]
         infos = [experience.info for experience in experiences]
     if not any(fields):
         return {}
-    for number, own in enumerate(fields):
-        if own != fields[0]:
+    for number, custom_fields in enumerate(fields):
+        if custom_fields != fields[0]:
             raise ValueError(
-                f"experience {number} ({experiences[number].eid.uid}) has custom_fields {own or []}, wanted "
+                f"experience {number} ({experiences[number].eid.uid}) has custom_fields {custom_fields or []}, wanted "
                 f"{fields[0] or []} as in the first: all experiences that are trained on together have the same"
             )
-    found = {}
-    for one in fields[0]:
-        lacking = [number for number, info in enumerate(infos) if one.source_field not in (info or {})]
+    stacked = {}
+    for custom in fields[0]:
+        lacking = [number for number, info in enumerate(infos) if custom.source_field not in (info or {})]
         if lacking:
             raise ValueError(
-                f"experience {lacking[0]} ({experiences[lacking[0]].eid.uid}) has no info[{one.source_field!r}], which "
-                f"its custom field {one.destination_field!r} is made of; set it in the workflow or in an operator"
+                f"experience {lacking[0]} ({experiences[lacking[0]].eid.uid}) has no info[{custom.source_field!r}], "
+                f"which its custom field {custom.destination_field!r} is made of; set it in the workflow or in an "
+                "operator"
             )
         try:
-            values = [torch.as_tensor(info[one.source_field], dtype=one.data_type) for info in infos]
-            found[one.destination_field] = torch.stack(values)
+            values = [torch.as_tensor(info[custom.source_field], dtype=custom.data_type) for info in infos]
+            stacked[custom.destination_field] = torch.stack(values)
         except (RuntimeError, TypeError, ValueError) as error:
             raise ValueError(
-                f"info[{one.source_field!r}] cannot become the custom field {one.destination_field!r} of "
-                f"{one.data_type}: {error}; wanted numbers, or arrays of one shape, in all experiences"
+                f"info[{custom.source_field!r}] cannot become the custom field {custom.destination_field!r} of "
+                f"{custom.data_type}: {error}; wanted numbers, or arrays of one shape, in all experiences"
             ) from error
-    return found
+    return stacked
 
 
 def _items(experiences: Sequence[Experience], name: str) -> list[Any]:
@@ -178,7 +179,7 @@ def _items(experiences: Sequence[Experience], name: str) -> list[Any]:
     return column_items(experiences.column(name), len(experiences)) if name in TENSOR_FIELDS else [None]
 
 
-def _some(experiences: Sequence[Experience]) -> None:
+def _check_not_empty(experiences: Sequence[Experience]) -> None:
     if not experiences:
         raise ValueError("got no experiences, wanted at least one: an empty batch has no dtype and no width; skip it")
 
@@ -187,16 +188,16 @@ def _present(items: Sequence[Any]) -> list[Tensor]:
     return [item for item in items if isinstance(item, Tensor)]
 
 
-def _laid_out(rows: Sequence[Tensor], starts: Sequence[int], sizes: Sequence[int], width: int, padding: int) -> Tensor:
+def _padded(rows: Sequence[Tensor], starts: Sequence[int], sizes: Sequence[int], width: int, padding: int) -> Tensor:
     """Return ``[rows, width]``: each row from its start on, with padding around it.
 
     Rows and the gaps between them follow each other in memory, so one concatenation suffices.
     """
-    gaps, left = [], 0
+    gaps, tail_gap = [], 0
     for start, size in zip(starts, sizes, strict=True):
-        gaps.append(left + start)
-        left = width - start - size
-    gaps.append(left)
+        gaps.append(tail_gap + start)
+        tail_gap = width - start - size
+    gaps.append(tail_gap)
     dtype = reduce(torch.promote_types, {row.dtype for row in rows})
     fill = torch.full((sum(gaps),), padding, dtype=dtype, device=rows[0].device)
     # "unsafe" concerns only autograd, which is not used here

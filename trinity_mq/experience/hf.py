@@ -114,12 +114,12 @@ def from_record(record: Mapping[str, Any]) -> Experience:
     return Experience(**values)
 
 
-def _tensor(name: str, value: Sequence[Any] | None, known: Tensor | None) -> Tensor | None:
+def _tensor(name: str, value: Sequence[Any] | None, encoded: Tensor | None) -> Tensor | None:
     """Return ``value`` in the stored form of the field ``name``, floats in the dtype of the encoded body."""
     if value is None:
         return None
     tensor = TENSOR_FIELDS[name][0](name, value)
-    return tensor if known is None else tensor.to(known.dtype)
+    return tensor if encoded is None else tensor.to(encoded.dtype)
 
 
 def _edited(eid: EID, record: Mapping[str, Any]) -> EID:

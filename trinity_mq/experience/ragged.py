@@ -124,8 +124,8 @@ def _part(members: list[Tensor], numbers: list[int], count: int) -> Ragged:
 
 def joined(members: Sequence[Tensor]) -> Tensor:
     """Return tensors of the same dtype and trailing shape as one tensor, detached and on the CPU; always a copy."""
-    here = [member if member.is_cpu else member.cpu() for member in members]
-    return (torch.cat(here) if here[0].dim() else torch.stack(here)).detach()
+    cpu_members = [member if member.is_cpu else member.cpu() for member in members]
+    return (torch.cat(cpu_members) if cpu_members[0].dim() else torch.stack(cpu_members)).detach()
 
 
 def column_items(column: Column, count: int) -> list[Tensor | None]:
@@ -173,11 +173,11 @@ def column_concat(columns: Sequence[Column], counts: Sequence[int]) -> Column:
     """
     groups: dict[Any, list[tuple[int, Ragged]]] = {}
     for number, column in enumerate(columns):
-        seen: Counter[Any] = Counter()
+        kind_counts: Counter[Any] = Counter()
         for part in column:
             kind = (part.flat.dtype, part.flat.shape[1:], part.scalar)
-            groups.setdefault((*kind, seen[kind]), []).append((number, part))
-            seen[kind] += 1
+            groups.setdefault((*kind, kind_counts[kind]), []).append((number, part))
+            kind_counts[kind] += 1
     offsets = np.concatenate([[0], np.cumsum(counts)])
     result = []
     for members in groups.values():

@@ -152,12 +152,12 @@ class Experience:
         Raises:
             ExperienceError: A field breaks a rule; the message names field, value and rule.
         """
-        given = locals()
+        arguments = locals()
         for name, (normalise, _, _) in TENSOR_FIELDS.items():
-            value = given[name]
+            value = arguments[name]
             setattr(self, name, None if value is None and name != "tokens" else normalise(name, value))
         for name, kind in PLAIN_FIELDS.items():
-            setattr(self, name, checked_plain(name, given[name], kind))
+            setattr(self, name, checked_plain(name, arguments[name], kind))
         self.eid = eid if isinstance(eid, EID) else eid_of(eid)
         self.multi_modal_inputs = None if multi_modal_inputs is None else tensors_by_name(multi_modal_inputs) or None
         self.reward = None if reward is None else number("reward", reward)
@@ -242,37 +242,37 @@ class Experience:
         This method is for callers that have checked whole columns; other callers use the constructor. Attributes set
         one by one take a fifth of the memory of a dict that is taken over.
         """
-        made = cls.__new__(cls)
-        made.eid = eid
-        made.tokens = tokens
-        made.logprobs = logprobs
-        made.reward = reward
-        made.token_level_reward = token_level_reward
-        made.advantages = advantages
-        made.returns = returns
-        made.truncate_status = truncate_status
-        made.info = info
-        made.metrics = metrics
-        made.prompt_length = prompt_length
-        made.response_text = response_text
-        made.prompt_text = prompt_text
-        made.action_mask = action_mask
-        made.messages = messages
-        made.tools = tools
-        made.chosen = chosen
-        made.rejected = rejected
-        made.chosen_messages = chosen_messages
-        made.rejected_messages = rejected_messages
-        made.multi_modal_inputs = multi_modal_inputs
-        made.teacher_logprobs = teacher_logprobs
-        made.custom_fields = custom_fields
-        made.routed_experts = routed_experts
-        made.versions = versions
-        made.temperature = temperature
-        made.taskset = taskset
-        made.index = index
-        made.experience_type = experience_type
-        return made
+        experience = cls.__new__(cls)
+        experience.eid = eid
+        experience.tokens = tokens
+        experience.logprobs = logprobs
+        experience.reward = reward
+        experience.token_level_reward = token_level_reward
+        experience.advantages = advantages
+        experience.returns = returns
+        experience.truncate_status = truncate_status
+        experience.info = info
+        experience.metrics = metrics
+        experience.prompt_length = prompt_length
+        experience.response_text = response_text
+        experience.prompt_text = prompt_text
+        experience.action_mask = action_mask
+        experience.messages = messages
+        experience.tools = tools
+        experience.chosen = chosen
+        experience.rejected = rejected
+        experience.chosen_messages = chosen_messages
+        experience.rejected_messages = rejected_messages
+        experience.multi_modal_inputs = multi_modal_inputs
+        experience.teacher_logprobs = teacher_logprobs
+        experience.custom_fields = custom_fields
+        experience.routed_experts = routed_experts
+        experience.versions = versions
+        experience.temperature = temperature
+        experience.taskset = taskset
+        experience.index = index
+        experience.experience_type = experience_type
+        return experience
 
     @property
     def response_length(self) -> int:
@@ -286,14 +286,14 @@ class Experience:
     @property
     def version_min(self) -> tuple[int, int] | None:
         """Oldest ``(generation, step)`` that sampled a token, None if unknown."""
-        found: tuple[int, int] | None = _stamped(self.versions, min)
-        return found
+        version: tuple[int, int] | None = _stamped(self.versions, min)
+        return version
 
     @property
     def version_max(self) -> tuple[int, int] | None:
         """Newest ``(generation, step)`` that sampled a token, None if unknown."""
-        found: tuple[int, int] | None = _stamped(self.versions, max)
-        return found
+        version: tuple[int, int] | None = _stamped(self.versions, max)
+        return version
 
     def serialize(self) -> bytes:
         """Return this experience alone as an experience body (protocol.md section 3)."""

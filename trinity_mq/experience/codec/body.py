@@ -144,34 +144,34 @@ def _checked(view: memoryview) -> tuple[int, int, int]:
         raise DecodeError(f"experience body of version {version}, this release reads version {VERSION}")
     if flags & ~FLAG_ZSTD or zero:
         raise DecodeError(f"unknown flags {flags:#x}, {zero:#x}, wanted 0 or {FLAG_ZSTD:#x}, 0")
-    wanted = _FRAME.size + head_length + (-head_length % 8) + tail_length
-    if not flags and wanted != len(view):
+    expected = _FRAME.size + head_length + (-head_length % 8) + tail_length
+    if not flags and expected != len(view):
         raise DecodeError(
-            f"{len(view)} bytes, wanted {wanted}: head of {head_length}, tail of {tail_length}; cut short or followed "
-            "by something else"
+            f"{len(view)} bytes, wanted {expected}: head of {head_length}, tail of {tail_length}; cut short or "
+            "followed by something else"
         )
-    found = crc32c(view[_CHECKED_FROM:])
-    if found != checksum:
-        raise DecodeError(f"checksum {found:#010x}, wanted {checksum:#010x}: the body was damaged or cut on its way")
+    actual = crc32c(view[_CHECKED_FROM:])
+    if actual != checksum:
+        raise DecodeError(f"checksum {actual:#010x}, wanted {checksum:#010x}: the body was damaged or cut on its way")
     return head_length, tail_length, flags
 
 
-def _expanded(packed: memoryview, wanted: int) -> bytes:
-    """Return the ``wanted`` decompressed bytes; a claim beyond the allowed expansion is refused before that."""
+def _expanded(packed: memoryview, expected: int) -> bytes:
+    """Return the decompressed bytes, ``expected`` in number. An excessive claim is refused before decompression."""
     import zstandard
 
-    if wanted > MAX_EXPANSION * len(packed) + FREE_EXPANSION:
+    if expected > MAX_EXPANSION * len(packed) + FREE_EXPANSION:
         raise DecodeError(
-            f"{len(packed)} compressed bytes claim to be {wanted}, wanted at most {MAX_EXPANSION} times as many and "
+            f"{len(packed)} compressed bytes claim to be {expected}, wanted at most {MAX_EXPANSION} times as many and "
             f"{FREE_EXPANSION} more"
         )
     try:
         claimed = zstandard.frame_content_size(packed)
-        if claimed != wanted:
-            raise DecodeError(f"the zstd frame claims {claimed} bytes, wanted {wanted} as the lengths say")
+        if claimed != expected:
+            raise DecodeError(f"the zstd frame claims {claimed} bytes, wanted {expected} as the lengths say")
         plain: bytes = zstandard.ZstdDecompressor().decompress(packed, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise DecodeError(f"no sound zstd frame: {error}") from error
-    if len(plain) != wanted:
-        raise DecodeError(f"the zstd frame holds {len(plain)} bytes, wanted {wanted}")
+    if len(plain) != expected:
+        raise DecodeError(f"the zstd frame holds {len(plain)} bytes, wanted {expected}")
     return plain

@@ -52,8 +52,8 @@ def check_columns(values: PlainColumns, tensors: Tensors, count: int) -> None:
     if "tokens" not in lengths or least(lengths["tokens"]) < 0:
         raise ExperienceError("tokens is None in an experience, wanted token ids")
     check_batch(kinds, statuses, prompts, lengths)
-    for heat in set(values.get("temperature", ())) - {None}:
-        sampling_temperature("temperature", heat)
+    for temperature in set(values.get("temperature", ())) - {None}:
+        sampling_temperature("temperature", temperature)
 
 
 def first_bad(
@@ -82,9 +82,9 @@ def first_bad(
             return None  # fast path for most batches
     absent = np.full(len(kinds), -1, dtype=np.int64)
     mask = absent if mask is None else mask
-    dpo, cut = _are(kinds, DPO), _are(statuses, PROMPT_TRUNCATED)
-    response = np.where(cut, mask, tokens - prompts)
-    bad = (prompts < 1) | (tokens < 1) | (~dpo & ((mask < 0) | (~cut & (response < 1))))
+    dpo, prompt_cut = _are(kinds, DPO), _are(statuses, PROMPT_TRUNCATED)
+    response = np.where(prompt_cut, mask, tokens - prompts)
+    bad = (prompts < 1) | (tokens < 1) | (~dpo & ((mask < 0) | (~prompt_cut & (response < 1))))
     if dpo.any():
         chosen, rejected = lengths.get("chosen", absent), lengths.get("rejected", absent)
         bad |= dpo & ((prompts != tokens) | (chosen < 1) | (rejected < 1))

@@ -114,15 +114,15 @@ def _unpack_numbers(column: Column, key: str, dtype: np.dtype[Any], count: int, 
     values: list[Any] = unpack_array(column.get(key), dtype, count, name).tolist()
     if "n" in column:
         missing = unpack_array(column["n"], np.dtype(np.uint8), count, name).tolist()
-        return [None if gone else value for value, gone in zip(values, missing, strict=True)]
+        return [None if is_missing else value for value, is_missing in zip(values, missing, strict=True)]
     return values
 
 
 def pack_texts(values: Sequence[str | None], name: str) -> Column:
     """Return a column of texts; each distinct text is stored once."""
-    known = dict.fromkeys(values)
-    distinct = [value for value in known if value is not None]
-    if len(distinct) == len(known) == 1:
+    unique = dict.fromkeys(values)
+    distinct = [value for value in unique if value is not None]
+    if len(distinct) == len(unique) == 1:
         _utf8(distinct[0], name)
         return {"c": distinct[0]}
     if len(distinct) == len(values):
@@ -155,7 +155,10 @@ def _bounds(column: Column, key: str, count: int | None, name: str) -> tuple[byt
     """
     lengths: list[int] = unpack_array(column.get("l"), INT32, count, name).tolist()
     data = column.get(key)
-    bounds = [0, *accumulate(lengths if min(lengths, default=0) >= 0 else [one for one in lengths if one >= 0])]
+    bounds = [
+        0,
+        *accumulate(lengths if min(lengths, default=0) >= 0 else [length for length in lengths if length >= 0]),
+    ]
     if not isinstance(data, bytes) or min(lengths, default=0) < -1 or bounds[-1] != len(data):
         raise DecodeError(f"{name}: the lengths do not add up to the data: {short(data)}")
     return data, lengths, bounds
@@ -165,8 +168,8 @@ def _with_gaps(values: list[Any], lengths: list[int]) -> list[Any]:
     """Return ``values`` with None inserted for lengths of -1."""
     if len(values) == len(lengths):
         return values
-    given = iter(values)
-    return [None if length < 0 else next(given) for length in lengths]
+    present = iter(values)
+    return [None if length < 0 else next(present) for length in lengths]
 
 
 def unpack_texts(column: Column, count: int, name: str) -> list[Any]:
@@ -180,12 +183,12 @@ def unpack_texts(column: Column, count: int, name: str) -> list[Any]:
     try:
         if data.isascii():
             text = data.decode()
-            found = [text[start:end] for start, end in pairwise(bounds)]
+            present = [text[start:end] for start, end in pairwise(bounds)]
         else:
-            found = [data[start:end].decode() for start, end in pairwise(bounds)]
+            present = [data[start:end].decode() for start, end in pairwise(bounds)]
     except UnicodeDecodeError as error:
         raise DecodeError(f"{name}: not UTF-8: {error}") from error
-    texts = _with_gaps(found, lengths)
+    texts = _with_gaps(present, lengths)
     if codes is None:
         return texts
     numbers = unpack_array(codes, INT32, count, name).tolist()

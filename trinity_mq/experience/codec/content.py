@@ -77,8 +77,8 @@ def _unpack_ids(column: dict[str, Any], count: int, name: str) -> list[Any]:
     else:
         values = unpack_ints(column, count, name)
     if not set(map(type, values)) <= {int, str}:
-        wrong = next(value for value in values if type(value) not in {int, str})
-        raise DecodeError(f"{name} holds {short(wrong)}, wanted whole numbers and texts")
+        misfit = next(value for value in values if type(value) not in {int, str})
+        raise DecodeError(f"{name} holds {short(misfit)}, wanted whole numbers and texts")
     return values
 
 
@@ -102,10 +102,10 @@ _UNPACKERS: dict[str, Unpack] = {
     layout.EID_SUFFIX: without_gaps(unpack_texts),
 }
 
-_READ_AT_ONCE = ("experience_type", "truncate_status", *layout.INT_COLUMNS, *layout.FLOAT_COLUMNS)
+_EAGER_COLUMNS = ("experience_type", "truncate_status", *layout.INT_COLUMNS, *layout.FLOAT_COLUMNS)
 """Columns that the checks of other columns need; they are decoded at once."""
-_READ_LATER = (
-    *(name for name in _UNPACKERS if name not in _READ_AT_ONCE),
+_LAZY_COLUMNS = (
+    *(name for name in _UNPACKERS if name not in _EAGER_COLUMNS),
     *layout.DOCUMENT_COLUMNS,
     layout.VERSIONS,
     layout.CUSTOM_FIELDS,
@@ -141,13 +141,13 @@ def pack(count: int, values: PlainColumns, tensors: Tensors, multi_modal: Tensor
     return {"n": count, "columns": columns, "tensors": tail.entries}, tail.buffers()
 
 
-class _Openers:
+class _ColumnUnpackers:
     """Unpackers for the columns of one body, with the types, the tensors and the documents' tensors they need."""
 
-    def __init__(self, kinds: Sequence[str], tensors: Tensors, held: Column) -> None:
+    def __init__(self, kinds: Sequence[str], tensors: Tensors, document_tensors: Column) -> None:
         self._kinds = kinds
         self._tensors = tensors
-        self._held = held
+        self._document_tensors = document_tensors
         self._reader: DocumentReader | None = None
 
     def of(self, name: str) -> Unpack:
@@ -166,12 +166,12 @@ class _Openers:
             raise DecodeError(f"{name}: the lengths do not add up to {len(flat)} numbers")
         numbers = iter(flat.tolist())
         rows = list(zip(numbers, numbers, numbers, strict=True))
-        found: list[Any] = [rows[start:end] or None for start, end in pairwise(bounds)]
+        runs: list[Any] = [rows[start:end] or None for start, end in pairwise(bounds)]
         responses = responses_of(self._kinds, self._tensors)
-        if sound_versions(found, responses):
-            return found
+        if sound_versions(runs, responses):
+            return runs
         try:
-            return check_all_versions(found, responses)
+            return check_all_versions(runs, responses)
         except ExperienceError as error:
             raise DecodeError(str(error)) from error
 
@@ -180,15 +180,19 @@ class _Openers:
         if self._reader is None:
             # One reader for all columns, because the container limit holds for the whole body. The tensors are copies,
             # because callers may write to them.
-            held = column_items(column_copy(self._held), len(self._held[0])) if self._held else []
+            document_tensors = (
+                column_items(column_copy(self._document_tensors), len(self._document_tensors[0]))
+                if self._document_tensors
+                else []
+            )
             # never None: _Entries checks
-            self._reader = DocumentReader([tensor for tensor in held if tensor is not None])
-        found = unpack_documents(column, count, name, self._reader)
+            self._reader = DocumentReader([tensor for tensor in document_tensors if tensor is not None])
+        documents = unpack_documents(column, count, name, self._reader)
         kind = layout.DOCUMENT_COLUMNS.get(name, list)
-        if not set(map(type, found)) <= {kind, NoneType}:
-            wrong = next(item for item in found if item is not None and not isinstance(item, kind))
-            raise DecodeError(f"{name} is {short(wrong)}, wanted a {kind.__name__}")
-        return found
+        if not set(map(type, documents)) <= {kind, NoneType}:
+            misfit = next(item for item in documents if item is not None and not isinstance(item, kind))
+            raise DecodeError(f"{name} is {short(misfit)}, wanted a {kind.__name__}")
+        return documents
 
     def custom_fields(self, column: dict[str, Any], count: int, name: str) -> list[Any]:
         """Return custom fields, an empty list for an experience without custom fields."""
@@ -218,13 +222,13 @@ class _Entries:
         self._count = count
         if head.keys() != tail.keys():
             raise DecodeError(f"head and tail name different tensors: {short(list(head))}, {short(list(tail))}")
-        self._known: dict[tuple[bytes, int | None], RowLengths] = {}
-        made = 0
+        self._row_lengths: dict[tuple[bytes, int | None], RowLengths] = {}
+        tensor_count = 0
         for name, entry in head.items():
             if not isinstance(entry, dict) or not isinstance(entry.get("lengths"), bytes):
                 raise DecodeError(f"tensors: entry {name!r} is {short(entry)}, wanted field and lengths")
-            made += len(entry["lengths"]) // INT32.itemsize
-            if made > MAX_TENSORS + len(TENSOR_FIELDS) * count:
+            tensor_count += len(entry["lengths"]) // INT32.itemsize
+            if tensor_count > MAX_TENSORS + len(TENSOR_FIELDS) * count:
                 raise DecodeError(f"more than {MAX_TENSORS} tensors in one body")
             self._take(name, entry, tail[name])
         if self.documents and (column_lengths(self.documents) < 0).any():
@@ -239,8 +243,8 @@ class _Entries:
             part = self._part(name, entry, flat, self._count)
             self.fields[field] = _joined(name, self.fields[field], part) if field in self.fields else (part,)
         elif field == layout.DOCUMENT_TENSORS:
-            known = len(self.documents[0]) if self.documents else None
-            self.documents = _joined(name, self.documents, self._part(name, entry, flat, known))
+            item_count = len(self.documents[0]) if self.documents else None
+            self.documents = _joined(name, self.documents, self._part(name, entry, flat, item_count))
         elif field == layout.MULTI_MODAL and isinstance(key, str):
             part = self._part(name, entry, flat, self._count)
             self.multi_modal[key] = _joined(name, self.multi_modal.get(key, ()), part)
@@ -252,17 +256,17 @@ class _Entries:
         lengths.
         """
         key = entry["lengths"], count
-        rows = self._known.get(key)
+        rows = self._row_lengths.get(key)
         if rows is None:
-            rows = self._known[key] = RowLengths.unpacked(entry["lengths"], count, name)
+            rows = self._row_lengths[key] = RowLengths.unpacked(entry["lengths"], count, name)
         return part_of(name, entry, flat, rows)
 
 
-def _joined(name: str, known: Column, part: Ragged) -> Column:
+def _joined(name: str, column: Column, part: Ragged) -> Column:
     """Return the column with one more part; two parts with a tensor for the same item are an error."""
-    if known and any(((part.lengths >= 0) & (other.lengths >= 0)).any() for other in known):
+    if column and any(((part.lengths >= 0) & (earlier.lengths >= 0)).any() for earlier in column):
         raise DecodeError(f"tensors: {name!r} gives an experience a second tensor for the same field")
-    return (*known, part)
+    return (*column, part)
 
 
 def unpack(
@@ -280,15 +284,15 @@ def unpack(
         raise DecodeError(f"the head has {short(list(head))}, wanted n, columns and tensors")
     if not 0 <= count <= layout.MAX_EXPERIENCES:
         raise DecodeError(f"the head claims {count} experiences, wanted at most {layout.MAX_EXPERIENCES}")
-    found = _Entries(count, entries, tail)
+    tail_entries = _Entries(count, entries, tail)
     if count == 0:
         return 0, PlainColumns(), {}, {}
-    tensors = _present(found.fields)
+    tensors = _present(tail_entries.fields)
     if "tokens" not in tensors:
         # Every experience has tokens. This check also bounds the claims of a short body with constant columns.
         raise DecodeError(f"no tokens for {count} experiences")
     values = PlainColumns()
-    for name in _READ_AT_ONCE:
+    for name in _EAGER_COLUMNS:
         if name in columns:
             values[name] = _unpacked(columns, name, count, _UNPACKERS[name])
     try:
@@ -297,24 +301,24 @@ def unpack(
         raise DecodeError(str(error)) from error
     if any(name not in columns for name in layout.EID_COLUMNS):
         raise DecodeError("a part of an eid is missing")
-    openers = _Openers(values["experience_type"], tensors, found.documents)
-    for name in _READ_LATER:
+    openers = _ColumnUnpackers(values["experience_type"], tensors, tail_entries.documents)
+    for name in _LAZY_COLUMNS:
         if name in columns:
             unpack_column = _UNPACKERS.get(name) or openers.of(name)
             if opened:
                 values[name] = _unpacked(columns, name, count, unpack_column)
             else:
                 values.put_off(name, partial(_unpacked, columns, name, count, unpack_column))
-    return count, values, tensors, _present(found.multi_modal)
+    return count, values, tensors, _present(tail_entries.multi_modal)
 
 
 def _present(columns: Tensors) -> Tensors:
     """Return the columns without parts, and without columns, that no experience uses."""
-    kept = {}
+    present = {}
     for name, column in columns.items():
         if parts := tuple([part for part in column if not part.empty]):
-            kept[name] = parts
-    return kept
+            present[name] = parts
+    return present
 
 
 def _unpacked(columns: dict[str, Any], name: str, count: int, unpack_column: Unpack) -> list[Any]:

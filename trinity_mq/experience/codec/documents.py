@@ -28,7 +28,7 @@ _LEAVES = _ATOMS | {Tensor, np.ndarray}
 _NUMBER_BYTES = 4
 SAMPLED = 16
 """Number of documents that are checked for repetitions."""
-_MAP_OF_FEW, _ITEMS_OF_FEW = 0x80, 0x0F
+_SMALL_MAP, _SMALL_MAP_ITEMS = 0x80, 0x0F
 """First byte of a map of up to 15 items, and the bits in it that hold the number of items."""
 
 
@@ -58,8 +58,8 @@ class DocumentWriter:
                 self._packer.reset()  # packed again below, for an error that names the place
             else:
                 self._count_later(documents, name)
-                given = iter(documents)
-                return [None if value is None else next(given) for value in values]
+                packed = iter(documents)
+                return [None if value is None else next(packed) for value in values]
         return [
             None if value is None else self.write(value, f"experience {number}: {name}")
             for number, value in enumerate(values)
@@ -175,11 +175,11 @@ class DocumentReader:
         distinct = list(dict.fromkeys(documents))
         if len(distinct) > len(documents) // 2:
             return None
-        found = self._flat_maps(b"".join(distinct), [0, *accumulate(map(len, distinct))])
-        if found is None or not _kinds(found) <= _ATOMS:  # tensors must not be shared between documents
+        maps = self._flat_maps(b"".join(distinct), [0, *accumulate(map(len, distinct))])
+        if maps is None or not _kinds(maps) <= _ATOMS:  # tensors must not be shared between documents
             return None
-        known = dict(zip(distinct, found, strict=True))
-        return [known[document].copy() for document in documents]
+        map_by_document = dict(zip(distinct, maps, strict=True))
+        return [map_by_document[document].copy() for document in documents]
 
     def _flat_maps(self, data: bytes, bounds: Sequence[int]) -> list[Any] | None:
         """Return the maps in ``data`` if they have few items and hold no lists and maps, as most do; else None."""
@@ -188,7 +188,7 @@ class DocumentReader:
             strict_map_key=True,
             ext_hook=self._extension,
             max_array_len=0,
-            max_map_len=_ITEMS_OF_FEW,
+            max_map_len=_SMALL_MAP_ITEMS,
             max_buffer_size=len(data),
         )
         unpacker.feed(data)
@@ -197,7 +197,7 @@ class DocumentReader:
         try:
             for start, end in pairwise(bounds):
                 value = unpack()
-                if tell() != end or data[start] != _MAP_OF_FEW | len(value):  # a repeated key shows in the size
+                if tell() != end or data[start] != _SMALL_MAP | len(value):  # a repeated key shows in the size
                     return None
                 values.append(value)
             return values if _kinds(values) <= _LEAVES else None
@@ -293,4 +293,4 @@ def _blame(value: Any, where: str) -> str | None:
         except (ValueError, OverflowError, TypeError) as error:
             return f"{where} is {short(value)}, which msgpack cannot hold: {error}"
         return None
-    return next((found for item, path in parts if (found := _blame(item, path))), None)
+    return next((fault for item, path in parts if (fault := _blame(item, path))), None)

@@ -78,9 +78,9 @@ def convert_column(name: str, column: list[Any]) -> Any:
     if name in TENSOR_FIELDS:
         return _tensor_column(name, column, kinds)
     if name in _PLAIN_TYPES:
-        wanted, convert = _PLAIN_TYPES[name]
-        if kinds - {NoneType, wanted}:
-            return [item if item is None or type(item) is wanted else convert(name, item) for item in column]
+        expected_type, convert = _PLAIN_TYPES[name]
+        if kinds - {NoneType, expected_type}:
+            return [item if item is None or type(item) is expected_type else convert(name, item) for item in column]
         return column
     if name in layout.DOCUMENT_COLUMNS:
         return _document_column(name, column, kinds)
@@ -106,11 +106,11 @@ _PLAIN_TYPES: dict[str, tuple[type, Callable[[str, Any], Any]]] = {
 
 
 def _document_column(name: str, column: list[Any], kinds: set[type]) -> list[Any] | None:
-    wanted = layout.DOCUMENT_COLUMNS[name]
-    if kinds - {NoneType, wanted}:
-        wrong = next((item for item in column if item is not None and not isinstance(item, wanted)), None)
-        if wrong is not None:
-            raise ExperienceError(f"{name} is {short(wrong)}, wanted a {wanted.__name__}")
+    expected_type = layout.DOCUMENT_COLUMNS[name]
+    if kinds - {NoneType, expected_type}:
+        misfit = next((item for item in column if item is not None and not isinstance(item, expected_type)), None)
+        if misfit is not None:
+            raise ExperienceError(f"{name} is {short(misfit)}, wanted a {expected_type.__name__}")
     if name in layout.OWN_DOCUMENTS:
         # An empty info or metrics is the default and takes no space. An empty list of messages differs from None.
         return [item or None for item in column] if any(column) else None
@@ -124,22 +124,22 @@ def _tensor_column(name: str, column: list[Any], kinds: set[type]) -> Column:
             lengths = _lengths(column, dtypes)
             if lengths is not None:
                 return (Ragged.packed(joined(column), lengths),)
-        kept = [
+        normalised = [
             item
             if item is None or (isinstance(item, Tensor) and item.dtype in dtypes and item.dim() == dims)
             else normalise(f"experience {number_}: {name}", item)
             for number_, item in enumerate(column)
         ]
-        return column_of(kept)
+        return column_of(normalised)
     except RuntimeError as error:
         raise ExperienceError(f"{name} is a {short(column[0])}, which cannot be read: {error}") from error
 
 
 def _lengths(column: list[Tensor], dtypes: frozenset[torch.dtype]) -> Indexes | None:
     """Return the lengths of one-dimensional tensors that share one of ``dtypes``, else None."""
-    found = set(map(_DTYPE, column))
+    column_dtypes = set(map(_DTYPE, column))
     shapes = list(map(_SHAPE, column))
-    if len(found) != 1 or not found <= dtypes or set(map(len, shapes)) != {1}:
+    if len(column_dtypes) != 1 or not column_dtypes <= dtypes or set(map(len, shapes)) != {1}:
         return None
     return np.fromiter(chain.from_iterable(shapes), dtype=np.int64, count=len(shapes))
 

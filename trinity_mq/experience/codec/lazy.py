@@ -37,14 +37,14 @@ class PlainColumns(dict[str, Any]):
 
     def __getitem__(self, name: str) -> list[Any]:
         """Return a column, opened."""
-        found = super().__getitem__(name)
-        column: list[Any] = found() if callable(found) else found
+        entry = super().__getitem__(name)
+        column: list[Any] = entry() if callable(entry) else entry
         return column
 
     def get(self, name: str, default: Any = None) -> Any:
         """Return a column, opened, or ``default``."""
-        found = super().get(name, default)
-        return found() if callable(found) else found
+        entry = super().get(name, default)
+        return entry() if callable(entry) else entry
 
     def mapped(self, change: Callable[[list[Any]], list[Any]]) -> PlainColumns:
         """Return the same columns, changed. Columns that are not open yet are changed when they are opened."""
@@ -61,8 +61,8 @@ class PlainColumns(dict[str, Any]):
 
     def opened_items(self) -> Iterator[tuple[str, list[Any]]]:
         """Yield every column with its name, opened."""
-        for name, found in super().items():
-            yield name, found() if callable(found) else found
+        for name, entry in super().items():
+            yield name, entry() if callable(entry) else entry
 
     def open_all(self) -> None:
         """Open every column."""

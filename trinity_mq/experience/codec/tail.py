@@ -135,7 +135,7 @@ def read_tail(blob: memoryview) -> dict[str, Tensor]:
     return tensors
 
 
-class _Lent:
+class _WritableView:
     """Presents read-only memory to numpy as writable. Otherwise torch would warn about the read-only array."""
 
     def __init__(self, data: npt.NDArray[np.uint8]) -> None:
@@ -155,7 +155,7 @@ def _as_array(data: memoryview) -> npt.NDArray[np.uint8]:
     row = np.frombuffer(data, dtype=np.uint8)
     if _address(row) % 8:
         return row.copy()
-    return row if row.flags.writeable else np.asarray(_Lent(row))
+    return row if row.flags.writeable else np.asarray(_WritableView(row))
 
 
 def _entry(name: str, entry: Any, data: npt.NDArray[np.uint8], covered: int) -> tuple[Tensor, int]:

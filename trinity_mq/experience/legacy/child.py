@@ -98,10 +98,10 @@ def _trxp_items(view: memoryview) -> list[dict[str, Any]]:
     _, version, metadata_length, tensors_length = _FRAME.unpack_from(view)
     if version != VERSION:
         raise DecodeError(f"TRXP body of version {version}, this release reads version {VERSION}")
-    wanted = _FRAME.size + metadata_length + tensors_length
-    if wanted != len(view):
+    expected = _FRAME.size + metadata_length + tensors_length
+    if expected != len(view):
         raise DecodeError(
-            f"TRXP body of {len(view)} bytes, wanted {wanted}: metadata of {metadata_length}, tensors of "
+            f"TRXP body of {len(view)} bytes, wanted {expected}: metadata of {metadata_length}, tensors of "
             f"{tensors_length}; cut short or followed by something else"
         )
     split = _FRAME.size + metadata_length
@@ -121,20 +121,20 @@ def _trxp_items(view: memoryview) -> list[dict[str, Any]]:
 
 def _with_tensors(items: Sequence[dict[str, Any]], tensors: Mapping[str, Tensor]) -> list[dict[str, Any]]:
     """Return ``items``, each with the ``tensors`` whose names begin with its number."""
-    own: dict[str, dict[str, Any]] = {str(number): {} for number in range(len(items))}
+    tensors_by_index: dict[str, dict[str, Any]] = {str(number): {} for number in range(len(items))}
     for name, tensor in tensors.items():
         index, _, field = name.partition(":")
-        if index not in own:
+        if index not in tensors_by_index:
             raise DecodeError(f"tensor {short(name)} belongs to none of {len(items)} experiences")
         group, _, key = field.partition(":")
         if group == _MULTI_MODAL:
-            own[index].setdefault(group, {})[key] = tensor
+            tensors_by_index[index].setdefault(group, {})[key] = tensor
         else:
-            own[index][field] = tensor
-    for item, found in zip(items, own.values(), strict=True):
-        if item.keys() & found.keys():
-            raise DecodeError(f"{_some(item.keys() & found.keys())} are both metadata and tensors")
-    return [item | found for item, found in zip(items, own.values(), strict=True)]
+            tensors_by_index[index][field] = tensor
+    for item, item_tensors in zip(items, tensors_by_index.values(), strict=True):
+        if item.keys() & item_tensors.keys():
+            raise DecodeError(f"{_first_names(item.keys() & item_tensors.keys())} are both metadata and tensors")
+    return [item | item_tensors for item, item_tensors in zip(items, tensors_by_index.values(), strict=True)]
 
 
 def _pickled_items(view: memoryview) -> list[dict[str, Any]]:
@@ -159,23 +159,23 @@ def _fields(value: Any, kind: type, name: str) -> dict[str, Any]:
 def _arguments(item: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of the constructor."""
     eid, custom, keys = (item.pop(name, None) for name in ("eid", "custom_fields", _MULTI_MODAL_KEYS))
-    found = {name: value for name, value in item.items() if value is not None}
-    unknown = found.keys() - set(FIELD_NAMES)
-    if unknown or "tokens" not in found:
-        raise DecodeError(f"unknown fields {_some(unknown)}, which would be lost" if unknown else "no tokens")
+    arguments = {name: value for name, value in item.items() if value is not None}
+    unknown = arguments.keys() - set(FIELD_NAMES)
+    if unknown or "tokens" not in arguments:
+        raise DecodeError(f"unknown fields {_first_names(unknown)}, which would be lost" if unknown else "no tokens")
     for name in ("info", "metrics", _MULTI_MODAL):
-        if not isinstance(found.get(name, {}), dict):
-            raise DecodeError(f"{name} is {short(found[name])}, wanted a map")
-    named = set(found.get(_MULTI_MODAL, {}))
+        if not isinstance(arguments.get(name, {}), dict):
+            raise DecodeError(f"{name} is {short(arguments[name])}, wanted a map")
+    named = set(arguments.get(_MULTI_MODAL, {}))
     if keys is not None and set(keys) != named:
-        raise DecodeError(f"multi-modal inputs {_some(keys)} are named, {_some(named)} are there")
+        raise DecodeError(f"multi-modal inputs {_first_names(keys)} are named, {_first_names(named)} are there")
     if eid is not None:
-        found["eid"] = _fields(eid, PickledEID, "eid")
+        arguments["eid"] = _fields(eid, PickledEID, "eid")
     if custom:
-        found["custom_fields"] = [_custom_field(each) for each in custom]
-    if "experience_type" not in found:
-        found["experience_type"] = _type_of(found)
-    return found
+        arguments["custom_fields"] = [_custom_field(custom_field) for custom_field in custom]
+    if "experience_type" not in arguments:
+        arguments["experience_type"] = _type_of(arguments)
+    return arguments
 
 
 def _custom_field(value: Any) -> CustomField:
@@ -189,21 +189,23 @@ def _custom_field(value: Any) -> CustomField:
     return CustomField(**fields | {"data_type": dtype})
 
 
-def _type_of(found: Mapping[str, Any]) -> str | None:
+def _type_of(arguments: Mapping[str, Any]) -> str | None:
     """Return the type that fits the action mask; None leaves the type to the constructor. See the module docstring."""
-    tokens, mask, logprobs = (found.get(name) for name in ("tokens", "action_mask", "logprobs"))
+    tokens, mask, logprobs = (arguments.get(name) for name in ("tokens", "action_mask", "logprobs"))
     if not isinstance(mask, Tensor) or not isinstance(tokens, Tensor) or mask.dim() != 1 or tokens.dim() != 1:
         return None
-    if found.get("chosen") is not None and found.get("rejected") is not None:
+    if arguments.get("chosen") is not None and arguments.get("rejected") is not None:
         return MULTI_TURN
-    if found.get("truncate_status") == PROMPT_TRUNCATED:
+    if arguments.get("truncate_status") == PROMPT_TRUNCATED:
         filled = isinstance(logprobs, Tensor) and mask.shape == logprobs.shape and not bool(mask.any())
     else:
-        filled = len(mask) == len(tokens) - whole("prompt_length", found.get("prompt_length", 1)) and bool(mask.all())
+        filled = len(mask) == len(tokens) - whole("prompt_length", arguments.get("prompt_length", 1)) and bool(
+            mask.all()
+        )
     return SINGLE_TURN if filled else MULTI_TURN
 
 
-def _some(names: Iterable[Any]) -> str:
+def _first_names(names: Iterable[Any]) -> str:
     """Return the first of ``names`` for an error message."""
     shown = sorted(map(short, names))
     return ", ".join(shown[:5]) + (f" and {len(shown) - 5} more" if len(shown) > 5 else "") if shown else "none"

@@ -98,9 +98,9 @@ def _storage(stream: bytes) -> tuple[torch.dtype, bytearray]:
         raise ValueError("a storage with a header other than torch's for little-endian machines")
     dtype, numel = _StorageUnpickler(file, _STORAGES).load()
     _Unpickler(file, {}).load()
-    (found,) = _NUMEL.unpack(file.read(_NUMEL.size))
+    (stored_numel,) = _NUMEL.unpack(file.read(_NUMEL.size))
     data = bytearray(file.read())
-    if found != numel or len(data) != numel * dtype.itemsize:
+    if stored_numel != numel or len(data) != numel * dtype.itemsize:
         raise ValueError(f"a storage of {numel} x {dtype} with {len(data)} bytes")
     return dtype, data
 
@@ -139,8 +139,8 @@ class _Array(np.ndarray[Any, Any]):
     def __setstate__(self, state: Any) -> None:
         _, shape, dtype, fortran, raw = state
         array = _frombuffer(raw, dtype, shape, "F" if fortran else "C")
-        own: Any = (1, array.shape, array.dtype, False, array.tobytes())
-        super().__setstate__(own)
+        contiguous_state: Any = (1, array.shape, array.dtype, False, array.tobytes())
+        super().__setstate__(contiguous_state)
 
 
 def _reconstruct(_kind: Any, _shape: Any, _code: Any) -> _Array:
