@@ -30,8 +30,8 @@ def auxiliary_clients(
         names: Names of models from ``explorer.auxiliary_models``.
         choose: Returns an engine of a model, such as :meth:`EngineSelector.auxiliary`; raises EngineLost.
     """
-    wanted = list(names)
-    if not wanted:
+    model_names = list(names)
+    if not model_names:
         return {}
     import openai  # the import takes seconds, which a run without auxiliary models need not spend
 
@@ -48,7 +48,7 @@ def auxiliary_clients(
                 ),
             )
         ]
-        for name in wanted
+        for name in model_names
     }
 
 

@@ -61,16 +61,16 @@ class EngineClients:
             EngineLost: The engine did not answer within ``timeout`` seconds.
             EngineRefused: The engine answered with another error; the subclass depends on the error code.
         """
-        sent = {**headers, **trace_headers()}
+        all_headers = {**headers, **trace_headers()}
         try:
             if (groups := self._groups_for(url)) is not None:
-                packed = pack_request(GroupedRequest(urlsplit(url).path, sent, body))
+                packed = pack_request(GroupedRequest(urlsplit(url).path, all_headers, body))
                 try:
                     if packed is not None:
                         return await self._ask_in_group(groups, url, packed, timeout, _call_of(url, body))
                 except NoGroups:  # another server now has this address
                     self._groups.pop(base_of(url), None)
-            return await self._ask(url, body, sent, timeout)
+            return await self._ask(url, body, all_headers, timeout)
         except TimeoutError:
             raise EngineLost(f"{url}: no answer within {timeout:g} s") from None
         except (aiohttp.ClientError, OSError) as error:
@@ -78,35 +78,35 @@ class EngineClients:
 
     async def _ask(self, url: str, body: Mapping[str, Any], headers: Mapping[str, str], timeout: float) -> Any:
         limit = aiohttp.ClientTimeout(total=timeout, sock_connect=CONNECT_SECONDS)
-        with span("ask engine", wait=True, attributes=_call_of(url, body)) as asked:
-            sent = {**headers, **asked.parent_header()}
-            async with self._connections().post(url, json=body, headers=sent, timeout=limit) as response:
+        with span("ask engine", wait=True, attributes=_call_of(url, body)) as request_span:
+            all_headers = {**headers, **request_span.parent_header()}
+            async with self._connections().post(url, json=body, headers=all_headers, timeout=limit) as response:
                 answer = await response.read()
-            asked.size = len(answer)
+            request_span.size = len(answer)
             if GROUPS_HEADER in response.headers:
                 base = base_of(url)
                 self._groups.setdefault(base, RequestGroups(self._connections, base))
             with span("parse answer", size=len(answer)):
-                found = understood(response.status, response.headers, answer, url)
-            _add_usage(asked, found)
-        return found
+                result = understood(response.status, response.headers, answer, url)
+            _add_usage(request_span, result)
+        return result
 
     @staticmethod
     async def _ask_in_group(
         groups: RequestGroups, url: str, request: bytes, timeout: float, call: dict[str, str | int | float] | None
     ) -> Any:
-        with span("ask engine", wait=True, attributes=call) as asked:
+        with span("ask engine", wait=True, attributes=call) as request_span:
             async with asyncio.timeout(timeout):
                 answer = await groups.ask(request)
-            asked.size = len(answer.body)
+            request_span.size = len(answer.body)
             with span("parse answer", size=len(answer.body)):
                 try:
-                    found = unpack_body(answer.body)
+                    result = unpack_body(answer.body)
                 except ValueError as error:
                     raise EngineLost(f"{url}: {error}") from error
-                found = checked(answer.status, answer.headers, found, url)
-            _add_usage(asked, found)
-        return found
+                result = checked(answer.status, answer.headers, result, url)
+            _add_usage(request_span, result)
+        return result
 
     def _groups_for(self, url: str) -> RequestGroups | None:
         return self._groups.get(base_of(url)) if url.endswith(GROUPED) else None
@@ -133,21 +133,21 @@ class EngineClients:
             if self._client is None:
                 limits = httpx.Limits(max_connections=None, keepalive_expiry=IDLE_SECONDS)
                 self._client = httpx.Client(limits=limits, trust_env=False)  # a proxy does not reach an engine
-        sent = {**headers, **trace_headers()}
+        all_headers = {**headers, **trace_headers()}
         try:
-            with span("ask engine", wait=True, attributes=_call_of(url, body)) as asked:
-                sent |= asked.parent_header()
+            with span("ask engine", wait=True, attributes=_call_of(url, body)) as request_span:
+                all_headers |= request_span.parent_header()
                 limits_of_call = httpx.Timeout(timeout, connect=CONNECT_SECONDS)
-                response = self._client.post(url, json=dict(body), headers=sent, timeout=limits_of_call)
-                asked.size = len(response.content)
+                response = self._client.post(url, json=dict(body), headers=all_headers, timeout=limits_of_call)
+                request_span.size = len(response.content)
                 with span("parse answer", size=len(response.content)):
-                    found = understood(response.status_code, response.headers, response.content, url)
-                _add_usage(asked, found)
+                    result = understood(response.status_code, response.headers, response.content, url)
+                _add_usage(request_span, result)
         except httpx.TimeoutException:
             raise EngineLost(f"{url}: no answer within {timeout:g} s") from None
         except httpx.HTTPError as error:
             raise EngineLost(f"{url}: {type(error).__name__}: {error}") from error
-        return found
+        return result
 
     async def aclose(self) -> None:
         """Close all connections."""
@@ -197,14 +197,14 @@ def _call_of(url: str, body: Mapping[str, Any]) -> dict[str, str | int | float] 
     return {"gen_ai.operation.name": operation, "gen_ai.request.model": str(body.get("model", ""))}
 
 
-def _add_usage(asked: span, answer: Any) -> None:
+def _add_usage(request_span: span, answer: Any) -> None:
     """Add the token counts of an answer to the span of its call, if the call is traced."""
-    usage = answer.get("usage") if isinstance(answer, dict) and asked.attributes is not None else None
-    if asked.attributes is None or not isinstance(usage, dict):
+    usage = answer.get("usage") if isinstance(answer, dict) and request_span.attributes is not None else None
+    if request_span.attributes is None or not isinstance(usage, dict):
         return
     for name, key in (("input", "prompt_tokens"), ("output", "completion_tokens")):
         if isinstance(count := usage.get(key), int):
-            asked.attributes[f"gen_ai.usage.{name}_tokens"] = count
+            request_span.attributes[f"gen_ai.usage.{name}_tokens"] = count
 
 
 def base_of(url: str) -> str:
@@ -230,11 +230,11 @@ def engine_error(status: int, retry_after: str | None, answer: Any, url: str) ->
     error = answer.get("error", answer) if isinstance(answer, dict) else {}
     if not isinstance(error, dict):
         error = {"message": str(error)}
-    said = str(error.get("message") or f"HTTP status {status}")
-    found = _error_of(status, retry_after, error, f"{url}: {said}")
+    text = str(error.get("message") or f"HTTP status {status}")
+    exception = _error_of(status, retry_after, error, f"{url}: {text}")
     if 400 <= status < 500:
-        found.said, found.param = said, error.get("param")
-    return found
+        exception.said, exception.param = text, error.get("param")
+    return exception
 
 
 def _error_of(status: int, retry_after: str | None, error: Mapping[str, Any], message: str) -> EngineError:

@@ -41,16 +41,16 @@ class AuxiliaryEngines(Protocol):
 
 
 def auxiliary_models(
-    names: Sequence[str], models: object, given: Sequence[InferenceModel] = ()
+    names: Sequence[str], models: object, explicit: Sequence[InferenceModel] = ()
 ) -> list[InferenceModel]:
-    """Return the auxiliary models of a workflow in the order of ``names``: ``given`` if it is not empty, else living
+    """Return the auxiliary models of a workflow in the order of ``names``: ``explicit`` if it is not empty, else living
     engines.
 
     Raises:
         EngineLost: An auxiliary model has no living engine.
     """
-    if given or not names or not isinstance(models, AuxiliaryEngines):
-        return list(given)
+    if explicit or not names or not isinstance(models, AuxiliaryEngines):
+        return list(explicit)
     return [models.auxiliary(name) for name in names]
 
 
@@ -80,7 +80,7 @@ class Answering:
 
 
 @dataclass(slots=True)
-class _Known:
+class _EngineEntry:
     """Last heartbeat of an engine, and the requests sent to it since then."""
 
     model: InferenceModel
@@ -115,20 +115,20 @@ class EngineSelector:
 
     def __init__(self, beats: Callable[[], Iterable[Heartbeat]]) -> None:
         self._beats = beats
-        self._known: dict[str, _Known] = {}
+        self._entries: dict[str, _EngineEntry] = {}
         self._backoffs: dict[str, _Backoff] = {}
 
     def receive(self) -> None:
         """Read the heartbeats. Call this when new heartbeats have come."""
         now = asyncio.get_running_loop().time()
-        before, self._known = self._known, {}
+        before, self._entries = self._entries, {}
         for beat in self._beats():
-            known = before.get(beat.id)
-            if known is not None and known.beat is beat:
-                self._known[beat.id] = known
+            entry = before.get(beat.id)
+            if entry is not None and entry.beat is beat:
+                self._entries[beat.id] = entry
             elif isinstance(beat.detail, EngineStatus) and (model := known_model(beat)) is not None:
-                self._known[beat.id] = _Known(model, beat.detail.load, beat, now)
-        self._backoffs = {name: backoff for name, backoff in self._backoffs.items() if name in self._known}
+                self._entries[beat.id] = _EngineEntry(model, beat.detail.load, beat, now)
+        self._backoffs = {name: backoff for name, backoff in self._backoffs.items() if name in self._entries}
 
     def lost(self, engine: InferenceModel) -> None:
         """Leave out an engine that did not answer, until its backoff ends or it is served at another URL."""
@@ -150,7 +150,7 @@ class EngineSelector:
         Raises:
             EngineLost: No rollout engine is alive.
         """
-        return self._chosen(lambda model: model.role == "rollout", "rollout engine", prefer)
+        return self._select(lambda model: model.role == "rollout", "rollout engine", prefer)
 
     def auxiliary(self, name: str) -> InferenceModel:
         """Return the engine of an auxiliary model to use now.
@@ -158,37 +158,37 @@ class EngineSelector:
         Raises:
             EngineLost: The model has no living engine.
         """
-        return self._chosen(
+        return self._select(
             lambda model: model.role == "auxiliary" and model.name == name, f"engine of auxiliary model {name!r}"
         )
 
-    def _chosen(self, suits: Callable[[InferenceModel], bool], what: str, prefer: str = "") -> InferenceModel:
+    def _select(self, matches: Callable[[InferenceModel], bool], description: str, prefer: str = "") -> InferenceModel:
         now = asyncio.get_running_loop().time()
-        found = [known for known in self._known.values() if suits(known.model)]
-        if not found or any(now - known.received > STALE for known in found):
+        candidates = [entry for entry in self._entries.values() if matches(entry.model)]
+        if not candidates or any(now - entry.received > STALE for entry in candidates):
             self.receive()
-            found = [known for known in self._known.values() if suits(known.model)]
-        if not found:
-            raise EngineLost(f"no living {what} is known")
-        ranked: dict[tuple[bool, bool, int], list[_Known]] = {}
-        for known in found:
-            ranked.setdefault((self._doubtful(known, now), not known.serves, known.load), []).append(known)
+            candidates = [entry for entry in self._entries.values() if matches(entry.model)]
+        if not candidates:
+            raise EngineLost(f"no living {description} is known")
+        ranked: dict[tuple[bool, bool, int], list[_EngineEntry]] = {}
+        for entry in candidates:
+            ranked.setdefault((self._is_doubtful(entry, now), not entry.serves, entry.load), []).append(entry)
         best = min(ranked)
-        near = [
-            known
-            for rank, ones in ranked.items()
+        preferred = [
+            entry
+            for rank, entries in ranked.items()
             if rank[:2] == best[:2] and rank[2] <= best[2] + STICKY_LOAD
-            for known in ones
-            if known.model.id == prefer
+            for entry in entries
+            if entry.model.id == prefer
         ]
-        chosen = near[0] if near else random.choice(ranked[best])
+        chosen = preferred[0] if preferred else random.choice(ranked[best])
         chosen.load += 1
         return chosen.model
 
-    def _doubtful(self, known: _Known, now: float) -> bool:
-        backoff = self._backoffs.get(known.model.id)
-        backing_off = backoff is not None and backoff.url == known.model.url and now < backoff.until
-        return backing_off or now - known.received > STALE
+    def _is_doubtful(self, entry: _EngineEntry, now: float) -> bool:
+        backoff = self._backoffs.get(entry.model.id)
+        backing_off = backoff is not None and backoff.url == entry.model.url and now < backoff.until
+        return backing_off or now - entry.received > STALE
 
 
 def known_model(beat: Heartbeat) -> InferenceModel | None:

@@ -43,11 +43,11 @@ class EngineLost(EngineError):
 
     def __str__(self) -> str:
         """Return the message, with the lost engine."""
-        said, engine = super().__str__(), self.engine
+        message, engine = super().__str__(), self.engine
         if engine is None:
-            return said
-        what = "rollout engine" if engine.role == "rollout" else f"engine of auxiliary model {engine.name!r}"
-        return f"{what} {engine.id} is lost: {said}"
+            return message
+        description = "rollout engine" if engine.role == "rollout" else f"engine of auxiliary model {engine.name!r}"
+        return f"{description} {engine.id} is lost: {message}"
 
 
 class EngineRefused(EngineError):

@@ -87,8 +87,8 @@ def _write(gguf: Path, fields: dict[str, Any], folder: Path) -> None:
     # save_pretrained refuses quantized models, and the weights are not quantized any more
     del model.config.quantization_config
     model.hf_quantizer = None
-    ends = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    model.generation_config = GenerationConfig(**ends)
+    special_ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    model.generation_config = GenerationConfig(**special_ids)
     model.save_pretrained(folder)
     apply_umask(folder)
 

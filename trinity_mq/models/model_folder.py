@@ -68,16 +68,14 @@ def _publish(part: Path, folder: Path) -> None:
 
 def _check_recipe(folder: Path, recipe: dict[str, Any]) -> None:
     try:
-        found = json.loads((folder / RECIPE).read_text())
+        stored = json.loads((folder / RECIPE).read_text())
     except (OSError, ValueError) as error:
         raise ModelError(
             f"{folder} is there but is no model made by this program ({error}); remove it or use another run_dir"
         ) from error
-    if found != recipe:
-        wanted, there = {**recipe["tiny"], "seed": recipe["seed"]}, {**found.get("tiny", {}), "seed": found.get("seed")}
-        differ = ", ".join(
-            f"{key} {there.get(key)!r} there, {wanted[key]!r} now" for key in wanted if there.get(key) != wanted[key]
-        )
+    if stored != recipe:
+        new, old = {**recipe["tiny"], "seed": recipe["seed"]}, {**stored.get("tiny", {}), "seed": stored.get("seed")}
+        differ = ", ".join(f"{key} {old.get(key)!r} there, {new[key]!r} now" for key in new if old.get(key) != new[key])
         raise ModelError(
             f"{folder} holds a model made from other settings ({differ}); remove it, use another run_dir, or undo the "
             "change"
@@ -219,10 +217,10 @@ def cached_folder(hub_id: str, file: str) -> Path | None:
     from huggingface_hub.errors import HFValidationError
 
     try:
-        found = try_to_load_from_cache(hub_id, file)
+        cached_file = try_to_load_from_cache(hub_id, file)
     except HFValidationError:
         return None
-    return Path(found).parent if isinstance(found, str) else None
+    return Path(cached_file).parent if isinstance(cached_file, str) else None
 
 
 def _existing(model_path: str) -> Path:

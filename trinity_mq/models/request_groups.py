@@ -36,7 +36,7 @@ class NoGroups(Exception):
 
 
 @dataclass(slots=True)
-class _Asked:
+class _PendingRequest:
     request: bytes
     answer: asyncio.Future[GroupedAnswer] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
@@ -51,7 +51,7 @@ class RequestGroups:
 
     def __init__(self, session: Callable[[], aiohttp.ClientSession], base: str) -> None:
         self._session, self._base = session, base
-        self._gathering: list[_Asked] = []
+        self._gathering: list[_PendingRequest] = []
         self._under_way: set[asyncio.Task[None]] = set()
 
     async def ask(self, request: bytes) -> GroupedAnswer:
@@ -64,11 +64,11 @@ class RequestGroups:
             EngineLost: The engine did not answer.
             NoGroups: The server does not take groups.
         """
-        asked = _Asked(request)
+        pending = _PendingRequest(request)
         if not self._gathering:
             asyncio.get_running_loop().call_later(GATHER_SECONDS, self._send)
-        self._gathering.append(asked)
-        return await asked.answer
+        self._gathering.append(pending)
+        return await pending.answer
 
     async def close(self) -> None:
         """Cancel the groups under way; their callers get EngineLost."""
@@ -80,7 +80,7 @@ class RequestGroups:
         self._fail(self._gathering, EngineLost(f"{self._base}: the connections were closed"))
 
     def _send(self) -> None:
-        gathered, self._gathering = [asked for asked in self._gathering if not asked.answer.done()], []
+        gathered, self._gathering = [pending for pending in self._gathering if not pending.answer.done()], []
         if not gathered:
             return
         task = asyncio.create_task(self._exchange(gathered), name="request group")
@@ -95,14 +95,14 @@ class RequestGroups:
             if not waiting and given_up:
                 task.cancel()  # cancelling closes the connection, and the engine drops the unanswered requests
 
-        for asked in gathered:
-            asked.answer.add_done_callback(one_is_over)
+        for pending in gathered:
+            pending.answer.add_done_callback(one_is_over)
 
-    async def _exchange(self, group: list[_Asked]) -> None:
+    async def _exchange(self, group: list[_PendingRequest]) -> None:
         """Send a group and deliver its answers. Every request that still waits gets an answer or an error."""
         url = self._base + GROUP_PATH
         limit = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS)
-        data, headers = pack_group([asked.request for asked in group]), {"Content-Type": CONTENT_TYPE}
+        data, headers = pack_group([pending.request for pending in group]), {"Content-Type": CONTENT_TYPE}
         try:
             async with self._session().post(url, data=data, headers=headers, timeout=limit) as response:
                 if response.status != 200:
@@ -125,7 +125,7 @@ class RequestGroups:
             self._fail(group, EngineLost(f"{url}: the answer ended early"))
 
     @staticmethod
-    def _hand_out(group: list[_Asked], answer: GroupedAnswer) -> None:
+    def _hand_out(group: list[_PendingRequest], answer: GroupedAnswer) -> None:
         if not 0 <= answer.number < len(group):
             raise ValueError(f"an answer to request {answer.number} of {len(group)}")
         waiting = group[answer.number].answer
@@ -133,7 +133,7 @@ class RequestGroups:
             waiting.set_result(answer)
 
     @staticmethod
-    def _fail(group: list[_Asked], error: Exception) -> None:
-        for asked in group:
-            if not asked.answer.done():
-                asked.answer.set_exception(error)
+    def _fail(group: list[_PendingRequest], error: Exception) -> None:
+        for pending in group:
+            if not pending.answer.done():
+                pending.answer.set_exception(error)

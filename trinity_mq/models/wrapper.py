@@ -120,35 +120,35 @@ class ModelWrapper(RecordedModel):
             EngineLost: The engine did not answer.
             EngineRefused: The engine refused the request.
         """
-        return self._asked("/v1/chat/completions", self._call({"messages": list(messages)}, sampling))
+        return self._complete("/v1/chat/completions", self._call({"messages": list(messages)}, sampling))
 
     async def chat_async(self, messages: Sequence[Message], **sampling: Any) -> list[Experience]:
         """Return ``n`` answers to a conversation; errors as :meth:`chat`."""
-        return await self._asked_async("/v1/chat/completions", self._call({"messages": list(messages)}, sampling))
+        return await self._complete_async("/v1/chat/completions", self._call({"messages": list(messages)}, sampling))
 
     def generate(self, prompts: Sequence[str], **sampling: Any) -> list[Experience]:
         """Return ``n`` continuations of each prompt, in the order of the prompts; errors as :meth:`chat`."""
         return [
             experience
             for prompt in prompts
-            for experience in self._asked("/v1/completions", self._call({"prompt": prompt}, sampling))
+            for experience in self._complete("/v1/completions", self._call({"prompt": prompt}, sampling))
         ]
 
     async def generate_async(self, prompts: Sequence[str], **sampling: Any) -> list[Experience]:
         """Return ``n`` continuations of each prompt, in the order of the prompts; errors as :meth:`chat`."""
         calls = [self._call({"prompt": prompt}, sampling) for prompt in prompts]
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(self._asked_async("/v1/completions", call)) for call in calls]
+            tasks = [group.create_task(self._complete_async("/v1/completions", call)) for call in calls]
         return [experience for task in tasks for experience in task.result()]
 
     def logprobs(self, tokens: Sequence[int], temperature: float | None = None) -> torch.Tensor:
         """Return the logprob of every token after the first, float32 ``[len(tokens) - 1]``; errors as :meth:`chat`."""
-        return torch.tensor(self._scored(self._post("/v1/logprobs", self._score_body(tokens, temperature))))
+        return torch.tensor(self._read_scores(self._post("/v1/logprobs", self._score_body(tokens, temperature))))
 
     async def logprobs_async(self, tokens: Sequence[int], temperature: float | None = None) -> torch.Tensor:
         """Return the logprob of every token after the first, float32 ``[len(tokens) - 1]``; errors as :meth:`chat`."""
         answer = await self._post_async("/v1/logprobs", self._score_body(tokens, temperature))
-        return torch.tensor(self._scored(answer))
+        return torch.tensor(self._read_scores(answer))
 
     def convert_messages_to_experience(
         self,
@@ -161,10 +161,12 @@ class ModelWrapper(RecordedModel):
         The action mask covers the assistant's turns. A conversation longer than the model's limit is cut and marked
         ``response_truncated``. Errors as :meth:`chat`.
         """
-        asked = {"messages": list(messages), **({"tools": list(tools)} if tools else {})}
-        cut = self._post("/v1/tokenize", asked)
-        scored = self._post("/v1/logprobs", self._score_body(cut["tokens"][: cut["max_model_len"]], temperature))
-        return self._converted(cut, scored, messages, tools, temperature)
+        body = {"messages": list(messages), **({"tools": list(tools)} if tools else {})}
+        tokenized = self._post("/v1/tokenize", body)
+        scored = self._post(
+            "/v1/logprobs", self._score_body(tokenized["tokens"][: tokenized["max_model_len"]], temperature)
+        )
+        return self._conversation(tokenized, scored, messages, tools, temperature)
 
     async def convert_messages_to_experience_async(
         self,
@@ -173,10 +175,12 @@ class ModelWrapper(RecordedModel):
         temperature: float | None = None,
     ) -> Experience:
         """Return a whole conversation as one experience; see :meth:`convert_messages_to_experience`."""
-        asked = {"messages": list(messages), **({"tools": list(tools)} if tools else {})}
-        cut = await self._post_async("/v1/tokenize", asked)
-        body = self._score_body(cut["tokens"][: cut["max_model_len"]], temperature)
-        return self._converted(cut, await self._post_async("/v1/logprobs", body), messages, tools, temperature)
+        body = {"messages": list(messages), **({"tools": list(tools)} if tools else {})}
+        tokenized = await self._post_async("/v1/tokenize", body)
+        score_body = self._score_body(tokenized["tokens"][: tokenized["max_model_len"]], temperature)
+        return self._conversation(
+            tokenized, await self._post_async("/v1/logprobs", score_body), messages, tools, temperature
+        )
 
     # -- OpenAI clients
 
@@ -230,13 +234,13 @@ class ModelWrapper(RecordedModel):
         vars(clone).update(history=History(), seeds=self.seeds.clone(), _owns_clients=False, _openai=[])
         return clone
 
-    def become(self, other: ModelWrapper) -> None:
-        """Take over the state of ``other``, a new wrapper of the same model, and keep the OpenAI clients of this
+    def become(self, source: ModelWrapper) -> None:
+        """Take over the state of ``source``, a new wrapper of the same model, and keep the OpenAI clients of this
         wrapper.
 
         A caller that holds this wrapper and its OpenAI clients uses them for another run.
         """
-        vars(self).update({**vars(other), "_openai": self._openai})
+        vars(self).update({**vars(source), "_openai": self._openai})
 
     async def aclose(self) -> None:
         """Close the OpenAI clients that this wrapper returned, and its connections unless they are shared."""
@@ -253,25 +257,25 @@ class ModelWrapper(RecordedModel):
         if self._owns_clients:
             self._clients.close()
 
-    def _call(self, what: dict[str, Any], sampling: Mapping[str, Any]) -> Call:
+    def _call(self, prompt: dict[str, Any], sampling: Mapping[str, Any]) -> Call:
         if sampling.get("stream"):
             raise ValueError(
                 "stream=True: chat and generate return whole answers; stream with get_openai_client() or "
                 "get_openai_async_client(), whose calls are recorded too"
             )
-        given = {name: value for name, value in sampling.items() if name != "logprobs"}  # logprobs are always requested
+        parameters = {name: value for name, value in sampling.items() if name != "logprobs"}  # always requested
         limit = {} if self.max_prompt_tokens is None else {"max_prompt_tokens": self.max_prompt_tokens}
         with span("make request"):
-            return Call(self, {**limit, **what, **given}, tokens=True)
+            return Call(self, {**limit, **prompt, **parameters}, tokens=True)
 
-    def _asked(self, path: str, call: Call) -> list[Experience]:
+    def _complete(self, path: str, call: Call) -> list[Experience]:
         try:
             answer = self._post(path, call.body, call.headers)
         except PromptTooLong as error:
             return call.too_long(error)
         return call.experiences(answer)
 
-    async def _asked_async(self, path: str, call: Call) -> list[Experience]:
+    async def _complete_async(self, path: str, call: Call) -> list[Experience]:
         try:
             answer = await self._post_async(path, call.body, call.headers)
         except PromptTooLong as error:
@@ -280,24 +284,24 @@ class ModelWrapper(RecordedModel):
 
     def _post(self, path: str, body: Mapping[str, Any], headers: Mapping[str, str] | None = None) -> Any:
         retrying = Retrying(**self.not_ready_policy())
-        url, sent = self.model.url + path, self.headers if headers is None else headers
-        with self._named():
-            return retrying(self._clients.post, url, body, sent, self.request_timeout)
+        url, all_headers = self.model.url + path, self.headers if headers is None else headers
+        with self._engine_in_errors():
+            return retrying(self._clients.post, url, body, all_headers, self.request_timeout)
 
     async def _post_async(self, path: str, body: Mapping[str, Any], headers: Mapping[str, str] | None = None) -> Any:
-        url, sent = self.model.url + path, self.headers if headers is None else headers
-        with self._named():
+        url, all_headers = self.model.url + path, self.headers if headers is None else headers
+        with self._engine_in_errors():
             return await retried(
                 lambda: AsyncRetrying(**self.not_ready_policy()),
                 self._clients.post_async,
                 url,
                 body,
-                sent,
+                all_headers,
                 self.request_timeout,
             )
 
     @contextlib.contextmanager
-    def _named(self) -> Iterator[None]:
+    def _engine_in_errors(self) -> Iterator[None]:
         """Add the engine to an EngineLost."""
         try:
             yield
@@ -306,31 +310,31 @@ class ModelWrapper(RecordedModel):
             raise
 
     def _score_body(self, tokens: Sequence[int], temperature: float | None) -> dict[str, Any]:
-        return {"tokens": [int(token) for token in tokens], "temperature": self._heat(temperature)}
+        return {"tokens": [int(token) for token in tokens], "temperature": self._temperature(temperature)}
 
-    def _scored(self, answer: Mapping[str, Any]) -> list[float]:
+    def _read_scores(self, answer: Mapping[str, Any]) -> list[float]:
         self.answered_by = (answer["weight_version"][0], answer["weight_version"][1])
         logprobs: list[float] = answer["logprobs"]
         return logprobs
 
-    def _converted(
+    def _conversation(
         self,
-        cut: Mapping[str, Any],
+        tokenized: Mapping[str, Any],
         scored: Mapping[str, Any],
         messages: Sequence[Message],
         tools: Sequence[Mapping[str, Any]] | None,
         temperature: float | None,
     ) -> Experience:
         return conversation_experience(
-            cut["tokens"][: cut["max_model_len"]],
-            cut["assistant_mask"],
-            self._scored(scored),
-            max_length=cut["max_model_len"],
+            tokenized["tokens"][: tokenized["max_model_len"]],
+            tokenized["assistant_mask"],
+            self._read_scores(scored),
+            max_length=tokenized["max_model_len"],
             messages=[dict(message) for message in messages],
             tools=None if tools is None else [dict(tool) for tool in tools],
             version=scored["weight_version"],
-            temperature=self._heat(temperature) or 1.0,
+            temperature=self._temperature(temperature) or 1.0,
         )
 
-    def _heat(self, temperature: float | None) -> float:
+    def _temperature(self, temperature: float | None) -> float:
         return float(self.sampling["temperature"] if temperature is None else temperature)

@@ -230,7 +230,7 @@ async def test_an_engine_that_answers_no_renewal_for_a_whole_lease_is_killed(
     async with aiohttp.ClientSession() as session:
         monkeypatch.setattr(host, "_session", session)
         monkeypatch.setattr(host, "_process", EngineProcess(ready, frozen))
-        await asyncio.wait_for(host._one_life(), 10)
+        await asyncio.wait_for(host._run_until_death(), 10)
     assert frozen.returncode == -signal.SIGKILL
     assert not host.snapshot.alive
 

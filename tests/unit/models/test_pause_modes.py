@@ -31,7 +31,7 @@ class At(PauseControl):
     """Begins the sync's pause when the batch step is before step :data:`AT`, and lets the batch step wait there."""
 
     def __init__(self, batcher: StaticBatcher, mode: PauseMode) -> None:
-        super().__init__(batcher._stands_still)
+        super().__init__(batcher._report_paused)
         self._mode, self.begun = mode, asyncio.Event()
         self._loop = asyncio.get_running_loop()
 

@@ -63,7 +63,7 @@ class ExternalServer(HttpServer):
         self.trouble: str | None = "it was not asked yet"
         """Reason why nothing is served; None while the external server is healthy."""
         self.load = 0
-        self._look_now = asyncio.Event()
+        self._check_now = asyncio.Event()
 
     async def run(self, ready: Callable[[str], None] = lambda url: None) -> str:
         """Serve until the end, and return the reason for the end. ``ready`` is called with the URL when requests are
@@ -93,17 +93,17 @@ class ExternalServer(HttpServer):
         return [
             web.get("/health", self._health),
             web.get("/v1/models", self._models),
-            web.post("/v1/chat/completions", self._pass_on),
-            web.post("/v1/completions", self._pass_on),
-            web.post("/v1/embeddings", self._pass_on),
-            web.post("/v1/tokenize", self._not_there),
+            web.post("/v1/chat/completions", self._forward),
+            web.post("/v1/completions", self._forward),
+            web.post("/v1/embeddings", self._forward),
+            web.post("/v1/tokenize", self._refuse_tokenize),
             web.post("/v1/logprobs", self._score),
         ]
 
     @contextlib.asynccontextmanager
     async def working(self) -> AsyncIterator[None]:
         """Watch the external server's health during the block."""
-        await self._look()
+        await self._check_health()
         async with asyncio.TaskGroup() as group:
             watching = group.create_task(self._watch_health(), name="health")
             yield
@@ -115,16 +115,16 @@ class ExternalServer(HttpServer):
         while True:
             try:
                 async with asyncio.timeout(self.model.health_interval):
-                    await self._look_now.wait()
+                    await self._check_now.wait()
             except TimeoutError:
                 pass
             else:
-                self._look_now.clear()
+                self._check_now.clear()
                 # the server has failed just now: give it time
                 await asyncio.sleep(min(1.0, self.model.health_interval))
-            await self._look()
+            await self._check_health()
 
-    async def _look(self) -> None:
+    async def _check_health(self) -> None:
         """Request the list of models from the external server, and update ``trouble``."""
         url = f"{self._base}/models"
         try:
@@ -145,16 +145,16 @@ class ExternalServer(HttpServer):
         """
         url = f"{self._base}/models"
         if status in {401, 403}:
-            given = self.model.api_key_env or self.model.api_key_file
+            source = self.model.api_key_env or self.model.api_key_file
             return f"{url}: HTTP status {status}: " + (
-                f"the key in {given} is not accepted" if given else "it wants a key; set api_key_env or api_key_file"
+                f"the key in {source} is not accepted" if source else "it wants a key; set api_key_env or api_key_file"
             )
         if self.served_name is not None and status == 404:
             return None  # a server without a list of models may still serve
         if status != 200:
             return f"{url}: HTTP status {status}; wanted the list of models of an OpenAI-compatible server"
         try:
-            names = [str(each["id"]) for each in json.loads(body)["data"]]
+            names = [str(model_entry["id"]) for model_entry in json.loads(body)["data"]]
         except (ValueError, KeyError, TypeError):
             return f"{url}: {body[:80]!r} is no list of models; is {self.model.url} an OpenAI-compatible server's?"
         if self.model.served_name is None:
@@ -165,9 +165,9 @@ class ExternalServer(HttpServer):
 
     # -- requests that are forwarded
 
-    async def _pass_on(self, request: web.Request) -> web.StreamResponse:
-        body = self._for_them(await self._body(request), request.path)
-        return await self._asked(request, request.path.removeprefix("/v1"), body)
+    async def _forward(self, request: web.Request) -> web.StreamResponse:
+        body = self._forwarded_body(await self._body(request), request.path)
+        return await self._send(request, request.path.removeprefix("/v1"), body)
 
     async def _body(self, request: web.Request) -> dict[str, Any]:
         if self._ended.is_set():
@@ -176,16 +176,16 @@ class ExternalServer(HttpServer):
             raise not_current(f"auxiliary model {self.model.name!r}: {self.trouble}")
         return json_object(await read_body(request))
 
-    def _for_them(self, body: dict[str, Any], path: str) -> dict[str, Any]:
+    def _forwarded_body(self, body: dict[str, Any], path: str) -> dict[str, Any]:
         """Return a request in the form that the external server understands."""
         wants_ids = bool(body.get("return_token_ids"))
-        sent = {key: value for key, value in body.items() if key not in OURS and value is not None}
+        forwarded = {key: value for key, value in body.items() if key not in OURS and value is not None}
         if wants_ids and self.model.token_ids:
-            sent["return_token_ids"] = True
-            sent.setdefault("logprobs", True if path.endswith("/chat/completions") else 0)
-        return {**sent, "model": self.served_name}
+            forwarded["return_token_ids"] = True
+            forwarded.setdefault("logprobs", True if path.endswith("/chat/completions") else 0)
+        return {**forwarded, "model": self.served_name}
 
-    async def _asked(self, request: web.Request, path: str, body: dict[str, Any]) -> web.StreamResponse:
+    async def _send(self, request: web.Request, path: str, body: dict[str, Any]) -> web.StreamResponse:
         """Forward a request and return the answer. A stream is forwarded piece by piece."""
         stream: web.StreamResponse | None = None
         self.load += 1
@@ -205,57 +205,63 @@ class ExternalServer(HttpServer):
         except (TimeoutError, aiohttp.ClientError) as error:
             if stream is not None:  # too late for an error answer: the stream breaks off
                 raise ConnectionResetError(f"{self._base}{path}: {type(error).__name__}: {error}") from error
-            raise self._failed(path, error) from None
+            raise self._send_error(path, error) from None
         finally:
             self.load -= 1
 
-    def _failed(self, path: str, error: Exception) -> ApiError:
+    def _send_error(self, path: str, error: Exception) -> ApiError:
         """Return the error answer for a failed request to the external server."""
         message = f"auxiliary model {self.model.name!r}: {self._base}{path}: {type(error).__name__}: {error}"
         if isinstance(error, TimeoutError):
-            said = f"{self._base}{path}: no answer within {self.model.timeout:g} s (auxiliary_models.timeout)"
-            return ApiError(504, said, code="server_timeout")
+            timed_out = f"{self._base}{path}: no answer within {self.model.timeout:g} s (auxiliary_models.timeout)"
+            return ApiError(504, timed_out, code="server_timeout")
         if not isinstance(error, aiohttp.ClientConnectionError):
             return ApiError(502, message, code="server_answer")
         self.trouble = f"{self._base}{path}: {type(error).__name__}: {error}"
-        self._look_now.set()
+        self._check_now.set()
         return not_current(message)
 
     async def _busy(self, answer: aiohttp.ClientResponse) -> ApiError:
-        said = (await answer.content.read(300)).decode(errors="replace")
+        error_text = (await answer.content.read(300)).decode(errors="replace")
         try:
             wait = float(answer.headers.get("Retry-After", 1.0))
         except ValueError:  # the header holds a date
             wait = 1.0
-        message = f"auxiliary model {self.model.name!r}: {answer.url}: HTTP status {answer.status}: {said}"
+        message = f"auxiliary model {self.model.name!r}: {answer.url}: HTTP status {answer.status}: {error_text}"
         return ApiError(503, message, code="server_busy", retry_after=wait)
 
     async def _score(self, request: web.Request) -> web.Response:
         """Return the logprob of every given token after the first, from an external server with vLLM's extensions."""
         body = await self._body(request)
         if not self.model.token_ids:
-            raise self._lacks("logprobs of given tokens")
-        given = validated(body, ScoreBody)
-        tokens = given.tokens
-        if given.temperature != 1:
-            raise bad_request(f"an external server scores at temperature 1 only; got {given.temperature:g}")
-        asked = {"model": self.served_name, "prompt": tokens, "max_tokens": 1, "prompt_logprobs": 0, "temperature": 1.0}
-        answer = await self._asked(request, "/completions", asked)
+            raise self._unsupported("logprobs of given tokens")
+        score = validated(body, ScoreBody)
+        tokens = score.tokens
+        if score.temperature != 1:
+            raise bad_request(f"an external server scores at temperature 1 only; got {score.temperature:g}")
+        fields = {
+            "model": self.served_name,
+            "prompt": tokens,
+            "max_tokens": 1,
+            "prompt_logprobs": 0,
+            "temperature": 1.0,
+        }
+        answer = await self._send(request, "/completions", fields)
         if not isinstance(answer, web.Response) or answer.status != 200 or not isinstance(answer.body, bytes):
             raise ApiError(502, f"{self._base}/completions: HTTP status {answer.status}", code="server_answer")
         try:
             rows = json.loads(answer.body)["choices"][0]["prompt_logprobs"][1:]
             logprobs = [float(row[str(token)]["logprob"]) for row, token in zip(rows, tokens[1:], strict=True)]
         except (ValueError, KeyError, IndexError, TypeError) as error:
-            raise self._lacks(f"prompt_logprobs ({type(error).__name__})") from error
+            raise self._unsupported(f"prompt_logprobs ({type(error).__name__})") from error
         return web.json_response({"logprobs": logprobs, "weight_version": [0, 0]})
 
-    async def _not_there(self, request: web.Request) -> web.Response:
-        raise self._lacks("the tokens of a text")
+    async def _refuse_tokenize(self, request: web.Request) -> web.Response:
+        raise self._unsupported("the tokens of a text")
 
-    def _lacks(self, what: str) -> ApiError:
+    def _unsupported(self, feature: str) -> ApiError:
         return bad_request(
-            f"auxiliary model {self.model.name!r} at {self._base} does not give {what}, which is needed here. Use "
+            f"auxiliary model {self.model.name!r} at {self._base} does not give {feature}, which is needed here. Use "
             "one that an engine of this run serves, or, where the server is a vLLM, set token_ids: true",
             code="no_token_ids",
         )

@@ -51,36 +51,36 @@ def experiences_at_once(
     logprobs: list[Any] = []
     sizes: list[int] = []
     for choice in choices:
-        ids, found = choice.get("token_ids"), numbers(choice)
-        if type(ids) is not list or type(found) is not list or not ids or len(ids) != len(found):
+        ids, choice_logprobs = choice.get("token_ids"), numbers(choice)
+        if type(ids) is not list or type(choice_logprobs) is not list or not ids or len(ids) != len(choice_logprobs):
             return None
         if choice.get("prompt_token_ids") is not None or "prompt_text" in choice:
             return None
         responses.append(ids)
-        logprobs.append(found)
+        logprobs.append(choice_logprobs)
         sizes.append(len(ids))
     versions = _versions(answer)
     if versions is None or not choices:
         return None
     try:
         tokens = array("i", chain.from_iterable(chain(prompt, ids) for ids in responses))
-        given = np.frombuffer(array("d", chain.from_iterable(logprobs)))
+        flat_logprobs = np.frombuffer(array("d", chain.from_iterable(logprobs)))
     except (TypeError, OverflowError):  # the fault of one choice: the choice-by-choice path reports it
         return None
-    if not LEAST_LOGPROB < given.min() <= given.max() < LARGEST_LOGPROB:  # also false for NaN
+    if not LEAST_LOGPROB < flat_logprobs.min() <= flat_logprobs.max() < LARGEST_LOGPROB:  # also false for NaN
         return None
-    heat, length, count = sampling_temperature("temperature", temperature or 1.0), len(prompt), len(choices)
+    divisor, length, count = sampling_temperature("temperature", temperature or 1.0), len(prompt), len(choices)
     columns: dict[str, Iterable[Any]] = {
         "eid": new_eids(count),
         "tokens": _split(torch.frombuffer(tokens, dtype=torch.int32), [length + size for size in sizes]),
-        "logprobs": _split(torch.from_numpy(given.astype(np.float32)), sizes),
-        "action_mask": _split(torch.ones(len(given), dtype=torch.bool), sizes),
+        "logprobs": _split(torch.from_numpy(flat_logprobs.astype(np.float32)), sizes),
+        "action_mask": _split(torch.ones(len(flat_logprobs), dtype=torch.bool), sizes),
         "response_text": map(text_of, choices),
-        "truncate_status": [None if one.get("finish_reason") in WHOLE else RESPONSE_TRUNCATED for one in choices],
+        "truncate_status": [None if choice.get("finish_reason") in WHOLE else RESPONSE_TRUNCATED for choice in choices],
         "versions": versions,
         "prompt_length": repeat(length),
         "prompt_text": repeat(prompt_text),
-        "temperature": repeat(heat),
+        "temperature": repeat(divisor),
         "experience_type": repeat(SINGLE_TURN),
         "info": [{} for _ in choices],
         "metrics": [{} for _ in choices],
@@ -100,16 +100,16 @@ def _versions(answer: Mapping[str, Any]) -> list[Versions | None] | None:
     Return None for the whole answer if the versions do not have the usual form: whole numbers in rows of three, with
     one row per choice that starts at its first token.
     """
-    whole = answer.get("weight_version")
-    if whole is not None and not (type(whole) is list and len(whole) == 2 and _are_counts(whole)):
+    stated = answer.get("weight_version")
+    if stated is not None and not (type(stated) is list and len(stated) == 2 and _are_counts(stated)):
         return None
-    found: list[Versions | None] = []
+    versions: list[Versions | None] = []
     last: Any = None
     stamp = (0, 0, 0)
     for choice in answer["choices"]:
         rows = choice.get("weight_versions")
         if not rows:
-            found.append(None if whole is None else [(0, whole[0], whole[1])])
+            versions.append(None if stated is None else [(0, stated[0], stated[1])])
             continue
         if rows != last:
             if type(rows) is not list or len(rows) != 1 or type(rows[0]) is not list or len(rows[0]) != 3:
@@ -117,8 +117,8 @@ def _versions(answer: Mapping[str, Any]) -> list[Versions | None] | None:
             if rows[0][0] != 0 or not _are_counts(rows[0]):
                 return None
             last, stamp = rows, (0, rows[0][1], rows[0][2])
-        found.append([stamp])
-    return found
+        versions.append([stamp])
+    return versions
 
 
 def _are_counts(values: list[Any]) -> bool:

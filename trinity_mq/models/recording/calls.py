@@ -68,14 +68,14 @@ class Call:
     next run on the same wrapper is not added to the history of that run.
     """
 
-    def __init__(self, wrapper: RecordedModel, given: Mapping[str, Any], *, tokens: bool) -> None:
-        """Create the request. ``given`` is the caller's body. ``tokens``: experiences will be made from the answer."""
+    def __init__(self, wrapper: RecordedModel, fields: Mapping[str, Any], *, tokens: bool) -> None:
+        """Create the request. ``fields`` is the caller's body. ``tokens``: experiences will be made from the answer."""
         self._wrapper = wrapper
         self._history = wrapper.history
         self.model, self.url = wrapper.model, wrapper.model.url
-        self.body = _body(wrapper, given, tokens=tokens)
+        self.body = _body(wrapper, fields, tokens=tokens)
         # logprobs=0 is an explicit request
-        wants_logprobs = given.get("logprobs") is not None and given["logprobs"] is not False
+        wants_logprobs = fields.get("logprobs") is not None and fields["logprobs"] is not False
         self.headers = {**wrapper.headers, **({} if wants_logprobs or not tokens else LOGPROBS_HEADERS)}
 
     @property
@@ -174,7 +174,7 @@ class StreamedAnswer:
         self._call, self._history = call, history
         self._reader, self._gathered = EventReader(), Gathered()
         self._gathered.add(named)
-        history.expect(self._so_far)
+        history.expect(self._partial_experiences)
 
     def feed(self, data: bytes) -> None:
         """Add the events that end in ``data``.
@@ -197,29 +197,29 @@ class StreamedAnswer:
 
     def end(self) -> None:
         """Record the tokens received."""
-        self._history.settle(self._so_far)
+        self._history.settle(self._partial_experiences)
 
     close = end
 
     def forget(self) -> None:
         """Record nothing."""
-        self._history.settle(self._so_far, keep=False)
+        self._history.settle(self._partial_experiences, keep=False)
 
-    def _so_far(self) -> list[Experience]:
+    def _partial_experiences(self) -> list[Experience]:
         return self._call.read(self._gathered.answer())
 
 
 Recording = WholeAnswer | StreamedAnswer
 
 
-def _body(wrapper: RecordedModel, given: Mapping[str, Any], *, tokens: bool) -> dict[str, Any]:
+def _body(wrapper: RecordedModel, fields: Mapping[str, Any], *, tokens: bool) -> dict[str, Any]:
     """Return the body to send: the wrapper's sampling parameters, overridden by the caller's fields."""
-    fields = {name: value for name, value in given.items() if value is not None}
+    present = {name: value for name, value in fields.items() if value is not None}
     body = {"model": wrapper.model.name, **wrapper.sampling}
-    if "max_completion_tokens" in fields:
+    if "max_completion_tokens" in present:
         body.pop("max_tokens", None)
-    body |= fields
-    if "seed" not in fields and (seed := wrapper.seeds.next()) is not None:
+    body |= present
+    if "seed" not in present and (seed := wrapper.seeds.next()) is not None:
         body["seed"] = seed
     if tokens:
         chat = "messages" in body

@@ -20,7 +20,7 @@ class History:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._experiences: list[Experience] = []
-        self._coming: list[Partial] = []
+        self._partials: list[Partial] = []
 
     def add(self, experiences: Iterable[Experience]) -> None:
         """Append ``experiences``."""
@@ -30,15 +30,15 @@ class History:
     def expect(self, partial: Partial) -> None:
         """Register a partial answer, which :meth:`settle` or :meth:`take` evaluates."""
         with self._lock:
-            self._coming.append(partial)
+            self._partials.append(partial)
 
     def settle(self, partial: Partial, *, keep: bool = True) -> None:
         """Append the answer's experiences, once; with ``keep`` False discard them. Does nothing if :meth:`take` cleared
         it before.
         """
         with self._lock:
-            if partial in self._coming:
-                self._coming.remove(partial)
+            if partial in self._partials:
+                self._partials.remove(partial)
                 if keep:
                     self._experiences += partial()
 
@@ -47,10 +47,10 @@ class History:
         their current end.
         """
         with self._lock:
-            taken = [*self._experiences, *(experience for partial in self._coming for experience in partial())]
+            taken = [*self._experiences, *(experience for partial in self._partials for experience in partial())]
             if clear:
                 self._experiences.clear()
-                self._coming.clear()
+                self._partials.clear()
         return taken
 
 

@@ -43,23 +43,25 @@ def experiences_of(answer: Mapping[str, Any], temperature: float, *, text_only: 
         raise EngineRefused("the server's answer has no choices: it is no completion", 200, "no_choices")
     if text_only and any(choice.get("token_ids") is None for choice in choices):
         return [_text_experience(choice, temperature) for choice in choices]
-    if (found := experiences_at_once(answer, temperature, text_of)) is not None:
-        return found
+    if (experiences := experiences_at_once(answer, temperature, text_of)) is not None:
+        return experiences
     return [_experience(choice, answer, temperature) for choice in choices]
 
 
 def _experience(choice: Mapping[str, Any], answer: Mapping[str, Any], temperature: float) -> Experience:
     prompt = _ids(choice if choice.get("prompt_token_ids") is not None else answer, "prompt_token_ids")
     response = _ids(choice, "token_ids")
-    given = _logprobs(choice, len(response))
-    known = [value is not None and LEAST_LOGPROB < value < math.inf for value in given]
-    unknown = known.count(False)
-    logprobs = [value if is_known else 0.0 for value, is_known in zip(given, known, strict=True)] if unknown else given
+    values = _logprobs(choice, len(response))
+    is_finite = [value is not None and LEAST_LOGPROB < value < math.inf for value in values]
+    unknown = is_finite.count(False)
+    logprobs = (
+        [value if usable else 0.0 for value, usable in zip(values, is_finite, strict=True)] if unknown else values
+    )
     return Experience(
         experience_type=SINGLE_TURN,
         tokens=_tensor([*prompt, *response], torch.int32),
         logprobs=_tensor(logprobs, torch.float32),
-        action_mask=torch.tensor(known) if unknown else None,
+        action_mask=torch.tensor(is_finite) if unknown else None,
         metrics={"unknown_logprobs:sum": unknown} if unknown else None,
         prompt_length=len(prompt),
         prompt_text=choice.get("prompt_text", answer.get("prompt_text")),
@@ -91,15 +93,15 @@ def _ids(where: Mapping[str, Any], name: str) -> list[int]:
 
 
 def _logprobs(choice: Mapping[str, Any], count: int) -> list[float | None]:
-    found = numbers(choice)
-    if found is None or len(found) != count:
+    values = numbers(choice)
+    if values is None or len(values) != count:
         raise EngineRefused(
-            f"the server's answer has {'no' if found is None else len(found)} logprobs for {count} tokens, wanted one "
-            "for each: only engines that return logprobs of what they sampled make experiences",
+            f"the server's answer has {'no' if values is None else len(values)} logprobs for {count} tokens, wanted "
+            "one for each: only engines that return logprobs of what they sampled make experiences",
             200,
             "no_logprobs",
         )
-    return found
+    return values
 
 
 def _versions(choice: Mapping[str, Any], answer: Mapping[str, Any]) -> Versions | None:
@@ -139,7 +141,7 @@ def masked_experiences(error: PromptTooLong, count: int, temperature: float) -> 
 
 def is_asked(experiences: Sequence[Experience]) -> bool:
     """Return False if every experience is a placeholder for a prompt that is too long: the model was not asked."""
-    return not experiences or any(each.truncate_status != PROMPT_TRUNCATED for each in experiences)
+    return not experiences or any(experience.truncate_status != PROMPT_TRUNCATED for experience in experiences)
 
 
 def check_asked(experiences: list[Experience]) -> list[Experience]:

@@ -79,7 +79,7 @@ class Gathered:
                 if chunk.get(name) is not None:
                     self._answer[name] = chunk[name]
             for piece in chunk.get("choices") or ():
-                _extend(self._choices.setdefault(piece.get("index") or 0, _nothing()), piece)
+                _extend(self._choices.setdefault(piece.get("index") or 0, _new_choice()), piece)
 
     def answer(self) -> dict[str, Any]:
         """Return the answer so far, without choices that have not begun."""
@@ -89,7 +89,7 @@ class Gathered:
                 for _, choice in sorted(self._choices.items())
                 if choice["token_ids"] or (choice["token_ids"] is None and (any(choice["written"]) or choice["calls"]))
             ]
-            return {**self._answer, "choices": [_settled(choice) for choice in choices]}
+            return {**self._answer, "choices": [_as_choice(choice) for choice in choices]}
 
 
 def numbers(choice: Mapping[str, Any]) -> list[float | None] | None:
@@ -97,12 +97,12 @@ def numbers(choice: Mapping[str, Any]) -> list[float | None] | None:
     missing logprob.
     """
     logprobs = choice.get("logprobs") or {}
-    found: list[float | None] | None = choice.get("token_logprobs")
-    if found is None:
-        found = logprobs.get("token_logprobs")  # text completions
-    if found is None and logprobs.get("content") is not None:  # chat completions
-        found = [entry["logprob"] for entry in logprobs["content"]]
-    return found
+    values: list[float | None] | None = choice.get("token_logprobs")
+    if values is None:
+        values = logprobs.get("token_logprobs")  # text completions
+    if values is None and logprobs.get("content") is not None:  # chat completions
+        values = [entry["logprob"] for entry in logprobs["content"]]
+    return values
 
 
 def text_of(choice: Mapping[str, Any]) -> str:
@@ -128,7 +128,7 @@ def _call_text(call: Mapping[str, Any]) -> str:
     return f'<tool_call>\n{{"name": {name}, "arguments": {arguments}}}\n</tool_call>'
 
 
-def _nothing() -> dict[str, Any]:
+def _new_choice() -> dict[str, Any]:
     return {
         "token_ids": None,
         "token_logprobs": [],
@@ -145,21 +145,21 @@ def _extend(choice: dict[str, Any], piece: Mapping[str, Any]) -> None:
     choice["token_logprobs"] += numbers(piece) or ()
     for run in piece.get("weight_versions") or ():
         # weights that changed before a token came replace the version with which the choice began
-        choice["weight_versions"] = [known for known in choice["weight_versions"] if known[0] < run[0]] + [run]
+        choice["weight_versions"] = [row for row in choice["weight_versions"] if row[0] < run[0]] + [run]
     if "text" in piece:
         choice["is_text"] = True
     delta = piece.get("delta") or {}
     choice["written"].append(piece.get("text") or delta.get("content") or "")
     for call in delta.get("tool_calls") or ():
-        known = choice["calls"].setdefault(call.get("index") or 0, {"name": "", "arguments": ""})
-        for name in known:
-            known[name] += (call.get("function") or {}).get(name) or ""
+        texts = choice["calls"].setdefault(call.get("index") or 0, {"name": "", "arguments": ""})
+        for name in texts:
+            texts[name] += (call.get("function") or {}).get(name) or ""
     for name in ("finish_reason", "stop_reason", "response_text", "prompt_token_ids", "prompt_text"):
         if piece.get(name) is not None:
             choice[name] = piece[name]
 
 
-def _settled(choice: dict[str, Any]) -> dict[str, Any]:
+def _as_choice(choice: dict[str, Any]) -> dict[str, Any]:
     written, calls = "".join(choice.pop("written")), choice.pop("calls")
     if choice.pop("is_text", False):
         return {**choice, "text": written}

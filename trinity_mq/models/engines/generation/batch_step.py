@@ -84,10 +84,10 @@ class StaticBatcher:
         self._idle = asyncio.Event()
         self._idle.set()
         self._mode = pause_mode
-        self._still = asyncio.Event()
+        self._no_step_running = asyncio.Event()
         """Set while no decode step is being computed: between batch steps, and while a batch step is paused."""
-        self._still.set()
-        self._pause_control = PauseControl(self._stands_still)
+        self._no_step_running.set()
+        self._pause_control = PauseControl(self._report_paused)
         state.on_resume = self._resumed
         self._closing = False
         self._part = 0
@@ -141,21 +141,21 @@ class StaticBatcher:
         """Return when weights may be received. :data:`PauseMode` defines the treatment of a running batch step."""
         if self._mode == "keep":
             self._pause_control.hold()
-            await self._still.wait()
+            await self._no_step_running.wait()
             return
         if self._mode == "abort":
             self._pause_control.cut()
         await self._idle.wait()
 
-    def _stands_still(self) -> None:
+    def _report_paused(self) -> None:
         """Report from the worker thread that the batch step is paused."""
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits for this event
-            self._loop.call_soon_threadsafe(self._still.set)
+            self._loop.call_soon_threadsafe(self._no_step_running.set)
 
     def _resumed(self) -> None:
         """Continue after a pause, under the present weights."""
         if not self._idle.is_set():
-            self._still.clear()
+            self._no_step_running.clear()
         self._pause_control.release(self._state.version if self._state.phase == "current" else None)
 
     async def call(self, work: Callable[[], T]) -> T:
@@ -170,7 +170,7 @@ class StaticBatcher:
     async def run(self) -> None:
         """Serve until :meth:`close`."""
         try:
-            while await self._gathered():
+            while await self._wait_for_step():
                 if jobs := self._take():
                     await self._run_step(jobs)
         finally:
@@ -191,7 +191,7 @@ class StaticBatcher:
             log.warning("batch_step_cut_off", after_seconds=grace, sequences=self._running_sequences)
             self._generator.cancel()
 
-    async def _gathered(self) -> bool:
+    async def _wait_for_step(self) -> bool:
         """Wait until a batch step may start: requests are pending, none came for ``max_delay`` seconds, and the engine
         is not paused. Return False when closing.
         """
@@ -201,7 +201,7 @@ class StaticBatcher:
                 await self._arrived.wait()
                 continue
             if self._max_delay > 0:
-                await self._gather()
+                await self._wait_for_company()
             try:
                 async with asyncio.timeout(self._hold):
                     await self._state.running.wait()
@@ -213,7 +213,7 @@ class StaticBatcher:
                 return True
         return False
 
-    async def _gather(self) -> None:
+    async def _wait_for_company(self) -> None:
         loop = asyncio.get_running_loop()
         latest = loop.time() + GATHER_AT_MOST * self._max_delay
         while not self._closing and sum(job.sequences for job in self._pending) < self.max_sequences:
@@ -250,7 +250,7 @@ class StaticBatcher:
         started = loop.time()
         self._loop = loop
         self._idle.clear()
-        self._still.clear()
+        self._no_step_running.clear()
         self._pause_control.begin(version)
         spans: Spans = [(0, version)]
         self._running_sequences = sum(job.sequences for job in jobs)
@@ -267,7 +267,7 @@ class StaticBatcher:
                 failure = stopping()
             else:
                 log.exception("batch_step_failed", requests=len(jobs), sequences=self._running_sequences)
-                jobs = self._divided(jobs)
+                jobs = self._requeue_halves(jobs)
                 failure = ApiError(500, f"generation failed: {type(error).__name__}: {error}", code="generation_failed")
             for job in jobs:
                 if not job.answer.done():
@@ -277,37 +277,37 @@ class StaticBatcher:
                 if isinstance(job.request, GenerationRequest):
                     self.counters.tokens += sum(len(completion.token_ids) for completion in result)
                 if not job.answer.done():
-                    self._settle(job, result, spans)
+                    self._set_answer(job, result, spans)
             self.counters.batch_steps += 1
             self.counters.sequences += self._running_sequences
             self.counters.busy_seconds += loop.time() - started
         finally:
             self._running_sequences = 0
             self._idle.set()
-            self._still.set()
+            self._no_step_running.set()
 
-    def _divided(self, jobs: list[Job]) -> list[Job]:
+    def _requeue_halves(self, jobs: list[Job]) -> list[Job]:
         """Return the jobs of a failed batch step that fail now, and put the others back at the head of the queue.
 
         The requeued jobs form two parts that are computed apart, so that in the end the faulty job fails alone. The
         jobs that fail now are a single job, or streams that have begun.
         """
-        again = [job for job in jobs if not job.answer.done() and (job.stream is None or not job.stream.has_tokens)]
-        if len(jobs) == 1 or not again:
+        retried = [job for job in jobs if not job.answer.done() and (job.stream is None or not job.stream.has_tokens)]
+        if len(jobs) == 1 or not retried:
             return jobs
-        for half in (again[len(again) // 2 :], again[: len(again) // 2]):
+        for half in (retried[len(retried) // 2 :], retried[: len(retried) // 2]):
             self._part += 1
             for job in reversed(half):
                 job.part = self._part
                 self._pending.appendleft(job)
         self._arrived.set()
-        return [job for job in jobs if job not in again]
+        return [job for job in jobs if job not in retried]
 
-    def _settle(self, job: Job, result: Any, spans: Spans) -> None:
+    def _set_answer(self, job: Job, result: Any, spans: Spans) -> None:
         scored = isinstance(job.request, ScoreRequest)
         if not scored and any(math.isnan(math.fsum(completion.logprobs)) for completion in result):
-            lost = "generation failed: the model gave no number for a token of this request"
-            job.answer.set_exception(ApiError(500, lost, code="generation_failed"))
+            message = "generation failed: the model gave no number for a token of this request"
+            job.answer.set_exception(ApiError(500, message, code="generation_failed"))
         elif job.pin is not None and len(spans) > 1 and (problem := self._state.problem(job.pin)):
             job.answer.set_exception(problem)  # some tokens are from another version than the pinned version
         elif scored:

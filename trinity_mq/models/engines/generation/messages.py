@@ -69,11 +69,11 @@ def _message(message: Any, where: str) -> Message:
     role = present.get("role")
     if not isinstance(role, str) or not 0 < len(role) <= MAX_ROLE_CHARACTERS:
         raise MessageError(f"{where}.role is {role!r:.80}, wanted a role such as user", f"{where}.role")
-    calls, called = present.pop("tool_calls", None), present.pop("function_call", None)
-    if not calls and called:
-        calls = [{"function": called}]
-    read = {**present, "content": _text(present.get("content"), f"{where}.content")}
-    return {**read, "tool_calls": _calls(calls, f"{where}.tool_calls")} if calls else read
+    calls, function_call = present.pop("tool_calls", None), present.pop("function_call", None)
+    if not calls and function_call:
+        calls = [{"function": function_call}]
+    converted = {**present, "content": _text(present.get("content"), f"{where}.content")}
+    return {**converted, "tool_calls": _calls(calls, f"{where}.tool_calls")} if calls else converted
 
 
 def _text(content: Any, where: str) -> str:
@@ -115,8 +115,8 @@ def _arguments(arguments: Any) -> Any:
 
 def _tool(tool: Any, where: str) -> Message:
     if not isinstance(tool, Mapping) or tool.get("type") != "function":
-        seen = tool.get("type") if isinstance(tool, Mapping) else tool
-        raise MessageError(f"{where}.type is {json.dumps(seen, default=str)[:80]}, wanted 'function'", where)
+        tool_type = tool.get("type") if isinstance(tool, Mapping) else tool
+        raise MessageError(f"{where}.type is {json.dumps(tool_type, default=str)[:80]}, wanted 'function'", where)
     function = tool.get("function")
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
         raise MessageError(f"{where}.function has no name; give an object with name and parameters", where)
@@ -223,11 +223,11 @@ class Probe:
 
     def left_out(self, text: str) -> str:
         """Return the first part that ``text``, the rendered probe, leaves out; empty if it leaves out nothing."""
-        return next((what for mark, what in self._marks.items() if mark not in text), "")
+        return next((description for mark, description in self._marks.items() if mark not in text), "")
 
-    def _mark(self, what: str) -> str:
+    def _mark(self, description: str) -> str:
         mark = f"tmq{len(self._marks)}q"
-        self._marks[mark] = what
+        self._marks[mark] = description
         return mark
 
     def _message(self, number: int, turn: Turn) -> Message:
@@ -237,8 +237,10 @@ class Probe:
         if turn.role == "tool":
             message |= {"tool_call_id": "call00000", "name": "called"}
         if turn.calls:
-            what = f"tool calls (messages.{number})"
-            message["tool_calls"] = [_called(self._mark(what), turn.has_text_arguments) for _ in range(turn.calls)]
+            description = f"tool calls (messages.{number})"
+            message["tool_calls"] = [
+                _called(self._mark(description), turn.has_text_arguments) for _ in range(turn.calls)
+            ]
         return message
 
 

@@ -27,8 +27,8 @@ class StopStrings:
     def __call__(self, rows: Tensor, tokens: Tensor) -> Tensor:
         """Add the tokens that ``rows`` just sampled. Return True for rows in which a stop string is complete."""
         watched = [
-            (place, row, token)
-            for place, (row, token) in enumerate(zip(rows.tolist(), tokens.tolist(), strict=True))
+            (position, row, token)
+            for position, (row, token) in enumerate(zip(rows.tolist(), tokens.tolist(), strict=True))
             if row in self._sampled
         ]
         tails = []
@@ -36,8 +36,8 @@ class StopStrings:
             self._sampled[row].append(token)
             tails.append(self._sampled[row][-(max(map(len, self._stops[row])) + TAIL_SLACK) :])
         hits = torch.zeros(len(rows), dtype=torch.bool)
-        for (place, row, _), tail in zip(watched, self._decode(tails), strict=True):
-            hits[place] = any(stop in tail for stop in self._stops[row])
+        for (position, row, _), tail in zip(watched, self._decode(tails), strict=True):
+            hits[position] = any(stop in tail for stop in self._stops[row])
         return hits.to(rows.device)
 
 
@@ -45,14 +45,14 @@ def stop_in(text: str, stops: Sequence[str]) -> str | None:
     """Return the stop string at which :func:`cut` cuts ``text``, the shortest of several at the same place; None
     without a cut.
     """
-    places = sorted((place, len(stop), stop) for stop in stops if (place := text.find(stop)) >= 0)
-    return places[0][2] if places else None
+    positions = sorted((position, len(stop), stop) for stop in stops if (position := text.find(stop)) >= 0)
+    return positions[0][2] if positions else None
 
 
 def cut(text: str, stops: Sequence[str]) -> str:
     """Return ``text`` up to the first stop string in it."""
-    places = [place for place in (text.find(stop) for stop in stops) if place >= 0]
-    return text[: min(places)] if places else text
+    positions = [position for position in (text.find(stop) for stop in stops) if position >= 0]
+    return text[: min(positions)] if positions else text
 
 
 def without_end(token_ids: list[int], stop_ids: frozenset[int]) -> list[int]:

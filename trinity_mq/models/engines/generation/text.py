@@ -66,7 +66,7 @@ class TextCodec:
         self.end_id: int = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else min(stop_ids)
         """Token id that ends a response to imitate."""
         self.pad_id: int = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(stop_ids, default=0)
-        self._known_left_out = functools.lru_cache(maxsize=_SHAPES)(self._left_out)
+        self._cached_left_out = functools.lru_cache(maxsize=_SHAPES)(self._left_out)
 
     @classmethod
     def load(cls, folder: Path, *, trust_remote_code: bool = False) -> TextCodec:
@@ -107,9 +107,9 @@ class TextCodec:
                 ids = self._tokenizer.encode(text, add_special_tokens=special)
         except Exception as error:  # the Rust library raises plain Exception
             vocabulary = self._tokenizer.get_vocab()
-            strange = sorted({character for character in text if character not in vocabulary})
+            uncovered = sorted({character for character in text if character not in vocabulary})
             raise TextError(
-                f"the text {text[:40]!r} holds {''.join(strange)[:40]!r}, which the vocabulary of {len(vocabulary)} "
+                f"the text {text[:40]!r} holds {''.join(uncovered)[:40]!r}, which the vocabulary of {len(vocabulary)} "
                 f"tokens does not cover; use other text or add the characters to the model ({error})"
             ) from error
         return ids
@@ -202,7 +202,7 @@ class TextCodec:
     def _problem(self, template: str, shape: tuple[Turn, ...], has_tools: bool) -> str | None:
         if len(shape) > _LONGEST_SHAPE:
             return self._left_out(template, shape, has_tools)
-        return self._known_left_out(template, shape, has_tools)
+        return self._cached_left_out(template, shape, has_tools)
 
     def _left_out(self, template: str, shape: tuple[Turn, ...], has_tools: bool) -> str | None:
         """Return the part of messages of this shape that the template leaves out. Empty: nothing. None: it refuses the
@@ -236,18 +236,18 @@ class TextCodec:
         """
         messages = self.placed(messages, tools)
         if _GENERATION.search(_COMMENT.sub("", self._template(tools))):
-            whole, turns = self._marked_turns(messages, tools)
+            tokens, turns = self._marked_turns(messages, tools)
         else:
-            whole = self.encode(self.render(messages, tools, add_generation_prompt=False))
-            turns = list(self._rendered_turns(messages, tools, whole))
-        mask, has_end = [0] * len(whole), True
+            tokens = self.encode(self.render(messages, tools, add_generation_prompt=False))
+            turns = list(self._rendered_turns(messages, tools, tokens))
+        mask, has_end = [0] * len(tokens), True
         for start, stop in turns:
-            end = self._end_of_turn(whole, start, stop)
+            end = self._end_of_turn(tokens, start, stop)
             mask[start:end] = [1] * (end - start)
-            has_end = end > start and whole[end - 1] in self.stop_ids
+            has_end = end > start and tokens[end - 1] in self.stop_ids
         if turns and not has_end and messages[-1]["role"] == "assistant":
-            whole, mask = [*whole[:end], self.end_id], [*mask[:end], 1]
-        return MaskedTokens(whole, mask)
+            tokens, mask = [*tokens[:end], self.end_id], [*mask[:end], 1]
+        return MaskedTokens(tokens, mask)
 
     def _marked_turns(self, messages: Messages, tools: Tools) -> tuple[list[int], list[tuple[int, int]]]:
         """Return the tokens of a conversation and the assistant's turns by the template's marks. Tokens that open a
@@ -262,34 +262,34 @@ class TextCodec:
             return_dict=True,
             return_assistant_tokens_mask=True,
         )
-        whole, opening = list(rendered["input_ids"]), self._opening(messages, tools)
+        tokens, opening = list(rendered["input_ids"]), self._opening(messages, tools)
         bits = "".join(str(int(bit)) for bit in rendered["assistant_masks"])
         turns = []
         for run in re.finditer("1+", bits):
-            starts = (run.start() + more for more in range(len(opening), 0, -1))
-            opened = (start for start in starts if whole[max(0, start - len(opening)) : start] == opening)
-            turns.append((next(opened, run.start()), run.end()))
-        return whole, turns
+            starts = (run.start() + distance for distance in range(len(opening), 0, -1))
+            opening_starts = (start for start in starts if tokens[max(0, start - len(opening)) : start] == opening)
+            turns.append((next(opening_starts, run.start()), run.end()))
+        return tokens, turns
 
     def _opening(self, messages: Messages, tools: Tools) -> list[int]:
         """Return the tokens with which the template opens the assistant's turn in a prompt; no engine samples them."""
         first = next((number for number, message in enumerate(messages) if message["role"] == "assistant"), 0)
         try:
-            closed, asked = (
+            without_opening, with_opening = (
                 self.encode(self.render(messages[:first], tools, add_generation_prompt=asks)) for asks in (False, True)
             )
         except TextError:
             return []
-        return asked[_shared(closed, asked) :]
+        return with_opening[_shared(without_opening, with_opening) :]
 
-    def _rendered_turns(self, messages: Messages, tools: Tools, whole: list[int]) -> Iterator[tuple[int, int]]:
+    def _rendered_turns(self, messages: Messages, tools: Tools, tokens: list[int]) -> Iterator[tuple[int, int]]:
         for number, message in enumerate(messages):
             if message.get("role") != "assistant":
                 continue
             before = self.encode(self.render(messages[:number], tools)) if number else []
             through = self.encode(self.render(messages[: number + 1], tools, add_generation_prompt=False))
             start, stop = len(before), self._end_of_turn(through, len(before), len(through))
-            if whole[:start] != before or whole[:stop] != through[:stop]:
+            if tokens[:start] != before or tokens[:stop] != through[:stop]:
                 raise TextError(
                     f"the chat template writes the conversation up to message {number} differently once more follows, "
                     "so which tokens the assistant sampled cannot be told; use a template with {% generation %} marks, "
@@ -305,10 +305,10 @@ class TextCodec:
         The end is behind the first end-of-sequence token, which may also follow directly after ``stop`` or after white
         space. Without such a token the end is ``stop``.
         """
-        for place in range(start, len(tokens)):
-            if tokens[place] in self.stop_ids:
-                return place + 1
-            if place >= stop and not self.decode([tokens[place : place + 1]])[0].isspace():
+        for position in range(start, len(tokens)):
+            if tokens[position] in self.stop_ids:
+                return position + 1
+            if position >= stop and not self.decode([tokens[position : position + 1]])[0].isspace():
                 break
         return stop
 
@@ -320,14 +320,14 @@ class TextCodec:
             probe = self.encode(_PROBE)
         except TextError:
             probe = []
-        seen = {
+        identity = {
             "vocabulary": sorted(self._tokenizer.get_vocab().items()),
             "chat_template": self._tokenizer.chat_template,
             "stop": sorted(self.stop_ids),
             "pad": self.pad_id,
             "probe": probe,
         }
-        return hashlib.sha256(json.dumps(seen, sort_keys=True, default=str).encode()).hexdigest()[:16]
+        return hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def _stop_ids(tokenizer: Any, folder: Path) -> frozenset[int]:
@@ -336,10 +336,10 @@ def _stop_ids(tokenizer: Any, folder: Path) -> frozenset[int]:
     file = folder / "generation_config.json"
     if file.is_file():
         try:
-            found: int | list[int] | None = json.loads(file.read_text()).get("eos_token_id")
+            eos: int | list[int] | None = json.loads(file.read_text()).get("eos_token_id")
         except (OSError, ValueError) as error:
             raise ModelError(f"{file} cannot be read: {error}") from error
-        ids.update([found] if isinstance(found, int) else found or [])
+        ids.update([eos] if isinstance(eos, int) else eos or [])
     if not ids:
         raise ModelError(
             f"{folder} names no end-of-sequence token, in its tokenizer or in generation_config.json: responses would "

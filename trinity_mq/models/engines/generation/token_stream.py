@@ -157,5 +157,5 @@ def stamped(completion: Completion, spans: Spans) -> Completion:
     """Return a completion of a batch step with the versions of its tokens if the weights changed during the step."""
     if len(spans) == 1:
         return completion
-    ends = len(completion.token_ids)
-    return replace(completion, versions=tuple((first, *version) for first, version in spans if first < ends))
+    length = len(completion.token_ids)
+    return replace(completion, versions=tuple((first, *version) for first, version in spans if first < length))

@@ -118,7 +118,7 @@ class EngineHost:
                 reraise=True,
             ):
                 with attempt:
-                    await self._one_life()
+                    await self._run_until_death()
 
     async def stop(self) -> None:
         """End the engine for good; it finishes its batch step. Cancel :meth:`keep` before or after this call."""
@@ -133,7 +133,7 @@ class EngineHost:
                 log.warning("engine_killed", engine=self.id, after_seconds=STOP_GRACE)
                 self._process.kill()
                 await self._process.exited()
-            self._gone("gone")
+            self._mark_gone("gone")
             self.ready_file.unlink(missing_ok=True)
         await self._close_session()
 
@@ -266,7 +266,7 @@ class EngineHost:
         await self.refresh()
         log.info("engine_started", engine=self.id, pid=process.ready.pid, url=process.ready.url)
 
-    async def _one_life(self) -> None:
+    async def _run_until_death(self) -> None:
         """Start the engine unless it is alive, and watch it until it dies; raise EngineFailed if it died within one
         lease.
         """
@@ -283,7 +283,7 @@ class EngineHost:
             renewing.cancel()
         if self._closing:
             return
-        self._gone("loading")
+        self._mark_gone("loading")
         seconds = loop.time() - born
         log.warning("engine_died", engine=self.id, exit_code=code, after_seconds=round(seconds, 1))
         if seconds < self._lease:
@@ -320,7 +320,7 @@ class EngineHost:
         reported = {name: state[name] for name in REPORTED}
         self._change(alive=True, url=self._admin().url, version=version, **reported)
 
-    def _gone(self, state: str) -> None:
+    def _mark_gone(self, state: str) -> None:
         self._process = None
         self._change(alive=False, state=state, url="", version=None, load=0, asked_at=None)
 

@@ -72,8 +72,8 @@ class EngineProcess:
         except BaseException as error:
             started.kill()
             if isinstance(error, TimeoutError):
-                said = tail(output)
-                raise EngineFailed(f"the engine was not ready within {timeout:g} s; it said:\n{said}") from None
+                output_tail = tail(output)
+                raise EngineFailed(f"the engine was not ready within {timeout:g} s; it said:\n{output_tail}") from None
             raise
         finally:
             os.close(reader)

@@ -72,12 +72,12 @@ def kept_descriptor(word: str) -> int:
     return fd
 
 
-def announce(path: Path, fd: int | None, **said: str) -> None:
-    """Write the ready-file of this process with ``said``, its pid and its start time. Then close ``fd``, on which its
+def announce(path: Path, fd: int | None, **fields: str) -> None:
+    """Write the ready-file of this process with ``fields``, its pid and its start time. Then close ``fd``, on which its
     host waits.
     """
     process = psutil.Process()
-    ReadyFile(pid=process.pid, create_time=process.create_time(), **said).write(path)
+    ReadyFile(pid=process.pid, create_time=process.create_time(), **fields).write(path)
     if fd is not None:
         os.close(fd)
 

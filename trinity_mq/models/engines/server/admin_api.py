@@ -90,13 +90,13 @@ class AdminApi:
             raise ApiError(409, "a transfer is under way; POST /admin/resume cuts it off", code="busy")
         self._state.receiving = True
         # a task of its own, so that a resume can cut it off
-        self._transfer = asyncio.create_task(self._take_in(body), name="receive")
+        self._transfer = asyncio.create_task(self._receive_and_apply(body), name="receive")
         try:
             return await self._transfer
         except asyncio.CancelledError:
             self._transfer.cancel()
             await asyncio.wait({self._transfer})
-            if self._gone():
+            if self._client_disconnected():
                 raise
             raise ApiError(
                 409, "the transfer was cut off", code="receive_aborted", extra={"touched": self._touched()}
@@ -106,7 +106,7 @@ class AdminApi:
             self._transfer = None
 
     @staticmethod
-    def _gone() -> bool:
+    def _client_disconnected() -> bool:
         """Return whether this handler was cancelled (its client disconnected), not the transfer."""
         task = asyncio.current_task()
         return task is not None and task.cancelling() > 0
@@ -114,12 +114,12 @@ class AdminApi:
     def _touched(self) -> bool:
         return self._state.phase == "dirty"
 
-    async def _take_in(self, body: ReceiveBody) -> web.Response:
+    async def _receive_and_apply(self, body: ReceiveBody) -> web.Response:
         loop = asyncio.get_running_loop()
         started = loop.time()
         touched = False
-        given = body.spec.get("version")
-        version = None if given is None else (int(given[0]), int(given[1]))
+        spec_version = body.spec.get("version")
+        version = None if spec_version is None else (int(spec_version[0]), int(spec_version[1]))
         try:
             with span("receive weights", version=version, wait=True):
                 async with asyncio.timeout(body.timeout):

@@ -48,8 +48,10 @@ def guarded(token: str, handler: Handler) -> Handler:
     """Return ``handler`` restricted to requests with the bearer ``token``."""
 
     async def checked(request: web.Request) -> web.StreamResponse:
-        scheme, _, given = request.headers.get("Authorization", "").partition(" ")
-        if scheme.lower() != "bearer" or not hmac.compare_digest(given.encode(errors="surrogatepass"), token.encode()):
+        scheme, _, credentials = request.headers.get("Authorization", "").partition(" ")
+        if scheme.lower() != "bearer" or not hmac.compare_digest(
+            credentials.encode(errors="surrogatepass"), token.encode()
+        ):
             raise ApiError(
                 401, "admin routes want 'Authorization: Bearer <token of the ready-file>'", code="invalid_token"
             )
@@ -97,8 +99,8 @@ def validated(fields: Mapping[str, Any], body: type[B]) -> B:
             raise bad_request(
                 f"unknown option {where!r}; known: {', '.join(sorted(body.model_fields))}", where, "unknown_option"
             ) from None
-        seen = "" if first["type"] == "missing" else f", got {json.dumps(first['input'], default=repr)[:80]}"
-        raise bad_request(f"{where}: {first['msg']}{seen}", where) from None
+        sent_value = "" if first["type"] == "missing" else f", got {json.dumps(first['input'], default=repr)[:80]}"
+        raise bad_request(f"{where}: {first['msg']}{sent_value}", where) from None
 
 
 async def parsed(request: web.Request, body: type[B]) -> B:

@@ -25,17 +25,17 @@ class RowListener:
     ) -> None:
         self._listener = listener
         self._places = [(number, choice) for number, request in enumerate(requests) for choice in range(request.n)]
-        heard = [listener.listens(number) for number, _ in self._places]
-        self.listening = any(heard)
+        listens = [listener.listens(number) for number, _ in self._places]
+        self.listening = any(listens)
         """Whether :meth:`step` has a listener to call."""
-        self._heard = torch.tensor(heard, device=device)
+        self._listens = torch.tensor(listens, device=device)
         self._numbers = torch.tensor([number for number, _ in self._places])
         self._waiting = list(range(len(requests)))
-        self._left = torch.zeros(len(self._places), dtype=torch.bool, device=device)
+        self._abandoned = torch.zeros(len(self._places), dtype=torch.bool, device=device)
 
     def step(self, rows: Tensor, tokens: Tensor, logprobs: Tensor, ended: Tensor, stopped: Tensor) -> None:
         """Report the tokens that the unfinished ``rows`` just sampled; all arguments have one entry per row."""
-        chosen = self._heard[rows]
+        chosen = self._listens[rows]
         columns = [values[chosen].tolist() for values in (rows, tokens, logprobs, ended, stopped)]
         out = [
             Token(
@@ -56,12 +56,12 @@ class RowListener:
 
     def left(self) -> Tensor | None:
         """Return the rows of the whole batch without a waiting caller, bool ``[rows]``; None if they are unchanged."""
-        gone = [number for number in self._waiting if self._listener.left(number)]
-        if not gone:
+        abandoned = [number for number in self._waiting if self._listener.left(number)]
+        if not abandoned:
             return None
-        self._waiting = [number for number in self._waiting if number not in gone]
-        self._left |= torch.isin(self._numbers, torch.tensor(gone)).to(self._left.device)
-        return self._left
+        self._waiting = [number for number in self._waiting if number not in abandoned]
+        self._abandoned |= torch.isin(self._numbers, torch.tensor(abandoned)).to(self._abandoned.device)
+        return self._abandoned
 
 
 COMPACT_BELOW = 0.5
@@ -168,22 +168,22 @@ class _Cached:
         that saves work. Return the next input token of each sequence.
         """
         rows, present = self._rows, len(self._sequences.positions)
-        parents, place = rows.sequence, torch.arange(len(tokens), device=tokens.device)
-        following, more = tokens, False
+        parents, position = rows.sequence, torch.arange(len(tokens), device=tokens.device)
+        next_tokens, grows = tokens, False
         if not self._divided:
-            keys, places = torch.unique(rows.sequence * vocabulary + tokens, return_inverse=True)
+            keys, positions = torch.unique(rows.sequence * vocabulary + tokens, return_inverse=True)
             if len(keys) == len(tokens):
                 # from now on the sequences are in the order of the completions
-                self._divided, more = True, True
+                self._divided, grows = True, True
             else:
-                parents, following, place = keys // vocabulary, keys % vocabulary, places
-                more = len(keys) > len(torch.unique(rows.sequence))
-        if more or len(parents) <= COMPACT_BELOW * present:
+                parents, next_tokens, position = keys // vocabulary, keys % vocabulary, positions
+                grows = len(keys) > len(torch.unique(rows.sequence))
+        if grows or len(parents) <= COMPACT_BELOW * present:
             self._select(parents)
-            rows.sequence = place
-            return following
+            rows.sequence = position
+            return next_tokens
         # finished sequences continue with an arbitrary token
-        return tokens.new_zeros(present).index_copy_(0, parents, following)
+        return tokens.new_zeros(present).index_copy_(0, parents, next_tokens)
 
     def _select(self, chosen: Tensor) -> None:
         self._cache.batch_select_indices(chosen)
@@ -245,19 +245,19 @@ def decode(
         if row_listener is not None:
             if row_listener.listening:
                 row_listener.step(rows.ids, tokens, logprobs, done, stopped)
-            if (left := row_listener.left()) is not None:
-                done = done | left[rows.ids]
+            if (abandoned := row_listener.left()) is not None:
+                done = done | abandoned[rows.ids]
         unfinished = (~done).nonzero()[:, 0]
         if not len(unfinished):
             return recorder.finished()
         if len(unfinished) < len(done):
             rows.keep(unfinished)
             tokens = tokens[unfinished]
-        following = cached.append(tokens, vocabulary)
+        next_tokens = cached.append(tokens, vocabulary)
         if row_listener is not None:
             row_listener.between(step)
-        sequences.mask = torch.cat([sequences.mask, sequences.mask.new_ones(len(following), 1)], dim=1)
-        logits = _forward(model, cache, following[:, None], sequences.mask, sequences.positions[:, None])
+        sequences.mask = torch.cat([sequences.mask, sequences.mask.new_ones(len(next_tokens), 1)], dim=1)
+        logits = _forward(model, cache, next_tokens[:, None], sequences.mask, sequences.positions[:, None])
         sequences.positions = sequences.positions + 1
 
 

@@ -110,8 +110,8 @@ class TextGenerator:
             logits = self.model(input_ids=ids, attention_mask=mask, use_cache=False).logits
             for row, request in enumerate(batch):
                 length = len(request.token_ids)
-                heat = torch.full((length - 1,), request.temperature, dtype=torch.float32, device=self.device)
-                logprobs = tempered_logprobs(logits[row, : length - 1], heat)
+                temperatures = torch.full((length - 1,), request.temperature, dtype=torch.float32, device=self.device)
+                logprobs = tempered_logprobs(logits[row, : length - 1], temperatures)
                 results.append(logprobs.gather(-1, ids[row, 1:length, None])[:, 0].tolist())
         return results
 
@@ -146,19 +146,19 @@ class TextGenerator:
         return data
 
 
-def choose_device(wanted: str) -> str:
+def choose_device(device: str) -> str:
     """Return ``cuda`` or ``cpu``; ``auto`` chooses a GPU if one exists.
 
     Raises:
         ModelError: ``cuda`` is set, but torch sees no GPU.
     """
-    if wanted == "auto":
+    if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
-    if wanted == "cuda" and not torch.cuda.is_available():
+    if device == "cuda" and not torch.cuda.is_available():
         raise ModelError(
             "model.device is cuda, but torch sees no GPU; set model.device=auto or cpu, or install torch for CUDA"
         )
-    return wanted
+    return device
 
 
 def _batches(requests: Sequence[ScoreRequest]) -> list[list[ScoreRequest]]:
@@ -194,16 +194,16 @@ def fixed_generator(
     config = auxiliary.model
     if config is None:
         raise ModelError(f"auxiliary model {auxiliary.name!r} has no section model")
-    found = ensure_model_folder(config, folder, seed)
-    generator = TextGenerator.build(config, found, num_threads=num_threads)
+    path = ensure_model_folder(config, folder, seed)
+    generator = TextGenerator.build(config, path, num_threads=num_threads)
     try:
-        saved = AutoModelForCausalLM.from_pretrained(found, trust_remote_code=config.trust_remote_code)
+        saved = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=config.trust_remote_code)
         generator.apply(generator.check(named_weights(saved)))
     except (OSError, ValueError) as error:
         raise ModelError(
-            f"auxiliary model {auxiliary.name!r}: the weights in {found} cannot be read: {' '.join(str(error).split())}"
+            f"auxiliary model {auxiliary.name!r}: the weights in {path} cannot be read: {' '.join(str(error).split())}"
         ) from error
-    return generator, found
+    return generator, path
 
 
 async def takes_no_weights(spec: dict[str, Any]) -> Mapping[str, Any]:

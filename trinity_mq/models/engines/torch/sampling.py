@@ -36,17 +36,17 @@ def choose(
     Returns:
         Token ids int64 ``[samples]`` and logprobs float32 ``[samples]``.
     """
-    most = max(1, MAX_ELEMENTS // logits.shape[-1])
-    if len(uniforms) <= most:
+    max_rows = max(1, MAX_ELEMENTS // logits.shape[-1])
+    if len(uniforms) <= max_rows:
         return _choose(logits, temperature, top_p, uniforms, source)
     parts = []
-    for start in range(0, len(uniforms), most):
-        chunk = slice(start, start + most)
+    for start in range(0, len(uniforms), max_rows):
+        chunk = slice(start, start + max_rows)
         if source is None:
             parts.append(_choose(logits[chunk], temperature[chunk], top_p[chunk], uniforms[chunk], None))
         else:
-            rows, own = torch.unique(source[chunk], return_inverse=True)
-            parts.append(_choose(logits[rows], temperature[rows], top_p[rows], uniforms[chunk], own))
+            rows, row_of_sample = torch.unique(source[chunk], return_inverse=True)
+            parts.append(_choose(logits[rows], temperature[rows], top_p[rows], uniforms[chunk], row_of_sample))
     return torch.cat([tokens for tokens, _ in parts]), torch.cat([logprobs for _, logprobs in parts])
 
 
@@ -89,9 +89,9 @@ def _nucleus(probabilities: Tensor, top_p: Tensor) -> Tensor:
     """
     ordered, order = probabilities.sort(dim=-1, descending=True)
     before = ordered.cumsum(-1, dtype=torch.float64) - ordered
-    kept = torch.where(before < top_p[:, None].double(), ordered, torch.zeros_like(ordered))
-    kept[:, 0] = ordered[:, 0]  # the most likely token, however small top_p is
-    nucleus = torch.zeros_like(probabilities).scatter_(-1, order, kept)
+    nucleus_values = torch.where(before < top_p[:, None].double(), ordered, torch.zeros_like(ordered))
+    nucleus_values[:, 0] = ordered[:, 0]  # the most likely token, however small top_p is
+    nucleus = torch.zeros_like(probabilities).scatter_(-1, order, nucleus_values)
     return torch.where((top_p < 1)[:, None], nucleus, probabilities)
 
 

@@ -17,10 +17,10 @@ def named_weights(model: nn.Module) -> dict[str, Tensor]:
     """Return parameters and persistent buffers by name in the model's order; tied weights appear once."""
     saved = model.state_dict(keep_vars=True)
     weights: dict[str, Tensor] = {}
-    seen: set[int] = set()
+    tensor_ids: set[int] = set()
     for name, tensor in saved.items():
-        if id(tensor) not in seen:
-            seen.add(id(tensor))
+        if id(tensor) not in tensor_ids:
+            tensor_ids.add(id(tensor))
             weights[name] = tensor
     return weights
 
@@ -38,8 +38,8 @@ def check(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     aliases = {name: canonical[id(tensor)] for name, tensor in model.state_dict(keep_vars=True).items()}
     unknown = [name for name in tensors if name not in aliases]
     if unknown:
-        near = difflib.get_close_matches(unknown[0], aliases, n=1)
-        hint = f"; nearest known name: {near[0]!r}" if near else ""
+        similar = difflib.get_close_matches(unknown[0], aliases, n=1)
+        hint = f"; nearest known name: {similar[0]!r}" if similar else ""
         raise WeightsError(
             f"{len(unknown)} of {len(tensors)} tensors are not of this model, first {unknown[0]!r}{hint}"
         )

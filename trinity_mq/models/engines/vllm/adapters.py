@@ -71,8 +71,8 @@ def adapter_plan(config: Config, folder: Path, *, cpu: bool) -> AdapterPlan | No
         )
     layers = adapted_layers(config.model, lora, folder)
     # one adapter per version of the data in use, and one for the version being loaded, which the canary uses
-    least, most = AT_ONCE
-    versions = max(least, min(config.synchronizer.effective_max_staleness + 2, most))
+    min_adapters, max_adapters = AT_ONCE
+    versions = max(min_adapters, min(config.synchronizer.effective_max_staleness + 2, max_adapters))
     return AdapterPlan(lora, api.adapter_room(lora.r, versions, layers), tensor_shapes(layers, lora.r))
 
 
@@ -93,20 +93,20 @@ def adapted_layers(config: ModelConfig, lora: LoraConfig, folder: Path) -> Layer
             model = AutoModelForCausalLM.from_config(described, trust_remote_code=trust)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ModelError(f"{folder} does not hold a causal language model: {' '.join(str(error).split())}") from error
-    head, ends = model.get_output_embeddings(), lora.target_modules
+    head, targets = model.get_output_embeddings(), lora.target_modules
     linear = {
         name: (module.in_features, module.out_features)
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear) and module is not head
     }
-    if isinstance(ends, str):
+    if isinstance(targets, str):
         return linear
-    chosen = [name for name, _ in model.named_modules() if any(f".{name}".endswith(f".{end}") for end in ends)]
+    chosen = [name for name, _ in model.named_modules() if any(f".{name}".endswith(f".{target}") for target in targets)]
     if not chosen or not linear.keys() >= set(chosen):
-        what = f"names {next(name for name in chosen if name not in linear)!r}" if chosen else "names no layer"
+        problem = f"names {next(name for name in chosen if name not in linear)!r}" if chosen else "names no layer"
         raise ModelError(
-            f"model.lora.target_modules is {ends}, which {what}; vLLM serves adapters on linear layers, without the "
-            f"output layer. They end in {', '.join(sorted({name.rpartition('.')[2] for name in linear}))}: choose "
+            f"model.lora.target_modules is {targets}, which {problem}; vLLM serves adapters on linear layers, without "
+            f"the output layer. They end in {', '.join(sorted({name.rpartition('.')[2] for name in linear}))}: choose "
             "among these, or set model.lora.sync to merged"
         )
     return {name: linear[name] for name in chosen}
@@ -129,10 +129,10 @@ def check(tensors: Mapping[str, Tensor], shapes: Mapping[str, list[int]]) -> Non
     """
     advice = "; start engine and trainer with the same model.lora"
     if unknown := [name for name in tensors if name not in shapes]:
-        near = difflib.get_close_matches(unknown[0], shapes, n=1) or list(shapes)[:1]
+        similar = difflib.get_close_matches(unknown[0], shapes, n=1) or list(shapes)[:1]
         raise WeightsError(
             f"{len(unknown)} of {len(tensors)} tensors are not of the adapter that model.lora describes, first "
-            f"{unknown[0]!r}, where {near[0]!r} is wanted: lora_A and lora_B of the linear layers of "
+            f"{unknown[0]!r}, where {similar[0]!r} is wanted: lora_A and lora_B of the linear layers of "
             f"model.lora.target_modules, none of embeddings or the output layer{advice}"
         )
     if missing := [name for name in shapes if name not in tensors]:
@@ -214,7 +214,7 @@ class Adapters:
         One of the adapters that fit into a batch is reserved for the canary of the next sync. Without it the canary
         would wait until all requests of an older adapter have ended.
         """
-        used = [one for one in self._held if one.users]
+        used = [adapter for adapter in self._held if adapter.users]
         return self._current in used or len(used) < self._most
 
     @contextlib.contextmanager
@@ -252,10 +252,10 @@ class Adapters:
     async def serve(self, adapter: Adapter) -> None:
         """Answer new requests with ``adapter``, and unload adapters that no request uses any more."""
         self._current = adapter
-        unused = [one for one in self._held if one is not adapter and not one.users]
-        for one in unused:
-            self._held.remove(one)
-            await self._remove(one)
+        unused = [held for held in self._held if held is not adapter and not held.users]
+        for held in unused:
+            self._held.remove(held)
+            await self._remove(held)
 
     async def _remove(self, adapter: Adapter) -> None:
         try:
@@ -268,11 +268,13 @@ class Adapters:
 class AdapterGenerator(VllmGenerator):
     """Weight updates by adapters, which this process receives instead of vLLM's workers."""
 
-    def __init__(self, adapters: Adapters, plan: AdapterPlan, receiver: Receiver, /, *args: Any, **more: Any) -> None:
+    def __init__(
+        self, adapters: Adapters, plan: AdapterPlan, receiver: Receiver, /, *args: Any, **options: Any
+    ) -> None:
         """Create the generator. ``receiver`` returns the tensors of a transfer; the other arguments are for the base
         class.
         """
-        super().__init__(*args, **more)
+        super().__init__(*args, **options)
         self._adapters, self._plan, self._receiver = adapters, plan, receiver
 
     async def receive(self, spec: dict[str, Any]) -> Mapping[str, Any]:

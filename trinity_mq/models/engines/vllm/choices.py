@@ -82,11 +82,11 @@ class Choices:
         return [(index, self._continued(index, row)) for index, row in enumerate(self._rows) if not row.ended]
 
     def _continued(self, index: int, row: _Row) -> GenerationRequest:
-        asked, length = self._request, len(row.token_ids)
+        original, length = self._request, len(row.token_ids)
         # the same seed would draw the same numbers again
-        seed = None if asked.seed is None else (asked.seed + (length << 24) + (index << 48)) & SEED_MASK
-        prompt = [*asked.prompt, *row.token_ids]
-        return replace(asked, prompt=prompt, max_tokens=asked.max_tokens - length, n=1, seed=seed)
+        seed = None if original.seed is None else (original.seed + (length << 24) + (index << 48)) & SEED_MASK
+        prompt = [*original.prompt, *row.token_ids]
+        return replace(original, prompt=prompt, max_tokens=original.max_tokens - length, n=1, seed=seed)
 
     def take(self, event: Mapping[str, Any], only: int | None = None) -> None:
         """Add the tokens of one event, and pass them on to the listener. ``only`` is the index of the choice if it was
@@ -101,12 +101,12 @@ class Choices:
             if row.ended:
                 continue
             tokens = list(zip(part["token_ids"] or (), api.read_logprobs(part), strict=True))
-            for place, (token, logprob) in enumerate(tokens, 1):
+            for position, (token, logprob) in enumerate(tokens, 1):
                 row.token_ids.append(token)
                 row.logprobs.append(logprob)
                 if self._stops and self._complete(row):
                     row.ended = "stop"
-                elif place == len(tokens):
+                elif position == len(tokens):
                     row.ended = part["finish_reason"]
                 news.append(Token(0, index, token, logprob, _reason(row.ended), self._change(row)))
                 if row.ended:
@@ -147,16 +147,16 @@ def _reason(ended: str | None) -> FinishReason | None:
     return "stop" if ended == "stop" else "length"
 
 
-def as_tokens(completions: Sequence[Completion], said: Version) -> list[Token]:
-    """Return the tokens that one stream would have delivered. ``said`` is the version announced at its start."""
+def as_tokens(completions: Sequence[Completion], announced: Version) -> list[Token]:
+    """Return the tokens that one stream would have delivered. ``announced`` is the version announced at its start."""
     tokens = []
     for number, completion in enumerate(completions):
         changes = {first: (generation, step) for first, generation, step in completion.versions}
         last = len(completion.token_ids) - 1
-        for place, (token, logprob) in enumerate(zip(completion.token_ids, completion.logprobs, strict=True)):
-            version = changes.get(place)
-            if place == 0 and version == said:
+        for position, (token, logprob) in enumerate(zip(completion.token_ids, completion.logprobs, strict=True)):
+            version = changes.get(position)
+            if position == 0 and version == announced:
                 version = None
-            ended = completion.finish_reason if place == last else None
+            ended = completion.finish_reason if position == last else None
             tokens.append(Token(0, number, token, logprob, ended, version))
     return tokens

@@ -41,7 +41,7 @@ class VllmClient:
     async def healthy(self) -> bool:
         """Return whether the server accepts requests."""
         try:
-            async with self._now().get(HOST + api.HEALTH) as response:
+            async with self._open_session().get(HOST + api.HEALTH) as response:
                 return response.status == 200
         except (aiohttp.ClientError, OSError):
             return False
@@ -59,16 +59,16 @@ class VllmClient:
 
     async def command(self, path: str, body: Mapping[str, Any], timeout: float) -> None:
         """Send a command whose answer is text or empty; errors as :meth:`post`."""
-        status, said = await self._posted(path, body, timeout)
+        status, answer = await self._posted(path, body, timeout)
         if status != 200:
-            _checked(status, said)
+            _checked(status, answer)
 
     async def _posted(
         self, path: str, body: Mapping[str, Any] | None, timeout: float | None, **query: str
     ) -> tuple[int, bytes]:
         limit = aiohttp.ClientTimeout(total=timeout)
         try:
-            async with self._now().post(HOST + path, json=body or {}, params=query, timeout=limit) as response:
+            async with self._open_session().post(HOST + path, json=body or {}, params=query, timeout=limit) as response:
                 return response.status, await response.read()
         except TimeoutError as error:
             raise _failed(f"vLLM did not answer {path} within {timeout or 0:g} s") from error
@@ -78,7 +78,7 @@ class VllmClient:
     async def events(self, path: str, body: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
         """Yield the events of a streamed answer; closing the iterator ends the request. Errors as :meth:`post`."""
         try:
-            async with self._now().post(HOST + path, json=body) as response:
+            async with self._open_session().post(HOST + path, json=body) as response:
                 if response.status != 200:
                     _checked(response.status, await response.read())
                 async for line in response.content:
@@ -93,7 +93,7 @@ class VllmClient:
         except (aiohttp.ClientError, OSError) as error:
             raise stopping() from error
 
-    def _now(self) -> aiohttp.ClientSession:
+    def _open_session(self) -> aiohttp.ClientSession:
         assert self._session is not None, "used outside its context"
         return self._session
 

@@ -106,9 +106,9 @@ async def vllm_parts(config: Config, folder: Path, receiver: Receiver) -> AsyncI
         room = plan.room if plan else None
         command = api.server_command(folder, socket, config.model, rollout, max_model_len, cpu=cpu, room=room)
         settings = api.server_environment(rollout, cpu_threads(config, rollout.num_threads), adapters=plan is not None)
-        ours = {name: value for name, value in os.environ.items() if name != TOKEN_VARIABLE}
+        inherited = {name: value for name, value in os.environ.items() if name != TOKEN_VARIABLE}
         child = await asyncio.create_subprocess_exec(
-            *command, stdin=asyncio.subprocess.DEVNULL, env={**ours, **settings}
+            *command, stdin=asyncio.subprocess.DEVNULL, env={**inherited, **settings}
         )
         log.info("vllm_started", pid=child.pid)
         try:

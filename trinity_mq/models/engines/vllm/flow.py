@@ -209,21 +209,21 @@ class Flow:
             raise problem
         while True:
             async with self._admitted(request.n, pin) as served:
-                choices = await self._asked(request, served)
+                choices = await self._complete(request, served)
                 if served.adapter and request.top_p < 1:
                     choices = [(await self._untruncated(request, choice, pin, served))[0] for choice in choices]
             if any(choice.aborted for choice in choices):
                 continue
             versions = [choice.versions or ((0, *served.version),) for choice in choices]
-            by = {(span[1], span[2]) for spans in versions for span in spans}
-            if max(by) > served.version:
-                await self._committed(max(by))
-            if pin is not None and by != {pin}:  # it continued through a pause while the pinned weights were replaced
+            sampled_by = {(span[1], span[2]) for spans in versions for span in spans}
+            if max(sampled_by) > served.version:
+                await self._committed(max(sampled_by))
+            if pin is not None and sampled_by != {pin}:  # the pinned weights were replaced in a pause
                 raise self._state.problem(pin) or not_current("the weights that this is pinned to have gone")
             if request.top_p == 1 or served.adapter:
                 break
             scored = [await self._untruncated(request, choice, pin) for choice in choices]
-            if by == {scorer for _, scorer in scored}:
+            if sampled_by == {scorer for _, scorer in scored}:
                 choices = [choice for choice, _ in scored]
                 break  # else new weights came in between: these logprobs are not from the weights that sampled
         self.counters.tokens += sum(len(choice.token_ids) for choice in choices)
@@ -232,17 +232,17 @@ class Flow:
         ]
         return completions, min((span[1], span[2]) for spans in versions for span in spans)
 
-    async def _asked(self, request: GenerationRequest, served: Served) -> list[api.Choice]:
+    async def _complete(self, request: GenerationRequest, served: Served) -> list[api.Choice]:
         if request.temperature == 0 and request.n > 1:  # vLLM refuses n identical greedy samples
-            return await self._asked(replace(request, n=1), served) * request.n
+            return await self._complete(replace(request, n=1), served) * request.n
         if request.stop:
             choices = Choices(request, self._codec.decode, None)
-            await self._followed(request, served, choices)
+            await self._read_events(request, served, choices)
             return choices.result()
         body = api.generate_body(request, api.label(served.version), served.adapter)
         return api.read_choices(await self._client.post(api.GENERATE, body))
 
-    async def _followed(
+    async def _read_events(
         self, request: GenerationRequest, served: Served, choices: Choices, only: int | None = None
     ) -> None:
         """Read an answer as it is sampled; stop strings are detected here, because vLLM runs without a tokenizer."""
@@ -276,7 +276,7 @@ class Flow:
             parts = choices.rest()
             async with self._admitted(sum(part.n for _, part in parts), pin) as served, self._streaming():
                 choices.begin(served.version)
-                work = run_concurrently([self._followed(part, served, choices, only) for only, part in parts])
+                work = run_concurrently([self._read_events(part, served, choices, only) for only, part in parts])
                 cut_off = await run_until_set(self._weights_come, work)
             if choices.strayed:
                 raise not_current("weights changed while this was streamed, under its version's name; ask again")
@@ -307,13 +307,13 @@ class Flow:
             raise not_current("the weights that sampled this were not committed; ask again, or use another engine")
 
     async def _untruncated(
-        self, request: GenerationRequest, choice: api.Choice, pin: Version | None, held: Served | None = None
+        self, request: GenerationRequest, choice: api.Choice, pin: Version | None, served: Served | None = None
     ) -> tuple[api.Choice, Version]:
         """Return the choice with logprobs before truncation, and their weight version. vLLM returns logprobs after
         truncation.
         """
-        whole = ScoreRequest([*request.prompt, *choice.token_ids], request.temperature or 1.0)
-        scores, version = await self._scored(whole, pin, held)
+        sequence = ScoreRequest([*request.prompt, *choice.token_ids], request.temperature or 1.0)
+        scores, version = await self._scored(sequence, pin, served)
         return replace(choice, logprobs=scores[len(request.prompt) - 1 :]), version
 
     async def _scored(
@@ -322,22 +322,22 @@ class Flow:
         """Return the logprobs and their weight version. ``held``: weights that already answer the request; None: the
         weights that are served next.
         """
-        heat = request.temperature or 1.0
-        if heat != 1 and len(request.token_ids) * self._vocabulary > api.SCORED_AT_ONCE:
+        temperature = request.temperature or 1.0
+        if temperature != 1 and len(request.token_ids) * self._vocabulary > api.SCORED_AT_ONCE:
             raise bad_request(
-                f"logprobs of {len(request.token_ids)} tokens at temperature {heat:g} need {self._vocabulary} logprobs "
-                f"for each, more than {api.SCORED_AT_ONCE} together: vLLM scores given tokens at temperature 1 only. "
-                "Use temperature 1, or the transformers engine",
+                f"logprobs of {len(request.token_ids)} tokens at temperature {temperature:g} need {self._vocabulary} "
+                f"logprobs for each, more than {api.SCORED_AT_ONCE} together: vLLM scores given tokens at temperature "
+                "1 only. Use temperature 1, or the transformers engine",
                 "temperature",
                 "unsupported_option",
             )
         while True:
             async with contextlib.nullcontext(held) if held else self._admitted(1, pin) as served:
-                body = api.score_body(request.token_ids, heat, api.label(served.version), served.adapter)
+                body = api.score_body(request.token_ids, temperature, api.label(served.version), served.adapter)
                 answer = await self._client.post(api.GENERATE, body)
             [sampled] = api.read_choices(answer)
             if not sampled.aborted and all(span[1:] == served.version for span in sampled.versions):
-                return api.read_scores(answer, request.token_ids, heat), served.version
+                return api.read_scores(answer, request.token_ids, temperature), served.version
 
     def _completion(
         self, request: GenerationRequest, choice: api.Choice, versions: tuple[tuple[int, int, int], ...]
@@ -359,23 +359,23 @@ async def run_concurrently(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     """
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(one) for one in work]
+            tasks = [group.create_task(coroutine) for coroutine in work]
     except BaseExceptionGroup as failed:
         raise failed.exceptions[0] from None
     return [task.result() for task in tasks]
 
 
-async def run_until_set(come: asyncio.Event, work: Coroutine[Any, Any, Any]) -> bool:
-    """Run ``work`` until ``come`` is set. Return True if it was cut off, False if it finished; its exceptions are
+async def run_until_set(event: asyncio.Event, work: Coroutine[Any, Any, Any]) -> bool:
+    """Run ``work`` until ``event`` is set. Return True if it was cut off, False if it finished; its exceptions are
     raised.
     """
-    working, coming = asyncio.create_task(work), asyncio.create_task(come.wait())
+    working, waiting = asyncio.create_task(work), asyncio.create_task(event.wait())
     try:
-        await asyncio.wait({coming, working}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({waiting, working}, return_when=asyncio.FIRST_COMPLETED)
     finally:
         working.cancel()
-        coming.cancel()
-        await asyncio.wait({coming, working})
+        waiting.cancel()
+        await asyncio.wait({waiting, working})
     if working.cancelled():
         return True
     working.result()

@@ -118,7 +118,7 @@ class OpenAIApi:
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         """Answer a conversation."""
-        pin = self._admitted(request.headers)
+        pin = self._check_admission(request.headers)
         received = await read_body(request)
         works_for(request.headers)
         chat = await self._read(
@@ -134,18 +134,18 @@ class OpenAIApi:
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         """Answer a request to continue prompts."""
-        pin = self._admitted(request.headers)
+        pin = self._check_admission(request.headers)
         received = await read_body(request)
         works_for(request.headers)
-        asked = await self._read(len(received), lambda: self._completion(json_object(received), request.headers))
-        if asked.body.stream:
-            if len(asked.prompts) > 1:
+        completion = await self._read(len(received), lambda: self._completion(json_object(received), request.headers))
+        if completion.body.stream:
+            if len(completion.prompts) > 1:
                 raise bad_request(
-                    f"stream=true with {len(asked.prompts)} prompts; stream one prompt a request", "prompt"
+                    f"stream=true with {len(completion.prompts)} prompts; stream one prompt a request", "prompt"
                 )
-            text, _ = asked.prompts[0]
-            return await self._streamed(request, asked.body, asked.wanted[0], pin, text, tools=False)
-        return self._json(*await self._completion_answer(asked, pin))
+            text, _ = completion.prompts[0]
+            return await self._streamed(request, completion.body, completion.wanted[0], pin, text, tools=False)
+        return self._json(*await self._completion_answer(completion, pin))
 
     async def group(self, request: web.Request) -> web.StreamResponse:
         """Answer a group of requests."""
@@ -162,14 +162,14 @@ class OpenAIApi:
         Raises:
             ApiError: The request cannot be served, with the same errors as outside a group.
         """
-        pin = self._admitted(headers)
+        pin = self._check_admission(headers)
         if fields.get("stream"):
             raise bad_request("stream=true in a group; stream with a request of its own", "stream")
         works_for(headers)
         size = len(pack_body(fields))
         if path == COMPLETIONS:
-            asked = await self._read(size, lambda: self._completion(fields, headers))
-            answer, version = await self._completion_answer(asked, pin)
+            completion = await self._read(size, lambda: self._completion(fields, headers))
+            answer, version = await self._completion_answer(completion, pin)
             return pack_body(answer), version
         if path != CHAT:
             raise ApiError(404, f"no {path} in a group, wanted {CHAT} or {COMPLETIONS}", code="http_error")
@@ -182,9 +182,9 @@ class OpenAIApi:
 
     def _chat(self, fields: Mapping[str, Any], headers: Mapping[str, str], size: int) -> _Chat:
         with span("parse request", size=size):
-            return self._understood_chat(request_of(fields, ChatBody), headers)
+            return self._parse_chat(request_of(fields, ChatBody), headers)
 
-    def _understood_chat(self, body: ChatBody, headers: Mapping[str, str]) -> _Chat:
+    def _parse_chat(self, body: ChatBody, headers: Mapping[str, str]) -> _Chat:
         if headers.get(LOGPROBS_HEADER) == LOGPROBS_AS_NUMBERS and body.return_token_ids:
             body.logprobs = False
         tools = body.offered_tools()
@@ -203,8 +203,8 @@ class OpenAIApi:
         if len(messages) > limit:
             self._check_prompt(self._text(lambda: rendered(messages[: limit + 1]))[1], limit, "prompt")
         text, prompt = self._text(lambda: rendered(messages))
-        wanted = self._request(body, prompt, body.max_completion_tokens or body.max_tokens, body.seed)
-        return _Chat(body, text, tools, wanted)
+        request = self._request(body, prompt, body.max_completion_tokens or body.max_tokens, body.seed)
+        return _Chat(body, text, tools, request)
 
     def _chat_answer(self, chat: _Chat, completions: Sequence[Completion], version: Version) -> dict[str, Any]:
         choices = [
@@ -231,39 +231,39 @@ class OpenAIApi:
         prompts = [self._prompt(prompt, self._allowed(body)) for prompt in body.prompts()]
         if not prompts:
             raise bad_request("prompt is an empty list, wanted at least one prompt", "prompt")
-        wanted = [
+        requests = [
             self._request(body, ids, body.max_tokens, None if body.seed is None else body.seed + number)
             for number, (_, ids) in enumerate(prompts)
         ]
-        return _Completion(body, prompts, wanted)
+        return _Completion(body, prompts, requests)
 
-    async def _completion_answer(self, asked: _Completion, pin: Version | None) -> tuple[dict[str, Any], Version]:
-        answers = await self._batcher.generate(asked.wanted, pin)
-        body = asked.body
+    async def _completion_answer(self, parsed: _Completion, pin: Version | None) -> tuple[dict[str, Any], Version]:
+        answers = await self._batcher.generate(parsed.wanted, pin)
+        body = parsed.body
         choices: list[dict[str, Any]] = []
-        for (text, ids), (completions, version) in zip(asked.prompts, answers, strict=True):
+        for (text, ids), (completions, version) in zip(parsed.prompts, answers, strict=True):
             prompt_fields = {"prompt_token_ids": ids, "prompt_text": text} if body.return_token_ids else {}
             choices += [
                 text_choice(len(choices) + number, completion, body, version, self._codec) | prompt_fields
                 for number, completion in enumerate(completions)
             ]
         flat = [completion for completions, _ in answers for completion in completions]
-        answer = envelope("text_completion", "cmpl", self._name, choices, [ids for _, ids in asked.prompts], flat)
+        answer = envelope("text_completion", "cmpl", self._name, choices, [ids for _, ids in parsed.prompts], flat)
         return answer, min(version for _, version in answers)
 
     async def _streamed(
         self,
         request: web.Request,
         body: ChatBody | CompletionBody,
-        wanted: GenerationRequest,
+        generation: GenerationRequest,
         pin: Version | None,
         text: str,
         *,
         tools: bool,
     ) -> web.StreamResponse:
         """Answer token by token; a client that closes the connection ends the sampling."""
-        chunks = Chunks(body, wanted, self._codec, model=self._name, prompt_text=text, tools=tools)
-        async with self._batcher.stream(wanted, pin) as stream:
+        chunks = Chunks(body, generation, self._codec, model=self._name, prompt_text=text, tools=tools)
+        async with self._batcher.stream(generation, pin) as stream:
             version = await stream.begun()  # until here an error still gets its own HTTP status
             return await send(request, stream, chunks, version, version_header(version))
 
@@ -289,7 +289,7 @@ class OpenAIApi:
 
     async def logprobs(self, request: web.Request) -> web.Response:
         """Return the logprob of every given token after the first."""
-        pin = self._admitted(request.headers)
+        pin = self._check_admission(request.headers)
         received = await read_body(request)
         body = await self._read(len(received), lambda: parse(received, ScoreBody))
         self._check_prompt(body.tokens, self._max_model_len, "tokens")
@@ -316,7 +316,7 @@ class OpenAIApi:
 
     # -- request parsing
 
-    def _admitted(self, headers: Mapping[str, str]) -> Version | None:
+    def _check_admission(self, headers: Mapping[str, str]) -> Version | None:
         """Return the version to which a request with these headers is pinned; reject early a request that cannot be
         served.
         """
@@ -351,10 +351,10 @@ class OpenAIApi:
             return prompt, self._text(lambda: self._codec.encode_within(prompt, limit, special=True))
         if len(prompt) > limit:
             self._check_prompt(prompt, limit, "prompt")
-        wrong = next((token for token in prompt if not 0 <= token < self._vocabulary), None)
-        if wrong is not None:
+        unknown_id = next((token for token in prompt if not 0 <= token < self._vocabulary), None)
+        if unknown_id is not None:
             raise bad_request(
-                f"prompt holds token id {wrong}, the vocabulary has 0 to {self._vocabulary - 1}", "prompt"
+                f"prompt holds token id {unknown_id}, the vocabulary has 0 to {self._vocabulary - 1}", "prompt"
             )
         return self._codec.decode([prompt])[0], prompt
 

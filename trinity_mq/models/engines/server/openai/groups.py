@@ -44,13 +44,15 @@ async def answer_group(
         ApiError: 400; the body is not a group.
     """
     try:
-        asked = unpack_requests(await read_body(request))
+        requests = unpack_requests(await read_body(request))
     except ValueError as error:
         raise bad_request(str(error)) from None
     response = web.StreamResponse(headers={"Content-Type": CONTENT_TYPE})
     await response.prepare(request)
     async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(_answered(number, one, answering, headers)) for number, one in enumerate(asked)]
+        tasks = [
+            group.create_task(_answered(number, single, answering, headers)) for number, single in enumerate(requests)
+        ]
         await _send(response, tasks)
     await response.write_eof()
     return response
@@ -58,22 +60,22 @@ async def answer_group(
 
 async def _send(response: web.StreamResponse, tasks: Sequence[asyncio.Task[bytes]]) -> None:
     """Write the answers as they become ready; answers that are ready at the same time are written together."""
-    left = set(tasks)
-    while left:
-        done, left = await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
+    pending = set(tasks)
+    while pending:
+        done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
         await response.write(b"".join(task.result() for task in done))
 
 
 async def _answered(
-    number: int, asked: GroupedRequest, answering: Answering, headers: Callable[[Version], dict[str, str]]
+    number: int, request: GroupedRequest, answering: Answering, headers: Callable[[Version], dict[str, str]]
 ) -> bytes:
     try:
-        body, version = await answering(asked.path, CIMultiDict(asked.headers), asked.body)
+        body, version = await answering(request.path, CIMultiDict(request.headers), request.body)
         answer = GroupedAnswer(number, 200, headers(version), body)
     except ApiError as error:
         answer = GroupedAnswer(number, error.status, error.headers(), pack_body({"error": error.body()}))
     except Exception as error:
-        log.exception("request_failed", path=asked.path)
+        log.exception("request_failed", path=request.path)
         failure = ApiError(500, f"{type(error).__name__}: {error}", code="internal_error")
         answer = GroupedAnswer(number, failure.status, {}, pack_body({"error": failure.body()}))
     return pack_answer(answer)

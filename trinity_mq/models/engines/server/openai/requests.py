@@ -184,9 +184,9 @@ def request_of(fields: Mapping[str, Any], body: type[B]) -> B:
     Raises:
         ApiError: 400; the message names the option, the value that was sent and the values that are accepted.
     """
-    taken = {name: value for name, value in fields.items() if value is not None and name not in _IGNORED}
-    for name in _NEUTRAL.keys() & taken.keys() - body.model_fields.keys():
-        value = taken.pop(name)
+    accepted = {name: value for name, value in fields.items() if value is not None and name not in _IGNORED}
+    for name in _NEUTRAL.keys() & accepted.keys() - body.model_fields.keys():
+        value = accepted.pop(name)
         if value not in _NEUTRAL[name]:
             allowed = " or ".join(json.dumps(neutral) for neutral in _NEUTRAL[name])
             raise bad_request(
@@ -195,7 +195,7 @@ def request_of(fields: Mapping[str, Any], body: type[B]) -> B:
                 name,
                 "unsupported_option",
             )
-    return validated(taken, body)
+    return validated(accepted, body)
 
 
 def checked_messages(messages: Sequence[Any]) -> list[Message]:

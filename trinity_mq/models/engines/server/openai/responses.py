@@ -24,7 +24,7 @@ def envelope(
     completions: Sequence[Completion],
 ) -> dict[str, Any]:
     """Return an answer with ``choices`` and the token usage."""
-    asked = sum(len(prompt) for prompt in prompts)
+    prompt_tokens = sum(len(prompt) for prompt in prompts)
     sampled = sum(len(completion.token_ids) for completion in completions)
     return {
         "id": f"{prefix}-{uuid.uuid4().hex}",
@@ -32,13 +32,13 @@ def envelope(
         "created": int(time.time()),
         "model": model,
         "choices": choices,
-        "usage": usage(asked, sampled),
+        "usage": usage(prompt_tokens, sampled),
     }
 
 
-def usage(asked: int, sampled: int) -> dict[str, int]:
+def usage(prompt_tokens: int, sampled: int) -> dict[str, int]:
     """Return the token usage."""
-    return {"prompt_tokens": asked, "completion_tokens": sampled, "total_tokens": asked + sampled}
+    return {"prompt_tokens": prompt_tokens, "completion_tokens": sampled, "total_tokens": prompt_tokens + sampled}
 
 
 def chat_choice(
@@ -112,10 +112,10 @@ def text_choice(
 
 
 def _additions(completion: Completion, body: SamplingBody, version: Version) -> dict[str, Any]:
-    found: dict[str, Any] = {"stop_reason": completion.stopped_by} if completion.stopped_by else {}
+    extensions: dict[str, Any] = {"stop_reason": completion.stopped_by} if completion.stopped_by else {}
     if not body.return_token_ids:
-        return found
-    return found | {
+        return extensions
+    return extensions | {
         "token_ids": completion.token_ids,
         "token_logprobs": completion.logprobs,
         "weight_versions": [list(run) for run in completion.versions] or [[0, *version]],

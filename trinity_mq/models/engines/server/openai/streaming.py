@@ -45,30 +45,30 @@ class TextFlow:
     def add(self, token_ids: Sequence[int]) -> str:
         """Add tokens and return the text that has become final."""
         self._ids += token_ids
-        known, now = self._decode([self._ids[self._start : self._read], self._ids[self._start :]])
-        if not now.endswith(UNFINISHED) and len(now) > len(known):
+        before, now = self._decode([self._ids[self._start : self._read], self._ids[self._start :]])
+        if not now.endswith(UNFINISHED) and len(now) > len(before):
             # earlier tokens are decoded together with the new tokens, because some tokenizers join neighbours
-            self._text += now[len(known) :]
+            self._text += now[len(before) :]
             self._start, self._read = self._read, len(self._ids)
-        return self._give(self._certain())
+        return self._emit(self._final_length())
 
     def finish(self, text: str) -> str:
         """Return the part of ``text``, the whole text, that was not emitted yet."""
         self._text = text
-        return self._give(len(text))
+        return self._emit(len(text))
 
-    def _give(self, end: int) -> str:
+    def _emit(self, end: int) -> str:
         piece = self._text[self._sent : end]
         self._sent = max(self._sent, end)
         return piece
 
-    def _certain(self) -> int:
+    def _final_length(self) -> int:
         """Return the length of the text that cannot become part of a mark."""
         end = len(self._text)
         for mark in self._marks:
-            place = self._text.find(mark, self._sent)  # the beginning of the mark has been held back
-            if place >= 0:
-                end = min(end, place)
+            position = self._text.find(mark, self._sent)  # the beginning of the mark has been held back
+            if position >= 0:
+                end = min(end, position)
                 continue
             for length in range(min(len(mark) - 1, len(self._text)), 0, -1):
                 if self._text.endswith(mark[:length]):
@@ -138,7 +138,7 @@ class Chunks:
         for token in tokens:
             by_choice.setdefault(token.choice, []).append(token)
         for index, news in by_choice.items():
-            yield self._frame | {"choices": [self._continued(index, news)]}
+            yield self._frame | {"choices": [self._choice_chunk(index, news)]}
 
     def closing(self) -> Iterator[dict[str, Any]]:
         """Yield the last chunk, with the token usage, if it was requested."""
@@ -146,13 +146,13 @@ class Chunks:
             sampled = sum(len(choice.token_ids) for choice in self._choices)
             yield self._frame | {"choices": [], "usage": usage(len(self._request.prompt), sampled)}
 
-    def _continued(self, index: int, news: list[Token]) -> dict[str, Any]:
+    def _choice_chunk(self, index: int, news: list[Token]) -> dict[str, Any]:
         state, request = self._choices[index], self._request
-        told: dict[str, Any] = {}
-        written: dict[str, Any] = {}
+        stop_fields: dict[str, Any] = {}
+        response_fields: dict[str, Any] = {}
         ids, logprobs = [token.token_id for token in news], [token.logprob for token in news]
-        places = enumerate(news, len(state.token_ids))
-        changed = [[place, *token.version] for place, token in places if token.version is not None]
+        positions = enumerate(news, len(state.token_ids))
+        changed = [[position, *token.version] for position, token in positions if token.version is not None]
         state.token_ids += ids
         ended = news[-1].finish_reason
         delta: Any
@@ -163,27 +163,27 @@ class Chunks:
         else:
             [text] = self._codec.decode([without_end(state.token_ids, request.stop_ids)])
             if (stop := stop_in(text, request.stop)) is not None:
-                told["stop_reason"] = stop
+                stop_fields["stop_reason"] = stop
             text = cut(text, request.stop)
-            content, found, finish_reason = chat_message(text, ended, self._prompt_text, tools=self._tools)
+            content, tool_calls, finish_reason = chat_message(text, ended, self._prompt_text, tools=self._tools)
             rest = state.flow.finish(content or "")
-            calls = [{"index": number, **call} for number, call in enumerate(found)]
+            calls = [{"index": number, **call} for number, call in enumerate(tool_calls)]
             delta = {"content": rest, **({"tool_calls": calls} if calls else {})} if self._chat else rest
-            written = {"response_text": text} if calls else {}
-        choice = self._choice(index, delta, finish_reason) | told
+            response_fields = {"response_text": text} if calls else {}
+        choice = self._choice(index, delta, finish_reason) | stop_fields
         if self._chat and self._body.logprobs:
             choice["logprobs"] = chat_logprobs(ids, logprobs, self._codec)
         elif not self._chat and self._body.logprobs is not None:
             choice["logprobs"] = text_logprobs(ids, logprobs, self._codec, state.characters)
             state.characters += sum(map(len, choice["logprobs"]["tokens"]))
         if self._body.return_token_ids:
-            choice |= {"token_ids": ids, "token_logprobs": logprobs, **written}
+            choice |= {"token_ids": ids, "token_logprobs": logprobs, **response_fields}
             choice |= {"weight_versions": changed} if changed else {}
         return choice
 
     def _choice(self, index: int, delta: Any, finish_reason: str | None = None) -> dict[str, Any]:
-        what = {"delta": delta} if self._chat else {"text": delta}
-        return {"index": index, **what, "logprobs": None, "finish_reason": finish_reason}
+        content = {"delta": delta} if self._chat else {"text": delta}
+        return {"index": index, **content, "logprobs": None, "finish_reason": finish_reason}
 
 
 async def send(

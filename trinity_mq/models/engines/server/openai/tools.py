@@ -34,20 +34,20 @@ def calls_in(text: str, prompt_end: str | None = None) -> tuple[str, list[dict[s
     if not blocks or len(blocks) > MAX_CALLS:
         return text, []
     calls = [_call(block) for block in blocks]
-    understood = [call for call in calls if call is not None]
-    if len(understood) < len(calls):
+    valid = [call for call in calls if call is not None]
+    if len(valid) < len(calls):
         return text, []
     first = next(start + len(pieces[0]) for start, pieces in answers if len(pieces) > 1)
-    return text[:first].rstrip(), understood
+    return text[:first].rstrip(), valid
 
 
 def _call(block: str) -> dict[str, Any] | None:
     # a response may end with the call, without the closing tag
-    written, _, _ = block.partition(CALL_ENDS)
-    if len(written) > MAX_CALL_CHARACTERS:
+    content, _, _ = block.partition(CALL_ENDS)
+    if len(content) > MAX_CALL_CHARACTERS:
         return None
     try:
-        call = json.loads(written)
+        call = json.loads(content)
     except (ValueError, RecursionError):
         return None
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
