@@ -1,1 +1,1 @@
-"""The trainer's inside: source, packing, learner, checkpoints and the history of what was trained."""
+"""The trainer: packing, the learner, optimizers, models, checkpoints and rank communication."""

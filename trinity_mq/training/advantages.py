@@ -1,5 +1,5 @@
-"""Advantages that the trainer computes: from a critic's values, a KL to the reference in the rewards, or averages that
-it keeps over train steps.
+"""Advantages that the trainer computes. They need a critic's values, a KL to the reference in the rewards, or reward
+averages kept across train steps.
 """
 
 from __future__ import annotations
@@ -25,29 +25,31 @@ from trinity_mq.training.reference import Reference
 
 @dataclass(frozen=True)
 class Memory:
-    """The state that one train step leaves for the next one; part of a checkpoint."""
+    """Estimator state carried from one train step to the next; part of a checkpoint."""
 
     baselines: dict[str, float] = field(default_factory=dict)
     """Moving averages of the rewards, by role."""
     reward_kl_coef: float | None = None
-    """Coefficient of the KL in the rewards where that follows a target. None: the configuration's."""
+    """Coefficient of the KL in the rewards where the coefficient follows a target. None: use the configured
+    coefficient.
+    """
     guard: dict[str, Any] = field(default_factory=dict)
     """State of the guard of optimizer steps, see :meth:`trinity_mq.training.guard.Guard.state`."""
 
 
 @dataclass(frozen=True)
 class Advantages:
-    """The experiences of a train step with their advantages, and what was found on the way."""
+    """Experiences of a train step with their advantages, plus the tensors and metrics computed along the way."""
 
     batch: ExperienceBatch
-    """The experiences that stay."""
+    """Experiences that remain after estimation."""
     memory: Memory
-    """The state that the next train step begins with, if this one changes the policy."""
+    """State for the next train step. It takes effect only if this train step changes the policy."""
     metrics: dict[str, float] = field(default_factory=dict)
     targets: Targets | None = None
-    """The targets that the critic learns, in the order of the trained tokens."""
+    """Targets of the critic, in the order of the trained tokens."""
     ref: Tensor | None = None
-    """The reference's logprobs of the trained tokens, float32 ``[tokens]``, where they were needed."""
+    """Reference logprobs of the trained tokens, float32 ``[tokens]``. None where they were not needed."""
 
 
 def trainer_advantages(
@@ -59,26 +61,26 @@ def trainer_advantages(
     critic: Critic | None = None,
     reference: Reference | None = None,
 ) -> Advantages:
-    """Give a train step's samples the advantages of an estimator that runs in the trainer.
+    """Compute the advantages of a train step's samples with an estimator that runs in the trainer.
 
     Args:
         batch: All samples of the train step, at least one.
-        config: The run.
-        weights: Of the components in this train step.
-        step: Its number, from 1.
-        memory: Of the train step before; it is left as it is.
-        critic: Whose values the estimator takes, if it takes some.
-        reference: From which ``reward_kl`` holds the policy, if that is set.
+        config: Configuration of the run.
+        weights: Component weights in this train step.
+        step: Number of the train step, from 1.
+        memory: State left by the previous train step. It is not modified.
+        critic: Critic for estimators that use values.
+        reference: Reference model that ``reward_kl`` compares the policy with, if ``reward_kl`` is set.
 
     Returns:
-        The samples of runs with a reward, with ``advantages``, and ``returns`` where there is a critic. The metrics are
-        the estimator's, and of a critic ``critic/vpred_mean``, and ``critic/explained_variance``, which is
-        ``1 - Var(R - V) / Var(R)`` over the trained tokens, absent where the returns R are equal. With ``reward_kl``
-        there are ``actor/kl_reward``, the mean over samples of their mean KL a token in nats, and
-        ``actor/kl_reward_coef``, what it was multiplied by.
+        The samples of runs with a reward, with ``advantages``, and with ``returns`` where there is a critic. The
+        metrics are the estimator's. A critic adds ``critic/vpred_mean`` and ``critic/explained_variance``. The latter
+        is ``1 - Var(R - V) / Var(R)`` over the trained tokens and is absent where the returns R are equal.
+        ``reward_kl`` adds ``actor/kl_reward``, the mean over samples of their mean KL per token in nats, and
+        ``actor/kl_reward_coef``, the coefficient of that KL in this train step.
 
     Raises:
-        ValueError: An experience has not what the estimator needs; names it.
+        ValueError: An experience lacks a field that the estimator needs; the message names the experience.
     """
     algorithm, mask = config.algorithm, batch.dense("action_mask").bool()
     baselines = dict(memory.baselines)
@@ -88,7 +90,7 @@ def trainer_advantages(
     if algorithm.estimator.kind == "group":
         given["baselines"] = baselines
     if critic is not None or algorithm.reward_kl is not None:
-        # what is packed here are the states alone; advantages have to be there
+        # Only the states matter for this packing, but flatten() requires an advantages field.
         tokens = flatten(with_scores(batch, [0.0] * len(batch)), algorithm, weights, step)
         model = critic or reference
         assert model is not None
@@ -114,15 +116,15 @@ def trainer_advantages(
 def _penalty(
     batch: ExperienceBatch, mu: Tensor, ref: Tensor, args: RewardKL, coef: float | None
 ) -> tuple[Tensor, float | None, dict[str, float]]:
-    """Return what is taken from the rewards, ``[response tokens of the batch]``, the coefficient of the next train step
-    (None without a target), and metrics.
+    """Return the KL penalty to subtract from the rewards, ``[response tokens of the batch]``, the coefficient for the
+    next train step (None without a target), and metrics.
 
     Args:
         batch: The samples.
-        mu: Logprobs of the policy that sampled them, ``[trained tokens]``.
-        ref: Of the reference.
-        args: The section.
-        coef: That the last train step left.
+        mu: Logprobs of the sampling policy, ``[trained tokens]``.
+        ref: Logprobs of the reference, ``[trained tokens]``.
+        args: Section ``reward_kl`` of the configuration.
+        coef: Coefficient left by the last train step.
     """
     mask = batch.dense("action_mask").bool()
     kl = torch.zeros(len(mask)).masked_scatter(mask, sampler_kl(mu, ref, args))
@@ -138,12 +140,12 @@ def _penalty(
 
 
 def _learned(kept: ExperienceBatch, old: Tensor, critic: Critic) -> tuple[Targets, dict[str, float]]:
-    """Return what the critic learns, and its metrics.
+    """Return the targets of the critic, and its metrics.
 
     Args:
-        kept: With ``returns``.
-        old: The values of its trained tokens.
-        critic: Whose.
+        kept: Experiences with ``returns``.
+        old: Values of their trained tokens.
+        critic: Critic to train.
     """
     metrics: dict[str, float] = {}
     returns = kept.dense("returns").float()[kept.dense("action_mask").bool()] if len(kept) else old

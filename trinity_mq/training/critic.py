@@ -22,20 +22,20 @@ from trinity_mq.training.parallel.ranks import Ranks
 from trinity_mq.training.parallel.sharding import blocks, shard, sharded_states, whole
 
 CRITIC, CRITIC_OPTIMIZER = "critic", "critic_optimizer"
-"""Its parts of a checkpoint."""
+"""Names of the critic's parts in a checkpoint."""
 
 
 @dataclass(frozen=True)
 class Targets:
-    """The targets of the critic in a train step; float32 ``[trained tokens of the step]``, on its device."""
+    """Targets of the critic in a train step; float32 ``[trained tokens of the step]``, on the critic's device."""
 
     old: Tensor
-    """Its values before the step."""
+    """Values before the step."""
     returns: Tensor
 
 
 class _Values(nn.Module):
-    """A backbone with a head of one number, which is 0 at first."""
+    """Backbone with a scalar head. The head starts at 0."""
 
     def __init__(self, backbone: nn.Module, width: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -55,18 +55,19 @@ class _Values(nn.Module):
 
 
 class Critic:
-    """Values of the state before each trained token, from the hidden state that the token's logprob comes from.
+    """Value of the state before each trained token, computed from the hidden state that also yields the token's
+    logprob.
 
-    The backbone begins as the first model, the head with zeros: all values are 0 at first.
+    The backbone starts as a copy of the first model and the head starts at zero, so all values are 0 at first.
     """
 
     def __init__(self, config: Config, folder: Path, ranks: Ranks | None = None) -> None:
         """Load the backbone from the Hugging Face folder of the first model, and shard it over ``ranks``. All of its
-        weights are trained, also where the policy has adapters.
+        weights are trained, even where the policy has adapters.
 
         Raises:
-            ModelNotLoadedError: No model there.
-            LearnerError: No such device.
+            ModelNotLoadedError: The folder holds no loadable model.
+            LearnerError: The device does not exist.
         """
         plain = config.model.model_copy(update={"lora": None})
         policy = Policy(plain, folder, config.seed, config.trainer)
@@ -82,7 +83,7 @@ class Critic:
         betas = config.algorithm.optimizer.betas
         self._optimizer = torch.optim.AdamW(self.parameters, self.settings.lr, betas, weight_decay=0.0, fused=True)
         self.steps = 0
-        """Train steps in which it learned."""
+        """Number of train steps that updated the critic."""
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -91,7 +92,9 @@ class Critic:
 
     @property
     def is_warming_up(self) -> bool:
-        """The policy has to wait in this train step. Counted by the critic's own steps: the run's stand still."""
+        """Whether the policy must wait in this train step. The critic counts its own steps, because the run's step
+        number does not advance while the policy waits.
+        """
         return self.steps < self.settings.warmup_steps
 
     def forward(self, batch: MicroBatch) -> Tensor:
@@ -101,7 +104,9 @@ class Critic:
 
     @torch.no_grad()
     def values(self, batches: Sequence[MicroBatch], tokens: int) -> Tensor:
-        """Return the values of the tokens in ``batches`` by their index, float32 ``[tokens]``, 0 for all others."""
+        """Return the values of the tokens in ``batches`` by token index, float32 ``[tokens]``, 0 for all other
+        tokens.
+        """
         result = torch.zeros(tokens, device=self.device)
         for packed in batches:
             batch = packed.to(self.device)
@@ -110,10 +115,10 @@ class Critic:
         return result
 
     def optimizer_step(self, batches: Sequence[MicroBatch], targets: Targets) -> tuple[bool, dict[str, float]]:
-        """Move the weights once by the mean of the clipped value loss over all tokens in ``batches``.
+        """Update the weights once with the gradient of the mean clipped value loss over all tokens in ``batches``.
 
         Returns:
-            Whether loss and gradient were finite (else nothing is changed), and the metrics ``critic/vf_loss``,
+            Whether loss and gradient were finite (otherwise nothing changes), and the metrics ``critic/vf_loss``,
             ``critic/vf_clipfrac`` and ``critic/grad_norm``.
         """
         tokens = sum(self.ranks.gather(sum(batch.tokens for batch in batches)))
@@ -135,16 +140,16 @@ class Critic:
         return finite, metrics
 
     def parts(self) -> Parts:
-        """Return its parts of a checkpoint: its weights, the live ones, and the state of its optimizer."""
+        """Return the critic's parts of a checkpoint: its live weights and its optimizer state."""
         weights = Part(module_state(self.module), {"steps": self.steps})
         return {CRITIC: weights, CRITIC_OPTIMIZER: optimizer_part(self._optimizer, self.module)}
 
     def restore(self, parts: Parts) -> None:
-        """Take over what :meth:`parts` returned; its weights are there already. The settings stay those of the
-        configuration.
+        """Restore the optimizer state and step count that :meth:`parts` returned. The weights are already loaded.
+        Settings come from the configuration.
 
         Raises:
-            KeyError, TypeError, ValueError: They are parts of something else.
+            KeyError, TypeError, ValueError: The parts do not belong to this critic.
         """
         state = optimizer_state(parts[CRITIC_OPTIMIZER])
         self._optimizer.load_state_dict(state | {"state": sharded_states(state["state"], self.parameters)})
@@ -154,7 +159,7 @@ class Critic:
 
 
 class CriticTotals:
-    """Collects what the critic's optimizer steps of one train step report."""
+    """Collects the reports of the critic's optimizer steps in one train step."""
 
     def __init__(self) -> None:
         self._applied: list[dict[str, float]] = []

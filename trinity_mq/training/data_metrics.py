@@ -1,4 +1,4 @@
-"""Metrics of the data of a train step: lengths of answers, their age, how much of them is imitated."""
+"""Data metrics of a train step: answer lengths, token age, and share of imitated answers."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from trinity_mq.training.packing import IMITATED, SAMPLED, TrainTokens
 
 
 def tokens_of(batch: ExperienceBatch) -> Indexes:
-    """Return the tokens of each experience, both answers of a pair counted."""
+    """Return the token count of each experience. A pair counts both answers."""
     lengths = [np.maximum(batch.lengths(name), 0) for name in ("tokens", "chosen", "rejected")]
     total: Indexes = lengths[0] + lengths[1] + lengths[2]
     return total
 
 
 def length_metrics(batch: ExperienceBatch) -> dict[str, float]:
-    """Return the lengths of prompts and answers in tokens; the answers of a pair count in the mean alone.
+    """Return the lengths of prompts and answers in tokens. The answers of a pair count only in the mean.
 
-    Right is an answer whose :func:`scores` is above 0, wrong any other that has one.
+    An answer is right if its :func:`scores` is above 0. Every other answer with a score is wrong.
 
     Args:
         batch: At least one experience.
@@ -50,12 +50,12 @@ def length_metrics(batch: ExperienceBatch) -> dict[str, float]:
 
 
 def token_metrics(tokens: TrainTokens, weights: Mapping[str, float]) -> dict[str, float]:
-    """Return how many tokens are trained and how old the sampled ones are, in train steps, and where answers are
-    imitated, which share of the sequences that is, and what they weigh.
+    """Return the number of trained tokens and the age of the sampled tokens in train steps. Where answers are imitated,
+    also return their share of the sequences and the weight of their loss component.
 
     Args:
-        tokens: Of the train step.
-        weights: Of the components of the loss.
+        tokens: Tokens of the train step.
+        weights: Weights of the loss components.
     """
     metrics = {"data/trained_tokens": float(tokens.tokens)}
     if "ce" in weights and len(tokens.role):

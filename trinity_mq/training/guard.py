@@ -1,4 +1,4 @@
-"""The guard of the policy's optimizer steps: which of them are skipped, and when training stops."""
+"""Guard of the policy's optimizer steps. It decides which steps are skipped and when training stops."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from trinity_mq.config.agents import GuardConfig
 from trinity_mq.runtime.errors import FatalError
 
 HISTORY = 100
-"""Applied optimizer steps whose gradient norms are kept."""
+"""Number of gradient norms of applied optimizer steps that the guard remembers."""
 LEAST_HISTORY = 20
-"""Number of these norms that have to be there before a norm is compared with them."""
+"""Minimum number of remembered norms for the comparison of a new norm with them."""
 
 Reason = Literal["nonfinite_loss", "nonfinite_norm", "norm_spike", "mismatch"]
 
@@ -28,22 +28,23 @@ ADVICE: Mapping[Reason, str] = {
 
 
 class TrainingStopped(FatalError):
-    """Too many optimizer steps in a row were skipped; the batch that the last one was of is neither trained nor
-    done with.
+    """Too many optimizer steps in a row were skipped. The batch of the last step is neither trained nor
+    acknowledged.
     """
 
 
 def skip_reason(
     settings: GuardConfig, norms: Sequence[float], *, loss: float, norm: float, mismatch: float | None
 ) -> Reason | None:
-    """Return why an optimizer step must not be made, None if it may.
+    """Return the reason to skip an optimizer step, or None to apply it.
 
     Args:
-        settings: The limits.
-        norms: Gradient norms of the applied steps before it.
-        loss: Of the step.
-        norm: Of its gradient, before clipping.
-        mismatch: ``mismatch/k3`` in nats, where the weights are those that the batch was meant for.
+        settings: Limits of the guard.
+        norms: Gradient norms of the previous applied steps.
+        loss: Loss of the step.
+        norm: Gradient norm of the step, before clipping.
+        mismatch: ``mismatch/k3`` in nats, if the current weights are the weights that the batch was meant for; else
+            None.
     """
     if not math.isfinite(loss):
         return "nonfinite_loss"
@@ -58,24 +59,26 @@ def skip_reason(
 
 
 class Guard:
-    """Judges the optimizer steps of a run, one after another."""
+    """Judges the optimizer steps of a run in sequence."""
 
     def __init__(self, settings: GuardConfig, state: Mapping[str, Any] | None = None) -> None:
-        """Go on from a state, see :meth:`state`; without one, from the start of a run."""
+        """Resume from a state, see :meth:`state`. Without a state, begin as at the start of a run."""
         self.settings = settings
         state = state or {}
         self._norms: list[float] = list(state.get("norms", ()))
         self._skipped: list[Reason] = list(state.get("skipped", ()))
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps: norms of the last applied steps, and reasons of those skipped since."""
+        """Return the guard's state for a checkpoint: norms of the last applied steps, and reasons of the steps skipped
+        since.
+        """
         return {"norms": list(self._norms), "skipped": list(self._skipped)}
 
     def judge(self, *, loss: float, norm: float, mismatch: float | None = None) -> Reason | None:
-        """Return why the next step is to be skipped, None if it is to be made; see :func:`skip_reason`.
+        """Return the reason to skip the next step, or None to apply it; see :func:`skip_reason`.
 
         Raises:
-            TrainingStopped: It is one too many.
+            TrainingStopped: ``max_consecutive_skips`` steps in a row were skipped.
         """
         reason = skip_reason(self.settings, self._norms, loss=loss, norm=norm, mismatch=mismatch)
         if reason is None:

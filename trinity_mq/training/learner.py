@@ -1,4 +1,4 @@
-"""The learner runs train steps one after another, in its own thread."""
+"""The learner runs train steps in sequence, in its own thread."""
 
 from __future__ import annotations
 
@@ -69,69 +69,71 @@ from trinity_mq.training.update import (
 )
 
 MODEL_FOLDER = "model"
-"""Inside a checkpoint: what ``transformers`` loads."""
+"""Subfolder of a checkpoint that ``transformers`` can load."""
 
 AFTER_AN_ERROR = 30.0
-"""Seconds in which a rank expects to hear from rank 0 after a command that failed."""
+"""Seconds that a rank waits for the next announcement of rank 0 after a failed command."""
 
 T = TypeVar("T")
 log = structlog.get_logger(__name__)
 
 
 class Learner(Protocol):
-    """Interface of the weight updates to the trainer. A cancelled call finishes its work before it returns."""
+    """Interface between the trainer and the weight updates. A cancelled call finishes its work before it returns."""
 
     async def open(self, checkpoint: Path | None) -> None:
-        """Load the first model, or all that :meth:`save` wrote to the folder ``checkpoint``.
+        """Load the first model, or everything that :meth:`save` wrote to the folder ``checkpoint``.
 
         Raises:
-            DamagedCheckpointError: The checkpoint does not load; another one may.
+            DamagedCheckpointError: The checkpoint does not load; another checkpoint may load.
         """
 
     async def step(self, experiences: Sequence[Experience], step_number: int) -> dict[str, float]:
-        """Do train step ``step_number`` (from 1) and return its metrics, all of them finite.
+        """Run train step ``step_number`` (from 1) and return its metrics. All metrics are finite.
 
-        ``actor/optimizer_steps`` says how often the weights changed; 0 means that they did not.
+        ``actor/optimizer_steps`` counts the weight updates; 0 means that the weights did not change.
         """
 
     async def save(self, folder: Path) -> str | None:
-        """Write everything :meth:`open` needs into the existing folder, which holds no other checkpoint; returns the
-        checksum of the weights, if there is one.
+        """Write everything that :meth:`open` needs into the existing folder, which holds no other checkpoint. Return
+        the checksum of the weights, or None.
         """
 
     async def stage(self) -> Writer:
-        """Copy everything that :meth:`save` writes as it is now, and return what writes it while steps go on. It is
-        called before the next copy is made, or never.
+        """Copy the current state, and return a writer that writes the copy like :meth:`save` while later steps run. The
+        writer is called before the next copy is made, or never.
         """
 
     async def export(self, folder: Path) -> None:
         """Write the model as a Hugging Face folder."""
 
     async def manifest(self) -> list[tuple[str, str, list[int]]]:
-        """Return ``(name, dtype, shape)`` of every weight, tied ones once, always in the same order."""
+        """Return ``(name, dtype, shape)`` of every weight, always in the same order. Tied weights appear once."""
 
     async def weights(self) -> list[tuple[str, Tensor]]:
-        """Return the weights as in the manifest; they may be the live ones, so use them before the next step."""
+        """Return the weights in the order of the manifest. They may be the live weights, so use them before the next
+        step.
+        """
 
     async def canary_logprobs(self, tokens: Sequence[int]) -> list[float]:
         """Return the logprobs of ``tokens[1:]`` under the current weights, at temperature 1."""
 
     async def close(self) -> None:
-        """Wait for what is running and give everything back."""
+        """Wait for running work and release all resources."""
 
 
 class TorchLearner:
-    """Trains a Hugging Face causal language model; all of torch runs in one worker thread."""
+    """Trains a Hugging Face causal language model. All torch calls run in one worker thread."""
 
     def __init__(self, config: Config, model_folder: Path, total_steps: int | None, ranks: Ranks | None = None) -> None:
-        """Nothing is loaded yet.
+        """Prepare the learner; :meth:`open` loads the models.
 
         Args:
-            config: The run; used are its seed, algorithm, model and trainer.
-            model_folder: Hugging Face folder of the first model; the tokenizer is always taken from here.
-            total_steps: Train steps of the run, for the decay; None leaves it out.
-            ranks: Over which models are sharded. All methods are for rank 0, which announces to the others what they
-                have to take part in; the others call :meth:`follow`.
+            config: Configuration of the run. The learner uses its seed, algorithm, model and trainer sections.
+            model_folder: Hugging Face folder of the first model. The tokenizer always comes from this folder.
+            total_steps: Train steps of the run, for the learning rate decay. None: no decay.
+            ranks: Ranks over which models are sharded. All methods are for rank 0, which announces each collective
+                command to the other ranks. The other ranks call :meth:`follow`.
         """
         self._config = config
         self._ranks = ranks or Ranks()
@@ -144,23 +146,24 @@ class TorchLearner:
         self._copies = HostCopies()
         self._guard = Guard(config.trainer.guard)
         threads = cpu_threads(config, config.trainer.num_threads)
-        # The number of threads is a property of the thread that calls torch, so the worker sets it for itself.
+        # torch keeps the number of threads per calling thread, so each worker sets its own.
         self._pool = ThreadPoolExecutor(1, "learner", torch.set_num_threads, (threads,))
         self._writer_pool = ThreadPoolExecutor(1, "checkpoint-writer", torch.set_num_threads, (1,))
 
     async def open(self, checkpoint: Path | None) -> None:
-        """Load the model, and from a checkpoint also the optimizer and what goes on from step to step; a reference
-        model where the loss needs one, which begins as the first model of the run.
+        """Load the model. A checkpoint also restores the optimizer and the state carried across steps. Where the loss
+        needs a reference model, load it too; it starts as the first model of the run.
 
         Raises:
             DamagedCheckpointError: The checkpoint does not load.
-            LearnerError: Nothing loadable there, no such device, or the reference is not that of the checkpoint.
-            FatalError: A plug-in of the loss cannot be used.
+            LearnerError: The folder holds no loadable model, the device does not exist, or the reference differs from
+                the reference of the checkpoint.
+            FatalError: A loss plug-in cannot be used.
         """
         await self._lead("opening", lambda: self._lead_open(checkpoint))
 
     async def take_weights(self, checkpoint: Path | None) -> None:
-        """Take the policy's weights of another checkpoint, or the first model's, and nothing else, to serve them.
+        """Load only the policy weights of another checkpoint, or of the first model, to serve them.
 
         Raises:
             DamagedCheckpointError: The checkpoint does not load.
@@ -168,22 +171,23 @@ class TorchLearner:
         await self._run(lambda: self._take_weights(checkpoint))
 
     async def step(self, experiences: Sequence[Experience], step_number: int) -> dict[str, float]:
-        """Do one train step: ``epochs x mini_batches`` optimizer steps.
+        """Run one train step: ``epochs x mini_batches`` optimizer steps.
 
-        An optimizer step that the guard does not let through, or without a trained token, is left out and counted in
-        ``actor/skipped_<reason>``; the weights stay as they were. Averages are over the others and absent if there are
-        none. A step that does not change the policy leaves the baselines of roles, the coefficient of a KL in the
-        rewards and the reference as they were. In the warm-up of a critic only that learns, and
-        ``critic/optimizer_steps`` says how often.
+        An optimizer step that the guard rejects or that has no trained token is skipped and counted in
+        ``actor/skipped_<reason>``; the weights do not change. Averages cover the applied steps and are absent if no
+        step was applied. A train step that does not change the policy leaves role baselines, the coefficient of a KL in
+        the rewards, and the reference unchanged. During the critic warm-up only the critic learns, and
+        ``critic/optimizer_steps`` counts its updates.
 
         Args:
-            experiences: With what the loss needs, see :func:`trinity_mq.training.packing.flatten`.
-            step_number: From 1; learning rate, weights of entropy and components, mini-batches, the age of tokens and
-                whatever is drawn at random follow from it.
+            experiences: Experiences with the fields that the loss needs, see
+                :func:`trinity_mq.training.packing.flatten`.
+            step_number: Number of the train step, from 1. It determines learning rate, entropy and component weights,
+                mini-batches, token age and every random draw.
 
         Raises:
-            TrainingStopped: The guard has left out too many optimizer steps in a row. Some of this train step may have
-                been made: go on from a checkpoint.
+            TrainingStopped: The guard skipped too many optimizer steps in a row. Earlier optimizer steps of this train
+                step may have been applied, so resume from a checkpoint.
         """
         batch = ExperienceBatch.of(experiences)
 
@@ -194,19 +198,21 @@ class TorchLearner:
         return await self._lead("train step", traced)
 
     async def save(self, folder: Path) -> str:
-        """Write the state by parts, see :mod:`trinity_mq.training.checkpoints.state`, and with ``trainer.export:
-        every`` also ``model/``, which ``transformers`` loads; returns the checksum of the weights that engines get.
+        """Write the state in parts, see :mod:`trinity_mq.training.checkpoints.state`. With ``trainer.export: every``
+        also write ``model/``, which ``transformers`` loads. Return the checksum of the weights that engines receive.
         """
         parts = await (self._run(self._parts) if self._ranks.world == 1 else self._lead("checkpoint", self._copy))
         return await self._run(lambda: self._write(folder, parts))
 
     async def stage(self) -> Writer:
-        """Copy the state into host memory and return what writes it as :meth:`save` does, on a thread of its own."""
+        """Copy the state into host memory and return a writer that writes it like :meth:`save`, on a separate
+        thread.
+        """
         parts = await self._lead("checkpoint", self._copy)
         return lambda folder: run_to_end(self._writer_pool, lambda: self._write(folder, parts))
 
     async def export(self, folder: Path) -> None:
-        """Write what ``transformers`` loads, in float32."""
+        """Write a folder that ``transformers`` loads, in float32."""
 
         def write() -> None:
             weights = None if self._ranks.world == 1 else self._copy()["policy"].tensors
@@ -219,8 +225,8 @@ class TorchLearner:
         return await self._ask(Policy.manifest)
 
     async def weights(self) -> list[tuple[str, Tensor]]:
-        """Return the weights, detached, on the device; the live ones unless ``model.dtype`` is bfloat16. Those that are
-        sharded are gathered one by one, and adapters merged one by one, when a reader asks for each.
+        """Return the weights, detached, on the device. They are the live weights unless ``model.dtype`` is bfloat16.
+        Sharded weights are gathered, and adapters merged, one weight at a time when a reader asks for it.
         """
         return await self._run(self._lead_weights)
 
@@ -229,9 +235,9 @@ class TorchLearner:
         return await self._lead("canary", lambda: self._lead_canary(list(tokens)))
 
     async def close(self) -> None:
-        """Wait for the threads' work and end them, and the other ranks."""
+        """Wait for the work of the threads, then end the threads and the other ranks."""
         if self._loaded is not None:
-            with suppress(RankError):  # those that are gone need not be told
+            with suppress(RankError):  # ranks that already exited need no end command
                 await self._run(self._end_ranks)
         for pool in (self._pool, self._writer_pool):
             await asyncio.to_thread(pool.shutdown)
@@ -241,7 +247,7 @@ class TorchLearner:
         return await run_to_end(self._pool, work)
 
     async def _lead(self, what: str, work: Callable[[], T]) -> T:
-        """Do what all ranks take part in."""
+        """Run work that all ranks take part in."""
 
         def led() -> T:
             with self._ranks.together(what):
@@ -293,7 +299,7 @@ class TorchLearner:
             with self._ranks.together("gathering"), self._ranks.command("gather", weight=name):
                 return whole(policy.weight(name))
 
-        # by the learner's thread, in which all commands are
+        # gather on the learner's thread, because all rank commands run there
         late = [(name, _Gathered(partial(self._pool.submit, gather, name))) for name, _, _ in policy.manifest()]
         return cast("list[tuple[str, Tensor]]", late)
 
@@ -306,10 +312,10 @@ class TorchLearner:
             return self._opened[0].sequence_logprobs(tokens)
 
     def follow(self) -> None:
-        """Do on a rank above 0 what rank 0 announces, until it ends; blocks.
+        """Run the commands that rank 0 announces until it announces the end; used by ranks above 0. Blocks.
 
-        A command that failed on some rank, as on a damaged checkpoint, is for rank 0 to answer: it announces what comes
-        next, or ends.
+        Rank 0 handles a command that failed on any rank, for example because of a damaged checkpoint: rank 0 announces
+        the next command, or ends.
 
         Raises:
             RankError: Another rank is gone.
@@ -373,7 +379,7 @@ class TorchLearner:
         self._guard = Guard(self._config.trainer.guard, self._memory.guard)
 
     def _take_weights(self, checkpoint: Path | None) -> None:
-        if checkpoint is None or is_old(checkpoint):  # an earlier release saved a model's folder
+        if checkpoint is None or is_old(checkpoint):  # a checkpoint of an earlier release holds a model folder
             self._open(checkpoint)
             return
         if self._loaded is None:
@@ -381,11 +387,11 @@ class TorchLearner:
         read_policy(checkpoint, self._opened[0].state())
 
     def _restore(self, checkpoint: Path) -> None:
-        """Take over a checkpoint.
+        """Restore the state of a checkpoint.
 
         Raises:
-            DamagedCheckpointError: It does not load, or is one of something else.
-            LearnerError: It is one of all weights, of an earlier release, and only adapters are trained.
+            DamagedCheckpointError: The checkpoint does not load, or belongs to a different setup.
+            LearnerError: The checkpoint holds all weights, from an earlier release, and only adapters are trained.
         """
         policy, optimizer = self._opened
         modules: dict[str, Module] = {"policy": policy.model}
@@ -413,7 +419,7 @@ class TorchLearner:
             raise DamagedCheckpointError(f"the state in {checkpoint} does not fit this run: {error!r}") from error
 
     def _parts(self) -> Parts:
-        """Return everything that a checkpoint needs, the live tensors."""
+        """Return everything that a checkpoint needs, as live tensors."""
         policy, optimizer = self._opened
         parts = {"policy": Part(policy.state()), "optimizer": optimizer_part(optimizer, policy.model)}
         parts["memory"] = Part(facts=asdict(self._memory))
@@ -424,7 +430,7 @@ class TorchLearner:
         return parts
 
     def _write(self, folder: Path, parts: Parts) -> str:
-        """Write a checkpoint, on any thread where ``parts`` are copies."""
+        """Write a checkpoint; callable from any thread if ``parts`` are copies."""
         policy, weights = self._opened[0], parts["policy"].tensors
         write_parts(folder, parts)
         if self._config.trainer.export == "every":
@@ -460,10 +466,10 @@ class TorchLearner:
         )
 
     def _speed(self, batch: ExperienceBatch, trained: float, seconds: float) -> dict[str, float]:
-        """Return how fast a train step on ``trained`` tokens was that took ``seconds``.
+        """Return speed metrics of a train step that trained ``trained`` tokens in ``seconds``.
 
-        A token takes about 6 floating point operations a weight: 2 forward, 4 backward (arXiv 2001.08361, section 2.1);
-        of the latter 2 for the weight's own gradient, which one that stays does not have.
+        A token takes about 6 floating point operations per weight: 2 forward and 4 backward (arXiv 2001.08361, section
+        2.1). 2 of the 4 backward operations compute the weight's own gradient; a frozen weight does not need them.
         """
         epochs, peak = self._config.algorithm.epochs, self._config.trainer.peak_tflops
         rate = int(tokens_of(batch).sum()) * epochs / seconds
@@ -479,8 +485,8 @@ class TorchLearner:
     def _train(
         self, given: Advantages, weights: Mapping[str, float], step_number: int, watch: Stopwatch
     ) -> dict[str, float]:
-        """Do the optimizer steps of a train step, of the critic too where there are targets of what it learns; return
-        their metrics.
+        """Run the optimizer steps of a train step and return their metrics. Where ``given`` has critic targets, the
+        critic's optimizer steps run too.
         """
         batch, targets = given.batch, given.targets
         tally, critic_tally = StepTotals(), CriticTotals()
@@ -498,7 +504,7 @@ class TorchLearner:
             columns, before = self._score(tokens, needed, given.ref)
         compares = bool(weights.get("rl")) and compares_tokens(config)
         reduction = self._config.reduction
-        has_moved = False  # the weights are still those that ``old`` was scored with
+        has_moved = False  # while False, the weights are the weights that ``old`` was scored with
         used = 0
         for epoch in range(config.epochs):
             purpose = f"{self._config.seed}/{step_number}/{epoch}"
@@ -547,8 +553,9 @@ class TorchLearner:
     def _score(
         self, tokens: TrainTokens, needed: Collection[str], ref: Tensor | None
     ) -> tuple[dict[str, Tensor], Scores | None]:
-        """Return the columns ``old`` and ``ref`` of a train step, as far as they are needed, and all that came with
-        ``old``; one forward pass each, before the weights move. ``ref`` is given where it is known.
+        """Return the columns ``old`` and ``ref`` of a train step, if needed, and all scores computed with ``old``. Each
+        column takes one forward pass, before the weights change. A ``ref`` argument that is not None is used instead of
+        a forward pass.
         """
         policy = self._opened[0]
         columns: dict[str, Tensor] = {}
@@ -567,21 +574,21 @@ class TorchLearner:
 
 
 class _Gathered:
-    """A weight on rank 0 that is gathered from its shards, or merged with its adapter, when it is read: nobody holds
-    the whole model for that.
+    """A weight on rank 0 that is gathered from its shards, or merged with its adapter, when it is read. So no process
+    holds the whole model.
     """
 
     def __init__(self, gather: Callable[[], Future[Tensor]]) -> None:
         self._gather = gather
 
     def full_tensor(self) -> Tensor:
-        """Return the weight; from any thread but the learner's."""
+        """Return the weight. Call it from any thread except the learner's."""
         return self._gather().result()
 
 
 def seed_step(seed: int, step: int) -> None:
-    """Let what is drawn at random in a train step, such as by a plug-in of the loss, follow from the run's seed and the
-    number of the step alone: a resumed run draws the same, and no random state has to be saved.
+    """Seed all random draws of a train step, such as the draws of a loss plug-in, from the run's seed and the step
+    number alone. A resumed run then draws the same numbers, and no random state has to be saved.
     """
     found = int.from_bytes(hashlib.blake2b(f"{seed}/{step}".encode(), digest_size=4).digest(), "big")
     random.seed(found)

@@ -1,4 +1,4 @@
-"""Optimizers of the policy: how they are made, how large the steps of a run are, and the step itself."""
+"""Optimizers of the policy: construction, learning rate schedule, the step itself, and restored states."""
 
 from __future__ import annotations
 
@@ -18,18 +18,19 @@ from trinity_mq.training.model.policy import LearnerError
 from trinity_mq.training.parallel.sharding import sharded_states, whole
 
 KIND = "optimizer_type"
-"""Key of parameter groups, and so of a saved state, that says which optimizer it is of."""
+"""Key of parameter groups, and therefore of a saved state, that names the optimizer type."""
 MUON_MOMENTUM = 0.95
 PART = 2**26
-"""Parameters stepped at a time: what a step takes besides the state, a copy of these, is 256 MiB in float32."""
+"""Parameters updated at a time. Besides the optimizer state a step needs a copy of these parameters: 256 MiB in
+float32.
+"""
 
 
 def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """Return the optimizer of the parameters of ``model`` that have gradients; the learning rate is set before each
-    step.
+    """Return the optimizer of the trainable parameters of ``model``. The learning rate is set before each step.
 
     Raises:
-        LearnerError: What it needs is not installed.
+        LearnerError: A required package is not installed.
     """
     check_installed(config)
     matrices, others = _division(model, config)
@@ -48,10 +49,10 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Opt
 
 
 def check_installed(config: OptimizerConfig) -> None:
-    """Return if the optimizer can be made here.
+    """Check that the optimizer can be created with the installed packages.
 
     Raises:
-        LearnerError: What it needs is not installed; says what to install.
+        LearnerError: A required package is not installed; the message says what to install.
     """
     if config.optimizer_type == "muon" and not hasattr(torch.optim, "Muon"):
         raise LearnerError(
@@ -77,10 +78,10 @@ Named = list[tuple[str, nn.Parameter]]
 
 
 def _division(model: nn.Module, config: OptimizerConfig) -> tuple[Named, Named]:
-    """Return the parameters that Muon moves, and all others: none and all for another optimizer.
+    """Return the parameters for Muon and all other parameters. With another optimizer the first list is empty.
 
-    Muon's are the matrices whose rows and columns are both hidden features, so neither embeddings nor the head, which
-    may be the same matrix (https://kellerjordan.github.io/posts/muon).
+    Muon updates the matrices whose rows and columns are both hidden features. Embeddings and the head (possibly the
+    same matrix) are excluded (https://kellerjordan.github.io/posts/muon).
     """
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     if config.optimizer_type != "muon":
@@ -94,11 +95,11 @@ def _division(model: nn.Module, config: OptimizerConfig) -> tuple[Named, Named]:
 
 
 def _by_decay(named: Named, config: OptimizerConfig) -> list[dict[str, Any]]:
-    """Return parameter groups: of the weights that decay, and of those that do not, where there are any."""
+    """Return parameter groups: one for weights that decay and one for weights that do not. Empty groups are omitted."""
     decays = [one for one in named if config.decay_norms_and_biases or one[1].ndim > 1]
     stays = [one for one in named if not (config.decay_norms_and_biases or one[1].ndim > 1)]
     return [
-        {"params": params, "weight_decay": decay, KIND: config.optimizer_type}  # names go along into a saved state
+        {"params": params, "weight_decay": decay, KIND: config.optimizer_type}  # names enter saved states
         for params, decay in ((decays, config.weight_decay), (stays, 0.0))
         if params
     ]
@@ -107,12 +108,12 @@ def _by_decay(named: Named, config: OptimizerConfig) -> list[dict[str, Any]]:
 class MuonWithAdamW(torch.optim.Optimizer):
     """Muon and AdamW as one optimizer, with one state and one list of parameter groups.
 
-    Muon's steps are scaled to AdamW's usual size, ``0.2 sqrt(max(rows, columns))`` times an orthogonal matrix, so that
-    both take the same learning rate and weight decay (arXiv 2502.16982, section 2.2).
+    Muon's steps are scaled to AdamW's usual size, ``0.2 sqrt(max(rows, columns))`` times an orthogonal matrix. Both
+    then use the same learning rate and weight decay (arXiv 2502.16982, section 2.2).
     """
 
     def __init__(self, matrices: list[dict[str, Any]], others: list[dict[str, Any]], config: OptimizerConfig) -> None:
-        """Take the parameter groups of both; one of the lists may be empty."""
+        """Combine the parameter groups of both optimizers; either list may be empty."""
         momentum = MUON_MOMENTUM if config.momentum is None else config.momentum
         self._parts: list[tuple[torch.optim.Optimizer, slice]] = []
         super().__init__([*matrices, *others], {"lr": config.lr})
@@ -136,12 +137,12 @@ class MuonWithAdamW(torch.optim.Optimizer):
             part.param_groups, part.state = self.param_groups[where], self.state
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Make a step; there is no closure."""
+        """Make a step. ``closure`` is ignored."""
         for part, _ in self._parts:
             part.step()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a state, as every optimizer does."""
+        """Load a saved state, as in every torch optimizer."""
         super().load_state_dict(state_dict)
         self._share()
 
@@ -150,16 +151,16 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Use ``rate`` from the next step on."""
+    """Set the learning rate of the next steps to ``rate``."""
     for group in optimizer.param_groups:
-        if isinstance(group["lr"], Tensor):  # torchao has it so
+        if isinstance(group["lr"], Tensor):  # torchao stores the rate as a tensor
             group["lr"].fill_(rate)
         else:
             group["lr"] = rate
 
 
 def decay_factor(config: OptimizerConfig, step: int, total_steps: int | None) -> float:
-    """Return what the decay leaves of the rate; 1 for a constant rate or without a known end.
+    """Return the factor by which the decay scales the rate; 1 for a constant rate or an unknown number of train steps.
 
     With ``m`` the ``min_lr_ratio``, ``linear`` is ``max(m, 1 - step / total_steps)``; ``cosine`` is ``m + (1 - m) (1 +
     cos(pi x)) / 2`` with ``x`` from 0 at the end of the warm-up to 1 at ``total_steps`` (arXiv 1608.03983, equation 5,
@@ -167,7 +168,7 @@ def decay_factor(config: OptimizerConfig, step: int, total_steps: int | None) ->
     steps, 0 before (arXiv 2404.06395, section 4).
 
     Args:
-        config: The schedule.
+        config: Schedule settings.
         step: Train step, from 1.
         total_steps: Train steps of the run.
     """
@@ -198,26 +199,26 @@ def learning_rate(config: OptimizerConfig, step: int, total_steps: int | None) -
 
 @dataclass(frozen=True)
 class WeightNorms:
-    """Euclidean norms over all weights that a step moved."""
+    """Euclidean norms over all weights that a step updated."""
 
     update: float
-    """Norm of the step: new weights minus old ones."""
+    """Norm of the change: new weights minus old weights."""
     weight: float
     """Norm of the new weights."""
 
 
 @torch.no_grad()
 def make_step(optimizer: torch.optim.Optimizer, *, offload: bool = False, part: int = PART) -> WeightNorms:
-    """Move the weights by their gradients, and measure by how much.
+    """Update the weights by their gradients, and measure the change.
 
-    The step is made for a part of the parameters at a time, so that neither the copy of weights that their change takes
-    nor an offloaded state is ever on the device as a whole. An optimizer looks at each parameter alone, so this is the
-    same step.
+    The step runs for a part of the parameters at a time. So neither the copy of the old weights nor an offloaded state
+    is ever on the device as a whole. The result is the same as one step over all parameters, because an optimizer
+    treats each parameter separately.
 
     Args:
-        optimizer: Its parameters without a gradient are left alone.
-        offload: Its state lies in host memory, and does so again afterwards; without effect on a CPU.
-        part: Parameters in a part; a larger one is a part of its own.
+        optimizer: Optimizer to step. Parameters without a gradient are not changed.
+        offload: Whether the state lies in host memory between steps; without effect on a CPU.
+        part: Maximum number of parameters in a part. A larger tensor forms a part by itself.
     """
     parameters = [one for group in optimizer.param_groups for one in group["params"] if one.grad is not None]
     gradients = [one.grad for one in parameters]
@@ -240,13 +241,13 @@ def make_step(optimizer: torch.optim.Optimizer, *, offload: bool = False, part: 
     finally:
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
-    # reading it waits for the device, copies of the state to host memory included
+    # tolist() waits for the device, including the copies of the state to host memory
     update, weight = torch.stack(squares).sum(0).sqrt().tolist() if squares else (0.0, 0.0)
     return WeightNorms(update, weight)
 
 
 def _parts(sizes: Sequence[int], most: int) -> Iterator[slice]:
-    """Yield slices of neighbours whose sizes add up to at most ``most``, single ones beyond that alone."""
+    """Yield slices of neighbours whose sizes add up to at most ``most``. A larger single size gets its own slice."""
     start = total = 0
     for number, size in enumerate(sizes):
         if number > start and total + size > most:
@@ -259,9 +260,9 @@ def _parts(sizes: Sequence[int], most: int) -> Iterator[slice]:
 
 @contextmanager
 def _state_on_device(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Have the state of ``parameters`` on their device in the ``with`` block, and in host memory afterwards.
+    """Hold the state of ``parameters`` on their device in the ``with`` block, and in host memory afterwards.
 
-    Copies are not waited for; all are in the order of the device's stream.
+    The copies are asynchronous; the device's stream orders them.
     """
     hosts: dict[tuple[nn.Parameter, str], Tensor] = {}
     for parameter in parameters:
@@ -280,12 +281,12 @@ def _state_on_device(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.P
 
 
 def _is_moment(value: Any) -> bool:
-    """Return whether part of a state is worth a transfer: a count of steps is not, and fused steps want it there."""
+    """Return whether a state entry is worth a transfer. A step count is not, and fused steps need it on the device."""
     return isinstance(value, Tensor) and value.numel() > 1
 
 
 def _pinned(like: Tensor) -> Tensor:
-    """Return an empty tensor in page-locked host memory, which a device reads and writes without the processor."""
+    """Return an empty tensor in page-locked host memory, which a device accesses without the processor."""
     return torch.empty_like(like, device="cpu", pin_memory=torch.cuda.is_available())
 
 
@@ -295,18 +296,18 @@ def _pinned(like: Tensor) -> Tensor:
 def restore_state(
     optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], model: nn.Module, config: OptimizerConfig
 ) -> None:
-    """Put back what ``optimizer.state_dict()`` returned, for weights of the same names; the settings stay those of the
-    configuration. A state of an earlier release, which knows no names, has all weights in the order of the model.
+    """Restore what ``optimizer.state_dict()`` returned, matching weights by name. Settings come from the configuration.
+    A state of an earlier release has no names; it holds all weights in the order of the model.
 
     Args:
-        optimizer: That :func:`make_optimizer` made of ``model``.
-        saved: The state.
+        optimizer: Optimizer that :func:`make_optimizer` made for ``model``.
+        saved: State to restore.
         model: The policy.
-        config: With ``offload`` the state goes to host memory.
+        config: Optimizer settings. With ``offload`` the state goes to host memory.
 
     Raises:
-        LearnerError: It is the state of another optimizer.
-        KeyError, ValueError: It is not one of these weights.
+        LearnerError: The state belongs to another optimizer type.
+        KeyError, ValueError: The state does not match the weights of the model.
     """
     kinds = {str(group.get(KIND, "adamw")) for group in saved["param_groups"]}
     if kinds - {config.optimizer_type}:
@@ -336,7 +337,7 @@ def restore_state(
 
 
 def _away(value: Any, parameter: Tensor) -> Any:
-    """Return part of a state where it lies between steps with ``offload``."""
+    """Return a state entry in its place between steps with ``offload``."""
     if not _is_moment(value):
         return value.to(parameter.device) if isinstance(value, Tensor) else value
     return _pinned(value).copy_(value)

@@ -1,7 +1,8 @@
 """Packs experiences into tensors: the trained tokens of a train step, and micro-batches within a token budget.
 
-A sampled answer is one sequence, an answer to imitate another, a pair of answers two. What each token's loss is scaled
-by follows from the counts of the whole optimizer step, so losses of micro-batches are only added up.
+A sampled answer is one sequence, an answer to imitate is one sequence, and a pair of answers is two sequences. The loss
+scale of each token comes from the counts of the whole optimizer step, so the losses of micro-batches only need to be
+summed.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ from trinity_mq.training.parallel.division import divide
 from trinity_mq.training.prefixes import Prefixes, divide_shared
 
 SAMPLED, IMITATED, PAIRED = 0, 1, 2
-"""Roles of sequences: sampled by the policy, by an expert, or an answer of a pair (chosen, then rejected)."""
+"""Roles of sequences: sampled by the policy, written by an expert, or part of a pair (chosen, then rejected)."""
 ROLES = {"rl": SAMPLED, "ref_kl": SAMPLED, "ce": IMITATED, "pair": PAIRED}
-"""Roles of the sequences that each component of a loss is about."""
+"""Role of the sequences that each loss component trains on."""
 EXPERT = "is_expert"
 """Key of ``info`` that marks an answer to imitate."""
 
@@ -45,78 +46,85 @@ Flags = npt.NDArray[np.bool_]
 class MicroBatch:
     """One forward and backward pass.
 
-    Padded, each sequence has a row, filled up on the right, so under causal attention no real token sees padding:
-    neither an attention mask nor position ids are needed, and the attention kernel takes its fast path. Packed, all
-    sequences are one after the other in a single row, and
-    :func:`trinity_mq.training.model.attention.model_inputs` says where each begins. With ``prefixes``, the rows are
-    padded and without the tokens that sequences begin with in common, which have rows of their own. What is trained on
-    is listed token by token; the others, and so all padding, are simply not there.
+    In the padded layout each sequence has a row, padded on the right. Under causal attention no real token sees
+    padding, so the model needs neither an attention mask nor position ids, and attention can use its fast kernel. In
+    the packed layout all sequences follow each other in a single row, and
+    :func:`trinity_mq.training.model.attention.model_inputs` marks where each sequence begins. With ``prefixes``, the
+    rows are padded and omit the tokens that several sequences begin with; these prefixes have rows of their own.
+    Trained tokens are listed one by one; other tokens and padding are not listed.
 
-    One without sequences, for a rank that has nothing left to do, is a single position of padding.
+    A rank without remaining work gets a micro-batch without sequences: a single position of padding.
     """
 
     input_ids: Tensor
-    """int64 ``[rows, positions]``; the last token of a sequence is left out, since it predicts nothing."""
+    """int64 ``[rows, positions]``. The last token of a sequence is omitted because it predicts nothing."""
     lengths: Tensor
-    """int64 ``[sequences]``: how many of these positions each has."""
+    """int64 ``[sequences]``: number of these positions that each sequence has."""
     rows: Tensor
     """int64 ``[tokens]``: the row of each trained token."""
     columns: Tensor
-    """int64 ``[tokens]``: the position in this row that predicts it, one before its own."""
+    """int64 ``[tokens]``: position in this row that predicts the token, just before the token's own position."""
     segment: Tensor
-    """int64 ``[tokens]``: the sequence of each trained token, rising from 0; each sequence has some."""
+    """int64 ``[tokens]``: number of the token's sequence within this micro-batch, rising from 0. Each sequence has at
+    least one trained token.
+    """
     targets: Tensor
-    """int64 ``[tokens]``."""
+    """int64 ``[tokens]``: ids of the trained tokens."""
     temperature: Tensor
-    """float32 ``[tokens]``: the sampler's; 1 for answers that the policy did not sample."""
+    """float32 ``[tokens]``: sampling temperature; 1 for answers that the policy did not sample."""
     index: Tensor
-    """int64 ``[tokens]``: its number in :class:`TrainTokens`."""
+    """int64 ``[tokens]``: index of the token in :class:`TrainTokens`."""
     sequence: Tensor
-    """int64 ``[tokens]``: the number of its sequence there."""
+    """int64 ``[tokens]``: index of the token's sequence in :class:`TrainTokens`."""
     role: Tensor
     """int64 ``[tokens]``: ``SAMPLED``, ``IMITATED`` or ``PAIRED``."""
     mu: Tensor
-    """float32 ``[tokens]``: logprobs of the policy that sampled, 0 where there is none."""
+    """float32 ``[tokens]``: logprobs of the sampling policy; 0 where a token has none."""
     advantages: Tensor
-    """float32 ``[tokens]``, 0 where there is none."""
+    """float32 ``[tokens]``; 0 where a token has none."""
     scale: Tensor
-    """float32 ``[tokens]``: what the reduction multiplies its loss by."""
+    """float32 ``[tokens]``: factor of the token's loss, from the reduction."""
     staleness: Tensor
-    """int64 ``[tokens]``: train steps between the weights that sampled it and those before this step; 0 if unknown."""
+    """int64 ``[tokens]``: train steps between the weights that sampled the token and the weights before this step; 0 if
+    unknown.
+    """
     teacher: Tensor | None = None
-    """float32 ``[tokens]``: the teacher's logprobs where a component needs them."""
+    """float32 ``[tokens]``: the teacher's logprobs; None where no component needs them."""
     custom: dict[str, Tensor] = field(default_factory=dict)
-    """``[tokens, ...]`` each: the custom fields, by destination, of the experience that a token is of."""
+    """``[tokens, ...]`` each: custom fields of the token's experience, by destination."""
     engines: dict[str, Tensor] = field(default_factory=dict)
-    """bool ``[tokens]`` each: whether the engine of that id sampled it; none where a single one sampled all."""
+    """bool ``[tokens]`` each: whether the engine with this id sampled the token. Empty where a single engine sampled
+    all tokens.
+    """
     longest_packed: int = 0
-    """Positions of the longest sequence of a packed row; 0: the rows are padded."""
+    """Positions of the longest sequence in a packed row; 0 if the rows are padded."""
     prefixes: Tensor | None = None
-    """int64 ``[prefixes, positions]``, filled up on the right: what sequences begin with, and ``input_ids`` leaves out;
-    None: nothing is left out."""
+    """int64 ``[prefixes, positions]``, padded on the right: shared prefixes, which ``input_ids`` omits. None:
+    ``input_ids`` omits nothing.
+    """
     prefix_lengths: Tensor | None = None
-    """int64 ``[prefixes]``: how many of these positions each has."""
+    """int64 ``[prefixes]``: number of these positions that each prefix has."""
     prefix_of: Tensor | None = None
-    """int64 ``[rows]``: the prefix of each row."""
+    """int64 ``[rows]``: index of each row's prefix."""
 
     @property
     def tokens(self) -> int:
-        """Trained tokens."""
+        """Number of trained tokens."""
         return self.targets.shape[0]
 
     @property
     def positions(self) -> int:
-        """Positions that the model computes, padding included."""
+        """Number of positions that the model computes, padding included."""
         return self.input_ids.numel() + (0 if self.prefixes is None else self.prefixes.numel())
 
     @property
     def padding(self) -> int:
-        """Positions that are padding."""
+        """Number of positions that are padding."""
         prefixes = 0 if self.prefix_lengths is None else int(self.prefix_lengths.sum())
         return self.positions - int(self.lengths.sum()) - prefixes
 
     def to(self, device: torch.device) -> MicroBatch:
-        """Return the same on ``device``."""
+        """Return a copy on ``device``."""
         moved: dict[str, Any] = {}
         for one in fields(self):
             value = getattr(self, one.name)
@@ -128,7 +136,7 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class Division:
-    """The division of an optimizer step that a model wants; the arguments of :meth:`TrainTokens.micro_batches`."""
+    """How a model divides an optimizer step; the arguments of :meth:`TrainTokens.micro_batches`."""
 
     max_tokens: int
     packed: bool = False
@@ -140,7 +148,7 @@ class Division:
     def of(
         self, tokens: TrainTokens, experiences: Sequence[int] | Indexes, reduction: Reduction | None = None
     ) -> list[MicroBatch]:
-        """Return this rank's micro-batches; all ranks have the same number of them, some perhaps empty."""
+        """Return this rank's micro-batches. All ranks get the same number of micro-batches; some may be empty."""
         return tokens.micro_batches(
             experiences,
             self.max_tokens,
@@ -155,40 +163,40 @@ class Division:
 
 @dataclass(frozen=True)
 class TrainTokens:
-    """The sequences of a train step and their trained tokens, flat: those of a sequence next to each other, a pair's
-    two sequences too. Experiences without a trained token have no sequence.
+    """The sequences of a train step and their trained tokens, flat. The tokens of a sequence are contiguous, and so are
+    the two sequences of a pair. Experiences without a trained token have no sequence.
     """
 
     ids: Tensor
-    """int64: the tokens of all sequences, one after the other."""
+    """int64: tokens of all sequences, concatenated."""
     starts: Indexes
-    """``[sequences]``: where each begins in ``ids``."""
+    """``[sequences]``: start of each sequence in ``ids``."""
     lengths: Indexes
-    """``[sequences]``: its tokens."""
+    """``[sequences]``: number of tokens."""
     counts: Indexes
-    """``[sequences]``: its trained tokens, at least 1."""
+    """``[sequences]``: number of trained tokens, at least 1."""
     first: Indexes
-    """``[experiences]``: the first sequence of each, -1 where it has none."""
+    """``[experiences]``: index of the first sequence of each experience; -1 for an experience without a sequence."""
     task: Indexes
-    """``[sequences]``: a number for the task of each."""
+    """``[sequences]``: number of the sequence's task."""
     role: Indexes
     """``[sequences]``: ``SAMPLED``, ``IMITATED`` or ``PAIRED``."""
     position: Tensor
-    """int64 ``[tokens]``: the place of a trained token in its sequence."""
+    """int64 ``[tokens]``: position of a trained token in its sequence."""
     columns: Mapping[str, Tensor]
-    """``[tokens]`` each: the columns of :class:`MicroBatch` that are copied as they are."""
+    """``[tokens]`` each: columns that :class:`MicroBatch` copies unchanged."""
     custom: Mapping[str, Tensor]
-    """``[tokens, ...]`` each."""
+    """``[tokens, ...]`` each: see :attr:`MicroBatch.custom`."""
     engines: Mapping[str, Tensor]
-    """bool ``[tokens]`` each."""
+    """bool ``[tokens]`` each: see :attr:`MicroBatch.engines`."""
 
     @property
     def tokens(self) -> int:
-        """Trained tokens."""
+        """Number of trained tokens."""
         return self.position.shape[0]
 
     def experiences(self, roles: Collection[int]) -> Indexes:
-        """Return the numbers of the experiences that have sequences of these roles, rising."""
+        """Return the indexes of the experiences whose sequences have one of these roles, ascending."""
         there = np.flatnonzero(self.first >= 0)
         return there[np.isin(self.role[self.first[there]], list(roles))]
 
@@ -204,22 +212,22 @@ class TrainTokens:
         ranks: int = 1,
         hidden_size: int = 1024,
     ) -> list[MicroBatch]:
-        """Cut an optimizer step into micro-batches, longest first (if memory is short it shows at once).
+        """Divide an optimizer step into micro-batches, longest first, so that a lack of memory shows at once.
 
-        The two answers of a pair stay together. Ranks get the same number of micro-batches, so the last ones may have
-        no sequences; see :func:`trinity_mq.training.parallel.division.divide`.
+        The two answers of a pair stay together. All ranks get the same number of micro-batches, so the last
+        micro-batches may have no sequences; see :func:`trinity_mq.training.parallel.division.divide`.
 
         Args:
-            experiences: The numbers of those in the optimizer step, of all ranks.
-            max_tokens: Largest number of tokens in a micro-batch, padding included; a longer single sequence, or pair,
-                is one of its own.
-            reduction: Makes the scales from the counts of these experiences; None: the mean over tokens.
-            packed: Whether the sequences of a micro-batch are one row.
-            shares_prefixes: Whether padded rows may leave out what sequences begin with in common, where that is
-                worthwhile; of a single rank only.
-            rank: Whose micro-batches are returned, from 0.
-            ranks: Processes that share the optimizer step.
-            hidden_size: Width of the model: how much its attention costs, when the work is shared.
+            experiences: Indexes of the experiences in the optimizer step, over all ranks.
+            max_tokens: Maximum number of tokens in a micro-batch, padding included. A longer single sequence or pair
+                gets its own micro-batch.
+            reduction: Computes the scales from the counts of these experiences. None: the mean over tokens.
+            packed: Whether the sequences of a micro-batch form one row.
+            shares_prefixes: Whether padded rows may omit prefixes that sequences share, where this saves enough work.
+                Requires a single rank.
+            rank: Rank whose micro-batches are returned, from 0.
+            ranks: Number of processes that share the optimizer step.
+            hidden_size: Width of the model. It determines the cost of attention in the division of the work.
         """
         units = self._units(np.asarray(experiences, dtype=np.int64))
         if not len(units):
@@ -239,20 +247,22 @@ class TrainTokens:
         return [self._micro_batch(part[part >= 0], scale, packed=packed) for part in chosen]
 
     def _prefixes(self) -> Prefixes:
-        """Return what each sequence begins with, up to the token before the one that predicts its first trained
-        token.
-        """
+        """Return the prefix of each sequence. It ends before the token that predicts the first trained token."""
         first = self.position[torch.from_numpy(self.counts.cumsum() - self.counts)].numpy()
         return Prefixes.of(self.ids, self.starts, first - 1)
 
     def _units(self, experiences: Indexes) -> Indexes:
-        """Return what cannot be divided, ``[units, 2]``: the sequence of an experience and -1, or its pair."""
+        """Return the indivisible units, ``[units, 2]``: the sequence of an experience and -1, or both sequences of a
+        pair.
+        """
         first = self.first[experiences]
         first = first[first >= 0]
         return np.stack([first, np.where(self.role[first] == PAIRED, first + 1, -1)], 1)
 
     def _scales(self, members: Indexes, reduction: Reduction) -> npt.NDArray[np.float64]:
-        """Return the scale of each of the sequences ``members``: each role is reduced by itself, pairs are averaged."""
+        """Return the scale of each of the sequences ``members``. Each role is reduced separately; pairs are
+        averaged.
+        """
         role, scale = self.role[members], np.zeros(len(members))
         for one in (SAMPLED, IMITATED):
             chosen = members[role == one]
@@ -269,7 +279,7 @@ class TrainTokens:
         packed: bool = False,
         prefixes: Prefixes | None = None,
     ) -> MicroBatch:
-        """Return the tensors of one micro-batch without touching single tokens in Python."""
+        """Return the tensors of one micro-batch, without a Python loop over tokens."""
         counts = self.counts[sequences]
         segment = np.repeat(np.arange(len(sequences)), counts)
         before = self.counts.cumsum() - self.counts
@@ -307,7 +317,7 @@ class TrainTokens:
         )
 
     def _prefix_rows(self, sequences: Indexes, prefixes: Prefixes) -> dict[str, Tensor]:
-        """Return the columns of a micro-batch that have the prefixes of its sequences."""
+        """Return the micro-batch columns for the prefixes of its sequences."""
         _, chosen, number = np.unique(prefixes.number[sequences], return_index=True, return_inverse=True)
         lengths = prefixes.lengths[sequences[chosen]]
         return {
@@ -317,22 +327,23 @@ class TrainTokens:
         }
 
     def _padded(self, starts: Indexes, lengths: Indexes) -> Tensor:
-        """Return rows of tokens, filled up with 0 on the right, int64 ``[rows, longest]``."""
+        """Return rows of tokens, padded with 0 on the right, int64 ``[rows, longest]``."""
         places = np.arange(int(lengths.max(initial=1)))
         where = torch.from_numpy(np.minimum(starts[:, None] + places, len(self.ids) - 1))
         return torch.where(torch.from_numpy(places < lengths[:, None]), self.ids[where], 0)
 
 
 def split(size: int, count: int, seed: str) -> list[list[int]]:
-    """Divide the experiences of a batch, by number, into mini-batches whose sizes differ by at most one.
+    """Divide the experiences of a batch, by index, into mini-batches whose sizes differ by at most 1.
 
     Args:
-        size: Experiences in the batch.
-        count: Optimizer steps to make of it; fewer only if there are fewer experiences.
-        seed: Decides who goes where, so that a step done again is the same step. A single mini-batch keeps its order.
+        size: Number of experiences in the batch.
+        count: Number of mini-batches; fewer only if there are fewer experiences.
+        seed: Determines the shuffle, so that a retried step has the same mini-batches. A single mini-batch keeps its
+            order.
 
     Returns:
-        Mini-batches, none of them empty.
+        The mini-batches, all non-empty.
     """
     order = list(range(size))
     if count == 1:
@@ -346,19 +357,21 @@ def flatten(
 ) -> TrainTokens:
     """Return the trained tokens of a train step.
 
-    A pair of answers is paired; an experience whose ``info`` says ``is_expert``, and every other one where the loss
-    knows no component for samples, is to imitate. What has no weight in this step is left out.
+    A pair of answers gets the role ``PAIRED``. An experience is imitated if its ``info`` says ``is_expert``; so is
+    every other experience if the loss has ``ce`` but no component for samples. Experiences whose components have no
+    weight in this step are omitted.
 
     Args:
-        experiences: With what their components need: samples with ``logprobs``, a temperature above 0 (none means 1),
-            ``advantages`` for ``rl``, ``teacher_logprobs`` for ``ref_kl``; the others with nothing but tokens.
-        config: The loss.
-        weights: Of the components in this train step.
-        step: Its number, from 1; staleness is counted from the weights before it.
+        experiences: Experiences with the fields that their components need. Samples need ``logprobs``, a temperature
+            above 0 (None means 1), ``advantages`` for ``rl`` and ``teacher_logprobs`` for ``ref_kl``. The other
+            experiences need only tokens.
+        config: Configuration of the loss.
+        weights: Component weights in this train step.
+        step: Number of the train step, from 1. Staleness is relative to the weights before this step.
 
     Raises:
-        ValueError: An experience that cannot be trained on; names it and what it lacks. Or custom fields that
-            :func:`gather_custom_fields` refuses.
+        ValueError: An experience cannot be trained on; the message names it and the missing field. Or
+            :func:`gather_custom_fields` rejects the custom fields.
     """
     batch = ExperienceBatch.of(experiences)
     role = _roles(batch, config)
@@ -379,11 +392,12 @@ def flatten(
 
 
 def without_unknown(batch: ExperienceBatch, config: LossConfig) -> tuple[ExperienceBatch, int]:
-    """Return the batch with an action mask of False where the engine's or the teacher's logprob of a sampled token is
-    not finite, and the number of tokens that this leaves out: they are in no loss and in no denominator.
+    """Mask out tokens whose logprob is not finite. Return the batch with an action mask of False where the engine's or
+    the teacher's logprob of a sampled token is not finite, and the number of masked tokens. These tokens count in no
+    loss and no denominator.
 
     Raises:
-        ValueError: No component of the loss is about one of the experiences.
+        ValueError: No loss component applies to one of the experiences.
     """
     lengths = batch.lengths("action_mask")
     sampled = (_roles(batch, config) == SAMPLED) & (lengths >= 0)
@@ -401,7 +415,7 @@ def _roles(batch: ExperienceBatch, config: LossConfig) -> Indexes:
     """Return the role of each experience.
 
     Raises:
-        ValueError: No component of the loss is about one of them.
+        ValueError: No loss component applies to one of the experiences.
     """
     known = components(config)
     pair = np.array([kind == DPO for kind in batch.values("experience_type")], dtype=bool)
@@ -426,7 +440,7 @@ def _roles(batch: ExperienceBatch, config: LossConfig) -> Indexes:
 
 
 def trained_tokens(experiences: ExperienceBatch) -> Indexes:
-    """Return how many True values the action mask of each has."""
+    """Return the number of True values in the action mask of each experience."""
     lengths = experiences.lengths("action_mask")
     if not len(lengths):
         return np.zeros(0, dtype=np.int64)
@@ -435,8 +449,10 @@ def trained_tokens(experiences: ExperienceBatch) -> Indexes:
 
 
 def _check_lengths(answers: ExperienceBatch) -> None:
-    """Check that each has a real response; that the lengths of fields agree is checked wherever a batch is made."""
-    # a truncated prompt leaves no real response, and nothing trained on unless a mask says so
+    """Check that each answer has a real response. Every construction of a batch already checks that field lengths
+    agree.
+    """
+    # a truncated prompt leaves no real response, so such an answer has trained tokens only if its mask says so
     _refuse(
         answers,
         answers.prompt_lengths() + answers.lengths("action_mask") != answers.lengths("tokens"),
@@ -445,7 +461,7 @@ def _check_lengths(answers: ExperienceBatch) -> None:
 
 
 def _check_samples(samples: ExperienceBatch, needed: Collection[str], weights: Mapping[str, float]) -> None:
-    """Check that every sample has what the loss needs."""
+    """Check that every sample has the fields that the loss needs."""
     for name, wanted, maker in (
         ("logprobs", True, "the engine returns them with its samples"),
         ("advantages", bool(weights.get("rl")), "the algorithm's advantage function sets them in the operator"),
@@ -483,14 +499,13 @@ def _refuse(experiences: ExperienceBatch, wrong: Flags, why: str) -> None:
 def _flat(
     answers: ExperienceBatch, role: Indexes, first: Indexes, weights: Mapping[str, float], step: int
 ) -> TrainTokens:
-    """Return the tensors of all sequences, ``answers``, each with a trained token, without touching single tokens in
-    Python.
+    """Return the tensors of all sequences in ``answers``, without a Python loop over tokens.
 
     Args:
-        answers: A sequence each; the halves of pairs are next to each other.
-        role: Of each.
-        first: Of each experience of the batch, its first sequence.
-        weights: Of the components.
+        answers: One sequence each, with at least one trained token. The halves of a pair are adjacent.
+        role: Role of each sequence.
+        first: Index of the first sequence of each experience in the batch.
+        weights: Component weights.
         step: Number of the train step.
     """
     sampled = role == SAMPLED
@@ -532,12 +547,12 @@ def _flat(
 
 
 def _by_engine(answers: ExperienceBatch, sampled: Flags, trained: Tensor) -> dict[str, Tensor]:
-    """Return which tokens each engine sampled, bool ``[tokens]`` by its id; nothing where there is only one.
+    """Return which tokens each engine sampled, bool ``[tokens]`` by engine id; empty if there is only one engine.
 
     Args:
-        answers: A sequence each.
-        sampled: Which of them the policy sampled.
-        trained: The sequence of each trained token.
+        answers: One sequence each.
+        sampled: Whether the policy sampled the sequence, ``[sequences]``.
+        trained: Index of the sequence of each trained token.
     """
     infos = zip(answers.values("info"), sampled, strict=True)
     engines = [str((info or {}).get(ENGINE, "")) if one else "" for info, one in infos]
@@ -549,8 +564,8 @@ def _by_engine(answers: ExperienceBatch, sampled: Flags, trained: Tensor) -> dic
 
 
 def _column(answers: ExperienceBatch, name: str, responses: Indexes, chosen: Flags) -> Tensor:
-    """Return a response field of all answers, float32 ``[response tokens]``; 0 but for those ``chosen`` that have
-    it.
+    """Return a response field of all answers, float32 ``[response tokens]``. The values are 0 except for the answers
+    that ``chosen`` selects and that have the field.
     """
     result = torch.zeros(int(responses.sum()))
     there = np.flatnonzero(chosen & (answers.lengths(name) >= 0))
@@ -562,8 +577,8 @@ def _column(answers: ExperienceBatch, name: str, responses: Indexes, chosen: Fla
 
 
 def _staleness(answers: ExperienceBatch, responses: Indexes, step: int) -> Tensor:
-    """Return the train steps between the weights that sampled each response token and those before train step
-    ``step``, int64 ``[response tokens]``; 0 where a version is not known.
+    """Return the train steps between the weights that sampled each response token and the weights before train step
+    ``step``, int64 ``[response tokens]``; 0 where the version is unknown.
     """
     starts: list[int] = []
     behind: list[int] = []

@@ -1,7 +1,7 @@
-"""Finds the tokens that sequences of a train step begin with in common, such as the prompt of a group of answers, and
-divides the sequences so that a forward and backward pass computes these tokens once.
+"""Finds token prefixes that sequences of a train step share, such as the prompt of a group of answers. Divides the
+sequences so that a forward and backward pass computes each shared prefix once.
 
-Only whole sequences of tokens are compared: what counts is that they are equal, not where they come from.
+Prefixes are compared as whole token sequences: only equality counts, not their origin.
 """
 
 from __future__ import annotations
@@ -15,29 +15,31 @@ from trinity_mq.experience.ragged import Indexes
 from trinity_mq.training.parallel.division import pad
 
 KEPT = 0.25
-"""Memory that a position of a prefix costs for each sequence that reads it, as a part of a position of its own: its
-keys and values, of at least eight such tensors that a layer keeps for the backward pass."""
+"""Memory cost of a prefix position for each sequence that reads it, as a fraction of the cost of an own position. Such
+a sequence keeps the position's keys and values: two of at least eight tensors of this size that a layer keeps for the
+backward pass.
+"""
 WORTHWHILE = 0.9
-"""Largest work, as a part of that with a row for each whole sequence, at which prefixes are shared."""
+"""Prefixes are shared if the work is at most this fraction of the work with one row per whole sequence."""
 
 
 @dataclass(frozen=True)
 class Prefixes:
-    """The prefix of each sequence: its tokens before the one that predicts its first trained token."""
+    """The prefix of each sequence: the tokens before the token that predicts its first trained token."""
 
     number: Indexes
-    """``[sequences]``: equal where the prefixes are."""
+    """``[sequences]``: prefix number; equal for equal prefixes."""
     lengths: Indexes
-    """``[sequences]``: tokens of the prefix, perhaps 0."""
+    """``[sequences]``: tokens of the prefix; may be 0."""
 
     @classmethod
     def of(cls, ids: Tensor, starts: Indexes, lengths: Indexes) -> Prefixes:
         """Compare the first tokens of all sequences.
 
         Args:
-            ids: int64: the tokens of all sequences.
-            starts: ``[sequences]``: where each begins in ``ids``.
-            lengths: ``[sequences]``: the tokens of its prefix.
+            ids: int64: tokens of all sequences.
+            starts: ``[sequences]``: start of each sequence in ``ids``.
+            lengths: ``[sequences]``: tokens of each prefix.
         """
         tokens, numbers = ids.numpy(), dict[bytes, int]()
         found = [
@@ -48,17 +50,18 @@ class Prefixes:
 
 
 def divide_shared(units: Indexes, lengths: Indexes, prefixes: Prefixes, max_tokens: int) -> list[Indexes] | None:
-    """Return micro-batches, as numbers of units, in which sequences share prefixes; None where that does not save a
-    tenth of the work (positions, padding included) of a row for each whole sequence.
+    """Return micro-batches, as indexes of units, whose sequences share prefixes. Return None if this does not save a
+    tenth of the work, compared with one row per whole sequence. The work is the number of positions, padding included.
 
-    Sequences that share a prefix are neighbours, or sequences whose rests have similar lengths: whichever is less work.
+    The micro-batches hold neighbours in one of two orders: by shared prefix, or by the length of the rest of the
+    sequence. The order with less work is used.
 
     Args:
-        units: ``[units, 2]``: the sequence of each, and a second one that has to stay with it, or -1.
+        units: ``[units, 2]``: a sequence, and a second sequence that has to stay with it, or -1.
         lengths: ``[sequences]``: tokens of each whole sequence.
-        prefixes: Of the sequences.
-        max_tokens: Most tokens of a micro-batch, padding included; a prefix counts once, and :data:`KEPT` of it for
-            each sequence with it. A unit that is longer has one of its own.
+        prefixes: Prefixes of the sequences.
+        max_tokens: Maximum number of tokens in a micro-batch, padding included. A prefix counts once, plus :data:`KEPT`
+            of it for each sequence with this prefix. A longer unit gets its own micro-batch.
     """
     first = units[:, 0]
     there = units >= 0
@@ -78,7 +81,7 @@ def divide_shared(units: Indexes, lengths: Indexes, prefixes: Prefixes, max_toke
 def _fill(
     order: Indexes, units: Indexes, rests: Indexes, prefixes: Prefixes, max_tokens: int
 ) -> tuple[list[Indexes], int]:
-    """Return micro-batches of neighbours in ``order``, and the positions of all of them."""
+    """Return micro-batches of neighbours in ``order``, and their total number of positions."""
     parts: list[Indexes] = []
     work = start = 0
     rows = longest = prefix = 0

@@ -1,4 +1,4 @@
-"""The reference model: a copy of the model that the run began with, which may follow the policy."""
+"""The reference model: a copy of the first model of the run, which may follow the policy."""
 
 from __future__ import annotations
 
@@ -23,30 +23,30 @@ from trinity_mq.training.update import score
 
 @dataclass
 class Reference:
-    """A model without gradients whose logprobs the policy is held near, or compared with."""
+    """A model without gradients. Its logprobs are compared with the policy's, for example to penalise divergence."""
 
     policy: Policy
     origin: str
-    """Hash of the first model's weights: a resumed run uses the same reference, or does not begin."""
+    """Hash of the first model's weights. A resumed run uses the same reference, or refuses to start."""
     settings: ReferenceConfig
     has_moved: bool = False
-    """Whether its weights are no longer those of the first model, so that a checkpoint needs them."""
+    """Whether the weights differ from the first model's, so that a checkpoint must contain them."""
     is_shared: bool = False
-    """It is the policy that is trained, without its adapters."""
+    """Whether the reference is the trained policy itself without its adapters."""
 
     @classmethod
     def load(cls, config: Config, folder: Path, origin: str | None, ranks: Ranks | None = None) -> Reference:
         """Load the reference from a folder.
 
         Args:
-            config: The run.
+            config: Configuration of the run.
             folder: Hugging Face folder of the run's first model.
-            origin: Of the checkpoint that is gone on from; None: there is none, or it was written without a reference.
-            ranks: Over which it is sharded.
+            origin: Hash in the checkpoint that the run resumes from. None: no checkpoint, or its run had no reference.
+            ranks: Ranks over which the reference is sharded.
 
         Raises:
-            LearnerError: The model there is not the one that the checkpoint was trained with.
-            ModelNotLoadedError: No model there.
+            LearnerError: The model in the folder is not the reference that the checkpoint was trained with.
+            ModelNotLoadedError: The folder holds no loadable model.
         """
         policy = Policy(config.model, folder, config.seed, config.trainer, ranks)
         for parameter in policy.parameters:
@@ -57,12 +57,14 @@ class Reference:
 
     @classmethod
     def of(cls, policy: Policy, settings: ReferenceConfig, origin: str | None) -> Reference:
-        """Return the model that ``policy`` is without its adapters: no second one is held. See :meth:`load`."""
+        """Return a reference that uses ``policy`` without its adapters, so no second model is held. See
+        :meth:`load`.
+        """
         found = _checked(digest(policy), origin, "that the adapters are on")
         return cls(policy, found, settings, is_shared=True)
 
     def logprobs(self, batches: Sequence[MicroBatch], tokens: int) -> Tensor:
-        """Return the logprobs of the tokens in ``batches`` at the temperatures of their samples, see :func:`score`."""
+        """Return the logprobs of the tokens in ``batches`` at their sampling temperatures, see :func:`score`."""
         if self.is_shared:
             with self.policy.without_adapters():
                 return score(self.policy, batches, tokens)[0]
@@ -74,7 +76,7 @@ class Reference:
 
     @property
     def division(self) -> Division:
-        """The division into micro-batches that it wants."""
+        """Division into micro-batches for this model."""
         return self.policy.division
 
     def _leave_device(self) -> None:
@@ -83,7 +85,7 @@ class Reference:
 
     @torch.no_grad()
     def follow(self, policy: Policy, step: int) -> None:
-        """Become what the settings say after train step ``step`` (from 1), which has changed ``policy``."""
+        """Update the reference as configured after train step ``step`` (from 1), which has changed ``policy``."""
         if self.settings.update == "never" or step % self.settings.every_steps:
             return
         share = 1.0 if self.settings.update == "copy" else 1 - self.settings.decay
@@ -92,7 +94,7 @@ class Reference:
         self.has_moved = True
 
     def part(self) -> Part:
-        """Return its part of a checkpoint: its weights, the live ones, where they moved."""
+        """Return the reference's part of a checkpoint, with its live weights if they have moved."""
         weights = module_state(self.policy.model) if self.has_moved else {}
         return Part(weights, {"origin": self.origin, "has_moved": self.has_moved})
 
@@ -107,7 +109,7 @@ def _checked(found: str, origin: str | None, where: str) -> str:
 
 
 def digest(policy: Policy) -> str:
-    """Return a hash of the bytes of the weights, but not of adapters, by name, 16 hexadecimal digits."""
+    """Return a hash of the names and bytes of the weights without adapters, 16 hexadecimal digits."""
     found = hashlib.blake2b(digest_size=8)
     adapters = set() if policy.adapters is None else set(policy.adapters.parameters)
     for name, tensor in policy.model.named_parameters():

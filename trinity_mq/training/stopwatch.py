@@ -1,4 +1,4 @@
-"""Measures how long the parts of a train step take, also on a GPU, without waiting for it."""
+"""Measures the duration of the parts of a train step. On a GPU it does not wait for the device."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from trinity_mq.telemetry.trace import span
 
 
 class Stopwatch:
-    """Adds up the seconds of each part.
+    """Sums the seconds of each part.
 
-    Work on a GPU is only put into its queue when a part ends: there the seconds are those between events in that queue.
+    On a GPU a part only enqueues its work, so its seconds are measured between two events in the GPU's queue.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -30,12 +30,13 @@ from trinity_mq.training.parallel.sharding import whole
 from trinity_mq.training.stopwatch import Stopwatch
 
 Columns = Mapping[str, Tensor]
-"""Columns of a :class:`TokenView` that take a forward pass: ``old``, ``ref``, ``weight``, ``chosen``, each ``[tokens]``
-of the whole train step, on the policy's device."""
+"""Columns of a :class:`TokenView` that need a forward pass: ``old``, ``ref``, ``weight``, ``chosen``. Each has shape
+``[tokens]`` of the whole train step and lies on the policy's device.
+"""
 
 
 def entropy_coefficient(config: AlgorithmConfig, step: int, total_steps: int | None) -> float:
-    """Return the weight of the entropy in train step ``step``; with ``entropy_decay`` it decays as the rate does."""
+    """Return the entropy weight of train step ``step``; with ``entropy_decay`` it decays like the learning rate."""
     factor = decay_factor(config.optimizer, step, total_steps) if config.entropy_decay else 1.0
     return config.entropy_coef * factor
 
@@ -46,20 +47,21 @@ class StepLoss:
 
     config: LossConfig
     weights: Mapping[str, float]
-    """Weights of its components."""
+    """Weights of the loss components."""
     entropy_coef: float = 0.0
     """Coefficient of the entropy bonus."""
 
 
 @torch.no_grad()
 def score(policy: Policy, batches: Sequence[MicroBatch], tokens: int, needed: Collection[str] = frozenset()) -> Scores:
-    """Return what a policy says about the tokens in ``batches``, float32 ``[tokens]`` each, 0 for all others.
+    """Return the policy's logprobs and entropies of the tokens in ``batches``, float32 ``[tokens]`` each, 0 for all
+    other tokens.
 
     Args:
-        policy: Whose.
-        batches: Any of the train step's; of a sharded policy this rank's share of them.
-        tokens: Trained tokens of the train step.
-        needed: What the loss reads; the entropy baselines only come where they are in it.
+        policy: Policy that scores the tokens.
+        batches: Any micro-batches of the train step. For a sharded policy: this rank's share of them.
+        tokens: Number of trained tokens in the train step.
+        needed: Columns that the loss reads. Entropy baselines are computed only if ``needed`` contains them.
     """
     logprobs, entropies, baselines = (torch.zeros(tokens, device=policy.device) for _ in range(3))
     has_baseline = "entropy_baseline" in needed
@@ -74,7 +76,7 @@ def score(policy: Policy, batches: Sequence[MicroBatch], tokens: int, needed: Co
 
 
 def token_view(batch: MicroBatch, logprob: Tensor, entropy: Tensor, columns: Columns) -> TokenView:
-    """Return the trained tokens of a micro-batch as the pieces of a loss see them."""
+    """Return the trained tokens of a micro-batch as a view for the parts of a loss."""
     more: dict[str, Any] = {name: column[batch.index] for name, column in columns.items()}
     return TokenView(
         logprob=logprob,
@@ -91,7 +93,7 @@ def token_view(batch: MicroBatch, logprob: Tensor, entropy: Tensor, columns: Col
 
 
 def compares_tokens(config: LossConfig) -> bool:
-    """Return whether a piece of the loss compares the tokens of a whole optimizer step."""
+    """Return whether a part of the loss compares the tokens of a whole optimizer step."""
     return any(map(over_step, config.correction)) or any(isinstance(one, CovarianceKL) for one in config.regularisers)
 
 
@@ -99,16 +101,17 @@ def compares_tokens(config: LossConfig) -> bool:
 def compared(
     batches: Sequence[MicroBatch], scored: Scores, columns: Columns, config: LossConfig, seed: str
 ) -> dict[str, Tensor]:
-    """Return the columns ``weight`` and ``chosen`` of the pieces that compare the tokens of an optimizer step.
+    """Return the columns ``weight`` and ``chosen`` for the parts of a loss that compare the tokens of an optimizer
+    step.
 
-    The tokens are taken in the order of their index, so that neither packing nor the division among ranks matters.
+    The tokens are ordered by index, so neither packing nor the division among ranks affects the result.
 
     Args:
-        batches: All of the optimizer step.
-        scored: What the policy before it says, ``[tokens]`` of the train step, see :func:`score`.
-        columns: ``old`` where the loss has it as anchor.
-        config: The loss.
-        seed: Decides what is drawn at random.
+        batches: All micro-batches of the optimizer step.
+        scored: Scores of the policy before the step, ``[tokens]`` of the train step, see :func:`score`.
+        columns: Contains ``old`` where the loss uses it as anchor.
+        config: Configuration of the loss.
+        seed: Seed of the random draws.
     """
     views: list[TokenView] = []
     places: list[Tensor] = []
@@ -135,7 +138,7 @@ def compared(
 
 
 def _joined(views: Sequence[TokenView], sequence: Tensor) -> TokenView:
-    """Return the tokens of all ``views`` as one; ``sequence`` are the numbers of their sequences."""
+    """Return the tokens of all ``views`` as one view. ``sequence`` holds the sequence index of each token."""
     columns: dict[str, Tensor] = {}
     for name in ("logprob", "mu", "advantage", "scale", "old", "entropy", "entropy_baseline", "staleness"):
         parts = [getattr(view, name) for view in views]
@@ -147,14 +150,14 @@ def _joined(views: Sequence[TokenView], sequence: Tensor) -> TokenView:
 
 DIFFERENCE = "rollout/rollout_vs_train_logprob_diff"
 DECISIONS = 0.2
-"""Share of the tokens, those of largest entropy, at which an answer is decided (arXiv 2506.01939)."""
+"""Fraction of tokens with the largest entropy, at which an answer is decided (arXiv 2506.01939)."""
 OFF_POLICY = {
     "masked_frac": "masked_frac",
     "masked_frac_pos": "masked_frac_pos",
     "masked_frac_neg": "masked_frac_neg",
     "correction_weight": "weight_mean",
 }
-"""Sums of the evaluator that are metrics ``offpolicy/<name>``, and what they are without a correction."""
+"""Names of evaluator sums (keys) and of their metrics ``offpolicy/<name>`` (values)."""
 
 
 @dataclass
@@ -162,36 +165,36 @@ class StepSums:
     """Statistics accumulated over the micro-batches of one optimizer step; scalars."""
 
     tokens: int = 0
-    """Trained tokens."""
+    """Number of trained tokens."""
     sampled: int = 0
-    """Those of samples."""
+    """Number of trained tokens in samples."""
     positions: int = 0
-    """Positions of all micro-batches that went through the model, and how many of them were padding."""
+    """Positions of all micro-batches that went through the model; ``padding`` counts the padding among them."""
     padding: int = 0
     micro_batches: int = 0
     sequences: int = 0
-    """Those of samples."""
+    """Number of sampled sequences."""
     entropies: list[Tensor] = field(default_factory=list)
-    """Entropies of the tokens of samples, ``[tokens]`` each."""
+    """Entropies of sampled tokens, ``[tokens]`` each."""
     reduced: dict[str, Tensor] = field(default_factory=dict)
-    """``loss`` and its parts."""
+    """``loss`` and its components."""
     sums: dict[str, Tensor] = field(default_factory=dict)
-    """Sums over tokens of samples; ``entropy`` over all."""
+    """Sums over sampled tokens; ``entropy`` over all trained tokens."""
     maxima: dict[str, Tensor] = field(default_factory=dict)
     minima: dict[str, Tensor] = field(default_factory=dict)
     mismatch: dict[str, Tensor] = field(default_factory=dict)
-    """Sums over fresh tokens of samples, see :func:`mismatch_sums`, and of :func:`sums_by`, by age and by engine."""
+    """Sums over fresh sampled tokens, see :func:`mismatch_sums`, and sums by age and by engine, see :func:`sums_by`."""
     mismatch_maxima: dict[str, Tensor] = field(default_factory=dict)
 
 
 def accumulate(
     policy: Policy, batches: Sequence[MicroBatch], loss: StepLoss, columns: Columns, watch: Stopwatch | None = None
 ) -> StepSums:
-    """Add the gradient of all ``batches`` to the policy's and return sums for metrics.
+    """Add the gradient of all ``batches`` to the policy's gradient and return sums for metrics.
 
-    Losses are only added up: their scale comes from the counts of the whole optimizer step, so neither how it is cut
-    into micro-batches nor which rank has which changes the gradient. A rank's micro-batch without sequences takes part
-    in the passes of the others and adds nothing.
+    Losses are only summed. Their scale comes from the counts of the whole optimizer step, so the gradient does not
+    depend on the division into micro-batches or among ranks. A micro-batch without sequences takes part in the
+    collective passes of the other ranks and adds nothing.
     """
     total, watch = StepSums(), watch or Stopwatch(policy.device)
     for packed in batches:
@@ -226,7 +229,7 @@ def accumulate(
 
 
 def over_ranks(total: StepSums, ranks: Ranks) -> StepSums:
-    """Return the sums, and largest and smallest values, over all ranks."""
+    """Return the sums, maxima and minima over all ranks."""
     if ranks.world == 1:
         return total
     parts = {one.name: getattr(total, one.name) for one in fields(total)}
@@ -243,10 +246,10 @@ def over_ranks(total: StepSums, ranks: Ranks) -> StepSums:
 
 
 def _observe(total: StepSums, samples: TokenView, engines: Mapping[str, Tensor]) -> None:
-    """Add what there is to see of samples besides their loss: their advantages, how far the engine's logprobs are from
-    the policy's, and how far the policy is from the reference, if there is one.
+    """Add the statistics of samples that do not come from their loss: advantages, the difference between engine and
+    policy logprobs, and the KL to the reference, if there is a reference.
 
-    ``engines`` says which of the tokens each engine sampled, bool ``[tokens]``, where there are several.
+    ``engines`` marks the tokens of each engine, bool ``[tokens]``, where several engines sampled.
     """
     if not samples.tokens:
         return
@@ -254,7 +257,7 @@ def _observe(total: StepSums, samples: TokenView, engines: Mapping[str, Tensor])
     assert samples.entropy is not None
     total.entropies.append(samples.entropy.detach())
     difference = (samples.logprob.detach() - samples.mu).abs()
-    advantage = samples.advantage.double()  # a variance is a small difference of sums
+    advantage = samples.advantage.double()  # a variance is a small difference of large sums, so it needs float64
     _add(total.sums, {"difference": difference.sum(), "advantage": advantage.sum()})
     _add(total.sums, {"advantage_squares": advantage.square().sum(), "advantage_positive": (advantage > 0).sum()})
     _raise(total.maxima, {"difference": difference.max()})
@@ -291,28 +294,28 @@ def optimizer_step(
     offload: bool = False,
     watch: Stopwatch | None = None,
 ) -> tuple[bool, dict[str, float]]:
-    """Accumulate the gradient of all ``batches``, clip it to the norm ``clip_grad`` and move the weights once.
+    """Accumulate the gradient of all ``batches``, clip it to the norm ``clip_grad`` and update the weights once.
 
     Args:
-        policy: Whose weights.
-        optimizer: Of these.
-        batches: All of the optimizer step.
-        loss: Of the train step.
-        columns: What took a forward pass before.
-        clip_grad: Largest norm of the gradient.
-        guard: Judges the step; by default one that knows no limits and no steps before.
-        has_moved: The weights are no longer those that the batch was sampled for, so that the mismatch says nothing of
-            the engine.
+        policy: Policy to update.
+        optimizer: Optimizer of the policy.
+        batches: All micro-batches of the optimizer step.
+        loss: Loss of the train step.
+        columns: Columns from earlier forward passes.
+        clip_grad: Maximum norm of the gradient.
+        guard: Judges the step. Default: a guard with default settings and no history.
+        has_moved: Whether the weights differ from the weights that the batch was meant for. If so, the mismatch does
+            not measure the engine.
         offload: See :func:`make_step`.
-        watch: Takes the time.
+        watch: Measures the duration of the parts.
 
     Returns:
-        Whether the step was made (else weights and optimizer are untouched), and metrics; of a step that was not, with
-        ``actor/skipped_<reason>``.
+        Whether the step was applied (otherwise weights and optimizer do not change), and metrics. The metrics of a
+        skipped step include ``actor/skipped_<reason>``.
 
     Raises:
-        PluginError: A surrogate or a correction of the user's own returned something else than a number for each token.
-        TrainingStopped: Too many steps in a row were not made.
+        PluginError: A custom surrogate or correction did not return a number for each token.
+        TrainingStopped: Too many steps in a row were skipped.
     """
     guard, watch = guard or Guard(GuardConfig()), watch or Stopwatch(policy.device)
     optimizer.zero_grad()
@@ -322,7 +325,8 @@ def optimizer_step(
     with span("measure step"):
         metrics = step_metrics(total) | {"actor/grad_norm": norm}
     reason = guard.judge(
-        # an entropy that is not finite spoils the loss only where it has a weight, and is as bad a sign where not
+        # A non-finite entropy makes the loss non-finite only if entropy has a weight, but it is always a sign of
+        # damage.
         loss=metrics["actor/loss"] if math.isfinite(metrics["actor/entropy"]) else math.nan,
         norm=norm,
         mismatch=None if has_moved else metrics.get("mismatch/k3"),
@@ -338,8 +342,8 @@ def optimizer_step(
 def step_metrics(total: StepSums) -> dict[str, float]:
     """Return the metrics of an optimizer step.
 
-    Parts of the loss are reduced as the loss is; shares and means are over the trained tokens of samples, the entropy's
-    over all trained tokens. ``advantage/std`` is that of all these tokens, not the unbiased one.
+    Parts of the loss are reduced like the loss. Fractions and means are over the sampled trained tokens; the entropy's
+    mean is over all trained tokens. ``advantage/std`` is the population standard deviation, not the unbiased estimate.
     """
     reduced, sums, maxima = _numbers(total.reduced), _numbers(total.sums), _numbers(total.maxima)
     mismatch = _numbers(total.mismatch)
@@ -372,7 +376,7 @@ def step_metrics(total: StepSums) -> dict[str, float]:
 
 
 def _mean_of_largest(values: Tensor, share: float) -> float:
-    """Return the mean of the largest ``share`` of the values, at least of one."""
+    """Return the mean of the largest values: a fraction ``share`` of all values, at least one value."""
     return values.topk(max(1, round(share * len(values)))).values.mean().item()
 
 
@@ -390,21 +394,21 @@ def _numbers(scalars: Mapping[str, Tensor]) -> dict[str, float]:
 
 
 WRITTEN = "output/experiences"
-"""Metric of a step in which experiences were written and not trained on."""
+"""Metric of a step that wrote experiences instead of training on them."""
 
 SKIPPED = "actor/skipped_"
-"""Metrics that count optimizer steps which were not made, by reason."""
+"""Prefix of the metrics that count skipped optimizer steps, by reason."""
 FIRST = (DIFFERENCE, "mismatch/")
-"""Metrics that compare the engine with the trainer: of the first optimizer step only."""
+"""Prefixes of the metrics that compare the engine with the trainer. Only the first optimizer step reports them."""
 
 
 def skipped_for(metrics: Mapping[str, float]) -> str | None:
-    """Return why the optimizer step with these metrics was not made, None if it was."""
+    """Return the reason why the optimizer step with these metrics was skipped, None if it was applied."""
     return next((name.removeprefix(SKIPPED) for name in metrics if name.startswith(SKIPPED)), None)
 
 
 class StepTotals:
-    """Collects what the optimizer steps of one train step report."""
+    """Collects the reports of the optimizer steps in one train step."""
 
     def __init__(self) -> None:
         self._applied: list[dict[str, float]] = []
@@ -414,7 +418,7 @@ class StepTotals:
     def add(self, applied: bool, metrics: dict[str, float]) -> None:
         """Count one optimizer step."""
         if self._first is None:
-            # Only the first one sees the weights that the batch was meant for.
+            # Only the first step runs on the weights that the batch was meant for.
             self._first = {name: value for name, value in metrics.items() if name.startswith(FIRST)}
         if applied:
             self._applied.append(metrics)
@@ -426,8 +430,8 @@ class StepTotals:
         self._skipped[f"{SKIPPED}empty"] += 1
 
     def metrics(self) -> dict[str, float]:
-        """Return averages (of ``*_max`` the largest, of ``*_min`` the smallest) over the applied optimizer steps, and
-        counts; all finite.
+        """Return averages over the applied optimizer steps (for ``*_max`` the maximum, for ``*_min`` the minimum), and
+        counts. All values are finite.
         """
         result = {"actor/optimizer_steps": float(len(self._applied)), **self._skipped}
         for name in dict.fromkeys(name for metrics in self._applied for name in metrics):

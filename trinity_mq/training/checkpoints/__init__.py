@@ -1,1 +1,1 @@
-"""Checkpoints of the trainer: atomic folders, what a learner puts into them, and those of earlier releases."""
+"""Checkpoints of the trainer: atomic folders, the learner's state in them, and the format of earlier releases."""

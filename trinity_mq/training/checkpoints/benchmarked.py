@@ -1,4 +1,4 @@
-"""The checkpoints that mode ``bench`` evaluates."""
+"""Selects the checkpoints that mode ``bench`` evaluates."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from trinity_mq.config import Config
 from trinity_mq.training.checkpoints.checkpoint import Checkpoint, CheckpointError, Damaged, find_checkpoints
 
 FIRST = 0
-"""Label of the first model, which is in no checkpoint."""
+"""Label of the first model, which has no checkpoint."""
 FIRST_MODEL = "first model"
-"""In place of the checksum of its weights."""
+"""Stands for the checksum of the first model's weights."""
 
 
 def benchmarked(config: Config) -> Mapping[int, Checkpoint | None]:
-    """Return the checkpoints by label, the batches that they were trained on, in that order; the first model is None.
+    """Return the checkpoints by label, in the order of their labels. The label is the number of batches that a
+    checkpoint was trained on. The first model is None.
 
     Raises:
-        CheckpointError: There are none, one that was asked for is not there, or the folder cannot be read.
+        CheckpointError: The folder has no checkpoint, lacks a requested checkpoint, or cannot be read.
     """
     folder, wanted = Path(config.bench.run) / "checkpoints", config.bench.checkpoints
     try:
@@ -46,11 +47,11 @@ def benchmarked(config: Config) -> Mapping[int, Checkpoint | None]:
 
 
 def checksums(config: Config) -> Mapping[int, str]:
-    """Return what changes with the weights of each checkpoint that mode ``bench`` evaluates, by label; in other modes
-    nothing.
+    """Return an identifier of the weights of each checkpoint that mode ``bench`` evaluates, by label: the checksum, or
+    the title if the checksum is unknown. Empty in other modes.
 
     Raises:
-        CheckpointError: As :func:`benchmarked`.
+        CheckpointError: As in :func:`benchmarked`.
     """
     if config.mode != "bench":
         return {}

@@ -1,4 +1,4 @@
-"""Atomic checkpoints of the trainer, and a count of the train steps that crashed per ticket."""
+"""Atomic checkpoints of the trainer, and a count of crashed train steps per ticket."""
 
 from __future__ import annotations
 
@@ -28,88 +28,88 @@ from trinity_mq.training.guard import TrainingStopped
 
 STATE_FILE = "trainer.json"
 NEWEST_FORMAT = 1
-"""Format of a checkpoint that this release writes, and the newest that it reads."""
+"""Format of the checkpoints that this release writes, and the newest format that it reads."""
 COUNTER_FILE = "generation"
 CHOICE_FILE = "chosen.json"
 _FOLDER = re.compile(r"progress-\d+")
 _NAME = re.compile(r"(progress|step)-(\d+)")
 READ_BYTES = 2**22
-"""Bytes of a file summed up at once."""
+"""Number of bytes read at a time for a checksum."""
 PROBE_BYTES = 2**20
 Writer = Callable[[Path], Awaitable[str | None]]
-"""Writes files into a folder; returns the checksum of the weights among them, if there is one."""
+"""Writes files into a folder. Returns the checksum of the weights among them, or None."""
 log = structlog.get_logger(__name__)
 
 
 class CheckpointError(FatalError):
-    """A checkpoint or counter could not be written or read; the message says which, why and what to do."""
+    """A checkpoint or counter could not be written or read; the message names the file, the cause and the remedy."""
 
 
 class DamagedCheckpointError(CheckpointError):
-    """The files of a checkpoint have the right sizes, but cannot be loaded; the one before it may do."""
+    """The files of a checkpoint have the right sizes but cannot be loaded. An earlier checkpoint may still load."""
 
 
 class TrainerState(BaseModel):
-    """State of a trainer besides weights and optimizer, saved in each checkpoint."""
+    """State of a trainer apart from weights and optimizer, saved in each checkpoint."""
 
     model_config = ConfigDict(frozen=True)
 
     generation: int
     step: int
-    """Train steps that changed the weights."""
+    """Number of train steps that changed the weights."""
     progress: int
-    """Closed batches consumed."""
+    """Number of closed batches consumed."""
     source: dict[str, Any]
-    """The source's own state, opaque here; JSON."""
+    """State of the experience source, opaque to this module; JSON."""
     run_id: str | None = None
-    """Id of the run; None: of an older release, or no explorer has told it."""
+    """Id of the run. None: written by an older release, or no explorer has reported an id."""
 
 
 class _StateFile(BaseModel):
     format: int = 1
-    """Format of the whole checkpoint, as :mod:`trinity_mq.runtime.state_formats` says."""
+    """Format of the whole checkpoint, see :mod:`trinity_mq.runtime.state_formats`."""
     release: str = FIRST
-    """The release that wrote it."""
+    """Release that wrote the checkpoint."""
     state: TrainerState
     weights: str | None = None
-    """Checksum of the weights as engines get them, see :func:`trinity_mq.sync.channels.buckets.total_digest`."""
+    """Checksum of the weights that engines receive, see :func:`trinity_mq.sync.channels.buckets.total_digest`."""
     files: dict[str, int]
     """Size in bytes of every other file, by path inside the checkpoint."""
     checksums: dict[str, str] = Field(default_factory=dict)
-    """XXH3 (128 bits) of each of them; none: written by an older release."""
+    """XXH3 checksum (128 bits) of each of these files. Empty if an older release wrote the checkpoint."""
 
 
 _Fields = TypeAdapter(dict[str, Any])
 
 
 class _Choice(BaseModel):
-    """A checkpoint from which the next start goes on, however new others are."""
+    """The checkpoint that the next start resumes from, even if newer checkpoints exist."""
 
     name: str
     generation: int
-    """The checkpoint's."""
+    """Generation that saved the checkpoint."""
     before: int
-    """The last generation at the time of the choice, which ends with the first checkpoint of a later one."""
+    """Last generation at the time of the choice. The first checkpoint of a later generation ends the choice."""
 
     def means(self, checkpoint: Checkpoint) -> bool:
-        """Return whether it is this one."""
+        """Return whether this choice refers to ``checkpoint``."""
         return (checkpoint.path.name, checkpoint.state.generation) == (self.name, self.generation)
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A whole checkpoint on disk."""
+    """A complete checkpoint on disk."""
 
     path: Path
     state: TrainerState
     weights: str | None = None
-    """Checksum of the weights; None: not known."""
+    """Checksum of the weights; None if unknown."""
     checksums: Mapping[str, str] = field(default_factory=dict, compare=False)
-    """By file, for :func:`verify`."""
+    """Checksum by file name, for :func:`verify`."""
 
     @property
     def title(self) -> str:
-        """Its name, and its other one where that differs."""
+        """Folder name, followed by the name by train step if it has a different number."""
         other = "" if self.state.step == self.state.progress else f" (step-{self.state.step})"
         return f"{self.path.name}{other}"
 
@@ -123,15 +123,15 @@ class Damaged:
 
 
 def find_checkpoints(folder: Path) -> tuple[list[Checkpoint], list[Damaged]]:
-    """Return the whole checkpoints in ``folder``, newest first, and the damaged ones, most progress first.
+    """Return the complete checkpoints in ``folder``, newest first, and the damaged checkpoints, most progress first.
 
-    The newest is the newest generation's: a late save of a trainer that was cut off does not count before those of the
-    trainer that went on, however much progress it has. Before all others comes the one that :func:`choose` chose, until
-    a trainer that went on from it has saved one.
+    Checkpoints are ordered by generation, then by progress. So a late save of a trainer that was cut off comes after
+    the checkpoints of the trainer that resumed the run, whatever its progress. The checkpoint selected by
+    :func:`choose` comes before all others, until a trainer that resumed from it has saved a checkpoint.
 
     Raises:
         OSError: The folder cannot be read.
-        NewerStateError: A newer release wrote one of them.
+        NewerStateError: A newer release wrote one of the checkpoints.
     """
     whole: list[Checkpoint] = []
     damaged: list[Damaged] = []
@@ -156,10 +156,10 @@ def find_checkpoints(folder: Path) -> tuple[list[Checkpoint], list[Damaged]]:
 
 
 def verify(checkpoint: Checkpoint) -> None:
-    """Read all files of a checkpoint, and return if they hold what was written; blocks.
+    """Check the checksums of all files of a checkpoint. Blocks.
 
     Raises:
-        DamagedCheckpointError: One does not, or cannot be read.
+        DamagedCheckpointError: A file cannot be read, or its content has changed.
     """
     for name, expected in checkpoint.checksums.items():
         try:
@@ -171,11 +171,11 @@ def verify(checkpoint: Checkpoint) -> None:
 
 
 def named(folder: Path, name: str) -> Checkpoint:
-    """Return the checkpoint in ``folder`` that ``name`` means: ``progress-120`` by its batches, or ``step-120`` by its
-    train steps; of several with so many steps the newest.
+    """Return the checkpoint in ``folder`` with the given name: ``progress-120`` by its batches, or ``step-120`` by its
+    train steps. If several checkpoints match, return the newest.
 
     Raises:
-        CheckpointError: There is no such checkpoint, or it is damaged; names those that can be used.
+        CheckpointError: The checkpoint does not exist or is damaged; the message names the usable checkpoints.
     """
     try:
         whole, damaged = find_checkpoints(folder) if folder.is_dir() else ([], [])
@@ -196,10 +196,10 @@ def named(folder: Path, name: str) -> Checkpoint:
 
 
 def choose(folder: Path, checkpoint: Checkpoint) -> None:
-    """Have the next trainer go on from ``checkpoint``, durably; it begins a new generation there.
+    """Make the next trainer resume from ``checkpoint``; it starts a new generation. The choice is written durably.
 
     Raises:
-        CheckpointError: It cannot be written.
+        CheckpointError: The choice cannot be written.
     """
     try:
         whole, _ = find_checkpoints(folder)
@@ -211,10 +211,10 @@ def choose(folder: Path, checkpoint: Checkpoint) -> None:
 
 
 def _open_choice(folder: Path, whole: Iterable[Checkpoint]) -> _Choice | None:
-    """Return the last choice in ``folder``, None where there is none, or a trainer has saved since.
+    """Return the last choice in ``folder``. None: no choice exists, or a later trainer has saved a checkpoint.
 
     Raises:
-        OSError: It cannot be read.
+        OSError: The choice cannot be read.
     """
     path = folder / CHOICE_FILE
     if not path.exists():
@@ -227,7 +227,7 @@ def _open_choice(folder: Path, whole: Iterable[Checkpoint]) -> _Choice | None:
 
 
 def _counted(folder: Path) -> int:
-    """Return the last generation that was counted, 0 where there was none."""
+    """Return the last counted generation, 0 if none was counted."""
     counter = folder / COUNTER_FILE
     return int(counter.read_text()) if counter.exists() else 0
 
@@ -242,15 +242,16 @@ def _progress_of(path: Path) -> int:
 
 
 class CheckpointStore:
-    """The checkpoints ``progress-<progress>`` in one folder, which one trainer at a time writes."""
+    """The checkpoints ``progress-<progress>`` in one folder. Only one trainer at a time writes to it."""
 
     def __init__(self, folder: Path, keep: int, keep_every: int | None = None) -> None:
-        """Make the folder, and clear away what a killed trainer left half done.
+        """Create the folder, and clean up the unfinished files of a killed trainer.
 
         Args:
-            folder: Where they are.
-            keep: How many of the newest stay.
-            keep_every: Of each so many batches, the first checkpoint at their end or after it stays too.
+            folder: Folder of the checkpoints.
+            keep: Number of newest checkpoints to keep.
+            keep_every: Interval in batches. The first checkpoint at or after each multiple of the interval is also
+                kept.
 
         Raises:
             CheckpointError: The folder cannot be written.
@@ -269,11 +270,11 @@ class CheckpointStore:
             raise self._error("prepare the folder", error) from error
 
     def next_generation(self, after: int = 0) -> int:
-        """Count one start of the trainer, durably, and return its number, from 1: from now on trainers of earlier
-        generations save nothing.
+        """Count one start of the trainer, durably, and return its generation, from 1. From now on trainers of earlier
+        generations cannot save.
 
         Args:
-            after: A generation known from elsewhere, which the number exceeds too.
+            after: A generation known from another source. The result is larger.
 
         Raises:
             CheckpointError: The counter cannot be read or written.
@@ -290,7 +291,7 @@ class CheckpointStore:
         return _counted(self._folder)
 
     def usable(self) -> tuple[list[Checkpoint], list[Damaged]]:
-        """Return what :func:`find_checkpoints` returns; damaged ones are logged.
+        """Return the result of :func:`find_checkpoints`, and log damaged checkpoints.
 
         Raises:
             CheckpointError: The folder cannot be read.
@@ -304,7 +305,8 @@ class CheckpointStore:
         return whole, damaged
 
     def only(self, whole: Sequence[Checkpoint]) -> str | None:
-        """Return the name of the one checkpoint in ``whole`` that may be gone on from, None where any may.
+        """Return the name of the chosen checkpoint, the only one in ``whole`` to resume from. None: every checkpoint is
+        allowed.
 
         Raises:
             CheckpointError: The choice cannot be read.
@@ -316,22 +318,24 @@ class CheckpointStore:
         return None if choice is None else choice.name
 
     def latest(self) -> Checkpoint | None:
-        """Return the newest whole checkpoint, None if there is none; damaged ones are logged."""
+        """Return the newest complete checkpoint, None if no checkpoint is complete. Log damaged checkpoints."""
         whole, _ = self.usable()
         return whole[0] if whole else None
 
     async def save(self, write: Writer, state: TrainerState) -> Checkpoint:
-        """Make a checkpoint: it appears, synced to disk, by one rename when all of it is written.
+        """Save a checkpoint atomically: it is synced to disk and appears by a single rename once all files are written.
 
-        A checkpoint of the same progress is replaced. Cancelled or failed, it leaves everything as it was.
+        A checkpoint of the same progress is replaced. If the save fails or is cancelled, existing checkpoints do not
+        change.
 
         Args:
-            write: Writes files into the folder that it is given, and returns the checksum of the weights or None.
-            state: Goes beside them; names the checkpoint.
+            write: Writes files into the given folder, and returns the checksum of the weights or None.
+            state: Trainer state saved next to these files; it determines the name of the checkpoint.
 
         Raises:
-            CheckpointError: It could not be written, such as for a full disk; older checkpoints are untouched.
-            RestartMe: A trainer of a newer generation has gone on with the run.
+            CheckpointError: The checkpoint could not be written, for example because the disk is full; older
+                checkpoints do not change.
+            RestartMe: A trainer of a newer generation has resumed the run.
         """
         final = self._folder / f"progress-{state.progress:06d}"
         partial = self._folder / f".partial-{final.name}-{uuid4().hex[:8]}"
@@ -346,7 +350,7 @@ class CheckpointStore:
             except Exception as error:
                 with suppress(
                     OSError, ValueError
-                ):  # a newer trainer's start removes what an earlier one left half done
+                ):  # The start of a newer trainer removes the partial files of an earlier trainer.
                     self._check_generation(state)
                 cause = await run_to_end(pool, functools.partial(_cause, error, partial))
                 raise self._error(f"save {final.name}", cause) from cause
@@ -369,7 +373,7 @@ class CheckpointStore:
         if final.exists():
             final.rename(retired)
         try:
-            # again: nobody puts another in the place of the one in hand, however long this thread stood still
+            # Check again: this thread may have been suspended, and must not replace a checkpoint of a newer trainer.
             self._check_generation(state)
             partial.rename(final)
         except (OSError, RestartMe):
@@ -382,10 +386,10 @@ class CheckpointStore:
         return checksums
 
     def check_generation(self, state: TrainerState) -> None:
-        """Refuse to save for a trainer that another has taken over from.
+        """Reject saves of a trainer whose run another trainer has taken over.
 
         Raises:
-            RestartMe: There is a newer generation.
+            RestartMe: A newer generation exists.
             CheckpointError: The counter cannot be read.
         """
         try:
@@ -401,8 +405,8 @@ class CheckpointStore:
             )
 
     def _prune(self) -> None:
-        """Remove all whole checkpoints but the newest ``keep`` and those that ``keep_every`` keeps; damaged ones with
-        more progress than the last of the newest stay for a look.
+        """Remove all complete checkpoints except the newest ``keep`` and the checkpoints protected by ``keep_every``.
+        Damaged checkpoints with at least as much progress as the oldest of the newest ``keep`` stay for inspection.
         """
         whole, damaged = find_checkpoints(self._folder)
         if len(whole) < self._keep:
@@ -429,7 +433,9 @@ class CheckpointStore:
 
 
 def first_of_each(every: int | None, progress: Iterable[int]) -> list[int]:
-    """Return the first of ``progress`` at or after each multiple of ``every`` and before the next; none without it."""
+    """Return, for each multiple of ``every``, the first value of ``progress`` at or after it and before the next
+    multiple. Return an empty list if ``every`` is None.
+    """
     if every is None:
         return []
     firsts: dict[int, int] = {}
@@ -439,10 +445,10 @@ def first_of_each(every: int | None, progress: Iterable[int]) -> list[int]:
 
 
 async def publish_final(write: Callable[[Path], Awaitable[None]], final: Path) -> None:
-    """Put what ``write`` writes into a folder at ``final``, whole and synced to disk or not at all.
+    """Publish the folder that ``write`` creates as ``final``: complete and synced to disk, or not at all.
 
     Raises:
-        CheckpointError: It cannot be written.
+        CheckpointError: The folder cannot be written.
     """
     fresh = final.with_name(f".{final.name}.part")
     try:
@@ -465,19 +471,20 @@ def _put(fresh: Path, final: Path) -> None:
 
 
 class StepAttempts:
-    """Count of starts per ticket that crashed in the middle: a batch that kills the trainer shows by its count.
+    """Number of crashed starts per ticket. A batch that kills the trainer has a high count.
 
-    A start counts unless its step ends or is called off, the guard stops the training, or the process is asked to end
-    meanwhile: a step that is then cut off, by a kill after the grace too, says nothing of its batch.
+    A start does not count if its step ends or is cancelled, if the guard stops the training, or if the process is asked
+    to end during the step. In the last case a kill after the grace period says nothing about the batch.
 
-    A file in the checkpoint folder, replaced at once but not synced: it has to survive the process, not the machine.
+    The counts are in a file in the checkpoint folder, replaced atomically but not synced: they must survive the
+    process, not the machine.
     """
 
     def __init__(self, folder: Path) -> None:
-        """Read the counts in ``folder``; an unreadable file counts as none.
+        """Read the counts in ``folder``; an unreadable file counts as empty.
 
         Raises:
-            CheckpointError: Not permitted to read it.
+            CheckpointError: The process lacks permission to read the file.
         """
         self._path = folder / "attempts.json"
         self._starts: dict[str, int] = {}
@@ -493,18 +500,18 @@ class StepAttempts:
 
     @property
     def known(self) -> list[str]:
-        """What has starts that crashed."""
+        """Tickets with crashed starts."""
         return list(self._starts)
 
     def starts(self, ticket: str) -> int:
-        """Return how many starts of ``ticket`` crashed."""
+        """Return the number of crashed starts of ``ticket``."""
         return self._starts.get(ticket, 0)
 
     def begin(self, tickets: Iterable[str]) -> None:
-        """Note a start of each ticket, before its step.
+        """Count a start of each ticket, before its step.
 
         Raises:
-            CheckpointError: It cannot be written.
+            CheckpointError: The counts cannot be written.
         """
         if not self._is_ending:
             self._running = frozenset(tickets)
@@ -512,10 +519,10 @@ class StepAttempts:
 
     @contextmanager
     def noted(self, tickets: Collection[str]) -> Iterator[None]:
-        """Note a start of each ticket for the step in the ``with`` block.
+        """Count a start of each ticket for the step in the ``with`` block.
 
         Raises:
-            CheckpointError: It cannot be written.
+            CheckpointError: The counts cannot be written.
         """
         self.begin(tickets)
         try:
@@ -528,10 +535,10 @@ class StepAttempts:
         self.finish(tickets)
 
     def withdraw(self) -> None:
-        """Do not count the start of the step under way, nor later ones: this process was asked to end.
+        """Stop counting the start of the current step and all later starts, because this process was asked to end.
 
         Raises:
-            CheckpointError: It cannot be written.
+            CheckpointError: The counts cannot be written.
         """
         self._is_ending = True
         if self._running:
@@ -540,10 +547,10 @@ class StepAttempts:
             self._write({ticket: starts for ticket, starts in left.items() if starts})
 
     def finish(self, tickets: Iterable[str]) -> None:
-        """Forget the starts of tickets whose step has ended.
+        """Remove the counts of tickets whose step has ended.
 
         Raises:
-            CheckpointError: It cannot be written.
+            CheckpointError: The counts cannot be written.
         """
         done = set(tickets)
         self._write({ticket: starts for ticket, starts in self._starts.items() if ticket not in done})
@@ -566,7 +573,9 @@ def _checksum(path: Path) -> str:
 
 
 def _cause(error: Exception, folder: Path) -> Exception:
-    """Return why the disk of ``folder`` takes no more files if that is so, which torch hides, else ``error``."""
+    """Return the disk error if the disk of ``folder`` accepts no more data, because torch hides this cause; else
+    ``error``.
+    """
     if isinstance(error, OSError) or not folder.exists():
         return error
     try:
@@ -580,7 +589,7 @@ def _cause(error: Exception, folder: Path) -> Exception:
 
 
 def _sync(path: Path) -> None:
-    """Have the file or folder on disk before going on."""
+    """Flush the file or folder to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -589,7 +598,7 @@ def _sync(path: Path) -> None:
 
 
 def _replace(path: Path, text: str, *, durable: bool) -> None:
-    """Put ``text`` in the place of ``path``: a reader finds the old content or the new."""
+    """Replace ``path`` with ``text`` atomically: a reader sees the old content or the new content."""
     new = path.with_name(f".{path.name}.new")
     new.write_text(text, encoding="utf-8")
     if durable:

@@ -1,7 +1,8 @@
-"""Reads the index of a checkpoint's tensors, which torch writes as a pickle, without running what may be in it.
+"""Reads the index of a checkpoint's tensors, a pickle written by torch, without executing code in the pickle.
 
-A checkpoint may come from somebody else. Torch loads its index with an unpickler that calls anything, and entries that
-are no tensors with another one; here only names that an index needs are admitted, and only tensors are read.
+A checkpoint may come from an untrusted source. torch loads its index with an unpickler that can call anything, and
+loads non-tensor entries with another unpickler. This module admits only the names that an index needs, and reads only
+tensors.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 from torch.serialization import _get_layout
 
 INDEX_FILE = ".metadata"
-"""In the folder of the tensors: the index."""
+"""Name of the index in the folder of the tensors."""
 _CLASSES = (
     dcp.BytesStorageMetadata,
     dcp.ChunkStorageMetadata,
@@ -35,18 +36,18 @@ _ADMITTED: dict[tuple[str, str], Any] = {
     **{("torch", name): one for name, one in vars(torch).items() if isinstance(one, torch.dtype)},
     ("torch", "Size"): torch.Size,
     ("torch.serialization", "_get_layout"): _get_layout,
-    # the folder that it was written to; it is read as text, whatever the system of its writer
+    # the folder it was written to: pure paths, because the writer's operating system may differ
     ("pathlib", "PosixPath"): PurePosixPath,
     ("pathlib", "WindowsPath"): PureWindowsPath,
     ("pathlib._local", PosixPath.__name__): PurePosixPath,
     ("pathlib._local", "WindowsPath"): PureWindowsPath,
 }
-"""By module and name as a pickle has them."""
+"""Admitted objects by module and name, as they appear in a pickle."""
 
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        """Return the object of an admitted name."""
+        """Return the object with an admitted name; reject all other names."""
         try:
             return _ADMITTED[module, name]
         except KeyError:
@@ -60,7 +61,7 @@ class TensorReader(FileSystemReader):
     """Reads the tensors of a checkpoint.
 
     Args:
-        path: The folder of the tensors.
+        path: Folder of the tensors.
     """
 
     def __init__(self, path: Path) -> None:
@@ -71,9 +72,9 @@ class TensorReader(FileSystemReader):
         """Return the index.
 
         Raises:
-            OSError: It cannot be read.
-            UnpicklingError: It asks for what no index needs.
-            ValueError: It is none, has other things than tensors, or names files elsewhere.
+            OSError: The index cannot be read.
+            UnpicklingError: The index asks for a name that is not admitted.
+            ValueError: The file is not an index, has entries other than tensors, or names files outside the folder.
         """
         found = _Unpickler(io.BytesIO(self._index.read_bytes())).load()
         if not isinstance(found, dcp.Metadata) or not isinstance(found.state_dict_metadata, dict):

@@ -1,4 +1,4 @@
-"""Reads checkpoints of releases that kept weights in ``model/`` and everything else in files of ``torch.save``."""
+"""Reads checkpoints of earlier releases: weights in ``model/``, and everything else in files of ``torch.save``."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ OPTIMIZER_FILE, CRITIC_FILE, REFERENCE_FILE = "optimizer.pt", "critic.pt", "refe
 
 
 def is_old(folder: Path) -> bool:
-    """Return whether a checkpoint is one of these."""
+    """Return whether a checkpoint has the format of an earlier release."""
     return (folder / OPTIMIZER_FILE).exists()
 
 
 def read_old_facts(folder: Path) -> dict[str, dict[str, Any]]:
-    """Return what :func:`trinity_mq.training.checkpoints.state.read_facts` returns of a new one, but for the critic's.
+    """Return the facts of an old checkpoint, except the critic's, in the format of
+    :func:`trinity_mq.training.checkpoints.state.read_facts`.
 
     Raises:
         DamagedCheckpointError: The file does not load.
@@ -35,15 +36,15 @@ def read_old_facts(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def read_old_parts(folder: Path, modules: Mapping[str, nn.Module]) -> Parts:
-    """Return the parts of an old checkpoint; those of ``modules`` other than the policy, whose weights are loaded with
-    the model, are read into them.
+    """Return the parts of an old checkpoint. The critic and the reference are loaded into their ``modules``. The
+    policy's weights were already loaded with the model.
 
     Args:
         folder: The checkpoint.
-        modules: ``policy``, and ``critic`` and ``reference`` where there are such.
+        modules: ``policy``, and also ``critic`` and ``reference`` where the run has them.
 
     Raises:
-        DamagedCheckpointError: A file does not load, or is of another model.
+        DamagedCheckpointError: A file does not load, or belongs to another model.
     """
     parts = {name: Part(facts=facts) for name, facts in read_old_facts(folder).items()}
     path = folder / OPTIMIZER_FILE
@@ -70,12 +71,12 @@ def _load(path: Path) -> Any:
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except (OSError, EOFError, RuntimeError, UnpicklingError) as error:
-        # What torch says is left to the chain: it advises to load without weights_only.
+        # torch's message stays in the exception chain only: it advises loading without weights_only
         raise DamagedCheckpointError(f"{path} is damaged or not there") from error
 
 
 def _optimizer(saved: Mapping[str, Any], module: nn.Module) -> Part:
-    """Return the part of an optimizer that numbered the parameters in the order of the module."""
+    """Return the part of an optimizer whose state numbers the parameters in the order of the module."""
     names = [name for name, _ in module.named_parameters()]
     tensors = {f"{names[number]}/{key}": one for number, state in saved["state"].items() for key, one in state.items()}
     return Part(tensors, {"names": names, "param_groups": saved["param_groups"], "numbers": {}})

@@ -1,7 +1,7 @@
-"""The learner's state in a checkpoint, by named parts: tensors by ``torch.distributed.checkpoint``, the rest as JSON.
+"""The learner's state in a checkpoint, in named parts: tensors by ``torch.distributed.checkpoint``, the rest as JSON.
 
-A part has a name such as ``policy`` or ``optimizer``. What a piece of the learner carries from step to step is a part
-of its own, and needs no format of its own.
+A part has a name such as ``policy`` or ``optimizer``. Every component of the learner that carries state across steps
+has its own part, and needs no format of its own.
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ from trinity_mq.training.checkpoints.metadata import INDEX_FILE, TensorReader
 from trinity_mq.training.parallel.sharding import whole
 
 STATE_FOLDER = "state"
-"""Inside a checkpoint: the tensors of all parts."""
+"""Folder in a checkpoint: tensors of all parts."""
 FACTS_FILE = "learner.json"
-"""Inside a checkpoint: everything else, by part."""
+"""File in a checkpoint: all other values, by part."""
 _UNREADABLE = (
     *(OSError, EOFError, RuntimeError, ValueError, KeyError, UnpicklingError, CheckpointException),
-    *(AssertionError, AttributeError, IndexError, TypeError),  # of hostile bytes
+    *(AssertionError, AttributeError, IndexError, TypeError),  # raised by hostile bytes
 )
 
 
 @dataclass
 class Part:
-    """State of one piece of the learner."""
+    """State of one component of the learner."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
-    """By name; with shards of a device mesh each rank writes and reads its own."""
+    """Tensors by name. Each rank writes and reads its own shards of a device mesh."""
     facts: dict[str, Any] = field(default_factory=dict)
-    """Values that are no tensors, as JSON has them; floats come back bit by bit."""
+    """Values other than tensors, stored as JSON. Floats are restored bit by bit."""
 
 
 Parts = dict[str, Part]
 
 
 def flat(parts: Mapping[str, Part]) -> dict[str, Tensor]:
-    """Return all tensors by ``<part>.<name>``, as torch names them in a checkpoint."""
+    """Return all tensors by ``<part>.<name>``, the name that torch gives them in a checkpoint."""
     return {f"{part}.{name}": tensor for part, one in parts.items() for name, tensor in one.tensors.items()}
 
 
@@ -62,7 +62,7 @@ def module_state(module: nn.Module) -> dict[str, Tensor]:
 
 
 def optimizer_part(optimizer: torch.optim.Optimizer, module: nn.Module) -> Part:
-    """Return the state of the optimizer of a module, by the names of its parameters."""
+    """Return the state of a module's optimizer, by parameter name."""
     names = _names_in_order(optimizer, module)
     saved = optimizer.state_dict()
     groups = [{key: _plain(value) for key, value in group.items()} for group in saved["param_groups"]]
@@ -77,10 +77,10 @@ def optimizer_part(optimizer: torch.optim.Optimizer, module: nn.Module) -> Part:
 
 
 def optimizer_state(part: Part) -> dict[str, Any]:
-    """Return the argument of ``Optimizer.load_state_dict`` from what :func:`optimizer_part` returned.
+    """Return the argument of ``Optimizer.load_state_dict`` for the result of :func:`optimizer_part`.
 
     Raises:
-        KeyError: It is no such part.
+        KeyError: The part is not an optimizer part.
     """
     number_of = {name: number for number, name in enumerate(part.facts["names"])}
     state: dict[int, dict[str, Any]] = {number_of[name]: dict(one) for name, one in part.facts["numbers"].items()}
@@ -100,8 +100,8 @@ def _plain(value: Any) -> Any:
 
 
 class HostCopies:
-    """Copies of parts in host memory. The buffers stay, and the next copy fills them again: fresh memory costs many
-    times the copying into it.
+    """Copies of parts in host memory. The buffers are reused for the next copy, because allocating memory takes many
+    times as long as copying into it.
     """
 
     def __init__(self) -> None:
@@ -109,7 +109,7 @@ class HostCopies:
 
     @torch.no_grad()
     def take(self, parts: Mapping[str, Part]) -> Parts:
-        """Return a copy of ``parts``, valid until the next call; what is sharded is gathered, tensor by tensor."""
+        """Return a copy of ``parts``, valid until the next call. Sharded tensors are gathered one by one."""
         before, self._buffers = self._buffers, {}
         is_on_device = False
         for name, tensor in ((name, whole(one)) for name, one in flat(parts).items()):
@@ -127,10 +127,10 @@ class HostCopies:
 
 
 def write_parts(folder: Path, parts: Mapping[str, Part]) -> None:
-    """Write ``parts`` into a checkpoint that holds none yet.
+    """Write ``parts`` into a checkpoint that has no parts yet.
 
     Raises:
-        OSError: They cannot be written.
+        OSError: The files cannot be written.
     """
     facts = {name: part.facts for name, part in parts.items()}
     (folder / FACTS_FILE).write_text(json.dumps(facts), encoding="utf-8")
@@ -144,10 +144,10 @@ def write_parts(folder: Path, parts: Mapping[str, Part]) -> None:
 
 
 def read_facts(folder: Path) -> dict[str, dict[str, Any]]:
-    """Return what is no tensor in a checkpoint, by part.
+    """Return the values other than tensors in a checkpoint, by part.
 
     Raises:
-        DamagedCheckpointError: It cannot be read.
+        DamagedCheckpointError: The file cannot be read.
     """
     path = folder / FACTS_FILE
     try:
@@ -160,15 +160,16 @@ def read_facts(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def read_parts(folder: Path, states: Mapping[str, dict[str, Tensor]]) -> Parts:
-    """Return the parts of a checkpoint. Those in ``states`` are read into the tensors there, all others into new ones
-    in host memory.
+    """Return the parts of a checkpoint. Parts in ``states`` are read into the given tensors. All other parts are read
+    into new tensors in host memory.
 
     Args:
         folder: The checkpoint.
-        states: The live tensors by part, which the checkpoint must have.
+        states: Live tensors by part. The checkpoint must contain them.
 
     Raises:
-        DamagedCheckpointError: The checkpoint does not load, or is of others; tensors may have changed then.
+        DamagedCheckpointError: The checkpoint does not load, or has different tensors; the live tensors may have
+            changed by then.
     """
     facts, path = read_facts(folder), folder / STATE_FOLDER
     live = {name: Part(tensors, facts.get(name, {})) for name, tensors in states.items()}
@@ -189,10 +190,11 @@ def read_parts(folder: Path, states: Mapping[str, dict[str, Tensor]]) -> Parts:
 
 
 def read_policy(folder: Path, state: dict[str, Tensor]) -> None:
-    """Read the policy's weights of a checkpoint into the live tensors ``state``, and nothing else.
+    """Read only the policy's weights of a checkpoint, into the live tensors ``state``.
 
     Raises:
-        DamagedCheckpointError: They do not load, or are of another model; tensors may have changed then.
+        DamagedCheckpointError: The weights do not load, or belong to another model; the live tensors may have changed
+            by then.
     """
     path = folder / STATE_FOLDER
     _quietly_alone()
@@ -209,7 +211,7 @@ def _tensors(reader: TensorReader, path: Path) -> dict[str, TensorStorageMetadat
     """Return the tensors of a checkpoint by name.
 
     Raises:
-        DamagedCheckpointError: The index of the checkpoint cannot be read, or asks for what no index needs.
+        DamagedCheckpointError: The index of the checkpoint cannot be read, or asks for a name that is not admitted.
     """
     try:
         index: dict[str, TensorStorageMetadata] = reader.read_metadata().state_dict_metadata  # type: ignore[assignment]
@@ -219,10 +221,10 @@ def _tensors(reader: TensorReader, path: Path) -> dict[str, TensorStorageMetadat
 
 
 def _beyond(live: Mapping[str, Part], found: Iterable[str], path: Path) -> list[str]:
-    """Return the names in ``found`` that belong to none of the parts ``live``.
+    """Return the names in ``found`` that belong to none of the parts in ``live``.
 
     Raises:
-        DamagedCheckpointError: A part in ``live`` has other names there.
+        DamagedCheckpointError: A part in ``live`` has different names in the checkpoint.
     """
     rest = set(found)
     for part, one in live.items():
@@ -241,7 +243,7 @@ def _nested(parts: Mapping[str, Part]) -> dict[str, Any]:
 
 
 def _cause(error: BaseException) -> Exception:
-    """Return the first error of a rank, which a collective of one process wraps too."""
+    """Return the first error of a rank; torch wraps it even for a single process."""
     if isinstance(error, CheckpointException):
         inner = next((failure[0] for failure in error.failures.values()), None)
         return inner if isinstance(inner, Exception) else RuntimeError(str(error))
@@ -249,5 +251,5 @@ def _cause(error: BaseException) -> Exception:
 
 
 def _quietly_alone() -> None:
-    """Let torch say nothing of saving in a single process, which is what is meant."""
+    """Silence torch's warning about saving in a single process, which is intended here."""
     warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized", UserWarning)

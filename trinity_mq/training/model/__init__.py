@@ -1,1 +1,1 @@
-"""The policy as torch sees it, and how it is called: attention over packed rows, logprobs without logits."""
+"""The policy as a torch model: attention over packed rows, shared prefixes, logprobs without full logits, LoRA."""

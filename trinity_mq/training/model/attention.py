@@ -1,11 +1,11 @@
-"""Attention over packed rows: how a model is called with one, which implementations take one, and whether a model may
-be given one at all.
+"""Attention over packed rows: the model arguments for a packed row, the attention implementations that support it, and
+a check whether a model supports it at all.
 
-A model may where nothing passes from one sequence of a row to the next. Layers with full or sliding attention can be
-kept apart by a mask; Mamba, linear attention, convolutions and attention in chunks of the row cannot. What the
-configuration says of its layers is checked first. Then the model is asked, whoever wrote it: two short sequences go
-through it as one row, the gradient of the second one's logits by the embeddings of the first must be exactly zero, and
-the second must get the logits that it gets alone.
+A model supports packed rows if no information passes from one sequence of a row to the next. A mask separates sequences
+in layers with full or sliding attention, but not in Mamba, linear attention, convolutions and attention in chunks of
+the row. The layer types in the configuration are checked first. Then the model itself is tested, also if its code is
+custom: two short sequences pass through it as one row. The gradient of the second sequence's logits with respect to the
+first sequence's embeddings must be exactly zero, and the second sequence must get the same logits as alone.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from trinity_mq.training.packing import MicroBatch
 
 Packing = Literal["auto", "packed", "padded"]
 SEPARABLE = {"full_attention", "sliding_attention"}
-"""Kinds of layers, as ``layer_types`` of a Hugging Face configuration names them, that a mask keeps apart."""
+"""Layer types that a mask separates, as named by ``layer_types`` in a Hugging Face configuration."""
 
 
 def model_inputs(model: Any, batch: MicroBatch) -> dict[str, Any]:
-    """Return the arguments that a model, or its backbone, takes a micro-batch on its device by; prefixes of rows
+    """Return the arguments for calling a model, or its backbone, with a micro-batch on its device. Prefixes of rows
     pass through the backbone here.
     """
     if batch.prefixes is not None:
@@ -41,9 +41,9 @@ def _attention(model: Any) -> str:
 
 
 def _row(input_ids: Tensor, lengths: Tensor, longest: int, attention: str) -> dict[str, Any]:
-    """Return the arguments for ``input_ids``, ``[1, positions]``, of sequences of these ``lengths``.
+    """Return the arguments for ``input_ids``, ``[1, positions]``, with sequences of these ``lengths``.
 
-    Only flash attention is told where sequences begin; the others find out from the positions.
+    Only flash attention is given the start of each sequence; other implementations derive it from the position ids.
     """
     positions = input_ids.shape[1]
     ends = lengths.cumsum(0)
@@ -59,19 +59,21 @@ def _row(input_ids: Tensor, lengths: Tensor, longest: int, attention: str) -> di
 
 
 def use_packed_attention(model: Any, packing: Packing, dtype: torch.dtype) -> str | None:
-    """Give the model an attention implementation for packed rows, if it may have them and there is one.
+    """Set an attention implementation for packed rows, if the model supports packed rows and an implementation is
+    available.
 
-    ``packed`` takes the first that works of flash attention 3, 2 (both on CUDA in bfloat16, where installed), flex
-    attention (on CUDA), and the implementation for padded rows with a mask of positions x positions, which ``auto``
-    leaves out.
+    ``auto`` tries flash attention 3 and 2 (both on CUDA in bfloat16 or float16, if installed) and flex attention (on
+    CUDA), in this order. ``packed`` also tries the implementation for padded rows, with a mask of positions x
+    positions, as the last choice.
 
     Args:
-        model: With weights, on its device, with the implementation for padded rows, which it keeps otherwise.
+        model: Model with weights, on its device, with the implementation for padded rows. It keeps this implementation
+            if no other works.
         packing: ``auto`` or ``packed``.
-        dtype: What it computes in.
+        dtype: Data type of the computation.
 
     Returns:
-        None: rows are packed. Else why they are not.
+        None if rows are packed, else the reason why they are not.
     """
     padded = _attention(model)
     implementations = _installed(model.device, dtype) + ([padded] if packing == "packed" else [])
@@ -91,7 +93,7 @@ def use_packed_attention(model: Any, packing: Packing, dtype: torch.dtype) -> st
 
 
 def _installed(device: torch.device, dtype: torch.dtype) -> list[str]:
-    """Return the implementations for packed rows that are there, the fastest first."""
+    """Return the available implementations for packed rows, fastest first."""
     from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available, is_torch_flex_attn_available
 
     if device.type != "cuda":  # flex attention has no backward pass on a CPU
@@ -106,7 +108,9 @@ def _installed(device: torch.device, dtype: torch.dtype) -> list[str]:
 
 
 def packing_problem(model: Any, dtype: torch.dtype) -> str | None:
-    """Return why sequences would not be apart in a packed row of this model; None: they are. See the module."""
+    """Return why sequences are not independent in a packed row of this model; None if they are independent. See the
+    module docstring.
+    """
     others = set(getattr(model.config.get_text_config(), "layer_types", None) or ()) - SEPARABLE
     if others:
         return f"a mask does not keep sequences apart in its layers of the kind {', '.join(sorted(others))}"

@@ -1,4 +1,4 @@
-"""LoRA (arXiv 2106.09685): low-rank adapters that are trained while the weights of the model stay as they are."""
+"""LoRA (arXiv 2106.09685): trains low-rank adapters while the weights of the model stay fixed."""
 
 from __future__ import annotations
 
@@ -21,44 +21,44 @@ from trinity_mq.runtime.errors import FatalError
 from trinity_mq.training.parallel.sharding import whole
 
 ADAPTER = "default"
-"""The name that ``peft`` gives an adapter that has no other."""
+"""Name that ``peft`` gives to an unnamed adapter."""
 SIDES = ("lora_A", "lora_B")
 
 
 class AdapterError(FatalError):
-    """The model cannot have such adapters; the message says what to change."""
+    """The model does not support these adapters; the message says what to change."""
 
 
 @dataclass(frozen=True)
 class BaseWeight:
-    """A weight of the model that stays, under the name that it has without adapters."""
+    """A frozen weight of the model, under its name in the model without adapters."""
 
     parameter: str
-    """Its name in the model with adapters."""
+    """Parameter name in the model with adapters."""
     shape: list[int]
-    """Shape of the weight itself, even where the parameter holds it quantized."""
+    """Shape of the unquantized weight, even where the parameter holds it quantized."""
     layer: str | None
-    """The layer whose adapter is added to it; None: there is none."""
+    """Layer whose adapter is added to the weight; None if the weight has no adapter."""
 
 
 class Adapters:
-    """The adapters of a model, which go by two sets of names: those of the model without adapters, for its weights with
-    the adapters merged into them, and those of a PEFT file (``adapter_model.safetensors``), for the adapters alone.
+    """The adapters of a model. Two naming schemes exist: the names of the model without adapters, for weights with the
+    adapters merged into them, and the names of a PEFT file (``adapter_model.safetensors``), for the adapters alone.
 
-    Nothing is ever merged in place: rounding would move weights that are to stay.
+    Adapters are never merged in place, because rounding would change the frozen weights.
     """
 
     def __init__(self, model: Any, settings: LoraConfig, base: str | None, seed: int) -> None:
-        """Put adapters on ``model``, float32 and without effect yet, and freeze all else.
+        """Add adapters to ``model``, in float32 and initially without effect, and freeze all other weights.
 
         Args:
-            model: On its device.
-            settings: Which adapters.
-            base: Folder or hub id of the model, for those who load the adapter; None: it has none.
-            seed: Of the random ``A``; ``B`` is 0.
+            model: Model on its device.
+            settings: Settings of the adapters.
+            base: Folder or hub id of the model, for readers of the adapter. None if the model has none.
+            seed: Seed of the random ``A``; ``B`` is 0.
 
         Raises:
-            AdapterError: ``peft`` is not installed, or the model has no such layers, or not linear ones.
+            AdapterError: ``peft`` is not installed, or a target layer does not exist or is not linear.
         """
         check_installed(settings)
         import peft
@@ -73,8 +73,8 @@ class Adapters:
             r=settings.r,
             lora_alpha=settings.alpha,  # type: ignore[arg-type]  # declared as int, and a factor like any other
             use_rslora=settings.rslora,
-            lora_dropout=0.0,  # a ratio of unchanged weights is 1
-            fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),  # weights lie transposed
+            lora_dropout=0.0,  # a policy ratio must be 1 if the weights did not change
+            fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),  # Conv1D transposes
             target_modules=names if isinstance(names, str) else list(names),
             task_type="CAUSAL_LM",
             base_model_name_or_path=base,
@@ -92,7 +92,7 @@ class Adapters:
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(name in own)
             if name in own:
-                parameter.data = parameter.data.float()  # the optimizer's steps are lost in bfloat16
+                parameter.data = parameter.data.float()  # bfloat16 would lose the optimizer's small steps
         self._base = dict(self._base_weights(own))
         self._host: dict[str, Tensor] | None = None
 
@@ -108,12 +108,12 @@ class Adapters:
 
     @property
     def parameters(self) -> list[str]:
-        """Names of the adapters' parameters in the model, in its order."""
+        """Names of the adapters' parameters in the model, in the order of the model."""
         return [f"{name}.{side}.{ADAPTER}.weight" for name in self.layers for side in SIDES]
 
     @property
     def file_names(self) -> dict[str, str]:
-        """Name in a PEFT file by the parameter's name."""
+        """PEFT file name of each parameter, by parameter name."""
         return {name: f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}" for name in self.parameters}
 
     def _base_weights(self, own: set[str]) -> Iterator[tuple[str, BaseWeight]]:
@@ -128,8 +128,8 @@ class Adapters:
             yield f"{layer}.{kind}" if layer else kind, BaseWeight(name, shape, adapted)
 
     def keep_on_host(self) -> None:
-        """Copy the weights that stay to host memory, before the model is sharded: merged weights are made of the copy,
-        so that only adapters are gathered from the other ranks.
+        """Copy the frozen weights to host memory before the model is sharded. Merged weights are computed from this
+        copy, so only adapters have to be gathered from the other ranks.
         """
         self._host = {
             one.parameter: self._model.get_parameter(one.parameter).detach().to("cpu", copy=True)
@@ -139,23 +139,23 @@ class Adapters:
     # -- names and weights
 
     def state(self) -> dict[str, Tensor]:
-        """Return the live adapters by the names of their parameters: what a checkpoint holds of the model."""
+        """Return the live adapters by parameter name: the model's content in a checkpoint."""
         return {name: self._model.get_parameter(name).detach() for name in self.parameters}
 
     def manifest(self) -> dict[str, list[int]]:
-        """Return the shape of every tensor that engines get, by name: merged weights, or adapters as in a PEFT file."""
+        """Return the shape of every tensor for engines, by name: merged weights, or adapters as in a PEFT file."""
         if self.settings.sync == "merged":
             return {name: one.shape for name, one in self._base.items()}
         names = self.file_names
         return {names[name]: list(one.shape) for name, one in self.state().items()}
 
     def shown(self, name: str, state: Mapping[str, Tensor] | None = None) -> Tensor:
-        """Return one tensor of :meth:`manifest`, not sharded; all ranks take part where the model is and ``state`` is
-        None.
+        """Return one tensor of :meth:`manifest`, unsharded. If ``state`` is None and the model is sharded, all ranks
+        must call this.
 
         Args:
-            name: As it is there.
-            state: A copy of :meth:`state` to take adapters from in place of the live ones; any thread may do that.
+            name: Name in the manifest.
+            state: Copy of :meth:`state` to use instead of the live adapters. With a copy, any thread may call this.
         """
         if self.settings.sync == "merged":
             return self.merged(name, state)
@@ -166,14 +166,14 @@ class Adapters:
 
     @torch.no_grad()
     def merged(self, name: str, state: Mapping[str, Tensor] | None = None) -> Tensor:
-        """Return the weight ``name`` of the model without adapters with its adapter merged into it, ``W + scale B A``;
-        float32 where it has one. See :meth:`shown`.
+        """Return the weight ``name`` of the model without adapters, with its adapter merged in: ``W + scale B A``, in
+        float32. A weight without an adapter is returned unchanged. See :meth:`shown`.
         """
         one = self._base[name]
         base = self._weight(one.parameter)
         sides = [] if one.layer is None else [f"{one.layer}.{side}.{ADAPTER}.weight" for side in SIDES]
         found = [self._adapter(name, state) for name in sides]
-        if isinstance(base, DTensor):  # not on rank 0, which has all of them: it only takes part in gathering
+        if isinstance(base, DTensor):  # ranks above 0 only take part in the gathering
             return base.to_local()
         if one.layer is None:
             return base
@@ -184,7 +184,7 @@ class Adapters:
         return base.float() + change.to(base.device)
 
     def _weight(self, parameter: str) -> Tensor:
-        """Return a weight that stays, dequantized if need be."""
+        """Return a frozen weight, dequantized if necessary."""
         if self._host is not None:
             return self._host[parameter]
         found: Tensor = self._model.get_parameter(parameter).detach()
@@ -195,7 +195,7 @@ class Adapters:
         return found
 
     def without(self) -> Any:
-        """Return the model as it is without adapters and not quantized, its weights without memory."""
+        """Return the architecture without adapters and quantization, with weights on the meta device."""
         config = deepcopy(self._model.config)
         if hasattr(config, "quantization_config"):
             del config.quantization_config
@@ -207,13 +207,15 @@ class Adapters:
         return model.eval()
 
     def merged_state(self, state: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-        """Return all weights and persistent buffers of the model without adapters, adapters merged, in float32."""
+        """Return all weights and persistent buffers of the model without adapters, with adapters merged into the
+        weights, in float32.
+        """
         found = {name: self.merged(name, state).float() for name in self._base}
         names = {name for name, _ in self.without().named_buffers()} & self._model.state_dict().keys()
         return found | {name: self._model.get_buffer(name) for name in names}
 
     def save(self, folder: Path, state: Mapping[str, Tensor] | None = None) -> None:
-        """Write the adapters as ``peft`` loads them, into a folder that is made if missing."""
+        """Write the adapters in ``peft`` format to a folder, which is created if missing."""
         from safetensors.torch import save_file
 
         folder.mkdir(parents=True, exist_ok=True)
@@ -224,8 +226,8 @@ class Adapters:
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """Let the model be what it was without adapters in the ``with`` block."""
-        # peft's own switch also turns gradients of parameters off and on, which sharded ones do not take
+        """Disable the adapters in the ``with`` block."""
+        # peft's own switch also toggles requires_grad of parameters, which sharded parameters do not support
         for layer in self.layers.values():
             layer._disable_adapters = True  # noqa: SLF001
         try:
@@ -236,7 +238,9 @@ class Adapters:
 
 
 def _check_names(model: nn.Module, wanted: Sequence[str]) -> None:
-    """Return if each of the names is the end of a layer's: ``peft`` passes over one of several that is none."""
+    """Check that every name matches the end of a layer name: ``peft`` ignores a name without a match if other names
+    match.
+    """
     layers = dict(model.named_modules())
     for name in wanted:
         if not any(layer == name or layer.endswith(f".{name}") for layer in layers):
@@ -250,10 +254,11 @@ def _check_names(model: nn.Module, wanted: Sequence[str]) -> None:
 
 
 def check_targets(config: ModelConfig) -> None:
-    """Return if the model has the layers that are to get adapters, or is not here yet. Its weights are not read.
+    """Check that the model has the target layers of the adapters. Skip the check if the model is not downloaded yet.
+    The weights are not read.
 
     Raises:
-        AdapterError: It has not, or they cannot have adapters.
+        AdapterError: A target layer does not exist, or cannot have adapters.
     """
     assert config.lora is not None
     model = empty_model(config)
@@ -262,10 +267,10 @@ def check_targets(config: ModelConfig) -> None:
 
 
 def check_installed(settings: LoraConfig) -> None:
-    """Return if such adapters can be made here.
+    """Check that the required packages for these adapters are installed.
 
     Raises:
-        AdapterError: What they need is not installed; says what to install.
+        AdapterError: A package is missing; the message says what to install.
     """
     if find_spec("peft") is None:
         raise AdapterError(
@@ -280,13 +285,13 @@ def check_installed(settings: LoraConfig) -> None:
 
 
 def loading(config: ModelConfig, device: torch.device) -> dict[str, Any]:
-    """Return the arguments of ``from_pretrained`` that decide how the weights lie in memory.
+    """Return the arguments of ``from_pretrained`` that determine the storage of the weights.
 
-    Weights that the optimizer moves are float32; those that stay are of ``model.dtype``, or quantized: 4 bits as NF4
-    with scales that are quantized too (arXiv 2305.14314), 8 bits as LLM.int8 (arXiv 2208.07339).
+    Weights that the optimizer updates are float32. Frozen weights have the type ``model.dtype`` or are quantized: 4
+    bits as NF4 with scales that are quantized too (arXiv 2305.14314), 8 bits as LLM.int8 (arXiv 2208.07339).
 
     Raises:
-        AdapterError: They are to be quantized, and cannot be here.
+        AdapterError: Quantization is configured but not possible here.
     """
     if config.lora is None:
         return {"dtype": torch.float32}
@@ -314,5 +319,5 @@ def loading(config: ModelConfig, device: torch.device) -> dict[str, Any]:
 
 
 def _is_quantized(parameter: nn.Parameter) -> bool:
-    """Return whether a parameter is one of bitsandbytes, which holds a weight in fewer bits."""
+    """Return whether bitsandbytes holds the parameter in fewer bits."""
     return type(parameter).__name__ in {"Params4bit", "Int8Params"}

@@ -1,4 +1,4 @@
-"""The policy as torch sees it: loading, logprobs at chosen positions, saving. Called from one thread only."""
+"""The policy as a torch model: loading, logprobs at chosen positions, saving. Use it from one thread only."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ TOKENIZER_FILES = (
     "*.model",
     "*.tiktoken",
 )
-"""Copied as they are: a tokenizer that is loaded and saved again may come back as another one."""
+"""Tokenizer files are copied unchanged, because loading and saving a tokenizer may alter it."""
 
 log = structlog.get_logger(__name__)
 
 
 class LearnerError(FatalError):
-    """The learner cannot do what is asked; the message says what to change."""
+    """The learner cannot do the requested work; the message says what to change."""
 
 
 class ModelNotLoadedError(LearnerError):
@@ -55,9 +55,9 @@ class ModelNotLoadedError(LearnerError):
 class Policy:
     """A causal language model with float32 weights.
 
-    With ``dtype: bfloat16`` it computes in bfloat16 (autocast) and shows its weights to others in it, while the weights
-    that the optimizer moves stay float32: a step of 1e-6 is lost in a bfloat16 weight. With adapters only those are
-    float32.
+    With ``dtype: bfloat16`` it computes in bfloat16 (autocast) and exports its weights in bfloat16. The weights that
+    the optimizer updates stay float32, because a step of 1e-6 is lost in a bfloat16 weight. With adapters, only the
+    adapters are float32.
     """
 
     def __init__(
@@ -71,16 +71,16 @@ class Policy:
         """Load the model in ``folder``.
 
         Args:
-            config: Of the model.
-            folder: A Hugging Face folder.
-            seed: Of weights that the folder lacks.
-            trainer: Whether rows are packed, prefixes shared, and activations kept; None: padded rows of whole
+            config: Configuration of the model.
+            folder: Hugging Face folder of the model.
+            seed: Seed for weights that the folder lacks.
+            trainer: Decides whether rows are packed, prefixes shared and activations kept. None: padded rows of whole
                 sequences, activations kept.
-            ranks: Over which it is sharded; None: it is whole here.
+            ranks: Ranks over which the model is sharded; None: the model is not sharded.
 
         Raises:
-            ModelNotLoadedError: No model there.
-            LearnerError: No such device, or the model cannot do what ``trainer`` says.
+            ModelNotLoadedError: The folder holds no loadable model.
+            LearnerError: The device does not exist, or the model does not support the ``trainer`` settings.
         """
         from safetensors import SafetensorError
         from transformers import AutoModelForCausalLM
@@ -96,10 +96,10 @@ class Policy:
                 f"no causal language model could be loaded from {folder}: {error}; it must be a Hugging Face folder "
                 "with config.json and safetensors weights"
             ) from error
-        # eval() turns dropout off, so that ratios of unchanged weights are 1; gradients flow all the same.
+        # eval() turns dropout off, so that policy ratios of unchanged weights are 1. Gradients are still computed.
         self.model = model.eval() if "device_map" in how else model.to(self.device).eval()
         self.adapters: Adapters | None = None
-        """The adapters that are trained in place of the weights, if there are any."""
+        """Adapters that are trained instead of the weights; None if all weights are trained."""
         if config.lora is not None:
             self.adapters = Adapters(self.model, config.lora, config.model_path, seed)
         try:
@@ -112,7 +112,7 @@ class Policy:
         if trainer.gradient_checkpointing:
             checkpoint_blocks(self.model)
         self.packs = self._use_packing(trainer.packing)
-        """Whether its micro-batches are packed rows."""
+        """Whether the micro-batches of the policy are packed rows."""
         self.division = Division(
             trainer.max_tokens_per_micro_batch,
             packed=self.packs,
@@ -128,14 +128,14 @@ class Policy:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """All parameters, tied ones once."""
+        """All parameters, tied parameters once."""
         return list(self.model.parameters())
 
     def _use_packing(self, packing: Packing) -> bool:
-        """Prepare the model for packed rows if they are wanted, and return whether it takes them.
+        """Prepare the model for packed rows if they are requested, and return whether it supports them.
 
         Raises:
-            LearnerError: They are insisted on, and it does not.
+            LearnerError: ``packing`` is ``packed``, and the model does not support packed rows.
         """
         if packing == "padded":
             return False
@@ -151,7 +151,7 @@ class Policy:
         return problem is None
 
     def _can_share_prefixes(self, trainer: TrainerConfig) -> bool:
-        """Return whether rows may share what they begin with, and log why not where that is wanted."""
+        """Return whether rows may share prefixes. If sharing is requested but not possible, log the reason."""
         if not trainer.share_prefixes or self.packs or self.ranks.world > 1 or trainer.gradient_checkpointing:
             return False
         with self._autocast():
@@ -161,11 +161,11 @@ class Policy:
         return problem is None
 
     def _autocast(self) -> torch.autocast:
-        """Return the context in which the model computes."""
+        """Return the autocast context of the model's computation."""
         return torch.autocast(self.device.type, dtype=self._dtype, enabled=self._dtype != torch.float32)
 
     def score(self, batch: MicroBatch, *, entropy_gradient: bool) -> tuple[Tensor, Tensor]:
-        """Return logprobs and entropies of the batch's trained tokens, float32 ``[tokens]``, at their temperatures."""
+        """Return logprobs and entropies of the batch's trained tokens at their temperatures, float32 ``[tokens]``."""
         found = self._scores(batch, entropy_gradient=entropy_gradient)
         return found.logprob, found.entropy
 
@@ -190,7 +190,7 @@ class Policy:
 
     @torch.no_grad()
     def sequence_logprobs(self, tokens: Sequence[int]) -> list[float]:
-        """Return the logprob of each token after the first, at temperature 1, by the weights as they are shown."""
+        """Return the logprob of each token after the first, at temperature 1, under the current weights."""
         if len(tokens) < 2:
             raise ValueError(f"got {len(tokens)} tokens, wanted at least 2: the first one has no logprob")
         ids = torch.tensor([list(tokens)], device=self.device)
@@ -202,24 +202,24 @@ class Policy:
         return found
 
     def state(self) -> dict[str, Tensor]:
-        """Return what a checkpoint holds of it, the live tensors: all weights, or the adapters where there are any."""
+        """Return the live tensors for a checkpoint: all weights, or only the adapters if the model has adapters."""
         return module_state(self.model) if self.adapters is None else self.adapters.state()
 
     def manifest(self) -> list[tuple[str, str, list[int]]]:
-        """Return ``(name, dtype, shape)`` of each tensor of :meth:`weights`, in its order."""
+        """Return ``(name, dtype, shape)`` of each tensor of :meth:`weights`, in the same order."""
         name_of = str(self._dtype).removeprefix("torch.")
         if self.adapters is not None:
             return [(name, name_of, shape) for name, shape in self.adapters.manifest().items()]
         return [(name, name_of, list(tensor.shape)) for name, tensor in self.model.named_parameters()]
 
     def weights(self) -> list[tuple[str, Tensor]]:
-        """Return what engines get by name in module order, tied weights once: the parameters, the live ones where the
-        dtype allows; with adapters, weights that these are merged into, or the adapters.
+        """Return the tensors for engines, by name in module order, tied weights once. Without adapters they are the
+        parameters, live if the dtype allows. With adapters they are the merged weights, or the adapters.
         """
         return [(name, self.weight(name)) for name, _, _ in self.manifest()]
 
     def weight(self, name: str) -> Tensor:
-        """Return one of :meth:`weights`."""
+        """Return one tensor of :meth:`weights`."""
         if self.adapters is not None:
             return self.adapters.shown(name).to(self._dtype)
         found: Tensor = self.model.get_parameter(name).detach().to(self._dtype)
@@ -227,13 +227,13 @@ class Policy:
 
     @contextmanager
     def without_adapters(self) -> Iterator[None]:
-        """Be the model that the run began with in the ``with`` block; only with adapters."""
+        """Use the first model of the run in the ``with`` block; requires adapters."""
         assert self.adapters is not None
         with self.adapters.off():
             yield
 
     def digest(self, state: Mapping[str, Tensor]) -> str:
-        """Return the checksum of :meth:`weights` from a copy of :meth:`state`, as a weight sync has it."""
+        """Return the checksum of :meth:`weights` from a copy of :meth:`state`, the same as in a weight sync."""
 
         def shown(name: str) -> Tensor:
             return state[name] if self.adapters is None else self.adapters.shown(name, state)
@@ -241,13 +241,13 @@ class Policy:
         return total_digest(shown(name).to(self._dtype) for name, _, _ in self.manifest())
 
     def save(self, folder: Path, tokenizer: Path, state: Mapping[str, Tensor] | None = None) -> None:
-        """Write a Hugging Face folder with float32 weights and the tokenizer files of the folder ``tokenizer``; with
-        adapters these are merged into the weights, and lie in ``adapter/`` as ``peft`` loads them.
+        """Write a Hugging Face folder with float32 weights and the tokenizer files of the folder ``tokenizer``.
+        Adapters are merged into the weights, and also written to ``adapter/`` in ``peft`` format.
 
         Args:
-            folder: Made if missing.
-            tokenizer: A Hugging Face folder.
-            state: A copy of :meth:`state` to write in place of the live one; any thread may do that.
+            folder: Target folder, created if missing.
+            tokenizer: Hugging Face folder of the tokenizer.
+            state: Copy of :meth:`state` to write instead of the live state. With a copy, any thread may call this.
         """
         if self.adapters is None:
             self.model.save_pretrained(folder, state_dict=None if state is None else dict(state))
@@ -262,10 +262,10 @@ class Policy:
 
 
 def chosen_device(wanted: Literal["auto", "cpu", "cuda"]) -> torch.device:
-    """Return the device to compute on; of several GPUs the one of this rank.
+    """Return the device to compute on. With several GPUs it is the GPU of this rank.
 
     Raises:
-        LearnerError: It is not there.
+        LearnerError: The device is not available.
     """
     available = torch.cuda.is_available()
     if wanted == "cuda" and not available:
@@ -276,12 +276,12 @@ def chosen_device(wanted: Literal["auto", "cpu", "cuda"]) -> torch.device:
 
 
 def checkpoint_blocks(model: nn.Module) -> None:
-    """Keep only the inputs of each block for the backward pass, which computes the rest anew.
+    """Keep only the inputs of each block for the backward pass, which recomputes the rest.
 
-    The switch of ``transformers`` works in training mode alone, and that turns dropout on.
+    The switch of ``transformers`` works only in training mode, which would turn dropout on.
 
     Raises:
-        LearnerError: The model has no blocks that say that this may be done with them.
+        LearnerError: The model has no blocks that support gradient checkpointing.
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
 

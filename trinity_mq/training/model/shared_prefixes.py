@@ -1,9 +1,8 @@
-"""Rows that leave out what their sequences begin with: those tokens go through the model once, and every row attends to
-their keys and values. The gradient of all rows flows back through these.
+"""Rows that omit a shared prefix. The prefix passes through the model once, and every row attends to its keys and
+values. The gradients of all rows flow back through them.
 
-The answers of a group have their prompt in common, so with 16 answers this is most of the tokens of short answers to
-long questions. The model must take keys and values from a cache and give every token the position that it is told;
-whether it does is found out by asking it.
+The answers of a group share their prompt. With 16 short answers to a long question the prompt is most of the tokens.
+The model must accept keys and values from a cache, and use the given position ids; a test run of the model checks both.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ from trinity_mq.training.packing import MicroBatch
 
 
 def with_prefixes(model: Any, batch: MicroBatch) -> dict[str, Any]:
-    """Return the arguments that a model, or its backbone, takes the rows of a micro-batch with prefixes by, after
-    passing the prefixes through the model.
+    """Pass the prefixes of a micro-batch through the model, and return the arguments for calling the model, or its
+    backbone, with the rows.
     """
     assert batch.prefixes is not None
     assert batch.prefix_lengths is not None
@@ -46,11 +45,11 @@ def _inputs(model: Any, prefixes: Tensor, lengths: Tensor, prefix_of: Tensor, ro
 
 
 def prefix_problem(model: Any, dtype: torch.dtype) -> str | None:
-    """Return why sequences cannot share what they begin with in this model; None: they can.
+    """Return why sequences cannot share prefixes in this model; None if they can.
 
     Args:
-        model: With weights, on its device.
-        dtype: What it computes in.
+        model: Model with weights, on its device.
+        dtype: Data type of the computation.
     """
     config = model.config.get_text_config()
     others = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}

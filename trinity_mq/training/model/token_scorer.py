@@ -1,4 +1,4 @@
-"""A causal language model that says what it thinks of chosen tokens, instead of returning logits."""
+"""A causal language model that returns scores of chosen tokens instead of logits."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from trinity_mq.algorithms.scoring import AfterHead, Scores, entropy_baselines, 
 
 
 class TokenScorer(nn.Module):
-    """Logprobs and entropies of chosen tokens, from the hidden states that the model's head gets for them.
+    """Logprobs and entropies of chosen tokens, from the hidden states at the input of the model's head.
 
-    The head itself is called with no token at all; its weight is read here, in this module's forward pass, and all that
-    has a gradient leaves through this module's outputs. So this is the module to shard as the root
-    (``torch.distributed.fsdp.fully_shard``): there the weight is whole in this forward pass, and whole again when the
-    backward pass computes the logits anew. Adapters have to be put on the model before it comes here.
+    The head itself is called with zero tokens. Its weight is read in this module's forward pass, and every tensor with
+    a gradient leaves through this module's outputs. So this module must be the root for sharding
+    (``torch.distributed.fsdp.fully_shard``): the weight is then unsharded in this forward pass, and again when the
+    backward pass recomputes the logits. Adapters must be added to the model before this module wraps it.
     """
 
     def __init__(self, model: Any) -> None:
-        """Ask the model, which has its weights and is on its device, what it does after its head.
+        """Find out what the model does after its head. The model has its weights and is on its device.
 
         Raises:
             ValueError: The model has no head.
@@ -33,11 +33,15 @@ class TokenScorer(nn.Module):
         self._places: tuple[Tensor, Tensor] | None = None
         self._hidden: Tensor | None = None
         self.after = after_head(model)
-        """None: nothing that is known here, so the model makes the logits of all chosen tokens at once."""
+        """Operation after the head. None: the operation is unknown, so the model computes the logits of all chosen
+        tokens at once.
+        """
         head.register_forward_pre_hook(self._take)
 
     def _take(self, module: nn.Module, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
-        """Keep the hidden states of the chosen tokens; logits of all others would be the largest tensor of the pass."""
+        """Keep only the hidden states of the chosen tokens, because logits of all tokens would be the largest tensor of
+        the pass.
+        """
         if self._places is None:
             return None
         self._hidden = arguments[0][self._places]
@@ -53,14 +57,14 @@ class TokenScorer(nn.Module):
         entropy_gradient: bool,
         with_baseline: bool = False,
     ) -> Scores:
-        """Return what the model says of the tokens; see :func:`trinity_mq.algorithms.scoring.head_scores`.
+        """Return the scores of the tokens; see :func:`trinity_mq.algorithms.scoring.head_scores`.
 
         Args:
-            inputs: What the model is called with.
-            places: Row and position in ``input_ids`` that predict each token, int64 ``[tokens]`` both.
-            targets: The tokens, int64 ``[tokens]``.
-            temperature: float32 ``[tokens]``.
-            entropy_gradient: Whether the entropies are differentiated.
+            inputs: Arguments for the model.
+            places: Row and position in ``input_ids`` that predict each token, both int64 ``[tokens]``.
+            targets: Token ids, int64 ``[tokens]``.
+            temperature: Sampling temperatures, float32 ``[tokens]``.
+            entropy_gradient: Whether the entropies have a gradient.
             with_baseline: Whether to return the entropy baselines.
         """
         self._places = places
@@ -86,11 +90,11 @@ class TokenScorer(nn.Module):
 
 @torch.no_grad()
 def after_head(model: Any) -> AfterHead | None:
-    """Return what a model does with the output of its head, or None for what is not known here.
+    """Return the operation that a model applies to the output of its head, or None if the operation is unknown.
 
-    The settings of Gemma (``final_logit_softcapping``), Cohere (``logit_scale``) and Granite (``logits_scaling``) are
-    taken from the configuration. Then the model is asked: it is run on four tokens with numbers of our own in place of
-    the head's output, and its logits are compared with what we make of these numbers.
+    The settings of Gemma (``final_logit_softcapping``), Cohere (``logit_scale``) and Granite (``logits_scaling``) come
+    from the configuration. Then a test run checks them: the model runs on four tokens with random numbers instead of
+    the head's output, and its logits are compared with the result of the operation on these numbers.
     """
     settings = model.config.get_text_config()
     factor, divisor = (getattr(settings, name, None) for name in ("logit_scale", "logits_scaling"))

@@ -1,7 +1,7 @@
 """Divides the sequences of an optimizer step among ranks and into micro-batches, by their lengths alone.
 
-What has to stay together, a sequence or the two of a pair, is a unit; ``lengths`` are int64 ``[units, 2]``, 0 for a
-second sequence that is not there. Every rank computes the same division, so nobody has to tell the others.
+A unit is a sequence, or the two sequences of a pair, which must stay together. ``lengths`` are int64 ``[units, 2]``, 0
+for a missing second sequence. Every rank computes the same division, so the division is never transmitted.
 """
 
 from __future__ import annotations
@@ -15,25 +15,28 @@ import numpy.typing as npt
 from trinity_mq.experience.ragged import Indexes
 
 ATTENTION_SHARE = 1 / 12
-"""Cost of the attention between two tokens over that of the products with the weights a token has, times the hidden
-size: in a layer 2 x length x hidden against 24 x hidden^2 operations a token (causal, feed-forward of 4 x hidden)."""
+"""Cost of the attention between two tokens, divided by the cost of a token's products with the weights, times the
+hidden size. A layer takes 2 x length x hidden against 24 x hidden^2 operations per token (causal, feed-forward of 4 x
+hidden).
+"""
 
 
 def divide(
     lengths: Indexes, max_tokens: int, *, packed: bool = False, ranks: int = 1, hidden_size: int = 1024
 ) -> list[list[Indexes]]:
-    """Return the micro-batches of each rank, as numbers of units; every rank has the same number of micro-batches.
+    """Return the micro-batches of each rank, as indexes of units. Every rank has the same number of micro-batches.
 
     Args:
         lengths: Tokens of the sequences of each unit, ``[units, 2]``.
-        max_tokens: Most tokens in a micro-batch, see :func:`pack` and :func:`pad`; a longer unit has one of its own.
-        packed: Whether a micro-batch is a row of sequences one after the other, and not rows of their own with padding.
-        ranks: Processes that share the work.
-        hidden_size: Width of the model, which says how much its attention costs.
+        max_tokens: Maximum number of tokens in a micro-batch, see :func:`pack` and :func:`pad`. A longer unit gets its
+            own micro-batch.
+        packed: Whether a micro-batch is a single row of concatenated sequences, instead of one padded row per sequence.
+        ranks: Number of processes that share the work.
+        hidden_size: Width of the model, which determines the cost of attention.
 
     Returns:
-        For each rank a list of micro-batches, the largest or longest first; those that are missing to the number of the
-        others are empty, and come last.
+        For each rank a list of micro-batches, the largest or longest first. A rank with fewer micro-batches gets empty
+        micro-batches at the end.
     """
     parts = balance(costs(lengths, hidden_size), ranks) if ranks > 1 else [np.arange(len(lengths))]
     made = []
@@ -46,16 +49,17 @@ def divide(
 
 
 def costs(lengths: Indexes, hidden_size: int) -> npt.NDArray[np.float64]:
-    """Return what each unit costs: ``sum of length + ATTENTION_SHARE length^2 / hidden_size`` over its sequences."""
+    """Return the cost of each unit: ``sum of length + ATTENTION_SHARE length^2 / hidden_size`` over its sequences."""
     result: npt.NDArray[np.float64] = (lengths + ATTENTION_SHARE / hidden_size * lengths.astype(np.float64) ** 2).sum(1)
     return result
 
 
 def balance(costs: npt.NDArray[np.float64], ranks: int) -> list[Indexes]:
-    """Return the units of each rank, rising: the costliest first, each to the rank that has least.
+    """Return the units of each rank, ascending. The costliest unit is assigned first, and each unit goes to the rank
+    with the lowest load.
 
-    The ranks' sums differ by at most the cost of one unit, and the largest is at most 4/3 of what is possible (R. L.
-    Graham, Bounds on multiprocessing timing anomalies, 1969).
+    The loads of the ranks differ by at most the cost of one unit, and the largest load is at most 4/3 of the optimum
+    (R. L. Graham, Bounds on multiprocessing timing anomalies, 1969).
     """
     loads = [(0.0, rank) for rank in range(ranks)]
     parts: list[list[int]] = [[] for _ in range(ranks)]
@@ -68,11 +72,11 @@ def balance(costs: npt.NDArray[np.float64], ranks: int) -> list[Indexes]:
 
 def pack(sizes: Indexes, max_tokens: int) -> list[Indexes]:
     """Divide units into packed rows of at most ``max_tokens``, by best fit decreasing: the largest unit first, each
-    into the row in which it leaves least room, or into a new one.
+    into the row that it leaves with the least room, or into a new row.
 
     Args:
         sizes: Tokens of each unit.
-        max_tokens: Most tokens of a row; a larger unit has a row of its own.
+        max_tokens: Maximum number of tokens in a row. A larger unit gets its own row.
     """
     rows: list[list[int]] = []
     rooms: list[tuple[int, int]] = []
@@ -90,11 +94,13 @@ def pack(sizes: Indexes, max_tokens: int) -> list[Indexes]:
 
 
 def pad(lengths: Indexes, max_tokens: int) -> list[Indexes]:
-    """Divide units into padded micro-batches, longest first: neighbours in length go together, so little is padding.
+    """Divide units into padded micro-batches, longest first. Units of similar length share a micro-batch, which keeps
+    padding low.
 
     Args:
         lengths: Tokens of the sequences of each unit, ``[units, 2]``.
-        max_tokens: Most tokens of a micro-batch, ``sequences x longest``; a longer unit has one of its own.
+        max_tokens: Maximum number of tokens in a micro-batch, ``sequences x longest``. A longer unit gets its own
+            micro-batch.
     """
     longest = lengths.max(1, initial=0)
     order = np.argsort(-longest, kind="stable")

@@ -1,15 +1,15 @@
-"""The ranks of a trainer: processes that share its train steps. Rank 0 leads them and alone speaks to the broker.
+"""The ranks of a trainer: processes that share its train steps. Rank 0 leads the others, and is the only rank that
+connects to the broker.
 
-Rank 0 announces each command on a TCPStore, under its number, and only then enters the collectives that belong to it;
-the others wait for the next number there. So nobody waits in a collective that has not begun, however long rank 0 has
-no batch, and each collective has a deadline.
+Rank 0 announces each command on a TCPStore, under its number, and only then enters the collectives of the command. The
+other ranks wait for the next number in the store. So no rank waits in a collective that has not begun, however long
+rank 0 has no batch, and each collective has a deadline.
 
-Each command ends with a vote on the store: a command that has failed on one rank has failed on all of them, so no rank
+Each command ends with a vote on the store. A command that failed on one rank counts as failed on all ranks, so no rank
 continues with a state that another rank lacks.
 
-Ranks are started by ``torchrun``, or by rank 0 itself (:class:`RankProcesses`). One that ends ends them all: a
-collective with it fails at once, and a rank without its leader loses the store. The trainer then begins anew from its
-checkpoint.
+Ranks are started by ``torchrun``, or by rank 0 itself (:class:`RankProcesses`). If one rank ends, all ranks end: a
+collective with it fails at once, and without rank 0 the store is lost. The trainer then restarts from its checkpoint.
 """
 
 from __future__ import annotations
@@ -38,34 +38,37 @@ from trinity_mq.runtime.errors import FatalError, RestartMe
 from trinity_mq.runtime.process import die_with_parent
 
 PARENT_VARIABLE = "TRINITY_MQ_RANK_PARENT"
-"""Process id of the rank 0 that started this rank by itself."""
+"""Process id of rank 0, set if rank 0 itself started this rank."""
 OPENING = timedelta(seconds=120)
-"""For the processes to find each other; they import torch meanwhile."""
+"""Deadline for the processes to find each other; it includes the import of torch."""
 POLL = timedelta(seconds=5)
-"""A rank that waits for a command looks this often whether its leader is still there."""
+"""Interval at which a rank that waits for a command checks that rank 0 still exists."""
 TORCHRUN_VARIABLE = "TORCHELASTIC_RUN_ID"
 """Set by torchrun in the processes that it starts."""
 KEPT = 8
-"""Announced commands and their votes that stay in the store: nobody is further behind, for each command has a vote."""
+"""Number of latest commands, with their votes, that stay in the store. No rank lags further, because each command has a
+vote.
+"""
 VOTE_GRACE = 10.0
-"""Seconds in which a rank that failed waits for the votes of the others. A rank without a vote by then is taken to wait
-in a collective; it gets out when the failed rank ends."""
+"""Seconds that a failed rank waits for the votes of the others. A rank without a vote by then is assumed to wait in a
+collective, which ends when the failed rank ends.
+"""
 REASON_LENGTH = 2000
-"""Most characters of a reason in a vote."""
+"""Maximum length of the reason in a vote, in characters."""
 
 T = TypeVar("T")
 
 
 class RankError(RestartMe):
-    """Another rank is gone, or took longer than allowed; all ranks begin anew."""
+    """Another rank is gone or took longer than allowed. All ranks restart."""
 
 
 class FailedElsewhereError(FatalError):
     """A command failed on another rank, which is still usable.
 
     Args:
-        text: Says which rank, and why.
-        error: Class of the error there.
+        text: Names the rank and the reason.
+        error: Class name of the error on that rank.
     """
 
     def __init__(self, text: str, error: str) -> None:
@@ -75,12 +78,12 @@ class FailedElsewhereError(FatalError):
 
 @dataclass(frozen=True, slots=True)
 class Vote:
-    """End of a command on a rank."""
+    """Outcome of a command on a rank."""
 
     kind: Literal["done", "failed", "broken"] = "done"
-    """After a failure the rank is usable; a broken rank ends."""
+    """``failed``: the command failed, but the rank is usable. ``broken``: the rank ends."""
     error: str = ""
-    """Class of the error."""
+    """Class name of the error."""
     reason: str = ""
 
     @classmethod
@@ -101,53 +104,53 @@ class Command:
     arguments: dict[str, Any]
     """Small values: numbers, texts and lists of them."""
     body: bytes = b""
-    """Large ones, sent by a broadcast."""
+    """Large data, sent by a broadcast."""
 
 
 def is_started_by_torchrun() -> bool:
-    """Return whether torchrun has started this process, and so all ranks."""
+    """Return whether torchrun has started this process, and therefore all ranks."""
     return TORCHRUN_VARIABLE in os.environ
 
 
 def _is_told() -> bool:
-    """Return whether the environment speaks of ranks of a trainer."""
+    """Return whether the environment describes a rank of a trainer."""
     return is_started_by_torchrun() or PARENT_VARIABLE in os.environ
 
 
 def own_rank() -> int:
-    """Return this process's rank. ``RANK`` counts only where torchrun or rank 0 has set it: clusters set it, too, for
-    jobs that are something else.
+    """Return this process's rank. ``RANK`` counts only if torchrun or rank 0 has set it, because clusters also set it
+    for other kinds of jobs.
     """
     return int(os.environ["RANK"]) if _is_told() else 0
 
 
 def own_device(alone: int) -> int:
-    """Return the number of this rank's device on its machine; ``alone`` for a process that is the only one."""
+    """Return the index of this rank's device on its machine; ``alone`` for a process without other ranks."""
     return int(os.environ["LOCAL_RANK"]) if _is_told() else alone
 
 
 def world_size(nproc: int) -> int:
-    """Return how many ranks the trainer has: those that torchrun has started, else ``trainer.nproc``."""
+    """Return the number of the trainer's ranks: the number that torchrun has started, else ``trainer.nproc``."""
     return int(os.environ["WORLD_SIZE"]) if is_started_by_torchrun() else nproc
 
 
 class Ranks:
-    """One rank's view of all of them. A single one has nobody to wait for, and its sums are what it puts in.
+    """One rank's view of all ranks. A single rank waits for no other rank, and its sums are its own values.
 
-    Not safe to share between threads: commands and collectives of all ranks come in one order.
+    Not thread-safe: commands and collectives must occur in the same order on all ranks.
     """
 
     def __init__(self, rank: int = 0, world: int = 1, seconds: float = 600.0) -> None:
-        """Nothing is connected yet.
+        """Create the view without a connection; see :meth:`meet` and :meth:`open`.
 
         Args:
-            rank: Ours.
-            world: All of them.
+            rank: Rank of this process.
+            world: Number of ranks.
             seconds: Deadline of a collective.
         """
         self.rank, self.world = rank, world
         self.lost = ""
-        """Why the ranks will never be complete, once that is known."""
+        """Reason why the ranks will never be complete; empty if unknown."""
         self._timeout = timedelta(seconds=seconds)
         self._store: Store | None = None
         self._number = self._openings = 0
@@ -159,10 +162,10 @@ class Ranks:
         return int(store.port)
 
     def meet(self) -> None:
-        """Find the store; rank 0 or torchrun hosts it. No other rank needs to be there yet.
+        """Connect to the store, which rank 0 or torchrun hosts. The other ranks need not be connected yet.
 
         Raises:
-            RankError: It was not found in time.
+            RankError: The store was not found in time.
         """
         if self.world == 1 or self._store is not None:
             return
@@ -172,23 +175,23 @@ class Ranks:
             store = TCPStore(host, port, None, self.rank == 0 and not hosted, timeout=OPENING, wait_for_workers=False)
         except RuntimeError as error:
             raise RankError(f"rank {self.rank} found no store at {host}:{port}: {error}") from error
-        # torchrun keeps its store over restarts of the ranks
+        # torchrun keeps its store across restarts of the ranks
         self._store = PrefixStore(f"ranks/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
     def open(self, device: torch.device) -> None:
-        """Make the process group: a collective, in which all ranks take part.
+        """Create the process group. This is a collective of all ranks.
 
         Args:
-            device: Of the models; what is summed up may be there too.
+            device: Device of the models. Tensors to sum may be on it too.
 
         Raises:
-            RankError: Some rank did not come in time.
+            RankError: A rank did not join in time.
         """
         if self.world == 1 or dist.is_initialized():
             return
         assert self._store is not None, "meet() comes first"
         self._openings += 1
-        store = PrefixStore(f"group/{self._openings}", self._store)  # what another group has left there is not ours
+        store = PrefixStore(f"group/{self._openings}", self._store)  # hides keys of earlier groups
         self._wait_for_all(store)
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         try:
@@ -203,7 +206,7 @@ class Ranks:
             raise RankError(f"the {self.world} ranks did not come together: {error}") from error
 
     def _wait_for_all(self, store: Store) -> None:
-        """Wait outside of any collective until every rank is about to make the group."""
+        """Wait until every rank is about to create the group, without a collective."""
         here = [f"here/{rank}" for rank in range(self.world)]
         store.set(here[self.rank], "1")
         ends = time.monotonic() + OPENING.total_seconds()
@@ -220,11 +223,11 @@ class Ranks:
                 raise RankError(f"the store of the ranks is gone, and rank 0 with it: {error}") from error
 
     def announce(self, command: str, body: bytes = b"", **arguments: Any) -> None:
-        """Tell the others what comes next; rank 0 alone.
+        """Announce the next command to the other ranks; rank 0 only.
 
         Args:
-            command: Its name.
-            body: What they need besides.
+            command: Name of the command.
+            body: Large data for the command.
             arguments: Small values.
 
         Raises:
@@ -244,10 +247,10 @@ class Ranks:
             self._broadcast(torch.frombuffer(bytearray(body), dtype=torch.uint8))
 
     def next(self, patience: float = math.inf) -> Command:
-        """Wait, for as long as rank 0 lives, for the next command; for the other ranks.
+        """Wait for the next command as long as rank 0 lives; for ranks above 0.
 
         Args:
-            patience: Seconds after which it should have come.
+            patience: Maximum wait in seconds.
 
         Raises:
             RankError: Rank 0 is gone, or announced nothing in time.
@@ -275,18 +278,19 @@ class Ranks:
 
     @contextmanager
     def command(self, name: str, body: bytes = b"", **arguments: Any) -> Iterator[None]:
-        """Announce a command, do rank 0's part of it in the ``with`` block, and vote; see :meth:`agreed`."""
+        """Announce a command, run rank 0's part of it in the ``with`` block, and vote; see :meth:`agreed`."""
         self.announce(name, body, **arguments)
         with self.agreed(name):
             yield
 
     @contextmanager
     def agreed(self, what: str) -> Iterator[None]:
-        """Do a rank's part of the command ``what`` in the ``with`` block; it ends on all ranks alike.
+        """Run a rank's part of the command ``what`` in the ``with`` block. The command has the same outcome on all
+        ranks.
 
         Raises:
-            FailedElsewhereError: The command failed on another rank; a rank's own error is raised as it is.
-            RankError: Another rank is not usable any more, or did not vote.
+            FailedElsewhereError: The command failed on another rank. A rank's own error is raised unchanged.
+            RankError: Another rank is no longer usable, or did not vote.
         """
         if self.world == 1:
             yield
@@ -304,27 +308,27 @@ class Ranks:
             raise RankError(text)
 
     def _fail(self, what: str, error: Exception) -> None:
-        """Vote with an error; return where it is the one that all ranks end the command with.
+        """Vote with an error. Return if all ranks end the command with this error.
 
         Raises:
-            RankError: Some rank is not usable any more.
+            RankError: A rank is no longer usable.
         """
         own = Vote.of(error)
         try:
             worst, rank = self._worst(self._votes(what, self._patience(what, own), own))
         except RankError:
             if own.kind == "broken":
-                return  # the cause says more than that the others are gone
+                return  # the cause is more useful than the loss of the other ranks
             raise
         if worst.kind == "broken" != own.kind:
             raise RankError(f"{what!r} failed on rank {rank} of {self.world}: {worst.reason}") from error
 
     def _patience(self, what: str, own: Vote) -> float:
-        """Return the seconds in which this rank, on which a command has failed, waits for the votes of the others."""
+        """Return how many seconds this rank, on which a command has failed, waits for the votes of the others."""
         if own.kind == "broken" and self.rank == 0:
-            return 0.0  # the others end with it
+            return 0.0  # the others end when rank 0 ends
         if own.kind != "broken" and what == "open":
-            return self._timeout.total_seconds()  # they may still be reading
+            return self._timeout.total_seconds()  # the others may still be reading
         return VOTE_GRACE
 
     @staticmethod
@@ -334,7 +338,7 @@ class Ranks:
         return votes[rank], rank
 
     def _votes(self, what: str, patience: float, own: Vote) -> list[Vote]:
-        """Cast a vote on the command under way and return those of all ranks, by rank.
+        """Cast a vote on the current command and return the votes of all ranks, by rank.
 
         Raises:
             RankError: A rank did not vote in time, or is gone.
@@ -367,7 +371,9 @@ class Ranks:
                     raise RankError(f"the ranks did not end {what!r} together: {why}") from error
 
     def _first_failure(self) -> str:
-        """Return who has failed at the command under way, and why, as far as that rank could say so."""
+        """Return which rank failed first in the current command, and why, if that rank could report it; else an empty
+        text.
+        """
         if self._store is None:
             return ""
         for rank in (one for one in range(self.world) if one != self.rank):
@@ -390,7 +396,7 @@ class Ranks:
                 dist.all_reduce(tensor)
 
     def gather(self, value: T) -> list[T]:
-        """Return what every rank puts in, by rank; small values."""
+        """Return the values of all ranks, by rank; for small values."""
         if self.world == 1:
             return [value]
         found: list[T | None] = [None] * self.world
@@ -400,8 +406,8 @@ class Ranks:
 
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
-        """Do ``what`` in the ``with`` block, which other ranks take part in: torch's error of a collective there is a
-        :class:`RankError`.
+        """Run the work ``what`` in the ``with`` block; other ranks take part in it. Convert torch's error of a
+        collective to a :class:`RankError`.
         """
         try:
             yield
@@ -416,33 +422,33 @@ class Ranks:
             ) from error
 
     def close(self) -> None:
-        """Give the process group back."""
+        """Destroy the process group."""
         if self.world > 1 and dist.is_initialized():
             dist.destroy_process_group()
 
 
 class RankProcesses:
-    """The ranks above 0 as processes of rank 0, which starts them with its own command line; none where torchrun has
-    started them.
+    """The ranks above 0 as child processes of rank 0, which starts them with its own command line. Empty if torchrun
+    started the ranks.
     """
 
     def __init__(self, ranks: Ranks, grace: float = 10.0) -> None:
-        """Nothing is started yet.
+        """Prepare; :meth:`start` starts the processes.
 
         Args:
-            ranks: Rank 0's.
-            grace: Seconds in which the others end by themselves once they were told to.
+            ranks: View of rank 0.
+            grace: Seconds that the other ranks have to exit after they were told to.
         """
         self._ranks, self._grace = ranks, grace
         self._children: list[asyncio.subprocess.Process] = []
 
     async def start(self) -> None:
-        """Start them, and tell them in their environment where to find us."""
+        """Start the processes; their environment holds the address of the store."""
         if self._ranks.world == 1 or is_started_by_torchrun():
             return
         port = await asyncio.to_thread(self._ranks.host)
         meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), PARENT_VARIABLE: str(os.getpid())}
-        meeting |= {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # else each look for a command is a warning on stderr
+        meeting |= {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # otherwise every poll for a command prints a warning on stderr
         for rank in range(1, self._ranks.world):
             own = meeting | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
             self._children.append(
@@ -452,10 +458,10 @@ class RankProcesses:
             )
 
     async def watch(self) -> None:
-        """Wait until one of them ends, for ever where there is none.
+        """Wait until a process ends; wait forever without processes.
 
         Raises:
-            RankError: One did.
+            RankError: A process ended.
         """
         if not self._children:
             await asyncio.get_running_loop().create_future()
@@ -471,7 +477,7 @@ class RankProcesses:
         raise RankError(self._ranks.lost)
 
     async def end(self) -> None:
-        """Wait for them to end, and kill what does not."""
+        """Wait for the processes to exit, and kill the remaining processes after the grace period."""
         try:
             async with asyncio.timeout(self._grace):
                 await asyncio.gather(*(child.wait() for child in self._children))
@@ -484,7 +490,9 @@ class RankProcesses:
 
 
 def begin_follower() -> None:
-    """Set up the process of a rank above 0: it ends with rank 0, which alone decides when that is."""
+    """Set up the process of a rank above 0. It ignores SIGINT and SIGTERM and ends with rank 0, which alone decides
+    when to end.
+    """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     if parent := os.environ.get(PARENT_VARIABLE):
