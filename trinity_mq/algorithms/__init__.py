@@ -1,1 +1,1 @@
-"""The path from rewards to a gradient: advantage functions, losses and the registry that joins them."""
+"""Advantage estimators and losses: the path from rewards to a gradient."""

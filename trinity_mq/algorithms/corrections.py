@@ -1,7 +1,7 @@
-"""Corrections for tokens that another policy sampled: a constant weight for each, 0 to leave it out.
+"""Corrections for tokens that another policy sampled: a constant weight for each token. Weight 0 excludes the token.
 
-Denominators keep counting the tokens that are left out. Weights are without gradient. A rule is a function of a view;
-those of ``OVER_STEP`` want the view of the whole optimizer step, since they compare its tokens with each other.
+Denominators still count the excluded tokens. Weights have no gradient. A rule is a function of a view. The rules in
+``OVER_STEP`` need the view of the whole optimizer step, because they compare its tokens with each other.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ def importance_weight(view: TokenView, log_weight: Tensor, args: Weight) -> Tens
         if args.high is not None:
             inside &= weight <= args.high
         weight = torch.where(inside, weight, 0.0)
-    # where all weights are 0, the mean would make them NaN
+    # if all weights are 0, the unclamped mean would make them NaN
     return weight / weight.mean().clamp_min(torch.finfo(weight.dtype).tiny) if args.normalize else weight
 
 
 def reject(view: TokenView, log_weight: Tensor, args: Reject) -> Tensor:
-    """Return 1 for the tokens that stay; see :class:`Reject`."""
+    """Return 1 for the kept tokens, else 0; see :class:`Reject`."""
     x = limited(log_weight)
     estimate = {"k1": -x, "k2": x.square() / 2, "k3": x.exp() - 1 - x}[args.estimate]
     if args.level != "token":
@@ -71,7 +71,7 @@ def reject(view: TokenView, log_weight: Tensor, args: Reject) -> Tensor:
 
 
 def divergence(view: TokenView, log_weight: Tensor, args: Divergence) -> Tensor:
-    """Return 1 for the tokens whose probability is near the sampler's; see :class:`Divergence`."""
+    """Return 1 for the tokens whose probability is close to the sampler's, else 0; see :class:`Divergence`."""
     now, then = view.logprob.detach().exp(), view.mu.exp()
     difference = now - then
     distance = difference.abs() if args.measure == "tv" else bernoulli_kl(then, now)
@@ -82,14 +82,16 @@ def divergence(view: TokenView, log_weight: Tensor, args: Divergence) -> Tensor:
 
 
 def bernoulli_kl(first: Tensor, second: Tensor) -> Tensor:
-    """Return ``KL(first || second)`` in nats of Bernoulli distributions with these probabilities."""
+    """Return ``KL(first || second)`` in nats between Bernoulli distributions with these probabilities."""
     tiny = torch.finfo(first.dtype).eps
     p, q = first.clamp(tiny, 1 - tiny), second.clamp(tiny, 1 - tiny)
     return p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()
 
 
 def second_moment(view: TokenView, log_weight: Tensor, args: SecondMoment) -> Tensor:
-    """Return 1 for the tokens of least squared log ratio whose mean is within the bound; see :class:`SecondMoment`."""
+    """Return 1 for the tokens with the smallest squared log ratios, as many as keep the mean square within the bound,
+    else 0; see :class:`SecondMoment`.
+    """
     squares = log_weight.square()
     judged = view.advantage * log_weight > 0 if args.active else torch.ones_like(squares, dtype=torch.bool)
     ordered, places = torch.where(judged, squares, torch.inf).sort()
@@ -101,20 +103,22 @@ def second_moment(view: TokenView, log_weight: Tensor, args: SecondMoment) -> Te
 
 
 def off_policy_sequences(view: TokenView, anchor: Tensor, args: OffPolicySequenceMask) -> Tensor:
-    """Return 1 but for sequences of negative advantage that became unlikely; see :class:`OffPolicySequenceMask`."""
+    """Return 0 for tokens of negative advantage in sequences that became unlikely, else 1; see
+    :class:`OffPolicySequenceMask`.
+    """
     before = view.mu if args.against == "mu" else anchor
     fall = segment_means(before - view.logprob.detach(), view)
     return (~((view.advantage < 0) & (fall > args.bound))).to(fall.dtype)
 
 
 def staleness_weight(view: TokenView, args: StalenessWeight) -> Tensor:
-    """Return ``decay`` to the staleness of the sequence's oldest token."""
+    """Return ``decay`` to the power of the staleness of the sequence's oldest token."""
     assert view.staleness is not None
     return args.decay ** segment_maxima(view.staleness.to(view.mu.dtype), view)
 
 
 def entropy_clip(view: TokenView, args: EntropyClip) -> Tensor:
-    """Return 1 but for negative tokens that lower the entropy most; see :class:`EntropyClip`."""
+    """Return 0 for the negative tokens that lower the entropy most, else 1; see :class:`EntropyClip`."""
     assert view.entropy is not None
     logprob = view.logprob.detach()
     change = logprob.exp() * (view.entropy.detach() + logprob)
@@ -124,7 +128,7 @@ def entropy_clip(view: TokenView, args: EntropyClip) -> Tensor:
 
 
 def vocabulary_clip(view: TokenView, args: VocabularyClip) -> Tensor:
-    """Return 1 but for the few negative tokens that lower the entropy most; see :class:`VocabularyClip`."""
+    """Return 0 for the few negative tokens that lower the entropy most, else 1; see :class:`VocabularyClip`."""
     assert view.entropy is not None
     assert view.entropy_baseline is not None
     logprob = view.logprob.detach()
@@ -143,8 +147,8 @@ def covariance(view: TokenView) -> Tensor:
 
 
 def covariance_clip(view: TokenView, args: CovarianceClip, seed: str) -> Tensor:
-    """Return 1 but for a random share of the tokens of high covariance; see :class:`CovarianceClip`. Which are drawn
-    does not depend on the order of the sequences.
+    """Return 0 for a random share of the tokens of high covariance, else 1; see :class:`CovarianceClip`. The draw does
+    not depend on the order of the sequences.
     """
     found = covariance(view)
     candidates = torch.nonzero((found > args.low) & (found < args.high))[:, 0]
@@ -158,7 +162,7 @@ def covariance_clip(view: TokenView, args: CovarianceClip, seed: str) -> Tensor:
 
 
 def covariance_choice(view: TokenView, args: CovarianceKL) -> Tensor:
-    """Return True for the share of tokens of highest covariance, bool ``[tokens]``."""
+    """Return True for the configured share of tokens with the highest covariance, bool ``[tokens]``."""
     count = max(int(args.share * view.tokens), 1)
     chosen = torch.zeros(view.tokens, dtype=torch.bool, device=view.mu.device)
     chosen[covariance(view).topk(min(count, view.tokens)).indices] = True
@@ -166,8 +170,8 @@ def covariance_choice(view: TokenView, args: CovarianceKL) -> Tensor:
 
 
 def step_choice(view: TokenView, regularisers: Sequence[Piece]) -> Tensor | None:
-    """Return the tokens of an optimizer step that KL terms of few tokens act on, bool ``[tokens]``; None without such
-    a term.
+    """Return the tokens of an optimizer step that selective KL terms apply to, bool ``[tokens]``; None without such a
+    term.
     """
     found = [covariance_choice(view, one) for one in regularisers if isinstance(one, CovarianceKL)]
     return torch.stack(found).any(0) if found else None
@@ -184,7 +188,7 @@ RULES: dict[str, Rule] = {
     "entropy_clip": lambda view, log_weight, args: entropy_clip(view, args),
     "vocabulary_clip": lambda view, log_weight, args: vocabulary_clip(view, args),
 }
-"""By the kind in the configuration; each takes a view, the log weight and its arguments."""
+"""Rules by their kind in the configuration. Each takes a view, the log weight and its arguments."""
 
 
 def correction(view: TokenView, anchor: Tensor, log_weight: Tensor, args: Piece, seed: str) -> Tensor:
@@ -204,11 +208,11 @@ def corrections(
     """Return the product of the weights of ``rules``, ``[tokens]``, without gradient; None without rules.
 
     Args:
-        view: The tokens; of the whole optimizer step if one of the rules compares them.
-        anchor: Logprobs that the ratio divides by, ``[tokens]``.
+        view: The tokens. If a rule compares tokens with each other, the view must hold the whole optimizer step.
+        anchor: Logprobs in the denominator of the ratio, ``[tokens]``.
         rules: The corrections.
-        bypass: The anchor is the sampler, so the policy itself is weighed against it.
-        seed: Decides what is drawn at random.
+        bypass: Whether the anchor is the sampler, so that the weight compares the policy itself with the sampler.
+        seed: Seed of the random draws.
     """
     if not rules:
         return None

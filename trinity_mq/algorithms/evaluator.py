@@ -1,8 +1,8 @@
-"""The evaluator: what a composed loss gives for the tokens of one micro-batch.
+"""The evaluator computes the value of a composed loss for the tokens of one micro-batch.
 
 ``loss = sum_c weight_c sum_t [surrogate(ratio, A) w + kl + regularisers - entropy]_t scale_t`` over components ``c``
 and their tokens ``t``. The scale comes from counts of the whole optimizer step (reduction.py), so losses of
-micro-batches and ranks are added up and nothing else.
+micro-batches and ranks only need to be summed.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from trinity_mq.config.algorithm.pieces import OVER_STEP, LossConfig, Piece, Sch
 
 @dataclass(frozen=True)
 class LossTerms:
-    """A loss and what is worth knowing about it."""
+    """A loss and its statistics."""
 
     loss: Tensor
-    """Scalar with gradient, reduced: the sum of its values over micro-batches is the loss of the optimizer step."""
+    """Reduced loss, a scalar with gradient. The sum over micro-batches is the loss of the optimizer step."""
     reduced: dict[str, Tensor] = field(default_factory=dict)
-    """Scalars that are reduced as the loss is; their sums over micro-batches are metrics."""
+    """Scalars reduced like the loss; their sums over micro-batches are metrics."""
     sums: dict[str, Tensor] = field(default_factory=dict)
-    """Scalars that are summed over tokens; divided by the tokens of the optimizer step they are metrics."""
+    """Scalars summed over tokens; divided by the number of tokens in the optimizer step they are metrics."""
     maxima: dict[str, Tensor] = field(default_factory=dict)
     minima: dict[str, Tensor] = field(default_factory=dict)
 
@@ -47,9 +47,9 @@ def step_weights(view: TokenView, config: LossConfig, seed: str) -> Tensor | Non
     """Return the product of the corrections that compare the tokens of an optimizer step, ``[tokens]``.
 
     Args:
-        view: All tokens of the optimizer step, with the logprobs of the policy before it.
-        config: The corrections.
-        seed: Decides what is drawn at random.
+        view: All tokens of the optimizer step, with the logprobs of the policy before the step.
+        config: Loss with the corrections.
+        seed: Seed of the random draws.
     """
     anchor = anchor_logprob(view, config.anchor)
     rules = [rule for rule in config.correction if over_step(rule)]
@@ -57,7 +57,7 @@ def step_weights(view: TokenView, config: LossConfig, seed: str) -> Tensor | Non
 
 
 def component_weights(config: LossConfig, step: int) -> dict[str, float]:
-    """Return the weight of each component in train step ``step`` (from 1), those of 0 left out."""
+    """Return the weight of each component in train step ``step`` (from 1); components with weight 0 are omitted."""
     weights = config.weights.model_dump()
     if config.ce_schedule is not None:
         share = scheduled(config.ce_schedule, step)
@@ -66,8 +66,8 @@ def component_weights(config: LossConfig, step: int) -> dict[str, float]:
 
 
 def scheduled(schedule: Schedule, step: int) -> float:
-    """Return the value of a schedule at train step ``step``: ``peak step / warmup`` up to the warm-up's end, then
-    ``valley + (peak - valley) (1 + cos(pi x)) / 2`` with ``x`` from 0 to 1 at ``decay_steps`` (arXiv 2508.11408).
+    """Return the value of a schedule at train step ``step``: ``peak step / warmup`` until the end of the warm-up, then
+    ``valley + (peak - valley) (1 + cos(pi x)) / 2`` with ``x`` from 0 to 1 over ``decay_steps`` (arXiv 2508.11408).
     """
     if step < schedule.warmup_steps:
         return schedule.peak * step / schedule.warmup_steps
@@ -85,9 +85,9 @@ def evaluate(
     """Return the loss of the components' tokens.
 
     Args:
-        views: By component; those without tokens, or without weight, are left out.
-        config: The pieces.
-        weights: By component, see :func:`component_weights`.
+        views: Tokens by component. Components without tokens or without weight are skipped.
+        config: Configuration of the loss.
+        weights: Weights by component, see :func:`component_weights`.
         entropy_coef: Weight of the entropy bonus of ``rl``.
     """
     found: list[tuple[float, LossTerms]] = []
@@ -120,7 +120,7 @@ def evaluate(
 
 
 def token_losses(view: TokenView, config: LossConfig) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return surrogate times corrections of each token, ``[tokens]``, and what is counted, ``[tokens]`` each."""
+    """Return surrogate times corrections of each token, ``[tokens]``, and per-token counts, ``[tokens]`` each."""
     anchor = anchor_logprob(view, config.anchor)
     ratio = log_ratio(view, anchor, config.ratio)
     found = surrogate(ratio, view.logprob, view.advantage, config.surrogate, view.custom)
@@ -131,7 +131,7 @@ def token_losses(view: TokenView, config: LossConfig) -> tuple[Tensor, dict[str,
     counts: dict[str, Tensor] = dict(found.counts)
     loss = found.loss
     if weight is not None:
-        # where, not a product: what is left out may be infinite
+        # torch.where instead of a product, because the loss of an excluded token may be infinite
         loss = torch.where(weight > 0, loss * weight, 0.0)
         out = weight == 0
         counts |= {"masked_frac": out, "masked_frac_pos": out & (view.advantage > 0)}
@@ -140,12 +140,12 @@ def token_losses(view: TokenView, config: LossConfig) -> tuple[Tensor, dict[str,
 
 
 def policy_terms(view: TokenView, config: LossConfig, entropy_coef: float = 0.0) -> LossTerms:
-    """Return the loss of sampled tokens; see the module.
+    """Return the loss of sampled tokens; see the module docstring.
 
     Sums are ``ppo_kl`` and ``ppo_kl_k3`` (estimators k1 and k3 of KL(anchor, policy) in nats,
-    http://joschu.net/blog/kl-approx.html), ``ratio_mean``, ``ratio_squares``, the counts of surrogate and corrections,
-    and with a correction ``masked_sequences``, of which every token is left out; maxima ``ratio_max`` and
-    ``correction_weight_max``, minimum ``ratio_min``.
+    http://joschu.net/blog/kl-approx.html), ``ratio_mean``, ``ratio_squares``, and the counts of surrogate and
+    corrections. With a correction they also include ``masked_sequences``, the number of sequences without a remaining
+    token. Maxima are ``ratio_max`` and ``correction_weight_max``; the minimum is ``ratio_min``.
     """
     loss, counts = token_losses(view, config)
     anchor = anchor_logprob(view, config.anchor)
@@ -176,14 +176,14 @@ def policy_terms(view: TokenView, config: LossConfig, entropy_coef: float = 0.0)
 
 
 def _sequences_without(kept: Tensor, view: TokenView) -> Tensor:
-    """Return the number of sequences of which no token is ``kept``, bool ``[tokens]``; a scalar."""
+    """Return the number of sequences without a token in ``kept``, bool ``[tokens]``; a scalar."""
     share = segment_means(kept.to(view.mu.dtype), view)
     return ((share == 0) / segment_sums(torch.ones_like(share), view)).sum()
 
 
 def distillation_terms(view: TokenView, config: LossConfig) -> LossTerms:
-    """Return the loss of sampled tokens towards a teacher, see :class:`Distill`; reduced ``ref_kl``, the k1 estimate of
-    KL(policy, teacher) in nats.
+    """Return the loss of sampled tokens towards a teacher, see :class:`Distill`. Its reduced term ``ref_kl`` is the k1
+    estimate of KL(policy, teacher) in nats.
     """
     assert view.teacher is not None
     args = config.distillation
@@ -195,7 +195,7 @@ def distillation_terms(view: TokenView, config: LossConfig) -> LossTerms:
 
 
 def pair_terms(view: TokenView, config: LossConfig) -> LossTerms:
-    """Return the loss of pairs; the scale of a pair is that of its chosen answer's tokens, see :func:`pair_loss`."""
+    """Return the loss of pairs, see :func:`pair_loss`. A pair has the scale of its chosen answer's tokens."""
     losses, sums = pair_loss(view, config.pair)
     first = torch.ones_like(view.segment, dtype=torch.bool)
     first[1:] = view.segment[1:] != view.segment[:-1]

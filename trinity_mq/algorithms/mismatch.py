@@ -1,7 +1,7 @@
-"""The mismatch of engine and trainer logprobs: sums over tokens that add up over micro-batches, and metrics.
+"""The mismatch of engine and trainer logprobs: token sums that add up over micro-batches, and metrics of the sums.
 
-The estimates of KL(sampler, policy) are k1 and k3 (http://joschu.net/blog/kl-approx.html); chi-squared and effective
-sample sizes are those of the ratios ``pi / mu``. Log ratios are limited to +-20, also those of whole sequences.
+The estimators of KL(sampler, policy) are k1 and k3 (http://joschu.net/blog/kl-approx.html). Chi-squared and effective
+sample sizes are computed from the ratios ``pi / mu``. Log ratios of tokens and of whole sequences are limited to +-20.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ from torch import Tensor
 from trinity_mq.algorithms.view import TokenView, limited
 
 AGES = {"age_0": (0, 0), "age_1_2": (1, 2), "age_3_7": (3, 7), "age_8": (8, None)}
-"""By name, the first and the last staleness of tokens that are counted together; None: and all older ones."""
+"""Age groups of tokens by name: the first and the last staleness in train steps. None: no upper limit."""
 
 Totals = Mapping[str, float]
 
 
 def of_age(staleness: Tensor, name: str) -> Tensor:
-    """Return which tokens are of the age ``name`` of :data:`AGES`, bool ``[tokens]``."""
+    """Return which tokens belong to the age group ``name`` of :data:`AGES`, bool ``[tokens]``."""
     first, last = AGES[name]
     return (staleness >= first) if last is None else (staleness >= first) & (staleness <= last)
 
 
 @torch.no_grad()
 def mismatch_sums(view: TokenView) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return sums and maxima over the tokens of ``view``, scalars, from which :func:`mismatch_metrics` makes metrics.
+    """Return scalar sums and maxima over the tokens of ``view``, the input of :func:`mismatch_metrics`.
 
     Args:
-        view: Whole sequences, or their fresh tokens; read are ``logprob``, ``mu`` and ``segment``.
+        view: Whole sequences, or their fresh tokens. Only ``logprob``, ``mu`` and ``segment`` are read.
     """
     if not view.tokens:
         return {}, {}
-    policy, sampler = view.logprob.detach().double(), view.mu.double()  # variances are small differences of sums
+    policy, sampler = view.logprob.detach().double(), view.mu.double()  # variances are small differences of large sums
     change = limited(policy - sampler)
     ratio, p, q = change.exp(), policy.exp(), sampler.exp()
     lengths = change.new_zeros(view.segments).index_add(0, view.segment, torch.ones_like(change))
@@ -72,7 +72,7 @@ def sums_by(view: TokenView, groups: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
     Args:
         view: The tokens.
-        groups: By name, which tokens are in it, bool ``[tokens]``.
+        groups: Membership of each token by group name, bool ``[tokens]``.
     """
     change = limited(view.logprob.detach() - view.mu)
     k3 = change.exp() - 1 - change
@@ -84,7 +84,7 @@ def sums_by(view: TokenView, groups: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def mismatch_metrics(sums: Totals, maxima: Totals) -> dict[str, float]:
-    """Return the metrics ``mismatch/*`` of sums that were added up over micro-batches; none without a token."""
+    """Return the metrics ``mismatch/*`` of sums over micro-batches; empty without tokens."""
     if not sums.get("tokens"):
         return {}
     n, sequences = sums["tokens"], sums["sequences"]
@@ -113,7 +113,7 @@ def mismatch_metrics(sums: Totals, maxima: Totals) -> dict[str, float]:
 
 
 def metrics_by(sums: Totals) -> dict[str, float]:
-    """Return ``mismatch/k3/<group>`` of the groups of :func:`sums_by` that there are tokens of."""
+    """Return ``mismatch/k3/<group>`` of the groups of :func:`sums_by` that have tokens."""
     found = {}
     for name, tokens in sums.items():
         if name.startswith("tokens/") and tokens:

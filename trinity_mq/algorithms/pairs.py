@@ -12,13 +12,13 @@ from trinity_mq.config.algorithm.pieces import Pair
 def pair_loss(view: TokenView, args: Pair) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the loss of each pair, ``[pairs]``, and sums over pairs.
 
-    DPO (arXiv 2305.18290, equation 7) with label smoothing is ``-(1 - s) log sigmoid(z) - s log sigmoid(-z)`` with ``z
-    = beta (sum_t log(pi / ref) of the chosen - that of the rejected)``. IPO (arXiv 2310.12036) is ``(m - 1 / (2
-    beta))^2`` with the difference ``m`` of the means over tokens.
+    DPO (arXiv 2305.18290, equation 7) with label smoothing is ``-(1 - s) log sigmoid(z) - s log sigmoid(-z)``. Here
+    ``z`` is ``beta`` times the difference of ``sum_t log(pi / ref)`` between the chosen and the rejected answer. IPO
+    (arXiv 2310.12036) is ``(m - 1 / (2 beta))^2`` with the difference ``m`` of the means over tokens.
 
     Args:
         view: Tokens of the pairs: segments 0 and 1 are the chosen and the rejected answer of pair 0, and so on.
-        args: The form and its numbers.
+        args: Form and parameters of the loss.
 
     Returns:
         The losses; sums ``chosen_reward`` and ``rejected_reward`` (``beta`` times the log ratio), ``accuracy``,

@@ -1,4 +1,4 @@
-"""Plug-ins of a loss: surrogates and corrections that a user writes, imported by dotted path and checked."""
+"""Plug-ins of a loss: custom surrogates and corrections, imported by dotted path and checked."""
 
 from __future__ import annotations
 
@@ -14,22 +14,20 @@ from trinity_mq.runtime.errors import FatalError
 from trinity_mq.runtime.plugins import import_named
 
 SURROGATE = ("log_ratio", "logprob", "advantage")
-"""Arguments that a surrogate is called with, in this order; then follow ``args`` and custom fields by name."""
+"""Positional arguments of a surrogate, in this order. ``args`` and custom fields follow by name."""
 CORRECTION = ("view",)
-"""Arguments that a correction is called with, then ``args`` by name."""
+"""Positional arguments of a correction. ``args`` follow by name."""
 
 
 class PluginError(FatalError, ValueError):
-    """A plug-in has another signature than it is called with, or returns something else; the message says what to
-    do.
-    """
+    """A plug-in has a wrong signature or returns a wrong value; the message says how to fix it."""
 
 
 def load_plugins(config: LossConfig) -> None:
-    """Import and check the plug-ins of a loss, so that an error is found before the first train step.
+    """Import and check the plug-ins of a loss, so that errors appear before the first train step.
 
     Raises:
-        FatalError: One of them cannot be used.
+        FatalError: A plug-in cannot be used.
     """
     if isinstance(config.surrogate, Plugin):
         loaded(config.surrogate, SURROGATE)
@@ -39,15 +37,15 @@ def load_plugins(config: LossConfig) -> None:
 
 
 def loaded(plugin: Plugin, given: tuple[str, ...]) -> Callable[..., Tensor]:
-    """Return the function of a plug-in after a look at its signature.
+    """Return the function of a plug-in after a check of its signature.
 
     Args:
-        plugin: The path of the function, and its keyword arguments.
-        given: Names of what it is called with by position: :data:`SURROGATE` or :data:`CORRECTION`.
+        plugin: Path of the function, and its keyword arguments.
+        given: Names of the positional arguments: :data:`SURROGATE` or :data:`CORRECTION`.
 
     Raises:
-        UnknownNameError: It cannot be imported.
-        PluginError: It does not take what it is called with.
+        UnknownNameError: The function cannot be imported.
+        PluginError: The function does not accept the arguments.
     """
     function = _imported(plugin.kind)
     wanted = f"def {plugin.kind.rpartition('.')[2]}({', '.join([*given, *plugin.args])}) -> Tensor"
@@ -80,17 +78,17 @@ def loaded(plugin: Plugin, given: tuple[str, ...]) -> Callable[..., Tensor]:
 def plugin_losses(
     plugin: Plugin, log_ratio: Tensor, logprob: Tensor, advantage: Tensor, custom: Mapping[str, Tensor]
 ) -> Tensor:
-    """Return what a surrogate of the user's makes of the tokens, ``[tokens]``, checked.
+    """Return the losses of a custom surrogate, ``[tokens]``, checked.
 
     Args:
         plugin: The function and its keyword arguments.
         log_ratio: ``[tokens]``, with gradient.
         logprob: ``[tokens]``, with gradient.
         advantage: ``[tokens]``.
-        custom: ``[tokens, ...]`` each; the function gets those that it has a parameter for.
+        custom: ``[tokens, ...]`` each. The function gets the fields that match its parameters.
 
     Raises:
-        PluginError: It needs a custom field that is not there, or returns something else than a loss for each token.
+        PluginError: The function needs a missing custom field, or does not return a loss for each token.
     """
     function = loaded(plugin, SURROGATE)
     chosen = {}
@@ -116,10 +114,10 @@ def plugin_losses(
 
 
 def plugin_weights(plugin: Plugin, view: TokenView) -> Tensor:
-    """Return the weights of a correction of the user's, ``[tokens]``, checked.
+    """Return the weights of a custom correction, ``[tokens]``, checked.
 
     Raises:
-        PluginError: It returns something else than a weight of at least 0 for each token.
+        PluginError: The function does not return a weight of at least 0 for each token.
     """
     given = loaded(plugin, CORRECTION)(view, **plugin.args)
     if isinstance(given, Tensor) and given.dtype == torch.bool:
@@ -141,13 +139,17 @@ def _imported(path: str) -> Callable[..., Tensor]:
 
 
 def _named(function: Callable[..., Tensor], places: int) -> dict[str, inspect.Parameter]:
-    """Return the parameters that may be given by name after the first ``places``."""
+    """Return the parameters after the first ``places`` that can be passed by name."""
     parameters = list(inspect.signature(function).parameters.values())[places:]
     return {one.name: one for one in parameters if one.kind in {one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY}}
 
 
 def _checked(path: str, found: object, like: Tensor, inputs: tuple[Tensor, ...]) -> Tensor:
-    """Return ``found`` if it is a number for each token; where the inputs are finite it has to be so too."""
+    """Return ``found`` if it has one number for each token, finite wherever the inputs are finite.
+
+    Raises:
+        PluginError: It has another type, shape or dtype, or such a number is not finite.
+    """
     if not isinstance(found, Tensor):
         raise PluginError(f"{path} returns a {type(found).__name__}, wanted a Tensor of shape {list(like.shape)}")
     if found.shape != like.shape:

@@ -1,4 +1,4 @@
-"""Log ratios between the policy and its anchor, a number for each token."""
+"""Log ratios between the policy and its anchor, one number per token."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from trinity_mq.config.algorithm.pieces import Anchor, GeometricRatio, Piece
 
 
 def anchor_logprob(view: TokenView, anchor: Anchor) -> Tensor:
-    """Return the logprob that the ratio divides by, ``[tokens]``, without gradient.
+    """Return the logprob in the denominator of the ratio, ``[tokens]``, without gradient.
 
-    ``loglinear`` puts it between the sampler's and the policy's logprob: ``log mu + a (log pi - log mu)`` with ``a =
-    (s - 1) / s`` of the token's staleness ``s``, 0 for fresh tokens (arXiv 2512.06547). ``linear`` does so between the
-    probabilities: ``log((1 - a) mu + a pi)`` (AReaL 1.0.4, ``prox_logp_method: linear``).
+    ``loglinear`` interpolates between the sampler's and the policy's logprob: ``log mu + a (log pi - log mu)`` with ``a
+    = (s - 1) / s`` for the token's staleness ``s``, and ``a = 0`` for fresh tokens (arXiv 2512.06547). ``linear``
+    interpolates between the probabilities: ``log((1 - a) mu + a pi)`` (AReaL 1.0.4, ``prox_logp_method: linear``).
     """
     if anchor == "mu":
         return view.mu
@@ -31,7 +31,7 @@ def anchor_logprob(view: TokenView, anchor: Anchor) -> Tensor:
 
 
 def log_ratio(view: TokenView, anchor: Tensor, ratio: Piece) -> Tensor:
-    """Return the log ratio of each token as ``ratio`` wants it, ``[tokens]``, with gradient, within +-20."""
+    """Return the log ratio of each token as defined by ``ratio``, ``[tokens]``, with gradient, within +-20."""
     if ratio.kind == "self":
         return view.logprob - view.logprob.detach()
     plain = limited(view.logprob - anchor)

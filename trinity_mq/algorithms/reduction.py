@@ -1,7 +1,8 @@
-"""Reduction as a scale for each token, made from counts of the whole optimizer step before any forward pass.
+"""The reduction of a loss as a scale per token, computed from counts of the whole optimizer step before any forward
+pass.
 
-Micro-batches and ranks then only add up: ``sum_t loss_t scale_t`` over all of them is the reduced loss, however they
-are cut. Sequences without a trained token count nowhere.
+Micro-batches and ranks then only sum: ``sum_t loss_t scale_t`` over all of them is the reduced loss, whatever the
+division. Sequences without a trained token do not count.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ Counts = npt.NDArray[np.int64]
 
 
 def sequence_scales(counts: Counts, prompts: Counts, reduction: Reduction) -> npt.NDArray[np.float64]:
-    """Return what each token of a sequence is multiplied by, ``[sequences]``; 0 for a sequence without trained tokens.
+    """Return the loss factor of each token of a sequence, ``[sequences]``; 0 for a sequence without trained tokens.
 
     Args:
-        counts: Trained tokens of each sequence of the optimizer step.
-        prompts: A number for the task of each, equal for sequences of one task.
-        reduction: The mode.
+        counts: Trained tokens of each sequence in the optimizer step.
+        prompts: Task number of each sequence, equal for sequences of the same task.
+        reduction: Mode of the reduction.
     """
     trained = counts > 0
     sequences, tokens = int(trained.sum()), int(counts.sum())

@@ -1,4 +1,4 @@
-"""Terms that hold the policy near another one, a number for each token."""
+"""Terms that keep the policy close to another policy, one number per token."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from trinity_mq.config.algorithm.reference import RewardKL
 
 
 def kl_estimate(difference: Tensor, kind: str, ratio: Tensor | None = None) -> Tensor:
-    """Return an estimate of ``KL(pi || ref)`` per token in nats from samples of ``pi``; k3 of differences within +-20.
+    """Return an estimate of ``KL(pi || ref)`` per token in nats from samples of ``pi``. k3 limits differences to +-20.
 
     Args:
         difference: ``log pi - log ref``, ``[tokens]``.
-        kind: As in :class:`ReferenceKL`.
+        kind: Estimator, as in :class:`ReferenceKL`.
         ratio: ``pi / anchor``, with gradient; for ``k3_weighted``.
     """
     bounded = limited(difference)
@@ -41,32 +41,32 @@ def kl_estimate(difference: Tensor, kind: str, ratio: Tensor | None = None) -> T
 
 
 def reference_kl(view: TokenView, anchor: Tensor, args: ReferenceKL) -> Tensor:
-    """Return the estimate of ``KL(pi || ref)`` of each token, before its coefficient."""
+    """Return the estimate of ``KL(pi || ref)`` of each token, without its coefficient."""
     assert view.ref is not None
     ratio = limited(view.logprob - anchor).exp()
     return kl_estimate(view.logprob - view.ref, args.kind, ratio)
 
 
 def sampler_kl(mu: Tensor, ref: Tensor, args: RewardKL) -> Tensor:
-    """Return the estimate of ``KL(sampler || ref)`` that is taken from the reward of each token, without its weight;
-    of differences within +-20, and 0 where one of the two is no number.
+    """Return the estimate of ``KL(sampler || ref)`` to subtract from the reward of each token, without its coefficient.
+    Differences are limited to +-20; the estimate is 0 where a logprob is NaN.
 
     Args:
-        mu: Logprobs of the policy that sampled, ``[tokens]`` in nats.
-        ref: Of the reference.
-        args: Which estimate.
+        mu: Logprobs of the sampling policy, ``[tokens]`` in nats.
+        ref: Logprobs of the reference, ``[tokens]`` in nats.
+        args: Settings with the kind of estimator.
     """
     return kl_estimate(limited(mu - ref), args.kind).nan_to_num(nan=0.0)
 
 
 def adapted(coef: float, kl: float, samples: int, args: RewardKL) -> float:
     """Return the coefficient after a train step, ``coef (1 + clip(kl / target - 1, -.2, .2) samples / horizon)`` (arXiv
-    1909.08593, section 2.2); as it was without a target. Samples beyond the horizon do not count.
+    1909.08593, section 2.2). Without a target it does not change. Samples beyond the horizon do not count.
 
     Args:
-        coef: Before.
-        kl: Mean over the samples of their mean KL a token, in nats.
-        samples: Of the train step.
+        coef: Coefficient before the train step.
+        kl: Mean over the samples of their mean KL per token, in nats.
+        samples: Number of samples in the train step.
         args: Target and horizon.
     """
     if args.target is None:

@@ -1,5 +1,5 @@
-"""Logprobs of chosen tokens, and what the distribution that they were chosen from says: from logits, or from the hidden
-states before a model's head, in chunks, so that the logits of all tokens are never there at once.
+"""Logprobs of chosen tokens, and entropies of the distributions they come from. Computed from logits, or in chunks from
+the hidden states before a model's head, so that the logits of all tokens never exist at once.
 """
 
 from __future__ import annotations
@@ -14,26 +14,27 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 CHUNK = {"cpu": 2**22, "cuda": 2**26}
-"""Most logits in a chunk, by device; it holds two to three float32 tensors of this size. On a GPU fewer would leave a
-large head waiting for its weight."""
+"""Maximum number of logits in a chunk, by device. A chunk holds two to three float32 tensors of this size. On a GPU,
+smaller chunks would make a large head wait for its weight.
+"""
 
 
 class Scores(NamedTuple):
-    """The scores that a policy gives tokens, float32 ``[tokens]`` each, in nats."""
+    """Scores of tokens under a policy, float32 ``[tokens]`` each, in nats."""
 
     logprob: Tensor
     entropy: Tensor
     entropy_baseline: Tensor | None = None
-    """See :func:`entropy_baselines`; None where it was not asked for."""
+    """See :func:`entropy_baselines`; None if not requested."""
 
 
 @dataclass(frozen=True)
 class AfterHead:
-    """The step from a model's head products to its logits: ``logits = softcap tanh(scale products / softcap)``."""
+    """Operation from a model's head products to its logits: ``logits = softcap tanh(scale products / softcap)``."""
 
     scale: float = 1.0
     softcap: float | None = None
-    """None: no bound, ``logits = scale products``."""
+    """Bound of the logits. None: no bound, ``logits = scale products``."""
 
     def __call__(self, products: Tensor) -> Tensor:
         """Return the logits of ``products``, any shape."""
@@ -41,7 +42,9 @@ class AfterHead:
         return logits if self.softcap is None else self.softcap * (logits / self.softcap).tanh()
 
     def gradient(self, logits: Tensor, by_logits: Tensor) -> Tensor:
-        """Return the gradient by the products, given ``logits`` and the gradient by them; may overwrite the latter."""
+        """Return the gradient with respect to the products, from ``logits`` and their gradient ``by_logits``. May
+        overwrite ``by_logits``.
+        """
         if self.softcap is not None:
             by_logits = by_logits.mul_(1 - (logits / self.softcap).square_())
         return by_logits if self.scale == 1 else by_logits.mul_(self.scale)
@@ -53,13 +56,13 @@ def token_logprobs(
     """Return logprobs of ``targets`` and entropies under ``softmax(logits / temperature)``, in nats.
 
     Args:
-        logits: ``[tokens, vocabulary]``; computed with in float32, or in float64 if they are.
+        logits: ``[tokens, vocabulary]``. The computation uses float32, or float64 for float64 logits.
         targets: int64 ``[tokens]``.
-        temperature: float32 ``[tokens]``, above 0: what the sampler divided by.
-        entropy_gradient: Whether the entropies are differentiated; without, their graph is not kept.
+        temperature: Sampling temperature, float32 ``[tokens]``, above 0.
+        entropy_gradient: Whether the entropies have a gradient. If not, their graph is not kept.
 
     Returns:
-        Two tensors ``[tokens]`` of the type computed with.
+        Two tensors ``[tokens]`` with the type of the computation.
     """
     distribution = (_precise(logits) / temperature[:, None]).log_softmax(-1)
     logprobs = distribution.gather(1, targets[:, None])[:, 0]
@@ -72,12 +75,12 @@ def token_logprobs(
 def entropy_baselines(logits: Tensor, temperature: Tensor) -> Tensor:
     """Return ``sum_i p_i^2 (H + log p_i)`` over the vocabulary for each token, ``[tokens]``.
 
-    It is the expectation over ``p`` of ``S_i = p_i (H + log p_i)``, and what the entropy's change has as its baseline:
-    a policy gradient step on the logits, ``a (onehot_k - p)``, changes the entropy by ``-a (S_k - sum_i p_i S_i)`` to
-    first order (arXiv 2602.03392, theorem 3.3).
+    This is the expectation over ``p`` of ``S_i = p_i (H + log p_i)``, the baseline of the entropy's change: a policy
+    gradient step on the logits, ``a (onehot_k - p)``, changes the entropy by ``-a (S_k - sum_i p_i S_i)`` to first
+    order (arXiv 2602.03392, theorem 3.3).
 
     Args:
-        logits: ``[tokens, vocabulary]``; computed with in float32, or in float64 if they are.
+        logits: ``[tokens, vocabulary]``. The computation uses float32, or float64 for float64 logits.
         temperature: float32 ``[tokens]``, above 0.
     """
     distribution = (_precise(logits) / temperature[:, None]).log_softmax(-1)
@@ -97,22 +100,22 @@ def head_scores(
     with_baseline: bool = False,
     chunk: int | None = None,
 ) -> Scores:
-    """Return what :func:`token_logprobs` and :func:`entropy_baselines` say of the logits that a head gives, without
-    holding more than a chunk of these; the backward pass computes them anew.
+    """Return :func:`token_logprobs` and :func:`entropy_baselines` of a head's logits, and hold only a chunk of the
+    logits at a time. The backward pass recomputes them.
 
-    A plain linear layer is taken apart: its inputs are rounded as autocast says, the products and everything after them
-    are float32, and so is the sum over chunks of the weight's gradient. A head of any other kind, one with an adapter
-    for example, is called for each chunk.
+    A plain linear layer is computed here instead of called: its inputs are rounded to the autocast type. The products,
+    all later values and the sum of the weight's gradient over chunks are float32. Any other head, such as a head with
+    an adapter, is called once per chunk.
 
     Args:
-        hidden: ``[tokens, width]``: what the head gets.
-        head: The layer that makes logits of it.
+        hidden: Input of the head, ``[tokens, width]``.
+        head: Layer that computes logits from the input.
         targets: int64 ``[tokens]``.
         temperature: float32 ``[tokens]``, above 0.
-        after: What the model makes of the head's products; None: nothing.
-        entropy_gradient: Whether the entropies are differentiated.
+        after: Operation of the model on the head's products; None: no operation.
+        entropy_gradient: Whether the entropies have a gradient.
         with_baseline: Whether to return the entropy baselines, which have no gradient.
-        chunk: Most logits at a time; None: ``CHUNK`` of the device.
+        chunk: Maximum number of logits at a time; None: ``CHUNK`` of the device.
     """
     after = after or AfterHead()
     chunk = chunk or CHUNK.get(hidden.device.type, CHUNK["cuda"])
@@ -140,14 +143,14 @@ class _Settings:
     entropy_gradient: bool
     with_baseline: bool
     tokens: int
-    """In a chunk."""
+    """Number of tokens in a chunk."""
 
 
 class _LinearScores(torch.autograd.Function):
-    """Logprobs, entropies and entropy baselines, ``[tokens]`` each, of the logits that a linear head gives.
+    """Logprobs, entropies and entropy baselines, ``[tokens]`` each, of a linear head's logits.
 
-    With ``z`` the logits over the temperature, ``p = softmax(z)`` and ``H`` the entropy, the derivatives by ``z_i`` are
-    ``[i is the target] - p_i`` of the logprob and ``-p_i (log p_i + H)`` of the entropy.
+    With ``z`` the logits over the temperature, ``p = softmax(z)`` and ``H`` the entropy, the derivatives with respect
+    to ``z_i`` are ``[i is the target] - p_i`` for the logprob and ``-p_i (log p_i + H)`` for the entropy.
     """
 
     @staticmethod
@@ -225,7 +228,7 @@ class _LinearScores(torch.autograd.Function):
 @dataclass(frozen=True)
 class _Head:
     weight: Tensor
-    """An operand, see :func:`_operand`."""
+    """Operand of a product, see :func:`_operand`."""
     bias: Tensor | None
     after: AfterHead
 
@@ -240,7 +243,7 @@ def _chunks(tokens: int, size: int) -> Iterator[slice]:
 
 
 def _precise_type(dtype: torch.dtype) -> torch.dtype:
-    """Return the type to compute distributions in: float32, or float64 for float64."""
+    """Return the type for the computation of distributions: float32, or float64 for float64."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -249,20 +252,20 @@ def _precise(logits: Tensor) -> Tensor:
 
 
 def _operand(factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a factor of a product rounded to ``dtype``. A CPU has no products of narrow factors that are float32, so
-    there they are widened again.
+    """Return a factor of a product rounded to ``dtype``. A CPU cannot multiply narrow factors into a float32 result, so
+    the rounded factor is widened again there.
     """
     rounded = factor.to(dtype)
     return rounded if rounded.is_cuda else _precise(rounded)
 
 
 def _narrow(gradient: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a gradient as a factor of products with operands of ``dtype``."""
+    """Return a gradient as a factor for products with operands of ``dtype``."""
     return gradient.to(dtype) if gradient.is_cuda else gradient
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:
-    """Return the matrix product of two operands in float32 (float64 for float64), however narrow they are."""
+    """Return the matrix product of two operands in float32 (float64 for float64), even if the operands are narrower."""
     precise = _precise_type(left.dtype)
     return torch.mm(left, right) if left.dtype == precise else torch.mm(left, right, out_dtype=precise)
 
@@ -276,10 +279,12 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def _finite(distribution: Tensor) -> Tensor:
-    """Return logprobs without -inf: such a token has probability 0 and no part in a sum, but 0 * -inf would be NaN."""
+    """Return logprobs with a finite value instead of -inf: such a token has probability 0, and 0 * -inf would be
+    NaN.
+    """
     return distribution.clamp_min(torch.finfo(distribution.dtype).min)
 
 
 def _finite_(distribution: Tensor) -> Tensor:
-    """Do as :func:`_finite` in place."""
+    """Apply :func:`_finite` in place."""
     return distribution.clamp_min_(torch.finfo(distribution.dtype).min)

@@ -1,4 +1,6 @@
-"""Surrogates: from log ratio, logprob and advantage of each token to its loss. Pure functions over ``[tokens]``."""
+"""Surrogates compute the loss of each token from its log ratio, logprob and advantage. Pure functions over
+``[tokens]``.
+"""
 
 from __future__ import annotations
 
@@ -28,17 +30,17 @@ from trinity_mq.config.algorithm.pieces import (
 
 @dataclass(frozen=True)
 class TokenLoss:
-    """The loss of each token and what is worth counting."""
+    """The loss of each token and its counts."""
 
     loss: Tensor
     """``[tokens]``, with gradient."""
     counts: dict[str, Tensor] = field(default_factory=dict)
-    """bool ``[tokens]`` each; their shares of the trained tokens are metrics ``actor/<name>``."""
+    """bool ``[tokens]`` each. Their shares of the trained tokens are the metrics ``actor/<name>``."""
 
 
 def clip(log_ratio: Tensor, logprob: Tensor, advantage: Tensor, args: Clip) -> TokenLoss:
-    """Return PPO's clipped loss; see :class:`Clip`. Counted are the tokens whose gradient the clip cuts
-    (``pg_clipfrac``, by side ``_low`` and ``_high``) and the dual clip (``pg_clipfrac_dual``).
+    """Return PPO's clipped loss; see :class:`Clip`. Counts the tokens whose gradient the clip cuts (``pg_clipfrac``, by
+    side ``_low`` and ``_high``) and the dual clip (``pg_clipfrac_dual``).
     """
     ratio = log_ratio.exp()
     plain = -advantage * ratio
@@ -58,8 +60,8 @@ def clip(log_ratio: Tensor, logprob: Tensor, advantage: Tensor, args: Clip) -> T
 
 
 def truncate(log_ratio: Tensor, logprob: Tensor, advantage: Tensor, args: Truncate) -> TokenLoss:
-    """Return the policy gradient with a truncated constant weight; see :class:`Truncate`. Counted are the truncated
-    tokens (``clipped_frac``).
+    """Return the policy gradient with a truncated constant weight; see :class:`Truncate`. Counts the truncated tokens
+    (``clipped_frac``).
     """
     ratio = log_ratio.detach().exp()
     weight = ratio.clamp(args.floor, args.cap)
@@ -81,7 +83,9 @@ def gate(log_ratio: Tensor, logprob: Tensor, advantage: Tensor, args: Gate) -> T
 
 
 def linear(log_ratio: Tensor, logprob: Tensor, advantage: Tensor, args: Linear) -> TokenLoss:
-    """Return ``-A r``; above ``cap`` the ratio is a constant weight, so that the token keeps a bounded gradient."""
+    """Return ``-A r``. Above ``cap`` the ratio is a constant weight, so that the token keeps a bounded gradient. Counts
+    the capped tokens (``clipped_frac``).
+    """
     ratio = log_ratio.exp()
     if args.cap is None:
         return TokenLoss(-advantage * ratio)
@@ -90,7 +94,7 @@ def linear(log_ratio: Tensor, logprob: Tensor, advantage: Tensor, args: Linear) 
 
 
 def log_linear(log_ratio: Tensor, logprob: Tensor, advantage: Tensor, args: LogLinear) -> TokenLoss:
-    """Return the weighted policy gradient over chosen tokens; see :class:`LogLinear`. Counted are those left out
+    """Return the weighted policy gradient over chosen tokens; see :class:`LogLinear`. Counts the excluded tokens
     (``pg_clipfrac``).
     """
     ratio = log_ratio.detach().exp()
@@ -112,19 +116,19 @@ def log_linear(log_ratio: Tensor, logprob: Tensor, advantage: Tensor, args: LogL
 
 
 def log_ratio_loss(log_ratio: Tensor, logprob: Tensor, advantage: Tensor, args: LogRatio) -> TokenLoss:
-    """Return ``-A log r`` within the range, else 0; counted are the tokens outside (``pg_clipfrac``)."""
+    """Return ``-A log r`` within the range, else 0. Counts the tokens outside the range (``pg_clipfrac``)."""
     ratio = log_ratio.detach().exp()
     out = (ratio < 1 / (1 + args.epsilon)) | (ratio > 1 + args.epsilon)
     return TokenLoss(torch.where(out, 0.0, -advantage * log_ratio), {"pg_clipfrac": out})
 
 
 def quadratic(log_ratio: Tensor, logprob: Tensor, advantage: Tensor, args: Quadratic) -> TokenLoss:
-    """Return the policy gradient with a square that holds the ratio near 1; see :class:`Quadratic`."""
+    """Return the policy gradient with a quadratic term that keeps the ratio near 1; see :class:`Quadratic`."""
     return TokenLoss(-advantage * logprob + args.beta / 2 * log_ratio.square())
 
 
 def vespo(log_ratio: Tensor, logprob: Tensor, advantage: Tensor, args: Vespo) -> TokenLoss:
-    """Return the policy gradient with the weight of :class:`Vespo`; ``log_ratio`` is the sequence's."""
+    """Return the policy gradient with the weight of :class:`Vespo`; ``log_ratio`` belongs to the sequence."""
     ratio = log_ratio.detach()
     positive = advantage >= 0
     power = _chosen(positive, args.positive_power, args.negative_power, ratio)
@@ -162,13 +166,13 @@ SURROGATES: dict[str, Surrogate] = {
     "quadratic": quadratic,
     "vespo": vespo,
 }
-"""By the kind in the configuration; each takes log ratio, logprob, advantage and its arguments."""
+"""Surrogates by their kind in the configuration. Each takes log ratio, logprob, advantage and its arguments."""
 
 
 def surrogate(
     log_ratio: Tensor, logprob: Tensor, advantage: Tensor, args: Piece, custom: Mapping[str, Tensor] | None = None
 ) -> TokenLoss:
-    """Return the loss of each token as the piece ``args`` wants it; ``custom`` are fields that a plug-in may take."""
+    """Return the loss of each token as defined by ``args``. ``custom`` holds optional fields for plug-ins."""
     if isinstance(args, Plugin):
         return TokenLoss(plugin_losses(args, log_ratio, logprob, advantage, custom or {}))
     return SURROGATES[args.kind](log_ratio, logprob, advantage, args)

@@ -1,4 +1,4 @@
-"""The loss of a value function, a number for each token."""
+"""The loss of a value function, one number per token."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from torch import Tensor
 
 
 def clipped_value_loss(values: Tensor, old: Tensor, returns: Tensor, bound: float) -> tuple[Tensor, Tensor]:
-    """Return ``max((v - R)^2, (clip(v, old - bound, old + bound) - R)^2) / 2`` of each token: a value that has moved
+    """Return ``max((v - R)^2, (clip(v, old - bound, old + bound) - R)^2) / 2`` of each token. A value that has moved
     further than ``bound`` towards its return has no gradient (the clipped value loss of PPO's authors, described in
     arXiv 2005.12729, section 3).
 
     Args:
-        values: ``[tokens]``, of the value function being trained, with gradient.
-        old: ``[tokens]``, of it at the start of the train step.
-        returns: ``[tokens]``, what the values should be.
-        bound: Largest change without a cut, above 0.
+        values: Values of the trained value function, ``[tokens]``, with gradient.
+        old: Its values at the start of the train step, ``[tokens]``.
+        returns: Targets of the values, ``[tokens]``.
+        bound: Largest change without a clip, above 0.
 
     Returns:
         The losses, ``[tokens]``, and whether the clip cuts each token's gradient, bool ``[tokens]``.

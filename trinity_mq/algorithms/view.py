@@ -10,41 +10,45 @@ import torch
 from torch import Tensor
 
 LOG_RATIO_LIMIT = 20.0
-"""Log ratios are clamped to it: exp(20) is finite, and no such token should move the policy."""
+"""Log ratios are clamped to +- this limit: exp(20) is finite, and tokens beyond the limit should not move the
+policy.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenView:
-    """Inputs of the pieces of a loss: ``[tokens]`` each, trained tokens only, those of a sequence next to each other.
+    """Inputs of the parts of a loss: ``[tokens]`` each, trained tokens only. The tokens of a sequence are contiguous.
 
-    Logprobs are in nats, at the temperature of the sample. Without a gradient, ``logprob`` excepted.
+    Logprobs are in nats, at the sampling temperature. Columns other than ``logprob`` have no gradient, unless stated.
     """
 
     logprob: Tensor
     """Logprob of the policy being trained, with gradient."""
     mu: Tensor
-    """Logprob of the policy that sampled, as the engine returned it."""
+    """Logprob of the sampling policy, as the engine returned it."""
     advantage: Tensor
     scale: Tensor
-    """Factor by which the reduction multiplies the token's loss, made from the counts of the whole optimizer step."""
+    """Factor of the token's loss in the reduction, computed from the counts of the whole optimizer step."""
     segment: Tensor
-    """int64: the number of the token's sequence in this view, from 0, rising."""
+    """int64: number of the token's sequence in this view, ascending from 0."""
     old: Tensor | None = None
     """Logprob of the policy at the start of the train step."""
     ref: Tensor | None = None
     """Logprob of the reference policy."""
     teacher: Tensor | None = None
     entropy: Tensor | None = None
-    """Entropy of the policy being trained, with gradient where it is differentiated."""
+    """Entropy of the policy being trained, with gradient if requested."""
     entropy_baseline: Tensor | None = None
     """Expectation of ``p (H + log p)`` over the vocabulary, of the policy before the optimizer step; see
     :func:`trinity_mq.algorithms.scoring.entropy_baselines`."""
     staleness: Tensor | None = None
-    """Train steps between the weights that sampled the token and those at the start of the train step, at least 0."""
+    """Train steps between the weights that sampled the token and the weights at the start of the train step, at least
+    0.
+    """
     weight: Tensor | None = None
-    """Product of the corrections that were computed over the whole optimizer step; 0 leaves the token out."""
+    """Product of the corrections computed over the whole optimizer step; 0 excludes the token."""
     chosen: Tensor | None = None
-    """bool: the tokens that a regulariser of few tokens acts on (kl_cov)."""
+    """bool: tokens that a selective regulariser (kl_cov) applies to."""
     custom: Mapping[str, Tensor] = field(default_factory=dict)
     """``[tokens, ...]`` each: the custom fields of the tokens' experiences, for plug-ins."""
 
@@ -59,8 +63,8 @@ class TokenView:
         return int(self.segment[-1]) + 1 if self.tokens else 0
 
     def where(self, kept: Tensor) -> TokenView:
-        """Return the view of the tokens at which the boolean ``kept`` is True, or of those with the numbers ``kept``;
-        sequences are numbered anew.
+        """Return the view of the tokens that ``kept`` selects: a bool mask or token indexes. Sequences are
+        renumbered.
         """
         columns: dict[str, Any] = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "custom"}
         chosen: dict[str, Any] = {name: None if one is None else one[kept] for name, one in columns.items()}
@@ -69,7 +73,7 @@ class TokenView:
 
 
 def segment_sums(values: Tensor, view: TokenView) -> Tensor:
-    """Return the sum of ``values`` over each sequence, ``[tokens]``: every token gets its sequence's."""
+    """Return the sum of ``values`` over each sequence, ``[tokens]``: every token gets the sum of its sequence."""
     sums = values.new_zeros(view.segments).index_add(0, view.segment, values)
     return sums[view.segment]
 
@@ -80,7 +84,7 @@ def segment_means(values: Tensor, view: TokenView) -> Tensor:
 
 
 def segment_maxima(values: Tensor, view: TokenView) -> Tensor:
-    """Return the largest of ``values`` of each sequence, ``[tokens]``."""
+    """Return the maximum of ``values`` in each sequence, ``[tokens]``."""
     start = values.new_full((view.segments,), -torch.inf)
     return start.scatter_reduce(0, view.segment, values, "amax")[view.segment]
 

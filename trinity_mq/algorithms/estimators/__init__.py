@@ -1,4 +1,4 @@
-"""Advantage estimators: rewards of runs, or a teacher's logprobs, become a number per trained token."""
+"""Advantage estimators: compute a number per trained token from the rewards of runs, or from a teacher's logprobs."""
 
 from trinity_mq.algorithms.estimators.registry import ESTIMATORS, estimate
 

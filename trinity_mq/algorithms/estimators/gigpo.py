@@ -1,4 +1,4 @@
-"""Group-in-group advantages: runs are compared with runs, and steps with the steps taken from the same state."""
+"""Group-in-group advantages: runs are compared with other runs, and steps with other steps from the same state."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from trinity_mq.config.estimators import GigpoEstimator
 from trinity_mq.experience import ExperienceBatch
 
 STEP_REWARD = "step_reward"
-"""Key of ``info``: the reward of one step; without it the experience's reward counts."""
+"""Key of ``info``: reward of one step. Without it the experience's reward counts."""
 STATE = "env_state_hash"
-"""Key of ``info``: a text or number that equals that of steps taken from the same state."""
+"""Key of ``info``: text or number that is equal for steps taken from the same state."""
 
 
 def gigpo_advantages(
@@ -31,21 +31,22 @@ def gigpo_advantages(
 ) -> tuple[ExperienceBatch, dict[str, float]]:
     """Give every step ``A_E + omega A_S`` (GiGPO, arXiv 2505.10978, equations 4, 7 and 8).
 
-    ``A_E`` is the distance of its run's summed rewards from their mean over the task's runs; ``A_S`` that of its own
-    discounted return from the mean over all steps of the task's runs that began in the same state. Each is divided by
-    1 or by the unbiased standard deviation of what was compared, plus ``epsilon``. A task's only run has ``A_E`` 0, a
-    state's only step ``A_S`` 0. States of different tasks are never compared.
+    ``A_E`` compares the summed rewards of the step's run with their mean over the task's runs. ``A_S`` compares the
+    step's discounted return with the mean over all steps of the task's runs that began in the same state. Each
+    difference is divided by 1, or by the unbiased standard deviation of the compared values plus ``epsilon``. The only
+    run of a task has ``A_E`` 0, and the only step from a state has ``A_S`` 0. States of different tasks are never
+    compared.
 
-    Dropped, with all their experiences, and counted: runs with a step without finite reward, then tasks with fewer than
-    ``min_group_runs`` runs left.
+    Two kinds of runs are dropped with all their experiences, and counted: runs with a step without finite reward, then
+    runs of tasks with fewer than ``min_group_runs`` remaining runs.
 
     Args:
-        batch: A whole batch, in any order; the experiences of a run are its steps, in the order of ``eid.step``.
+        batch: A whole batch, in any order. The experiences of a run are its steps, in the order of ``eid.step``.
         args: Weights, discount and scale.
-        min_group_runs: Where ``args`` does not say.
+        min_group_runs: Default for ``args.min_group_runs``.
 
     Raises:
-        ValueError: An experience without action mask (dpo), or without ``info["env_state_hash"]``.
+        ValueError: An experience has no action mask (dpo), or no ``info["env_state_hash"]``.
     """
     mask_lengths(batch)
     rewards = _step_rewards(batch)
@@ -83,7 +84,7 @@ def _scores(batch: ExperienceBatch, rewards: Numbers, args: GigpoEstimator) -> t
 
 
 def _compared(values: Numbers, groups: Counts, args: GigpoEstimator) -> Numbers:
-    """Return the distance of each value from the mean of its group, divided by the group's scale."""
+    """Return the distance of each value from the mean of its group, divided by the scale of the group."""
     result = np.empty(len(values))
     for group in range(int(groups.max()) + 1):
         chosen = groups == group
@@ -93,7 +94,7 @@ def _compared(values: Numbers, groups: Counts, args: GigpoEstimator) -> Numbers:
 
 
 def _step_rewards(batch: ExperienceBatch) -> list[float | None]:
-    """Return the reward of each step, None where it is no finite number."""
+    """Return the reward of each step, None where the reward is not a finite number."""
     given = [
         (info or {}).get(STEP_REWARD, reward)
         for info, reward in zip(batch.values("info"), batch.values("reward"), strict=True)

@@ -1,4 +1,4 @@
-"""Group-relative advantages: the reward of a run, compared with those of the other runs of its task."""
+"""Group-relative advantages: compare the reward of a run with the rewards of the other runs of its task."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from trinity_mq.config.estimators import ACROSS_RUNS, GroupEstimator
 from trinity_mq.experience import ExperienceBatch
 
 Groups = dict[str, Group]
-"""Task id to the rewards of its runs."""
+"""Rewards of a task's runs, by task id."""
 Baselines = MutableMapping[str, float]
 """Moving average of the rewards of each role."""
 
 GREEDY = "greedy"
-"""Key of ``info``: True for the experiences of a run that was sampled greedily, as the baseline of the others."""
+"""Key of ``info``: True for the experiences of a greedily sampled run, the baseline of the task's other runs."""
 ROLE = "role"
-"""Key of ``info``: who acted, of several in one run."""
+"""Key of ``info``: name of the acting role, if one run has several roles."""
 
 
 def group_advantages(
@@ -44,31 +44,30 @@ def group_advantages(
 ) -> tuple[ExperienceBatch, dict[str, float]]:
     """Give every run the distance of its reward from a baseline (GRPO, arXiv 2402.03300, equation 3, and relatives).
 
-    A group is the runs of one task (``eid.tid``). Statistics are over runs (``eid.rid``), not experiences: the reward
-    of a run is that of its last step (largest ``eid.step``; of equals the one listed last). With baseline ``b`` the
-    advantage of reward ``r`` is ``(r - b - shift) / (s + epsilon)`` for a standard deviation ``s``, and
-    ``(r - b - shift) / s`` for another scale; see :class:`GroupEstimator` for both. Where baselines come from other
-    runs, a group of one gets 0, and where ``shift`` is 0, so do equal rewards. A reward beyond +-``LARGEST`` counts as
-    that.
+    A group is the runs of one task (``eid.tid``). Statistics are over runs (``eid.rid``), not experiences. The reward
+    of a run is the reward of its last step (largest ``eid.step``; the last listed of equal steps). With baseline ``b``
+    the advantage of reward ``r`` is ``(r - b - shift) / (s + epsilon)`` for a standard deviation ``s``, and ``(r - b -
+    shift) / s`` for another scale; see :class:`GroupEstimator` for both. Where baselines come from other runs, a group
+    with a single run gets 0, and where ``shift`` is 0, so do equal rewards. Rewards are limited to +-``LARGEST``.
 
-    Dropped, with all their experiences, and counted: runs without a finite reward; groups with fewer than
-    ``min_group_runs`` runs left, or without the greedy run they need; then what ``std_threshold`` and ``drop`` say.
-    Greedy runs are the baseline, and not trained on.
+    Some runs are dropped with all their experiences, and counted: runs without a finite reward; groups with fewer than
+    ``min_group_runs`` remaining runs, or without the greedy run they need; then the groups and runs excluded by
+    ``std_threshold`` and ``drop``. Greedy runs are only a baseline and are not trained on.
 
     Args:
         batch: A whole batch, in any order.
-        args: Baseline, scale and the rest.
-        min_group_runs: Where ``args`` does not say and runs are compared.
-        baselines: For ``role_mean``, updated in place: the caller keeps it from batch to batch.
+        args: Baseline, scale and the other settings.
+        min_group_runs: Default for ``args.min_group_runs`` if the baseline compares runs.
+        baselines: For ``role_mean``. Updated in place; the caller keeps the mapping from batch to batch.
 
     Returns:
-        The experiences that stay, in the order given, with ``advantages`` as float32 ``[response]``: the run's number
-        where the action mask is True, else 0; and the metrics. ``group_advantages/*`` are over the groups that stay and
-        absent if none does.
+        The remaining experiences, in the given order, with ``advantages`` as float32 ``[response]``: the run's number
+        where the action mask is True, else 0; and the metrics. ``group_advantages/*`` are over the remaining groups,
+        and absent without such groups.
 
     Raises:
-        ValueError: An experience without action mask (dpo); ``role_mean`` without ``baselines``, or with an experience
-            that has no role; ``greedy`` without any run that is marked.
+        ValueError: An experience has no action mask (dpo). ``role_mean`` has no ``baselines``, or an experience has no
+            role. ``greedy`` has no marked run.
     """
     mask_lengths(batch)
     units = _units(batch, args)
@@ -97,7 +96,9 @@ def group_advantages(
 
 
 def _units(batch: ExperienceBatch, args: GroupEstimator) -> list[str]:
-    """Return what counts as a run for each experience: what one role did in it, where roles have baselines."""
+    """Return the run id of each experience. For the baseline ``role_mean`` the part of each role in a run counts as a
+    run.
+    """
     if args.baseline != "role_mean":
         return batch.ids("rid")
     return [f"{rid} {role}" for rid, role in zip(batch.ids("rid"), roles(batch), strict=True)]
@@ -107,7 +108,7 @@ def roles(batch: ExperienceBatch) -> list[str]:
     """Return the role of each experience, ``info["role"]``.
 
     Raises:
-        ValueError: An experience has none; names it.
+        ValueError: An experience has no role; the message names the experience.
     """
     found = [(info or {}).get(ROLE) for info in batch.values("info")]
     for uid, role in zip(batch.ids("uid"), found, strict=True):
@@ -121,7 +122,9 @@ def roles(batch: ExperienceBatch) -> list[str]:
 
 
 def _without_greedy(batch: ExperienceBatch, groups: Groups) -> tuple[Groups, dict[str, float]]:
-    """Return the groups that have a greedy run, without it, and its reward; of several their mean."""
+    """Return the groups that have a greedy run, without this run, and its reward. Several greedy runs count with their
+    mean.
+    """
     marked = {rid for rid, info in zip(batch.ids("rid"), batch.values("info"), strict=True) if (info or {}).get(GREEDY)}
     if len(batch) and not marked:
         raise ValueError(
@@ -158,9 +161,10 @@ def _above(groups: Groups, threshold: float | None) -> Groups:
 
 
 def _balanced(group: Group) -> Group:
-    """Return the group without the runs below its mean that outnumber those above it (REC, arXiv 2509.24203).
+    """Return the group without surplus runs: drop runs below the mean until they do not outnumber the runs above it
+    (REC, arXiv 2509.24203).
 
-    Which of them go is decided by a hash of their ids: as good as at random, and the same when it is done again.
+    A hash of the ids chooses the dropped runs. This is as good as random, and a retry drops the same runs.
     """
     distances = dict(zip(group, centred(_array(group)), strict=True))
     below = [unit for unit, distance in distances.items() if distance < 0]
@@ -193,16 +197,16 @@ def baseline_distances(rewards: Numbers, args: GroupEstimator, weights: Numbers,
 
     Args:
         rewards: Float64 ``[runs]``.
-        args: Any baseline but ``role_mean``.
-        weights: Of the runs in the baseline ``length_weighted``, at least 0, ``[runs]``.
-        greedy: The baseline ``greedy``.
+        args: Settings with any baseline except ``role_mean``.
+        weights: Weights of the runs in the baseline ``length_weighted``, at least 0, ``[runs]``.
+        greedy: Reward of the greedy run, for the baseline ``greedy``.
     """
     count = len(rewards)
     if args.baseline in {"none", "greedy"}:
         return rewards - greedy - args.shift
     if count < 2:
         return np.zeros(count)
-    if are_equal(rewards):  # a mean may be off by rounding
+    if are_equal(rewards):  # a computed mean may differ from equal rewards by rounding
         return np.zeros(count) - args.shift
     match args.baseline:
         case "leave_one_out":  # R_i minus the mean of the others (arXiv 2402.14740)
@@ -223,7 +227,7 @@ def baseline_distances(rewards: Numbers, args: GroupEstimator, weights: Numbers,
 def _role_distances(
     batch: ExperienceBatch, units: Sequence[str], groups: Groups, args: GroupEstimator, baselines: Baselines | None
 ) -> Groups:
-    """Return the distances from the roles' baselines, in the order of tasks and runs, and update the baselines."""
+    """Return the distances from the roles' baselines, and update the baselines, in the order of tasks and runs."""
     if baselines is None:
         raise ValueError(
             "the baseline 'role_mean' is a moving average over batches, and no baselines were given to begin with; the "
@@ -242,12 +246,12 @@ def _role_distances(
 
 
 def moved(average: float, value: float, decay: float) -> float:
-    """Return the moving average after one more value (role-conditioned advantages, arXiv 2506.24119)."""
+    """Return the moving average after another value (role-conditioned advantages, arXiv 2506.24119)."""
     return decay * average + (1 - decay) * value
 
 
 def _scaled(groups: Groups, distances: Groups, args: GroupEstimator) -> dict[str, float]:
-    """Return the advantages of all runs: distances divided by their scale, 0 where that is 0 or below."""
+    """Return the advantages of all runs: distances divided by their scale, or 0 if the scale is not above 0."""
     flat = {unit: distance for group in distances.values() for unit, distance in group.items()}
     if args.scale == "none":
         return flat
@@ -264,16 +268,18 @@ def _scaled(groups: Groups, distances: Groups, args: GroupEstimator) -> dict[str
 
 
 def _batch_deviation(groups: Groups, distances: Groups, args: GroupEstimator) -> float:
-    """Return the standard deviation over the batch; of distances, those of runs that were compared with others."""
+    """Return the standard deviation over the batch: of raw rewards, or of the distances of runs that were compared with
+    others.
+    """
     if args.scale == "batch_raw":
         return deviation(np.array([reward for group in groups.values() for reward in group.values()]))
-    alone = args.baseline not in ACROSS_RUNS - {"greedy"}  # a group of one has something to be compared with
+    alone = args.baseline not in ACROSS_RUNS - {"greedy"}  # these baselines exist for a single run too
     compared = [group for group in distances.values() if alone or len(group) > 1]
     return deviation(np.array([distance for group in compared for distance in group.values()]))
 
 
 def _nonzero_factor(groups: Iterable[Group]) -> float:
-    """Return runs over runs whose reward is not 0 (GPG, arXiv 2504.02546)."""
+    """Return the number of runs divided by the number of runs with a reward other than 0 (GPG, arXiv 2504.02546)."""
     rewards = [reward for group in groups for reward in group.values()]
     return len(rewards) / max(sum(reward != 0 for reward in rewards), 1)
 

@@ -1,4 +1,4 @@
-"""Penalties of a run's reward, relative to the other runs of its task."""
+"""Penalties on a run's reward, relative to the other runs of its task."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ from trinity_mq.experience import ExperienceBatch
 
 @dataclass(frozen=True)
 class Sizes:
-    """Counts of the tokens and turns of runs, float64 each, by a run's number in :attr:`number`."""
+    """Token and turn counts of runs, float64 each, indexed by the run's number in :attr:`number`."""
 
     number: dict[str, int]
     output: Numbers
-    """Trained tokens."""
+    """Number of trained tokens."""
     input: Numbers
-    """All other tokens."""
+    """Number of all other tokens."""
     turns: Numbers
-    """Stretches of trained tokens."""
+    """Number of contiguous stretches of trained tokens."""
 
     def of(self, group: Group, counts: Numbers) -> Numbers:
-        """Return one of the counts for the runs of a group, in its order."""
+        """Return the counts of a group's runs, in the order of the group."""
         return counts[[self.number[unit] for unit in group]]
 
 
 def sizes(batch: ExperienceBatch, units: Sequence[str]) -> Sizes:
-    """Return the sizes of the runs whose ids are ``units``, one for each experience."""
+    """Return the sizes of the runs. ``units`` holds the run id of each experience."""
     rows, number = numbered(units), {unit: place for place, unit in enumerate(dict.fromkeys(units))}
     owner = np.repeat(np.arange(len(batch)), mask_lengths(batch))
     trained = trained_tokens(batch)
@@ -54,7 +54,7 @@ def mean_logprobs(batch: ExperienceBatch, units: Sequence[str]) -> dict[str, flo
     """Return the mean of the policy's logprobs over the trained tokens of each run, in nats.
 
     Raises:
-        ValueError: An experience has a token to train on and no logprobs.
+        ValueError: An experience with a trained token has no logprobs.
     """
     rows, runs = numbered(units), list(dict.fromkeys(units))
     owner = np.repeat(np.arange(len(batch)), mask_lengths(batch))
@@ -67,8 +67,8 @@ def mean_logprobs(batch: ExperienceBatch, units: Sequence[str]) -> dict[str, flo
 
 
 def rank_penalised(group: Group, likelihood: dict[str, float], penalty: float) -> Group:
-    """Return ``R (1 - penalty * rank / G)`` for the G rewards R of a task's runs, where the rank of a run is the number
-    of runs that the policy found less likely (unlikeliness reward, arXiv 2506.02355).
+    """Return ``R (1 - penalty * rank / G)`` for the G rewards R of a task's runs. The rank of a run is the number of
+    runs that the policy found less likely (unlikeliness reward, arXiv 2506.02355).
     """
     values = np.array([likelihood[unit] for unit in group])
     ranks = np.searchsorted(np.sort(values), values)
@@ -80,7 +80,7 @@ def rank_penalised(group: Group, likelihood: dict[str, float], penalty: float) -
 
 def length_penalised(group: Group, found: Sizes, weights: LengthPenaltyWeights) -> Group:
     """Return the rewards of a task's runs minus ``mean * (a out / max out + b in / max in + c turns / max turns)``,
-    with the mean of the rewards and the weights a, b, c (prime-rl's penalty of its GRPO).
+    with the mean of the rewards and the weights a, b, c (the GRPO length penalty of prime-rl).
     """
     rewards = np.array(list(group.values()))
     share = sum(

@@ -1,4 +1,4 @@
-"""Estimators of the user's own: a function from the rewards of a task's runs to their advantages."""
+"""Custom estimators: a function from the rewards of a task's runs to their advantages."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from trinity_mq.runtime.errors import FatalError, described
 from trinity_mq.runtime.plugins import import_named
 
 PluginFunction = Callable[..., Sequence[float]]
-"""Takes the rewards of a task's runs, ordered by run, and keyword arguments; returns a number for each run."""
+"""Takes the rewards of a task's runs, ordered by run, and keyword arguments. Returns a number for each run."""
 
 WANTED = "def {name}(rewards: list[float], *, your_argument: float = 1.0) -> list[float]"
 
 
 class EstimatorError(FatalError, ValueError):
-    """An estimator of the user's own cannot be called as it should, or returned something else than advantages."""
+    """A custom estimator cannot be called as required, or did not return advantages."""
 
 
 def plugin_function(args: EstimatorPlugin) -> PluginFunction:
-    """Return the function that ``args`` names.
+    """Return the function with the name in ``args``.
 
     Raises:
-        UnknownNameError: It cannot be imported.
-        EstimatorError: It is no function, or does not take these arguments.
+        UnknownNameError: The function cannot be imported.
+        EstimatorError: The object is not a function, or does not accept these arguments.
     """
     found = import_named("estimator", args.kind)
     wanted = WANTED.format(name=args.kind.rpartition(".")[2])
@@ -46,14 +46,14 @@ def plugin_function(args: EstimatorPlugin) -> PluginFunction:
 def plugin_advantages(
     batch: ExperienceBatch, args: EstimatorPlugin, min_group_runs: int = 1
 ) -> tuple[ExperienceBatch, dict[str, float]]:
-    """Give every run the number that the user's function returns for it.
+    """Give every run the number that the custom function returns for it.
 
-    The function is called for each task with the rewards of the runs that have one, as in the group estimator. Dropped
-    and counted are runs without a finite reward, then tasks with fewer than ``min_group_runs`` runs left.
+    The function is called for each task with the finite rewards of its runs, as in the group estimator. Runs without a
+    finite reward are dropped and counted, and so are tasks with fewer than ``min_group_runs`` remaining runs.
 
     Raises:
-        ValueError: An experience without action mask (dpo).
-        EstimatorError: The function cannot be called so, raised, or returned something else than finite numbers.
+        ValueError: An experience has no action mask (dpo).
+        EstimatorError: The function does not accept the arguments, raised an error, or did not return finite numbers.
     """
     mask_lengths(batch)
     function = plugin_function(args)
@@ -81,7 +81,7 @@ def plugin_advantages(
 def _called(function: PluginFunction, args: EstimatorPlugin, rewards: list[float]) -> list[float]:
     try:
         result: Any = function(list(rewards), **args.args)
-    except Exception as error:  # whatever the user's function does
+    except Exception as error:  # custom code may raise any error
         raise EstimatorError(
             f"estimator {args.kind!r} raised {described(error)}, for the rewards {rewards} of one task"
         ) from error

@@ -1,4 +1,4 @@
-"""Estimators by the kind of their configuration, and the one function that runs any of them."""
+"""Estimators by the kind of their configuration, and the single entry point for all of them."""
 
 from __future__ import annotations
 
@@ -18,23 +18,24 @@ from trinity_mq.config.estimators import Estimator, EstimatorPlugin, NoEstimator
 from trinity_mq.experience import ExperienceBatch
 
 Estimated = tuple[ExperienceBatch, dict[str, float]]
-"""The experiences that stay of a batch, with ``advantages``, and metrics."""
+"""The remaining experiences of a batch, with ``advantages``, and metrics."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """An estimator: from a batch and its section of the configuration to advantages.
+    """An estimator: computes advantages from a batch and its section of the configuration.
 
-    What it needs and where it runs, the section says (:class:`trinity_mq.config.estimators.EstimatorBase`).
+    The section declares the inputs of the estimator and where it runs
+    (:class:`trinity_mq.config.estimators.EstimatorBase`).
     """
 
     function: Callable[..., Estimated]
     takes: tuple[str, ...] = ()
-    """Arguments of :func:`estimate` that the function takes too, by name."""
+    """Names of the arguments of :func:`estimate` that are passed to the function."""
 
 
 def no_advantages(batch: ExperienceBatch, _: NoEstimator) -> Estimated:
-    """Return the batch as it is: the loss looks at likelihoods or preferences alone."""
+    """Return the batch unchanged; the loss uses only likelihoods or preferences."""
     return batch, {}
 
 
@@ -51,7 +52,7 @@ ESTIMATORS: Mapping[str, Entry] = MappingProxyType(
 )
 """Estimators by the ``kind`` of their section."""
 PLUGIN = Entry(plugin_advantages, ("min_group_runs",))
-"""The entry that calls a function of the user's own."""
+"""Entry that calls a custom function."""
 
 
 def estimate(
@@ -66,21 +67,23 @@ def estimate(
     """Compute the advantages of a whole batch.
 
     Args:
-        batch: In any order.
-        args: Which estimator, and its settings.
-        min_group_runs: Least finished runs of a task where runs are compared and ``args`` does not say.
-        values: The critic's, of the state before each token: ``[response tokens of the batch]``, in the order of the
+        batch: Experiences in any order.
+        args: Kind and settings of the estimator.
+        min_group_runs: Minimum number of finished runs of a task, if the estimator compares runs and ``args`` does not
+            set it.
+        values: Critic values of the state before each token: ``[response tokens of the batch]``, in the order of the
             action masks.
-        token_penalty: Taken from the rewards of tokens by ``discounted`` and ``gae``, such as a KL term:
+        token_penalty: Subtracted from the rewards of tokens by ``discounted`` and ``gae``, such as a KL term:
             ``[response tokens of the batch]``.
-        baselines: The moving averages of ``role_mean``, updated in place: the caller keeps them, in its checkpoint too.
+        baselines: Moving averages of ``role_mean``, updated in place. The caller keeps them, and saves them in its
+            checkpoint.
 
     Returns:
-        The experiences that stay, in the order given, with ``advantages`` as float32 ``[response]``, 0 where no token
-        is trained; and the metrics.
+        The remaining experiences, in the given order, with ``advantages`` as float32 ``[response]``, 0 for tokens that
+        are not trained; and the metrics.
 
     Raises:
-        ValueError: The batch, or the caller, has not what the estimator needs; the message says what, and whose it is.
+        ValueError: An input of the estimator is missing in the batch or in the call; the message names it.
     """
     entry = PLUGIN if isinstance(args, EstimatorPlugin) else ESTIMATORS[args.kind]
     given: dict[str, Any] = {"values": values, "token_penalty": token_penalty, "baselines": baselines}

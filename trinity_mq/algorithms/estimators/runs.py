@@ -1,4 +1,4 @@
-"""Rewards of the runs of a batch, and a number for each run spread over its trained tokens."""
+"""Rewards of the runs of a batch, and helpers that assign a number per run to its trained tokens."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ from trinity_mq.experience import ExperienceBatch
 from trinity_mq.experience.ragged import FEW, Ragged
 
 Group = dict[str, float]
-"""Run id to reward."""
+"""Rewards by run id."""
 Flags = npt.NDArray[np.bool_]
 Numbers = npt.NDArray[np.float64]
 Counts = npt.NDArray[np.int64]
 
 LARGEST = 1e30
-"""A number beyond this or below its negative counts as it: squares must be finite, and advantages in float32."""
+"""Numbers are limited to +- this value: their squares must be finite, and advantages must fit in float32."""
 WHITEN_EPSILON = 1e-8
-"""Added to the variance of advantages that are whitened."""
+"""Added to the variance of whitened advantages."""
 
 
 def run_values(
     batch: ExperienceBatch, numbers: Sequence[Any], units: Sequence[str] | None = None
 ) -> tuple[dict[str, Group], int]:
-    """Return the values of the runs by task (``tid``) and run (``rid``), in the order in which these appear.
+    """Return the values of the runs by task (``tid``) and run (``rid``), in the order of their appearance.
 
-    The value of a run is the number of its last step (largest ``eid.step``; of equals the one listed last), within
-    ``LARGEST``. A run whose number is none, or not finite, does not count; its task may be left with no run.
+    The value of a run is the number of its last step (largest ``eid.step``; the last listed of equal steps), limited to
+    +-``LARGEST``. A run without a finite number does not count, so a task may have no runs left.
 
     Args:
         batch: A whole batch.
-        numbers: One for each experience, None for none.
-        units: What counts as a run, an id for each experience; the ``rid`` by default.
+        numbers: Number of each experience, or None.
+        units: Run id of each experience; the ``rid`` by default.
 
     Returns:
-        The values, and how many runs do not count.
+        The values, and the number of runs that do not count.
     """
     tids, steps = batch.ids("tid"), batch.values("eid.step")
     owners = batch.ids("rid") if units is None else units
@@ -61,8 +61,8 @@ def run_values(
 
 
 def scores(batch: ExperienceBatch, metric: str = "accuracy") -> list[Any]:
-    """Return how good each experience is: its metric of that name, else its reward, None without either. By convention
-    an answer is right if this is above 0.
+    """Return the score of each experience: its metric of that name, else its reward, else None. By convention an answer
+    is right if its score is above 0.
     """
     measured = zip(batch.values("metrics"), batch.values("reward"), strict=True)
     return [(metrics or {}).get(metric, reward) for metrics, reward in measured]
@@ -70,7 +70,7 @@ def scores(batch: ExperienceBatch, metric: str = "accuracy") -> list[Any]:
 
 def is_finite(number: Any) -> TypeGuard[float]:
     """Return whether ``number`` is a finite number."""
-    # the type of most is asked for first: a look at an abstract class takes five times as long
+    # check the common type first: an isinstance() check with an abstract class takes five times as long
     return (type(number) is float or isinstance(number, Real)) and math.isfinite(number)
 
 
@@ -80,13 +80,13 @@ def spread(name: str, numbers: Sequence[float]) -> dict[str, float]:
         return {}
     try:
         mean = statistics.fmean(numbers)
-    except OverflowError:  # their sum
+    except OverflowError:  # the sum overflowed
         mean = math.fsum(number / len(numbers) for number in numbers)
     return {f"{name}/mean": mean, f"{name}/max": max(numbers), f"{name}/min": min(numbers)}
 
 
 def reward_metrics(groups: Sequence[Sequence[float]]) -> dict[str, float]:
-    """Return the spread over tasks, each the rewards of its runs, of their mean and unbiased standard deviation."""
+    """Return the spread over tasks of the mean and the unbiased standard deviation of their runs' rewards."""
     return {
         **spread("group_advantages/reward_mean", [statistics.fmean(group) for group in groups]),
         **spread("group_advantages/reward_std", [deviation(np.array(group)) for group in groups]),
@@ -94,23 +94,23 @@ def reward_metrics(groups: Sequence[Sequence[float]]) -> dict[str, float]:
 
 
 def numbered(keys: Sequence[Hashable]) -> Counts:
-    """Return a number for each key, from 0 in the order of their first appearance, the same for equal ones; int64."""
+    """Return a number for each key, int64: equal for equal keys, ascending from 0 in the order of first appearance."""
     numbers: dict[Hashable, int] = {}
     return np.array([numbers.setdefault(key, len(numbers)) for key in keys], dtype=np.int64)
 
 
 def deviation(values: Numbers, ddof: int = 1) -> float:
-    """Return the standard deviation, unbiased unless ``ddof`` is 0; exactly 0 for equal values, whose mean may be off
-    by rounding, and for fewer than two.
+    """Return the standard deviation, unbiased unless ``ddof`` is 0. It is exactly 0 for fewer than two values and for
+    equal values, although their computed mean may be off by rounding.
     """
     if len(values) < 2 or are_equal(values):
         return 0.0
-    distances = values - np.add.reduce(values) / len(values)  # as np.std does it, at a third of its cost for a group
+    distances = values - np.add.reduce(values) / len(values)  # as np.std, at a third of its cost for a group
     return math.sqrt(np.add.reduce(distances * distances) / (len(values) - ddof))
 
 
 def are_equal(values: Numbers) -> bool:
-    """Return whether all of some numbers are the same."""
+    """Return whether all numbers are equal."""
     if len(values) > FEW:
         return bool(values.min() == values.max())
     listed: list[float] = values.tolist()
@@ -126,7 +126,7 @@ def centred(values: Numbers) -> Numbers:
 
 
 def refuse(batch: ExperienceBatch, wrong: Flags, name: str, why: str) -> None:
-    """Raise ValueError for a tensor field that the first experience which is ``wrong`` does not have."""
+    """Raise ValueError if any experience in ``wrong`` lacks a tensor field; the message names the first."""
     if wrong.any():
         number = int(wrong.argmax())
         raise ValueError(
@@ -136,10 +136,10 @@ def refuse(batch: ExperienceBatch, wrong: Flags, name: str, why: str) -> None:
 
 
 def mask_lengths(batch: ExperienceBatch) -> Counts:
-    """Return the response tokens of each experience, int64.
+    """Return the number of response tokens of each experience, int64.
 
     Raises:
-        ValueError: An experience without action mask (dpo).
+        ValueError: An experience has no action mask (dpo).
     """
     lengths = batch.lengths("action_mask")
     refuse(batch, lengths < 0, "action_mask", "advantages are for single_turn and multi_turn experiences")
@@ -147,26 +147,26 @@ def mask_lengths(batch: ExperienceBatch) -> Counts:
 
 
 def trained_tokens(batch: ExperienceBatch) -> Flags:
-    """Return which response tokens the action mask chooses: bool ``[response tokens of the batch]``.
+    """Return which response tokens the action mask selects: bool ``[response tokens of the batch]``.
 
     Raises:
-        ValueError: An experience without action mask (dpo).
+        ValueError: An experience has no action mask (dpo).
     """
     mask_lengths(batch)
     return batch.dense("action_mask").bool().numpy() if len(batch) else np.zeros(0, dtype=np.bool_)
 
 
 def response_field(batch: ExperienceBatch, name: str, wanted: Flags, maker: str) -> Tensor:
-    """Return a field of all response tokens of the batch, float32 ``[tokens]``; 0 where an experience has none.
+    """Return a field of all response tokens of the batch, float32 ``[tokens]``; 0 for experiences without the field.
 
     Args:
         batch: Experiences with action masks.
-        name: A field with one value per response token.
-        wanted: Which experiences must have it.
-        maker: Where it comes from, for the message.
+        name: Field with one value per response token.
+        wanted: Experiences that must have the field.
+        maker: Origin of the field, for the message.
 
     Raises:
-        ValueError: It is wanted of an experience that has none.
+        ValueError: An experience in ``wanted`` lacks the field.
     """
     lengths = batch.lengths(name)
     refuse(batch, wanted & (lengths < 0), name, maker)
@@ -180,12 +180,13 @@ def response_field(batch: ExperienceBatch, name: str, wanted: Flags, maker: str)
 
 
 def with_scores(batch: ExperienceBatch, scores: Sequence[float], *, whitened: bool = False) -> ExperienceBatch:
-    """Return the experiences with each one's score as advantage of all its tokens that the action mask chooses, else 0.
+    """Return the experiences with their scores as advantages: the score for tokens that the action mask selects, else
+    0.
 
     Args:
         batch: Experiences with action masks.
-        scores: One number for each.
-        whitened: Give the advantages of all trained tokens mean 0 and variance 1.
+        scores: Score of each experience.
+        whitened: Whether to normalise the advantages of all trained tokens to mean 0 and variance 1.
     """
     if whitened:
         return with_advantages(batch, np.repeat(np.array(scores, dtype=np.float64), mask_lengths(batch)), whitened=True)
@@ -197,13 +198,13 @@ def with_scores(batch: ExperienceBatch, scores: Sequence[float], *, whitened: bo
 
 
 def with_advantages(batch: ExperienceBatch, flat: Numbers, *, whitened: bool = False) -> ExperienceBatch:
-    """Return the experiences with the advantages ``flat``, float64 ``[response tokens of the batch]``, as float32; 0
-    where the action mask is False.
+    """Return the experiences with the advantages ``flat``, float64 ``[response tokens of the batch]``, stored as
+    float32; 0 where the action mask is False.
     """
     if not len(batch):
         return batch
     trained = trained_tokens(batch)
-    values = whiten(flat, trained) if whitened else np.where(trained, flat, 0.0) + 0.0  # no -0.0
+    values = whiten(flat, trained) if whitened else np.where(trained, flat, 0.0) + 0.0  # adding 0.0 turns -0.0 into 0.0
     return batch.replace(advantages=per_token(batch, values.clip(-LARGEST, LARGEST)))
 
 
@@ -213,8 +214,9 @@ def per_token(batch: ExperienceBatch, flat: npt.NDArray[np.floating[Any]]) -> Ra
 
 
 def whiten(flat: Numbers, trained: Flags) -> Numbers:
-    """Return the values with mean 0 and unbiased variance 1 over the trained tokens, 0 elsewhere; all 0 if the trained
-    ones are equal. With the variance v the divisor is ``sqrt(v + 1e-8)`` (arXiv 2501.03262).
+    """Return the values normalised to mean 0 and unbiased variance 1 over the trained tokens, 0 elsewhere. If all
+    trained values are equal, all results are 0. With the variance v the divisor is ``sqrt(v + 1e-8)`` (arXiv
+    2501.03262).
     """
     values = centred(flat[trained])
     result = np.zeros(len(flat))

@@ -1,4 +1,4 @@
-"""Advantages from a teacher's opinion of each sampled token: on-policy distillation and its symmetric form."""
+"""Advantages from a teacher's logprob of each sampled token: on-policy distillation and its symmetric form."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trinity_mq.experience import ExperienceBatch
 from trinity_mq.experience.ragged import Ragged
 
 Advantages = Callable[[Tensor, Tensor], Tensor]
-"""From the logprobs of student and teacher, float32 ``[tokens]`` in nats, to advantages."""
+"""Computes advantages from the logprobs of student and teacher, float32 ``[tokens]`` in nats."""
 
 
 def distillation_advantages(batch: ExperienceBatch, args: DistillEstimator) -> tuple[ExperienceBatch, dict[str, float]]:
@@ -23,34 +23,34 @@ def distillation_advantages(batch: ExperienceBatch, args: DistillEstimator) -> t
     samples: arXiv 2306.13649; as an advantage: https://thinkingmachines.ai/blog/on-policy-distillation/).
 
     The advantage of token ``t`` is ``-kl_coef * (logprobs[t] - teacher_logprobs[t])`` where the action mask is True,
-    else 0; both in nats, at the temperature of the sample. No reward, no other token and no other run has a part in it:
-    nothing is centred or scaled, and groups may be of any size.
+    else 0. Both logprobs are in nats, at the sampling temperature. Rewards, other tokens and other runs have no
+    influence: nothing is centred or scaled, and groups may have any size.
 
-    Dropped, with all their experiences, and counted: runs in which one of the two is no finite number.
+    Runs with a logprob that is not a finite number are dropped with all their experiences, and counted.
 
     Args:
         batch: A whole batch, in any order.
-        args: The factor ``kl_coef``.
+        args: Settings with the factor ``kl_coef``.
 
     Returns:
-        The experiences that stay, in the order given, with ``advantages`` as float32 ``[response]``; and the metrics.
-        ``advantage/kl/*`` are over runs, each one's mean over its trained tokens of ``logprobs - teacher_logprobs``
-        (the k1 estimator of KL(student || teacher) in nats, http://joschu.net/blog/kl-approx.html), and absent if
-        nothing is trained on.
+        The remaining experiences, in the given order, with ``advantages`` as float32 ``[response]``; and the metrics.
+        ``advantage/kl/*`` are over the runs' means of ``logprobs - teacher_logprobs`` over trained tokens (the k1
+        estimator of KL(student || teacher) in nats, http://joschu.net/blog/kl-approx.html), and absent without trained
+        tokens.
 
     Raises:
-        ValueError: An experience without action mask (dpo), or with a token to train on and no logprobs of the student
-            or the teacher for it.
+        ValueError: An experience has no action mask (dpo), or has a trained token and no logprobs of the student or the
+            teacher.
     """
     return _from_teacher(batch, lambda student, teacher: args.kl_coef * (teacher - student))
 
 
 def jsd_advantages(batch: ExperienceBatch, args: JsdEstimator) -> tuple[ExperienceBatch, dict[str, float]]:
-    """Give every token its part in the policy gradient of the generalised Jensen-Shannon divergence (arXiv
-    2306.13649), ``JSD = beta KL(T || M) + (1 - beta) KL(S || M)`` with ``M = beta T + (1 - beta) S``.
+    """Give every token its part in the policy gradient of the generalised Jensen-Shannon divergence (arXiv 2306.13649),
+    ``JSD = beta KL(T || M) + (1 - beta) KL(S || M)`` with ``M = beta T + (1 - beta) S``.
 
-    The advantage of a token is ``-kl_coef (1 - beta) (log S - log M)``: the derivatives of ``log M`` in both terms, and
-    that of ``log S``, add up to nothing in expectation over the student's samples. Beyond that, as
+    The advantage of a token is ``-kl_coef (1 - beta) (log S - log M)``. The derivatives of ``log M`` in both terms and
+    the derivative of ``log S`` cancel in expectation over the student's samples. Otherwise the same as
     :func:`distillation_advantages`.
     """
     return _from_teacher(batch, lambda student, teacher: jsd_advantage(student, teacher, args.beta, args.kl_coef))
@@ -83,7 +83,7 @@ def _from_teacher(batch: ExperienceBatch, advantages: Advantages) -> tuple[Exper
     odd = np.unique(runs[owner[~torch.isfinite(distances).numpy()]])
     kept = ~np.isin(runs, odd)
     metrics = {"rollout/nonfinite_logprobs": float(len(odd)), **_by_run(distances, owner, runs, counts, kept)}
-    given = torch.where(trained, advantages(student, teacher), 0.0) + 0.0  # no -0.0
+    given = torch.where(trained, advantages(student, teacher), 0.0) + 0.0  # adding 0.0 turns -0.0 into 0.0
     return batch.replace(advantages=Ragged.packed(given, masks)).select(kept), metrics
 
 
@@ -94,7 +94,7 @@ def _by_run(
     counts: Counts,
     kept: Flags,
 ) -> dict[str, float]:
-    """Return the spread over the runs that stay of their mean distance; a run of many steps counts as one."""
+    """Return the spread over the remaining runs of their mean distance. A run of many steps counts once."""
     sums = np.bincount(runs[owner], weights=distances.double().numpy())
     tokens = np.bincount(runs, weights=counts)
     staying = np.bincount(runs, weights=kept) > 0

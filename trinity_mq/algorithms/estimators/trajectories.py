@@ -1,6 +1,6 @@
 """Advantages per token along a run: discounted returns, and generalised advantage estimation with a critic's values.
 
-The trajectory of a run is the trained tokens of its steps, one step after the other. Tokens that are not trained on
+The trajectory of a run is the trained tokens of its steps, in the order of the steps. Tokens that are not trained on
 (tool results, padding) are skipped: they neither discount nor contribute.
 """
 
@@ -34,20 +34,20 @@ class Trajectories:
     """The positions of the trained tokens of each run among the response tokens of a batch."""
 
     tokens: Counts
-    """Positions, run by run and in each in the order of sampling: int64 ``[trained tokens]``."""
+    """Positions, run by run and in sampling order within each run: int64 ``[trained tokens]``."""
     lengths: Counts
-    """Trained tokens of each run that has some: int64 ``[runs]``."""
+    """Number of trained tokens of each run that has any: int64 ``[runs]``."""
     rids: tuple[str, ...]
-    """The ids of these runs."""
+    """Ids of these runs."""
 
     @property
     def ends(self) -> Counts:
-        """The last place of each run in :attr:`tokens`."""
+        """Index of the last token of each run in :attr:`tokens`."""
         return self.lengths.cumsum() - 1
 
 
 def trajectories(batch: ExperienceBatch) -> Trajectories:
-    """Return the trajectories of a batch, runs in the order in which they appear."""
+    """Return the trajectories of a batch, with runs in the order of their appearance."""
     steps, runs, rids = batch.values("eid.step"), numbered(batch.ids("rid")), dict.fromkeys(batch.ids("rid"))
     places = np.empty(len(batch), dtype=np.int64)
     places[np.lexsort((np.array(steps, dtype=np.int64), runs))] = np.arange(len(batch))
@@ -59,18 +59,18 @@ def trajectories(batch: ExperienceBatch) -> Trajectories:
 
 
 def discounted_sums(values: Numbers, lengths: Counts, factor: float) -> Numbers:
-    """Return ``S_t = v_t + factor * S_{t+1}`` along each of several rows that follow each other in ``values``.
+    """Return ``S_t = v_t + factor * S_{t+1}`` along each of several rows, which are concatenated in ``values``.
 
     Args:
         values: Float64 ``[sum of lengths]``.
-        lengths: Of the rows, at least 1 each, int64 ``[rows]``.
+        lengths: Length of each row, at least 1, int64 ``[rows]``.
         factor: 0 to 1.
     """
     order = np.argsort(-lengths, kind="stable")
     ends, remaining = (lengths.cumsum() - 1)[order], lengths[order]
     result, sums = np.empty(len(values)), np.zeros(len(lengths))
     for back in range(int(lengths.max(initial=0))):
-        rows = int(np.searchsorted(-remaining, -back))  # those longer than ``back``
+        rows = int(np.searchsorted(-remaining, -back))  # rows longer than ``back``
         at = ends[:rows] - back
         sums[:rows] = values[at] + factor * sums[:rows]
         result[at] = sums[:rows]
@@ -79,14 +79,14 @@ def discounted_sums(values: Numbers, lengths: Counts, factor: float) -> Numbers:
 
 def gae(rewards: Numbers, values: Numbers, lengths: Counts, gamma: float, lam: float) -> Numbers:
     """Return ``A_t = d_t + gamma lam A_{t+1}`` with ``d_t = r_t + gamma V_{t+1} - V_t`` (arXiv 1506.02438, equations 11
-    and 16), where the value after the last token of a row is 0.
+    and 16). The value after the last token of a row is 0.
 
     Args:
-        rewards: Float64 ``[tokens]``, of several rows that follow each other.
-        values: The critic's, of the state before each token, ``[tokens]``.
-        lengths: Of the rows, at least 1 each, int64 ``[rows]``.
+        rewards: Float64 ``[tokens]``, of several concatenated rows.
+        values: Critic values of the state before each token, ``[tokens]``.
+        lengths: Length of each row, at least 1, int64 ``[rows]``.
         gamma: Discount per token.
-        lam: Weight of longer looks ahead.
+        lam: Weight of longer lookahead.
     """
     following = np.append(values[1:], 0.0)[: len(values)]
     following[lengths.cumsum() - 1] = 0.0
@@ -96,23 +96,23 @@ def gae(rewards: Numbers, values: Numbers, lengths: Counts, gamma: float, lam: f
 def discounted_advantages(
     batch: ExperienceBatch, args: DiscountedEstimator, token_penalty: Tensor | None = None
 ) -> tuple[ExperienceBatch, dict[str, float]]:
-    """Give every token the discounted sum of the rewards of its run from it on, ``G_t = r_t + gamma G_{t+1}``
+    """Give every token the discounted sum of its run's rewards from this token on, ``G_t = r_t + gamma G_{t+1}``
     (REINFORCE++, arXiv 2501.03262), whitened over the batch.
 
-    The rewards of tokens are ``token_level_reward`` where an experience of the run has them; else the reward of the
-    run, that of its last step, falls to its last trained token.
+    The rewards of tokens are ``token_level_reward`` if an experience of the run has it. Otherwise the reward of the
+    run, taken from its last step, is assigned to the last trained token.
 
     Args:
         batch: A whole batch, in any order.
         args: Discount and whitening.
-        token_penalty: Taken from the rewards, such as a KL term: ``[response tokens of the batch]``.
+        token_penalty: Subtracted from the rewards, such as a KL term: ``[response tokens of the batch]``.
 
     Returns:
-        The experiences that stay, in the order given, with ``advantages`` as float32 ``[response]``, 0 where the action
-        mask is False; and the metrics. Runs without any finite reward are dropped with all their experiences.
+        The remaining experiences, in the given order, with ``advantages`` as float32 ``[response]``, 0 where the action
+        mask is False; and the metrics. Runs without a finite reward are dropped with all their experiences.
 
     Raises:
-        ValueError: An experience without action mask (dpo), or a penalty of another length.
+        ValueError: An experience has no action mask (dpo), or the penalty has a wrong length.
     """
     given = _rewarded(batch, token_penalty)
     paths, flat = given.paths, np.zeros(len(given.rewards))
@@ -128,15 +128,16 @@ def gae_advantages(
     Args:
         batch: A whole batch, in any order.
         args: Discount, lambda and whitening.
-        values: The critic's, of the state before each token: ``[response tokens of the batch]``.
-        token_penalty: As in :func:`discounted_advantages`, as are rewards.
+        values: Critic values of the state before each token: ``[response tokens of the batch]``.
+        token_penalty: As in :func:`discounted_advantages`; rewards are computed as there too.
 
     Returns:
-        As :func:`discounted_advantages`; the experiences have ``returns`` too, float32 ``[response]``: the advantage
-        before whitening plus the value, what the critic learns.
+        As in :func:`discounted_advantages`. The experiences also have ``returns``, float32 ``[response]``: the
+        advantage before whitening plus the value, the target of the critic.
 
     Raises:
-        ValueError: As :func:`discounted_advantages`; values of another length, or not finite where a token is trained.
+        ValueError: As in :func:`discounted_advantages`. Or values have a wrong length, or are not finite for a trained
+            token.
     """
     states = _per_token_input(batch, values, "values")
     given = _rewarded(batch, token_penalty)
@@ -150,13 +151,13 @@ def gae_advantages(
 
 @dataclass(frozen=True)
 class _Rewarded:
-    """The experiences of the runs that have rewards, and a reward for each of their tokens."""
+    """The experiences of the runs with rewards, and a reward for each of their tokens."""
 
     batch: ExperienceBatch
     tokens: Flags
-    """Mask of their tokens among the response tokens of the whole batch."""
+    """Mask of the experiences' tokens among the response tokens of the whole batch."""
     rewards: Numbers
-    """Float64 ``[response tokens]``, 0 where none is trained."""
+    """Float64 ``[response tokens]``; 0 for tokens that are not trained."""
     paths: Trajectories
     metrics: dict[str, float]
 
@@ -198,10 +199,10 @@ def _by_task(batch: ExperienceBatch, paths: Trajectories, rewards: Numbers) -> l
 
 
 def _per_token_input(batch: ExperienceBatch, values: Tensor, name: str) -> Numbers:
-    """Return what the caller computed for each response token, float64.
+    """Return the caller's values for each response token, float64.
 
     Raises:
-        ValueError: There are more or fewer, or one of a trained token is not finite.
+        ValueError: The number of values is wrong, or the value of a trained token is not finite.
     """
     trained = trained_tokens(batch)
     given: Numbers = values.detach().double().cpu().numpy()
