@@ -1,1 +1,1 @@
-"""The weight-sync gate, its drivers on the bus, and the channels that carry the weights."""
+"""Weight sync: the gate, its drivers on the bus, and the channels that carry the weights."""

@@ -1,4 +1,4 @@
-"""vLLM's plug-in point ``vllm.general_plugins``: its workers receive weights through our channels."""
+"""Plug-in for vLLM's entry point ``vllm.general_plugins``: vLLM workers receive weights through our channels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The channel protocol by which weights travel from trainer to engines, with its types and errors. No torch."""
+"""The channel protocol for weights from trainer to engines, with its types and errors. Does not import torch."""
 
 from __future__ import annotations
 
@@ -16,60 +16,66 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 ManifestEntry = tuple[str, str, list[int]]
-"""``(name, dtype, shape)``, dtype as in ``"float32"``."""
+"""``(name, dtype, shape)``, with a dtype such as ``"float32"``."""
 Manifest = list[ManifestEntry]
 Tensors = list[tuple[str, "Tensor"]]
-"""In the order of the manifest; a DTensor is gathered when it is its turn."""
+"""Tensors in the order of the manifest. A DTensor is gathered when its turn comes."""
 CatchUpSource = tuple[Version, dict[str, Any], Manifest]
-"""Version on offer, its location (the rendezvous of ``prepare``), and its manifest."""
+"""Offered version, its location (the rendezvous of ``prepare``), and its manifest."""
 
 FETCH_TRIES = 3
-"""Tries of one file or bucket."""
+"""Maximum attempts to fetch one file or bucket."""
 STAGING_TRIES = 10
-"""Staging weights, while the engines serve, may take so many times the limit of a phase: a disk may be slow."""
+"""Factor on the limit of a phase for staging weights while the engines serve, because a disk may be slow."""
 
 
 class ChannelError(Exception):
-    """Weights could not be transferred; the message says where and why. The receiver has changed nothing yet."""
+    """Weights could not be transferred; the message says where and why. The receiver has not changed anything yet."""
 
 
 class Channel(Protocol):
     """The trainer's end. The members' end is :class:`trinity_mq.sync.channels.receiver.Receiver`."""
 
     async def offer(self, version: Version, tensors: Tensors, manifest: Manifest) -> dict[str, Any]:
-        """Get ``version`` ready to travel, while the engines serve on; called before each try's ``prepare``.
+        """Prepare ``version`` for the transfer while the engines keep serving. Called before each attempt's
+        ``prepare``.
 
-        Returns what a member needs to get it: ``method`` and what that method wants.
+        Return the instructions for a member: ``method``, and the fields of this method.
 
         Raises:
-            ChannelError: It cannot be got ready, such as for a full disk.
+            ChannelError: The version cannot be prepared, for example because the disk is full.
         """
 
     async def broadcast(self, tensors: Tensors, manifest: Manifest, epoch: int, attempt: int, world: int) -> None:
-        """Do our part once ``world - 1`` members wait: the collective. Nothing where members fetch by themselves.
+        """Run the trainer's part of the collective, once ``world - 1`` members wait. Do nothing if members fetch by
+        themselves.
 
         Raises:
-            ChannelError: It failed; the next try needs a new epoch.
+            ChannelError: The broadcast failed; the next attempt needs a new epoch.
         """
 
     async def committed(self, version: Version, tensors: Tensors, manifest: Manifest) -> None:
-        """``version``, offered last, is committed: keep what :meth:`catch_up_source` speaks of, let older ones go."""
+        """Keep the source of :meth:`catch_up_source` after the last offered ``version`` is committed, and drop older
+        versions.
+        """
 
     async def catch_up_source(self) -> CatchUpSource | None:
-        """Return where one member alone gets the last committed version, at any time; None: nothing is committed."""
+        """Return where a single member can fetch the last committed version at any time; None before the first
+        commit.
+        """
 
     def abandon(self) -> None:
-        """Use nothing again that a failed try has touched."""
+        """Discard everything that a failed attempt has touched."""
 
     async def close(self) -> None:
-        """End for good."""
+        """Close the channel for good."""
 
 
 async def in_daemon_thread(work: Callable[[], T], seconds: float, name: str) -> T:
-    """Run ``work`` on a daemon thread of its own; abandon it after ``seconds``.
+    """Run ``work`` on a separate daemon thread; abandon the thread after ``seconds``.
 
     Raises:
-        ChannelError: Time ran out, or the work failed.
+        ChannelError: The time limit passed, or the work failed.
     """
     limit = asyncio.timeout(seconds)
     try:
@@ -83,7 +89,9 @@ async def in_daemon_thread(work: Callable[[], T], seconds: float, name: str) -> 
 
 
 def fetch_tries(*errors: type[Exception]) -> Retrying:
-    """Return the retry of one file or bucket, which a network may show late or lose; raises the last of ``errors``."""
+    """Return the retry policy for one file or bucket, which a network may show late or lose. Raises the last of
+    ``errors``.
+    """
     return Retrying(
         retry=retry_if_exception_type(errors),
         wait=wait_random_exponential(multiplier=0.1, max=2.0),
@@ -93,5 +101,5 @@ def fetch_tries(*errors: type[Exception]) -> Retrying:
 
 
 def label(version: Version) -> str:
-    """Return a version as it stands in names of folders and in URLs."""
+    """Return the form of a version in folder names and URLs."""
     return f"{version[0]}.{version[1]}"

@@ -1,4 +1,6 @@
-"""Many tensors as few flat buckets of a set size: one transfer a bucket instead of one a tensor; spare buffers."""
+"""Packs many tensors into few flat buckets of a set size, so that each transfer carries a bucket instead of a tensor.
+Also holds spare buffers.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +38,8 @@ class Bucket:
 
 
 class SpareBuffers:
-    """Flat host buffers that nobody uses any more, to be filled again by the next version: fresh memory costs several
-    times the copying into it. Threads may take and put at the same time.
+    """Unused flat host buffers that the next version fills again, because allocating memory takes several times as long
+    as copying into it. Thread-safe.
     """
 
     def __init__(self, flats: Iterable[Tensor] = ()) -> None:
@@ -45,7 +47,9 @@ class SpareBuffers:
         self.put(*flats)
 
     def take(self, bucket: Bucket, device: torch.device | str = "cpu") -> Tensor:
-        """Return a buffer for ``bucket``, not filled; on a device always a new one, since torch keeps spare ones."""
+        """Return an uninitialised buffer for ``bucket``. On a device the buffer is always new, because torch caches
+        device memory.
+        """
         if torch.device(device).type == "cpu":
             try:
                 return self._free[bucket.dtype, bucket.num_elements].pop()
@@ -54,7 +58,7 @@ class SpareBuffers:
         return bucket.empty(device)
 
     def put(self, *flats: Tensor) -> None:
-        """Give buffers back that nothing reads or writes any more."""
+        """Return buffers to the pool. No code may read or write them any more."""
         for flat in flats:
             if flat.device.type == "cpu":
                 self._free[flat.dtype, flat.numel()].append(flat)
@@ -67,7 +71,7 @@ def dtype_of(name: str) -> torch.dtype:
     """Return the torch dtype called ``name``.
 
     Raises:
-        ValueError: There is none of that name.
+        ValueError: No dtype has this name.
     """
     found = getattr(torch, name.removeprefix("torch."), None)
     if not isinstance(found, torch.dtype):
@@ -80,12 +84,12 @@ def count(shape: Sequence[int]) -> int:
 
 
 def entries_of(raw: Iterable[Sequence[object]]) -> list[ManifestEntry]:
-    """Return a manifest that came as JSON."""
+    """Return a manifest parsed from JSON."""
     return [(str(name), str(dtype), list(shape)) for name, dtype, shape in raw]  # type: ignore[call-overload]
 
 
 def plan(manifest: Iterable[ManifestEntry], bucket_bytes: int) -> list[Bucket]:
-    """Cut the manifest into buckets of at most ``bucket_bytes`` (a larger tensor has its own), order kept."""
+    """Divide the manifest into buckets of at most ``bucket_bytes``, in order. A larger tensor gets its own bucket."""
     buckets: list[Bucket] = []
     entries: list[ManifestEntry] = []
     size = 0
@@ -102,7 +106,7 @@ def plan(manifest: Iterable[ManifestEntry], bucket_bytes: int) -> list[Bucket]:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Return the tensor; one that is sharded over ranks is gathered, in which all of them take part."""
+    """Return the whole tensor, detached. A sharded tensor is gathered; all of its ranks must call this."""
     gather = getattr(tensor, "full_tensor", None)
     return tensor.detach() if gather is None else gather().detach()
 
@@ -114,13 +118,13 @@ def packed(
     device: torch.device | str = "cpu",
     empty: Callable[[Bucket, torch.device | str], Tensor] = Bucket.empty,
 ) -> Iterator[Tensor]:
-    """Yield each bucket's tensors as one flat tensor of its dtype on ``device``, which ``empty`` makes; takes from
-    ``tensors`` what is due.
+    """Yield each bucket's tensors as one flat tensor of its dtype on ``device``, created by ``empty``. Consume
+    ``tensors`` as needed.
 
-    Every rank that holds shards of them runs this, in the same order; the others than rank 0 let go what they get.
+    Every rank with shards of the tensors runs this, in the same order. Ranks above 0 discard the results.
 
     Raises:
-        ChannelError: The tensors are others than the buckets', or come in another order.
+        ChannelError: The tensors differ from the buckets', or come in another order.
     """
     source = iter(tensors)
     for bucket in buckets:
@@ -153,18 +157,18 @@ def split(bucket: Bucket, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 
 def raw(flat: Tensor) -> memoryview:
-    """Return the bytes of a flat CPU tensor, not copied."""
+    """Return the bytes of a flat CPU tensor, without a copy."""
     return flat.view(torch.uint8).numpy().data
 
 
 def digest(data: memoryview | bytes) -> str:
-    """Return the checksum (XXH3, 128 bits) that goes with weights on their way."""
+    """Return the checksum (XXH3, 128 bits) for weights in transit."""
     return xxhash.xxh3_128_hexdigest(data)
 
 
 def total_digest(tensors: Iterable[Tensor]) -> str:
-    """Return the checksum (XXH3, 128 bits) of the bytes of all tensors one after another: the same for a version's
-    buckets, however it is cut into them, as for its tensors in the order of the manifest.
+    """Return the checksum (XXH3, 128 bits) of the bytes of all tensors in order. The buckets of a version, whatever
+    their size, have the same checksum as its tensors in the order of the manifest.
     """
     total = xxhash.xxh3_128()
     for tensor in tensors:
@@ -173,9 +177,10 @@ def total_digest(tensors: Iterable[Tensor]) -> str:
 
 
 def ahead(items: Iterator[T]) -> Iterator[T]:
-    """Yield the items while a thread makes the next one: packing a bucket goes on while the last one is on the wire.
+    """Yield the items while a thread produces the next item, so that a bucket is packed while the previous bucket is on
+    the wire.
 
-    At most three exist at a time, the one in use among them.
+    At most three items exist at a time, including the item in use.
     """
     made: queue.Queue[tuple[T] | BaseException | None] = queue.Queue(1)
     left = threading.Event()
@@ -200,4 +205,4 @@ def ahead(items: Iterator[T]) -> Iterator[T]:
     finally:
         left.set()
         with contextlib.suppress(queue.Empty):
-            made.get_nowait()  # whoever waits to put sees that nobody listens any more
+            made.get_nowait()  # lets a producer blocked in put() see that the consumer has left

@@ -1,4 +1,4 @@
-"""Choice of the weight channel of a run. Imports no torch by itself."""
+"""Creates the weight channel of a run. Does not import torch by itself."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from trinity_mq.sync.channels.base import Channel
 
 
 def weights_folder(config: Config) -> str:
-    """Return the folder or URL below which versions lie as files."""
+    """Return the folder or URL that contains the versions as files."""
     if shared := config.synchronizer.checkpoint_path:
-        folder = f"{shared}/{config.name}"  # many runs may share it, and each removes its old versions
+        folder = f"{shared}/{config.name}"  # several runs may share the folder, and each removes its old versions
         return folder if "://" in folder else str(Path(folder).expanduser().absolute())
     return str((config.path / "weights").absolute())
 
 
 def open_channel(config: Config) -> Channel:
-    """Return the channel that ``synchronizer.sync_method`` names. Nothing is opened or written yet.
+    """Return the channel for ``synchronizer.sync_method``. Nothing is opened or written yet.
 
     Raises:
-        FatalError: ``synchronizer.checkpoint_path`` is a URL that no library here opens, or ``synchronizer.backend`` is
-            nccl and this process cannot use it.
+        FatalError: No installed library opens the URL in ``synchronizer.checkpoint_path``, or ``synchronizer.backend``
+            is nccl and this process cannot use it.
     """
     from trinity_mq.sync.channels.checkpoint.channel import CheckpointChannel
     from trinity_mq.sync.channels.collective.broadcast import nccl_missing

@@ -1,4 +1,4 @@
-"""The engine's end of all channels: takes weights in by the method that a sync, or a pull, names."""
+"""The engine's end of all channels: receives weights by the method that a sync or a catch-up fetch names."""
 
 from __future__ import annotations
 
@@ -16,24 +16,27 @@ METHODS = ("collective", "checkpoint", "memory")
 
 
 class Receiver:
-    """One per process of an engine: it holds the group that the collective keeps between versions, and buffers."""
+    """Receives weights in one engine process. Holds the buffers, and the group that the collective keeps across
+    versions.
+    """
 
     def __init__(self) -> None:
         self._collective = collective.Receiver()
         self._spare = SpareBuffers()
 
     async def receive(self, spec: dict[str, Any]) -> dict[str, Tensor]:
-        """Return the tensors by name once all have arrived; no model is touched. The next call may write over them.
+        """Return the tensors by name once all have arrived, without changing a model. The next call may overwrite the
+        tensors.
 
         Args:
-            spec: ``method``, what the trainer's channel said of it, ``manifest`` and ``seconds``; for the collective
-                also ``epoch``, ``attempt``, ``rank``, ``world``.
+            spec: ``method``, the fields from the trainer's channel, ``manifest`` and ``seconds``. The collective also
+                needs ``epoch``, ``attempt``, ``rank`` and ``world``.
 
         Raises:
-            ChannelError: They did not arrive in time, or are not what was sent.
+            ChannelError: The tensors did not arrive in time, or differ from the sent tensors.
         """
         method = _method_of(spec)
-        # ours again only when all has arrived: what was given up may write into its buffers later
+        # reuse the buffers only after a complete transfer: an abandoned thread may still write into them
         spare, self._spare = self._spare, SpareBuffers()
         if method == "collective":
             tensors, flats = await self._collective.receive(spec, spare)
@@ -44,7 +47,7 @@ class Receiver:
         return tensors
 
     def receive_blocking(self, spec: dict[str, Any]) -> dict[str, Tensor]:
-        """Receive in this thread, for a process without an event loop, into new memory; see :meth:`receive`."""
+        """Receive in this thread into new memory, for a process without an event loop; see :meth:`receive`."""
         method = _method_of(spec)
         if method == "collective":
             return self._collective.receive_blocking(spec)

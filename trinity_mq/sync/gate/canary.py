@@ -1,24 +1,24 @@
-"""The canary: whether an engine's logprobs of a fixed prompt show the weights it was given.
+"""The canary checks that an engine's logprobs of a fixed prompt match the weights it was sent.
 
-Two questions, since two implementations never agree to the last bit:
+Two implementations never agree to the last bit, so the check has two parts:
 
-* *Is it near?* No logprob may differ from the trainer's by more than ``largest``. In float32 that is all there is to
-  ask: the two differ by 1e-6, an optimizer step shows as more than 1e-4. In bfloat16 sound sides differ by some
-  hundredths, as much as a small step makes.
-* *Has it moved?* With ``b`` what the trainer's logprobs have changed by since the engine was last found sound, and
-  ``a`` what the engine's have, the least-squares share of the change that has arrived, ``s = <a, b> / <b, b>``, is 1
-  for an engine that holds the new weights and 0 for one that has kept the old. Below one half it is nearer to the old.
-  The rounding errors of each side cancel in differences of a shallow model; in a deep one they are new with every
-  version. If what does not cancel has deviation ``d`` per token, ``s`` over ``k`` tokens has the deviation
-  ``d / |b|``; so that a sound engine is called stale less than once in 10 000 rounds (4 deviations), ``s`` is only
-  asked where the root mean square of ``b`` is at least ``8 d / sqrt(k)``. A smaller change stays in ``b``: it is judged
-  once it has added up. ``d`` has a least value by the dtype. Beyond that it is measured, as the deviation of the
-  residuals ``a - s b``, and ``16 d / sqrt(k)`` is asked for: these errors are also in ``b``, which makes ``s`` smaller
-  by up to ``k / (2 * 16^2)``, for 64 tokens an eighth. It has a greatest value as well: an engine with a part of the
-  new weights has large residuals, too.
+* *Are the logprobs near?* No logprob may differ from the trainer's by more than ``largest``. In float32 this part is
+  enough: the two sides differ by 1e-6, and an optimizer step changes logprobs by more than 1e-4. In bfloat16 two sides
+  with the same weights differ by some hundredths, as much as the change of a small step.
+* *Have the logprobs moved?* Let ``b`` be the change of the trainer's logprobs since the engine was last found sound,
+  and ``a`` the change of the engine's logprobs. The least-squares share of the change that has arrived is ``s = <a, b>
+  / <b, b>``. It is 1 for an engine with the new weights and 0 for an engine that kept the old weights. Below one half
+  the engine is nearer to the old weights. In a shallow model the rounding errors of each side cancel in differences; in
+  a deep model every version has new errors. Let ``d`` be the deviation per token of the errors that do not cancel. Over
+  ``k`` tokens ``s`` then has the deviation ``d / |b|``. A sound engine must be called stale less than once in 10 000
+  rounds (4 deviations), so ``s`` is only evaluated if the root mean square of ``b`` is at least ``8 d / sqrt(k)``. A
+  smaller change stays in ``b`` and is judged once it has accumulated. ``d`` has a minimum that depends on the dtype.
+  Above the minimum ``d`` is measured, as the deviation of the residuals ``a - s b``, and ``16 d / sqrt(k)`` is
+  required: these errors are also in ``b``, which lowers ``s`` by up to ``k / (2 * 16^2)``, an eighth for 64 tokens.
+  ``d`` also has a maximum, because an engine with only a part of the new weights has large residuals too.
 
-The trainer computes in the dtype of the weights, not in float32: of weights that came in bfloat16 the small changes of
-the first steps are not seen by an engine until they are above rounding, and the trainer must not expect them.
+The trainer computes in the dtype of the weights, not in float32. Weights sent in bfloat16 do not show the small changes
+of the first steps until the changes exceed rounding, so the trainer must not expect to see them.
 """
 
 from __future__ import annotations
@@ -34,30 +34,31 @@ PROMPT = (
     "freezes at low temperatures and boils at high ones. Two plus three is five, and ten minus four is six. The "
     "capital of France is Paris, which lies on the river Seine."
 )
-"""The canary prompt: a text that a language model finds likely. Rare tokens, such as the special ones, have logprobs
-around -20 that bfloat16 changes by several units in a trained model."""
+"""The canary prompt: a text that a language model finds likely. Rare tokens, such as special tokens, have logprobs
+around -20, which bfloat16 changes by several units in a trained model.
+"""
 LEAST_TOKENS = 16
-"""Fewer tokens of :data:`PROMPT` are too few to judge by: a vocabulary without most of its words."""
+"""Minimum number of tokens of :data:`PROMPT`. A shorter encoding means that the vocabulary lacks most of its words."""
 FIRST_IDS = tuple(2 + n * n % 6 for n in range(24))
-"""The canary where the vocabulary cannot write :data:`PROMPT`: ids that every vocabulary has."""
+"""Canary tokens for a vocabulary that cannot encode :data:`PROMPT`: ids that every vocabulary has."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Tolerated difference between two sides with the same weights."""
+    """Tolerated differences between two sides with the same weights."""
 
     largest: float
-    """Tolerated difference of one logprob."""
+    """Maximum difference of one logprob."""
     unsteady: float
-    """Least deviation ``d``, per token, of what a difference between two versions leaves of the rounding error."""
+    """Minimum of ``d``: deviation, per token, of the rounding error in the difference between two versions."""
     most_unsteady: float
-    """Greatest ``d``: larger residuals are no rounding errors."""
+    """Maximum of ``d``. Larger residuals are not rounding errors."""
 
 
 LIMITS = {"float32": Limits(1e-4, 2e-6, 2e-5), "bfloat16": Limits(1.0, 0.02, 0.15)}
-"""By dtype of the weights. Seen on tiny models: float32 2e-6 and less; bfloat16 0.01 and, of differences, 0.004 where
-weights are spread as at the start of most models, 0.08 and 0.02 where they are spread four times as wide. Seen on a
-trained model of 30 layers (SmolLM2-135M) in bfloat16: 0.33, and of differences 0.05 to 0.08."""
+"""Limits by dtype of the weights. Measured on tiny models: at most 2e-6 in float32. In bfloat16 0.01, and 0.004 for
+differences between versions, with the usual initial spread of weights; 0.08 and 0.02 with four times this spread.
+Measured on a trained model of 30 layers (SmolLM2-135M) in bfloat16: 0.33, and 0.05 to 0.08 for differences."""
 HALF = 0.5
 
 
@@ -67,16 +68,17 @@ class Canary:
     def __init__(self, dtype: str) -> None:
         self._limits = LIMITS.get(dtype, LIMITS["float32"])
         self._sound: dict[str, tuple[str, list[float], list[float]]] = {}
-        """By engine: its life, its logprobs and the trainer's when it was last found sound."""
+        """Process id, logprobs and trainer logprobs at the last sound check, by engine."""
 
     def problem(self, member: str, life: str, theirs: object, ours: Sequence[float]) -> str | None:
-        """Return why the logprobs ``theirs`` of ``member`` do not show the weights that ``ours`` are of; None: they do.
+        """Return why the logprobs ``theirs`` of ``member`` do not match the weights behind ``ours``; None if they
+        match.
 
         Args:
-            member: The engine's id.
-            life: Of its process; another one is judged anew.
-            theirs: What it sent, whatever that is.
-            ours: The trainer's, under the weights it was given.
+            member: Id of the engine.
+            life: Id of its process. A new process is judged without history.
+            theirs: Content of the engine's answer, unchecked.
+            ours: The trainer's logprobs under the weights that the engine was sent.
         """
         if not isinstance(theirs, list) or len(theirs) != len(ours):
             return f"{len(ours)} logprobs wanted, got {theirs!r:.80}"
@@ -102,16 +104,16 @@ class Canary:
 def arrived_share(
     moved: Sequence[float], expected: Sequence[float], unsteady: float, most_unsteady: float = 0.0
 ) -> float | None:
-    """Return which share of the change ``expected`` there is in ``moved``; None where it is too small to say.
+    """Return the share of the change ``expected`` that arrived in ``moved``; None if the change is too small to judge.
 
     Args:
-        moved: ``a``, of the engine; see the module.
-        expected: ``b``, of the trainer.
-        unsteady: Least deviation ``d`` of the rounding error.
-        most_unsteady: Greatest ``d``; below ``unsteady`` the residuals are not looked at.
+        moved: ``a``, from the engine; see the module docstring.
+        expected: ``b``, from the trainer.
+        unsteady: Minimum deviation ``d`` of the rounding error.
+        most_unsteady: Maximum ``d``. Below ``unsteady`` the residuals have no effect.
     """
     square = math.fsum(b * b for b in expected)
-    # the root mean square of b at least 8 d / sqrt(k), both sides times sqrt(k)
+    # root mean square of b at least 8 d / sqrt(k), with both sides multiplied by sqrt(k)
     if not expected or math.sqrt(square) < 8 * unsteady:
         return None
     share = math.fsum(a * b for a, b in zip(moved, expected, strict=True)) / square

@@ -1,9 +1,9 @@
 """Catch-up fetches: members that joined between two versions or lost their weights fetch the committed version alone.
 
-    prepare{pull} ──▶ applied, and the canary agrees ──▶ commit, to this member
-       └────────────── anything else ──────────────────▶ again, later each time
+    prepare{pull} ──▶ applied, and the canary passes ──▶ commit, to this member
+       └────────────── anything else ──────────────────▶ retry, with a backoff
 
-No barrier, and nobody else waits. Pure, as the coordinator is, which owns this.
+A catch-up fetch has no barrier, and no other member waits for it. Pure code, like the coordinator that uses it.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from trinity_mq.messages import SyncEvent
 from trinity_mq.sync.gate.records import key_of
 
 FIRST_PAUSE = 1.0
-"""Seconds until a failed fetch is tried again, doubled with each failure in a row."""
+"""Seconds until the first retry of a failed fetch; doubled with each failure in a row."""
 LONGEST_PAUSE = 60.0
 
 
 @dataclass(slots=True)
 class CatchUp:
-    """One member's fetch."""
+    """Fetch of one member."""
 
     prepare: SyncEvent
     deadline: float
@@ -29,7 +29,9 @@ class CatchUp:
 
 @dataclass(slots=True)
 class CatchUpFetches:
-    """Catch-up fetches under way, and when failed ones may begin again. Times in seconds of one monotonic clock."""
+    """Current catch-up fetches, and the earliest retry times of failed fetches. Times are in seconds of one monotonic
+    clock.
+    """
 
     timeout: float
     resend_interval: float
@@ -38,7 +40,7 @@ class CatchUpFetches:
     _not_before: dict[str, float] = field(default_factory=dict)
 
     def begin(self, member: str, prepare: SyncEvent, now: float) -> SyncEvent:
-        """Have a member fetch; returns what to send it."""
+        """Start a member's fetch; return the event to send to it."""
         self.under_way[member] = CatchUp(prepare, now + self.timeout, now + self.resend_interval)
         return prepare
 
@@ -51,23 +53,25 @@ class CatchUpFetches:
         return pull if pull is not None and key_of(event) == key_of(pull.prepare) else None
 
     def broke(self, member: str, now: float) -> None:
-        """Note that a fetch has failed: another may begin after a pause."""
+        """Record a failed fetch; a retry may begin after a backoff."""
         self.under_way.pop(member, None)
         failures = self._failures[member] = self._failures.get(member, 0) + 1
         self._not_before[member] = now + min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** (failures - 1))
 
     def supersede(self, members: tuple[str, ...] | None = None) -> None:
-        """Something newer is on its way to ``members`` (None: to all): what they fetch now is not wanted any more."""
+        """Drop the current fetches of ``members`` (None: of all members), because a newer version is on its way to
+        them.
+        """
         for member in list(self.under_way) if members is None else members:
             self.under_way.pop(member, None)
 
     def forget(self, member: str) -> None:
-        """The member has gone, is another process now, or holds what it fetched."""
+        """Forget a member that has left, was restarted, or holds the fetched version."""
         for known in (self.under_way, self._failures, self._not_before):
             known.pop(member, None)
 
     def tick(self, now: float) -> list[SyncEvent]:
-        """Time has passed: returns the prepares to repeat."""
+        """Expire late fetches; return the prepare events to repeat."""
         for member in [name for name, pull in self.under_way.items() if pull.deadline <= now]:
             self.broke(member, now)
         due = [pull for pull in self.under_way.values() if pull.resend <= now]
@@ -76,7 +80,7 @@ class CatchUpFetches:
         return [pull.prepare for pull in due]
 
     def next_deadline(self, now: float) -> float:
-        """Return when :meth:`tick` or :meth:`may_begin` will say something new."""
+        """Return the earliest time at which :meth:`tick` or :meth:`may_begin` may have a new result."""
         times = [min(pull.deadline, pull.resend) for pull in self.under_way.values()]
         times += [time for member, time in self._not_before.items() if member not in self.under_way and time > now]
         return min(times, default=float("inf"))

@@ -1,11 +1,12 @@
-"""The coordinator's side of the weight-sync gate: a pure state machine, events in, commands out, no clock of its own.
+"""The coordinator's side of the weight-sync gate: a pure state machine without a clock. Events are its input, commands
+its output.
 
     prepare ──▶ all ready ──▶ go ──▶ collective ──▶ all applied ──▶ commit
-       └────────────┴───────── anything else ────────────┴────────▶ abort, and the next try has a new epoch
+       └────────────┴───────── anything else ────────────┴────────▶ abort, and the next attempt has a new epoch
 
-A version exists only once it is committed. A member that fails or does not answer costs this try and is left out of the
-next until it joins again; one that fails the canary is quarantined: left out until it has fetched the committed version
-alone and the canary agrees, unless nobody else is there. Nothing waits without a deadline.
+A version counts only after its commit. A member that fails or does not answer makes this attempt fail, and is excluded
+from the next attempt until it joins again. A member that fails the canary is quarantined: it is excluded until it has
+fetched the committed version alone and the canary passes, unless no other member exists. Every wait has a deadline.
 """
 
 from __future__ import annotations
@@ -27,24 +28,24 @@ from trinity_mq.sync.gate.records import (
 )
 
 COMMIT_TRAVEL = 3.0
-"""Seconds in which a join may still speak of the time before a commit: a beat repeats what a lost commit said."""
+"""Seconds after a commit during which a join may still report the older version. Heartbeats repeat a lost commit."""
 RESEND_INTERVAL = 1.0
-"""Seconds between repeats of prepare and go to those who have not answered."""
+"""Seconds between repeats of prepare and go to members that have not answered."""
 
 
 @dataclass(slots=True)
 class Coordinator:
-    """One trainer's gate.
+    """The gate of one trainer.
 
-    Feed it with the methods below, each given the current time in seconds of one monotonic clock; perform the commands
-    returned, in order. Call :meth:`tick` at :meth:`next_deadline`.
+    Call the methods below with the current time in seconds of one monotonic clock, and execute the returned commands in
+    order. Call :meth:`tick` at :meth:`next_deadline`.
     """
 
     name: str
     timeout: float
-    """Seconds each phase may take."""
+    """Maximum duration of each phase in seconds."""
     lease: float
-    """Seconds without a join until a member counts as gone."""
+    """Seconds without a join after which a member counts as gone."""
     members: dict[str, Member] = field(default_factory=dict)
     phase: Phase = Phase.IDLE
     epoch: int = 0
@@ -53,12 +54,12 @@ class Coordinator:
     committed_progress: int = 0
     canary_failures: int = 0
     pulled: int = 0
-    """Members that have caught up alone."""
+    """Number of catch-up fetches that succeeded."""
     phases: Phases = field(default_factory=Phases)
-    """Durations of the latest try."""
+    """Durations of the latest attempt."""
     _catch_ups: CatchUpFetches = field(init=False)
     _tries: int = 0
-    """Those of all and those of one alone."""
+    """Number of attempts, including catch-up fetches."""
     _version: Version = (0, 0)
     _progress: int = 0
     _prepare: SyncEvent | None = None
@@ -78,13 +79,13 @@ class Coordinator:
     def join(
         self, member: str, version: Version | None, now: float, *, lease: float | None = None, life: str = ""
     ) -> list[Command]:
-        """A member says that it lives and what it holds."""
+        """Handle join: a member is alive and reports its version."""
         known = self.members.get(member)
         reborn = known is not None and known.life != life
         if not reborn and version != self.committed and self._has_just_committed(member, now):
-            version = self.committed  # said before our commit reached it
+            version = self.committed  # the member sent this before it received our commit
         if (version is None or reborn) and self.phase is Phase.IDLE and member in self._grouped:
-            self._grouped = ()  # perhaps another process by now, which has never been in this group
+            self._grouped = ()  # possibly a restarted process, which has never been in this group
         entry = self.members[member] = Member(now + (lease or self.lease), version, life)
         if known is not None and not reborn:
             entry.quarantined, entry.given = known.quarantined, known.given
@@ -96,9 +97,9 @@ class Coordinator:
         return self._fail(f"{member} was restarted", ())
 
     def leave(self, member: str, now: float, reason: str = "left", life: str = "") -> list[Command]:
-        """A member goes, or is known to have gone; ``life`` says which of its lives, where that is known."""
+        """Handle leave: a member leaves or is known to be gone. ``life`` is the id of its process, if known."""
         if life and member in self.members and self.members[member].life != life:
-            return []  # its next one has joined already
+            return []  # its successor has already joined
         known = self.members.pop(member, None)
         self._catch_ups.forget(member)
         if self.phase is Phase.IDLE and member in self._grouped:
@@ -108,38 +109,40 @@ class Coordinator:
         return self._fail(f"{member} {reason}", (member,))
 
     def stale_members(self) -> tuple[str, ...]:
-        """Members that do not hold the committed version."""
+        """Return the members that do not hold the committed version."""
         members = sorted(self.members.items())
         return tuple(name for name, one in members if one.version is None or one.version != self.committed)
 
     def quarantined(self) -> tuple[str, ...]:
-        """Members whose canary has shown other weights than they were given."""
+        """Return the members whose canary showed other weights than they were sent."""
         return tuple(sorted(name for name, member in self.members.items() if member.quarantined))
 
     def free_quarantined(self) -> None:
-        """Let the quarantined take part again: they cannot fetch by themselves."""
+        """Release all quarantined members, because no catch-up fetch is possible."""
         for member in self.members.values():
             member.quarantined = False
 
     def state_of(self, member: str) -> str:
-        """Return a member's state in one word: current, behind, pulling or quarantined."""
+        """Return a member's state: current, behind, pulling or quarantined."""
         if self.members[member].quarantined:
             return "quarantined"
         if member in self._catch_ups.under_way:
             return "pulling"
         return "behind" if member in self.stale_members() else "current"
 
-    # -- one member alone
+    # -- catch-up of a single member
 
     def due_catch_ups(self, now: float) -> tuple[str, ...]:
-        """Members that could fetch the committed version now: behind, and in no try under way."""
+        """Return the members that may fetch the committed version now: they are behind, and not in a current
+        attempt.
+        """
         if self.committed is None:
             return ()
         busy = () if self.phase is Phase.IDLE else self._taking_part
         return tuple(name for name in self.stale_members() if name not in busy and self._catch_ups.may_begin(name, now))
 
     def pull(self, member: str, prepare: SyncEvent, now: float) -> list[Command]:
-        """Have a member fetch the committed version alone; ``prepare`` carries its manifest, rendezvous and canary."""
+        """Make a member fetch the committed version alone. ``prepare`` carries its manifest, rendezvous and canary."""
         if self.committed is None or member not in self.due_catch_ups(now):
             return []
         self._tries += 1
@@ -174,20 +177,23 @@ class Coordinator:
         self._catch_ups.broke(event.sender, now)
         return [_following(pull.prepare, "abort", reason=f"{event.sender} {reason}")]
 
-    # -- a version
+    # -- sync of a version
 
     def start(
         self, version: Version, progress: int, prepare: SyncEvent, now: float, *, held: float = 0.0
     ) -> list[Command]:
-        """Begin a try with the present members, after it was put off for ``held`` seconds. ``prepare`` carries
-        manifest, rendezvous and canary; the other fields are set here.
+        """Begin an attempt with the present members, after a delay of ``held`` seconds. ``prepare`` carries manifest,
+        rendezvous and canary. The other fields are set here.
+
+        Raises:
+            RuntimeError: An attempt is in progress, or the gate has no members.
         """
         if self.phase is not Phase.IDLE:
             raise RuntimeError(f"a try of version {self._version} is under way")
         if not self.members:
             raise RuntimeError("no members to send weights to")
         well = tuple(sorted(name for name, member in self.members.items() if not member.quarantined))
-        self._taking_part = well or tuple(sorted(self.members))  # alone, a quarantined one holds nobody up
+        self._taking_part = well or tuple(sorted(self.members))  # if all are quarantined, none delays others
         self._catch_ups.supersede(self._taking_part)
         if self._taking_part != self._grouped:
             self.epoch += 1
@@ -204,14 +210,18 @@ class Coordinator:
         return [self._prepare]
 
     def unchanged(self, progress: int) -> list[Command]:
-        """Nothing changed since the last commit: commit the new progress without a transfer."""
+        """Commit the new progress without a transfer, because the weights have not changed since the last commit.
+
+        Raises:
+            RuntimeError: No version is committed, or an attempt is in progress.
+        """
         if self.committed is None or self.phase is not Phase.IDLE:
             raise RuntimeError("only a committed version can be committed again, and only between tries")
         self.committed_progress = progress
         return [self._commit_event(self.committed, progress), Committed(self.committed, progress, ())]
 
     def ready(self, event: SyncEvent, now: float) -> list[Command]:
-        """A member has paused and waits for go."""
+        """Handle ready: a member has paused and waits for go."""
         if self.phase is not Phase.PREPARING or not self._is_ours(event):
             return []
         if self._is_reborn(event):
@@ -226,7 +236,7 @@ class Coordinator:
         return [self._go(), StartCollective(self._version, self.epoch, self.attempt, self._taking_part)]
 
     def collective_done(self, epoch: int, attempt: int, now: float) -> list[Command]:
-        """Our side of the broadcast is through."""
+        """Handle the end of our side of the broadcast."""
         if self.phase is not Phase.ENTERING or (epoch, attempt) != (self.epoch, self.attempt):
             return []
         self.phase = Phase.APPLYING
@@ -235,13 +245,15 @@ class Coordinator:
         return self._try_commit(now)
 
     def collective_failed(self, epoch: int, attempt: int, reason: str) -> list[Command]:
-        """The barrier did not fill or the broadcast broke. Nobody is to blame by name: whoever lives joins again."""
+        """Handle a barrier that did not fill or a broken broadcast. No member is excluded; all running members join
+        again.
+        """
         if self.phase is not Phase.ENTERING or (epoch, attempt) != (self.epoch, self.attempt):
             return []
         return self._fail(f"collective: {reason}", ())
 
     def applied(self, event: SyncEvent, canary_error: str | None, now: float) -> list[Command]:
-        """A member holds the new weights; ``canary_error`` says why its logprobs do not show it."""
+        """Handle applied: a member holds the new weights. ``canary_error`` says why its logprobs do not match them."""
         if not event.epoch:
             return self._caught_up(event, canary_error, now)
         if not self.expects(event):
@@ -256,13 +268,13 @@ class Coordinator:
         return self._try_commit(now)
 
     def expects(self, applied: SyncEvent) -> bool:
-        """Say whether the answer belongs to a try or a catch-up fetch under way."""
+        """Return whether the answer belongs to the current attempt or to a catch-up fetch."""
         if not applied.epoch:
             return self._catch_ups.of(applied) is not None
         return self.phase in {Phase.ENTERING, Phase.APPLYING} and self._is_ours(applied)
 
     def failed(self, event: SyncEvent, now: float) -> list[Command]:
-        """A member could not do its part."""
+        """Handle failed: a member could not do its part."""
         if not event.epoch:
             return self._catch_up_failed(event, event.reason or "failed", now)
         if self.phase is Phase.IDLE or not self._is_ours(event):
@@ -270,11 +282,11 @@ class Coordinator:
         return self._fail(f"{event.sender}: {event.reason or 'failed'}", (event.sender,))
 
     def cancel(self, reason: str) -> list[Command]:
-        """Give the try under way up; nobody is to blame."""
+        """Cancel the current attempt without excluding a member."""
         return [] if self.phase is Phase.IDLE else self._fail(reason, ())
 
     def tick(self, now: float) -> list[Command]:
-        """Time has passed."""
+        """Handle the passage of time."""
         gone = [name for name, member in self.members.items() if member.lease_ends <= now]
         again: list[Command] = [*self._catch_ups.tick(now)]
         lost = [name for name in gone if self.phase is not Phase.IDLE and name in self._taking_part]
@@ -321,7 +333,7 @@ class Coordinator:
         return _following(self._prepare, "go")
 
     def _is_ours(self, event: SyncEvent) -> bool:
-        # the version tells an answer to another life of this trainer apart: its generation rises with each start
+        # the version contains the trainer's generation, so answers to an earlier process of this trainer do not match
         return key_of(event) == (self._version, self.epoch, self.attempt) and event.sender in self._taking_part
 
     def _is_reborn(self, event: SyncEvent) -> bool:
@@ -358,14 +370,14 @@ class Coordinator:
     def _fail(self, reason: str, lost: tuple[str, ...]) -> list[Command]:
         started = self.phase in {Phase.ENTERING, Phase.APPLYING}
         self.phase = Phase.IDLE
-        self._grouped = ()  # what failed is never used again: the next try is a new epoch
+        self._grouped = ()  # a failed group is never used again: the next attempt has a new epoch
         for name in lost:
             self.members.pop(name, None)
-        assert self._prepare is not None  # no try without one
+        assert self._prepare is not None  # an attempt always has a prepare event
         abort = _following(self._prepare, "abort", reason=reason)
         return [abort, *([AbandonCollective()] if started else []), Failed(self._version, reason, lost)]
 
 
 def _following(prepare: SyncEvent, verb: str, **more: object) -> SyncEvent:
-    """Return what follows on a prepare: go, commit or abort."""
+    """Return the event that follows a prepare: go, commit or abort."""
     return prepare.model_copy(update={"verb": verb, "manifest": [], "canary": {}, "rendezvous": {}, **more})

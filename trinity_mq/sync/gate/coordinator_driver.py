@@ -1,4 +1,4 @@
-"""Driver of the gate's coordinator: receives members' events, performs the machine's commands and repeats tries until a
+"""Driver of the gate's coordinator: receives members' events, executes the state machine's commands and retries until a
 version is committed.
 """
 
@@ -33,12 +33,12 @@ from trinity_mq.telemetry.trace import span
 log = structlog.get_logger(__name__)
 
 RETRY_PAUSE = 0.5
-"""Seconds after a failed try, times the failures of this version so far."""
+"""Backoff in seconds after a failed attempt, multiplied by the number of failures of this version so far."""
 LONGEST_PAUSE = 10.0
 
 
 class Weights(Protocol):
-    """Source of the weights that are sent; read between train steps only."""
+    """Source of the weights to send; read only between train steps."""
 
     async def manifest(self) -> list[tuple[str, str, list[int]]]:
         """Return name, dtype and shape of every tensor, in order."""
@@ -66,30 +66,32 @@ class CoordinatorDriver:
         may_begin: Callable[[], Awaitable[None]] | None = None,
         fingerprint: str | None = None,
     ) -> None:
-        """``may_begin`` returns once no open evaluation needs the committed version; awaited before each try."""
+        """Create the driver. ``may_begin`` is awaited before each attempt; it returns once no open evaluation needs the
+        committed version.
+        """
         self.machine = Coordinator(name=name, timeout=config.sync_timeout, lease=config.member_lease)
         self.changed = Notifier()
         """Notified when membership, phase or committed version may have changed."""
         self.syncs = 0
         self.aborts = 0
         self.trouble = ""
-        """Why the last attempt was aborted."""
+        """Reason of the last aborted attempt; empty after a commit."""
         self.last_seconds = 0.0
         self._judge = Canary(dtype)
         self._weights, self._channel, self._canary = weights, channel, list(canary)
         self._publish = publish
         self._may_begin, self.fingerprint = may_begin, fingerprint
         self._own_canary: list[float] = []
-        """The policy's own logprobs of the canary, under the weights of the try under way."""
+        """The policy's own logprobs of the canary, under the weights of the current attempt."""
         self._committed_canary: list[float] = []
         self._catch_up_source: CatchUpSource | None = None
-        """Source from which one member alone fetches the committed version."""
+        """Source for the catch-up fetch of a single member."""
         self._syncing = False
         self._outcome: asyncio.Future[Committed | Failed] | None = None
         self._last = Phases()
-        """Durations of the last committed try; its members may not serve yet."""
+        """Durations of the last committed attempt. Its members may not serve yet."""
         self._travelling: tuple[Any, Any] = ([], [])
-        """Tensors and manifest of the try under way."""
+        """Tensors and manifest of the current attempt."""
         self._commands: asyncio.Queue[Command] = asyncio.Queue()
         self._rescheduled = Notifier()
 
@@ -99,12 +101,12 @@ class CoordinatorDriver:
 
     @property
     def has_members(self) -> bool:
-        """Somebody is there to receive weights."""
+        """Whether any member can receive weights."""
         return bool(self.machine.members)
 
     @property
     def someone_is_behind(self) -> bool:
-        """A member does not hold the committed version, and cannot get it without a sync of all."""
+        """Whether a member lacks the committed version and can only get it in a sync of all members."""
         if self._may_catch_up:
             return False
         stale, well = self.machine.stale_members(), set(self.machine.members) - set(self.machine.quarantined())
@@ -115,7 +117,9 @@ class CoordinatorDriver:
         return self._catch_up_source is not None and self._catch_up_source[0] == self.machine.committed
 
     def report(self) -> GateStatus:
-        """Return the gate's part of the trainer's heartbeat: members, their versions, the last sync by its phases."""
+        """Return the gate's part of the trainer's heartbeat: members, their versions, and the last sync by its
+        phases.
+        """
         machine = self.machine
         return GateStatus(
             fingerprint=self.fingerprint or "",
@@ -135,7 +139,9 @@ class CoordinatorDriver:
         )
 
     def metrics(self) -> dict[str, float]:
-        """Return the same as metrics: counts since the trainer's start, and the last sync's phases in milliseconds."""
+        """Return the report as metrics: counts since the trainer's start, and the last sync's phases in
+        milliseconds.
+        """
         report = self.report()
         names = ("aborts", "pulls", "canary_failures", "quarantined")
         counts = {name: float(getattr(report, name)) for name in names}
@@ -145,7 +151,7 @@ class CoordinatorDriver:
         }
 
     async def run(self, feed: Consumer, each: Callable[..., Coroutine[Any, Any, None]]) -> None:
-        """Serve the gate until cancelled; ``each`` is the agent's own loop over a feed."""
+        """Serve the gate until cancelled. ``each`` is the agent's consumer loop over a feed."""
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(each(feed, self._receive_event), name="sync-events")
@@ -156,8 +162,8 @@ class CoordinatorDriver:
             await self._channel.close()
 
     async def sync(self, version: Version, progress: int) -> None:
-        """Commit ``version`` at every present member, however many tries that takes; waits for a member when there is
-        none.
+        """Commit ``version`` at every present member, and retry until an attempt succeeds. Wait for a member if no
+        member is present.
         """
         loop = asyncio.get_running_loop()
         started = loop.time()
@@ -183,17 +189,17 @@ class CoordinatorDriver:
                 self.aborts += 1
                 self.trouble = outcome.reason
                 log.warning("sync_aborted", version=version, reason=outcome.reason, lost=outcome.lost)
-                # time for those who failed to join again, and no busy loop where every try fails at once
+                # time for failed members to join again, and no busy loop if every attempt fails at once
                 await asyncio.sleep(min(LONGEST_PAUSE, RETRY_PAUSE * failures))
         finally:
             self._syncing = False
             self.changed.notify()
 
     async def _try(self, version: Version, progress: int, held: float) -> Committed | Failed | None:
-        """Run one try that was put off for ``held`` seconds; returns None if no member is left.
+        """Run one attempt that was delayed for ``held`` seconds; return None if no member is left.
 
         Raises:
-            ChannelError: The weights cannot be got ready to travel.
+            ChannelError: The weights cannot be prepared for the transfer.
         """
         loop = asyncio.get_running_loop()
         with span("score canary", version=version, threads=True):
@@ -208,7 +214,7 @@ class CoordinatorDriver:
         try:
             outcome = await self._outcome
         except asyncio.CancelledError:
-            # members must not stand still until their leases end
+            # members must not stay paused until their leases end
             self._enqueue(self.machine.cancel("the trainer has given this try up"))
             raise
         finally:
@@ -220,7 +226,7 @@ class CoordinatorDriver:
         return outcome
 
     async def _keep(self, version: Version, tensors: Any, manifest: Any) -> None:
-        """See to it that a member can get the committed version alone."""
+        """Make the committed version available for catch-up fetches."""
         self._committed_canary, self._catch_up_source = self._own_canary, None
         try:
             await self._channel.committed(version, tensors, manifest)
@@ -228,14 +234,14 @@ class CoordinatorDriver:
         except ChannelError as error:
             log.warning("no_catch_up_source", version=version, reason=str(error))
         if not self._may_catch_up:
-            self.machine.free_quarantined()  # the next sync is their only chance
+            self.machine.free_quarantined()  # without a source the next sync is the only way to update them
 
     async def settled(self) -> None:
-        """Return when every command is performed, such as telling the members of a try given up."""
+        """Return when every command is executed, including the abort of a cancelled attempt."""
         await self._commands.join()
 
     async def confirm_unchanged(self, progress: int) -> None:
-        """Commit the new progress with the weights everybody has."""
+        """Commit the new progress with the weights that all members already have."""
         self._enqueue(self.machine.unchanged(progress))
         await self.settled()
 
@@ -262,7 +268,7 @@ class CoordinatorDriver:
         if message.verb == "join":
             theirs = message.detail.get("fingerprint")
             if self.fingerprint and theirs and theirs != self.fingerprint:
-                # its host learns it from our heartbeat, and ends
+                # the host sees the difference in our heartbeat, and exits
                 log.error("fingerprint_differs", member=message.sender, theirs=theirs, ours=self.fingerprint)
                 return
             self._enqueue(machine.join(message.sender, message.version, now, lease=message.seconds, life=message.life))
@@ -279,7 +285,7 @@ class CoordinatorDriver:
     def _canary_error(self, applied: SyncEvent) -> str | None:
         machine = self.machine
         if not machine.expects(applied):
-            return None  # it counts for nothing, and is not to be judged by another version's logprobs
+            return None  # ignored anyway, and must not be judged by another version's logprobs
         ours = self._own_canary if applied.epoch else self._committed_canary
         problem = self._judge.problem(applied.sender, applied.life, applied.canary.get("logprobs"), ours)
         if problem is not None:
@@ -320,7 +326,7 @@ class CoordinatorDriver:
                 self._enqueue(self.machine.tick(loop.time()))
 
     async def _repair(self) -> None:
-        """Have members that are behind fetch the committed version, at once and one by one."""
+        """Make members that are behind fetch the committed version at once, each alone."""
         loop = asyncio.get_running_loop()
         while True:
             await self.changed.until(lambda: bool(self._to_repair(loop.time())))
@@ -339,8 +345,8 @@ class CoordinatorDriver:
                 self._enqueue(self.machine.pull(name, self._prepare(rendezvous, manifest), loop.time()))
 
     def _to_repair(self, now: float) -> tuple[str, ...]:
-        """Return who is to fetch now. In a sync that is who came after it began, and only while a try runs: all others
-        are about to get something newer.
+        """Return the members that should fetch now. During a sync, include only members that came after its start, and
+        only while an attempt runs. All other members are about to get a newer version.
         """
         if not self._may_catch_up:
             return ()
@@ -352,5 +358,5 @@ class CoordinatorDriver:
 
     @property
     def phases(self) -> dict[str, float]:
-        """Milliseconds of the last sync that was committed, see :data:`trinity_mq.sync.gate.records.PHASES`."""
+        """Milliseconds of the last committed sync, by phase; see :data:`trinity_mq.sync.gate.records.PHASES`."""
         return self._last.milliseconds()

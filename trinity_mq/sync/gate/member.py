@@ -1,9 +1,9 @@
 """A member's side of the weight-sync gate: a pure state machine for the host of one engine.
 
 idle ──prepare──▶ pausing ──paused──▶ ready ──go──▶ receiving ──received──▶ applied ──commit──▶ idle at the new version
-                    a pull goes from paused to receiving by itself
-                    abort or a lapsed lease: untouched → resume the old version; touched → dirty, and ask for the
-                    weights again
+                    a pull goes from paused directly to receiving
+                    abort or a lapsed lease: untouched weights → resume the old version; touched weights → dirty,
+                    and request the weights again
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from trinity_mq.sync.gate.records import Key, key_of
 
 
 class Stage(enum.Enum):
-    """Stage of a member within a try."""
+    """Stage of a member within an attempt."""
 
     IDLE = "idle"
     PAUSING = "pausing"
@@ -28,7 +28,7 @@ class Stage(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """Stop new batch steps and wait for the running one; report :meth:`Member.paused` or ``broke``."""
+    """Stop new batch steps and wait for the running step. Report with :meth:`Member.paused` or ``broke``."""
 
     key: Key
     seconds: float
@@ -36,7 +36,7 @@ class Pause:
 
 @dataclass(frozen=True, slots=True)
 class Receive:
-    """Enter the barrier and the collective; report :meth:`Member.received` or ``broke``."""
+    """Enter the barrier and the collective. Report with :meth:`Member.received` or ``broke``."""
 
     key: Key
     prepare: SyncEvent
@@ -45,7 +45,7 @@ class Receive:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """Stamp the version and serve again."""
+    """Stamp the version and resume serving."""
 
     version: Version
     progress: int
@@ -53,44 +53,44 @@ class Commit:
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """Serve the old version again."""
+    """Resume serving the old version."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rejoin:
-    """Say in a join at once what the engine holds; where that is nothing that counts, it serves nothing until a
-    commit.
+    """Send a join at once to report the version that the engine holds. An engine without trustworthy weights serves
+    nothing until a commit.
     """
 
 
 Command = SyncEvent | Pause | Receive | Commit | Resume | Rejoin
-"""An event is to be published to the coordinator."""
+"""A command to the driver. A :class:`SyncEvent` is published to the coordinator."""
 
 
 @dataclass(slots=True)
 class Member:
-    """One engine host's gate. Time is given in seconds of one monotonic clock."""
+    """Gate state of one engine host. Times are in seconds of one monotonic clock."""
 
     name: str
     life: str = ""
-    """Random id of the engine's process; a restarted engine has another."""
+    """Random id of the engine's process; a restarted engine has a new id."""
     version: Version | None = None
-    """Version that the engine serves; None before the first commit and while dirty."""
+    """Version that the engine serves. None before the first commit and while the weights are dirty."""
     stage: Stage = Stage.IDLE
     lease_ends: float = float("inf")
     _prepare: SyncEvent | None = None
     _touched: bool = False
     _pause_seconds: float = 0.0
     _latest: tuple[int, int] = (0, 0)
-    """Generation and attempt of the newest try heard of: both only rise."""
+    """Generation and attempt of the newest attempt seen so far. Both only increase."""
 
     @property
     def key(self) -> Key | None:
-        """The try under way."""
+        """Key of the current attempt."""
         return key_of(self._prepare) if self._prepare else None
 
     def prepare(self, event: SyncEvent, now: float) -> list[Command]:
-        """The coordinator offers a version."""
+        """Handle prepare: the coordinator offers a version."""
         if self.name not in event.members:
             return []
         if self._prepare is not None and self._same_try(event):
@@ -102,7 +102,7 @@ class Member:
             return [Rejoin()]
         order = (event.version[0] if event.version else 0, event.attempt)
         if order <= self._latest:
-            return []  # late: how that try ended is known, and its commit may be on its way to us
+            return []  # a late message: that attempt has already ended, and its commit may be on its way to us
         self._latest = order
         commands = self._give_up() if self._prepare is not None else []
         self._prepare, self._touched, self.stage = event, False, Stage.PAUSING
@@ -110,7 +110,7 @@ class Member:
         return [*commands, Pause(key_of(event), event.seconds or 60.0)]
 
     def paused(self, key: Key, seconds: float = 0.0) -> list[Command]:
-        """The engine stands still; that took ``seconds``."""
+        """Handle the engine's standstill, which took ``seconds`` to reach."""
         if self.stage is not Stage.PAUSING or key != self.key or self._prepare is None:
             return []
         self._pause_seconds = seconds
@@ -121,7 +121,7 @@ class Member:
         return [self._ready()]
 
     def go(self, event: SyncEvent, now: float) -> list[Command]:
-        """Everybody is ready."""
+        """Handle go: all members are ready."""
         if self.stage is not Stage.READY or self._prepare is None or not self._same_try(event):
             return []
         self.stage = Stage.RECEIVING
@@ -129,7 +129,9 @@ class Member:
         return [Receive(key_of(event), self._prepare, event.seconds or 60.0)]
 
     def received(self, key: Key, canary: dict[str, Any], seconds: dict[str, float] | None = None) -> list[Command]:
-        """The engine holds the new weights; ``seconds`` says how long it took to ``receive`` and to ``apply`` them."""
+        """Handle the arrival of the new weights in the engine. ``seconds`` holds the durations of ``receive`` and
+        ``apply``.
+        """
         if self.stage is not Stage.RECEIVING or key != self.key:
             return []
         self._touched = True
@@ -137,7 +139,7 @@ class Member:
         return [self._answer("applied", canary=canary, detail=seconds or {})]
 
     def broke(self, key: Key, reason: str, *, touched: bool) -> list[Command]:
-        """Pausing or receiving failed."""
+        """Handle a failed pause or transfer. ``touched``: the engine's weights may have changed."""
         if key != self.key:
             return []
         self._touched = self._touched or touched
@@ -145,24 +147,25 @@ class Member:
             self.stage = Stage.READY
         answer = self._answer("failed", reason=reason)
         after = self._give_up()
-        # the coordinator has left us out until we join
+        # the coordinator excludes us until we join again
         return [answer, *after, *([] if Rejoin() in after else [Rejoin()])]
 
     def commit(self, event: SyncEvent) -> list[Command]:
-        """The version exists. For those not in this try it only moves the progress."""
+        """Handle commit: the version exists. Outside this attempt do nothing; the driver updates the progress."""
         if self.stage is not Stage.APPLIED or event.version is None or not self._same_try(event):
             return []
         return self._committed(event.version, event.progress or 0)
 
     def abort(self, event: SyncEvent) -> list[Command]:
-        """The try is over."""
+        """Handle abort: the attempt has ended."""
         return self._give_up() if self._same_try(event) else []
 
     def tick(self, now: float, given: Key | None) -> list[Command]:
-        """Time has passed; ``given`` is the version last committed at this member, and the try that did it, as the
-        trainer's latest beat says.
+        """Handle the passage of time. ``given`` is the version last committed at this member, and its attempt, from the
+        trainer's latest heartbeat.
 
-        The version alone would not do: a try that failed for our canary is followed by one for the same version.
+        The version alone is not enough: after an attempt failed because of our canary, the next attempt has the same
+        version.
         """
         if self._prepare is None:
             return []
@@ -171,7 +174,9 @@ class Member:
         return self._give_up() if now >= self.lease_ends else []
 
     def lost_engine(self) -> list[Command]:
-        """The engine died; its successor holds nothing, and is in no group. Nobody is to wait for us until it is up."""
+        """Handle the death of the engine. Its successor holds no weights and is in no group. Leave the gate, so that
+        the other members do not wait for the restart.
+        """
         self.version, self._touched = None, False
         leave = SyncEvent(verb="leave", sender=self.name, life=self.life, reason="the engine died")
         if self._prepare is None:
@@ -189,7 +194,7 @@ class Member:
         return self._answer("ready", detail={"pause": self._pause_seconds})
 
     def _extend(self, event: SyncEvent, now: float) -> None:
-        # longer than the coordinator's own deadline, so that it decides first
+        # longer than the coordinator's own deadline, so that the coordinator decides first
         self.lease_ends = now + (3 if event.pull else 2) * (event.seconds or 60.0)
 
     def _answer(self, verb: SyncVerb, **more: Any) -> SyncEvent:
@@ -205,12 +210,13 @@ class Member:
         return [Commit(version, progress)]
 
     def _give_up(self) -> list[Command]:
-        # while receiving nobody can say yet whether weights were touched: only a sure "no" keeps the old version
+        # during the transfer it is unknown whether weights were touched: keep the old version only if they certainly
+        # were not
         receiving, touched = self.stage is Stage.RECEIVING, self._touched or self.stage is Stage.RECEIVING
         self._clear()
         if touched:
             self.version = None
-            # what is cut off here might wait for its peers for ever, and no further transfer could begin
+            # resume cancels a receive that could wait for its peers forever and block every further transfer
             return [Resume(), Rejoin()] if receiving else [Rejoin()]
         return [Resume()]
 

@@ -1,4 +1,4 @@
-"""Driver of a gate member: joins over the bus, and performs the machine's commands on the engine it hosts."""
+"""Driver of a gate member: joins over the bus, and executes the state machine's commands on its engine."""
 
 from __future__ import annotations
 
@@ -29,16 +29,18 @@ class EnginePort(Protocol):
     """Operations of an engine's host that the gate uses."""
 
     async def pause(self, timeout: float) -> None:
-        """Stop new batch steps; return when the running one is over."""
+        """Stop new batch steps; return when the running step has ended."""
 
     async def receive(self, spec: dict[str, Any], timeout: float) -> dict[str, Any]:
-        """Take the weights in as ``spec`` says; returns the canary's ``logprobs``, and ``seconds`` by what was done."""
+        """Receive the weights as described by ``spec``. Return the canary's ``logprobs``, and ``seconds`` by
+        operation.
+        """
 
     async def commit(self, version: Version, progress: int) -> None:
         """Stamp the version and serve."""
 
     async def resume(self) -> None:
-        """Serve what was served before."""
+        """Resume serving the previous version."""
 
 
 class MemberDriver:
@@ -53,12 +55,14 @@ class MemberDriver:
         publish: Callable[[SyncEvent], Awaitable[None]],
         given: Callable[[], Key | None],
     ) -> None:
-        """``given`` returns the version last committed at this engine, as the trainer's beat says, and in which try."""
+        """Create the driver. ``given`` returns the version last committed at this engine, and its attempt, from the
+        trainer's heartbeat.
+        """
         self.machine = Member(name)
         self.lease = lease
         self.fingerprint: str | None = None
         self.engine_ready = False
-        """Only a living engine joins."""
+        """Whether the engine is up. Only a running engine joins."""
         self.on_commit: Callable[[Version | None, int], None] = lambda version, progress: None
         self.changed = Notifier()
         """Notified when stage or version may have changed."""
@@ -75,18 +79,18 @@ class MemberDriver:
 
     @property
     def idle(self) -> bool:
-        """No try is under way here, and the engine has processed the end of the last one."""
+        """Whether no attempt is in progress, and the engine has processed the end of the last attempt."""
         return self.machine.stage is Stage.IDLE and not self._unperformed
 
     def engine_up(self, version: Version | None, fingerprint: str | None) -> None:
-        """The engine answers and holds ``version`` (None: nothing that counts)."""
+        """Record that the engine answers and holds ``version`` (None: no trustworthy weights)."""
         if not self.engine_ready:
             self.machine.life = uuid.uuid4().hex
         self.machine.version, self.fingerprint, self.engine_ready = version, fingerprint, True
         self._join_now.set()
 
     def join_again(self) -> None:
-        """Say again what the engine holds: the coordinator does not know of it."""
+        """Report the engine's version again, because the coordinator does not know this member."""
         if self.engine_ready:
             self._join_now.set()
 
@@ -95,7 +99,7 @@ class MemberDriver:
         self._enqueue(self.machine.lost_engine())
 
     async def run(self) -> None:
-        """Serve the gate until cancelled; events are passed in through :meth:`receive_event`."""
+        """Serve the gate until cancelled. The caller passes events to :meth:`receive_event`."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self._perform(group), name="sync-commands")
             group.create_task(self._keep_joined(), name="sync-joins")
@@ -127,7 +131,7 @@ class MemberDriver:
             commands = self.machine.commit(message)
             self._enqueue(commands)
             if not commands and message.progress is not None:
-                # not our try, or no transfer was needed: only the counter moves
+                # not our attempt, or a commit without a transfer: only the progress changes
                 self.on_commit(None, message.progress)
 
     async def _perform(self, group: asyncio.TaskGroup) -> None:
@@ -156,7 +160,8 @@ class MemberDriver:
             else:
                 await self._engine.resume()
         except Exception as error:
-            # the host notices a dead engine by itself; a living one that refuses holds nothing that counts
+            # The host detects a dead engine by itself. The weights of a running engine that refuses are not
+            # trustworthy.
             log.warning("engine_refused", command=type(command).__name__, error=str(error))
             self.machine.version = None
             self._join_now.set()
@@ -168,7 +173,7 @@ class MemberDriver:
 
     async def _pause(self, command: Pause) -> None:
         if command.key != self.machine.key:
-            return  # that try is over
+            return  # that attempt is over
         loop = asyncio.get_running_loop()
         began = loop.time()
         try:
@@ -181,7 +186,7 @@ class MemberDriver:
 
     async def _receive(self, command: Receive) -> None:
         if command.key != self.machine.key:
-            return  # that try is over, and the next one's transfer would find the engine busy
+            return  # that attempt is over; this transfer would block the next attempt's
         prepare = command.prepare
         spec = {
             **prepare.rendezvous,

@@ -1,4 +1,6 @@
-"""Records of the gate: the key of a try; the coordinator's members, phases, durations and commands to its driver."""
+"""Records of the gate: the key of an attempt, and the coordinator's members, phases, durations and commands to its
+driver.
+"""
 
 from __future__ import annotations
 
@@ -9,27 +11,32 @@ from trinity_mq.messages import SyncEvent, Version
 from trinity_mq.telemetry.trace import record
 
 Key = tuple[Version | None, int, int]
-"""Version, epoch and attempt of a try: a restarted trainer counts epochs and attempts anew."""
+"""Version, epoch and attempt number of a sync attempt. The version is part of the key because a restarted trainer
+counts epochs and attempts from 0.
+"""
 
 PHASES = ("wait", "pause", "transfer", "apply", "resume")
-"""``wait``: for an open evaluation, then from prepare until all are ready, their pausing left out.
-``pause``: the slowest engine's way to a standstill. ``transfer``: from go until our side of the broadcast is through.
-``apply``: from there until the last member has the weights in place and has answered the canary. ``resume``: the
-slowest engine's way from commit to serving."""
+"""Phases of an attempt. ``wait``: for an open evaluation, then from prepare until all members are ready, without the
+pause. ``pause``: the slowest engine's time to a standstill. ``transfer``: from go until our side of the broadcast has
+ended. ``apply``: from there until the last member holds the weights and has answered the canary. ``resume``: the
+slowest engine's time from commit to serving.
+"""
 
 
 def key_of(event: SyncEvent) -> Key:
-    """Return the key of the try that an event belongs to."""
+    """Return the key of the attempt that an event belongs to."""
     return (event.version, event.epoch, event.attempt)
 
 
 @dataclass(slots=True)
 class Phases:
-    """One try, in seconds of the coordinator's clock; durations at members are of their own clocks."""
+    """Times of one attempt, in seconds of the coordinator's clock. Members measure their durations with their own
+    clocks.
+    """
 
     started: float = 0.0
     held: float = 0.0
-    """Seconds for which the try was put off."""
+    """Seconds for which the attempt was postponed."""
     ready: float | None = None
     transferred: float | None = None
     committed: float | None = None
@@ -44,7 +51,7 @@ class Phases:
             self._resumes[join.sender] = _seconds(join, "resume")
 
     def trace(self, version: Version) -> None:
-        """Record the parts between the messages of the gate as spans of the trainer."""
+        """Record the intervals between the gate's messages as spans of the trainer."""
         if self.ready is not None and self.transferred is not None and self.committed is not None:
             record("wait until engines are ready", self.started, self.ready, version=version, wait=True)
             record("transfer weights", self.ready, self.transferred, version=version, wait=True)
@@ -66,45 +73,48 @@ class Phases:
 
 
 def _seconds(event: SyncEvent, name: str) -> float:
-    """Return a duration in seconds that a member reports, 0 where it is missing or invalid."""
+    """Return a duration in seconds from a member's event, 0 if it is missing or invalid."""
     value = event.detail.get(name)
     return float(value) if isinstance(value, int | float) and 0 <= value < float("inf") else 0.0
 
 
 class Phase(enum.Enum):
-    """Phase of a try."""
+    """Phase of an attempt."""
 
     IDLE = "idle"
     PREPARING = "preparing"
     ENTERING = "entering"
-    """go is out, the collective runs."""
+    """go is sent, and the collective runs."""
     APPLYING = "applying"
-    """Our part of the collective is done, some member has not said applied."""
+    """Our part of the collective is done, but some members have not answered applied."""
 
 
 @dataclass(slots=True)
 class Member:
-    """A member of the gate as the coordinator knows it."""
+    """A gate member as the coordinator knows it."""
 
     lease_ends: float
     version: Version | None
-    """Version that it reports; None when it holds nothing that can be trusted."""
+    """Version that the member reports. None if it holds no trustworthy weights."""
     life: str = ""
-    """Id of its engine's process."""
+    """Id of the member's engine process."""
     quarantined: bool = False
-    """Its canary has shown other weights than it was given; it takes part again once the canary agrees."""
+    """Whether the canary showed other weights than the engine was sent. The member takes part again once the canary
+    passes.
+    """
     given: tuple[int, int] = (0, 0)
-    """Epoch and attempt of the try in which the latest version was committed at it: a member that has missed the commit
-    finds it here, in the trainer's beat."""
+    """Epoch and attempt that committed the latest version at this member. A member that missed the commit
+    message finds them in the trainer's heartbeat.
+    """
 
     def hold(self, version: Version, given: tuple[int, int]) -> None:
-        """Its version is committed: the canary has agreed."""
+        """Record the committed version after the canary check has passed."""
         self.version, self.given, self.quarantined = version, given, False
 
 
 @dataclass(frozen=True, slots=True)
 class StartCollective:
-    """Meet the members at the barrier and broadcast; report with :meth:`Coordinator.collective_done` or
+    """Meet the members at the barrier and broadcast. Report with :meth:`Coordinator.collective_done` or
     ``collective_failed``.
     """
 
@@ -116,23 +126,23 @@ class StartCollective:
 
 @dataclass(frozen=True, slots=True)
 class AbandonCollective:
-    """Stop waiting for the collective; its group must not be used again."""
+    """Stop waiting for the collective. Its group must not be used again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """The version exists."""
+    """The version is committed."""
 
     version: Version
     progress: int
     members: tuple[str, ...]
     pulled: bool = False
-    """One member alone has caught up with what the others held."""
+    """Whether a single member has caught up with the committed version."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The try has ended; members in ``lost`` are left out until they join again."""
+    """The attempt has failed. Members in ``lost`` are excluded until they join again."""
 
     version: Version
     reason: str
@@ -140,4 +150,4 @@ class Failed:
 
 
 Command = SyncEvent | StartCollective | AbandonCollective | Committed | Failed
-"""An event is to be published to the members."""
+"""A command to the driver. A :class:`SyncEvent` is published to the members."""

@@ -1,1 +1,1 @@
-"""The checkpoint channel: weights travel as files."""
+"""The checkpoint channel: files carry the weights."""

@@ -1,4 +1,4 @@
-"""The checkpoint channel: weights travel as files that trainer and engines both reach."""
+"""The checkpoint channel: carries weights as files that both trainer and engines can access."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ log = structlog.get_logger(__name__)
 
 
 class CheckpointChannel:
-    """Writes each version before it is offered; members read it by themselves.
+    """Writes each version before the offer; members read it by themselves.
 
     Args:
-        root: Folder or fsspec URL below which versions are.
+        root: Folder or fsspec URL that contains the versions.
         bucket_bytes: Size of a shard.
-        seconds: Limit of a phase of a try.
-        keep: Versions that stay.
+        seconds: Limit of a phase of an attempt.
+        keep: Number of versions to keep.
     """
 
     def __init__(self, root: str, bucket_bytes: int, seconds: float, *, keep: int = 2) -> None:
@@ -38,7 +38,7 @@ class CheckpointChannel:
         self._committed: CatchUpSource | None = None
 
     async def offer(self, version: Version, tensors: Tensors, manifest: Manifest) -> dict[str, Any]:
-        """Write the files, unless they are there, and say where they are."""
+        """Write the files, unless they exist, and return their location."""
         if self._offered is None or self._offered[0] != version:
             self._offered = None
             buckets = plan(manifest, self._bucket_bytes)
@@ -59,10 +59,10 @@ class CheckpointChannel:
         return self._offered[1]
 
     async def broadcast(self, tensors: Tensors, manifest: Manifest, epoch: int, attempt: int, world: int) -> None:
-        """Nothing to do: members fetch by themselves."""
+        """Do nothing: members fetch by themselves."""
 
     async def committed(self, version: Version, tensors: Tensors, manifest: Manifest) -> None:
-        """Keep the files of ``version`` and of those before it as configured."""
+        """Keep the files of ``version``, and as many earlier versions as configured."""
         if self._offered is None or self._offered[0] != version:
             return
         self._committed = self._offered
@@ -76,8 +76,8 @@ class CheckpointChannel:
         return self._committed
 
     def abandon(self) -> None:
-        """Write the version anew for the next try: perhaps its files were why this one failed."""
+        """Write the version again for the next attempt, because its files may be the cause of the failure."""
         self._offered = None
 
     async def close(self) -> None:
-        """Leave the files: engines may be reading them."""
+        """Leave the files in place: engines may be reading them."""

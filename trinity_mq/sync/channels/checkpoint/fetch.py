@@ -1,4 +1,4 @@
-"""The engine's end of the checkpoint channel: verifies and opens shard after shard. Blocks."""
+"""The engine's end of the checkpoint channel: verifies and opens one shard after another. Blocks."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _SHARD = re.compile(r"shard-\d+\.safetensors")
 
 
 def fetch(spec: dict[str, Any]) -> dict[str, Tensor]:
-    """Return the tensors by name, every file verified; local ones are mapped, not read into memory.
+    """Return the tensors by name after verifying every file. Local files are memory-mapped, not read into memory.
 
     ``spec``: path, digest, manifest, seconds.
 
     Raises:
-        ChannelError: A file is not there, is not what was written, or does not hold what the manifest says.
+        ChannelError: A file is missing, differs from the written content, or does not match the manifest.
     """
     from fsspec.core import url_to_fs
 

@@ -1,8 +1,8 @@
-"""Versions of weights as files: safetensors shards and a manifest, below a local folder or an fsspec URL. Blocks.
+"""Versions of weights as files: safetensors shards and a manifest, in a local folder or an fsspec URL. Blocks.
 
-``<root>/<generation>.<step>-<random>/shard-00000.safetensors`` ..., and last of all ``manifest.json`` with size and
-checksum of each: a folder without it is no version. Local files appear by a rename, once they are on disk; objects of
-a store appear when all of them is there.
+A version consists of ``<root>/<generation>.<step>-<random>/shard-00000.safetensors`` and so on. ``manifest.json`` is
+written last and holds size and checksum of each shard: a folder without it is not a version. Local files appear by a
+rename after they are synced to disk. Objects in a store appear when they are complete.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ log = structlog.get_logger(__name__)
 
 MANIFEST = "manifest.json"
 FORMAT = 1
-"""Number of the format of a version's folder."""
+"""Format number of a version's folder."""
 CHUNK_BYTES = 2**22
-"""Bytes written, and summed up while they are in the cache, at once."""
+"""Number of bytes written and checksummed at a time, while they are in the cache."""
 _FOLDER = re.compile(r"(\d+)\.(\d+)-[0-9a-f]{8}")
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class WeightFiles:
-    """The versions below one root; only folders named as ours are ever touched.
+    """The versions in one root folder. Only folders with our naming pattern are ever touched.
 
     Raises:
-        FatalError: No library here opens such a URL.
+        FatalError: No installed library opens the URL.
     """
 
     def __init__(self, root: str) -> None:
@@ -61,12 +61,14 @@ class WeightFiles:
         flats: Iterable[Tensor],
         written: Callable[[Tensor], None] = lambda flat: None,
     ) -> tuple[str, str]:
-        """Write a shard a bucket, then the manifest; returns the version's folder or URL and the manifest's checksum.
+        """Write one shard per bucket, then the manifest. Return the version's folder or URL, and the manifest's
+        checksum.
 
-        ``written`` is called with each bucket that is not needed any more.
+        ``written`` is called with each bucket that is no longer needed.
 
         Raises:
-            OSError: It could not be written; what was is no version, and goes with the next :meth:`prune`.
+            OSError: The files could not be written. The partial files are not a version, and the next :meth:`prune`
+                removes them.
         """
         folder = f"{self._root}/{label(version)}-{uuid.uuid4().hex[:8]}"
         if self._is_local:
@@ -85,9 +87,10 @@ class WeightFiles:
         return f"{self._prefix}{folder}", seen
 
     def prune(self, current: str, keep: int) -> None:
-        """Remove all but ``current`` and the newest ``keep - 1`` of the versions before it; what cannot go stays.
+        """Remove all versions except ``current`` and the newest ``keep - 1`` versions before it. Folders that cannot be
+        removed stay.
 
-        What is no version, and what tries that failed have left, goes too.
+        Incomplete folders and the remains of failed attempts are removed too.
         """
         newest = self._version_of(current)
         self._fs.invalidate_cache()
@@ -118,7 +121,7 @@ class WeightFiles:
             return []
 
     def _put(self, path: str, parts: Iterable[bytes | memoryview]) -> tuple[int, str]:
-        """Write a file, whole or not at all; returns size and checksum."""
+        """Write a file completely or not at all; return size and checksum."""
         size, seen = 0, xxhash.xxh3_128()
         folder, _, name = path.rpartition("/")
         target = f"{folder}/.{name}.part" if self._is_local else path
@@ -136,13 +139,13 @@ class WeightFiles:
 
 
 def is_local(filesystem: Any) -> bool:
-    """Say whether an fsspec filesystem is this machine's own."""
+    """Return whether an fsspec filesystem is the local filesystem of this machine."""
     names = filesystem.protocol
     return "file" in ((names,) if isinstance(names, str) else names)
 
 
 def _shard(bucket: Bucket, flat: Tensor) -> Iterator[bytes | memoryview]:
-    """Yield a bucket as a safetensors file, its tensors not copied."""
+    """Yield a bucket as a safetensors file, without copying its tensors."""
     header: dict[str, Any] = {}
     at = 0
     for name, _, shape in bucket.entries:
@@ -150,7 +153,7 @@ def _shard(bucket: Bucket, flat: Tensor) -> Iterator[bytes | memoryview]:
         header[name] = {"dtype": _NAMES[bucket.dtype], "shape": shape, "data_offsets": [at, at + size]}
         at += size
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # the format wants tensors to begin at a multiple of eight
+    text += b" " * (-len(text) % 8)  # the format requires tensors to begin at a multiple of 8
     yield len(text).to_bytes(8, "little") + text
     body = raw(flat)
     for start in range(0, len(body), CHUNK_BYTES):

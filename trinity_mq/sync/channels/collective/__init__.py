@@ -1,1 +1,1 @@
-"""The collective channel: weights travel as one broadcast to all engines."""
+"""The collective channel: one broadcast carries the weights to all engines."""

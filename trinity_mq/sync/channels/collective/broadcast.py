@@ -1,8 +1,8 @@
-"""The collective: a barrier on a TCPStore, then a bucketed broadcast in a process group of its own.
+"""The collective: a barrier on a TCPStore, then a bucketed broadcast in a separate process group.
 
-The group belongs to one epoch (one membership) and is kept between its versions. Each use runs on a daemon thread with
-a deadline: a stuck one is abandoned, never waited for, and whatever failed is not used again. Only a full barrier
-enters the collective.
+The group belongs to one epoch (one membership) and is kept across the versions of this epoch. Each use runs on a daemon
+thread with a deadline. A stuck thread is abandoned, never waited for, and a failed group is not used again. Ranks enter
+the collective only after the barrier is full.
 """
 
 from __future__ import annotations
@@ -25,10 +25,13 @@ from trinity_mq.sync.channels.buckets import Bucket, SpareBuffers, ahead, entrie
 
 Backend = Literal["gloo", "nccl"]
 UNDER_WAY = 2
-"""Broadcasts of buckets under way at a time: the next one is begun before its predecessor has ended at the slowest."""
+"""Number of concurrent bucket broadcasts: the next broadcast starts before the slowest rank has finished the previous
+one.
+"""
 ROOM_ON_DEVICE = 1.25
-"""Free device memory over the size of the weights from which on tensors received by NCCL stay on the device until all
-have arrived; with less they go to the host, bucket by bucket."""
+"""Minimum ratio of free device memory to the size of the weights for keeping tensors received by NCCL on the device
+until all have arrived. With less memory they are copied to the host, bucket by bucket.
+"""
 
 
 def nccl_missing() -> str | None:
@@ -42,7 +45,7 @@ def nccl_missing() -> str | None:
 
 
 class Group:
-    """One epoch's process group, seen from one rank."""
+    """One epoch's process group, from the view of one rank."""
 
     def __init__(
         self, store: Store, epoch: int, rank: int, world: int, seconds: float, backend: Backend = "gloo"
@@ -52,11 +55,11 @@ class Group:
         self._backend = backend
         self._group: Any = None
         self._key: str | None = None
-        """This rank's key of the last barrier."""
+        """Key of this rank at the last barrier."""
 
     @property
     def device(self) -> torch.device:
-        """Device on which broadcast tensors must be; of several GPUs the one that this process uses."""
+        """Device of the broadcast tensors. With several GPUs it is the GPU that this process uses."""
         if self._backend == "gloo":
             return torch.device("cpu")
         if (missing := nccl_missing()) is not None:
@@ -64,10 +67,10 @@ class Group:
         return torch.device("cuda", torch.cuda.current_device())
 
     def barrier(self, attempt: int) -> None:
-        """Say that this rank is here and wait for all the others, or raise after the timeout.
+        """Announce this rank and wait for all other ranks, or raise after the timeout.
 
-        Each rank then deletes its key of the barrier before, which all have passed: the store is memory of rank 0, and
-        would grow with each use.
+        Each rank then deletes its key of the previous barrier, which all ranks have passed. The store is memory of rank
+        0, and would otherwise grow with each use.
         """
         keys = [f"at/{self.epoch}/{attempt}/{rank}" for rank in range(self.world)]
         self.store.set(keys[self.rank], "1")
@@ -77,9 +80,9 @@ class Group:
         self._key = keys[self.rank]
 
     def broadcast(self, flats: Iterable[Tensor]) -> Iterator[Tensor]:
-        """Send the tensors, on :attr:`device`, from rank 0 into everybody's, and yield each once it is through.
+        """Broadcast tensors on :attr:`device` from rank 0 to all ranks, and yield each tensor when it is complete.
 
-        Some are under way at a time, so that a tensor is taken before the last ones were yielded.
+        Several broadcasts run concurrently, so the iterator is advanced before earlier tensors have been yielded.
         """
         if self._group is None:
             self._group = self._opened()
@@ -101,13 +104,13 @@ class Group:
         store, device = PrefixStore(f"pg/{self.epoch}", self.store), self.device
         if device.type == "cpu":
             return dist.ProcessGroupGloo(store, self.rank, self.world, self.timeout)
-        # a peer that does not come is an error here after the timeout, not the end of the process
+        # an absent peer must cause an error here after the timeout, not end the process
         os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
-        torch.cuda.set_device(device)  # of this thread
+        torch.cuda.set_device(device)  # set per thread
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = self.timeout  # noqa: SLF001  # the only way to set it on a group of one's own
         group = dist.ProcessGroupNCCL(store, self.rank, self.world, options)
-        group.eager_connect_single_device(device)  # a device that cannot be had shows now, not in the first broadcast
+        group.eager_connect_single_device(device)  # makes an unusable device fail here, not in the first broadcast
         return group
 
 
@@ -121,7 +124,7 @@ class Sender:
         self._group: Group | None = None
 
     async def rendezvous(self) -> dict[str, Any]:
-        """Return where the members meet us; the store is opened at first use."""
+        """Return the address where members meet the trainer. The first use opens the store."""
         store = self._store
         if store is None:
             self._store = store = await in_daemon_thread(self._open, self.seconds, "rendezvous")
@@ -136,8 +139,8 @@ class Sender:
         }
 
     async def broadcast(self, tensors: Tensors, manifest: Manifest, epoch: int, attempt: int, world: int) -> None:
-        """Meet ``world - 1`` members at the barrier and send them the tensors, each gathered and packed while the
-        bucket before is on the wire; see :meth:`send`.
+        """Meet ``world - 1`` members at the barrier and send them the tensors. Each bucket is gathered and packed while
+        the previous bucket is on the wire; see :meth:`send`.
         """
         spare = SpareBuffers()
         buckets = plan(manifest, self.bucket_bytes)
@@ -152,13 +155,13 @@ class Sender:
         """Meet ``world - 1`` members at the barrier and send them flat buckets, on the device of the group.
 
         Args:
-            flats: The buckets of what the members know as the manifest; may block until a bucket is there.
-            epoch: A new one makes a new group.
-            attempt: Names the barrier.
-            world: Members and ourselves.
+            flats: Buckets of the manifest that the members know. The iterator may block until a bucket is ready.
+            epoch: A new epoch creates a new group.
+            attempt: Identifies the barrier.
+            world: Number of members plus the trainer.
 
         Raises:
-            ChannelError: It failed; the group is gone and the next use needs a new epoch.
+            ChannelError: The broadcast failed. The group is gone, and the next use needs a new epoch.
         """
 
         def send(group: Group) -> None:
@@ -185,7 +188,7 @@ class Sender:
             raise
 
     def abandon(self) -> None:
-        """Never use the group and the rendezvous again: the next epoch gets new ones."""
+        """Drop the group and the rendezvous; the next epoch creates both again."""
         self._group, self._store = None, None
 
     def _open(self) -> TCPStore:
@@ -200,13 +203,13 @@ class Receiver:
         self._address: tuple[object, ...] = ()
 
     async def receive(self, spec: dict[str, Any], spare: SpareBuffers) -> tuple[dict[str, Tensor], list[Tensor]]:
-        """Return the broadcast tensors by name, on the CPU or, by NCCL, where there is room, and the buffers, taken
-        from ``spare``, that they are views of.
+        """Return the broadcast tensors by name, and the buffers that they are views of. Buffers come from ``spare``.
+        Tensors are on the CPU or, with NCCL and enough memory, on the device.
 
         ``spec``: host, port, nonce, bucket_bytes, backend, epoch, attempt, rank, world, seconds, manifest.
 
         Raises:
-            ChannelError: The barrier did not fill, a peer died, or time ran out; nothing of the model was touched.
+            ChannelError: The barrier did not fill, a peer died, or the time limit passed. The model is unchanged.
         """
         kept, seconds = self._take_group(spec), float(spec["seconds"]) + 1.0
         group, tensors, flats = await in_daemon_thread(lambda: _received(kept, spec, spare), seconds, "receive")
@@ -214,13 +217,15 @@ class Receiver:
         return tensors, flats
 
     def receive_blocking(self, spec: dict[str, Any]) -> dict[str, Tensor]:
-        """Receive in this thread, for a process that has no event loop; see :meth:`receive`. Raises what torch does."""
+        """Receive in this thread, for a process without an event loop; see :meth:`receive`. Raises torch's errors."""
         self._group, tensors, _ = _received(self._take_group(spec), spec, SpareBuffers())
         return tensors
 
     def _take_group(self, spec: dict[str, Any]) -> Group | None:
-        """Return the group of the last transfer if this one is to use it; it is ours again when that is through."""
-        # with the nonce: a trainer that was restarted may have the port, and the epoch, of the one before
+        """Return the group of the last transfer if it can be reused, else None. The receiver owns the group again after
+        the transfer.
+        """
+        # the nonce tells trainers apart: a restarted trainer may have the same port and epoch
         address = (spec["host"], spec["port"], spec.get("nonce"))
         known, self._group = self._group, None
         is_same = self._address == address and known is not None and known.epoch == spec["epoch"]
@@ -249,7 +254,7 @@ def _received(
 
 
 def _stays(buckets: list[Bucket], device: torch.device) -> bool:
-    """Say whether what arrives on ``device`` can stay there until all of it has."""
+    """Return whether weights received on ``device`` can stay there until all have arrived."""
     if device.type == "cpu":
         return True
     free, _ = torch.cuda.mem_get_info(device)

@@ -1,4 +1,4 @@
-"""The collective channel: a broadcast to all members at once, and beside it a place where one alone pulls from."""
+"""The collective channel: a broadcast to all members at once, with a second channel for catch-up fetches."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from trinity_mq.sync.channels.memory.host_copy import HostCopy
 
 
 class CollectiveChannel:
-    """Broadcasts a host copy, which is made from the offer on: while engines still serve, and then bucket by bucket
-    while the one before is on the wire. Members that missed it pull from the same copy.
+    """Broadcasts from a host copy. The copy starts with the offer, while engines still serve, and continues bucket by
+    bucket during the broadcast. Members that missed the broadcast fetch from the same copy.
 
     Args:
-        host: Where the rendezvous listens.
+        host: Address of the rendezvous.
         bucket_bytes: Size of one broadcast.
         seconds: Limit of the barrier and of each step of the collective.
-        backend: What carries it.
-        pulls: Serves members that missed a broadcast. With files each version is written before it is sent.
+        backend: Backend of the broadcast.
+        pulls: Channel for members that missed a broadcast. A file channel writes each version before the broadcast.
     """
 
     def __init__(
@@ -37,19 +37,20 @@ class CollectiveChannel:
         self._copy: HostCopy | None = None
 
     async def offer(self, version: Version, tensors: Tensors, manifest: Manifest) -> dict[str, Any]:
-        """Make ready what members pull, and say where to meet."""
+        """Prepare the weights for catch-up fetches, and return the rendezvous."""
         if isinstance(self._pulls, MemoryChannel):
             self._copy = self._pulls.begin(version, tensors, manifest, digests=False)
             if any(hasattr(tensor, "full_tensor") for _, tensor in tensors):
-                # gathering shards is a collective of the trainer's ranks, in an order with their others
+                # gathering shards is a collective of the trainer's ranks, which must keep its order among their other
+                # collectives
                 self._copy = await self._pulls.stage(version, tensors, manifest, digests=False)
         else:
             await self._pulls.offer(version, tensors, manifest)
         return await self._sender.rendezvous()
 
     async def broadcast(self, tensors: Tensors, manifest: Manifest, epoch: int, attempt: int, world: int) -> None:
-        """Meet the members and send them the weights: the host copy, or where there is none, or they go from a GPU to
-        others, the tensors, packed bucket by bucket.
+        """Meet the members and send them the weights. With gloo and a host copy, send the copy. Otherwise pack the
+        tensors bucket by bucket, as for a transfer between GPUs.
         """
         if self._copy is not None and self._sender.backend == "gloo":
             await self._sender.send(self._copy.stream(), epoch, attempt, world)

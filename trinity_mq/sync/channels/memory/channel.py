@@ -1,4 +1,6 @@
-"""The memory channel: engines stream weights over HTTP from a host copy of them; no disk, and never the live ones."""
+"""The memory channel: engines stream weights over HTTP from a host copy. It uses no disk, and never the live
+weights.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ from trinity_mq.sync.channels.memory.server import WeightServer
 
 
 class MemoryChannel:
-    """Holds the committed version, and the one under way in the buffers of the one before: two models of memory."""
+    """Holds the committed version and the version in progress, which reuses the buffers of the version before. This
+    takes the memory of two models.
+    """
 
     def __init__(self, host: str, bucket_bytes: int, seconds: float) -> None:
         self._bucket_bytes, self._seconds = bucket_bytes, seconds
@@ -30,24 +34,26 @@ class MemoryChannel:
         self._committed: HostCopy | None = None
         self._offered: HostCopy | None = None
         self._filling: asyncio.Task[None] | None = None
-        """Fills the copy offered last."""
+        """Task that fills the last offered copy."""
 
     async def offer(self, version: Version, tensors: Tensors, manifest: Manifest) -> dict[str, Any]:
-        """Copy the weights, unless they are copied, and say where they are."""
+        """Copy the weights, unless they are already copied, and return their location."""
         return await self._where(await self.stage(version, tensors, manifest, digests=True))
 
     async def stage(self, version: Version, tensors: Tensors, manifest: Manifest, *, digests: bool) -> HostCopy:
-        """Return the host copy of ``version``, the one that may be committed next; errors as :meth:`Channel.offer`.
+        """Return the complete host copy of ``version``, which may be committed next. Errors as in
+        :meth:`Channel.offer`.
 
-        ``digests``: sum up too, since members ask for it at once; else that is done when one does.
+        ``digests``: compute the checksums now, because members request them at once. Otherwise the first request
+        computes them.
         """
         copy = self.begin(version, tensors, manifest, digests=digests)
         await self._whole(copy)
         return copy
 
     def begin(self, version: Version, tensors: Tensors, manifest: Manifest, *, digests: bool) -> HostCopy:
-        """As :meth:`stage`, but return while the copy is being filled: its buckets are read as they come. The tensors
-        must not change before all were read, or :meth:`committed` has returned.
+        """Do the same as :meth:`stage`, but return while the copy is being filled. Readers take its buckets as they are
+        filled. The tensors must not change until all are read, or until :meth:`committed` has returned.
         """
         if self._offered is None or self._offered.version != version or self._offered.is_failed:
             copy = HostCopy(version, manifest, self._bucket_bytes, self._spare)
@@ -57,7 +63,7 @@ class MemoryChannel:
         return self._offered
 
     async def _fill(self, copy: HostCopy, tensors: Tensors, digests: bool) -> None:
-        """Fill a copy; how that ended is in the copy."""
+        """Fill a copy, and record the outcome in the copy."""
         seconds = self._seconds * STAGING_TRIES
         try:
             await in_daemon_thread(lambda: copy.take(tensors, digests=digests), seconds, "host copy")
@@ -67,19 +73,19 @@ class MemoryChannel:
             copy.fail(error)
             raise
         if copy is self._offered:
-            self._replace(self._committed, copy)  # served from now on
+            self._replace(self._committed, copy)  # makes the server serve the copy
 
     async def _whole(self, copy: HostCopy) -> None:
-        """Return once the copy is filled; errors as :meth:`Channel.offer`."""
+        """Return once the copy is filled; errors as in :meth:`Channel.offer`."""
         if copy is self._offered and self._filling is not None:
-            await asyncio.shield(self._filling)  # a caller that is cancelled leaves it to the next try of this version
+            await asyncio.shield(self._filling)  # a cancelled caller leaves it to the next attempt
         copy.check()
 
     async def broadcast(self, tensors: Tensors, manifest: Manifest, epoch: int, attempt: int, world: int) -> None:
-        """Nothing to do: members fetch by themselves."""
+        """Do nothing: members fetch by themselves."""
 
     async def committed(self, version: Version, tensors: Tensors, manifest: Manifest) -> None:
-        """Keep the copy of ``version`` alone."""
+        """Keep only the copy of ``version``."""
         copy = self._offered
         if copy is not None and copy.version == version:
             await self._whole(copy)
@@ -90,11 +96,11 @@ class MemoryChannel:
         return None if copy is None else (copy.version, await self._where(copy), copy.manifest)
 
     def abandon(self) -> None:
-        """Copy the version anew for the next try: perhaps its copy was why this one failed."""
+        """Copy the version again for the next attempt, because its copy may be the cause of the failure."""
         self._replace(self._committed, None)
 
     async def close(self) -> None:
-        """Serve no more, and give the memory back."""
+        """Stop the server, and release the memory."""
         await self._server.close()
         self._replace(None, None)
         if self._filling is not None:
@@ -103,7 +109,7 @@ class MemoryChannel:
         self._spare.clear()
 
     def _replace(self, committed: HostCopy | None, offered: HostCopy | None) -> None:
-        """Hold these two, serve them, and fill the buffers of the others again."""
+        """Hold and serve these two copies, and return the buffers of other copies to the pool."""
         before = (self._committed, self._offered)
         self._committed, self._offered = committed, offered
         held = [copy for copy in (committed, offered) if copy is not None]

@@ -1,4 +1,4 @@
-"""The engine's end of the memory channel: reads buckets from the trainer's server straight into tensors. Blocks."""
+"""The engine's end of the memory channel: reads buckets from the trainer's server directly into tensors. Blocks."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from trinity_mq.sync.channels.buckets import SpareBuffers, entries_of, plan, raw
 
 T = TypeVar("T")
 SILENCE = 10.0
-"""Seconds without a byte after which a connection is given up."""
+"""Seconds without a byte after which a connection is closed."""
 CHUNK_BYTES = 2**20
-"""Bytes read, and summed up while they are in the cache, at once."""
+"""Number of bytes read and checksummed at a time, while they are in the cache."""
 
 
 class _Damaged(Exception):
-    """Received bytes differ from the sent ones."""
+    """Received bytes differ from the sent bytes."""
 
 
 CONNECTION_ERRORS = (OSError, http.client.HTTPException, _Damaged)
 
 
 def fetch(spec: dict[str, Any], spare: SpareBuffers) -> tuple[dict[str, Tensor], list[Tensor]]:
-    """Return the tensors by name, on the CPU, every bucket verified, and the buffers that they are views of.
+    """Return the tensors by name, on the CPU, with every bucket verified, and the buffers that they are views of.
 
     Args:
         spec: ``url``, ``token``, ``bucket_bytes``, ``manifest``, ``seconds``.
-        spare: Where buffers come from.
+        spare: Pool of buffers.
 
     Raises:
-        ChannelError: They could not be had within ``seconds``.
+        ChannelError: The tensors could not be fetched within ``seconds``.
     """
     buckets = plan(entries_of(spec["manifest"]), int(spec["bucket_bytes"]))
     reader = _Reader(spec["url"], spec["token"], float(spec["seconds"]))
@@ -56,7 +56,7 @@ def fetch(spec: dict[str, Any], spare: SpareBuffers) -> tuple[dict[str, Tensor],
 
 
 class _Reader:
-    """One connection, opened again after a failure."""
+    """One connection, reopened after a failure."""
 
     def __init__(self, url: str, token: str, seconds: float) -> None:
         parts = urlsplit(url)
@@ -116,7 +116,7 @@ class _Reader:
             seen.update(into[at : at + read])
             at += read
             self._left()
-        answer.read()  # nothing is left; the connection is free for the next request
+        answer.read()  # finishes the response, so that the connection is free for the next request
         if seen.hexdigest() != digest:
             raise _Damaged(f"the checksum is {seen.hexdigest()}, wanted {digest}")
 
@@ -126,7 +126,7 @@ class _Reader:
 
 
 def _excerpt(body: bytes) -> str:
-    """Return the message of an error's body."""
+    """Return the message in the body of an error response."""
     try:
         return str(json.loads(body)["error"]["message"])
     except (ValueError, KeyError, TypeError):

@@ -1,4 +1,6 @@
-"""A version's weights as flat buckets in host memory, not those that the trainer goes on to change."""
+"""A version's weights as flat buckets in host memory, separate from the live weights that the trainer keeps
+changing.
+"""
 
 from __future__ import annotations
 
@@ -15,24 +17,24 @@ from trinity_mq.sync.channels.buckets import Bucket, SpareBuffers, digest, packe
 
 @dataclass(slots=True)
 class HostCopy:
-    """One version. Filled in one thread, while others may read the buckets that are filled; what is whole does not
-    change any more.
+    """Host copy of one version. One thread fills it, while other threads may read the filled buckets. A complete copy
+    does not change any more.
     """
 
     version: Version
     manifest: Manifest
     bucket_bytes: int
     spare: SpareBuffers = field(default_factory=SpareBuffers)
-    """Pool that buffers are taken from and, once the copy is released, returned to."""
+    """Pool of the buffers. A released copy returns its buffers to the pool."""
     readers: int = 0
-    """Number of readers that stream it now; its buffers must not change meanwhile."""
+    """Number of current readers. The buffers must not change while readers exist."""
     buckets: list[Bucket] = field(init=False)
     flats: list[Tensor] = field(default_factory=list)
-    """One a bucket, on the CPU."""
+    """One flat CPU tensor per bucket."""
     is_whole: bool = False
-    """All buckets are filled."""
+    """Whether all buckets are filled."""
     _problem: ChannelError | None = None
-    """Why it will never be whole."""
+    """Why the copy will never be complete; None as long as it can be."""
     _changed: threading.Condition = field(default_factory=threading.Condition)
     _digests: list[str] = field(default_factory=list)
 
@@ -40,20 +42,20 @@ class HostCopy:
         self.buckets = plan(self.manifest, self.bucket_bytes)
 
     def take(self, tensors: Iterable[tuple[str, Tensor]], *, digests: bool) -> HostCopy:
-        """Copy the tensors, bucket by bucket, with ``digests`` also those; blocks.
+        """Copy the tensors bucket by bucket, and compute the checksums too if ``digests``. Blocks.
 
         Raises:
-            ChannelError: They are not those of the manifest.
+            ChannelError: The tensors do not match the manifest.
         """
         try:
             for flat in packed(self.buckets, tensors, empty=self.spare.take):
                 with self._changed:
                     if self._problem is not None:
-                        raise self._problem  # the buffers are not used again: somebody may still read them
+                        raise self._problem  # do not reuse the buffers: a reader may still use them
                     self.flats.append(flat)
                     self._changed.notify_all()
                 if digests:
-                    self._digests.append(digest(raw(flat)))  # while it is in the cache
+                    self._digests.append(digest(raw(flat)))  # while the bucket is in the cache
             with self._changed:
                 self.is_whole = self._problem is None
                 self._changed.notify_all()
@@ -63,7 +65,7 @@ class HostCopy:
         return self
 
     def fail(self, error: BaseException) -> None:
-        """Say that the copy will never be whole; whoever reads it or fills it ends with that error."""
+        """Mark the copy as failed: it will never be complete. Its readers and its writer get this error."""
         problem = error if isinstance(error, ChannelError) else ChannelError(f"{type(error).__name__}: {error}")
         with self._changed:
             if not self.is_whole and self._problem is None:
@@ -72,11 +74,11 @@ class HostCopy:
 
     @property
     def is_failed(self) -> bool:
-        """It will never be whole."""
+        """Whether the copy will never be complete."""
         return self._problem is not None
 
     def check(self) -> None:
-        """Raise ChannelError if the copy will never be whole."""
+        """Raise ChannelError if the copy will never be complete."""
         if self._problem is not None:
             raise self._problem
 
@@ -84,9 +86,9 @@ class HostCopy:
         """Yield the buckets in order, each as soon as it is filled; blocks.
 
         Raises:
-            ChannelError: The copy will never be whole.
+            ChannelError: The copy will never be complete.
         """
-        flats = self.flats  # a release gives this copy another list
+        flats = self.flats  # release() replaces the list of this copy
         for number in range(len(self.buckets)):
             with self._changed:
                 while len(flats) <= number and self._problem is None:
@@ -96,14 +98,18 @@ class HostCopy:
             yield flats[number]
 
     def release(self) -> None:
-        """Give the buffers back, unless somebody reads or fills them: then they go when that has ended."""
+        """Return the buffers to the pool, unless a thread reads or fills them. In that case they are freed after their
+        last use.
+        """
         self.fail(ChannelError(f"the host copy of version {self.version} was abandoned"))
         if self.is_whole and not self.readers:
             self.spare.put(*self.flats)
         self.flats = []
 
     def digests(self) -> list[str]:
-        """Return the checksum of each bucket; unless :meth:`take` has seen them, the first call reads all. Blocks."""
+        """Return the checksum of each bucket. If :meth:`take` did not compute them, the first call reads all buckets.
+        Blocks.
+        """
         flats, known = self.flats, self._digests
         if len(known) != len(flats):
             self._digests = known = [digest(raw(flat)) for flat in flats]

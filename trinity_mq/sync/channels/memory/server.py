@@ -1,6 +1,6 @@
-"""The trainer's small HTTP server, from which engines stream weights.
+"""HTTP server in the trainer, from which engines stream weights.
 
-``GET /weights/<version>`` gives the checksums, ``GET /weights/<version>/<bucket>`` the bytes of one bucket.
+``GET /weights/<version>`` returns the checksums, ``GET /weights/<version>/<bucket>`` the bytes of one bucket.
 """
 
 from __future__ import annotations
@@ -21,31 +21,31 @@ from trinity_mq.sync.channels.memory.host_copy import HostCopy
 log = structlog.get_logger(__name__)
 
 CHUNK_BYTES = 2**20
-"""Bytes handed to the socket at once; between two of them the event loop does other things."""
+"""Bytes handed to the socket at a time. Between two chunks the event loop can run other tasks."""
 CLOSE_SECONDS = 1.0
 
 
 class WeightServer:
-    """Serves host copies, by version, to those who know the token.
+    """Serves host copies, by version, to clients with the token.
 
     Args:
-        host: Address of this machine that engines reach.
-        seconds: What sending one bucket may take; a reader that stands still does not hold memory for ever.
+        host: Address of this machine that engines can reach.
+        seconds: Limit for sending one bucket. A stalled reader does not hold memory forever.
     """
 
     def __init__(self, host: str, seconds: float) -> None:
         self.copies: dict[str, HostCopy] = {}
-        """By :func:`trinity_mq.sync.channels.base.label`."""
+        """Host copies by :func:`trinity_mq.sync.channels.base.label`."""
         self.token = secrets.token_urlsafe(24)
         self._host, self._seconds = host, seconds
         self._runner: web.AppRunner | None = None
         self._port = 0
 
     async def url(self) -> str:
-        """Return the URL below which versions are; the server starts with the first call.
+        """Return the base URL of the versions; the first call starts the server.
 
         Raises:
-            ChannelError: It cannot listen there.
+            ChannelError: The server cannot listen on the host.
         """
         if self._runner is None:
             application = new_application([errors_as_json])
@@ -114,7 +114,7 @@ class WeightServer:
                     await response.write(body[start : start + CHUNK_BYTES])
                 await response.write_eof()
         except TimeoutError:
-            # the answer has begun: only a cut connection tells its reader that no more comes
+            # The response has begun, so only a closed connection tells the reader that no more data follows.
             log.warning("weights_not_read", version=copy.version, bucket=number, reader=request.remote)
             if request.transport is not None:
                 request.transport.abort()
