@@ -97,9 +97,9 @@ def second_moment(view: TokenView, log_weight: Tensor, args: SecondMoment) -> Te
     ordered, places = torch.where(judged, squares, torch.inf).sort()
     count = int(judged.sum())
     means = ordered[:count].cumsum(0) / torch.arange(1, count + 1, device=squares.device)
-    kept = ~judged
-    kept[places[: int((means <= args.bound).sum())]] = True
-    return kept.to(squares.dtype)
+    keep = ~judged
+    keep[places[: int((means <= args.bound).sum())]] = True
+    return keep.to(squares.dtype)
 
 
 def off_policy_sequences(view: TokenView, anchor: Tensor, args: OffPolicySequenceMask) -> Tensor:
@@ -135,9 +135,9 @@ def vocabulary_clip(view: TokenView, args: VocabularyClip) -> Tensor:
     fall = view.entropy_baseline - logprob.exp() * (view.entropy.detach() + logprob)
     candidates = (view.advantage < 0) & (fall > args.bound * fall.std(unbiased=False))
     count = min(int(candidates.sum()), max(int(args.share * view.tokens), 1))
-    kept = torch.ones_like(fall)
-    kept[torch.where(candidates, fall, -torch.inf).topk(count).indices] = 0.0
-    return kept
+    weight = torch.ones_like(fall)
+    weight[torch.where(candidates, fall, -torch.inf).topk(count).indices] = 0.0
+    return weight
 
 
 def covariance(view: TokenView) -> Tensor:
@@ -150,15 +150,15 @@ def covariance_clip(view: TokenView, args: CovarianceClip, seed: str) -> Tensor:
     """Return 0 for a random share of the tokens of high covariance, else 1; see :class:`CovarianceClip`. The draw does
     not depend on the order of the sequences.
     """
-    found = covariance(view)
-    candidates = torch.nonzero((found > args.low) & (found < args.high))[:, 0]
+    covariances = covariance(view)
+    candidates = torch.nonzero((covariances > args.low) & (covariances < args.high))[:, 0]
     mu, advantage = (column[candidates].tolist() for column in (view.mu, view.advantage))
     ordered = sorted(zip(mu, advantage, candidates.tolist(), strict=True))
     count = max(int(args.share * view.tokens), 1)
     drawn = [place for _, _, place in random.Random(seed).sample(ordered, min(count, len(ordered)))]
-    kept = torch.ones_like(found)
-    kept[drawn] = 0.0
-    return kept
+    weight = torch.ones_like(covariances)
+    weight[drawn] = 0.0
+    return weight
 
 
 def covariance_choice(view: TokenView, args: CovarianceKL) -> Tensor:
@@ -173,8 +173,8 @@ def step_choice(view: TokenView, regularisers: Sequence[Piece]) -> Tensor | None
     """Return the tokens of an optimizer step that selective KL terms apply to, bool ``[tokens]``; None without such a
     term.
     """
-    found = [covariance_choice(view, one) for one in regularisers if isinstance(one, CovarianceKL)]
-    return torch.stack(found).any(0) if found else None
+    choices = [covariance_choice(view, term) for term in regularisers if isinstance(term, CovarianceKL)]
+    return torch.stack(choices).any(0) if choices else None
 
 
 Rule = Callable[[TokenView, Tensor, Any], Tensor]

@@ -90,32 +90,35 @@ def evaluate(
         weights: Weights by component, see :func:`component_weights`.
         entropy_coef: Weight of the entropy bonus of ``rl``.
     """
-    found: list[tuple[float, LossTerms]] = []
+    weighted_terms: list[tuple[float, LossTerms]] = []
     for name, view in views.items():
         weight = weights.get(name, 0.0)
         if not weight or not view.tokens:
             continue
         match name:
             case "rl":
-                found.append((weight, policy_terms(view, config, entropy_coef)))
+                weighted_terms.append((weight, policy_terms(view, config, entropy_coef)))
             case "ce":
                 loss = (likelihood(view.logprob, config.imitation).loss * view.scale).sum()
-                found.append((weight, LossTerms(loss, {"ce_loss": loss.detach()})))
+                weighted_terms.append((weight, LossTerms(loss, {"ce_loss": loss.detach()})))
             case "ref_kl":
-                found.append((weight, distillation_terms(view, config)))
+                weighted_terms.append((weight, distillation_terms(view, config)))
             case "pair":
-                found.append((weight, pair_terms(view, config)))
+                weighted_terms.append((weight, pair_terms(view, config)))
             case _:
                 raise ValueError(f"{name!r} is no component, wanted rl, ce, ref_kl or pair")
-    if not found:
+    if not weighted_terms:
         raise ValueError(f"no tokens in {sorted(views)} for components {sorted(weights)}")
-    total = sum((weight * terms.loss for weight, terms in found[1:]), start=found[0][0] * found[0][1].loss)
+    total = sum(
+        (weight * terms.loss for weight, terms in weighted_terms[1:]),
+        start=weighted_terms[0][0] * weighted_terms[0][1].loss,
+    )
     return LossTerms(
         total,
-        {name: value for _, terms in found for name, value in terms.reduced.items()},
-        {name: value for _, terms in found for name, value in terms.sums.items()},
-        {name: value for _, terms in found for name, value in terms.maxima.items()},
-        {name: value for _, terms in found for name, value in terms.minima.items()},
+        {name: value for _, terms in weighted_terms for name, value in terms.reduced.items()},
+        {name: value for _, terms in weighted_terms for name, value in terms.sums.items()},
+        {name: value for _, terms in weighted_terms for name, value in terms.maxima.items()},
+        {name: value for _, terms in weighted_terms for name, value in terms.minima.items()},
     )
 
 
@@ -123,13 +126,13 @@ def token_losses(view: TokenView, config: LossConfig) -> tuple[Tensor, dict[str,
     """Return surrogate times corrections of each token, ``[tokens]``, and per-token counts, ``[tokens]`` each."""
     anchor = anchor_logprob(view, config.anchor)
     ratio = log_ratio(view, anchor, config.ratio)
-    found = surrogate(ratio, view.logprob, view.advantage, config.surrogate, view.custom)
+    token_loss = surrogate(ratio, view.logprob, view.advantage, config.surrogate, view.custom)
     local = [rule for rule in config.correction if not over_step(rule)]
     weight = corrections(view, anchor, local, bypass=config.anchor == "mu")
     if view.weight is not None:
         weight = view.weight if weight is None else weight * view.weight
-    counts: dict[str, Tensor] = dict(found.counts)
-    loss = found.loss
+    counts: dict[str, Tensor] = dict(token_loss.counts)
+    loss = token_loss.loss
     if weight is not None:
         # torch.where instead of a product, because the loss of an excluded token may be infinite
         loss = torch.where(weight > 0, loss * weight, 0.0)
@@ -154,8 +157,8 @@ def policy_terms(view: TokenView, config: LossConfig, entropy_coef: float = 0.0)
         kl = reference_kl(view, anchor, config.kl)
         loss = loss + config.kl.coef * kl
         reduced["kl_loss"] = config.kl.coef * (kl.detach() * view.scale).sum()
-    for one in config.regularisers:
-        loss = loss + regulariser(view, anchor, one)
+    for term in config.regularisers:
+        loss = loss + regulariser(view, anchor, term)
     if view.entropy is not None:
         reduced["entropy_loss"] = -(entropy_coef * view.entropy.detach() * view.scale).sum()
         loss = loss - entropy_coef * view.entropy if entropy_coef else loss
@@ -175,9 +178,9 @@ def policy_terms(view: TokenView, config: LossConfig, entropy_coef: float = 0.0)
     return LossTerms((loss * view.scale).sum(), reduced, sums, maxima, {"ratio_min": ratio.min()})
 
 
-def _sequences_without(kept: Tensor, view: TokenView) -> Tensor:
-    """Return the number of sequences without a token in ``kept``, bool ``[tokens]``; a scalar."""
-    share = segment_means(kept.to(view.mu.dtype), view)
+def _sequences_without(keep: Tensor, view: TokenView) -> Tensor:
+    """Return the number of sequences without a token in ``keep``, bool ``[tokens]``; a scalar."""
+    share = segment_means(keep.to(view.mu.dtype), view)
     return ((share == 0) / segment_sums(torch.ones_like(share), view)).sum()
 
 

@@ -76,11 +76,11 @@ def sums_by(view: TokenView, groups: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """
     change = limited(view.logprob.detach() - view.mu)
     k3 = change.exp() - 1 - change
-    found: dict[str, Tensor] = {}
+    sums: dict[str, Tensor] = {}
     for name, chosen in groups.items():
-        found[f"tokens/{name}"] = chosen.sum()
-        found[f"k3/{name}"] = torch.where(chosen, k3, 0.0).sum()
-    return found
+        sums[f"tokens/{name}"] = chosen.sum()
+        sums[f"k3/{name}"] = torch.where(chosen, k3, 0.0).sum()
+    return sums
 
 
 def mismatch_metrics(sums: Totals, maxima: Totals) -> dict[str, float]:
@@ -114,9 +114,9 @@ def mismatch_metrics(sums: Totals, maxima: Totals) -> dict[str, float]:
 
 def metrics_by(sums: Totals) -> dict[str, float]:
     """Return ``mismatch/k3/<group>`` of the groups of :func:`sums_by` that have tokens."""
-    found = {}
+    metrics = {}
     for name, tokens in sums.items():
         if name.startswith("tokens/") and tokens:
             group = name.removeprefix("tokens/")
-            found[f"mismatch/k3/{group}"] = sums[f"k3/{group}"] / tokens
-    return found
+            metrics[f"mismatch/k3/{group}"] = sums[f"k3/{group}"] / tokens
+    return metrics

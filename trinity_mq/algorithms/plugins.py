@@ -36,38 +36,46 @@ def load_plugins(config: LossConfig) -> None:
             loaded(rule, CORRECTION)
 
 
-def loaded(plugin: Plugin, given: tuple[str, ...]) -> Callable[..., Tensor]:
+def loaded(plugin: Plugin, positional: tuple[str, ...]) -> Callable[..., Tensor]:
     """Return the function of a plug-in after a check of its signature.
 
     Args:
         plugin: Path of the function, and its keyword arguments.
-        given: Names of the positional arguments: :data:`SURROGATE` or :data:`CORRECTION`.
+        positional: Names of the positional arguments: :data:`SURROGATE` or :data:`CORRECTION`.
 
     Raises:
         UnknownNameError: The function cannot be imported.
         PluginError: The function does not accept the arguments.
     """
     function = _imported(plugin.kind)
-    wanted = f"def {plugin.kind.rpartition('.')[2]}({', '.join([*given, *plugin.args])}) -> Tensor"
+    signature = f"def {plugin.kind.rpartition('.')[2]}({', '.join([*positional, *plugin.args])}) -> Tensor"
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError) as error:
-        raise PluginError(f"{plugin.kind} has no signature that can be read: {error}; wanted {wanted}") from error
-    places = [one for one in parameters if one.kind in {one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD}]
-    if len(places) < len(given) and not any(one.kind is one.VAR_POSITIONAL for one in parameters):
+        raise PluginError(f"{plugin.kind} has no signature that can be read: {error}; wanted {signature}") from error
+    places = [
+        parameter
+        for parameter in parameters
+        if parameter.kind in {parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD}
+    ]
+    if len(places) < len(positional) and not any(
+        parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters
+    ):
         raise PluginError(
-            f"{plugin.kind} takes {len(places)} positional arguments, wanted {len(given)}: {', '.join(given)}. Write "
-            f"{wanted}"
+            f"{plugin.kind} takes {len(places)} positional arguments, wanted {len(positional)}: "
+            f"{', '.join(positional)}. Write {signature}"
         )
-    rest = _named(function, len(given))
+    rest = _named(function, len(positional))
     unknown = [name for name in plugin.args if name not in rest]
-    if unknown and not any(one.kind is one.VAR_KEYWORD for one in parameters):
+    if unknown and not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         raise PluginError(
             f"{plugin.kind} takes no argument {unknown[0]!r}, which args gives it; it takes "
-            f"{', '.join(rest) or 'none besides ' + ', '.join(given)}. Write {wanted}, or leave it out of args"
+            f"{', '.join(rest) or 'none besides ' + ', '.join(positional)}. Write {signature}, or leave it out of args"
         )
-    lacking = [name for name, one in rest.items() if one.default is one.empty and name not in plugin.args]
-    if lacking and given == CORRECTION:
+    lacking = [
+        name for name, parameter in rest.items() if parameter.default is parameter.empty and name not in plugin.args
+    ]
+    if lacking and positional == CORRECTION:
         raise PluginError(
             f"{plugin.kind} needs an argument {lacking[0]!r}, which args does not give it; add it to args, or give it "
             "a default. Custom fields are in view.custom"
@@ -103,8 +111,8 @@ def plugin_losses(
                 f"{', '.join(map(repr, custom)) or 'none'}; give each a CustomField with this destination_field, or "
                 "give the value in args"
             )
-    given = function(log_ratio, logprob, advantage, **plugin.args, **chosen)
-    losses = _checked(plugin.kind, given, log_ratio, (log_ratio, logprob, advantage))
+    result = function(log_ratio, logprob, advantage, **plugin.args, **chosen)
+    losses = _checked(plugin.kind, result, log_ratio, (log_ratio, logprob, advantage))
     if log_ratio.requires_grad and not losses.requires_grad:
         raise PluginError(
             f"{plugin.kind} returns losses without a gradient: nothing would be learned. Make them of log_ratio or "
@@ -119,10 +127,10 @@ def plugin_weights(plugin: Plugin, view: TokenView) -> Tensor:
     Raises:
         PluginError: The function does not return a weight of at least 0 for each token.
     """
-    given = loaded(plugin, CORRECTION)(view, **plugin.args)
-    if isinstance(given, Tensor) and given.dtype == torch.bool:
-        given = given.to(view.mu.dtype)
-    weights = _checked(plugin.kind, given, view.mu, (view.logprob, view.mu, view.advantage)).detach()
+    result = loaded(plugin, CORRECTION)(view, **plugin.args)
+    if isinstance(result, Tensor) and result.dtype == torch.bool:
+        result = result.to(view.mu.dtype)
+    weights = _checked(plugin.kind, result, view.mu, (view.logprob, view.mu, view.advantage)).detach()
     if (weights < 0).any():
         raise PluginError(
             f"{plugin.kind} gives a weight of {weights.min().item():.4g}, wanted at least 0: a correction weighs "
@@ -132,38 +140,42 @@ def plugin_weights(plugin: Plugin, view: TokenView) -> Tensor:
 
 
 def _imported(path: str) -> Callable[..., Tensor]:
-    found = import_named("plug-in of the loss", path)
-    if not callable(found) or inspect.isclass(found):
-        raise PluginError(f"{path} is {found!r}, wanted a function")
-    return found  # type: ignore[no-any-return]  # what it returns is checked at each call
+    function = import_named("plug-in of the loss", path)
+    if not callable(function) or inspect.isclass(function):
+        raise PluginError(f"{path} is {function!r}, wanted a function")
+    return function  # type: ignore[no-any-return]  # what it returns is checked at each call
 
 
 def _named(function: Callable[..., Tensor], places: int) -> dict[str, inspect.Parameter]:
     """Return the parameters after the first ``places`` that can be passed by name."""
     parameters = list(inspect.signature(function).parameters.values())[places:]
-    return {one.name: one for one in parameters if one.kind in {one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY}}
+    return {
+        parameter.name: parameter
+        for parameter in parameters
+        if parameter.kind in {parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY}
+    }
 
 
-def _checked(path: str, found: object, like: Tensor, inputs: tuple[Tensor, ...]) -> Tensor:
-    """Return ``found`` if it has one number for each token, finite wherever the inputs are finite.
+def _checked(path: str, result: object, like: Tensor, inputs: tuple[Tensor, ...]) -> Tensor:
+    """Return ``result`` if it has one number for each token, finite wherever the inputs are finite.
 
     Raises:
         PluginError: It has another type, shape or dtype, or such a number is not finite.
     """
-    if not isinstance(found, Tensor):
-        raise PluginError(f"{path} returns a {type(found).__name__}, wanted a Tensor of shape {list(like.shape)}")
-    if found.shape != like.shape:
+    if not isinstance(result, Tensor):
+        raise PluginError(f"{path} returns a {type(result).__name__}, wanted a Tensor of shape {list(like.shape)}")
+    if result.shape != like.shape:
         raise PluginError(
-            f"{path} returns a Tensor of shape {list(found.shape)}, wanted {list(like.shape)}: one number for each "
+            f"{path} returns a Tensor of shape {list(result.shape)}, wanted {list(like.shape)}: one number for each "
             "token; sums and means are the reduction's"
         )
-    if found.dtype != like.dtype:
-        raise PluginError(f"{path} returns a Tensor of {found.dtype}, wanted {like.dtype}, as it is given")
-    finite = torch.stack([one.detach().isfinite() for one in inputs]).all(0)
-    wrong = finite & ~found.detach().isfinite()
+    if result.dtype != like.dtype:
+        raise PluginError(f"{path} returns a Tensor of {result.dtype}, wanted {like.dtype}, as it is given")
+    finite = torch.stack([tensor.detach().isfinite() for tensor in inputs]).all(0)
+    wrong = finite & ~result.detach().isfinite()
     if wrong.any():
         raise PluginError(
-            f"{path} returns {found.detach()[wrong][0].item()} for {int(wrong.sum())} of {len(wrong)} tokens whose "
+            f"{path} returns {result.detach()[wrong][0].item()} for {int(wrong.sum())} of {len(wrong)} tokens whose "
             "inputs are finite; mask such tokens with torch.where before exp, log or a division"
         )
-    return found
+    return result

@@ -29,19 +29,19 @@ def sequence_scales(counts: Counts, prompts: Counts, reduction: Reduction) -> np
         return np.zeros(len(counts))
     match reduction.kind:
         case "token":
-            each = np.full(len(counts), 1 / tokens)
+            scales = np.full(len(counts), 1 / tokens)
         case "token_sum":
-            each = np.ones(len(counts))
+            scales = np.ones(len(counts))
         case "sequence":
-            each = 1 / (sequences * np.maximum(counts, 1))
+            scales = 1 / (sequences * np.maximum(counts, 1))
         case "sequence_sum":
-            each = np.full(len(counts), 1 / sequences)
+            scales = np.full(len(counts), 1 / sequences)
         case "sequence_constant":
-            each = np.full(len(counts), 1 / (sequences * (reduction.constant or 1.0)))
+            scales = np.full(len(counts), 1 / (sequences * (reduction.constant or 1.0)))
         case "constant":
-            each = np.full(len(counts), 1 / (reduction.constant or 1.0))
+            scales = np.full(len(counts), 1 / (reduction.constant or 1.0))
         case "prompt":
             _, numbers = np.unique(prompts, return_inverse=True)
             by_prompt = np.bincount(numbers, weights=counts)
-            each = 1 / (np.count_nonzero(by_prompt) * np.maximum(by_prompt[numbers], 1))
-    return np.where(trained, each, 0.0)
+            scales = 1 / (np.count_nonzero(by_prompt) * np.maximum(by_prompt[numbers], 1))
+    return np.where(trained, scales, 0.0)

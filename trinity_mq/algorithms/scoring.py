@@ -122,18 +122,18 @@ def head_scores(
     if type(head) is nn.Linear:
         settings = _Settings(after, entropy_gradient, with_baseline, max(1, chunk // head.out_features))
         apply: Callable[..., tuple[Tensor, Tensor, Tensor]] = _LinearScores.apply
-        found = apply(hidden, head.weight, head.bias, targets, temperature, settings)
-        return Scores(*found) if with_baseline else Scores(*found[:2])
+        columns = apply(hidden, head.weight, head.bias, targets, temperature, settings)
+        return Scores(*columns) if with_baseline else Scores(*columns[:2])
 
-    def scores(part: Tensor, wanted: Tensor, heat: Tensor) -> tuple[Tensor, ...]:
+    def scores(part: Tensor, tokens_part: Tensor, heat: Tensor) -> tuple[Tensor, ...]:
         logits = after(_precise(head(part)))
-        both = token_logprobs(logits, wanted, heat, entropy_gradient=entropy_gradient)
+        both = token_logprobs(logits, tokens_part, heat, entropy_gradient=entropy_gradient)
         return (*both, entropy_baselines(logits, heat)) if with_baseline else both
 
     width = getattr(head, "out_features", None) or head(hidden[:1].detach()).shape[-1]
     tokens = max(1, chunk // width)
-    inputs = [torch.split(one, tokens) for one in (hidden, targets, temperature)]
-    parts = [checkpoint(scores, *one, use_reentrant=False) for one in zip(*inputs, strict=True)]
+    inputs = [torch.split(tensor, tokens) for tensor in (hidden, targets, temperature)]
+    parts = [checkpoint(scores, *arguments, use_reentrant=False) for arguments in zip(*inputs, strict=True)]
     return Scores(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
 

@@ -67,13 +67,13 @@ def truncate(log_ratio: Tensor, logprob: Tensor, advantage: Tensor, args: Trunca
     weight = ratio.clamp(args.floor, args.cap)
     if args.only == "negative":
         weight = torch.where(advantage > args.threshold, 1.0, weight)
-    kept = torch.ones_like(advantage, dtype=torch.bool)
+    keep = torch.ones_like(advantage, dtype=torch.bool)
     if args.mask_high is not None:
-        kept &= ~((ratio > 1 + args.mask_high) & (advantage > 0))
+        keep &= ~((ratio > 1 + args.mask_high) & (advantage > 0))
     if args.mask_low is not None:
-        kept &= ~((ratio < 1 - args.mask_low) & (advantage < 0))
+        keep &= ~((ratio < 1 - args.mask_low) & (advantage < 0))
     loss = -weight * advantage * logprob
-    return TokenLoss(torch.where(kept, loss, 0.0), {"clipped_frac": weight != ratio})
+    return TokenLoss(torch.where(keep, loss, 0.0), {"clipped_frac": weight != ratio})
 
 
 def gate(log_ratio: Tensor, logprob: Tensor, advantage: Tensor, args: Gate) -> TokenLoss:

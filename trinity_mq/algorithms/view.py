@@ -62,14 +62,18 @@ class TokenView:
         """Number of sequences."""
         return int(self.segment[-1]) + 1 if self.tokens else 0
 
-    def where(self, kept: Tensor) -> TokenView:
-        """Return the view of the tokens that ``kept`` selects: a bool mask or token indexes. Sequences are
+    def where(self, selection: Tensor) -> TokenView:
+        """Return the view of the tokens that ``selection`` selects: a bool mask or token indexes. Sequences are
         renumbered.
         """
-        columns: dict[str, Any] = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "custom"}
-        chosen: dict[str, Any] = {name: None if one is None else one[kept] for name, one in columns.items()}
+        columns: dict[str, Any] = {
+            column.name: getattr(self, column.name) for column in fields(self) if column.name != "custom"
+        }
+        chosen: dict[str, Any] = {
+            name: None if column is None else column[selection] for name, column in columns.items()
+        }
         _, chosen["segment"] = torch.unique_consecutive(chosen["segment"], return_inverse=True)
-        return TokenView(**chosen, custom={name: column[kept] for name, column in self.custom.items()})
+        return TokenView(**chosen, custom={name: column[selection] for name, column in self.custom.items()})
 
 
 def segment_sums(values: Tensor, view: TokenView) -> Tensor:

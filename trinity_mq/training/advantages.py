@@ -84,11 +84,11 @@ def trainer_advantages(
     """
     algorithm, mask = config.algorithm, batch.dense("action_mask").bool()
     baselines = dict(memory.baselines)
-    given: dict[str, Any] = {}
+    inputs: dict[str, Any] = {}
     metrics: dict[str, float] = {}
     values, ref, targets = torch.zeros(len(mask)), None, None
     if algorithm.estimator.kind == "group":
-        given["baselines"] = baselines
+        inputs["baselines"] = baselines
     if critic is not None or algorithm.reward_kl is not None:
         # Only the states matter for this packing, but flatten() requires an advantages field.
         tokens = flatten(with_scores(batch, [0.0] * len(batch)), algorithm, weights, step)
@@ -97,20 +97,22 @@ def trainer_advantages(
         batches = model.division.of(tokens, range(len(batch)))
     if critic is not None:
         values[mask] = critic.values(batches, tokens.tokens).cpu()
-        given["values"] = values
+        inputs["values"] = values
     coef = memory.reward_kl_coef
     if algorithm.reward_kl is not None:
         assert reference is not None
         ref = reference.logprobs(batches, tokens.tokens).cpu()
-        given["token_penalty"], coef, metrics = _penalty(batch, tokens.columns["mu"], ref, algorithm.reward_kl, coef)
-    kept, found = estimate(batch, algorithm.estimator, **given)
-    stays = np.repeat(np.isin(batch.ids("rid"), kept.ids("rid")), batch.lengths("action_mask"))
-    left = mask & torch.from_numpy(stays)
-    metrics |= found
+        inputs["token_penalty"], coef, metrics = _penalty(batch, tokens.columns["mu"], ref, algorithm.reward_kl, coef)
+    estimated, more_metrics = estimate(batch, algorithm.estimator, **inputs)
+    stays = np.repeat(np.isin(batch.ids("rid"), estimated.ids("rid")), batch.lengths("action_mask"))
+    remaining = mask & torch.from_numpy(stays)
+    metrics |= more_metrics
     if critic is not None:
-        targets, found = _learned(kept, values[left], critic)
-        metrics |= found
-    return Advantages(kept, Memory(baselines, coef), metrics, targets, None if ref is None else ref[left[mask]])
+        targets, more_metrics = _learned(estimated, values[remaining], critic)
+        metrics |= more_metrics
+    return Advantages(
+        estimated, Memory(baselines, coef), metrics, targets, None if ref is None else ref[remaining[mask]]
+    )
 
 
 def _penalty(
@@ -139,16 +141,16 @@ def _penalty(
     return used * kl, following, {"actor/kl_reward": mean, "actor/kl_reward_coef": used}
 
 
-def _learned(kept: ExperienceBatch, old: Tensor, critic: Critic) -> tuple[Targets, dict[str, float]]:
+def _learned(batch: ExperienceBatch, old: Tensor, critic: Critic) -> tuple[Targets, dict[str, float]]:
     """Return the targets of the critic, and its metrics.
 
     Args:
-        kept: Experiences with ``returns``.
+        batch: Experiences with ``returns``.
         old: Values of their trained tokens.
         critic: Critic to train.
     """
     metrics: dict[str, float] = {}
-    returns = kept.dense("returns").float()[kept.dense("action_mask").bool()] if len(kept) else old
+    returns = batch.dense("returns").float()[batch.dense("action_mask").bool()] if len(batch) else old
     if len(old):
         metrics["critic/vpred_mean"] = old.mean().item()
     if len(old) > 1 and returns.min() < returns.max():

@@ -180,7 +180,7 @@ class CriticTotals:
     def metrics(self) -> dict[str, float]:
         """Return averages over the applied optimizer steps, and counts."""
         steps = len(self._applied)
-        found = {"critic/optimizer_steps": float(steps), "critic/skipped_nonfinite": float(self._nonfinite)}
+        result = {"critic/optimizer_steps": float(steps), "critic/skipped_nonfinite": float(self._nonfinite)}
         for name in self._applied[0] if self._applied else ():
-            found[name] = math.fsum(metrics[name] for metrics in self._applied) / steps
-        return found
+            result[name] = math.fsum(metrics[name] for metrics in self._applied) / steps
+        return result

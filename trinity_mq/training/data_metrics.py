@@ -41,8 +41,8 @@ def length_metrics(batch: ExperienceBatch) -> dict[str, float]:
     lengths = (sizes - prompts)[~pairs]
     cut = np.array([status == RESPONSE_TRUNCATED for status in batch.values("truncate_status")], dtype=bool)[~pairs]
     metrics |= {"response_length/max": float(lengths.max()), "response_length/clipped_frac": float(cut.mean())}
-    found = [score if is_finite(score) else np.nan for score in scores(batch)]
-    values = np.array(found, dtype=np.float64)[~pairs]
+    finite_scores = [score if is_finite(score) else np.nan for score in scores(batch)]
+    values = np.array(finite_scores, dtype=np.float64)[~pairs]
     for name, chosen in (("right", values > 0), ("wrong", values <= 0)):
         if chosen.any():
             metrics[f"response_length/{name}/mean"] = float(lengths[chosen].mean())
@@ -63,6 +63,6 @@ def token_metrics(tokens: TrainTokens, weights: Mapping[str, float]) -> dict[str
     ages = tokens.columns["staleness"][torch.from_numpy(np.repeat(tokens.role == SAMPLED, tokens.counts))]
     if len(ages):
         shares = {name: of_age(ages, name).float().mean() for name in AGES}
-        found = {"mean": ages.float().mean(), "max": ages.max(), **shares}
-        metrics |= {f"sample/staleness/tokens/{name}": float(value) for name, value in found.items()}
+        staleness = {"mean": ages.float().mean(), "max": ages.max(), **shares}
+        metrics |= {f"sample/staleness/tokens/{name}": float(value) for name, value in staleness.items()}
     return metrics

@@ -92,11 +92,11 @@ class Guard:
         return reason
 
     def _story(self, norm: float, loss: float, mismatch: float | None) -> str:
-        found = ", ".join(f"{reason} {count}" for reason, count in Counter(self._skipped).items())
+        counts = ", ".join(f"{reason} {count}" for reason, count in Counter(self._skipped).items())
         usual = f", median of the last {len(self._norms)} applied ones {median(self._norms):.3g}" if self._norms else ""
         apart = "" if mismatch is None else f", mismatch/k3 {mismatch:.3g}"
         return (
-            f"{len(self._skipped)} optimizer steps in a row were skipped ({found}), and "
+            f"{len(self._skipped)} optimizer steps in a row were skipped ({counts}), and "
             f"trainer.guard.max_consecutive_skips is {self.settings.max_consecutive_skips}. The last had loss "
             f"{loss:.3g}, gradient norm {norm:.3g}{usual}{apart}. {ADVICE[self._skipped[-1]].capitalize()}. To leave "
             "such batches out and go on, set trainer.guard.max_consecutive_skips=null"

@@ -333,18 +333,18 @@ class TorchLearner:
         self._ranks.close()
 
     def _obey(self, command: Command) -> None:
-        given = command.arguments
+        arguments = command.arguments
         if command.name == "open":
-            self._open(None if given["checkpoint"] is None else Path(given["checkpoint"]))
+            self._open(None if arguments["checkpoint"] is None else Path(arguments["checkpoint"]))
         elif command.name == "step":
-            self._step(ExperienceBatch.decode(command.body), given["number"])
+            self._step(ExperienceBatch.decode(command.body), arguments["number"])
         elif command.name == "copy":
             for tensor in flat(self._parts()).values():
                 whole(tensor)
         elif command.name == "gather":
-            whole(self._opened[0].weight(given["weight"]))
+            whole(self._opened[0].weight(arguments["weight"]))
         elif command.name == "canary":
-            self._opened[0].sequence_logprobs(given["tokens"])
+            self._opened[0].sequence_logprobs(arguments["tokens"])
         else:
             raise RankError(f"rank 0 announced {command.name!r}, which is not known here: use one release on all")
 
@@ -445,15 +445,15 @@ class TorchLearner:
         rate = learning_rate(config.optimizer, step_number, self._total_steps)
         set_learning_rate(self._opened[1], rate)
         weights = component_weights(config, step_number)
-        given = Advantages(batch, self._memory)
+        advantages = Advantages(batch, self._memory)
         watch = Stopwatch(self._opened[0].device)
         if config.advantages_in == "trainer":
             models = self._critic, self._reference
             with watch.part("score"):
-                given = trainer_advantages(batch, self._config, weights, step_number, self._memory, *models)
-        metrics = given.metrics | self._train(given, weights, step_number, watch)
+                advantages = trainer_advantages(batch, self._config, weights, step_number, self._memory, *models)
+        metrics = advantages.metrics | self._train(advantages, weights, step_number, watch)
         if metrics["actor/optimizer_steps"]:
-            self._memory = given.memory
+            self._memory = advantages.memory
             if self._reference is not None:
                 self._reference.follow(self._opened[0], step_number)
         self._memory = replace(self._memory, guard=self._guard.state())
@@ -474,7 +474,7 @@ class TorchLearner:
         epochs, peak = self._config.algorithm.epochs, self._config.trainer.peak_tflops
         rate = int(tokens_of(batch).sum()) * epochs / seconds
         weights = self._opened[0].parameters
-        tflops = sum((6 if one.requires_grad else 4) * one.numel() for one in weights) * rate / 1e12
+        tflops = sum((6 if weight.requires_grad else 4) * weight.numel() for weight in weights) * rate / 1e12
         return {
             "time/train_step": seconds,
             "perf/tokens_per_second": rate,
@@ -483,12 +483,12 @@ class TorchLearner:
         } | ({} if peak is None else {"perf/mfu": tflops / peak})
 
     def _train(
-        self, given: Advantages, weights: Mapping[str, float], step_number: int, watch: Stopwatch
+        self, advantages: Advantages, weights: Mapping[str, float], step_number: int, watch: Stopwatch
     ) -> dict[str, float]:
-        """Run the optimizer steps of a train step and return their metrics. Where ``given`` has critic targets, the
-        critic's optimizer steps run too.
+        """Run the optimizer steps of a train step and return their metrics. Where ``advantages`` has critic targets,
+        the critic's optimizer steps run too.
         """
-        batch, targets = given.batch, given.targets
+        batch, targets = advantages.batch, advantages.targets
         tally, critic_tally = StepTotals(), CriticTotals()
         if not batch:
             tally.add_empty()
@@ -501,7 +501,7 @@ class TorchLearner:
             tokens = flatten(batch, config, weights, step_number)
         needed = set() if only_critic else needs(config, weights)
         with watch.part("score"):
-            columns, before = self._score(tokens, needed, given.ref)
+            columns, before = self._score(tokens, needed, advantages.ref)
         compares = bool(weights.get("rl")) and compares_tokens(config)
         reduction = self._config.reduction
         has_moved = False  # while False, the weights are the weights that ``old`` was scored with
@@ -544,11 +544,11 @@ class TorchLearner:
                     norm, reason = metrics["actor/grad_norm"], skipped_for(metrics)
                     log.warning("optimizer_step_skipped", reason=reason, step=step_number, grad_norm=norm)
         with span("sum up the step"):
-            found = tally.metrics() | token_metrics(tokens, weights) | {"data/reuse_mean": used / len(batch)}
+            metrics_of_step = tally.metrics() | token_metrics(tokens, weights) | {"data/reuse_mean": used / len(batch)}
         if critic is None:
-            return found
+            return metrics_of_step
         critic.steps += critic_tally.has_learned
-        return found | critic_tally.metrics()
+        return metrics_of_step | critic_tally.metrics()
 
     def _score(
         self, tokens: TrainTokens, needed: Collection[str], ref: Tensor | None
@@ -590,7 +590,7 @@ def seed_step(seed: int, step: int) -> None:
     """Seed all random draws of a train step, such as the draws of a loss plug-in, from the run's seed and the step
     number alone. A resumed run then draws the same numbers, and no random state has to be saved.
     """
-    found = int.from_bytes(hashlib.blake2b(f"{seed}/{step}".encode(), digest_size=4).digest(), "big")
-    random.seed(found)
-    np.random.seed(found)
-    torch.manual_seed(found)
+    digest = int.from_bytes(hashlib.blake2b(f"{seed}/{step}".encode(), digest_size=4).digest(), "big")
+    random.seed(digest)
+    np.random.seed(digest)
+    torch.manual_seed(digest)

@@ -91,13 +91,13 @@ def _division(model: nn.Module, config: OptimizerConfig) -> tuple[Named, Named]:
         outer.append(getattr(model, ask, lambda: None)())
     vocabulary = {id(parameter) for module in outer if module is not None for parameter in module.parameters()}
     inner = {name for name, parameter in named if parameter.ndim == 2 and id(parameter) not in vocabulary}
-    return [one for one in named if one[0] in inner], [one for one in named if one[0] not in inner]
+    return [item for item in named if item[0] in inner], [item for item in named if item[0] not in inner]
 
 
 def _by_decay(named: Named, config: OptimizerConfig) -> list[dict[str, Any]]:
     """Return parameter groups: one for weights that decay and one for weights that do not. Empty groups are omitted."""
-    decays = [one for one in named if config.decay_norms_and_biases or one[1].ndim > 1]
-    stays = [one for one in named if not (config.decay_norms_and_biases or one[1].ndim > 1)]
+    decays = [item for item in named if config.decay_norms_and_biases or item[1].ndim > 1]
+    stays = [item for item in named if not (config.decay_norms_and_biases or item[1].ndim > 1)]
     return [
         {"params": params, "weight_decay": decay, KIND: config.optimizer_type}  # names enter saved states
         for params, decay in ((decays, config.weight_decay), (stays, 0.0))
@@ -220,15 +220,17 @@ def make_step(optimizer: torch.optim.Optimizer, *, offload: bool = False, part: 
         offload: Whether the state lies in host memory between steps; without effect on a CPU.
         part: Maximum number of parameters in a part. A larger tensor forms a part by itself.
     """
-    parameters = [one for group in optimizer.param_groups for one in group["params"] if one.grad is not None]
-    gradients = [one.grad for one in parameters]
+    parameters = [
+        parameter for group in optimizer.param_groups for parameter in group["params"] if parameter.grad is not None
+    ]
+    gradients = [parameter.grad for parameter in parameters]
     squares: list[Tensor] = []
     try:
         for parameter in parameters:
             parameter.grad = None
-        for where in _parts([one.numel() for one in parameters], part):
+        for where in _parts([parameter.numel() for parameter in parameters], part):
             chosen = parameters[where]
-            before = [one.detach().clone() for one in chosen]
+            before = [parameter.detach().clone() for parameter in chosen]
             for parameter, gradient in zip(chosen, gradients[where], strict=True):
                 parameter.grad = gradient
             with _state_on_device(optimizer, chosen) if offload else nullcontext():
@@ -321,9 +323,11 @@ def restore_state(
     names = [name for group in optimizer.param_groups for name in group["param_names"]]
     if places.keys() != set(names):
         raise ValueError(f"it is of {len(places)} weights, and the model has {len(names)}; or their names differ")
-    found = saved["state"]
+    saved_states = saved["state"]
     weights = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    whole_states = {number: found[places[name]] for number, name in enumerate(names) if places[name] in found}
+    whole_states = {
+        number: saved_states[places[name]] for number, name in enumerate(names) if places[name] in saved_states
+    }
     states = sharded_states(whole_states, weights)
     settings = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     packed = optimizer.state_dict()["param_groups"]
@@ -332,8 +336,8 @@ def restore_state(
     else:
         for number, state in states.items():
             optimizer.state[weights[number]] = {name: _away(value, weights[number]) for name, value in state.items()}
-    for group, own in zip(optimizer.param_groups, settings, strict=True):
-        group.update(own)
+    for group, group_settings in zip(optimizer.param_groups, settings, strict=True):
+        group.update(group_settings)
 
 
 def _away(value: Any, parameter: Tensor) -> Any:

@@ -126,11 +126,11 @@ class MicroBatch:
     def to(self, device: torch.device) -> MicroBatch:
         """Return a copy on ``device``."""
         moved: dict[str, Any] = {}
-        for one in fields(self):
-            value = getattr(self, one.name)
+        for column_field in fields(self):
+            value = getattr(self, column_field.name)
             if isinstance(value, dict):
                 value = {name: column.to(device) for name, column in value.items()}
-            moved[one.name] = value.to(device) if isinstance(value, Tensor) else value
+            moved[column_field.name] = value.to(device) if isinstance(value, Tensor) else value
         return MicroBatch(**moved)
 
 
@@ -264,9 +264,9 @@ class TrainTokens:
         averaged.
         """
         role, scale = self.role[members], np.zeros(len(members))
-        for one in (SAMPLED, IMITATED):
-            chosen = members[role == one]
-            scale[role == one] = sequence_scales(self.counts[chosen], self.task[chosen], reduction)
+        for single_role in (SAMPLED, IMITATED):
+            chosen = members[role == single_role]
+            scale[role == single_role] = sequence_scales(self.counts[chosen], self.task[chosen], reduction)
         pairs = int((role == PAIRED).sum()) // 2
         scale[role == PAIRED] = 1 / max(pairs, 1)
         return scale
@@ -288,7 +288,7 @@ class TrainTokens:
         )
         skipped = np.zeros_like(sequences) if prefixes is None else prefixes.lengths[sequences]
         starts, lengths = self.starts[sequences] + skipped, self.lengths[sequences] - skipped - 1
-        part, own = torch.from_numpy(segment), torch.from_numpy(sequences)
+        part, sequence_ids = torch.from_numpy(segment), torch.from_numpy(sequences)
         position = self.position[index] - torch.from_numpy(skipped)[part]
         if packed or not len(sequences):
             begin = lengths.cumsum() - lengths
@@ -306,7 +306,7 @@ class TrainTokens:
             segment=part,
             targets=self.ids[torch.from_numpy(starts)[part] + position],
             index=index,
-            sequence=own[part],
+            sequence=sequence_ids[part],
             role=torch.from_numpy(self.role[sequences])[part],
             scale=torch.from_numpy(scale[sequences]).float()[part],
             custom={name: column[index] for name, column in self.custom.items()},
@@ -404,11 +404,11 @@ def without_unknown(batch: ExperienceBatch, config: LossConfig) -> tuple[Experie
     if not sampled.any():
         return batch, 0
     mask = batch.dense("action_mask").bool()
-    known = torch.ones_like(mask)
+    is_finite = torch.ones_like(mask)
     for name in ("logprobs", "teacher_logprobs"):
-        known &= _column(batch, name, np.maximum(lengths, 0), sampled).isfinite()
-    out = int((mask & ~known).sum())
-    return (batch.replace(action_mask=Ragged.packed(mask & known, lengths)) if out else batch), out
+        is_finite &= _column(batch, name, np.maximum(lengths, 0), sampled).isfinite()
+    out = int((mask & ~is_finite).sum())
+    return (batch.replace(action_mask=Ragged.packed(mask & is_finite, lengths)) if out else batch), out
 
 
 def _roles(batch: ExperienceBatch, config: LossConfig) -> Indexes:
@@ -417,11 +417,11 @@ def _roles(batch: ExperienceBatch, config: LossConfig) -> Indexes:
     Raises:
         ValueError: No loss component applies to one of the experiences.
     """
-    known = components(config)
+    loss_components = components(config)
     pair = np.array([kind == DPO for kind in batch.values("experience_type")], dtype=bool)
     expert = np.array([bool((info or {}).get(EXPERT)) for info in batch.values("info")], dtype=bool)
-    samples = known & {"rl", "ref_kl"}
-    if not samples and "ce" in known:
+    samples = loss_components & {"rl", "ref_kl"}
+    if not samples and "ce" in loss_components:
         expert[:] = True
     role = np.where(pair, PAIRED, np.where(expert, IMITATED, SAMPLED))
     for flags, needed, what in (
@@ -429,11 +429,11 @@ def _roles(batch: ExperienceBatch, config: LossConfig) -> Indexes:
         (~pair & expert, {"ce"}, "an answer to imitate (info.is_expert)"),
         (~pair & ~expert, {"rl", "ref_kl"}, "a sampled answer"),
     ):
-        if not known & needed:
+        if not loss_components & needed:
             _refuse(
                 batch,
                 flags,
-                f"is {what}, and the loss has weights for {', '.join(sorted(known))} only; give "
+                f"is {what}, and the loss has weights for {', '.join(sorted(loss_components))} only; give "
                 f"{' or '.join(f'algorithm.weights.{name}' for name in sorted(needed))} a weight, or leave it out",
             )
     return role
@@ -462,7 +462,7 @@ def _check_lengths(answers: ExperienceBatch) -> None:
 
 def _check_samples(samples: ExperienceBatch, needed: Collection[str], weights: Mapping[str, float]) -> None:
     """Check that every sample has the fields that the loss needs."""
-    for name, wanted, maker in (
+    for name, required, maker in (
         ("logprobs", True, "the engine returns them with its samples"),
         ("advantages", bool(weights.get("rl")), "the algorithm's advantage function sets them in the operator"),
         (
@@ -473,7 +473,7 @@ def _check_samples(samples: ExperienceBatch, needed: Collection[str], weights: M
     ):
         _refuse(
             samples,
-            (samples.lengths(name) < 0) & wanted,
+            (samples.lengths(name) < 0) & required,
             f"has no {name}, wanted one per response token; {maker}",
         )
     heats = np.array([1.0 if heat is None else heat for heat in samples.values("temperature")])
@@ -516,7 +516,10 @@ def _flat(
     position = torch.from_numpy(answers.prompt_lengths()[owner] + place)[keep]
     lengths = np.maximum(answers.lengths("tokens"), 0)
     trained = torch.from_numpy(owner)[keep]
-    heats = [heat if heat and one else 1.0 for heat, one in zip(answers.values("temperature"), sampled, strict=True)]
+    heats = [
+        heat if heat and is_sampled else 1.0
+        for heat, is_sampled in zip(answers.values("temperature"), sampled, strict=True)
+    ]
     columns = {
         "temperature": torch.tensor(heats)[trained],
         "mu": _column(answers, "logprobs", responses, sampled)[keep],
@@ -555,7 +558,7 @@ def _by_engine(answers: ExperienceBatch, sampled: Flags, trained: Tensor) -> dic
         trained: Index of the sequence of each trained token.
     """
     infos = zip(answers.values("info"), sampled, strict=True)
-    engines = [str((info or {}).get(ENGINE, "")) if one else "" for info, one in infos]
+    engines = [str((info or {}).get(ENGINE, "")) if is_sampled else "" for info, is_sampled in infos]
     names = sorted(set(engines) - {""})
     if len(names) < 2:
         return {}

@@ -42,11 +42,11 @@ class Prefixes:
             lengths: ``[sequences]``: tokens of each prefix.
         """
         tokens, numbers = ids.numpy(), dict[bytes, int]()
-        found = [
+        prefix_numbers = [
             numbers.setdefault(tokens[start : start + length].tobytes(), len(numbers))
             for start, length in zip(starts.tolist(), lengths.tolist(), strict=True)
         ]
-        return cls(np.array(found, dtype=np.int64), lengths)
+        return cls(np.array(prefix_numbers, dtype=np.int64), lengths)
 
 
 def divide_shared(units: Indexes, lengths: Indexes, prefixes: Prefixes, max_tokens: int) -> list[Indexes] | None:
@@ -73,8 +73,8 @@ def divide_shared(units: Indexes, lengths: Indexes, prefixes: Prefixes, max_toke
     np.maximum.at(longest, prefixes.number[first], whole.max(1))
     by_prefix = np.lexsort((-rests.max(1), prefixes.number[first], -longest[prefixes.number[first]]))
     by_rest = np.argsort(-rests.max(1), kind="stable")
-    found = [_fill(order, units, rests, prefixes, max_tokens) for order in (by_prefix, by_rest)]
-    parts, needed = min(found, key=lambda one: one[1])
+    divisions = [_fill(order, units, rests, prefixes, max_tokens) for order in (by_prefix, by_rest)]
+    parts, needed = min(divisions, key=lambda division: division[1])
     return parts if needed <= WORTHWHILE * work else None
 
 
@@ -85,21 +85,25 @@ def _fill(
     parts: list[Indexes] = []
     work = start = 0
     rows = longest = prefix = 0
-    seen: set[int] = set()
+    prefixes_in_batch: set[int] = set()
     there = units >= 0
-    own = np.where(there, prefixes.lengths[units], 0).max(1).tolist()
+    prefix_lengths = np.where(there, prefixes.lengths[units], 0).max(1).tolist()
     numbers = np.where(there, prefixes.number[units], prefixes.number[units[:, :1]]).tolist()
     sizes, rest = there.sum(1).tolist(), rests.max(1).tolist()
     for place, unit in enumerate(order.tolist()):
-        one, other = numbers[unit]
-        known = len(seen) + (one not in seen) + (other != one and other not in seen)
-        wide, tall, height = max(longest, rest[unit]), max(prefix, own[unit]), rows + sizes[unit]
-        if rows and height * wide + (known + KEPT * height) * tall > max_tokens:
+        first_prefix, second_prefix = numbers[unit]
+        prefix_count = (
+            len(prefixes_in_batch)
+            + (first_prefix not in prefixes_in_batch)
+            + (second_prefix != first_prefix and second_prefix not in prefixes_in_batch)
+        )
+        wide, tall, height = max(longest, rest[unit]), max(prefix, prefix_lengths[unit]), rows + sizes[unit]
+        if rows and height * wide + (prefix_count + KEPT * height) * tall > max_tokens:
             parts.append(order[start:place])
-            work += rows * longest + len(seen) * prefix
-            start, seen, height = place, set(), sizes[unit]
-            wide, tall = rest[unit], own[unit]
+            work += rows * longest + len(prefixes_in_batch) * prefix
+            start, prefixes_in_batch, height = place, set(), sizes[unit]
+            wide, tall = rest[unit], prefix_lengths[unit]
         rows, longest, prefix = height, wide, tall
-        seen.update((one, other))
+        prefixes_in_batch.update((first_prefix, second_prefix))
     parts.append(order[start:])
-    return parts, work + rows * longest + len(seen) * prefix
+    return parts, work + rows * longest + len(prefixes_in_batch) * prefix

@@ -60,8 +60,8 @@ class Reference:
         """Return a reference that uses ``policy`` without its adapters, so no second model is held. See
         :meth:`load`.
         """
-        found = _checked(digest(policy), origin, "that the adapters are on")
-        return cls(policy, found, settings, is_shared=True)
+        weights_hash = _checked(digest(policy), origin, "that the adapters are on")
+        return cls(policy, weights_hash, settings, is_shared=True)
 
     def logprobs(self, batches: Sequence[MicroBatch], tokens: int) -> Tensor:
         """Return the logprobs of the tokens in ``batches`` at their sampling temperatures, see :func:`score`."""
@@ -89,8 +89,8 @@ class Reference:
         if self.settings.update == "never" or step % self.settings.every_steps:
             return
         share = 1.0 if self.settings.update == "copy" else 1 - self.settings.decay
-        for own, new in zip(self.policy.parameters, policy.parameters, strict=True):
-            own.lerp_(new.detach().to(own.device), share)
+        for parameter, new in zip(self.policy.parameters, policy.parameters, strict=True):
+            parameter.lerp_(new.detach().to(parameter.device), share)
         self.has_moved = True
 
     def part(self) -> Part:
@@ -99,23 +99,23 @@ class Reference:
         return Part(weights, {"origin": self.origin, "has_moved": self.has_moved})
 
 
-def _checked(found: str, origin: str | None, where: str) -> str:
-    if origin is not None and origin != found:
+def _checked(weights_hash: str, origin: str | None, where: str) -> str:
+    if origin is not None and origin != weights_hash:
         raise LearnerError(
-            f"the reference model {where} has the hash {found}, and the checkpoint was trained with {origin}: "
+            f"the reference model {where} has the hash {weights_hash}, and the checkpoint was trained with {origin}: "
             "put the first model back, or train anew with --fresh"
         )
-    return found
+    return weights_hash
 
 
 def digest(policy: Policy) -> str:
     """Return a hash of the names and bytes of the weights without adapters, 16 hexadecimal digits."""
-    found = hashlib.blake2b(digest_size=8)
+    hasher = hashlib.blake2b(digest_size=8)
     adapters = set() if policy.adapters is None else set(policy.adapters.parameters)
     for name, tensor in policy.model.named_parameters():
         if name in adapters:
             continue
-        found.update(name.encode())
+        hasher.update(name.encode())
         data: Any = whole(tensor.detach()).cpu().contiguous().view(torch.uint8).numpy()
-        found.update(memoryview(data).cast("B"))
-    return found.hexdigest()
+        hasher.update(memoryview(data).cast("B"))
+    return hasher.hexdigest()

@@ -94,7 +94,7 @@ def token_view(batch: MicroBatch, logprob: Tensor, entropy: Tensor, columns: Col
 
 def compares_tokens(config: LossConfig) -> bool:
     """Return whether a part of the loss compares the tokens of a whole optimizer step."""
-    return any(map(over_step, config.correction)) or any(isinstance(one, CovarianceKL) for one in config.regularisers)
+    return any(map(over_step, config.correction)) or any(isinstance(term, CovarianceKL) for term in config.regularisers)
 
 
 @torch.no_grad()
@@ -119,21 +119,23 @@ def compared(
         columns = {**columns, "entropy_baseline": scored.entropy_baseline}
     for packed in batches:
         batch = packed.to(scored.logprob.device)
-        kept = batch.role == SAMPLED
-        places.append(torch.stack([batch.index, batch.sequence])[:, kept])
-        views.append(token_view(batch, scored.logprob[batch.index], scored.entropy[batch.index], columns).where(kept))
+        is_sampled = batch.role == SAMPLED
+        places.append(torch.stack([batch.index, batch.sequence])[:, is_sampled])
+        views.append(
+            token_view(batch, scored.logprob[batch.index], scored.entropy[batch.index], columns).where(is_sampled)
+        )
     index, sequence = torch.cat(places, 1)
     if not len(index):
         return {}
     order = index.argsort()
     view = _joined(views, sequence).where(order)
     result = {}
-    for name, found in (
+    for name, column in (
         ("weight", step_weights(view, config, seed)),
         ("chosen", step_choice(view, config.regularisers)),
     ):
-        if found is not None:
-            result[name] = found.new_zeros(scored.logprob.shape).index_copy(0, index[order], found)
+        if column is not None:
+            result[name] = column.new_zeros(scored.logprob.shape).index_copy(0, index[order], column)
     return result
 
 
@@ -211,8 +213,8 @@ def accumulate(
             continue
         with watch.part("forward"):
             view = token_view(batch, logprob, entropy, columns)
-            kept = {role: batch.role == role for role in set(ROLES.values())}
-            present = {role: view if bool(flags.all()) else view.where(flags) for role, flags in kept.items()}
+            masks = {role: batch.role == role for role in set(ROLES.values())}
+            present = {role: view if bool(flags.all()) else view.where(flags) for role, flags in masks.items()}
             views = {name: present[role] for name, role in ROLES.items()}
             terms = evaluate(views, loss.config, loss.weights, entropy_coef=loss.entropy_coef)
         with watch.part("backward"):
@@ -224,7 +226,7 @@ def accumulate(
             _add(total.sums, {"entropy": entropy.detach().sum(), **terms.sums})
             _raise(total.maxima, terms.maxima)
             _lower(total.minima, terms.minima)
-            _observe(total, present[SAMPLED], {name: flags[kept[SAMPLED]] for name, flags in batch.engines.items()})
+            _observe(total, present[SAMPLED], {name: flags[masks[SAMPLED]] for name, flags in batch.engines.items()})
     return over_ranks(total, policy.ranks)
 
 
@@ -232,11 +234,11 @@ def over_ranks(total: StepSums, ranks: Ranks) -> StepSums:
     """Return the sums, maxima and minima over all ranks."""
     if ranks.world == 1:
         return total
-    parts = {one.name: getattr(total, one.name) for one in fields(total)}
-    own = {name: _numbers(part) if isinstance(part, dict) else part for name, part in parts.items()}
+    parts = {item.name: getattr(total, item.name) for item in fields(total)}
+    local_parts = {name: _numbers(part) if isinstance(part, dict) else part for name, part in parts.items()}
     result = StepSums()
-    for found in ranks.gather(own):
-        for name, part in found.items():
+    for rank_parts in ranks.gather(local_parts):
+        for name, part in rank_parts.items():
             if not isinstance(part, dict):
                 setattr(result, name, getattr(result, name) + part)
                 continue
@@ -271,13 +273,13 @@ def _observe(total: StepSums, samples: TokenView, engines: Mapping[str, Tensor])
     _raise(total.mismatch_maxima, maxima)
 
 
-def _add(total: dict[str, Tensor], found: Mapping[str, Tensor]) -> None:
-    for name, value in found.items():
+def _add(total: dict[str, Tensor], values: Mapping[str, Tensor]) -> None:
+    for name, value in values.items():
         total[name] = total[name] + value if name in total else value
 
 
-def _raise(total: dict[str, Tensor], found: Mapping[str, Tensor]) -> None:
-    for name, value in found.items():
+def _raise(total: dict[str, Tensor], values: Mapping[str, Tensor]) -> None:
+    for name, value in values.items():
         total[name] = torch.maximum(total[name], value) if name in total else value
 
 
@@ -380,8 +382,8 @@ def _mean_of_largest(values: Tensor, share: float) -> float:
     return values.topk(max(1, round(share * len(values)))).values.mean().item()
 
 
-def _lower(total: dict[str, Tensor], found: Mapping[str, Tensor]) -> None:
-    for name, value in found.items():
+def _lower(total: dict[str, Tensor], values: Mapping[str, Tensor]) -> None:
+    for name, value in values.items():
         total[name] = torch.minimum(total[name], value) if name in total else value
 
 
@@ -389,7 +391,7 @@ def _numbers(scalars: Mapping[str, Tensor]) -> dict[str, float]:
     """Return scalars as Python numbers, in one transfer from the device."""
     if not scalars:
         return {}
-    values: list[float] = torch.stack([one.double() for one in scalars.values()]).tolist()
+    values: list[float] = torch.stack([scalar.double() for scalar in scalars.values()]).tolist()
     return dict(zip(scalars, values, strict=True))
 
 

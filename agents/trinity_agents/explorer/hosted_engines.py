@@ -60,7 +60,7 @@ class HostedEngines:
             lease=self._agent.config.synchronizer.member_lease,
             engine=engine,
             publish=self._publish,
-            given=lambda: self._committed(engine.snapshot.id),
+            last_commit=lambda: self._committed(engine.snapshot.id),
         )
         member.on_commit = self._handle_commit
         member.changed = self.changed

@@ -73,7 +73,7 @@ class Gate:
             lease=15.0,
             engine=engine,
             publish=self.wire.from_member,
-            given=lambda: self._given(f"m{n}"),
+            last_commit=lambda: self._given(f"m{n}"),
         )
         member.on_commit = lambda version, progress: self.commits.append((version, progress))
         member.engine_up(None, None)
@@ -263,7 +263,7 @@ def test_nothing_is_begun_of_a_try_that_is_over_when_its_turn_comes() -> None:
         return SyncEvent.model_validate({"verb": verb, **fields})
 
     async def main() -> None:
-        member = MemberDriver(name="m0", lease=15.0, engine=Noting("e0"), publish=publish, given=lambda: None)
+        member = MemberDriver(name="m0", lease=15.0, engine=Noting("e0"), publish=publish, last_commit=lambda: None)
         member.engine_up(None, None)
         async with asyncio.TaskGroup() as group:
             running = group.create_task(member.run())

@@ -57,9 +57,9 @@ def gigpo_advantages(
     least = args.min_group_runs or min_group_runs
     whole = {rid for runs in finished.values() if len(runs) >= least for rid in runs}
     staying = [number for number, rid in enumerate(batch.ids("rid")) if rid in whole]
-    kept = batch.select(staying)
-    scores, episodes = _scores(kept, np.array([rewards[number] for number in staying], dtype=np.float64), args)
-    return with_scores(kept, scores.tolist()), {
+    remaining = batch.select(staying)
+    scores, episodes = _scores(remaining, np.array([rewards[number] for number in staying], dtype=np.float64), args)
+    return with_scores(remaining, scores.tolist()), {
         "rollout/missing_rewards": float(len(unrewarded)),
         "rollout/partial_groups": float(sum(len(runs) < least for runs in finished.values())),
         "rollout/zero_variance_groups": float(sum(max(group) == min(group) for group in episodes)),
@@ -95,11 +95,11 @@ def _compared(values: Numbers, groups: Counts, args: GigpoEstimator) -> Numbers:
 
 def _step_rewards(batch: ExperienceBatch) -> list[float | None]:
     """Return the reward of each step, None where the reward is not a finite number."""
-    given = [
+    step_rewards = [
         (info or {}).get(STEP_REWARD, reward)
         for info, reward in zip(batch.values("info"), batch.values("reward"), strict=True)
     ]
-    return [max(-LARGEST, min(LARGEST, float(reward))) if is_finite(reward) else None for reward in given]
+    return [max(-LARGEST, min(LARGEST, float(reward))) if is_finite(reward) else None for reward in step_rewards]
 
 
 def _states(batch: ExperienceBatch) -> list[str]:

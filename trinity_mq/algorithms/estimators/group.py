@@ -71,27 +71,27 @@ def group_advantages(
     """
     mask_lengths(batch)
     units = _units(batch, args)
-    found, missing = run_values(batch, batch.values("reward"), units)
+    groups, missing = run_values(batch, batch.values("reward"), units)
     least = args.min_group_runs or (min_group_runs if args.compares_runs else 1)
-    whole = {tid: group for tid, group in found.items() if len(group) >= least}
+    whole = {tid: group for tid, group in groups.items() if len(group) >= least}
     sampled, greedy = _without_greedy(batch, whole) if args.baseline == "greedy" else (whole, {})
     rewards = _penalised(batch, units, sampled, args)
     varied = _above(rewards, args.std_threshold)
-    kept = {tid: _balanced(group) for tid, group in varied.items()} if args.drop == "balance" else varied
-    distances = _distances(batch, units, kept, greedy, args, baselines)
-    scores = _scaled(kept, distances, args)
+    remaining = {tid: _balanced(group) for tid, group in varied.items()} if args.drop == "balance" else varied
+    distances = _distances(batch, units, remaining, greedy, args, baselines)
+    scores = _scaled(remaining, distances, args)
     if args.nonzero_scale:
-        factor = _nonzero_factor(kept.values())
+        factor = _nonzero_factor(remaining.values())
         scores = {unit: score * factor for unit, score in scores.items()}
     steps = Counter(units) if args.step_norm else Counter[str]()
     staying = [number for number, unit in enumerate(units) if unit in scores]
-    given = [scores[units[number]] / (steps[units[number]] or 1) for number in staying]
-    return with_scores(batch.select(staying), given, whitened=args.whiten), {
+    advantages = [scores[units[number]] / (steps[units[number]] or 1) for number in staying]
+    return with_scores(batch.select(staying), advantages, whitened=args.whiten), {
         "rollout/missing_rewards": float(missing),
-        "rollout/partial_groups": float(len(found) - len(sampled)),
+        "rollout/partial_groups": float(len(groups) - len(sampled)),
         "rollout/zero_variance_groups": float(sum(not any(group.values()) for group in distances.values())),
-        **_filter_metrics(rewards, varied, kept, args),
-        **reward_metrics([[sampled[tid][unit] for unit in group] for tid, group in kept.items()]),
+        **_filter_metrics(rewards, varied, remaining, args),
+        **reward_metrics([[sampled[tid][unit] for unit in group] for tid, group in remaining.items()]),
     }
 
 
@@ -110,15 +110,15 @@ def roles(batch: ExperienceBatch) -> list[str]:
     Raises:
         ValueError: An experience has no role; the message names the experience.
     """
-    found = [(info or {}).get(ROLE) for info in batch.values("info")]
-    for uid, role in zip(batch.ids("uid"), found, strict=True):
+    names = [(info or {}).get(ROLE) for info in batch.values("info")]
+    for uid, role in zip(batch.ids("uid"), names, strict=True):
         if role in (None, ""):
             raise ValueError(
                 f"experience {uid} has info[{ROLE!r}] {role!r}, wanted the name of who acted, such as 'player_0': the "
                 f"baseline 'role_mean' is an average for each role. Set experience.info[{ROLE!r}] in the workflow, or "
                 "take a baseline that compares the runs of a task, such as mean"
             )
-    return [str(role) for role in found]
+    return [str(role) for role in names]
 
 
 def _without_greedy(batch: ExperienceBatch, groups: Groups) -> tuple[Groups, dict[str, float]]:
@@ -146,8 +146,8 @@ def _without_greedy(batch: ExperienceBatch, groups: Groups) -> tuple[Groups, dic
 def _penalised(batch: ExperienceBatch, units: Sequence[str], groups: Groups, args: GroupEstimator) -> Groups:
     result = {tid: group for tid, group in groups.items() if group}
     if args.length_penalty is not None:
-        found, weights = sizes(batch, units), args.length_penalty
-        result = {tid: length_penalised(group, found, weights) for tid, group in result.items()}
+        run_sizes, weights = sizes(batch, units), args.length_penalty
+        result = {tid: length_penalised(group, run_sizes, weights) for tid, group in result.items()}
     if args.rank_penalty is not None:
         likelihood, penalty = mean_logprobs(batch, units), args.rank_penalty
         result = {tid: rank_penalised(group, likelihood, penalty) for tid, group in result.items()}
@@ -169,8 +169,8 @@ def _balanced(group: Group) -> Group:
     distances = dict(zip(group, centred(_array(group)), strict=True))
     below = [unit for unit, distance in distances.items() if distance < 0]
     surplus = len(below) - sum(distance > 0 for distance in distances.values())
-    gone = set(sorted(below, key=lambda unit: hashlib.blake2b(unit.encode()).digest())[: max(surplus, 0)])
-    return {unit: reward for unit, reward in group.items() if unit not in gone}
+    surplus_units = set(sorted(below, key=lambda unit: hashlib.blake2b(unit.encode()).digest())[: max(surplus, 0)])
+    return {unit: reward for unit, reward in group.items() if unit not in surplus_units}
 
 
 def _distances(
@@ -183,10 +183,10 @@ def _distances(
 ) -> Groups:
     if args.baseline == "role_mean":
         return _role_distances(batch, units, groups, args, baselines)
-    found = sizes(batch, units) if args.baseline == "length_weighted" else None
+    run_sizes = sizes(batch, units) if args.baseline == "length_weighted" else None
     result = {}
     for tid, group in groups.items():
-        weights = np.ones(len(group)) if found is None else found.of(group, found.output)
+        weights = np.ones(len(group)) if run_sizes is None else run_sizes.of(group, run_sizes.output)
         values = baseline_distances(_array(group), args, weights, greedy.get(tid, 0.0))
         result[tid] = dict(zip(group, values.tolist(), strict=True))
     return result
@@ -284,12 +284,12 @@ def _nonzero_factor(groups: Iterable[Group]) -> float:
     return len(rewards) / max(sum(reward != 0 for reward in rewards), 1)
 
 
-def _filter_metrics(rewards: Groups, varied: Groups, kept: Groups, args: GroupEstimator) -> dict[str, float]:
+def _filter_metrics(rewards: Groups, varied: Groups, remaining: Groups, args: GroupEstimator) -> dict[str, float]:
     result = {}
     if args.std_threshold is not None:
         result["rollout/low_variance_groups"] = float(len(rewards) - len(varied))
     if args.drop == "balance":
-        result["rollout/surplus_runs"] = float(sum(map(len, varied.values())) - sum(map(len, kept.values())))
+        result["rollout/surplus_runs"] = float(sum(map(len, varied.values())) - sum(map(len, remaining.values())))
     return result
 
 

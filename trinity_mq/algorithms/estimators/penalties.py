@@ -78,17 +78,17 @@ def rank_penalised(group: Group, likelihood: dict[str, float], penalty: float) -
     }
 
 
-def length_penalised(group: Group, found: Sizes, weights: LengthPenaltyWeights) -> Group:
+def length_penalised(group: Group, run_sizes: Sizes, weights: LengthPenaltyWeights) -> Group:
     """Return the rewards of a task's runs minus ``mean * (a out / max out + b in / max in + c turns / max turns)``,
     with the mean of the rewards and the weights a, b, c (the GRPO length penalty of prime-rl).
     """
     rewards = np.array(list(group.values()))
     share = sum(
-        weight * _relative(found.of(group, counts))
+        weight * _relative(run_sizes.of(group, counts))
         for weight, counts in (
-            (weights.output, found.output),
-            (weights.input, found.input),
-            (weights.turns, found.turns),
+            (weights.output, run_sizes.output),
+            (weights.input, run_sizes.input),
+            (weights.turns, run_sizes.turns),
         )
     )
     return dict(zip(group, (rewards - rewards.mean() * share).tolist(), strict=True))

@@ -29,18 +29,18 @@ def plugin_function(args: EstimatorPlugin) -> PluginFunction:
         UnknownNameError: The function cannot be imported.
         EstimatorError: The object is not a function, or does not accept these arguments.
     """
-    found = import_named("estimator", args.kind)
-    wanted = WANTED.format(name=args.kind.rpartition(".")[2])
-    if not callable(found) or inspect.isclass(found) or inspect.iscoroutinefunction(found):
-        raise EstimatorError(f"estimator {args.kind!r} is {found!r}, wanted a plain function: {wanted}")
+    function = import_named("estimator", args.kind)
+    signature = WANTED.format(name=args.kind.rpartition(".")[2])
+    if not callable(function) or inspect.isclass(function) or inspect.iscoroutinefunction(function):
+        raise EstimatorError(f"estimator {args.kind!r} is {function!r}, wanted a plain function: {signature}")
     try:
-        inspect.signature(found).bind([0.0], **args.args)
+        inspect.signature(function).bind([0.0], **args.args)
     except (TypeError, ValueError) as error:
         raise EstimatorError(
             f"estimator {args.kind!r} cannot be called with rewards and args {args.args!r}: {error}; it is "
-            f"{found.__name__}{inspect.signature(found)}, wanted {wanted}"
+            f"{function.__name__}{inspect.signature(function)}, wanted {signature}"
         ) from error
-    return found  # type: ignore[no-any-return]
+    return function  # type: ignore[no-any-return]
 
 
 def plugin_advantages(
@@ -58,21 +58,23 @@ def plugin_advantages(
     mask_lengths(batch)
     function = plugin_function(args)
     runs = dict(zip(batch.ids("rid"), batch.values("eid.run"), strict=True))
-    found, missing = run_values(batch, batch.values("reward"))
+    groups, missing = run_values(batch, batch.values("reward"))
     least = args.min_group_runs or min_group_runs
-    kept = {tid: sorted(group, key=runs.__getitem__) for tid, group in found.items() if len(group) >= max(least, 1)}
-    rewards = {tid: [found[tid][rid] for rid in rids] for tid, rids in kept.items()}
+    rids_by_task = {
+        tid: sorted(group, key=runs.__getitem__) for tid, group in groups.items() if len(group) >= max(least, 1)
+    }
+    rewards = {tid: [groups[tid][rid] for rid in rids] for tid, rids in rids_by_task.items()}
     scores: dict[str, float] = {}
     unvaried = 0
-    for tid, rids in kept.items():
+    for tid, rids in rids_by_task.items():
         values = _called(function, args, rewards[tid])
         unvaried += not any(values)
         scores |= zip(rids, values, strict=True)
     staying = [number for number, rid in enumerate(batch.ids("rid")) if rid in scores]
-    given = [scores[batch.ids("rid")[number]] for number in staying]
-    return with_scores(batch.select(staying), given), {
+    advantages = [scores[batch.ids("rid")[number]] for number in staying]
+    return with_scores(batch.select(staying), advantages), {
         "rollout/missing_rewards": float(missing),
-        "rollout/partial_groups": float(len(found) - len(kept)),
+        "rollout/partial_groups": float(len(groups) - len(rids_by_task)),
         "rollout/zero_variance_groups": float(unvaried),
         **reward_metrics(list(rewards.values())),
     }

@@ -86,8 +86,8 @@ def estimate(
         ValueError: An input of the estimator is missing in the batch or in the call; the message names it.
     """
     entry = PLUGIN if isinstance(args, EstimatorPlugin) else ESTIMATORS[args.kind]
-    given: dict[str, Any] = {"values": values, "token_penalty": token_penalty, "baselines": baselines}
-    for name, value in given.items():
+    inputs: dict[str, Any] = {"values": values, "token_penalty": token_penalty, "baselines": baselines}
+    for name, value in inputs.items():
         if value is not None and name not in entry.takes:
             raise ValueError(f"{name} is given to the estimator {args.kind!r}, which would not look at it")
     if "values" in entry.takes and values is None:
@@ -95,5 +95,5 @@ def estimate(
             f"the estimator {args.kind!r} was given no values, wanted those of a critic for each response token: it "
             "runs in the trainer"
         )
-    given |= {"min_group_runs": min_group_runs}
-    return entry.function(batch, args, **{name: given[name] for name in entry.takes})
+    inputs |= {"min_group_runs": min_group_runs}
+    return entry.function(batch, args, **{name: inputs[name] for name in entry.takes})

@@ -156,20 +156,20 @@ def trained_tokens(batch: ExperienceBatch) -> Flags:
     return batch.dense("action_mask").bool().numpy() if len(batch) else np.zeros(0, dtype=np.bool_)
 
 
-def response_field(batch: ExperienceBatch, name: str, wanted: Flags, maker: str) -> Tensor:
+def response_field(batch: ExperienceBatch, name: str, required: Flags, maker: str) -> Tensor:
     """Return a field of all response tokens of the batch, float32 ``[tokens]``; 0 for experiences without the field.
 
     Args:
         batch: Experiences with action masks.
         name: Field with one value per response token.
-        wanted: Experiences that must have the field.
+        required: Experiences that must have the field.
         maker: Origin of the field, for the message.
 
     Raises:
-        ValueError: An experience in ``wanted`` lacks the field.
+        ValueError: An experience in ``required`` lacks the field.
     """
     lengths = batch.lengths(name)
-    refuse(batch, wanted & (lengths < 0), name, maker)
+    refuse(batch, required & (lengths < 0), name, maker)
     masks = batch.lengths("action_mask")
     if len(batch) and (lengths == masks).all():
         return batch.dense(name).float()

@@ -81,10 +81,10 @@ def _from_teacher(batch: ExperienceBatch, advantages: Advantages) -> tuple[Exper
     distances = torch.where(trained, student - teacher, 0.0)
     _, runs = np.unique(np.array(batch.ids("rid")), return_inverse=True)
     odd = np.unique(runs[owner[~torch.isfinite(distances).numpy()]])
-    kept = ~np.isin(runs, odd)
-    metrics = {"rollout/nonfinite_logprobs": float(len(odd)), **_by_run(distances, owner, runs, counts, kept)}
-    given = torch.where(trained, advantages(student, teacher), 0.0) + 0.0  # adding 0.0 turns -0.0 into 0.0
-    return batch.replace(advantages=Ragged.packed(given, masks)).select(kept), metrics
+    remaining = ~np.isin(runs, odd)
+    metrics = {"rollout/nonfinite_logprobs": float(len(odd)), **_by_run(distances, owner, runs, counts, remaining)}
+    flat = torch.where(trained, advantages(student, teacher), 0.0) + 0.0  # adding 0.0 turns -0.0 into 0.0
+    return batch.replace(advantages=Ragged.packed(flat, masks)).select(remaining), metrics
 
 
 def _by_run(
@@ -92,12 +92,12 @@ def _by_run(
     owner: Counts,
     runs: Counts,
     counts: Counts,
-    kept: Flags,
+    remaining: Flags,
 ) -> dict[str, float]:
     """Return the spread over the remaining runs of their mean distance. A run of many steps counts once."""
     sums = np.bincount(runs[owner], weights=distances.double().numpy())
     tokens = np.bincount(runs, weights=counts)
-    staying = np.bincount(runs, weights=kept) > 0
+    staying = np.bincount(runs, weights=remaining) > 0
     means = sums[staying & (tokens > 0)] / tokens[staying & (tokens > 0)]
     if not len(means):
         return {}

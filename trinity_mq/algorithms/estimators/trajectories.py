@@ -114,10 +114,10 @@ def discounted_advantages(
     Raises:
         ValueError: An experience has no action mask (dpo), or the penalty has a wrong length.
     """
-    given = _rewarded(batch, token_penalty)
-    paths, flat = given.paths, np.zeros(len(given.rewards))
-    flat[paths.tokens] = discounted_sums(given.rewards[paths.tokens], paths.lengths, args.gamma)
-    return with_advantages(given.batch, flat, whitened=args.whiten), given.metrics
+    rewarded = _rewarded(batch, token_penalty)
+    paths, flat = rewarded.paths, np.zeros(len(rewarded.rewards))
+    flat[paths.tokens] = discounted_sums(rewarded.rewards[paths.tokens], paths.lengths, args.gamma)
+    return with_advantages(rewarded.batch, flat, whitened=args.whiten), rewarded.metrics
 
 
 def gae_advantages(
@@ -140,13 +140,13 @@ def gae_advantages(
             token.
     """
     states = _per_token_input(batch, values, "values")
-    given = _rewarded(batch, token_penalty)
-    paths, states = given.paths, states[given.tokens][given.paths.tokens]
-    flat, returns = np.zeros(len(given.rewards)), np.zeros(len(given.rewards))
-    flat[paths.tokens] = gae(given.rewards[paths.tokens], states, paths.lengths, args.gamma, args.lam)
+    rewarded = _rewarded(batch, token_penalty)
+    paths, states = rewarded.paths, states[rewarded.tokens][rewarded.paths.tokens]
+    flat, returns = np.zeros(len(rewarded.rewards)), np.zeros(len(rewarded.rewards))
+    flat[paths.tokens] = gae(rewarded.rewards[paths.tokens], states, paths.lengths, args.gamma, args.lam)
     returns[paths.tokens] = flat[paths.tokens] + states
-    kept = with_advantages(given.batch, flat, whitened=args.whiten)
-    return (kept.replace(returns=per_token(kept, returns)) if len(kept) else kept), given.metrics
+    estimated = with_advantages(rewarded.batch, flat, whitened=args.whiten)
+    return (estimated.replace(returns=per_token(estimated, returns)) if len(estimated) else estimated), rewarded.metrics
 
 
 @dataclass(frozen=True)
@@ -170,21 +170,23 @@ def _rewarded(batch: ExperienceBatch, token_penalty: Tensor | None) -> _Rewarded
     shaped = {rids[number] for number in np.flatnonzero(batch.lengths("token_level_reward") >= 0)}
     rewards = np.zeros(len(trained))
     if shaped:
-        given = response_field(batch, "token_level_reward", np.zeros(len(batch), dtype=np.bool_), "").double().numpy()
-        rewards = np.where(trained, given, 0.0)
+        token_rewards = (
+            response_field(batch, "token_level_reward", np.zeros(len(batch), dtype=np.bool_), "").double().numpy()
+        )
+        rewards = np.where(trained, token_rewards, 0.0)
     odd = {rids[number] for number in owner[~np.isfinite(rewards)]}
     staying = np.array([rid not in odd and (rid in shaped or rid in finished) for rid in rids], dtype=np.bool_)
-    kept, tokens = batch.select(staying), staying[owner]
-    paths, rewards = trajectories(kept), rewards[tokens].clip(-LARGEST, LARGEST)
+    remaining, tokens = batch.select(staying), staying[owner]
+    paths, rewards = trajectories(remaining), rewards[tokens].clip(-LARGEST, LARGEST)
     last = paths.tokens[paths.ends]
     rewards[last] += [0.0 if rid in shaped else finished[rid] for rid in paths.rids]
     metrics = {
-        "rollout/missing_rewards": float(len(set(rids)) - len(set(kept.ids("rid")))),
-        **reward_metrics(_by_task(kept, paths, rewards)),
+        "rollout/missing_rewards": float(len(set(rids)) - len(set(remaining.ids("rid")))),
+        **reward_metrics(_by_task(remaining, paths, rewards)),
     }
     if token_penalty is not None:
         rewards = rewards - np.where(trained, _per_token_input(batch, token_penalty, "token_penalty"), 0.0)[tokens]
-    return _Rewarded(kept, tokens, rewards, paths, metrics)
+    return _Rewarded(remaining, tokens, rewards, paths, metrics)
 
 
 def _by_task(batch: ExperienceBatch, paths: Trajectories, rewards: Numbers) -> list[list[float]]:
@@ -205,16 +207,16 @@ def _per_token_input(batch: ExperienceBatch, values: Tensor, name: str) -> Numbe
         ValueError: The number of values is wrong, or the value of a trained token is not finite.
     """
     trained = trained_tokens(batch)
-    given: Numbers = values.detach().double().cpu().numpy()
-    if given.shape != trained.shape:
+    numbers: Numbers = values.detach().double().cpu().numpy()
+    if numbers.shape != trained.shape:
         raise ValueError(
-            f"{name} has shape {list(given.shape)}, wanted [{len(trained)}]: one number for each response token of the "
-            "batch, trained or not, in the order of its action masks"
+            f"{name} has shape {list(numbers.shape)}, wanted [{len(trained)}]: one number for each response token of "
+            "the batch, trained or not, in the order of its action masks"
         )
-    odd = trained & ~np.isfinite(given)
+    odd = trained & ~np.isfinite(numbers)
     if odd.any():
         raise ValueError(
-            f"{name} is {given[odd.argmax()]} at response token {int(odd.argmax())} of the batch, wanted a finite "
+            f"{name} is {numbers[odd.argmax()]} at response token {int(odd.argmax())} of the batch, wanted a finite "
             "number wherever a token is trained; look at the model that computed it"
         )
-    return given
+    return numbers

@@ -73,10 +73,10 @@ def dtype_of(name: str) -> torch.dtype:
     Raises:
         ValueError: No dtype has this name.
     """
-    found = getattr(torch, name.removeprefix("torch."), None)
-    if not isinstance(found, torch.dtype):
+    dtype = getattr(torch, name.removeprefix("torch."), None)
+    if not isinstance(dtype, torch.dtype):
         raise ValueError(f"manifest names dtype {name!r}, which torch does not have")
-    return found
+    return dtype
 
 
 def count(shape: Sequence[int]) -> int:
@@ -130,10 +130,10 @@ def packed(
     for bucket in buckets:
         flat = empty(bucket, device)
         for name, part in split(bucket, flat):
-            found, tensor = next(source, ("nothing", None))
-            if tensor is None or found != name:
+            tensor_name, tensor = next(source, ("nothing", None))
+            if tensor is None or tensor_name != name:
                 raise ChannelError(
-                    f"weights come in another order than their manifest: {found!r} where {name!r} is due"
+                    f"weights come in another order than their manifest: {tensor_name!r} where {name!r} is due"
                 )
             full = whole(tensor)
             if full.shape != part.shape:
@@ -183,14 +183,14 @@ def ahead(items: Iterator[T]) -> Iterator[T]:
     At most three items exist at a time, including the item in use.
     """
     made: queue.Queue[tuple[T] | BaseException | None] = queue.Queue(1)
-    left = threading.Event()
+    is_abandoned = threading.Event()
 
     def make() -> None:
         end: BaseException | None = None
         try:
             for item in items:
                 made.put((item,))
-                if left.is_set():
+                if is_abandoned.is_set():
                     return
         except BaseException as error:
             end = error
@@ -198,11 +198,11 @@ def ahead(items: Iterator[T]) -> Iterator[T]:
 
     threading.Thread(target=make, name="packing", daemon=True).start()
     try:
-        while (one := made.get()) is not None:
-            if isinstance(one, BaseException):
-                raise one
-            yield one[0]
+        while (entry := made.get()) is not None:
+            if isinstance(entry, BaseException):
+                raise entry
+            yield entry[0]
     finally:
-        left.set()
+        is_abandoned.set()
         with contextlib.suppress(queue.Empty):
             made.get_nowait()  # lets a producer blocked in put() see that the consumer has left

@@ -87,8 +87,8 @@ class Canary:
         worst = max((abs(a - b) for a, b in zip(theirs, ours, strict=True)), default=0.0)
         if not worst <= self._limits.largest:
             return f"logprobs differ by {worst:.2e}, allowed {self._limits.largest:.0e}"
-        known, theirs_before, ours_before = self._sound.get(member, ("", [], []))
-        if known != life or len(ours_before) != len(ours):
+        sound_life, theirs_before, ours_before = self._sound.get(member, ("", [], []))
+        if sound_life != life or len(ours_before) != len(ours):
             self._sound[member] = (life, list(theirs), list(ours))
             return None
         moved, expected = differences(theirs, theirs_before), differences(ours, ours_before)

@@ -67,8 +67,8 @@ class CatchUpFetches:
 
     def forget(self, member: str) -> None:
         """Forget a member that has left, was restarted, or holds the fetched version."""
-        for known in (self.under_way, self._failures, self._not_before):
-            known.pop(member, None)
+        for mapping in (self.under_way, self._failures, self._not_before):
+            mapping.pop(member, None)
 
     def tick(self, now: float) -> list[SyncEvent]:
         """Expire late fetches; return the prepare events to repeat."""

@@ -80,15 +80,15 @@ class Coordinator:
         self, member: str, version: Version | None, now: float, *, lease: float | None = None, life: str = ""
     ) -> list[Command]:
         """Handle join: a member is alive and reports its version."""
-        known = self.members.get(member)
-        reborn = known is not None and known.life != life
+        previous = self.members.get(member)
+        reborn = previous is not None and previous.life != life
         if not reborn and version != self.committed and self._has_just_committed(member, now):
             version = self.committed  # the member sent this before it received our commit
         if (version is None or reborn) and self.phase is Phase.IDLE and member in self._grouped:
             self._grouped = ()  # possibly a restarted process, which has never been in this group
         entry = self.members[member] = Member(now + (lease or self.lease), version, life)
-        if known is not None and not reborn:
-            entry.quarantined, entry.given = known.quarantined, known.given
+        if previous is not None and not reborn:
+            entry.quarantined, entry.given = previous.quarantined, previous.given
         if not reborn:
             return []
         self._catch_ups.forget(member)
@@ -100,18 +100,18 @@ class Coordinator:
         """Handle leave: a member leaves or is known to be gone. ``life`` is the id of its process, if known."""
         if life and member in self.members and self.members[member].life != life:
             return []  # its successor has already joined
-        known = self.members.pop(member, None)
+        removed = self.members.pop(member, None)
         self._catch_ups.forget(member)
         if self.phase is Phase.IDLE and member in self._grouped:
             self._grouped = ()
-        if known is None or self.phase is Phase.IDLE or member not in self._taking_part:
+        if removed is None or self.phase is Phase.IDLE or member not in self._taking_part:
             return []
         return self._fail(f"{member} {reason}", (member,))
 
     def stale_members(self) -> tuple[str, ...]:
         """Return the members that do not hold the committed version."""
         members = sorted(self.members.items())
-        return tuple(name for name, one in members if one.version is None or one.version != self.committed)
+        return tuple(name for name, member in members if member.version is None or member.version != self.committed)
 
     def quarantined(self) -> tuple[str, ...]:
         """Return the members whose canary showed other weights than they were sent."""
@@ -287,10 +287,10 @@ class Coordinator:
 
     def tick(self, now: float) -> list[Command]:
         """Handle the passage of time."""
-        gone = [name for name, member in self.members.items() if member.lease_ends <= now]
+        expired = [name for name, member in self.members.items() if member.lease_ends <= now]
         again: list[Command] = [*self._catch_ups.tick(now)]
-        lost = [name for name in gone if self.phase is not Phase.IDLE and name in self._taking_part]
-        for name in gone:
+        lost = [name for name in expired if self.phase is not Phase.IDLE and name in self._taking_part]
+        for name in expired:
             if name not in lost:
                 self.leave(name, now)
         if self.phase is Phase.IDLE:
@@ -337,8 +337,8 @@ class Coordinator:
         return key_of(event) == (self._version, self.epoch, self.attempt) and event.sender in self._taking_part
 
     def _is_reborn(self, event: SyncEvent) -> bool:
-        known = self.members.get(event.sender)
-        return known is not None and known.life != event.life
+        member = self.members.get(event.sender)
+        return member is not None and member.life != event.life
 
     def _has_just_committed(self, member: str, now: float) -> bool:
         return member in self._grouped and now - self._committed_at < COMMIT_TRAVEL

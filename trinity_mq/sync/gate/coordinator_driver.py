@@ -331,15 +331,15 @@ class CoordinatorDriver:
         while True:
             await self.changed.until(lambda: bool(self._to_repair(loop.time())))
             try:
-                found = await self._channel.catch_up_source()
+                source = await self._channel.catch_up_source()
             except ChannelError as error:
                 log.warning("no_catch_up_source", reason=str(error))
-                found = None
-            if found is None or found[0] != self.machine.committed:
+                source = None
+            if source is None or source[0] != self.machine.committed:
                 self._catch_up_source = None
                 self.changed.notify()
                 continue
-            version, rendezvous, manifest = found
+            version, rendezvous, manifest = source
             for name in self._to_repair(loop.time()):
                 log.info("member_catches_up", member=name, version=version)
                 self._enqueue(self.machine.pull(name, self._prepare(rendezvous, manifest), loop.time()))

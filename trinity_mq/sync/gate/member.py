@@ -160,16 +160,16 @@ class Member:
         """Handle abort: the attempt has ended."""
         return self._give_up() if self._same_try(event) else []
 
-    def tick(self, now: float, given: Key | None) -> list[Command]:
-        """Handle the passage of time. ``given`` is the version last committed at this member, and its attempt, from the
-        trainer's latest heartbeat.
+    def tick(self, now: float, last_commit: Key | None) -> list[Command]:
+        """Handle the passage of time. ``last_commit`` is the version last committed at this member, and its attempt,
+        from the trainer's latest heartbeat.
 
         The version alone is not enough: after an attempt failed because of our canary, the next attempt has the same
         version.
         """
         if self._prepare is None:
             return []
-        if self.stage is Stage.APPLIED and self._prepare.version is not None and given == self.key:
+        if self.stage is Stage.APPLIED and self._prepare.version is not None and last_commit == self.key:
             return self._committed(self._prepare.version, self._prepare.progress or 0)
         return self._give_up() if now >= self.lease_ends else []
 

@@ -53,10 +53,10 @@ class MemberDriver:
         lease: float,
         engine: EnginePort,
         publish: Callable[[SyncEvent], Awaitable[None]],
-        given: Callable[[], Key | None],
+        last_commit: Callable[[], Key | None],
     ) -> None:
-        """Create the driver. ``given`` returns the version last committed at this engine, and its attempt, from the
-        trainer's heartbeat.
+        """Create the driver. ``last_commit`` returns the version last committed at this engine, and its attempt, from
+        the trainer's heartbeat.
         """
         self.machine = Member(name)
         self.lease = lease
@@ -66,7 +66,7 @@ class MemberDriver:
         self.on_commit: Callable[[Version | None, int], None] = lambda version, progress: None
         self.changed = Notifier()
         """Notified when stage or version may have changed."""
-        self._engine, self._publish, self._given = engine, publish, given
+        self._engine, self._publish, self._last_commit = engine, publish, last_commit
         self._commands: asyncio.Queue[Command] = asyncio.Queue()
         self._unperformed = 0
         self._join_now = asyncio.Event()
@@ -235,4 +235,4 @@ class MemberDriver:
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK)
-            self._enqueue(self.machine.tick(asyncio.get_running_loop().time(), self._given()))
+            self._enqueue(self.machine.tick(asyncio.get_running_loop().time(), self._last_commit()))

@@ -59,17 +59,17 @@ class Phases:
 
     def milliseconds(self) -> dict[str, float]:
         """Return the known durations in milliseconds, by the names in :data:`PHASES`."""
-        found: dict[str, float] = {}
+        seconds: dict[str, float] = {}
         if self.ready is not None:
-            found["pause"] = max(self._pauses.values(), default=0.0)
-            found["wait"] = self.held + max(0.0, self.ready - self.started - found["pause"])
+            seconds["pause"] = max(self._pauses.values(), default=0.0)
+            seconds["wait"] = self.held + max(0.0, self.ready - self.started - seconds["pause"])
         if self.ready is not None and self.transferred is not None:
-            found["transfer"] = self.transferred - self.ready
+            seconds["transfer"] = self.transferred - self.ready
         if self.transferred is not None and self.committed is not None:
-            found["apply"] = self.committed - self.transferred
+            seconds["apply"] = self.committed - self.transferred
         if self._resumes:
-            found["resume"] = max(self._resumes.values())
-        return {name: round(1000 * found[name], 3) for name in PHASES if name in found}
+            seconds["resume"] = max(self._resumes.values())
+        return {name: round(1000 * seconds[name], 3) for name in PHASES if name in seconds}
 
 
 def _seconds(event: SyncEvent, name: str) -> float:
@@ -107,9 +107,9 @@ class Member:
     message finds them in the trainer's heartbeat.
     """
 
-    def hold(self, version: Version, given: tuple[int, int]) -> None:
+    def hold(self, version: Version, attempt: tuple[int, int]) -> None:
         """Record the committed version after the canary check has passed."""
-        self.version, self.given, self.quarantined = version, given, False
+        self.version, self.given, self.quarantined = version, attempt, False
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,29 +21,31 @@ def benchmarked(config: Config) -> Mapping[int, Checkpoint | None]:
     Raises:
         CheckpointError: The folder has no checkpoint, lacks a requested checkpoint, or cannot be read.
     """
-    folder, wanted = Path(config.bench.run) / "checkpoints", config.bench.checkpoints
+    folder, selection = Path(config.bench.run) / "checkpoints", config.bench.checkpoints
     try:
         whole, damaged = find_checkpoints(folder) if folder.is_dir() else ([], [])
     except OSError as error:
         raise CheckpointError(f"the checkpoints in {folder} cannot be read: {error.strerror or error}") from error
-    there: dict[int, Checkpoint | None] = {one.state.progress: one for one in sorted(whole, key=_progress)}
+    there: dict[int, Checkpoint | None] = {
+        checkpoint.state.progress: checkpoint for checkpoint in sorted(whole, key=_progress)
+    }
     if not there:
         raise CheckpointError(
             f"bench.run: no checkpoint to evaluate in {folder}{_of(damaged)}: give the folder of a run that saved one"
         )
-    if wanted == "latest":
+    if selection == "latest":
         label = max(there)
         return {label: there[label]}
     first: dict[int, Checkpoint | None] = {FIRST: None}
-    if wanted == "all":
+    if selection == "all":
         return (first if config.explorer.eval_on_startup else {}) | there
-    if missing := sorted(set(wanted) - set(there) - {FIRST}):
+    if missing := sorted(set(selection) - set(there) - {FIRST}):
         raise CheckpointError(
             f"bench.checkpoints: {', '.join(map(str, missing))} not among those in {folder}, which are "
             f"{', '.join(map(str, there))}{_of(damaged)}; older ones were deleted (trainer.max_checkpoints_to_keep, "
             "trainer.keep_every)"
         )
-    return {label: (first | there)[label] for label in sorted(set(wanted))}
+    return {label: (first | there)[label] for label in sorted(set(selection))}
 
 
 def checksums(config: Config) -> Mapping[int, str]:
@@ -55,8 +57,11 @@ def checksums(config: Config) -> Mapping[int, str]:
     """
     if config.mode != "bench":
         return {}
-    found = benchmarked(config)
-    return {label: FIRST_MODEL if one is None else one.weights or one.title for label, one in found.items()}
+    checkpoints = benchmarked(config)
+    return {
+        label: FIRST_MODEL if checkpoint is None else checkpoint.weights or checkpoint.title
+        for label, checkpoint in checkpoints.items()
+    }
 
 
 def _progress(checkpoint: Checkpoint) -> int:
@@ -64,4 +69,8 @@ def _progress(checkpoint: Checkpoint) -> int:
 
 
 def _of(damaged: list[Damaged]) -> str:
-    return f" ({'; '.join(f'{one.path.name} is damaged: {one.reason}' for one in damaged)})" if damaged else ""
+    return (
+        f" ({'; '.join(f'{checkpoint.path.name} is damaged: {checkpoint.reason}' for checkpoint in damaged)})"
+        if damaged
+        else ""
+    )

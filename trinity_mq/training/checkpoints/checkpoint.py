@@ -110,8 +110,8 @@ class Checkpoint:
     @property
     def title(self) -> str:
         """Folder name, followed by the name by train step if it has a different number."""
-        other = "" if self.state.step == self.state.progress else f" (step-{self.state.step})"
-        return f"{self.path.name}{other}"
+        step_name = "" if self.state.step == self.state.progress else f" (step-{self.state.step})"
+        return f"{self.path.name}{step_name}"
 
 
 @dataclass(frozen=True)
@@ -141,17 +141,17 @@ def find_checkpoints(folder: Path) -> tuple[list[Checkpoint], list[Damaged]]:
             format_of(path / STATE_FILE, _Fields.validate_json(text), NEWEST_FORMAT)
             content = _StateFile.model_validate_json(text)
             for name, size in content.files.items():
-                if (seen := (path / name).stat().st_size) != size:
-                    raise ValueError(f"{name} has {seen} bytes, wanted {size}")
+                if (actual_size := (path / name).stat().st_size) != size:
+                    raise ValueError(f"{name} has {actual_size} bytes, wanted {size}")
         except ValidationError as error:
             damaged.append(Damaged(path, f"{STATE_FILE}: {error.errors()[0]['msg']}"))
         except (OSError, ValueError) as error:
             damaged.append(Damaged(path, str(error)))
         else:
             whole.append(Checkpoint(path, content.state, content.weights, content.checksums))
-    whole.sort(key=lambda one: (one.state.generation, one.state.progress), reverse=True)
+    whole.sort(key=lambda checkpoint: (checkpoint.state.generation, checkpoint.state.progress), reverse=True)
     if (choice := _open_choice(folder, whole)) is not None:
-        whole.sort(key=lambda one: not choice.means(one))
+        whole.sort(key=lambda checkpoint: not choice.means(checkpoint))
     return whole, damaged
 
 
@@ -163,11 +163,13 @@ def verify(checkpoint: Checkpoint) -> None:
     """
     for name, expected in checkpoint.checksums.items():
         try:
-            found = _checksum(checkpoint.path / name)
+            checksum = _checksum(checkpoint.path / name)
         except OSError as error:
             raise DamagedCheckpointError(f"{name} cannot be read: {error}") from error
-        if found != expected:
-            raise DamagedCheckpointError(f"{name} has the checksum {found}, wanted {expected}: its content has changed")
+        if checksum != expected:
+            raise DamagedCheckpointError(
+                f"{name} has the checksum {checksum}, wanted {expected}: its content has changed"
+            )
 
 
 def named(folder: Path, name: str) -> Checkpoint:
@@ -181,17 +183,22 @@ def named(folder: Path, name: str) -> Checkpoint:
         whole, damaged = find_checkpoints(folder) if folder.is_dir() else ([], [])
     except OSError as error:
         raise CheckpointError(f"the checkpoints in {folder} cannot be read: {error}") from error
-    there = ", ".join(one.title for one in sorted(whole, key=lambda one: one.state.progress)) or "none"
+    there = (
+        ", ".join(checkpoint.title for checkpoint in sorted(whole, key=lambda checkpoint: checkpoint.state.progress))
+        or "none"
+    )
     match = _NAME.fullmatch(name)
     if match is None:
         raise CheckpointError(f"{name!r} is no name of a checkpoint, such as step-120 or progress-120; there: {there}")
     kind, number = match[1], int(match[2])
-    found = [one for one in whole if getattr(one.state, kind) == number]
-    if found:
-        return max(found, key=lambda one: (one.state.generation, one.state.progress))
-    for one in damaged:
-        if kind == "progress" and _progress_of(one.path) == number:
-            raise CheckpointError(f"{one.path} is damaged: {one.reason}; others in {folder}: {there}")
+    matches = [checkpoint for checkpoint in whole if getattr(checkpoint.state, kind) == number]
+    if matches:
+        return max(matches, key=lambda checkpoint: (checkpoint.state.generation, checkpoint.state.progress))
+    for damaged_checkpoint in damaged:
+        if kind == "progress" and _progress_of(damaged_checkpoint.path) == number:
+            raise CheckpointError(
+                f"{damaged_checkpoint.path} is damaged: {damaged_checkpoint.reason}; others in {folder}: {there}"
+            )
     raise CheckpointError(f"there is no checkpoint {name} in {folder}; there: {there}")
 
 
@@ -203,7 +210,7 @@ def choose(folder: Path, checkpoint: Checkpoint) -> None:
     """
     try:
         whole, _ = find_checkpoints(folder)
-        before = max([_counted(folder), *(one.state.generation for one in whole)])
+        before = max([_counted(folder), *(existing.state.generation for existing in whole)])
         choice = _Choice(name=checkpoint.path.name, generation=checkpoint.state.generation, before=before)
         _replace(folder / CHOICE_FILE, choice.model_dump_json(), durable=True)
     except (OSError, ValueError) as error:
@@ -223,7 +230,7 @@ def _open_choice(folder: Path, whole: Iterable[Checkpoint]) -> _Choice | None:
         choice = _Choice.model_validate_json(path.read_text(encoding="utf-8"))
     except ValidationError as error:
         raise OSError(f"{path} is damaged ({error.errors()[0]['msg']}); remove it to go on from the newest") from error
-    return choice if all(one.state.generation <= choice.before for one in whole) else None
+    return choice if all(checkpoint.state.generation <= choice.before for checkpoint in whole) else None
 
 
 def _counted(folder: Path) -> int:
@@ -281,11 +288,13 @@ class CheckpointStore:
         """
         try:
             whole, _ = find_checkpoints(self._folder)
-            found = max([self._last_generation(), after, *(one.state.generation for one in whole)]) + 1
-            _replace(self._folder / COUNTER_FILE, f"{found}\n", durable=True)
+            generation = (
+                max([self._last_generation(), after, *(checkpoint.state.generation for checkpoint in whole)]) + 1
+            )
+            _replace(self._folder / COUNTER_FILE, f"{generation}\n", durable=True)
         except (OSError, ValueError) as error:
             raise self._error(f"count the start in {COUNTER_FILE}", error) from error
-        return found
+        return generation
 
     def _last_generation(self) -> int:
         return _counted(self._folder)
@@ -300,8 +309,8 @@ class CheckpointStore:
             whole, damaged = find_checkpoints(self._folder)
         except OSError as error:
             raise self._error("read the checkpoints", error) from error
-        for one in damaged:
-            log.warning("damaged_checkpoint_skipped", path=str(one.path), reason=one.reason)
+        for checkpoint in damaged:
+            log.warning("damaged_checkpoint_skipped", path=str(checkpoint.path), reason=checkpoint.reason)
         return whole, damaged
 
     def only(self, whole: Sequence[Checkpoint]) -> str | None:
@@ -412,9 +421,9 @@ class CheckpointStore:
         if len(whole) < self._keep:
             return
         progress = whole[self._keep - 1].state.progress
-        stay = set(first_of_each(self._keep_every, (one.state.progress for one in whole)))
-        old = [one.path for one in whole[self._keep :] if one.state.progress not in stay]
-        old += [one.path for one in damaged if _progress_of(one.path) < progress]
+        stay = set(first_of_each(self._keep_every, (checkpoint.state.progress for checkpoint in whole)))
+        old = [checkpoint.path for checkpoint in whole[self._keep :] if checkpoint.state.progress not in stay]
+        old += [checkpoint.path for checkpoint in damaged if _progress_of(checkpoint.path) < progress]
         for path in old:
             try:
                 shutil.rmtree(path)
@@ -439,9 +448,9 @@ def first_of_each(every: int | None, progress: Iterable[int]) -> list[int]:
     if every is None:
         return []
     firsts: dict[int, int] = {}
-    for one in sorted(progress):
-        firsts.setdefault(one // every, one)
-    return [one for multiple, one in firsts.items() if multiple]
+    for batches in sorted(progress):
+        firsts.setdefault(batches // every, batches)
+    return [batches for multiple, batches in firsts.items() if multiple]
 
 
 async def publish_final(write: Callable[[Path], Awaitable[None]], final: Path) -> None:
@@ -542,9 +551,9 @@ class StepAttempts:
         """
         self._is_ending = True
         if self._running:
-            left = {ticket: starts - (ticket in self._running) for ticket, starts in self._starts.items()}
+            counts = {ticket: starts - (ticket in self._running) for ticket, starts in self._starts.items()}
             self._running = frozenset()
-            self._write({ticket: starts for ticket, starts in left.items() if starts})
+            self._write({ticket: starts for ticket, starts in counts.items() if starts})
 
     def finish(self, tickets: Iterable[str]) -> None:
         """Remove the counts of tickets whose step has ended.
@@ -565,11 +574,11 @@ class StepAttempts:
 
 def _checksum(path: Path) -> str:
     """Return the XXH3 (128 bits) of a file's content."""
-    found = xxhash.xxh3_128()
+    checksum = xxhash.xxh3_128()
     with path.open("rb", buffering=0) as file:
         while block := file.read(READ_BYTES):
-            found.update(block)
-    return found.hexdigest()
+            checksum.update(block)
+    return checksum.hexdigest()
 
 
 def _cause(error: Exception, folder: Path) -> Exception:

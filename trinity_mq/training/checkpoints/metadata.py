@@ -32,8 +32,8 @@ _CLASSES = (
     _StorageInfo,
 )
 _ADMITTED: dict[tuple[str, str], Any] = {
-    **{(one.__module__, one.__qualname__): one for one in _CLASSES},
-    **{("torch", name): one for name, one in vars(torch).items() if isinstance(one, torch.dtype)},
+    **{(cls.__module__, cls.__qualname__): cls for cls in _CLASSES},
+    **{("torch", name): dtype for name, dtype in vars(torch).items() if isinstance(dtype, torch.dtype)},
     ("torch", "Size"): torch.Size,
     ("torch.serialization", "_get_layout"): _get_layout,
     # the folder it was written to: pure paths, because the writer's operating system may differ
@@ -76,15 +76,15 @@ class TensorReader(FileSystemReader):
             UnpicklingError: The index asks for a name that is not admitted.
             ValueError: The file is not an index, has entries other than tensors, or names files outside the folder.
         """
-        found = _Unpickler(io.BytesIO(self._index.read_bytes())).load()
-        if not isinstance(found, dcp.Metadata) or not isinstance(found.state_dict_metadata, dict):
-            raise ValueError(f"{self._index} holds no index, but {type(found).__name__}")
-        for name, entry in found.state_dict_metadata.items():
+        index = _Unpickler(io.BytesIO(self._index.read_bytes())).load()
+        if not isinstance(index, dcp.Metadata) or not isinstance(index.state_dict_metadata, dict):
+            raise ValueError(f"{self._index} holds no index, but {type(index).__name__}")
+        for name, entry in index.state_dict_metadata.items():
             if not isinstance(entry, dcp.TensorStorageMetadata):  # torch would load it with its own unpickler
                 raise ValueError(f"{name!r:.80} is no tensor, and nothing else is read")
-        files = {one.relative_path for one in (found.storage_data or {}).values()}
+        files = {entry.relative_path for entry in (index.storage_data or {}).values()}
         if elsewhere := sorted(name for name in files if PurePath(name).name != name):
             raise ValueError(f"{self._index} names the file {elsewhere[0]!r:.80}, which is not one of the checkpoint's")
-        found.storage_meta = found.storage_meta or dcp.StorageMeta()
-        found.storage_meta.load_id = self.load_id
-        return found
+        index.storage_meta = index.storage_meta or dcp.StorageMeta()
+        index.storage_meta.load_id = self.load_id
+        return index

@@ -58,7 +58,7 @@ def read_old_parts(folder: Path, modules: Mapping[str, nn.Module]) -> Parts:
         if "critic" in modules:
             path, critic = folder / CRITIC_FILE, modules["critic"]
             state = _load(path)
-            weights = {f"{name}.{key}": one for name in ("backbone", "head") for key, one in state[name].items()}
+            weights = {f"{name}.{key}": tensor for name in ("backbone", "head") for key, tensor in state[name].items()}
             critic.load_state_dict(weights)
             parts["critic"] = Part(module_state(critic), {"steps": state["steps"]})
             parts["critic_optimizer"] = _optimizer(state["optimizer"], critic)
@@ -78,5 +78,7 @@ def _load(path: Path) -> Any:
 def _optimizer(saved: Mapping[str, Any], module: nn.Module) -> Part:
     """Return the part of an optimizer whose state numbers the parameters in the order of the module."""
     names = [name for name, _ in module.named_parameters()]
-    tensors = {f"{names[number]}/{key}": one for number, state in saved["state"].items() for key, one in state.items()}
+    tensors = {
+        f"{names[number]}/{key}": tensor for number, state in saved["state"].items() for key, tensor in state.items()
+    }
     return Part(tensors, {"names": names, "param_groups": saved["param_groups"], "numbers": {}})

@@ -51,7 +51,7 @@ Parts = dict[str, Part]
 
 def flat(parts: Mapping[str, Part]) -> dict[str, Tensor]:
     """Return all tensors by ``<part>.<name>``, the name that torch gives them in a checkpoint."""
-    return {f"{part}.{name}": tensor for part, one in parts.items() for name, tensor in one.tensors.items()}
+    return {f"{part}.{name}": tensor for part, state in parts.items() for name, tensor in state.tensors.items()}
 
 
 def module_state(module: nn.Module) -> dict[str, Tensor]:
@@ -83,7 +83,9 @@ def optimizer_state(part: Part) -> dict[str, Any]:
         KeyError: The part is not an optimizer part.
     """
     number_of = {name: number for number, name in enumerate(part.facts["names"])}
-    state: dict[int, dict[str, Any]] = {number_of[name]: dict(one) for name, one in part.facts["numbers"].items()}
+    state: dict[int, dict[str, Any]] = {
+        number_of[name]: dict(numbers) for name, numbers in part.facts["numbers"].items()
+    }
     for name, tensor in part.tensors.items():
         parameter, _, key = name.rpartition("/")
         state.setdefault(number_of[parameter], {})[key] = tensor
@@ -112,7 +114,7 @@ class HostCopies:
         """Return a copy of ``parts``, valid until the next call. Sharded tensors are gathered one by one."""
         before, self._buffers = self._buffers, {}
         is_on_device = False
-        for name, tensor in ((name, whole(one)) for name, one in flat(parts).items()):
+        for name, tensor in ((name, whole(value)) for name, value in flat(parts).items()):
             buffer = before.get(name)
             if buffer is None or (buffer.shape, buffer.dtype) != (tensor.shape, tensor.dtype):
                 buffer = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
@@ -121,8 +123,8 @@ class HostCopies:
         if is_on_device:
             torch.cuda.synchronize()
         return {
-            part: Part({name: self._buffers[f"{part}.{name}"] for name in one.tensors}, one.facts)
-            for part, one in parts.items()
+            part: Part({name: self._buffers[f"{part}.{name}"] for name in state.tensors}, state.facts)
+            for part, state in parts.items()
         }
 
 
@@ -152,7 +154,7 @@ def read_facts(folder: Path) -> dict[str, dict[str, Any]]:
     path = folder / FACTS_FILE
     try:
         facts: dict[str, dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))
-        if not all(isinstance(one, dict) for one in facts.values()):
+        if not all(isinstance(values, dict) for values in facts.values()):
             raise ValueError("a part is no object")
     except (OSError, ValueError, AttributeError) as error:
         raise DamagedCheckpointError(f"{path} is damaged or not there: {error}") from error
@@ -175,13 +177,13 @@ def read_parts(folder: Path, states: Mapping[str, dict[str, Tensor]]) -> Parts:
     live = {name: Part(tensors, facts.get(name, {})) for name, tensors in states.items()}
     _quietly_alone()
     reader = TensorReader(path)
-    found = _tensors(reader, path)
-    parts = {name: Part(facts=one) for name, one in facts.items()} | live
-    beyond = _beyond(live, found, path)
+    index = _tensors(reader, path)
+    parts = {name: Part(facts=values) for name, values in facts.items()} | live
+    beyond = _beyond(live, index, path)
     try:
         for name in beyond:
             part, _, rest = name.partition(".")
-            new = torch.empty(found[name].size, dtype=found[name].properties.dtype)
+            new = torch.empty(index[name].size, dtype=index[name].properties.dtype)
             parts.setdefault(part, Part()).tensors[rest] = new
         load(_nested(parts), storage_reader=reader, no_dist=True)
     except _UNREADABLE as error:
@@ -199,8 +201,8 @@ def read_policy(folder: Path, state: dict[str, Tensor]) -> None:
     path = folder / STATE_FOLDER
     _quietly_alone()
     reader = TensorReader(path)
-    found = [name for name in _tensors(reader, path) if name.startswith("policy.")]
-    _beyond({"policy": Part(state)}, found, path)
+    names = [name for name in _tensors(reader, path) if name.startswith("policy.")]
+    _beyond({"policy": Part(state)}, names, path)
     try:
         load({"policy": state}, storage_reader=reader, no_dist=True)
     except _UNREADABLE as error:
@@ -220,19 +222,19 @@ def _tensors(reader: TensorReader, path: Path) -> dict[str, TensorStorageMetadat
     return index
 
 
-def _beyond(live: Mapping[str, Part], found: Iterable[str], path: Path) -> list[str]:
-    """Return the names in ``found`` that belong to none of the parts in ``live``.
+def _beyond(live: Mapping[str, Part], names: Iterable[str], path: Path) -> list[str]:
+    """Return the elements of ``names`` that belong to none of the parts in ``live``.
 
     Raises:
         DamagedCheckpointError: A part in ``live`` has different names in the checkpoint.
     """
-    rest = set(found)
-    for part, one in live.items():
-        wanted = {f"{part}.{name}" for name in one.tensors}
+    rest = set(names)
+    for part, state in live.items():
+        expected = {f"{part}.{name}" for name in state.tensors}
         there = {name for name in rest if name.startswith(f"{part}.")}
-        if there != wanted:
-            name = min(there ^ wanted)
-            fault = "has no" if name in wanted else "has a"
+        if there != expected:
+            name = min(there ^ expected)
+            fault = "has no" if name in expected else "has a"
             raise DamagedCheckpointError(f"{path} does not fit the model: it {fault} tensor {name!r}")
         rest -= there
     return sorted(rest)

@@ -99,12 +99,12 @@ def _installed(device: torch.device, dtype: torch.dtype) -> list[str]:
     if device.type != "cuda":  # flex attention has no backward pass on a CPU
         return []
     is_narrow = dtype in {torch.bfloat16, torch.float16}
-    found = {
+    implementations = {
         "flash_attention_3": is_narrow and is_flash_attn_3_available(),
         "flash_attention_2": is_narrow and is_flash_attn_2_available(),
         "flex_attention": is_torch_flex_attn_available(),
     }
-    return [name for name, is_there in found.items() if is_there]
+    return [name for name, is_there in implementations.items() if is_there]
 
 
 def packing_problem(model: Any, dtype: torch.dtype) -> str | None:
@@ -118,11 +118,11 @@ def packing_problem(model: Any, dtype: torch.dtype) -> str | None:
     lengths = torch.tensor([first, second], device=model.device)
     embeddings = model.get_input_embeddings()
     ids = torch.arange(1, first + second + 1, device=model.device)[None] * 7919 % embeddings.weight.shape[0]
-    seen: list[Tensor] = []
+    embedded: list[Tensor] = []
 
     def watch(module: nn.Module, arguments: Any, output: Tensor) -> Tensor:
-        seen.append(output.detach().requires_grad_())
-        return seen[-1]
+        embedded.append(output.detach().requires_grad_())
+        return embedded[-1]
 
     with torch.enable_grad(), torch.autocast(model.device.type, dtype, enabled=dtype != torch.float32):
         handle = embeddings.register_forward_hook(watch)
@@ -130,12 +130,12 @@ def packing_problem(model: Any, dtype: torch.dtype) -> str | None:
             row = model(**_row(ids, lengths, second, _attention(model)), use_cache=False)
         finally:
             handle.remove()
-        found = row.logits[0, first:].float()
+        packed = row.logits[0, first:].float()
         alone = model(input_ids=ids[:, first:], use_cache=False).logits[0].detach().float()
-    (gradient,) = torch.autograd.grad(found.square().sum(), seen[0])
+    (gradient,) = torch.autograd.grad(packed.square().sum(), embedded[0])
     if gradient[0, :first].any():
         return "the logits of a sequence depend on the sequence before it in the row"
     largest = (0.05 if dtype != torch.float32 else 1e-3) * alone.abs().max()
-    if not (found - alone).abs().max() <= largest:
+    if not (packed - alone).abs().max() <= largest:
         return "a sequence has other logits in a row with others than alone"
     return None

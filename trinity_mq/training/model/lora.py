@@ -88,21 +88,21 @@ class Adapters:
             name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)
         }
         self._check(names)
-        own = set(self.parameters)
+        adapter_names = set(self.parameters)
         for name, parameter in model.named_parameters():
-            parameter.requires_grad_(name in own)
-            if name in own:
+            parameter.requires_grad_(name in adapter_names)
+            if name in adapter_names:
                 parameter.data = parameter.data.float()  # bfloat16 would lose the optimizer's small steps
-        self._base = dict(self._base_weights(own))
+        self._base = dict(self._base_weights(adapter_names))
         self._host: dict[str, Tensor] | None = None
 
-    def _check(self, wanted: str | Sequence[str]) -> None:
+    def _check(self, targets: str | Sequence[str]) -> None:
         head, embeddings = self._model.get_output_embeddings(), self._model.get_input_embeddings()
         for name, layer in self.layers.items():
             base = layer.get_base_layer()
             if not hasattr(layer, SIDES[0]) or not layer.lora_A or layer is head or layer is embeddings:
                 raise AdapterError(
-                    f"model.lora.target_modules is {wanted}, which names {name} of the class {type(base).__name__}: "
+                    f"model.lora.target_modules is {targets}, which names {name} of the class {type(base).__name__}: "
                     "adapters are for linear layers other than the output layer; name others, or take all-linear"
                 )
 
@@ -116,9 +116,9 @@ class Adapters:
         """PEFT file name of each parameter, by parameter name."""
         return {name: f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}" for name in self.parameters}
 
-    def _base_weights(self, own: set[str]) -> Iterator[tuple[str, BaseWeight]]:
+    def _base_weights(self, adapter_names: set[str]) -> Iterator[tuple[str, BaseWeight]]:
         for name, parameter in self._model.named_parameters():
-            if name in own:
+            if name in adapter_names:
                 continue
             path, _, kind = name.rpartition(".")
             layer = path.removesuffix(".base_layer")
@@ -132,8 +132,8 @@ class Adapters:
         copy, so only adapters have to be gathered from the other ranks.
         """
         self._host = {
-            one.parameter: self._model.get_parameter(one.parameter).detach().to("cpu", copy=True)
-            for one in self._base.values()
+            weight.parameter: self._model.get_parameter(weight.parameter).detach().to("cpu", copy=True)
+            for weight in self._base.values()
         }
 
     # -- names and weights
@@ -145,9 +145,9 @@ class Adapters:
     def manifest(self) -> dict[str, list[int]]:
         """Return the shape of every tensor for engines, by name: merged weights, or adapters as in a PEFT file."""
         if self.settings.sync == "merged":
-            return {name: one.shape for name, one in self._base.items()}
+            return {name: weight.shape for name, weight in self._base.items()}
         names = self.file_names
-        return {names[name]: list(one.shape) for name, one in self.state().items()}
+        return {names[name]: list(adapter.shape) for name, adapter in self.state().items()}
 
     def shown(self, name: str, state: Mapping[str, Tensor] | None = None) -> Tensor:
         """Return one tensor of :meth:`manifest`, unsharded. If ``state`` is None and the model is sharded, all ranks
@@ -159,7 +159,7 @@ class Adapters:
         """
         if self.settings.sync == "merged":
             return self.merged(name, state)
-        return self._adapter({file: own for own, file in self.file_names.items()}[name], state)
+        return self._adapter({file: parameter for parameter, file in self.file_names.items()}[name], state)
 
     def _adapter(self, name: str, state: Mapping[str, Tensor] | None) -> Tensor:
         return whole(self._model.get_parameter(name).detach()) if state is None else state[name]
@@ -169,15 +169,15 @@ class Adapters:
         """Return the weight ``name`` of the model without adapters, with its adapter merged in: ``W + scale B A``, in
         float32. A weight without an adapter is returned unchanged. See :meth:`shown`.
         """
-        one = self._base[name]
-        base = self._weight(one.parameter)
-        sides = [] if one.layer is None else [f"{one.layer}.{side}.{ADAPTER}.weight" for side in SIDES]
-        found = [self._adapter(name, state) for name in sides]
+        weight = self._base[name]
+        base = self._weight(weight.parameter)
+        sides = [] if weight.layer is None else [f"{weight.layer}.{side}.{ADAPTER}.weight" for side in SIDES]
+        factors = [self._adapter(name, state) for name in sides]
         if isinstance(base, DTensor):  # ranks above 0 only take part in the gathering
             return base.to_local()
-        if one.layer is None:
+        if weight.layer is None:
             return base
-        a, b = found
+        a, b = factors
         change = self.settings.scale * (b.float() @ a.float())
         if self._config.fan_in_fan_out:
             change = change.T
@@ -187,12 +187,12 @@ class Adapters:
         """Return a frozen weight, dequantized if necessary."""
         if self._host is not None:
             return self._host[parameter]
-        found: Tensor = self._model.get_parameter(parameter).detach()
+        weight: Tensor = self._model.get_parameter(parameter).detach()
         if _is_quantized(self._model.get_parameter(parameter)):
             from peft.utils.integrations import dequantize_module_weight
 
-            found = dequantize_module_weight(self._model.get_submodule(parameter.rpartition(".")[0])).detach()
-        return found
+            weight = dequantize_module_weight(self._model.get_submodule(parameter.rpartition(".")[0])).detach()
+        return weight
 
     def without(self) -> Any:
         """Return the architecture without adapters and quantization, with weights on the meta device."""
@@ -210,9 +210,9 @@ class Adapters:
         """Return all weights and persistent buffers of the model without adapters, with adapters merged into the
         weights, in float32.
         """
-        found = {name: self.merged(name, state).float() for name in self._base}
+        weights = {name: self.merged(name, state).float() for name in self._base}
         names = {name for name, _ in self.without().named_buffers()} & self._model.state_dict().keys()
-        return found | {name: self._model.get_buffer(name) for name in names}
+        return weights | {name: self._model.get_buffer(name) for name in names}
 
     def save(self, folder: Path, state: Mapping[str, Tensor] | None = None) -> None:
         """Write the adapters in ``peft`` format to a folder, which is created if missing."""
@@ -237,18 +237,18 @@ class Adapters:
                 layer._disable_adapters = False  # noqa: SLF001
 
 
-def _check_names(model: nn.Module, wanted: Sequence[str]) -> None:
+def _check_names(model: nn.Module, targets: Sequence[str]) -> None:
     """Check that every name matches the end of a layer name: ``peft`` ignores a name without a match if other names
     match.
     """
     layers = dict(model.named_modules())
-    for name in wanted:
+    for name in targets:
         if not any(layer == name or layer.endswith(f".{name}") for layer in layers):
             linear = {layer.rpartition(".")[2]: None for layer, kind in layers.items() if isinstance(kind, nn.Linear)}
             near = get_close_matches(name, linear, n=1)
             hint = f"did you mean {near[0]!r}? " if near else ""
             raise AdapterError(
-                f"model.lora.target_modules is {wanted}: the model has no layer {name!r}; {hint}its linear layers are "
+                f"model.lora.target_modules is {targets}: the model has no layer {name!r}; {hint}its linear layers are "
                 f"called {', '.join(linear)}"
             )
 

@@ -166,19 +166,19 @@ class Policy:
 
     def score(self, batch: MicroBatch, *, entropy_gradient: bool) -> tuple[Tensor, Tensor]:
         """Return logprobs and entropies of the batch's trained tokens at their temperatures, float32 ``[tokens]``."""
-        found = self._scores(batch, entropy_gradient=entropy_gradient)
-        return found.logprob, found.entropy
+        scores = self._scores(batch, entropy_gradient=entropy_gradient)
+        return scores.logprob, scores.entropy
 
     @torch.no_grad()
     def score_with_baseline(self, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor]:
         """Return logprobs, entropies and entropy baselines of the batch's trained tokens, without gradient."""
-        found = self._scores(batch, entropy_gradient=False, with_baseline=True)
-        assert found.entropy_baseline is not None
-        return found.logprob, found.entropy, found.entropy_baseline
+        scores = self._scores(batch, entropy_gradient=False, with_baseline=True)
+        assert scores.entropy_baseline is not None
+        return scores.logprob, scores.entropy, scores.entropy_baseline
 
     def _scores(self, batch: MicroBatch, *, entropy_gradient: bool, with_baseline: bool = False) -> Scores:
         with self._autocast():
-            found: Scores = self._scorer(
+            scores: Scores = self._scorer(
                 model_inputs(self.model, batch),
                 (batch.rows, batch.columns),
                 batch.targets,
@@ -186,7 +186,7 @@ class Policy:
                 entropy_gradient=entropy_gradient,
                 with_baseline=with_baseline,
             )
-        return found
+        return scores
 
     @torch.no_grad()
     def sequence_logprobs(self, tokens: Sequence[int]) -> list[float]:
@@ -198,8 +198,8 @@ class Policy:
         places, heat = (torch.zeros_like(columns), columns), torch.ones(len(columns), device=self.device)
         with self._autocast():
             scores = self._scorer({"input_ids": ids[:, :-1]}, places, ids[0, 1:], heat, entropy_gradient=False)
-        found: list[float] = scores.logprob.tolist()
-        return found
+        logprobs: list[float] = scores.logprob.tolist()
+        return logprobs
 
     def state(self) -> dict[str, Tensor]:
         """Return the live tensors for a checkpoint: all weights, or only the adapters if the model has adapters."""
@@ -222,8 +222,8 @@ class Policy:
         """Return one tensor of :meth:`weights`."""
         if self.adapters is not None:
             return self.adapters.shown(name).to(self._dtype)
-        found: Tensor = self.model.get_parameter(name).detach().to(self._dtype)
-        return found
+        weight: Tensor = self.model.get_parameter(name).detach().to(self._dtype)
+        return weight
 
     @contextmanager
     def without_adapters(self) -> Iterator[None]:
@@ -261,16 +261,16 @@ class Policy:
         apply_umask(folder)
 
 
-def chosen_device(wanted: Literal["auto", "cpu", "cuda"]) -> torch.device:
+def chosen_device(requested: Literal["auto", "cpu", "cuda"]) -> torch.device:
     """Return the device to compute on. With several GPUs it is the GPU of this rank.
 
     Raises:
         LearnerError: The device is not available.
     """
     available = torch.cuda.is_available()
-    if wanted == "cuda" and not available:
+    if requested == "cuda" and not available:
         raise LearnerError("model.device is cuda, but torch sees no CUDA device here; use model.device=auto or cpu")
-    if not available or wanted == "cpu":
+    if not available or requested == "cpu":
         return torch.device("cpu")
     return torch.device("cuda", own_device(torch.cuda.current_device()))
 
@@ -285,7 +285,7 @@ def checkpoint_blocks(model: nn.Module) -> None:
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
 
-    blocks = [one for one in model.modules() if isinstance(one, GradientCheckpointingLayer)]
+    blocks = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not blocks:
         raise LearnerError(
             f"trainer.gradient_checkpointing is on, but {type(model).__name__} has no block of the class "

@@ -67,15 +67,17 @@ def prefix_problem(model: Any, dtype: torch.dtype) -> str | None:
     ]
     with torch.enable_grad(), torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
         try:
-            found = model(**_inputs(model, prefixes, lengths, prefix_of, rows), use_cache=False).logits.float()
+            shared_logits = model(**_inputs(model, prefixes, lengths, prefix_of, rows), use_cache=False).logits.float()
         except (AttributeError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
             return f"it takes no cache: {error}"
         alone = torch.stack([model(input_ids=ids[None], use_cache=False).logits[0, -4:].float() for ids in whole])
     part = 0.05 if dtype != torch.float32 else 1e-3
-    if not (found - alone).abs().max() <= part * alone.abs().max():
+    if not (shared_logits - alone).abs().max() <= part * alone.abs().max():
         return "a sequence has other logits with a shared prefix than alone"
-    weights = [one for one in model.parameters() if one.requires_grad]
-    slopes = [torch.autograd.grad(logits.square().sum(), weights, allow_unused=True) for logits in (found, alone)]
+    weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    slopes = [
+        torch.autograd.grad(logits.square().sum(), weights, allow_unused=True) for logits in (shared_logits, alone)
+    ]
     for shared, separate in zip(*slopes, strict=True):
         if (shared is None) != (separate is None):
             return "a weight has a gradient only in one of both"

@@ -84,8 +84,8 @@ class TokenScorer(nn.Module):
                 entropy_gradient=entropy_gradient,
                 with_baseline=with_baseline,
             )
-        found = token_logprobs(logits, targets, temperature, entropy_gradient=entropy_gradient)
-        return Scores(*found, entropy_baselines(logits, temperature) if with_baseline else None)
+        columns = token_logprobs(logits, targets, temperature, entropy_gradient=entropy_gradient)
+        return Scores(*columns, entropy_baselines(logits, temperature) if with_baseline else None)
 
 
 @torch.no_grad()
@@ -100,17 +100,19 @@ def after_head(model: Any) -> AfterHead | None:
     factor, divisor = (getattr(settings, name, None) for name in ("logit_scale", "logits_scaling"))
     scale = (factor if isinstance(factor, int | float) else 1.0) / (divisor or 1.0)
     after = AfterHead(scale, getattr(settings, "final_logit_softcapping", None) or None)
-    given: list[Tensor] = []
+    products: list[Tensor] = []
 
     def replace(module: nn.Module, arguments: Any, output: Tensor) -> Tensor:
         generator = torch.Generator().manual_seed(0)
-        given.append((20 * torch.randn(output.shape, generator=generator)).to(output))
-        return given[-1]
+        products.append((20 * torch.randn(output.shape, generator=generator)).to(output))
+        return products[-1]
 
     handle = model.get_output_embeddings().register_forward_hook(replace)
     try:
         logits = model(input_ids=torch.arange(4, device=model.device)[None], use_cache=False).logits
     finally:
         handle.remove()
-    is_known = logits.shape == given[0].shape and torch.allclose(after(given[0].float()), logits.float(), rtol=1e-5)
+    is_known = logits.shape == products[0].shape and torch.allclose(
+        after(products[0].float()), logits.float(), rtol=1e-5
+    )
     return after if is_known else None

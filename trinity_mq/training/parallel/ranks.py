@@ -313,31 +313,31 @@ class Ranks:
         Raises:
             RankError: A rank is no longer usable.
         """
-        own = Vote.of(error)
+        vote = Vote.of(error)
         try:
-            worst, rank = self._worst(self._votes(what, self._patience(what, own), own))
+            worst, rank = self._worst(self._votes(what, self._patience(what, vote), vote))
         except RankError:
-            if own.kind == "broken":
+            if vote.kind == "broken":
                 return  # the cause is more useful than the loss of the other ranks
             raise
-        if worst.kind == "broken" != own.kind:
+        if worst.kind == "broken" != vote.kind:
             raise RankError(f"{what!r} failed on rank {rank} of {self.world}: {worst.reason}") from error
 
-    def _patience(self, what: str, own: Vote) -> float:
+    def _patience(self, what: str, vote: Vote) -> float:
         """Return how many seconds this rank, on which a command has failed, waits for the votes of the others."""
-        if own.kind == "broken" and self.rank == 0:
+        if vote.kind == "broken" and self.rank == 0:
             return 0.0  # the others end when rank 0 ends
-        if own.kind != "broken" and what == "open":
+        if vote.kind != "broken" and what == "open":
             return self._timeout.total_seconds()  # the others may still be reading
         return VOTE_GRACE
 
     @staticmethod
     def _worst(votes: Sequence[Vote]) -> tuple[Vote, int]:
         """Return the most severe vote, and the first rank that cast it."""
-        rank = max(range(len(votes)), key=lambda one: _SEVERITY.index(votes[one].kind))
+        rank = max(range(len(votes)), key=lambda index: _SEVERITY.index(votes[index].kind))
         return votes[rank], rank
 
-    def _votes(self, what: str, patience: float, own: Vote) -> list[Vote]:
+    def _votes(self, what: str, patience: float, own_vote: Vote) -> list[Vote]:
         """Cast a vote on the current command and return the votes of all ranks, by rank.
 
         Raises:
@@ -347,16 +347,18 @@ class Ranks:
         keys = [f"vote/{self._number}/{rank}" for rank in range(self.world)]
         ends = time.monotonic() + patience
         try:
-            self._store.set(keys[self.rank], msgpack.packb([own.kind, own.error, own.reason[:REASON_LENGTH]]))
+            self._store.set(
+                keys[self.rank], msgpack.packb([own_vote.kind, own_vote.error, own_vote.reason[:REASON_LENGTH]])
+            )
             self._wait_for_votes(what, keys, ends)
-            found = [Vote(*msgpack.unpackb(vote)) for vote in self._store.multi_get(keys)]
+            votes = [Vote(*msgpack.unpackb(vote)) for vote in self._store.multi_get(keys)]
             if self._number > KEPT:
                 self._store.delete_key(f"vote/{self._number - KEPT}/{self.rank}")
         except RankError:
             raise
         except RuntimeError as error:
             raise RankError(f"the vote on {what!r} failed on rank {self.rank}: {error}") from error
-        return found
+        return votes
 
     def _wait_for_votes(self, what: str, keys: list[str], ends: float) -> None:
         assert self._store is not None
@@ -376,7 +378,7 @@ class Ranks:
         """
         if self._store is None:
             return ""
-        for rank in (one for one in range(self.world) if one != self.rank):
+        for rank in (other_rank for other_rank in range(self.world) if other_rank != self.rank):
             key = f"vote/{self._number}/{rank}"
             with suppress(RuntimeError):
                 if self._store.check([key]) and (vote := Vote(*msgpack.unpackb(self._store.get(key)))).reason:
@@ -399,10 +401,10 @@ class Ranks:
         """Return the values of all ranks, by rank; for small values."""
         if self.world == 1:
             return [value]
-        found: list[T | None] = [None] * self.world
+        values: list[T | None] = [None] * self.world
         with self.together("gathering"):
-            dist.all_gather_object(found, value)
-        return [one for one in found if one is not None]
+            dist.all_gather_object(values, value)
+        return [gathered for gathered in values if gathered is not None]
 
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
@@ -450,10 +452,10 @@ class RankProcesses:
         meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), PARENT_VARIABLE: str(os.getpid())}
         meeting |= {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # otherwise every poll for a command prints a warning on stderr
         for rank in range(1, self._ranks.world):
-            own = meeting | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            environment = meeting | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
             self._children.append(
                 await asyncio.create_subprocess_exec(
-                    *(sys.executable, *sys.orig_argv[1:]), env=os.environ | own, stdin=subprocess.DEVNULL
+                    *(sys.executable, *sys.orig_argv[1:]), env=os.environ | environment, stdin=subprocess.DEVNULL
                 )
             )
 

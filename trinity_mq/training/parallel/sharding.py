@@ -54,13 +54,13 @@ def blocks(model: Any) -> list[nn.Module]:
         FatalError: The model does not declare its blocks.
     """
     names = set(getattr(model, "_no_split_modules", None) or ())
-    found = [module for module in model.modules() if type(module).__name__ in names]
-    if not found:
+    modules = [module for module in model.modules() if type(module).__name__ in names]
+    if not modules:
         raise FatalError(
             f"{type(model).__name__} does not say which blocks it is made of (_no_split_modules is "
             f"{sorted(names) or 'empty'}), so it cannot be sharded; set trainer.nproc to 1"
         )
-    return found
+    return modules
 
 
 def whole(tensor: Tensor) -> Tensor:

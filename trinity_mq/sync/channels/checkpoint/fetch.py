@@ -51,10 +51,10 @@ def _manifest(filesystem: Any, path: str, expected: str) -> list[dict[str, Any]]
     body = filesystem.cat_file(path)
     checked(body, expected, MANIFEST)
     manifest = json.loads(body)
-    if (seen := manifest.get("format", FORMAT)) != FORMAT:
+    if (format_number := manifest.get("format", FORMAT)) != FORMAT:
         raise ChannelError(
-            f"{path} has format {seen!r}, this release reads {FORMAT}: run trainer and engines from releases that "
-            "share a format (docs/upgrading.md)"
+            f"{path} has format {format_number!r}, this release reads {FORMAT}: run trainer and engines from releases "
+            "that share a format (docs/upgrading.md)"
         )
     shards: list[dict[str, Any]] = manifest["shards"]
     for shard in shards:
@@ -84,9 +84,9 @@ def _shard(filesystem: Any, path: str, shard: dict[str, Any]) -> dict[str, Tenso
 
 def _compare(tensors: dict[str, Tensor], spec: dict[str, Any]) -> None:
     expected = {name: (dtype, shape) for name, dtype, shape in entries_of(spec["manifest"])}
-    found = {name: (str(one.dtype).removeprefix("torch."), list(one.shape)) for name, one in tensors.items()}
-    if expected != found:
-        first = next(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
+    actual = {name: (str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for name, tensor in tensors.items()}
+    if expected != actual:
+        first = next(name for name in expected.keys() | actual.keys() if expected.get(name) != actual.get(name))
         raise ChannelError(
-            f"{spec['path']}: {first!r} is {found.get(first)}, the manifest of the sync says {expected.get(first)}"
+            f"{spec['path']}: {first!r} is {actual.get(first)}, the manifest of the sync says {expected.get(first)}"
         )

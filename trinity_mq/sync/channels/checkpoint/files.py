@@ -76,15 +76,15 @@ class WeightFiles:
         shards: list[dict[str, Any]] = []
         for number, (bucket, flat) in enumerate(zip(buckets, flats, strict=True)):
             name = f"shard-{number:05d}.safetensors"
-            size, seen = self._put(f"{folder}/{name}", _shard(bucket, flat))
-            shards.append({"name": name, "bytes": size, "xxh3_128": seen})
+            size, checksum = self._put(f"{folder}/{name}", _shard(bucket, flat))
+            shards.append({"name": name, "bytes": size, "xxh3_128": checksum})
             written(flat)
         body = json.dumps({"format": FORMAT, "version": list(version), "shards": shards}, indent=1).encode()
-        _, seen = self._put(f"{folder}/{MANIFEST}", [body])
+        _, checksum = self._put(f"{folder}/{MANIFEST}", [body])
         if self._is_local:
             _sync_folder(folder)
             _sync_folder(self._root)
-        return f"{self._prefix}{folder}", seen
+        return f"{self._prefix}{folder}", checksum
 
     def prune(self, current: str, keep: int) -> None:
         """Remove all versions except ``current`` and the newest ``keep - 1`` versions before it. Folders that cannot be
@@ -95,15 +95,15 @@ class WeightFiles:
         newest = self._version_of(current)
         self._fs.invalidate_cache()
         others = [path for path in self._folders() if path.rpartition("/")[2] != current.rpartition("/")[2]]
-        found = [(version, path) for path in others if (version := self._version_of(path)) is not None]
+        folders = [(version, path) for path in others if (version := self._version_of(path)) is not None]
         before = {
             version: path
-            for version, path in found
+            for version, path in folders
             if newest is not None and version < newest and self._fs.exists(f"{path}/{MANIFEST}")
         }
-        kept = {before[version] for version in sorted(before, reverse=True)[: keep - 1]}
-        gone = [path for _, path in found if path not in kept]
-        for path in gone:
+        retained = {before[version] for version in sorted(before, reverse=True)[: keep - 1]}
+        obsolete = [path for _, path in folders if path not in retained]
+        for path in obsolete:
             try:
                 self._fs.rm(path, recursive=True)
             except OSError as error:
@@ -122,20 +122,20 @@ class WeightFiles:
 
     def _put(self, path: str, parts: Iterable[bytes | memoryview]) -> tuple[int, str]:
         """Write a file completely or not at all; return size and checksum."""
-        size, seen = 0, xxhash.xxh3_128()
+        size, checksum = 0, xxhash.xxh3_128()
         folder, _, name = path.rpartition("/")
         target = f"{folder}/.{name}.part" if self._is_local else path
         with self._fs.open(target, "wb") as file:
             for part in parts:
                 file.write(part)
-                seen.update(part)
+                checksum.update(part)
                 size += len(part)
             if self._is_local:
                 file.flush()
                 os.fsync(file.fileno())
         if self._is_local:
             Path(target).replace(path)
-        return size, seen.hexdigest()
+        return size, checksum.hexdigest()
 
 
 def is_local(filesystem: Any) -> bool:
@@ -170,5 +170,5 @@ def _sync_folder(path: str) -> None:
 
 def checked(body: bytes | memoryview, expected: str, name: str) -> None:
     """Raise ValueError unless ``expected`` is the checksum of ``body``."""
-    if (seen := digest(body)) != expected:
-        raise ValueError(f"{name} has checksum {seen}, wanted {expected}")
+    if (checksum := digest(body)) != expected:
+        raise ValueError(f"{name} has checksum {checksum}, wanted {expected}")

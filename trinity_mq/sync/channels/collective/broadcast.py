@@ -211,8 +211,10 @@ class Receiver:
         Raises:
             ChannelError: The barrier did not fill, a peer died, or the time limit passed. The model is unchanged.
         """
-        kept, seconds = self._take_group(spec), float(spec["seconds"]) + 1.0
-        group, tensors, flats = await in_daemon_thread(lambda: _received(kept, spec, spare), seconds, "receive")
+        group_to_reuse, seconds = self._take_group(spec), float(spec["seconds"]) + 1.0
+        group, tensors, flats = await in_daemon_thread(
+            lambda: _received(group_to_reuse, spec, spare), seconds, "receive"
+        )
         self._group = group
         return tensors, flats
 
@@ -227,10 +229,10 @@ class Receiver:
         """
         # the nonce tells trainers apart: a restarted trainer may have the same port and epoch
         address = (spec["host"], spec["port"], spec.get("nonce"))
-        known, self._group = self._group, None
-        is_same = self._address == address and known is not None and known.epoch == spec["epoch"]
+        last_group, self._group = self._group, None
+        is_same = self._address == address and last_group is not None and last_group.epoch == spec["epoch"]
         self._address = address
-        return known if is_same else None
+        return last_group if is_same else None
 
 
 def _received(

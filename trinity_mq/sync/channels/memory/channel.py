@@ -115,7 +115,7 @@ class MemoryChannel:
         held = [copy for copy in (committed, offered) if copy is not None]
         self._server.copies = {label(copy.version): copy for copy in held if copy.is_whole}
         for copy in before:
-            if copy is not None and all(copy is not other for other in held):
+            if copy is not None and all(copy is not held_copy for held_copy in held):
                 copy.release()
 
     async def _where(self, copy: HostCopy) -> dict[str, Any]:

@@ -73,8 +73,8 @@ class _Reader:
     def checksums(self) -> list[str]:
 
         def read() -> list[str]:
-            found: list[str] = json.loads(self._ask("").read())["xxh3_128"]
-            return found
+            checksums: list[str] = json.loads(self._ask("").read())["xxh3_128"]
+            return checksums
 
         return self._patiently(read, "the checksums")
 
@@ -108,17 +108,17 @@ class _Reader:
         answer = self._ask(f"/{number}")
         if answer.length != len(into):
             raise ChannelError(f"bucket {number} has {answer.length} bytes, the manifest of the sync says {len(into)}")
-        seen, at = xxhash.xxh3_128(), 0
+        checksum, at = xxhash.xxh3_128(), 0
         while at < len(into):
             read = answer.readinto(into[at : at + CHUNK_BYTES])
             if read == 0:
                 raise _Damaged(f"the connection ended after {at} of {len(into)} bytes")
-            seen.update(into[at : at + read])
+            checksum.update(into[at : at + read])
             at += read
             self._left()
         answer.read()  # finishes the response, so that the connection is free for the next request
-        if seen.hexdigest() != digest:
-            raise _Damaged(f"the checksum is {seen.hexdigest()}, wanted {digest}")
+        if checksum.hexdigest() != digest:
+            raise _Damaged(f"the checksum is {checksum.hexdigest()}, wanted {digest}")
 
     def _left(self) -> None:
         if time.monotonic() > self._ends:

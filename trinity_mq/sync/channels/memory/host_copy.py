@@ -110,7 +110,7 @@ class HostCopy:
         """Return the checksum of each bucket. If :meth:`take` did not compute them, the first call reads all buckets.
         Blocks.
         """
-        flats, known = self.flats, self._digests
-        if len(known) != len(flats):
-            self._digests = known = [digest(raw(flat)) for flat in flats]
-        return known
+        flats, digests = self.flats, self._digests
+        if len(digests) != len(flats):
+            self._digests = digests = [digest(raw(flat)) for flat in flats]
+        return digests

@@ -88,7 +88,7 @@ class WeightServer:
         return copy
 
     def _held(self) -> str:
-        return ", ".join(f"{name} in {len(one.flats)} buckets" for name, one in self.copies.items()) or "none"
+        return ", ".join(f"{name} in {len(copy.flats)} buckets" for name, copy in self.copies.items()) or "none"
 
     async def _checksums(self, request: web.Request) -> web.Response:
         copy = self._asked(request)
