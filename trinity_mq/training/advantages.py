@@ -108,7 +108,7 @@ def trainer_advantages(
     remaining = mask & torch.from_numpy(stays)
     metrics |= more_metrics
     if critic is not None:
-        targets, more_metrics = _learned(estimated, values[remaining], critic)
+        targets, more_metrics = _critic_targets(estimated, values[remaining], critic)
         metrics |= more_metrics
     return Advantages(
         estimated, Memory(baselines, coef), metrics, targets, None if ref is None else ref[remaining[mask]]
@@ -141,7 +141,7 @@ def _penalty(
     return used * kl, following, {"actor/kl_reward": mean, "actor/kl_reward_coef": used}
 
 
-def _learned(batch: ExperienceBatch, old: Tensor, critic: Critic) -> tuple[Targets, dict[str, float]]:
+def _critic_targets(batch: ExperienceBatch, old: Tensor, critic: Critic) -> tuple[Targets, dict[str, float]]:
     """Return the targets of the critic, and its metrics.
 
     Args:

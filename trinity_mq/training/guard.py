@@ -88,10 +88,10 @@ class Guard:
         most = self.settings.max_consecutive_skips
         self._skipped = [*self._skipped, reason][-(most or HISTORY) :]
         if most is not None and len(self._skipped) >= most:
-            raise TrainingStopped(self._story(norm, loss, mismatch))
+            raise TrainingStopped(self._stop_message(norm, loss, mismatch))
         return reason
 
-    def _story(self, norm: float, loss: float, mismatch: float | None) -> str:
+    def _stop_message(self, norm: float, loss: float, mismatch: float | None) -> str:
         counts = ", ".join(f"{reason} {count}" for reason, count in Counter(self._skipped).items())
         usual = f", median of the last {len(self._norms)} applied ones {median(self._norms):.3g}" if self._norms else ""
         apart = "" if mismatch is None else f", mismatch/k3 {mismatch:.3g}"

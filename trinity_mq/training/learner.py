@@ -326,13 +326,13 @@ class TorchLearner:
             patience = math.inf
             try:
                 with self._ranks.together(command.name), self._ranks.agreed(command.name):
-                    self._obey(command)
+                    self._execute(command)
             except FatalError as error:
                 log.warning("command_failed", command=command.name, reason=str(error))
                 patience = AFTER_AN_ERROR
         self._ranks.close()
 
-    def _obey(self, command: Command) -> None:
+    def _execute(self, command: Command) -> None:
         arguments = command.arguments
         if command.name == "open":
             self._open(None if arguments["checkpoint"] is None else Path(arguments["checkpoint"]))

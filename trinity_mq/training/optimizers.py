@@ -279,7 +279,7 @@ def _state_on_device(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.P
         for name, value in state.items():
             if _is_moment(value) and value.is_cuda:
                 host = hosts.get((parameter, name))
-                state[name] = (_pinned(value) if host is None else host).copy_(value, non_blocking=True)
+                state[name] = (_empty_pinned(value) if host is None else host).copy_(value, non_blocking=True)
 
 
 def _is_moment(value: Any) -> bool:
@@ -287,7 +287,7 @@ def _is_moment(value: Any) -> bool:
     return isinstance(value, Tensor) and value.numel() > 1
 
 
-def _pinned(like: Tensor) -> Tensor:
+def _empty_pinned(like: Tensor) -> Tensor:
     """Return an empty tensor in page-locked host memory, which a device accesses without the processor."""
     return torch.empty_like(like, device="cpu", pin_memory=torch.cuda.is_available())
 
@@ -335,13 +335,15 @@ def restore_state(
         optimizer.load_state_dict({"state": states, "param_groups": packed})
     else:
         for number, state in states.items():
-            optimizer.state[weights[number]] = {name: _away(value, weights[number]) for name, value in state.items()}
+            optimizer.state[weights[number]] = {
+                name: _placed_between_steps(value, weights[number]) for name, value in state.items()
+            }
     for group, group_settings in zip(optimizer.param_groups, settings, strict=True):
         group.update(group_settings)
 
 
-def _away(value: Any, parameter: Tensor) -> Any:
+def _placed_between_steps(value: Any, parameter: Tensor) -> Any:
     """Return a state entry in its place between steps with ``offload``."""
     if not _is_moment(value):
         return value.to(parameter.device) if isinstance(value, Tensor) else value
-    return _pinned(value).copy_(value)
+    return _empty_pinned(value).copy_(value)

@@ -128,7 +128,7 @@ def compared(
     if not len(index):
         return {}
     order = index.argsort()
-    view = _joined(views, sequence).where(order)
+    view = _join_views(views, sequence).where(order)
     result = {}
     for name, column in (
         ("weight", step_weights(view, config, seed)),
@@ -139,7 +139,7 @@ def compared(
     return result
 
 
-def _joined(views: Sequence[TokenView], sequence: Tensor) -> TokenView:
+def _join_views(views: Sequence[TokenView], sequence: Tensor) -> TokenView:
     """Return the tokens of all ``views`` as one view. ``sequence`` holds the sequence index of each token."""
     columns: dict[str, Tensor] = {}
     for name in ("logprob", "mu", "advantage", "scale", "old", "entropy", "entropy_baseline", "staleness"):
@@ -224,8 +224,8 @@ def accumulate(
         _add(total.reduced, {"loss": terms.loss.detach(), **terms.reduced})
         with span("observe tokens"):
             _add(total.sums, {"entropy": entropy.detach().sum(), **terms.sums})
-            _raise(total.maxima, terms.maxima)
-            _lower(total.minima, terms.minima)
+            _add_maxima(total.maxima, terms.maxima)
+            _add_minima(total.minima, terms.minima)
             _observe(total, present[SAMPLED], {name: flags[masks[SAMPLED]] for name, flags in batch.engines.items()})
     return over_ranks(total, policy.ranks)
 
@@ -242,7 +242,7 @@ def over_ranks(total: StepSums, ranks: Ranks) -> StepSums:
             if not isinstance(part, dict):
                 setattr(result, name, getattr(result, name) + part)
                 continue
-            merge = _raise if name.endswith("maxima") else _lower if name == "minima" else _add
+            merge = _add_maxima if name.endswith("maxima") else _add_minima if name == "minima" else _add
             merge(getattr(result, name), {key: torch.tensor(value, dtype=torch.float64) for key, value in part.items()})
     return result
 
@@ -262,7 +262,7 @@ def _observe(total: StepSums, samples: TokenView, engines: Mapping[str, Tensor])
     advantage = samples.advantage.double()  # a variance is a small difference of large sums, so it needs float64
     _add(total.sums, {"difference": difference.sum(), "advantage": advantage.sum()})
     _add(total.sums, {"advantage_squares": advantage.square().sum(), "advantage_positive": (advantage > 0).sum()})
-    _raise(total.maxima, {"difference": difference.max()})
+    _add_maxima(total.maxima, {"difference": difference.max()})
     if samples.ref is not None:
         apart = limited(samples.logprob.detach() - samples.ref)
         _add(total.sums, {f"kl_ref_{kind}": kl_estimate(apart, kind).sum() for kind in ("k1", "k3")})
@@ -270,7 +270,7 @@ def _observe(total: StepSums, samples: TokenView, engines: Mapping[str, Tensor])
     groups = {age: of_age(samples.staleness, age) for age in AGES}
     groups |= {f"engine/{name}": flags for name, flags in engines.items()}
     _add(total.mismatch, sums | sums_by(samples, groups))
-    _raise(total.mismatch_maxima, maxima)
+    _add_maxima(total.mismatch_maxima, maxima)
 
 
 def _add(total: dict[str, Tensor], values: Mapping[str, Tensor]) -> None:
@@ -278,7 +278,7 @@ def _add(total: dict[str, Tensor], values: Mapping[str, Tensor]) -> None:
         total[name] = total[name] + value if name in total else value
 
 
-def _raise(total: dict[str, Tensor], values: Mapping[str, Tensor]) -> None:
+def _add_maxima(total: dict[str, Tensor], values: Mapping[str, Tensor]) -> None:
     for name, value in values.items():
         total[name] = torch.maximum(total[name], value) if name in total else value
 
@@ -382,7 +382,7 @@ def _mean_of_largest(values: Tensor, share: float) -> float:
     return values.topk(max(1, round(share * len(values)))).values.mean().item()
 
 
-def _lower(total: dict[str, Tensor], values: Mapping[str, Tensor]) -> None:
+def _add_minima(total: dict[str, Tensor], values: Mapping[str, Tensor]) -> None:
     for name, value in values.items():
         total[name] = torch.minimum(total[name], value) if name in total else value
 

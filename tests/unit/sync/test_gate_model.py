@@ -119,7 +119,7 @@ def a_failed_group_is_kept(patch: pytest.MonkeyPatch) -> None:
 
 
 def lives_are_not_told_apart(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Coordinator, "_is_reborn", lambda self, event: False)
+    patch.setattr(Coordinator, "_is_restarted", lambda self, event: False)
 
 
 def the_canary_is_not_looked_at(patch: pytest.MonkeyPatch) -> None:

@@ -122,12 +122,12 @@ class Failing(TorchLearner):
 
     has_failed = False
 
-    def _obey(self, command: Command) -> None:
+    def _execute(self, command: Command) -> None:
         fails = command.name == os.environ.get("FAILS_AT") and not self.has_failed
         self.has_failed |= fails
         if fails and os.environ["FAILS_WITH"] == "memory":
             raise torch.OutOfMemoryError("no memory is left")
-        super()._obey(command)
+        super()._execute(command)
         if fails:
             raise {"damage": DamagedCheckpointError, "fault": FatalError}[os.environ["FAILS_WITH"]]("it does not load")
 

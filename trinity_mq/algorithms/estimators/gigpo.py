@@ -79,11 +79,11 @@ def _scores(batch: ExperienceBatch, rewards: Numbers, args: GigpoEstimator) -> t
     tasks = np.empty(len(episodes), dtype=np.int64)
     tasks[runs] = numbered(tids)
     states = numbered(list(zip(tids, _states(batch), strict=True)))
-    scores = _compared(episodes, tasks, args)[runs] + args.omega * _compared(returns, states, args)
+    scores = _scaled_distances(episodes, tasks, args)[runs] + args.omega * _scaled_distances(returns, states, args)
     return scores, [episodes[tasks == task].tolist() for task in range(int(tasks.max()) + 1)]
 
 
-def _compared(values: Numbers, groups: Counts, args: GigpoEstimator) -> Numbers:
+def _scaled_distances(values: Numbers, groups: Counts, args: GigpoEstimator) -> Numbers:
     """Return the distance of each value from the mean of its group, divided by the scale of the group."""
     result = np.empty(len(values))
     for group in range(int(groups.max()) + 1):

@@ -76,7 +76,7 @@ def group_advantages(
     whole = {tid: group for tid, group in groups.items() if len(group) >= least}
     sampled, greedy = _without_greedy(batch, whole) if args.baseline == "greedy" else (whole, {})
     rewards = _penalised(batch, units, sampled, args)
-    varied = _above(rewards, args.std_threshold)
+    varied = _groups_above_deviation(rewards, args.std_threshold)
     remaining = {tid: _balanced(group) for tid, group in varied.items()} if args.drop == "balance" else varied
     distances = _distances(batch, units, remaining, greedy, args, baselines)
     scores = _scaled(remaining, distances, args)
@@ -154,7 +154,7 @@ def _penalised(batch: ExperienceBatch, units: Sequence[str], groups: Groups, arg
     return result
 
 
-def _above(groups: Groups, threshold: float | None) -> Groups:
+def _groups_above_deviation(groups: Groups, threshold: float | None) -> Groups:
     if threshold is None:
         return groups
     return {tid: group for tid, group in groups.items() if deviation(_array(group)) > threshold}

@@ -67,7 +67,7 @@ def plugin_advantages(
     scores: dict[str, float] = {}
     unvaried = 0
     for tid, rids in rids_by_task.items():
-        values = _called(function, args, rewards[tid])
+        values = _call(function, args, rewards[tid])
         unvaried += not any(values)
         scores |= zip(rids, values, strict=True)
     staying = [number for number, rid in enumerate(batch.ids("rid")) if rid in scores]
@@ -80,7 +80,7 @@ def plugin_advantages(
     }
 
 
-def _called(function: PluginFunction, args: EstimatorPlugin, rewards: list[float]) -> list[float]:
+def _call(function: PluginFunction, args: EstimatorPlugin, rewards: list[float]) -> list[float]:
     try:
         result: Any = function(list(rewards), **args.args)
     except Exception as error:  # custom code may raise any error

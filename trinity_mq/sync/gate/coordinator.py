@@ -167,7 +167,7 @@ class Coordinator:
         self._catch_ups.forget(event.sender)
         self.pulled += 1
         member.hold(committed, (0, event.attempt))
-        commit = _following(pull.prepare, "commit", progress=self.committed_progress)
+        commit = _follow_up(pull.prepare, "commit", progress=self.committed_progress)
         return [commit, Committed(committed, self.committed_progress, (event.sender,), pulled=True)]
 
     def _catch_up_failed(self, event: SyncEvent, reason: str, now: float) -> list[Command]:
@@ -175,7 +175,7 @@ class Coordinator:
         if pull is None:
             return []
         self._catch_ups.broke(event.sender, now)
-        return [_following(pull.prepare, "abort", reason=f"{event.sender} {reason}")]
+        return [_follow_up(pull.prepare, "abort", reason=f"{event.sender} {reason}")]
 
     # -- sync of a version
 
@@ -224,7 +224,7 @@ class Coordinator:
         """Handle ready: a member has paused and waits for go."""
         if self.phase is not Phase.PREPARING or not self._is_ours(event):
             return []
-        if self._is_reborn(event):
+        if self._is_restarted(event):
             return self._fail(f"{event.sender} was restarted", ())
         self._ready.add(event.sender)
         self.phases.paused(event)
@@ -330,13 +330,13 @@ class Coordinator:
 
     def _go(self) -> SyncEvent:
         assert self._prepare is not None
-        return _following(self._prepare, "go")
+        return _follow_up(self._prepare, "go")
 
     def _is_ours(self, event: SyncEvent) -> bool:
         # the version contains the trainer's generation, so answers to an earlier process of this trainer do not match
         return key_of(event) == (self._version, self.epoch, self.attempt) and event.sender in self._taking_part
 
-    def _is_reborn(self, event: SyncEvent) -> bool:
+    def _is_restarted(self, event: SyncEvent) -> bool:
         member = self.members.get(event.sender)
         return member is not None and member.life != event.life
 
@@ -365,7 +365,7 @@ class Coordinator:
 
     def _commit_event(self, version: Version, progress: int) -> SyncEvent:
         assert self._prepare is not None
-        return _following(self._prepare, "commit", version=version, progress=progress, seconds=None)
+        return _follow_up(self._prepare, "commit", version=version, progress=progress, seconds=None)
 
     def _fail(self, reason: str, lost: tuple[str, ...]) -> list[Command]:
         started = self.phase in {Phase.ENTERING, Phase.APPLYING}
@@ -374,10 +374,10 @@ class Coordinator:
         for name in lost:
             self.members.pop(name, None)
         assert self._prepare is not None  # an attempt always has a prepare event
-        abort = _following(self._prepare, "abort", reason=reason)
+        abort = _follow_up(self._prepare, "abort", reason=reason)
         return [abort, *([AbandonCollective()] if started else []), Failed(self._version, reason, lost)]
 
 
-def _following(prepare: SyncEvent, verb: str, **more: object) -> SyncEvent:
+def _follow_up(prepare: SyncEvent, verb: str, **more: object) -> SyncEvent:
     """Return the event that follows a prepare: go, commit or abort."""
     return prepare.model_copy(update={"verb": verb, "manifest": [], "canary": {}, "rendezvous": {}, **more})

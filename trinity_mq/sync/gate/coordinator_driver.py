@@ -90,7 +90,7 @@ class CoordinatorDriver:
         self._outcome: asyncio.Future[Committed | Failed] | None = None
         self._last = Phases()
         """Durations of the last committed attempt. Its members may not serve yet."""
-        self._travelling: tuple[Any, Any] = ([], [])
+        self._in_transfer: tuple[Any, Any] = ([], [])
         """Tensors and manifest of the current attempt."""
         self._commands: asyncio.Queue[Command] = asyncio.Queue()
         self._rescheduled = Notifier()
@@ -209,7 +209,7 @@ class CoordinatorDriver:
             prepare = self._prepare(await self._channel.offer(version, tensors, manifest), manifest)
         if not self.has_members:
             return None
-        self._outcome, self._travelling = loop.create_future(), (tensors, manifest)
+        self._outcome, self._in_transfer = loop.create_future(), (tensors, manifest)
         self._enqueue(self.machine.start(version, progress, prepare, loop.time(), held=held))
         try:
             outcome = await self._outcome
@@ -222,10 +222,10 @@ class CoordinatorDriver:
         if isinstance(outcome, Committed):
             self._last.trace(version)
             with span("keep weights", version=version, threads=True):
-                await self._keep(version, tensors, manifest)
+                await self._prepare_catch_ups(version, tensors, manifest)
         return outcome
 
-    async def _keep(self, version: Version, tensors: Any, manifest: Any) -> None:
+    async def _prepare_catch_ups(self, version: Version, tensors: Any, manifest: Any) -> None:
         """Make the committed version available for catch-up fetches."""
         self._committed_canary, self._catch_up_source = self._own_canary, None
         try:
@@ -310,7 +310,7 @@ class CoordinatorDriver:
 
     async def _collective(self, start: StartCollective) -> None:
         try:
-            tensors, manifest = self._travelling
+            tensors, manifest = self._in_transfer
             await self._channel.broadcast(tensors, manifest, start.epoch, start.attempt, len(start.members) + 1)
         except Exception as error:
             self._enqueue(self.machine.collective_failed(start.epoch, start.attempt, str(error)))
@@ -329,7 +329,7 @@ class CoordinatorDriver:
         """Make members that are behind fetch the committed version at once, each alone."""
         loop = asyncio.get_running_loop()
         while True:
-            await self.changed.until(lambda: bool(self._to_repair(loop.time())))
+            await self.changed.until(lambda: bool(self._due_fetches(loop.time())))
             try:
                 source = await self._channel.catch_up_source()
             except ChannelError as error:
@@ -340,11 +340,11 @@ class CoordinatorDriver:
                 self.changed.notify()
                 continue
             version, rendezvous, manifest = source
-            for name in self._to_repair(loop.time()):
+            for name in self._due_fetches(loop.time()):
                 log.info("member_catches_up", member=name, version=version)
                 self._enqueue(self.machine.pull(name, self._prepare(rendezvous, manifest), loop.time()))
 
-    def _to_repair(self, now: float) -> tuple[str, ...]:
+    def _due_fetches(self, now: float) -> tuple[str, ...]:
         """Return the members that should fetch now. During a sync, include only members that came after its start, and
         only while an attempt runs. All other members are about to get a newer version.
         """

@@ -104,7 +104,7 @@ class Member:
         if order <= self._latest:
             return []  # a late message: that attempt has already ended, and its commit may be on its way to us
         self._latest = order
-        commands = self._give_up() if self._prepare is not None else []
+        commands = self._end_attempt() if self._prepare is not None else []
         self._prepare, self._touched, self.stage = event, False, Stage.PAUSING
         self._extend(event, now)
         return [*commands, Pause(key_of(event), event.seconds or 60.0)]
@@ -146,7 +146,7 @@ class Member:
         if not touched and self.stage is Stage.RECEIVING:
             self.stage = Stage.READY
         answer = self._answer("failed", reason=reason)
-        after = self._give_up()
+        after = self._end_attempt()
         # the coordinator excludes us until we join again
         return [answer, *after, *([] if Rejoin() in after else [Rejoin()])]
 
@@ -158,7 +158,7 @@ class Member:
 
     def abort(self, event: SyncEvent) -> list[Command]:
         """Handle abort: the attempt has ended."""
-        return self._give_up() if self._same_try(event) else []
+        return self._end_attempt() if self._same_try(event) else []
 
     def tick(self, now: float, last_commit: Key | None) -> list[Command]:
         """Handle the passage of time. ``last_commit`` is the version last committed at this member, and its attempt,
@@ -171,7 +171,7 @@ class Member:
             return []
         if self.stage is Stage.APPLIED and self._prepare.version is not None and last_commit == self.key:
             return self._committed(self._prepare.version, self._prepare.progress or 0)
-        return self._give_up() if now >= self.lease_ends else []
+        return self._end_attempt() if now >= self.lease_ends else []
 
     def lost_engine(self) -> list[Command]:
         """Handle the death of the engine. Its successor holds no weights and is in no group. Leave the gate, so that
@@ -209,7 +209,7 @@ class Member:
         self._clear()
         return [Commit(version, progress)]
 
-    def _give_up(self) -> list[Command]:
+    def _end_attempt(self) -> list[Command]:
         # during the transfer it is unknown whether weights were touched: keep the old version only if they certainly
         # were not
         receiving, touched = self.stage is Stage.RECEIVING, self._touched or self.stage is Stage.RECEIVING

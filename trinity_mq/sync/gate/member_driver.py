@@ -213,12 +213,12 @@ class MemberDriver:
         while True:
             self._join_now.clear()
             if self.engine_ready:
-                await self._publish(self._joining())
+                await self._publish(self._join_event())
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self.lease / 3):
                     await self._join_now.wait()
 
-    def _joining(self) -> SyncEvent:
+    def _join_event(self) -> SyncEvent:
         detail: dict[str, Any] = {"fingerprint": self.fingerprint} if self.fingerprint else {}
         if self._resume_seconds is not None:
             detail["resume"], self._resume_seconds = self._resume_seconds, None

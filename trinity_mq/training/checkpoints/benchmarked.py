@@ -31,7 +31,8 @@ def benchmarked(config: Config) -> Mapping[int, Checkpoint | None]:
     }
     if not there:
         raise CheckpointError(
-            f"bench.run: no checkpoint to evaluate in {folder}{_of(damaged)}: give the folder of a run that saved one"
+            f"bench.run: no checkpoint to evaluate in {folder}{_damage_note(damaged)}: "
+            "give the folder of a run that saved one"
         )
     if selection == "latest":
         label = max(there)
@@ -42,8 +43,8 @@ def benchmarked(config: Config) -> Mapping[int, Checkpoint | None]:
     if missing := sorted(set(selection) - set(there) - {FIRST}):
         raise CheckpointError(
             f"bench.checkpoints: {', '.join(map(str, missing))} not among those in {folder}, which are "
-            f"{', '.join(map(str, there))}{_of(damaged)}; older ones were deleted (trainer.max_checkpoints_to_keep, "
-            "trainer.keep_every)"
+            f"{', '.join(map(str, there))}{_damage_note(damaged)}; older ones were deleted "
+            "(trainer.max_checkpoints_to_keep, trainer.keep_every)"
         )
     return {label: (first | there)[label] for label in sorted(set(selection))}
 
@@ -68,7 +69,7 @@ def _progress(checkpoint: Checkpoint) -> int:
     return checkpoint.state.progress
 
 
-def _of(damaged: list[Damaged]) -> str:
+def _damage_note(damaged: list[Damaged]) -> str:
     return (
         f" ({'; '.join(f'{checkpoint.path.name} is damaged: {checkpoint.reason}' for checkpoint in damaged)})"
         if damaged

@@ -210,7 +210,7 @@ def choose(folder: Path, checkpoint: Checkpoint) -> None:
     """
     try:
         whole, _ = find_checkpoints(folder)
-        before = max([_counted(folder), *(existing.state.generation for existing in whole)])
+        before = max([_last_counted_generation(folder), *(existing.state.generation for existing in whole)])
         choice = _Choice(name=checkpoint.path.name, generation=checkpoint.state.generation, before=before)
         _replace(folder / CHOICE_FILE, choice.model_dump_json(), durable=True)
     except (OSError, ValueError) as error:
@@ -233,7 +233,7 @@ def _open_choice(folder: Path, whole: Iterable[Checkpoint]) -> _Choice | None:
     return choice if all(checkpoint.state.generation <= choice.before for checkpoint in whole) else None
 
 
-def _counted(folder: Path) -> int:
+def _last_counted_generation(folder: Path) -> int:
     """Return the last counted generation, 0 if none was counted."""
     counter = folder / COUNTER_FILE
     return int(counter.read_text()) if counter.exists() else 0
@@ -297,7 +297,7 @@ class CheckpointStore:
         return generation
 
     def _last_generation(self) -> int:
-        return _counted(self._folder)
+        return _last_counted_generation(self._folder)
 
     def usable(self) -> tuple[list[Checkpoint], list[Damaged]]:
         """Return the result of :func:`find_checkpoints`, and log damaged checkpoints.
@@ -464,14 +464,14 @@ async def publish_final(write: Callable[[Path], Awaitable[None]], final: Path) -
         await asyncio.to_thread(shutil.rmtree, fresh, ignore_errors=True)
         await write(fresh)
         if await asyncio.to_thread(fresh.exists):
-            await asyncio.to_thread(_put, fresh, final)
+            await asyncio.to_thread(_publish, fresh, final)
     except OSError as error:
         raise CheckpointError(
             f"cannot write the final model to {final}: {error}; check space and permissions, then start again"
         ) from error
 
 
-def _put(fresh: Path, final: Path) -> None:
+def _publish(fresh: Path, final: Path) -> None:
     for path in (*fresh.rglob("*"), fresh):
         _sync(path)
     shutil.rmtree(final, ignore_errors=True)

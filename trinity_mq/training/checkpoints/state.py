@@ -136,7 +136,7 @@ def write_parts(folder: Path, parts: Mapping[str, Part]) -> None:
     """
     facts = {name: part.facts for name, part in parts.items()}
     (folder / FACTS_FILE).write_text(json.dumps(facts), encoding="utf-8")
-    _quietly_alone()
+    _silence_single_process_warning()
     # the files are synced to disk when the checkpoint is committed
     writer = FileSystemWriter(folder / STATE_FOLDER, sync_files=False)
     try:
@@ -175,11 +175,11 @@ def read_parts(folder: Path, states: Mapping[str, dict[str, Tensor]]) -> Parts:
     """
     facts, path = read_facts(folder), folder / STATE_FOLDER
     live = {name: Part(tensors, facts.get(name, {})) for name, tensors in states.items()}
-    _quietly_alone()
+    _silence_single_process_warning()
     reader = TensorReader(path)
     index = _tensors(reader, path)
     parts = {name: Part(facts=values) for name, values in facts.items()} | live
-    beyond = _beyond(live, index, path)
+    beyond = _names_outside(live, index, path)
     try:
         for name in beyond:
             part, _, rest = name.partition(".")
@@ -199,10 +199,10 @@ def read_policy(folder: Path, state: dict[str, Tensor]) -> None:
             by then.
     """
     path = folder / STATE_FOLDER
-    _quietly_alone()
+    _silence_single_process_warning()
     reader = TensorReader(path)
     names = [name for name in _tensors(reader, path) if name.startswith("policy.")]
-    _beyond({"policy": Part(state)}, names, path)
+    _names_outside({"policy": Part(state)}, names, path)
     try:
         load({"policy": state}, storage_reader=reader, no_dist=True)
     except _UNREADABLE as error:
@@ -222,7 +222,7 @@ def _tensors(reader: TensorReader, path: Path) -> dict[str, TensorStorageMetadat
     return index
 
 
-def _beyond(live: Mapping[str, Part], names: Iterable[str], path: Path) -> list[str]:
+def _names_outside(live: Mapping[str, Part], names: Iterable[str], path: Path) -> list[str]:
     """Return the elements of ``names`` that belong to none of the parts in ``live``.
 
     Raises:
@@ -252,6 +252,6 @@ def _cause(error: BaseException) -> Exception:
     return error if isinstance(error, Exception) else RuntimeError(str(error))
 
 
-def _quietly_alone() -> None:
+def _silence_single_process_warning() -> None:
     """Silence torch's warning about saving in a single process, which is intended here."""
     warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized", UserWarning)

@@ -112,7 +112,7 @@ def is_started_by_torchrun() -> bool:
     return TORCHRUN_VARIABLE in os.environ
 
 
-def _is_told() -> bool:
+def _is_rank_process() -> bool:
     """Return whether the environment describes a rank of a trainer."""
     return is_started_by_torchrun() or PARENT_VARIABLE in os.environ
 
@@ -121,12 +121,12 @@ def own_rank() -> int:
     """Return this process's rank. ``RANK`` counts only if torchrun or rank 0 has set it, because clusters also set it
     for other kinds of jobs.
     """
-    return int(os.environ["RANK"]) if _is_told() else 0
+    return int(os.environ["RANK"]) if _is_rank_process() else 0
 
 
 def own_device(alone: int) -> int:
     """Return the index of this rank's device on its machine; ``alone`` for a process without other ranks."""
-    return int(os.environ["LOCAL_RANK"]) if _is_told() else alone
+    return int(os.environ["LOCAL_RANK"]) if _is_rank_process() else alone
 
 
 def world_size(nproc: int) -> int:

@@ -85,22 +85,22 @@ class Group:
         Several broadcasts run concurrently, so the iterator is advanced before earlier tensors have been yielded.
         """
         if self._group is None:
-            self._group = self._opened()
+            self._group = self._new_process_group()
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor, options.timeout = 0, 0, self.timeout
         under_way: deque[tuple[Any, Tensor]] = deque()
         for flat in flats:
             under_way.append((self._group.broadcast([flat], options), flat))
             if len(under_way) == UNDER_WAY:
-                yield self._through(*under_way.popleft())
+                yield self._wait_for(*under_way.popleft())
         while under_way:
-            yield self._through(*under_way.popleft())
+            yield self._wait_for(*under_way.popleft())
 
-    def _through(self, work: Any, flat: Tensor) -> Tensor:
+    def _wait_for(self, work: Any, flat: Tensor) -> Tensor:
         work.wait(self.timeout)
         return flat
 
-    def _opened(self) -> Any:
+    def _new_process_group(self) -> Any:
         store, device = PrefixStore(f"pg/{self.epoch}", self.store), self.device
         if device.type == "cpu":
             return dist.ProcessGroupGloo(store, self.rank, self.world, self.timeout)
@@ -245,7 +245,7 @@ def _received(
         group = Group(store, int(spec["epoch"]), rank, world, float(spec["seconds"]), backend)
     group.barrier(int(spec["attempt"]))
     buckets = plan(entries_of(spec["manifest"]), int(spec["bucket_bytes"]))
-    stays = _stays(buckets, group.device)
+    stays = _fits_on_device(buckets, group.device)
     tensors: dict[str, Tensor] = {}
     flats: list[Tensor] = []
     arriving = group.broadcast(spare.take(bucket, group.device) for bucket in buckets)
@@ -255,7 +255,7 @@ def _received(
     return group, tensors, flats
 
 
-def _stays(buckets: list[Bucket], device: torch.device) -> bool:
+def _fits_on_device(buckets: list[Bucket], device: torch.device) -> bool:
     """Return whether weights received on ``device`` can stay there until all have arrived."""
     if device.type == "cpu":
         return True

@@ -38,7 +38,7 @@ class MemoryChannel:
 
     async def offer(self, version: Version, tensors: Tensors, manifest: Manifest) -> dict[str, Any]:
         """Copy the weights, unless they are already copied, and return their location."""
-        return await self._where(await self.stage(version, tensors, manifest, digests=True))
+        return await self._location(await self.stage(version, tensors, manifest, digests=True))
 
     async def stage(self, version: Version, tensors: Tensors, manifest: Manifest, *, digests: bool) -> HostCopy:
         """Return the complete host copy of ``version``, which may be committed next. Errors as in
@@ -48,7 +48,7 @@ class MemoryChannel:
         computes them.
         """
         copy = self.begin(version, tensors, manifest, digests=digests)
-        await self._whole(copy)
+        await self._wait_until_whole(copy)
         return copy
 
     def begin(self, version: Version, tensors: Tensors, manifest: Manifest, *, digests: bool) -> HostCopy:
@@ -75,7 +75,7 @@ class MemoryChannel:
         if copy is self._offered:
             self._replace(self._committed, copy)  # makes the server serve the copy
 
-    async def _whole(self, copy: HostCopy) -> None:
+    async def _wait_until_whole(self, copy: HostCopy) -> None:
         """Return once the copy is filled; errors as in :meth:`Channel.offer`."""
         if copy is self._offered and self._filling is not None:
             await asyncio.shield(self._filling)  # a cancelled caller leaves it to the next attempt
@@ -88,12 +88,12 @@ class MemoryChannel:
         """Keep only the copy of ``version``."""
         copy = self._offered
         if copy is not None and copy.version == version:
-            await self._whole(copy)
+            await self._wait_until_whole(copy)
             self._replace(copy, None)
 
     async def catch_up_source(self) -> CatchUpSource | None:
         copy = self._committed
-        return None if copy is None else (copy.version, await self._where(copy), copy.manifest)
+        return None if copy is None else (copy.version, await self._location(copy), copy.manifest)
 
     def abandon(self) -> None:
         """Copy the version again for the next attempt, because its copy may be the cause of the failure."""
@@ -118,7 +118,7 @@ class MemoryChannel:
             if copy is not None and all(copy is not held_copy for held_copy in held):
                 copy.release()
 
-    async def _where(self, copy: HostCopy) -> dict[str, Any]:
+    async def _location(self, copy: HostCopy) -> dict[str, Any]:
         return {
             "method": "memory",
             "url": f"{await self._server.url()}/{label(copy.version)}",

@@ -76,15 +76,15 @@ class _Reader:
             checksums: list[str] = json.loads(self._ask("").read())["xxh3_128"]
             return checksums
 
-        return self._patiently(read, "the checksums")
+        return self._with_retries(read, "the checksums")
 
     def bucket(self, number: int, flat: Tensor, digest: str) -> None:
-        self._patiently(lambda: self._read(number, raw(flat), digest), f"bucket {number}")
+        self._with_retries(lambda: self._read(number, raw(flat), digest), f"bucket {number}")
 
-    def _patiently(self, read: Callable[[], T], what: str) -> T:
+    def _with_retries(self, read: Callable[[], T], what: str) -> T:
         def once() -> T:
             try:
-                self._left()
+                self._check_time()
                 return read()
             except BaseException:
                 self._connection.close()
@@ -115,12 +115,12 @@ class _Reader:
                 raise _Damaged(f"the connection ended after {at} of {len(into)} bytes")
             checksum.update(into[at : at + read])
             at += read
-            self._left()
+            self._check_time()
         answer.read()  # finishes the response, so that the connection is free for the next request
         if checksum.hexdigest() != digest:
             raise _Damaged(f"the checksum is {checksum.hexdigest()}, wanted {digest}")
 
-    def _left(self) -> None:
+    def _check_time(self) -> None:
         if time.monotonic() > self._ends:
             raise ChannelError(f"{self._url}: not all weights arrived in time")
 

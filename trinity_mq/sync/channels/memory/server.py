@@ -80,18 +80,18 @@ class WeightServer:
             await runner.cleanup()
         self.copies.clear()
 
-    def _asked(self, request: web.Request) -> HostCopy:
+    def _requested_copy(self, request: web.Request) -> HostCopy:
         version = request.match_info["version"]
         copy = self.copies.get(version)
         if copy is None:
-            raise ApiError(404, f"version {version} is not here; there is {self._held()}", code="not_here")
+            raise ApiError(404, f"version {version} is not here; there is {self._describe_copies()}", code="not_here")
         return copy
 
-    def _held(self) -> str:
+    def _describe_copies(self) -> str:
         return ", ".join(f"{name} in {len(copy.flats)} buckets" for name, copy in self.copies.items()) or "none"
 
     async def _checksums(self, request: web.Request) -> web.Response:
-        copy = self._asked(request)
+        copy = self._requested_copy(request)
         copy.readers += 1
         try:
             digests = await in_daemon_thread(copy.digests, self._seconds, "checksums")
@@ -100,9 +100,9 @@ class WeightServer:
         return web.json_response({"xxh3_128": digests})
 
     async def _bucket(self, request: web.Request) -> web.StreamResponse:
-        copy, number = self._asked(request), int(request.match_info["bucket"])
+        copy, number = self._requested_copy(request), int(request.match_info["bucket"])
         if number >= len(copy.flats):
-            raise ApiError(404, f"bucket {number} is not here; there is {self._held()}", code="not_here")
+            raise ApiError(404, f"bucket {number} is not here; there is {self._describe_copies()}", code="not_here")
         body = raw(copy.flats[number])
         response = web.StreamResponse(headers={"Content-Type": "application/octet-stream"})
         response.content_length = len(body)
