@@ -172,10 +172,10 @@ def _checked(path: str, result: object, like: Tensor, inputs: tuple[Tensor, ...]
     if result.dtype != like.dtype:
         raise PluginError(f"{path} returns a Tensor of {result.dtype}, wanted {like.dtype}, as it is given")
     finite = torch.stack([tensor.detach().isfinite() for tensor in inputs]).all(0)
-    wrong = finite & ~result.detach().isfinite()
-    if wrong.any():
+    nonfinite = finite & ~result.detach().isfinite()
+    if nonfinite.any():
         raise PluginError(
-            f"{path} returns {result.detach()[wrong][0].item()} for {int(wrong.sum())} of {len(wrong)} tokens whose "
-            "inputs are finite; mask such tokens with torch.where before exp, log or a division"
+            f"{path} returns {result.detach()[nonfinite][0].item()} for {int(nonfinite.sum())} of {len(nonfinite)} "
+            "tokens whose inputs are finite; mask such tokens with torch.where before exp, log or a division"
         )
     return result

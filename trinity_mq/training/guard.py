@@ -85,19 +85,19 @@ class Guard:
             self._norms = [*self._norms, norm][-HISTORY:]
             self._skipped = []
             return None
-        most = self.settings.max_consecutive_skips
-        self._skipped = [*self._skipped, reason][-(most or HISTORY) :]
-        if most is not None and len(self._skipped) >= most:
+        limit = self.settings.max_consecutive_skips
+        self._skipped = [*self._skipped, reason][-(limit or HISTORY) :]
+        if limit is not None and len(self._skipped) >= limit:
             raise TrainingStopped(self._stop_message(norm, loss, mismatch))
         return reason
 
     def _stop_message(self, norm: float, loss: float, mismatch: float | None) -> str:
         counts = ", ".join(f"{reason} {count}" for reason, count in Counter(self._skipped).items())
         usual = f", median of the last {len(self._norms)} applied ones {median(self._norms):.3g}" if self._norms else ""
-        apart = "" if mismatch is None else f", mismatch/k3 {mismatch:.3g}"
+        mismatch_note = "" if mismatch is None else f", mismatch/k3 {mismatch:.3g}"
         return (
             f"{len(self._skipped)} optimizer steps in a row were skipped ({counts}), and "
             f"trainer.guard.max_consecutive_skips is {self.settings.max_consecutive_skips}. The last had loss "
-            f"{loss:.3g}, gradient norm {norm:.3g}{usual}{apart}. {ADVICE[self._skipped[-1]].capitalize()}. To leave "
-            "such batches out and go on, set trainer.guard.max_consecutive_skips=null"
+            f"{loss:.3g}, gradient norm {norm:.3g}{usual}{mismatch_note}. {ADVICE[self._skipped[-1]].capitalize()}. "
+            "To leave such batches out and go on, set trainer.guard.max_consecutive_skips=null"
         )

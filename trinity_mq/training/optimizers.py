@@ -174,14 +174,14 @@ def decay_factor(config: OptimizerConfig, step: int, total_steps: int | None) ->
     """
     if config.lr_scheduler_type == "constant" or total_steps is None:
         return 1.0
-    least = config.min_lr_ratio
+    minimum = config.min_lr_ratio
     if config.lr_scheduler_type == "linear":
-        return max(least, 1 - step / total_steps)
+        return max(minimum, 1 - step / total_steps)
     if config.lr_scheduler_type == "wsd":
         decay_steps = config.lr_decay_ratio * total_steps
-        return 1 - (1 - least) * _within_1((step - (total_steps - decay_steps)) / decay_steps)
+        return 1 - (1 - minimum) * _within_1((step - (total_steps - decay_steps)) / decay_steps)
     passed = (step - config.lr_warmup_steps) / max(total_steps - config.lr_warmup_steps, 1)
-    return least + (1 - least) * (1 + math.cos(math.pi * _within_1(passed))) / 2
+    return minimum + (1 - minimum) * (1 + math.cos(math.pi * _within_1(passed))) / 2
 
 
 def _within_1(share: float) -> float:

@@ -476,10 +476,10 @@ def _check_samples(samples: ExperienceBatch, needed: Collection[str], weights: M
             (samples.lengths(name) < 0) & required,
             f"has no {name}, wanted one per response token; {maker}",
         )
-    heats = np.array([1.0 if heat is None else heat for heat in samples.values("temperature")])
+    temperatures = np.array([1.0 if heat is None else heat for heat in samples.values("temperature")])
     _refuse(
         samples,
-        heats <= 0,
+        temperatures <= 0,
         "was sampled at temperature 0: greedy samples have no logprobs to learn from; set a temperature above 0 for "
         "training rollouts",
     )
@@ -516,12 +516,12 @@ def _flat(
     position = torch.from_numpy(answers.prompt_lengths()[owner] + place)[keep]
     lengths = np.maximum(answers.lengths("tokens"), 0)
     trained = torch.from_numpy(owner)[keep]
-    heats = [
+    temperatures = [
         heat if heat and is_sampled else 1.0
         for heat, is_sampled in zip(answers.values("temperature"), sampled, strict=True)
     ]
     columns = {
-        "temperature": torch.tensor(heats)[trained],
+        "temperature": torch.tensor(temperatures)[trained],
         "mu": _column(answers, "logprobs", responses, sampled)[keep],
         "advantages": _column(answers, "advantages", responses, sampled)[keep],
         "staleness": _staleness(answers, responses, step)[keep],

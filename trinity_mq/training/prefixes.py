@@ -64,11 +64,11 @@ def divide_shared(units: Indexes, lengths: Indexes, prefixes: Prefixes, max_toke
             of it for each sequence with this prefix. A longer unit gets its own micro-batch.
     """
     first = units[:, 0]
-    there = units >= 0
-    whole = np.where(there, lengths[units], 0)
-    rests = np.where(there, lengths[units] - prefixes.lengths[units], 0)
+    exists = units >= 0
+    whole = np.where(exists, lengths[units], 0)
+    rests = np.where(exists, lengths[units] - prefixes.lengths[units], 0)
     plain = pad(whole, max_tokens)
-    work = sum(int(there[part].sum()) * int(whole[part].max()) for part in plain)
+    work = sum(int(exists[part].sum()) * int(whole[part].max()) for part in plain)
     longest = np.zeros(int(prefixes.number.max(initial=0)) + 1, dtype=np.int64)
     np.maximum.at(longest, prefixes.number[first], whole.max(1))
     by_prefix = np.lexsort((-rests.max(1), prefixes.number[first], -longest[prefixes.number[first]]))
@@ -86,10 +86,10 @@ def _fill(
     work = start = 0
     rows = longest = prefix = 0
     prefixes_in_batch: set[int] = set()
-    there = units >= 0
-    prefix_lengths = np.where(there, prefixes.lengths[units], 0).max(1).tolist()
-    numbers = np.where(there, prefixes.number[units], prefixes.number[units[:, :1]]).tolist()
-    sizes, rest = there.sum(1).tolist(), rests.max(1).tolist()
+    exists = units >= 0
+    prefix_lengths = np.where(exists, prefixes.lengths[units], 0).max(1).tolist()
+    numbers = np.where(exists, prefixes.number[units], prefixes.number[units[:, :1]]).tolist()
+    sizes, rest = exists.sum(1).tolist(), rests.max(1).tolist()
     for place, unit in enumerate(order.tolist()):
         first_prefix, second_prefix = numbers[unit]
         prefix_count = (

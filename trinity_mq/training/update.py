@@ -264,8 +264,8 @@ def _observe(total: StepSums, samples: TokenView, engines: Mapping[str, Tensor])
     _add(total.sums, {"advantage_squares": advantage.square().sum(), "advantage_positive": (advantage > 0).sum()})
     _add_maxima(total.maxima, {"difference": difference.max()})
     if samples.ref is not None:
-        apart = limited(samples.logprob.detach() - samples.ref)
-        _add(total.sums, {f"kl_ref_{kind}": kl_estimate(apart, kind).sum() for kind in ("k1", "k3")})
+        ref_difference = limited(samples.logprob.detach() - samples.ref)
+        _add(total.sums, {f"kl_ref_{kind}": kl_estimate(ref_difference, kind).sum() for kind in ("k1", "k3")})
     sums, maxima = mismatch_sums(samples.where(samples.staleness == 0))
     groups = {age: of_age(samples.staleness, age) for age in AGES}
     groups |= {f"engine/{name}": flags for name, flags in engines.items()}

@@ -54,14 +54,14 @@ def gigpo_advantages(
     finished: dict[str, set[str]] = {tid: set() for tid in batch.ids("tid")}
     for rid, tid in zip(batch.ids("rid"), batch.ids("tid"), strict=True):
         finished[tid] |= {rid} - unrewarded
-    least = args.min_group_runs or min_group_runs
-    whole = {rid for runs in finished.values() if len(runs) >= least for rid in runs}
+    min_runs = args.min_group_runs or min_group_runs
+    whole = {rid for runs in finished.values() if len(runs) >= min_runs for rid in runs}
     staying = [number for number, rid in enumerate(batch.ids("rid")) if rid in whole]
     remaining = batch.select(staying)
     scores, episodes = _scores(remaining, np.array([rewards[number] for number in staying], dtype=np.float64), args)
     return with_scores(remaining, scores.tolist()), {
         "rollout/missing_rewards": float(len(unrewarded)),
-        "rollout/partial_groups": float(sum(len(runs) < least for runs in finished.values())),
+        "rollout/partial_groups": float(sum(len(runs) < min_runs for runs in finished.values())),
         "rollout/zero_variance_groups": float(sum(max(group) == min(group) for group in episodes)),
         **reward_metrics(episodes),
     }

@@ -72,8 +72,8 @@ def group_advantages(
     mask_lengths(batch)
     units = _units(batch, args)
     groups, missing = run_values(batch, batch.values("reward"), units)
-    least = args.min_group_runs or (min_group_runs if args.compares_runs else 1)
-    whole = {tid: group for tid, group in groups.items() if len(group) >= least}
+    min_runs = args.min_group_runs or (min_group_runs if args.compares_runs else 1)
+    whole = {tid: group for tid, group in groups.items() if len(group) >= min_runs}
     sampled, greedy = _without_greedy(batch, whole) if args.baseline == "greedy" else (whole, {})
     rewards = _penalised(batch, units, sampled, args)
     varied = _groups_above_deviation(rewards, args.std_threshold)

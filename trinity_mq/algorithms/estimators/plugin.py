@@ -59,9 +59,9 @@ def plugin_advantages(
     function = plugin_function(args)
     runs = dict(zip(batch.ids("rid"), batch.values("eid.run"), strict=True))
     groups, missing = run_values(batch, batch.values("reward"))
-    least = args.min_group_runs or min_group_runs
+    min_runs = args.min_group_runs or min_group_runs
     rids_by_task = {
-        tid: sorted(group, key=runs.__getitem__) for tid, group in groups.items() if len(group) >= max(least, 1)
+        tid: sorted(group, key=runs.__getitem__) for tid, group in groups.items() if len(group) >= max(min_runs, 1)
     }
     rewards = {tid: [groups[tid][rid] for rid in rids] for tid, rids in rids_by_task.items()}
     scores: dict[str, float] = {}

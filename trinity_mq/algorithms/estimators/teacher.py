@@ -80,9 +80,12 @@ def _from_teacher(batch: ExperienceBatch, advantages: Advantages) -> tuple[Exper
     )
     distances = torch.where(trained, student - teacher, 0.0)
     _, runs = np.unique(np.array(batch.ids("rid")), return_inverse=True)
-    odd = np.unique(runs[owner[~torch.isfinite(distances).numpy()]])
-    remaining = ~np.isin(runs, odd)
-    metrics = {"rollout/nonfinite_logprobs": float(len(odd)), **_by_run(distances, owner, runs, counts, remaining)}
+    nonfinite_runs = np.unique(runs[owner[~torch.isfinite(distances).numpy()]])
+    remaining = ~np.isin(runs, nonfinite_runs)
+    metrics = {
+        "rollout/nonfinite_logprobs": float(len(nonfinite_runs)),
+        **_by_run(distances, owner, runs, counts, remaining),
+    }
     flat = torch.where(trained, advantages(student, teacher), 0.0) + 0.0  # adding 0.0 turns -0.0 into 0.0
     return batch.replace(advantages=Ragged.packed(flat, masks)).select(remaining), metrics
 

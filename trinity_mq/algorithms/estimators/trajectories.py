@@ -174,8 +174,10 @@ def _rewarded(batch: ExperienceBatch, token_penalty: Tensor | None) -> _Rewarded
             response_field(batch, "token_level_reward", np.zeros(len(batch), dtype=np.bool_), "").double().numpy()
         )
         rewards = np.where(trained, token_rewards, 0.0)
-    odd = {rids[number] for number in owner[~np.isfinite(rewards)]}
-    staying = np.array([rid not in odd and (rid in shaped or rid in finished) for rid in rids], dtype=np.bool_)
+    nonfinite_rids = {rids[number] for number in owner[~np.isfinite(rewards)]}
+    staying = np.array(
+        [rid not in nonfinite_rids and (rid in shaped or rid in finished) for rid in rids], dtype=np.bool_
+    )
     remaining, tokens = batch.select(staying), staying[owner]
     paths, rewards = trajectories(remaining), rewards[tokens].clip(-LARGEST, LARGEST)
     last = paths.tokens[paths.ends]
@@ -213,10 +215,10 @@ def _per_token_input(batch: ExperienceBatch, values: Tensor, name: str) -> Numbe
             f"{name} has shape {list(numbers.shape)}, wanted [{len(trained)}]: one number for each response token of "
             "the batch, trained or not, in the order of its action masks"
         )
-    odd = trained & ~np.isfinite(numbers)
-    if odd.any():
+    nonfinite = trained & ~np.isfinite(numbers)
+    if nonfinite.any():
         raise ValueError(
-            f"{name} is {numbers[odd.argmax()]} at response token {int(odd.argmax())} of the batch, wanted a finite "
-            "number wherever a token is trained; look at the model that computed it"
+            f"{name} is {numbers[nonfinite.argmax()]} at response token {int(nonfinite.argmax())} of the batch, wanted "
+            "a finite number wherever a token is trained; look at the model that computed it"
         )
     return numbers

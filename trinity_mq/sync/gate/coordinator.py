@@ -192,8 +192,8 @@ class Coordinator:
             raise RuntimeError(f"a try of version {self._version} is under way")
         if not self.members:
             raise RuntimeError("no members to send weights to")
-        well = tuple(sorted(name for name, member in self.members.items() if not member.quarantined))
-        self._taking_part = well or tuple(sorted(self.members))  # if all are quarantined, none delays others
+        healthy = tuple(sorted(name for name, member in self.members.items() if not member.quarantined))
+        self._taking_part = healthy or tuple(sorted(self.members))  # if all are quarantined, none delays others
         self._catch_ups.supersede(self._taking_part)
         if self._taking_part != self._grouped:
             self.epoch += 1
@@ -299,8 +299,8 @@ class Coordinator:
             return [*again, *self._fail(f"the lease of {', '.join(lost)} ended", tuple(lost))]
         if now >= self._deadline:
             missing = self._missing()
-            late = ", ".join(missing) or "the collective"
-            reason = f"{self.phase.value}: no answer from {late} in {self.timeout:g} s"
+            late_members = ", ".join(missing) or "the collective"
+            reason = f"{self.phase.value}: no answer from {late_members} in {self.timeout:g} s"
             return [*again, *self._fail(reason, missing)]
         if now >= self._resend and self.phase in {Phase.PREPARING, Phase.ENTERING} and self._prepare is not None:
             self._resend = now + RESEND_INTERVAL

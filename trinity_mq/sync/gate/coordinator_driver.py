@@ -109,8 +109,8 @@ class CoordinatorDriver:
         """Whether a member lacks the committed version and can only get it in a sync of all members."""
         if self._may_catch_up:
             return False
-        stale, well = self.machine.stale_members(), set(self.machine.members) - set(self.machine.quarantined())
-        return bool(stale) and (not well or bool(well & set(stale)))
+        stale, healthy = self.machine.stale_members(), set(self.machine.members) - set(self.machine.quarantined())
+        return bool(stale) and (not healthy or bool(healthy & set(stale)))
 
     @property
     def _may_catch_up(self) -> bool:

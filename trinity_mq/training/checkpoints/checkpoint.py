@@ -183,13 +183,15 @@ def named(folder: Path, name: str) -> Checkpoint:
         whole, damaged = find_checkpoints(folder) if folder.is_dir() else ([], [])
     except OSError as error:
         raise CheckpointError(f"the checkpoints in {folder} cannot be read: {error}") from error
-    there = (
+    available = (
         ", ".join(checkpoint.title for checkpoint in sorted(whole, key=lambda checkpoint: checkpoint.state.progress))
         or "none"
     )
     match = _NAME.fullmatch(name)
     if match is None:
-        raise CheckpointError(f"{name!r} is no name of a checkpoint, such as step-120 or progress-120; there: {there}")
+        raise CheckpointError(
+            f"{name!r} is no name of a checkpoint, such as step-120 or progress-120; there: {available}"
+        )
     kind, number = match[1], int(match[2])
     matches = [checkpoint for checkpoint in whole if getattr(checkpoint.state, kind) == number]
     if matches:
@@ -197,9 +199,9 @@ def named(folder: Path, name: str) -> Checkpoint:
     for damaged_checkpoint in damaged:
         if kind == "progress" and _progress_of(damaged_checkpoint.path) == number:
             raise CheckpointError(
-                f"{damaged_checkpoint.path} is damaged: {damaged_checkpoint.reason}; others in {folder}: {there}"
+                f"{damaged_checkpoint.path} is damaged: {damaged_checkpoint.reason}; others in {folder}: {available}"
             )
-    raise CheckpointError(f"there is no checkpoint {name} in {folder}; there: {there}")
+    raise CheckpointError(f"there is no checkpoint {name} in {folder}; there: {available}")
 
 
 def choose(folder: Path, checkpoint: Checkpoint) -> None:

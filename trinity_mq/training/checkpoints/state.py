@@ -231,12 +231,12 @@ def _names_outside(live: Mapping[str, Part], names: Iterable[str], path: Path) -
     rest = set(names)
     for part, state in live.items():
         expected = {f"{part}.{name}" for name in state.tensors}
-        there = {name for name in rest if name.startswith(f"{part}.")}
-        if there != expected:
-            name = min(there ^ expected)
+        actual = {name for name in rest if name.startswith(f"{part}.")}
+        if actual != expected:
+            name = min(actual ^ expected)
             fault = "has no" if name in expected else "has a"
             raise DamagedCheckpointError(f"{path} does not fit the model: it {fault} tensor {name!r}")
-        rest -= there
+        rest -= actual
     return sorted(rest)
 
 

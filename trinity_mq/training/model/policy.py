@@ -87,17 +87,19 @@ class Policy:
 
         self.device = chosen_device(config.device)
         self._dtype = getattr(torch, config.dtype)
-        how = loading(config, self.device)
+        load_arguments = loading(config, self.device)
         torch.manual_seed(seed)
         try:
-            model: Any = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=config.trust_remote_code, **how)
+            model: Any = AutoModelForCausalLM.from_pretrained(
+                folder, trust_remote_code=config.trust_remote_code, **load_arguments
+            )
         except (OSError, ValueError, SafetensorError) as error:
             raise ModelNotLoadedError(
                 f"no causal language model could be loaded from {folder}: {error}; it must be a Hugging Face folder "
                 "with config.json and safetensors weights"
             ) from error
         # eval() turns dropout off, so that policy ratios of unchanged weights are 1. Gradients are still computed.
-        self.model = model.eval() if "device_map" in how else model.to(self.device).eval()
+        self.model = model.eval() if "device_map" in load_arguments else model.to(self.device).eval()
         self.adapters: Adapters | None = None
         """Adapters that are trained instead of the weights; None if all weights are trained."""
         if config.lora is not None:

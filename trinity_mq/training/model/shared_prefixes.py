@@ -39,8 +39,8 @@ def _inputs(model: Any, prefixes: Tensor, lengths: Tensor, prefix_of: Tensor, ro
     }
     longest = prefixes.shape[1]
     if bool((lengths < longest).any()):  # padding between a prefix and its rows
-        there = torch.arange(longest, device=rows.device) < begin[:, None]
-        inputs["attention_mask"] = torch.cat([there, torch.ones_like(rows, dtype=torch.bool)], 1)
+        mask = torch.arange(longest, device=rows.device) < begin[:, None]
+        inputs["attention_mask"] = torch.cat([mask, torch.ones_like(rows, dtype=torch.bool)], 1)
     return inputs
 
 

@@ -39,13 +39,13 @@ def divide(
         micro-batches at the end.
     """
     parts = balance(costs(lengths, hidden_size), ranks) if ranks > 1 else [np.arange(len(lengths))]
-    made = []
+    divisions = []
     for part in parts:
-        mine = lengths[part]
-        batches = pack(mine.sum(1), max_tokens) if packed else pad(mine, max_tokens)
-        made.append([part[batch] for batch in batches])
-    most = max(map(len, made))
-    return [batches + [np.zeros(0, dtype=np.int64)] * (most - len(batches)) for batches in made]
+        rank_lengths = lengths[part]
+        batches = pack(rank_lengths.sum(1), max_tokens) if packed else pad(rank_lengths, max_tokens)
+        divisions.append([part[batch] for batch in batches])
+    most = max(map(len, divisions))
+    return [batches + [np.zeros(0, dtype=np.int64)] * (most - len(batches)) for batches in divisions]
 
 
 def costs(lengths: Indexes, hidden_size: int) -> npt.NDArray[np.float64]:
