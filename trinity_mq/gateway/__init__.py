@@ -1,1 +1,3 @@
-"""The gateway: sessions of agents that know only a base URL, their rewards, and how they become tasks."""
+"""The gateway: sessions of agents that know only a base URL, rewards of sessions, and the conversion of sessions to
+tasks.
+"""

@@ -1,4 +1,4 @@
-"""Keys: who may make sessions, who may use one, and for what."""
+"""Keys: authorization to create sessions, to use one session, and the scopes of each key."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from trinity_mq.runtime.errors import FatalError
 KEY_BEGINS = "sk-tmq-"
 KEY_BYTES, ID_BYTES = 32, 16
 LEAST_KEY = 16
-"""Characters of a key that may make sessions: shorter ones can be tried out."""
+"""Minimum characters of a key that may create sessions. Shorter keys can be guessed by trial."""
 KEY_HEADERS = ("X-Session-Key", "x-api-key", "Authorization")
 NO_KEYS = ("", "none", "EMPTY")
-"""Values that count as no key: clients that insist on a key get one of them."""
+"""Values that count as no key. Clients that require a key are configured with one of these values."""
 SESSION_HEADER = "X-Session-ID"
 ROUTE_SCOPES: Mapping[str, KeyScope] = {
     "call": "call",
@@ -30,12 +30,12 @@ ROUTE_SCOPES: Mapping[str, KeyScope] = {
     "end": "end",
     "discard": "end",
 }
-"""Scope that every request to a route of a session needs."""
+"""Scope that every request to a session route needs, by route."""
 FIELD_SCOPES: Mapping[str, Mapping[str, KeyScope]] = {
     "reward": {"final": "end"},
     "end": {"reward": "reward", "metrics": "reward", "replay": "replay"},
 }
-"""Further scope that a request needs by route and field, where the field differs from its default."""
+"""Additional scope by route and body field. A request needs it if the field differs from its default."""
 
 
 def further_scopes(route: str, body: BaseModel) -> list[KeyScope]:
@@ -55,22 +55,23 @@ def new_key() -> str:
 
 
 def hash_of(key: str) -> str:
-    """Return what is kept of a key."""
+    """Return the stored form of a key: its SHA-256 digest in hex."""
     return hashlib.sha256(key.encode(errors="surrogatepass")).hexdigest()  # a header may hold any bytes
 
 
 def given_key(headers: Mapping[str, str]) -> str:
-    """Return the key in a request's headers, empty where there is none."""
+    """Return the key in the headers of a request. The result is empty if the request has no key."""
     values = (headers.get(name, "").strip() for name in KEY_HEADERS)
     keys = (value[len("Bearer") :].strip() if f"{value} ".startswith("Bearer ") else value for value in values)
     return next((key for key in keys if key not in NO_KEYS), "")
 
 
 def read_keys(path: str | None) -> frozenset[str] | None:
-    """Return the hashes of the keys in a file, one a line; None: anybody may.
+    """Return the hashes of the keys in a file with one key per line. None: no file is configured, so requests without a
+    key have full access.
 
     Raises:
-        FatalError: It cannot be read, or a key in it is too short.
+        FatalError: The file cannot be read, or one of its keys is too short.
     """
     if path is None:
         return None
@@ -88,18 +89,18 @@ def read_keys(path: str | None) -> frozenset[str] | None:
 
 
 class Access:
-    """Decides what a key allows.
+    """Decides the permissions of a key.
 
     Args:
-        keys: Hashes of the keys that may do everything; None: anybody without a key may. A key that is sent and is not
-            known is refused also then: it is a mistyped one, and its requests would belong to no session.
+        keys: Hashes of the keys with full access. None: requests without a key have full access. An unknown key is
+            refused even then: it is probably mistyped, and its requests would belong to no session.
     """
 
     def __init__(self, keys: Iterable[str] | None) -> None:
         self._keys = None if keys is None else frozenset(keys)
 
     def is_admin(self, key: str) -> bool:
-        """Return whether a key may make sessions and see all of them."""
+        """Return whether a key may create sessions and read all of them."""
         if self._keys is None:
             return not key
         given = hash_of(key)
@@ -107,16 +108,16 @@ class Access:
 
     @property
     def is_keyless(self) -> bool:
-        """Anybody who reaches the gateway and sends no key may do everything."""
+        """True if any client that reaches the gateway without a key has full access."""
         return self._keys is None
 
     def is_key_of(self, session: Session, key: str) -> bool:
-        """Return whether a key is the session's own."""
+        """Return whether a key is the key of this session."""
         opened = session.opened
         return opened is not None and bool(opened.key_hash) and hmac.compare_digest(opened.key_hash, hash_of(key))
 
     def allows(self, session: Session, key: str, scope: KeyScope) -> bool:
-        """Return whether a key may do something with a session."""
+        """Return whether a key has a scope in a session."""
         if self.is_key_of(session, key) and (opened := session.opened) is not None:
             return opened.may_replay if scope == "replay" else scope in opened.scopes
         return self.is_admin(key)

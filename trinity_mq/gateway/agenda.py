@@ -1,4 +1,6 @@
-"""Works out what is due about sessions: ends of those whose time is over, and what becomes of those that are over."""
+"""Computes the events that are due for sessions: ends of sessions past their time limit, and decisions about ended
+sessions.
+"""
 
 from __future__ import annotations
 
@@ -12,43 +14,46 @@ from trinity_mq.messages import SessionEnd, SessionOpened, SessionsDecided
 from trinity_mq.messages.sessions import OF_SESSIONS, Drop
 
 LEAST_GROUP = 2
-"""Sessions that can be compared with each other; a group that has waited long enough needs no more."""
+"""Minimum sessions of a task whose sessions are compared with each other. A group whose wait has expired becomes a task
+from this size.
+"""
 EARLY = 1e-3
-"""Seconds before a limit of time at which a session is looked at: sums of floats are not exact."""
+"""Seconds before its time limit at which a session is checked. Sums of floats are not exact."""
 
 
 class Agenda:
-    """What is due about sessions, at a cost that follows from how many changed, not from how many there are.
+    """Events that are due for sessions. The cost grows with the number of changed sessions, not with the number of all
+    sessions.
 
     Args:
-        live: Sessions that are not settled, by id, as their ledger keeps them.
+        live: Unsettled sessions by id: the mapping of their ledger, not a copy.
     """
 
     def __init__(self, live: Mapping[str, Session]) -> None:
         self._live = live
         self._changed: dict[str, None] = {}
-        """Sessions to be looked at, in the order in which they changed."""
+        """Ids of the sessions to check, in the order of their changes."""
         self._changed_groups: dict[str, None] = {}
         self._limits: list[tuple[float, str]] = []
-        """Heap of the times at which sessions are to be looked at though nothing changes them."""
+        """Heap of (time, session id): the times at which to check sessions that receive no further event."""
         self._limit_of: dict[str, float] = {}
-        """The earliest time on the heap, by session."""
+        """Earliest time on the heap, by session id."""
         self._members: dict[str, dict[str, Session]] = {}
-        """Sessions that wait for the others of their group, by group."""
+        """Sessions that wait for more members of their group, by group and session id."""
         self._group_of: dict[str, str] = {}
 
     def touch(self, session: Session) -> None:
-        """Note that a session has changed."""
+        """Mark a session as changed."""
         self._changed[session.id] = None
 
     def forget(self, session: Session) -> None:
-        """Forget a session that is settled."""
+        """Remove a session that is settled."""
         self._changed.pop(session.id, None)
         self._limit_of.pop(session.id, None)
         self._sort_in(session.id, None, waits=False)
 
     def due(self, now: float) -> list[SessionsDecided | SessionEnd]:
-        """Return what is due; the same again until it has had its effect."""
+        """Return the events that are due. An event is returned again by each call until it is applied."""
         while self._limits and self._limits[0][0] <= now + EARLY:
             _, name = heapq.heappop(self._limits)
             self._limit_of.pop(name, None)
@@ -71,7 +76,7 @@ class Agenda:
         return events
 
     def _sort_in(self, name: str, session: Session | None, *, waits: bool) -> None:
-        """Put a session among those of its group, or take it out."""
+        """Add a session to the waiting members of its group, or remove it."""
         before = self._group_of.pop(name, "")
         if before:
             self._members[before].pop(name, None)
@@ -88,13 +93,15 @@ class Agenda:
         if session is not None and limit < self._limit_of.get(session.id, math.inf):
             self._limit_of[session.id] = limit
             heapq.heappush(self._limits, (limit, session.id))
-        if len(self._limits) > 2 * len(self._live) + 64:  # most are of sessions that are settled
+        if len(self._limits) > 2 * len(self._live) + 64:  # most entries belong to settled sessions
             self._limits = [(limit, name) for name, limit in self._limit_of.items()]
             heapq.heapify(self._limits)
 
 
 def all_due(sessions: Iterable[Session], now: float) -> list[SessionsDecided | SessionEnd]:
-    """Return what is due about all of these sessions: what :class:`Agenda` finds with less work."""
+    """Return the events that are due for all of these sessions. :class:`Agenda` finds the same events with less
+    work.
+    """
     events: list[SessionsDecided | SessionEnd] = []
     groups: dict[str, list[Session]] = {}
     for session in sessions:
@@ -108,7 +115,7 @@ def all_due(sessions: Iterable[Session], now: float) -> list[SessionsDecided | S
 
 
 def due_alone(session: Session, now: float) -> SessionsDecided | SessionEnd | None:
-    """Return what is due about a session whatever the others of its group do."""
+    """Return the event that is due for a session independently of its group."""
     opened = session.opened
     if opened is None or session.decided is not None:
         return None
@@ -124,14 +131,16 @@ def due_alone(session: Session, now: float) -> SessionsDecided | SessionEnd | No
 
 
 def waits_for_group(session: Session) -> bool:
-    """Return whether a session about which nothing is due alone may become a task with others."""
+    """Return whether a session may become a task together with other sessions. Call it only if :func:`due_alone`
+    returned None for the session.
+    """
     opened = session.opened
     is_open = opened is None or session.decided is not None or session.end is None
     return not is_open and session.has_reward and bool(session.group)
 
 
 def next_limit(session: Session) -> float:
-    """Return the next time at which something may be due though nothing happens to the session."""
+    """Return the next time at which an event may be due for a session that receives no further event."""
     opened = session.opened
     if opened is None or session.decided is not None:
         return math.inf
@@ -141,12 +150,12 @@ def next_limit(session: Session) -> float:
 
 
 def due_in_group(members: Iterable[Session], now: float) -> list[SessionsDecided]:
-    """Return the tasks of those members of a group that are over and have rewards, the first of them first."""
+    """Return decisions for the ended and rewarded members of a group. The members that were ready first come first."""
     return _grouped(sorted(members, key=lambda one: (one.ripe_at, one.events[0].origin)), now)
 
 
 def _drop(session: Session, opened: SessionOpened, now: float) -> tuple[Drop, str] | None:
-    """Return why a session that is over never becomes a task, None while it may."""
+    """Return the reason why an ended session never becomes a task. Return None if it may still become a task."""
     end = session.end
     assert end is not None
     over = now - session.ended_at > opened.reward_ttl
@@ -168,7 +177,9 @@ def _drop(session: Session, opened: SessionOpened, now: float) -> tuple[Drop, st
 
 
 def _grouped(members: Sequence[Session], now: float) -> list[SessionsDecided]:
-    """Return the tasks of a group's members that are over and have rewards, and what becomes of those left."""
+    """Return the tasks of the ended and rewarded members of a group. Members whose wait expires in a group that is too
+    small are dropped.
+    """
     found: list[SessionsDecided] = []
     left = list(members)
     while left:

@@ -1,4 +1,4 @@
-"""The gateway's HTTP routes: sessions, and the APIs of models that agents speak within them."""
+"""HTTP routes of the gateway: sessions, and the model APIs that agents call within them."""
 
 from __future__ import annotations
 
@@ -56,25 +56,25 @@ PROTOCOLS: Mapping[str, Protocol] = {
     "/v1/responses": ResponsesProtocol(),
     "/v1/messages": AnthropicProtocol(),
 }
-"""By route, behind a session's path or not."""
+"""Protocol by route. The route may follow the path of a session."""
 RECORDED_HEADER, SESSION_HEADER = "X-TMQ-Recorded", access.SESSION_HEADER
 RETRIED_HEADER = "x-stainless-retry-count"
-"""Header in which the SDKs of OpenAI and Anthropic count how often they have sent a request before."""
+"""Header that the SDKs of OpenAI and Anthropic send with the number of earlier attempts of the same request."""
 MOST_RETRIES = 1000
 SHUTDOWN_SECONDS = 10.0
-"""Time that calls have to end when the gateway ends."""
+"""Seconds that running calls get to finish when the gateway stops."""
 MAX_REPORTS = 10_000
-"""Rewards and ends of one session, besides its calls."""
+"""Maximum number of reward and end events of a session. Calls count separately."""
 LONGEST_LIMIT = 9
-"""Digits of ``limit`` of a list of sessions."""
+"""Maximum digits of the ``limit`` parameter of a session list."""
 LONGEST_KEY = 100
-"""Bytes of a key of a reward that an event's id holds as they are."""
+"""Maximum bytes of a reward key that stands verbatim in the id of an event."""
 GONE = 410
 """HTTP status of a call in a session that has ended."""
 
 
 class Refused(Exception):
-    """A request that is answered with an error."""
+    """Error response to a request."""
 
     def __init__(
         self, status: int, message: str, kind: str, *, retry_after: float | None = None, param: str | None = None
@@ -84,18 +84,18 @@ class Refused(Exception):
 
 
 OF_REQUEST = (Refused, BadRequest, EventTooLarge, ContentError)
-"""Errors of a request that is at fault itself."""
+"""Errors that the request itself caused."""
 
 
 class GatewayApp:
-    """All routes over one book.
+    """All routes, on top of one session book.
 
     Args:
-        settings: Its settings.
+        settings: Settings of the routes.
         book: Storage of the sessions.
         engines: Engines that answer calls.
-        access_rules: Decides what keys allow.
-        url: Returns the base URL that sessions are given.
+        access_rules: Decides the permissions of keys.
+        url: Returns the base URL for the URLs of sessions.
         clock: Returns seconds since the epoch.
     """
 
@@ -114,12 +114,12 @@ class GatewayApp:
         self._draw = random.Random()
         self._reader = BodyReader(LARGE_BODY)
         self.counts: Counter[str] = Counter()
-        """``calls``, ``unrecorded``, and breaks of prefixes by cause."""
+        """Numbers of ``calls`` and ``unrecorded`` calls, and numbers of prefix breaks by cause."""
         self.asking = 0
-        """Calls that wait for an engine now."""
+        """Number of calls that currently wait for an engine."""
 
     def application(self) -> web.Application:
-        """Return the application."""
+        """Return the aiohttp application with all routes."""
         settings = self.settings.gateway
         made = new_application([self._errors], max_body=settings.max_body_bytes)
         made.add_routes(
@@ -143,7 +143,7 @@ class GatewayApp:
     # -- sessions
 
     async def open(self, request: web.Request) -> web.Response:
-        """Begin a session."""
+        """Create a session."""
         self._admin(request)
         opened, key = self._opened(await _parsed(request, OpenBody))
         await self.book.open(opened)
@@ -201,7 +201,7 @@ class GatewayApp:
         return opened, key
 
     async def list(self, request: web.Request) -> web.Response:
-        """Return how many sessions are in which state, and those of a label or a state that is asked for."""
+        """Return the number of sessions by state, and the sessions that match the requested labels, group or state."""
         self._admin(request)
         states = Counter(session.state for session in self.book.ledger)
         wanted = dict(request.query)
@@ -218,11 +218,11 @@ class GatewayApp:
         return web.json_response({"states": dict(states), "counts": self.book.ledger.counts, "sessions": found})
 
     async def show(self, request: web.Request) -> web.Response:
-        """Return where a session is now."""
+        """Return the current state of a session."""
         return web.json_response(shown(await self._session(request, "show")))
 
     async def reward(self, request: web.Request) -> web.Response:
-        """Reward a session or one of its answers."""
+        """Reward a session or one of its calls."""
         session = await self._session(request, "reward")
         body = await _parsed(request, RewardBody)
         self._check_scopes(request, session, access.further_scopes("reward", body))
@@ -240,11 +240,12 @@ class GatewayApp:
             raise Refused(403, reason, "not_allowed", param="replay")
         event = SessionEnd(session=session.id, **body.model_dump(exclude={"replay"}), replay=body.replay)
         self._conversations.forget(session.id)
-        digest = hashlib.sha256(body.model_dump_json().encode()).hexdigest()[:16]  # the same request again is no news
+        # the same end sent twice gets the same message id and counts once
+        digest = hashlib.sha256(body.model_dump_json().encode()).hexdigest()[:16]
         return await self._said(request, session, event, f"end-{session.id}-{digest}")
 
     async def discard(self, request: web.Request) -> web.Response:
-        """Forget a session as far as it has not been trained on."""
+        """End a session with outcome ``discard``. It is not trained on, unless its training was decided before."""
         session = await self._session(request, "discard")
         event = SessionEnd(session=session.id, outcome="discard", reason="deleted")
         return await self._said(request, session, event, f"end-{session.id}-discard")
@@ -262,14 +263,14 @@ class GatewayApp:
         return web.json_response(answer)
 
     async def feedback(self, request: web.Request) -> web.Response:
-        """Reward answers that were given outside of sessions, by their ids."""
+        """Reward answers outside of sessions, by their answer ids."""
         self._admin(request)
         body = await _parsed(request, FeedbackBody)
         unknown: list[str] = []
         refused: dict[str, str] = {}
         group = f"{body.task_id}" if self.settings.compares_runs else ""
         for name in body.msg_ids:
-            # one of them is waited for, in case it was given through another gateway a moment ago
+            # only the first unknown id is waited for: another gateway may have recorded it a moment ago
             known = self.book.ledger.get(name) or (None if unknown else await self.book.find(name))
             if known is None:
                 unknown.append(name)
@@ -285,21 +286,21 @@ class GatewayApp:
         return web.json_response(answer, status=status)
 
     async def commit(self, request: web.Request) -> web.Response:
-        """Let what has a reward be trained on: groups wait for no further members."""
+        """Release rewarded sessions for training: their groups stop waiting for further members."""
         self._admin(request)
         await self.book.say(SessionsCommitted(), f"commit-{uuid.uuid4().hex}")
         parked = sum(session.state == "parked" for session in self.book.ledger.live.values())
         return web.json_response({"status": "success", "waiting": self.book.ledger.waiting, "parked": parked})
 
     async def health(self, request: web.Request) -> web.Response:
-        """Return whether calls can be answered."""
+        """Return whether the gateway can answer calls."""
         ready = self.book.is_ready()
         return web.json_response({"ready": ready}, status=200 if ready else 503)
 
     # -- models
 
     async def models(self, request: web.Request) -> web.Response:
-        """Return the one model there is."""
+        """Return the list of models, which holds a single model."""
         if "session" in request.match_info:
             await self._session(request, "models")
         name = self.settings.model_name
@@ -307,8 +308,8 @@ class GatewayApp:
         return web.json_response({"object": "list", "data": [{**model, "type": "model"}], "has_more": False})
 
     async def call(self, request: web.Request) -> web.StreamResponse:
-        """Answer a request to the model, and record it where its session is recorded."""
-        path = f"/v1/{request.path.rpartition('/v1/')[2]}"  # a session's name may hold any characters
+        """Answer a request to the model, and record the answer if the session is recorded."""
+        path = f"/v1/{request.path.rpartition('/v1/')[2]}"  # a session id may contain any characters
         protocol = PROTOCOLS[path]
         asking = await self._session_of_call(request)
         body, wanted, digest = await self._read_call(request, protocol, path)
@@ -340,7 +341,7 @@ class GatewayApp:
     async def _read_call(
         self, request: web.Request, protocol: Protocol, path: str
     ) -> tuple[dict[str, Any], EngineRequest, str]:
-        """Return a request to the model, what the engine is asked, and the digest of the request."""
+        """Return the body of a request to the model, the request for the engine, and the digest of the body."""
         raw = await read_body(request)
 
         def read() -> tuple[dict[str, Any], EngineRequest, str]:
@@ -357,7 +358,7 @@ class GatewayApp:
         asked: EngineRequest,
         recording: _Recording,
     ) -> web.StreamResponse:
-        """Pass an answer on as it comes. Its last events wait until it is recorded."""
+        """Stream an answer to the client. The closing events are sent after the answer is recorded."""
         events = protocol.events(recording.call, body)
         engine = recording.conversation.engine
         async with self._engines.stream(asked.path, asked.body, engine, recording.trace) as stream:
@@ -388,7 +389,9 @@ class GatewayApp:
         return response
 
     def _sampled_as_configured(self, session: Session, wanted: EngineRequest) -> EngineRequest:
-        """Return the request with what training needs: tokens, logprobs, and sampling from the policy itself."""
+        """Return the request with the options that training needs: token ids, logprobs, and sampling from the
+        unmodified policy.
+        """
         body = dict(wanted.body)
         body.pop("model", None)
         opened = session.opened
@@ -431,7 +434,7 @@ class GatewayApp:
         conversation.calls += 1
 
     async def keep(self, call: SessionCall) -> bool:
-        """Record an answer; return whether it is sure to be kept."""
+        """Record an answer and return whether it is certainly stored."""
         kept = await self.book.record(call)
         self.count_call(is_kept=kept)
         if call.break_cause:
@@ -439,15 +442,15 @@ class GatewayApp:
         return kept
 
     def count_call(self, *, is_kept: bool) -> None:
-        """Count an answer of a session that is recorded."""
+        """Count an answer of a recorded session."""
         self.counts["calls"] += 1
         self.counts["unrecorded"] += not is_kept
 
-    # -- who asks
+    # -- identity of the caller
 
     async def _session_of_call(self, request: web.Request) -> Session | None:
-        """Return the session of a request to the model: by path, by header, by key; None: the call is a session of its
-        own.
+        """Return the session of a request to the model, found by path, then by header, then by key. None: the call is
+        its own session.
         """
         key = access.given_key(request.headers)
         name = request.match_info.get("session") or request.headers.get(SESSION_HEADER)
@@ -464,7 +467,7 @@ class GatewayApp:
         return None
 
     async def _session_of_one_call(self, call: str) -> Session:
-        """Begin a session that is one call."""
+        """Create a session for a single call."""
         opened, _ = self._opened(OpenBody(record="train" if not self.settings.compares_runs else "eval"))
         opened = opened.model_copy(
             update={"session": call, "key_hash": "", "ended": True, "record": "off" if opened.sampled_out else "train"}
@@ -472,11 +475,11 @@ class GatewayApp:
         with contextlib.suppress(BookUnavailable, TimeoutError):
             async with asyncio.timeout(self.settings.gateway.record_timeout):
                 await self.book.open(opened, at_once=True)
-        # answers do not wait for a broker that is away: a session that is not kept has no beginning
+        # answers do not wait for a broker that is unreachable: a session that could not be stored has no opened event
         return self.book.ledger.get(call) or Session(call, opened if opened.record == "off" else None)
 
     async def _session(self, request: web.Request, route: str, name: str | None = None) -> Session:
-        """Return the session of a request whose key has the scope of its route."""
+        """Return the session of a request after checking that the key has the scope of the route."""
         name = name or request.match_info["session"]
         key = access.given_key(request.headers)
         session = self.book.ledger.get(name)
@@ -492,14 +495,15 @@ class GatewayApp:
         return found
 
     async def _own_session(self, name: str, key: str) -> Session:
-        """Return a session by its key. A key that is not known may be of a session that was begun through another
-        gateway a moment ago. It is waited for whether the id is known or not: whoever guesses ids learns nothing from
-        the time.
+        """Return a session by its key. An unknown key may belong to a session that another gateway created a moment
+        ago, so the lookup waits for it. The wait does not depend on whether the id is known: a client that guesses ids
+        learns nothing from the response time.
         """
         found = await self.book.find_key(access.hash_of(key)) if key.startswith(access.KEY_BEGINS) else None
         if found is None or found.id != name:
             if self._access.is_keyless:
-                await self._any_session(name)  # whoever mistyped the id is told so: nothing is secret here
+                # a mistyped id gets its own error: without a key file, ids are not secret
+                await self._any_session(name)
             raise Refused(401, f"the key is not the key of this session; {self._advice}", "invalid_api_key")
         return found
 
@@ -515,7 +519,7 @@ class GatewayApp:
 
     @property
     def _advice(self) -> str:
-        """The next step for a client whose key is refused."""
+        """Advice for a client whose key was refused."""
         if self._access.is_keyless:
             return (
                 "send the key that POST /sessions returned, or no key: this gateway has no gateway.key_file "
@@ -530,7 +534,7 @@ class GatewayApp:
     async def _errors(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        """Answer every failure in the form of the API that was asked."""
+        """Answer every error in the error format of the requested API."""
         place = request.path.find("/v1/")
         protocol = PROTOCOLS.get(request.path[place:] if place >= 0 else "", PROTOCOLS[CHAT])
         try:
@@ -552,7 +556,7 @@ class GatewayApp:
 
 
 def _refused_by(error: Exception, request: web.Request) -> Refused:
-    """Return the answer to a request that failed with ``error``."""
+    """Return the response to a request that failed with ``error``."""
     match error:
         case Refused():
             return error
@@ -576,7 +580,7 @@ def _refused_by(error: Exception, request: web.Request) -> Refused:
 
 
 def public_words(error: Exception) -> str:
-    """Return what an agent is told about an engine's error: never the engine's address."""
+    """Return the description of an engine error for agents. It never contains the address of the engine."""
     match error:
         case EngineError() if error.said:
             return error.said
@@ -589,7 +593,7 @@ def public_words(error: Exception) -> str:
 
 
 class _Recording:
-    """Records the answer to one call."""
+    """Records the answer to a single call."""
 
     def __init__(
         self,
@@ -605,13 +609,14 @@ class _Recording:
         self._app, self._asked, self._path, self._try = app, asked, path, current
         outside = request.headers.get(TRACEPARENT, "")
         self.trace = {TRACEPARENT: outside} if read_traceparent(outside) else {}
-        """Header by which an engine with OpenTelemetry goes on with the caller's trace; empty: the caller has none."""
+        """Trace header for the engine, which continues the caller's trace with it. Empty: the caller sent no trace."""
 
     async def keep(self, answer: Mapping[str, Any]) -> str:
-        """Record an answer; return ``yes``, ``no`` where it was not confirmed in time, or ``off``.
+        """Record an answer. Return ``yes``, ``no`` if storage was not confirmed in time, or ``off`` if the session is
+        not recorded.
 
         Raises:
-            EngineRefused: It has no tokens to record.
+            EngineRefused: The answer has no tokens to record.
         """
         opened = self.session.opened
         if opened is None:
@@ -633,30 +638,30 @@ class _Recording:
         )
         session = self._app.book.ledger.get(self.session.id) or self.session
         repeated = self.conversation.repeated_by(self._try, session.calls.values())
-        self._try.is_recorded = True  # from now on, whether or not somebody waits for it
+        self._try.is_recorded = True  # the book gets it now, whether or not the client still waits
         known = {"retry": self._try.unknown_tries, "began": self._try.began, "siblings": sorted(self._try.siblings)}
         if not await self._app.keep(event.model_copy(update={"supersedes": repeated, **known})):
             return "no"
-        self.conversation.turns.append(turn)  # what was not kept, no later call may refer to
+        self.conversation.turns.append(turn)  # later calls must not continue a call that was not stored
         return "yes"
 
 
 def _retry_of(request: web.Request) -> int:
-    """Return the number of times that the client sent the request before, as it says."""
+    """Return how often the client has sent the request before, as stated by its retry header."""
     text = request.headers.get(RETRIED_HEADER, "")
     return min(int(text), MOST_RETRIES) if text.isascii() and text.isdecimal() and len(text) < 10 else int(bool(text))
 
 
 def _temperature(body: Mapping[str, Any]) -> float:
-    """Return the temperature of a request that an engine has taken."""
+    """Return the temperature of a request that an engine accepted."""
     given = body.get("temperature")
     return 1.0 if given is None else float(given)
 
 
 def _tokens_before(asked: EngineRequest, conversation: Conversation) -> list[int]:
-    """Return the tokens of the longest turn that a chat goes on from; none where it goes on from none."""
+    """Return the tokens of the longest turn that a chat continues. The list is empty if it continues no turn."""
     messages = asked.body.get("messages")
-    if not isinstance(messages, list):  # the engine says what is wrong with it
+    if not isinstance(messages, list):  # the engine reports the error in the request
         return []
     found = [
         turn.tokens[0]
@@ -672,7 +677,7 @@ def _version_of(answer: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _part_of_id(key: str) -> str:
-    """Return a key as a part of a message id, which has few bytes: a digest of a longer one."""
+    """Return a key as part of a message id, whose length is limited. A key that is too long becomes its digest."""
     return key if len(key.encode()) <= LONGEST_KEY else hashlib.sha256(key.encode()).hexdigest()
 
 
@@ -681,10 +686,10 @@ def _error(message: str, kind: str) -> dict[str, Any]:
 
 
 async def _read(request: web.Request) -> dict[str, Any]:
-    """Return the JSON object in a request's body.
+    """Return the JSON object in the body of a request.
 
     Raises:
-        BadRequest: It is none, or holds a value that no message can hold.
+        BadRequest: The body is not a JSON object, or contains a value that no message can carry.
     """
     try:
         return await read_json(request)
@@ -693,10 +698,10 @@ async def _read(request: web.Request) -> dict[str, Any]:
 
 
 async def _parsed(request: web.Request, kind: type[Any]) -> Any:
-    """Return the body of a route about sessions.
+    """Return the validated body of a session route.
 
     Raises:
-        BadRequest: It is none; names the field, what was sent and what is taken.
+        BadRequest: The body is invalid. The error names the field, the received value and the accepted values.
     """
     try:
         return kind.model_validate(await _read(request))

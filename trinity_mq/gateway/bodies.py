@@ -1,4 +1,4 @@
-"""Bodies of requests about sessions, and the answer that describes a session."""
+"""Request bodies of the session routes, and the response body that describes a session."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from trinity_mq.messages.sessions import LONGEST_LABEL, KeyScope, Record
 MAX_LABELS = 32
 MAX_MESSAGES = 10_000
 MAX_SECONDS = 1e9
-"""Greatest time limit of a session, some thirty years."""
+"""Maximum time limit of a session in seconds, about thirty years."""
 MAX_CHOICES = 4096
 Text = Annotated[str, Field(max_length=LONGEST_LABEL)]
 
 
 class Body(BaseModel):
-    """Base: unknown fields are an error."""
+    """Base class of request bodies. Unknown fields are an error."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -33,7 +33,7 @@ class OpenBody(Body):
     group_size: int | None = Field(default=None, ge=1, le=4096)
     labels: dict[Text, Text] = Field(default_factory=dict, max_length=MAX_LABELS)
     ttl: float | None = Field(default=None, gt=0, le=MAX_SECONDS)
-    """Seconds for which it waits for a reward after its end."""
+    """Seconds to wait for a reward after the end of the session. None: the default of the settings."""
     idle_ttl: float | None = Field(default=None, gt=0, le=MAX_SECONDS)
     record: Record = "train"
     scopes: list[KeyScope] | None = Field(default=None, max_length=MAX_LABELS)
@@ -47,7 +47,7 @@ class RewardBody(Body):
     choice: int | None = Field(default=None, ge=0, le=MAX_CHOICES)
     how: Literal["replace", "add"] = "replace"
     key: str = Field(default="", max_length=LONGEST_LABEL)
-    """The same reward with the same key counts once."""
+    """Idempotency key: the same reward with the same key counts once."""
     metrics: Metrics = Field(default_factory=dict)
     final: bool = False
 
@@ -63,7 +63,7 @@ class EndBody(Body):
 
 
 class FeedbackBody(Body):
-    """``POST /feedback``, in the form of Trinity-RFT."""
+    """``POST /feedback``, in the format of Trinity-RFT."""
 
     reward: Reward
     msg_ids: list[Text] = Field(min_length=1, max_length=MAX_MESSAGES)
@@ -72,7 +72,7 @@ class FeedbackBody(Body):
 
 
 def shown(session: Session) -> dict[str, Any]:
-    """Return the description of a session, as ``GET`` answers it."""
+    """Return the description of a session, the response body of ``GET``."""
     opened = session.opened
     found: dict[str, Any] = {
         "id": session.id,

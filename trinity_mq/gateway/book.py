@@ -1,4 +1,4 @@
-"""Storage of a gateway's sessions: in memory for those of a workflow's run, on a stream for those of a training run."""
+"""Storage of sessions: in memory for the run of a workflow, on a stream for a training run."""
 
 from __future__ import annotations
 
@@ -18,59 +18,59 @@ from trinity_mq.messages import (
 )
 
 Said = SessionReward | SessionEnd | SessionsCommitted
-"""Events that come from outside."""
+"""Events that agents, rewarders and operators send."""
 
 
 class BookUnavailable(Exception):
-    """An event cannot be kept now. Sending it again later may succeed."""
+    """An event cannot be stored now. Sending it again later may succeed."""
 
 
 class EventTooLarge(Exception):
-    """An event does not fit into a message. Sending it again does not help."""
+    """An event exceeds the size limit of a message. Sending it again does not help."""
 
 
 class Book(Protocol):
-    """Keeps the events of sessions."""
+    """Stores the events of sessions."""
 
     ledger: Ledger
 
     async def open(self, opened: SessionOpened, *, at_once: bool = False) -> None:
-        """Begin a session.
+        """Create a session.
 
         Args:
-            opened: Its beginning.
-            at_once: Do not wait for storage that is known to be away.
+            opened: The opened event of the session.
+            at_once: Fail immediately if the storage is known to be unreachable.
 
         Raises:
-            BookUnavailable: It cannot be kept now.
-            EventTooLarge: It is too large.
-            ContentError: It holds a value that cannot travel.
+            BookUnavailable: The event cannot be stored now.
+            EventTooLarge: The event is too large.
+            ContentError: The event holds a value that no message can carry.
         """
 
     async def find(self, session: str) -> Session | None:
-        """Return a session, after a short wait where it is not known yet: another gateway may have begun it."""
+        """Return a session by id. Wait briefly for an unknown session: another gateway may have just created it."""
 
     async def find_key(self, key_hash: str) -> Session | None:
-        """Return the live session whose key has this hash, after the same wait."""
+        """Return the live session with this key hash. Wait briefly for an unknown key, as :meth:`find` does."""
 
     async def record(self, call: SessionCall) -> bool:
-        """Keep an answer; return whether it is sure to be kept by now."""
+        """Store an answer and return whether it is certainly stored by now."""
 
     async def say(self, event: Said, message_id: str) -> Applied:
-        """Keep an event from outside, once by its id, and return its effect.
+        """Store an outside event, at most once per message id, and return its effect.
 
         Raises:
-            BookUnavailable: It cannot be kept now.
-            EventTooLarge: It is too large.
-            ContentError: It holds a value that cannot travel.
+            BookUnavailable: The event cannot be stored now.
+            EventTooLarge: The event is too large.
+            ContentError: The event holds a value that no message can carry.
         """
 
     def is_ready(self) -> bool:
-        """Return whether all earlier events are known."""
+        """Return whether all earlier events have been read."""
 
 
 class MemoryBook:
-    """Sessions that end with this process.
+    """Stores sessions in memory. They end with this process.
 
     Args:
         clock: Returns seconds since the epoch.

@@ -1,4 +1,4 @@
-"""State of sessions between their calls: the latest turns, the engine that answered, the rate of calls."""
+"""State of sessions between their calls: the latest turns, the engine of the last call, and the call rate."""
 
 from __future__ import annotations
 
@@ -15,31 +15,33 @@ from trinity_mq.gateway.session import Session
 from trinity_mq.messages import SessionCall
 
 REMEMBERED = 20_000
-"""Sessions whose conversation is kept. That of another one is worked out from its events when it calls."""
+"""Maximum number of conversations in memory. Other conversations are rebuilt from the session's events at the next
+call.
+"""
 MINUTE = 60.0
 
 
 REMEMBERED_TRIES = 64
-"""Failed requests of a session that a repeat may be of."""
+"""Maximum number of failed requests per session that a retry can match."""
 
 
 @dataclass(slots=True, eq=False)
 class Try:
-    """One request to the model. A client that gives it up may repeat it."""
+    """A single request to the model. A client that gave up on the answer may send the request again."""
 
     call: str
     digest: str
-    """The same text for the same request."""
+    """Digest of the request. Equal requests have equal digests."""
     retry: int
-    """Number of times that the client sent the request before, as the client says."""
+    """Number of earlier attempts of the request, as stated by the client."""
     began: float
-    """Arrival in seconds since the epoch."""
+    """Arrival time in seconds since the epoch."""
     siblings: set[str] = field(default_factory=set)
-    """Calls that asked the same while it was under way: none of them is what it repeats."""
+    """Call ids of identical requests that ran at the same time. This request is not a retry of any of them."""
     is_recorded: bool = False
-    """Its answer was handed to the book, and may be kept."""
+    """True once the answer was passed to the book. The book may still fail to store it."""
     unknown_tries: int = field(init=False)
-    """Number of the client's tries before it of which this gateway does not know what became of them."""
+    """Number of the client's earlier attempts whose outcome this gateway does not know."""
 
     def __post_init__(self) -> None:
         self.unknown_tries = self.retry
@@ -47,28 +49,28 @@ class Try:
 
 @dataclass(slots=True)
 class Conversation:
-    """State of one session between its calls."""
+    """State of a session between its calls."""
 
     turns: deque[Turn] = field(default_factory=lambda: deque(maxlen=KEPT_TURNS))
     under_way: dict[str, Try] = field(default_factory=dict)
-    """Requests without an answer, by call."""
+    """Unanswered requests by call id."""
     failed: deque[Try] = field(default_factory=lambda: deque(maxlen=REMEMBERED_TRIES))
-    """Requests whose client got no answer, as far as this gateway knows, and which nothing has repeated yet."""
+    """Requests whose client got no answer, as far as this gateway knows, and that have no retry yet."""
     engine: str = ""
-    """Id of the engine that answered last."""
+    """Id of the engine that answered the last call."""
     calls: int = 0
     times: deque[float] = field(default_factory=deque)
-    """Loop times of the calls within a minute."""
+    """Loop times in seconds of the calls of the last minute."""
 
     def seconds_until_allowed(self, now: float, per_minute: int) -> float:
-        """Return the seconds until a further call is allowed, 0 for now."""
+        """Return the seconds until the next call is allowed. Zero: it is allowed now."""
         while self.times and now - self.times[0] > MINUTE:
             self.times.popleft()
         return 0.0 if len(self.times) < per_minute else MINUTE - (now - self.times[0])
 
     @contextlib.contextmanager
     def trying(self, call: str, digest: str, *, retry: int, began: float) -> Iterator[Try]:
-        """Note a request while it is under way, and that it failed where an error or its client ends it."""
+        """Register a request while it is in progress. Register it as failed if an error or its client ends it."""
         mine = Try(call, digest, retry, began)
         for other in self.under_way.values():
             if other.digest == digest:
@@ -84,16 +86,18 @@ class Conversation:
             del self.under_way[call]
 
     def repeated_by(self, mine: Try, calls: Collection[SessionCall]) -> str:
-        """Return the call whose answer a request replaces, empty where there is none, and note that it is repeated.
+        """Return the id of the call whose answer this retry supersedes, and mark the call as retried. Empty: it
+        supersedes none.
 
-        A request that failed here is what an equal one repeats, the recorded first. Where the client numbers its tries,
-        that is the try before this one, and in place of a try without an answer the one before that. A try that did
-        not fail here may have been answered, here or by another gateway: the latest answer to the same request is
-        replaced. An answer to a request that was under way at the same time is another's.
+        A retry matches an equal request that failed here; recorded requests come first. If the client numbers its
+        attempts, the match is the previous attempt. If the previous attempt has no recorded answer, the match is the
+        attempt before it. An attempt that did not fail here may have been answered by this or another gateway: then the
+        latest answer to the same request is superseded. Answers to identical requests that ran at the same time belong
+        to other callers and never match.
 
         Args:
-            mine: The request.
-            calls: The recorded calls of the session.
+            mine: The current request.
+            calls: Recorded calls of the session.
         """
         if not mine.retry:
             return self._take_failed(mine.digest) or ""
@@ -107,7 +111,8 @@ class Conversation:
             mine.unknown_tries -= 1
         for earlier in self.failed:
             if earlier.digest == mine.digest and earlier.retry < mine.unknown_tries:
-                mine.siblings |= earlier.siblings  # what ran beside an earlier try is no try of this client
+                # requests parallel to an earlier attempt are not attempts of this client
+                mine.siblings |= earlier.siblings
         replaced = {call.supersedes for call in calls} | mine.siblings
         equal = [
             call.call
@@ -117,8 +122,8 @@ class Conversation:
         return equal[-1] if equal else ""
 
     def _take_failed(self, digest: str, retry: int | None = None) -> str | None:
-        """Forget one try that failed, of this number if one is given; return its call, empty without an answer that was
-        recorded, or None if there is no such try.
+        """Remove a failed attempt with this digest and, unless None, this retry number. Return its call id, an empty
+        string if its answer was not recorded, or None if no attempt matches.
         """
         failed = [one for one in self.failed if one.digest == digest and retry in {None, one.retry}]
         if not failed:
@@ -129,13 +134,13 @@ class Conversation:
 
 
 class Conversations:
-    """The conversations of the sessions that called last."""
+    """Conversations of the sessions with the most recent calls."""
 
     def __init__(self) -> None:
         self._known: OrderedDict[str, Conversation] = OrderedDict()
 
     def of(self, session: Session) -> Conversation:
-        """Return a session's conversation."""
+        """Return the conversation of a session."""
         found = self._known.get(session.id)
         if found is None:
             found = self._known[session.id] = _from_events(session)
@@ -145,7 +150,7 @@ class Conversations:
         return found
 
     def forget(self, session: str) -> None:
-        """Forget a session that is over."""
+        """Remove the conversation of a session that has ended."""
         self._known.pop(session, None)
 
 
@@ -154,7 +159,7 @@ def _from_events(session: Session) -> Conversation:
     for call in list(session.calls.values())[-KEPT_TURNS:]:
         try:
             prompt = answers.prompt(call)
-        except ValueError:  # what it continues was not kept: nothing continues it either
+        except ValueError:  # the call that it continues was not stored, so no later call continues it either
             continue
         tokens = [[*prompt, *choice.ids] for choice in call.choices]
         texts = [call.prompt_text + choice.text for choice in call.choices] if call.prompt_text else []
@@ -163,5 +168,5 @@ def _from_events(session: Session) -> Conversation:
 
 
 def digest_of(path: str, body: Mapping[str, Any]) -> str:
-    """Return the same text for the same request."""
+    """Return the digest of a request: equal requests have equal digests."""
     return hashlib.sha256(f"{path}\n{json.dumps(body, sort_keys=True)}".encode()).hexdigest()[:32]

@@ -1,4 +1,6 @@
-"""Asks engines for sessions: by load and health, the same one for the same session, another one where one is lost."""
+"""Sends calls to engines. Engines are chosen by load and health; a session stays on its engine, and moves to another
+engine if its own is lost.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +20,13 @@ from trinity_mq.models.recording.sse import EventReader, Gathered, PieceMender
 from trinity_mq.models.request_groups import CONNECT_SECONDS
 
 LOST_PAUSE = 0.25
-"""Seconds before another engine is asked where one is lost."""
+"""Seconds before the next engine is tried after an engine was lost."""
 DONE = b"[DONE]"
 NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 
 
 class Choice(Protocol):
-    """Chooses engines; see :class:`trinity_mq.models.engine_selection.EngineSelector`."""
+    """Engine selection; see :class:`trinity_mq.models.engine_selection.EngineSelector`."""
 
     def __call__(self, prefer: str = "") -> InferenceModel: ...
 
@@ -32,7 +34,7 @@ class Choice(Protocol):
 
 
 class Stream:
-    """A streamed answer: its chunks as they come, and the whole once it is over."""
+    """A streamed answer: its chunks on arrival, and the whole answer at the end."""
 
     def __init__(self, response: aiohttp.ClientResponse, model: InferenceModel, url: str) -> None:
         self.response, self.model, self._url = response, model, url
@@ -43,10 +45,10 @@ class Stream:
         self._usage: Any = None
 
     async def chunks(self) -> AsyncIterator[dict[str, Any]]:
-        """Yield the chunks.
+        """Yield the chunks on arrival.
 
         Raises:
-            EngineError: The stream reports an error, or breaks off.
+            EngineError: The stream reports an error or is interrupted.
         """
         reader, mender, ended = EventReader(), PieceMender(), b""
         try:
@@ -67,7 +69,7 @@ class Stream:
             raise EngineLost(f"{self._url}: the stream ended early", self.model)
 
     def answer(self) -> dict[str, Any]:
-        """Return the whole answer so far, in the form of one that is not streamed."""
+        """Return the answer received so far, in the format of an answer without streaming."""
         found = self._gathered.answer()
         return found if self._usage is None else {**found, "usage": self._usage}
 
@@ -80,8 +82,8 @@ class EngineCalls:
         clients: Connections to engines.
         not_ready_timeout: Seconds to wait for an engine with weights.
         request_timeout: Seconds for one answer.
-        headers: Of every request.
-        try_others: Ask again where an engine is lost: ``choose`` may name another one.
+        headers: Headers of every request.
+        try_others: Retry after an engine was lost. ``choose`` may then return another engine.
     """
 
     def __init__(
@@ -101,18 +103,18 @@ class EngineCalls:
     async def ask(
         self, path: str, body: Mapping[str, Any], prefer: str, headers: Mapping[str, str] = NO_HEADERS
     ) -> tuple[dict[str, Any], InferenceModel]:
-        """Return the answer to a request, and who gave it.
+        """Return the answer to a request, and the engine that gave it.
 
         Args:
-            path: Route of the engine.
-            body: The request; its ``model`` is filled in.
-            prefer: Id of the engine to ask where others are not better off.
-            headers: Of this request, beside those of every one.
+            path: Route on the engine.
+            body: Body of the request. Its ``model`` is filled in here.
+            prefer: Id of the engine to use unless another engine is better off.
+            headers: Headers of this request, in addition to the headers of every request.
 
         Raises:
             EngineNotReady: No engine had weights in time.
             EngineLost: No engine answered.
-            EngineRefused: The request cannot be served as it is.
+            EngineRefused: The engine cannot serve this request.
         """
 
         async def once() -> tuple[dict[str, Any], InferenceModel]:
@@ -130,8 +132,8 @@ class EngineCalls:
     async def stream(
         self, path: str, body: Mapping[str, Any], prefer: str, headers: Mapping[str, str] = NO_HEADERS
     ) -> AsyncIterator[Stream]:
-        """Return a streamed answer; the arguments and errors are those of :meth:`ask`. Once it has begun, no other
-        engine can go on with it.
+        """Return a streamed answer. Arguments and errors are the same as for :meth:`ask`. After the stream has begun,
+        no other engine can continue it.
         """
 
         async def begin() -> Stream:
@@ -169,7 +171,7 @@ class EngineCalls:
 
     @contextmanager
     def _reported(self, model: InferenceModel) -> Iterator[None]:
-        """Report the engine to whoever chooses engines where it did not answer."""
+        """Report an engine that did not answer to the engine selection."""
         try:
             yield
         except EngineLost as error:

@@ -1,11 +1,12 @@
-"""Works out the sessions of a run from the events on their stream, and what is due about them.
+"""Derives the sessions of a run, and the events due for them, from the events on their stream.
 
-Every gateway reads the whole stream and comes to the same sessions, for all follows from the events' order. One of them
-acts: it publishes what :meth:`Ledger.due` says, and submits the tasks of :meth:`Ledger.queued`, each under an id that
-follows from its sessions, so that whoever acts next may do both again.
+Every gateway reads the whole stream and derives the same sessions, because only the order of the events matters. A
+single gateway acts: it publishes the events of :meth:`Ledger.due` and submits the tasks of :meth:`Ledger.queued`. Each
+task has an id that follows from its sessions, so the next acting gateway may repeat both without harm.
 
-Retention cuts the beginning of the stream. What is not settled is published again in time (:meth:`Ledger.to_carry`)
-under its own message ids, with the offsets of the first copies: the state stays the same.
+Retention removes the beginning of the stream. Events of unsettled sessions are published again in time
+(:meth:`Ledger.to_carry`), under their own message ids and with the offsets of their first copies. The state stays the
+same.
 """
 
 from __future__ import annotations
@@ -22,23 +23,23 @@ from trinity_mq.messages import SessionCall, SessionEnd, SessionOpened, SessionR
 from trinity_mq.messages.tasks import SubmissionOutcome
 
 KEPT_SETTLED = 100_000
-"""Settled sessions about which people may still ask."""
+"""Maximum number of settled sessions that the ledger can still describe."""
 
 Taken = Literal["new", "repeated", "refused", "unknown"]
 
 
 @dataclass(slots=True)
 class Applied:
-    """The effect of one event."""
+    """Effect of an event."""
 
     taken: Taken
     reason: str = ""
-    """Why it was refused."""
+    """Reason why the event was refused or could not be assigned to a session."""
 
 
 @dataclass(slots=True)
 class _Unknown:
-    """Events of a session whose beginning has not been read."""
+    """Events of a session whose opened event has not been read."""
 
     events: list[Event] = field(default_factory=list)
     decided: bool = False
@@ -49,37 +50,39 @@ class Ledger:
 
     def __init__(self) -> None:
         self.live: dict[str, Session] = {}
-        """Those that are not settled, in the order in which they began."""
+        """Unsettled sessions by id, in the order of their opened events."""
         self._settled: OrderedDict[str, Session] = OrderedDict()
         self._unknown: dict[str, _Unknown] = {}
         self._submissions: dict[str, list[Session]] = {}
-        """Sessions that became a task, by its submission's id, until they are settled."""
+        """Sessions of each task by submission id, until they are settled."""
         self._tickets: dict[str, list[Session]] = {}
-        """Sessions by the ticket of their batch, the settled ones too, as far as they are kept."""
+        """Sessions by the ticket of their batch, including the settled sessions that the ledger still remembers."""
         self._outcomes: OrderedDict[str, SubmissionOutcome] = OrderedDict()
-        """Outcomes of submissions whose decision has not been read, by the submission's id."""
+        """Outcomes of submissions by submission id, for submissions whose decision has not been read."""
         self._trained: OrderedDict[str, SessionsTrained] = OrderedDict()
-        """Outcomes of batches in the trainer, by ticket: those of the tasks may be read before or after."""
+        """Outcomes of batches in the trainer, by ticket. The outcomes of the tasks in the batch may be read before or
+        after.
+        """
         self._new_tasks: dict[str, None] = {}
-        """Submissions that were decided since :meth:`take_new_tasks`."""
+        """Submissions decided since the last call of :meth:`take_new_tasks`."""
         self._agenda = Agenda(self.live)
         self._keys: dict[str, Session] = {}
         """Live sessions by the hash of their key."""
         self.kept_bytes = 0
-        """Bytes of the events of live sessions."""
+        """Bytes of the events of all live sessions."""
         self.counts = dict.fromkeys(("opened", "calls", "tokens", "trained", "dropped", "evaluated", "sampled_out"), 0)
-        """Since the first event that was read."""
+        """Totals since the first event that was read."""
         self.evaluated: list[float] = []
-        """Rewards of sessions that were opened for evaluation, since somebody took them."""
+        """Rewards of evaluated sessions since a reader last took and cleared the list."""
         self.over = 0
-        """Live sessions that have ended."""
+        """Number of live sessions that have ended."""
         self.waiting = 0
-        """Live sessions that became tasks."""
+        """Number of live sessions that belong to a task."""
         self.results_offset = 0
-        """Position on the results stream up to which progress is known."""
+        """Offset on the results stream up to which results have been applied."""
 
     def get(self, session: str) -> Session | None:
-        """Return a session whose beginning is known."""
+        """Return a session whose opened event has been read."""
         return self.live.get(session) or self._settled.get(session)
 
     def of_key(self, key_hash: str) -> Session | None:
@@ -90,10 +93,10 @@ class Ledger:
         yield from self.live.values()
         yield from self._settled.values()
 
-    # -- in
+    # -- input
 
     def apply(self, event: Event) -> Applied:
-        """Take in an event of one session or, ``sessions_decided``, of several."""
+        """Apply an event of one session. A ``sessions_decided`` event may belong to several sessions."""
         body = event.body
         if isinstance(body, SessionsDecided):
             return self._apply_decision(event, body)
@@ -124,8 +127,9 @@ class Ledger:
         return applied
 
     def _repeat(self, session: Session | None, event: Event) -> Applied:
-        """Note where the newest copy of an event lies. What was read as its first copy may have been a later one, where
-        retention has cut the first: one that is carried says where it was.
+        """Record the position of the newest copy of an event. The copy that was read first may be a later copy if
+        retention removed the first copy. A carried copy states the offset of the first copy, so a smaller origin
+        replaces a greater origin.
         """
         for known in () if session is None else tuple(session.events):
             if not known.is_copy_of(event):
@@ -139,7 +143,7 @@ class Ledger:
 
     @contextlib.contextmanager
     def _changing(self, session: Session) -> Iterator[None]:
-        """Keep the counts right while a session changes, and have it looked at."""
+        """Keep the counts correct while a session changes, and schedule the session for a check."""
         was_over = session.end is not None
         yield
         self.over += (session.end is not None) - was_over
@@ -149,7 +153,8 @@ class Ledger:
         if session.has(event):
             return self._repeat(session, event)
         is_newest = not session.events or event.origin > session.events[-1].origin
-        if is_newest and (reason := session.too_late(event.body)) is not None:  # else it is judged in its place
+        # an older event is judged at its own position in the order
+        if is_newest and (reason := session.too_late(event.body)) is not None:
             return Applied("refused", reason=reason)
         with self._changing(session):
             session.add(event)
@@ -160,8 +165,9 @@ class Ledger:
         return Applied("new")
 
     def _apply_decision(self, event: Event, body: SessionsDecided) -> Applied:
-        """Take in a decision once all of its sessions are known. It counts as a whole or not at all: of two decisions
-        about a session the earlier one counts, and the sessions that only the later one names stay undecided.
+        """Apply a decision once all of its sessions are known. A decision counts as a whole or not at all. Of two
+        decisions about a session the earlier decision counts. Sessions that only the later decision names stay
+        undecided.
         """
         if (unknown := self._wait_for_sessions(event, body)) is not None:
             return Applied("unknown", reason=f"no session {unknown!r} is known here")
@@ -190,7 +196,9 @@ class Ledger:
         return Applied("new")
 
     def _wait_for_sessions(self, event: Event, body: SessionsDecided) -> str | None:
-        """Keep a decision until the last of its sessions is known; return one that is not, None where all are."""
+        """Keep a decision until the last of its sessions is known. Return the id of the first unknown session, or None
+        if all are known.
+        """
         unknown = [name for name in body.sessions if self.get(name) is None]
         for name in unknown:
             later = self._unknown.setdefault(name, _Unknown())
@@ -225,7 +233,7 @@ class Ledger:
             self.apply_outcome(outcome)
 
     def _withdraw_decision(self, session: Session) -> None:
-        """Undo the decision about a session, which an earlier one, read later, makes void."""
+        """Undo the decision about a session. An earlier decision that was read later makes it void."""
         if (event := session.decision) is None or not isinstance(event.body, SessionsDecided):
             return
         for name in event.body.sessions:
@@ -245,7 +253,7 @@ class Ledger:
         self._new_tasks.pop(submission, None)
 
     def apply_outcome(self, outcome: SubmissionOutcome) -> None:
-        """Take in what a batch made of a task."""
+        """Apply the outcome of a task in a batch."""
         sessions = list(self._submissions.get(outcome.submission_id, ()))
         self._new_tasks.pop(outcome.submission_id, None)
         if not sessions:
@@ -264,7 +272,7 @@ class Ledger:
             self._settle(session)
 
     def apply_trained(self, trained: SessionsTrained) -> None:
-        """Take in what the trainer made of a batch. A step that is done again is told again."""
+        """Apply the outcome of a batch in the trainer. A repeated train step reports its outcome again."""
         self.results_offset = max(self.results_offset, trained.offset)
         self._trained[trained.ticket] = trained
         while len(self._trained) > KEPT_SETTLED:
@@ -275,13 +283,13 @@ class Ledger:
                 self._settle(session)
 
     def apply_committed(self) -> None:
-        """Take in that groups wait no longer for further members."""
+        """Mark the ended and rewarded sessions as committed: their groups stop waiting for further members."""
         for session in self.live.values():
             session.committed = session.committed or (session.end is not None and session.has_reward)
             self._agenda.touch(session)
 
     def apply_refused(self, refused: SessionRefused) -> None:
-        """Forget an event that was refused before."""
+        """Remove an event that was refused before."""
         for name, unknown in list(self._unknown.items()):
             unknown.events = [event for event in unknown.events if event.origin != refused.offset]
             if not unknown.events:
@@ -310,18 +318,18 @@ class Ledger:
                 self._tickets.pop(oldest.batch.ticket, None)
 
     def remember(self, sessions: Iterable[Session]) -> None:
-        """Take in sessions of an earlier ledger, all of which are over by now, as far as they are not known here."""
+        """Adopt sessions of an earlier ledger that are unknown here. All of these sessions are over by now."""
         for session in sessions:
             if self.get(session.id) is None:
                 session.lost = session.lost or not session.is_settled
                 session.forget_events()
                 self._settled[session.id] = session
 
-    # -- out
+    # -- output
 
     def take_unknown(self) -> list[Event]:
-        """Return, once, the events that belong to no session. To be asked only where all that is on the stream was read
-        when the events were: what was settled long ago may have lost its beginning to retention.
+        """Return, once, the events that belong to no session. Call this only if the stream had been read to its end when
+        these events were read: a session that was settled long ago may have lost its opened event to retention.
         """
         found = [
             event
@@ -334,29 +342,29 @@ class Ledger:
         return found
 
     def queued(self) -> list[tuple[str, list[Session]]]:
-        """Return the tasks, by submission, of which no batch has reported yet."""
+        """Return the tasks without a reported batch, as pairs of submission id and sessions."""
         return [(name, list(found)) for name, found in self._submissions.items() if found[0].batch is None]
 
     def take_new_tasks(self) -> list[str]:
-        """Return, once, the submissions that were decided since the last call and of which no batch has reported."""
+        """Return, once, the submissions that were decided since the last call and that no batch has reported."""
         names = list(self._new_tasks)
         self._new_tasks.clear()
         return names
 
     def sessions_of(self, submission: str) -> list[Session]:
-        """Return the sessions of a task; none once a batch has reported of it."""
+        """Return the sessions of a task. The list is empty once a batch has reported the task."""
         sessions = self._submissions.get(submission, [])
         return list(sessions) if sessions and sessions[0].batch is None else []
 
     def due(self, now: float) -> list[SessionsDecided | SessionEnd]:
-        """Return the events that are to be published now: ends of sessions whose time is over, and what becomes of
-        those that are over. It looks at those alone that changed or whose time has come; :func:`all_due` looks at all.
+        """Return the events to publish now: ends of sessions past their time limit, and decisions about ended sessions.
+        Only sessions that changed or whose time has come are checked; :func:`all_due` checks all sessions.
         """
         return self._agenda.due(now)
 
     def to_carry(self, before: float) -> list[Session]:
-        """Return the live sessions of which something lies before a position on the stream, for publishing all their
-        events again, the oldest first.
+        """Return the live sessions with at least one event before a stream position. All their events must be published
+        again. The session with the oldest event comes first.
         """
         found = [session for session in self.live.values() if session.first_position < before]
         return sorted(found, key=lambda one: one.first_position)

@@ -1,4 +1,4 @@
-"""Sessions of one workflow's run: the gateway's routes on loopback, for programs that are given a base URL."""
+"""Session of a single workflow run: the gateway's routes on loopback, for programs that take a base URL."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from trinity_mq.models.clients import EngineClients
 from trinity_mq.models.inference import InferenceModel
 
 ANSWER_SECONDS = 1.0
-"""Time that calls have to end when the run does."""
+"""Seconds that running calls get to finish when the run ends."""
 
 
 class OneEngine:
-    """The one engine of a run, which the runner has chosen.
+    """Engine selection with a single engine: the engine that the runner chose for the run.
 
     Args:
         model: The engine.
@@ -34,25 +34,25 @@ class OneEngine:
     def __init__(self, model: InferenceModel) -> None:
         self._model = model
         self.is_lost = False
-        """It did not answer a call."""
+        """True once the engine did not answer a call."""
 
     def __call__(self, prefer: str = "") -> InferenceModel:
         return self._model
 
     def lost(self, engine: InferenceModel) -> None:
-        """Note that the engine did not answer: the run fails, and its next attempt may have another one."""
+        """Record that the engine did not answer. The run then fails, and its retry may use another engine."""
         self.is_lost = True
 
 
 @dataclass(frozen=True, slots=True)
 class LocalSession:
-    """A session that its program reaches over HTTP."""
+    """A session that a program uses over HTTP."""
 
     id: str
     url: str
-    """Base URL of Anthropic's clients."""
+    """Base URL for clients of Anthropic."""
     base_url: str
-    """Base URL of OpenAI's clients: ``url`` and ``/v1``."""
+    """Base URL for clients of OpenAI: ``url`` plus ``/v1``."""
     key: str
     book: MemoryBook
     engine: OneEngine
@@ -61,7 +61,7 @@ class LocalSession:
     def session(self) -> Session:
         """The session as recorded so far."""
         found = self.book.ledger.get(self.id)
-        assert found is not None  # it is never settled
+        assert found is not None  # a local session is never settled
         return found
 
 
@@ -76,16 +76,16 @@ async def local_session(
     request_timeout: float,
     merge: Merge = "prefix",
 ) -> AsyncIterator[LocalSession]:
-    """Serve one session on loopback while the context lasts; only its key opens it, and only for calls.
+    """Serve a session on loopback while the context lasts. Only its key gives access, and only to calls.
 
     Args:
-        model: The engine to ask.
+        model: The engine of the run.
         clients: Connections to engines.
         sampling: Sampling parameters of the run; a call may lower ``max_tokens``.
-        headers: Of every request to the engine.
+        headers: Headers of every request to the engine.
         not_ready_timeout: Seconds to wait for an engine with weights.
-        request_timeout: Seconds for one answer.
-        merge: ``renderer`` has engines go on behind the tokens of earlier turns.
+        request_timeout: Seconds for each answer.
+        merge: With ``renderer``, engines continue from the tokens of earlier turns.
     """
     book, key, name = MemoryBook(), access.new_key(), access.new_session_id()
     settings = AppSettings(

@@ -1,4 +1,4 @@
-"""Turns an engine's answer into the event that records it, and back. Tokens and logprobs stay those of the engine."""
+"""Converts an engine's answer to its recorded event, and back. Tokens and logprobs are the engine's own."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from trinity_mq.models.errors import EngineRefused
 from trinity_mq.models.recording.sse import numbers, text_of
 
 RECORDED_SESSIONS = "recorded_sessions"
-"""Name of the workflow that makes experiences of recorded calls."""
+"""Name of the workflow that builds experiences from recorded calls."""
 KEPT_TURNS = 4
-"""Latest calls of a session that a new prompt is compared with."""
+"""Number of latest calls of a session that a new prompt is compared with."""
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A call, for comparing the prompts of later calls of its session with it."""
+    """A call in the form for comparison with the prompts of later calls of its session."""
 
     call: str
     tokens: Sequence[list[int]]
-    """Prompt and answer, by choice."""
+    """Token ids of prompt and answer, by choice."""
     texts: Sequence[str]
-    """The same as text; empty where the engine gave none."""
+    """Text of prompt and answer, by choice. Empty if the engine returned no prompt text."""
     temperature: float
     messages: Sequence[Any] = field(default=())
-    """Messages of the request, where it had any."""
+    """Messages of the request. Empty if it had none."""
 
 
 def recorded_call(
@@ -43,22 +43,22 @@ def recorded_call(
     digest: str = "",
     traceparent: str = "",
 ) -> tuple[SessionCall, Turn]:
-    """Return the event of an answer, and its turn, with which later calls are compared.
+    """Return the event that records an answer, and the turn for comparison with later calls.
 
     Args:
-        answer: The engine's, in the form of a chat or text completion made with ``return_token_ids``.
-        earlier: The session's latest calls.
+        answer: Answer of the engine, in the format of a chat or text completion made with ``return_token_ids``.
+        earlier: Latest calls of the session.
         session: Id of the session.
         call: Id of the answer.
         path: Route of the request.
-        at: Seconds since the epoch.
-        request: Body of the request as the engine got it.
-        temperature: At which it was sampled.
-        digest: The same text for the same request.
-        traceparent: Header of the request; empty: it had none.
+        at: Time in seconds since the epoch.
+        request: Body of the request as the engine received it.
+        temperature: Sampling temperature of the answer.
+        digest: Digest of the request. Equal requests have equal digests.
+        traceparent: Trace header of the request. Empty: the request had none.
 
     Raises:
-        EngineRefused: The answer has no token ids or not a logprob for each.
+        EngineRefused: The answer has no token ids, or has not exactly one logprob per token.
     """
     choices = answer["choices"]
     prompt = answer.get("prompt_token_ids") or (choices and choices[0].get("prompt_token_ids"))
@@ -102,7 +102,7 @@ def recorded_call(
 def _continued(
     prompt: list[int], text: str, messages: Sequence[Any], temperature: float, earlier: Sequence[Turn]
 ) -> tuple[tuple[Turn, int] | None, str]:
-    """Return the call and the choice that a prompt begins with, the longest one; else why there is none."""
+    """Return the longest matching turn and choice that the prompt begins with, or the reason why no match exists."""
     found = [
         (turn, number)
         for turn in earlier
@@ -141,10 +141,10 @@ def _sampled(choice: Mapping[str, Any], text: str) -> SampledChoice:
 
 
 class Answers:
-    """The answers of one session's calls, as the engine gave them.
+    """Answers of the calls of a session, in the engine's format.
 
     Args:
-        calls: In their order.
+        calls: Recorded calls of the session, in their order.
     """
 
     def __init__(self, calls: Sequence[SessionCall]) -> None:
@@ -152,10 +152,10 @@ class Answers:
         self._prompts: dict[str, list[int]] = {}
 
     def prompt(self, call: SessionCall) -> list[int]:
-        """Return the token ids of a call's prompt.
+        """Return the token ids of the prompt of a call.
 
         Raises:
-            ValueError: A call that it continues is missing.
+            ValueError: The call continues a call that is missing.
         """
         if call.call not in self._prompts:
             tokens: list[int] = []
@@ -170,7 +170,7 @@ class Answers:
         return self._prompts[call.call]
 
     def answer(self, call: SessionCall) -> dict[str, Any]:
-        """Return a call's answer in the form in which engines give it; errors as :meth:`prompt`."""
+        """Return the answer to a call in the engine's format. Errors are the same as for :meth:`prompt`."""
         return {
             "prompt_token_ids": self.prompt(call),
             "prompt_text": call.prompt_text or None,

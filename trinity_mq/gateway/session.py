@@ -1,4 +1,4 @@
-"""A session as its events make it: a pure function of them in the order in which they were first published."""
+"""State of a session: a pure function of its events in the order of their first publication."""
 
 from __future__ import annotations
 
@@ -21,75 +21,79 @@ from trinity_mq.messages import (
 
 State = Literal["open", "parked", "queued", "batched", "trained", "evaluated", "dropped"]
 SETTLED: frozenset[State] = frozenset({"trained", "evaluated", "dropped"})
-"""States that no event changes any more, but for a train step that is done again."""
+"""States that no further event changes. Exception: a train step that is repeated."""
 TRAINED = "trained"
-"""Outcome of a batch that changed the weights."""
+"""Outcome of a batch that updated the weights."""
 
 Body = SessionOpened | SessionCall | SessionReward | SessionEnd | SessionsDecided
 
 
 @dataclass(slots=True)
 class Event:
-    """An event of a session as it lies on the stream."""
+    """An event of a session, as stored on the stream."""
 
     origin: int
-    """Offset at which it was first published: the order of events."""
+    """Stream offset of its first publication. Events are ordered by it."""
     position: int
-    """Bytes that were on the stream before its newest copy, as far as its reader has seen it."""
+    """Bytes on the stream before its newest copy, as far as the reader has seen the stream."""
     message_id: str
     at: float
-    """Seconds since the epoch."""
+    """Time in seconds since the epoch."""
     body: Body
     size: int
-    """Bytes of the message."""
+    """Size of the message in bytes."""
     outside: bool = False
-    """Another program than a gateway published it, and chose its message id."""
+    """True if a program that is not a gateway published the event and chose its message id."""
 
     def is_copy_of(self, other: Event) -> bool:
-        """Return whether both are the same event. An id that an outsider chose never equals an id of a gateway."""
+        """Return whether both are the same event. A message id chosen by an outside program never matches a gateway's
+        message id.
+        """
         same_id = self.message_id == other.message_id and self.outside == other.outside
         return same_id or self.origin == other.origin
 
 
 @dataclass(slots=True)
 class Session:
-    """State of one session, as the stream has told it so far."""
+    """State of a session, as far as its events have been read."""
 
     id: str
     opened: SessionOpened | None = None
-    """None: its beginning has not been read."""
+    """Opened event of the session. None: it has not been read yet."""
     events: list[Event] = field(default_factory=list)
-    """By ``origin``; empty once it is settled."""
+    """Events ordered by ``origin``. Empty once the session is settled."""
     calls: dict[str, SessionCall] = field(default_factory=dict)
-    """By id, in the order of their answers."""
+    """Calls by call id, in the order of their answers."""
     reward: float | None = None
     """Reward of the whole session."""
     call_rewards: dict[tuple[str, int | None], float] = field(default_factory=dict)
-    """By call and choice; None: all its choices."""
+    """Rewards by (call id, choice index). Index None covers every choice of the call."""
     metrics: dict[str, float] = field(default_factory=dict)
     end: SessionEnd | None = None
     ended_at: float = 0.0
     group: str = ""
     committed: bool = False
-    """It waits no longer for others of its group."""
+    """True if the session no longer waits for further members of its group."""
     ripe_at: float = math.inf
-    """Time at which it was over and had a reward."""
+    """Time in seconds since the epoch at which the session had both ended and got a reward."""
     last_at: float = 0.0
-    """Time of the latest event."""
+    """Time of the latest event in seconds since the epoch."""
     decided: SessionsDecided | None = None
     batch: SubmissionOutcome | None = None
     """Outcome of its task in a batch."""
     trained: SessionsTrained | None = None
     counts: tuple[int, int] = (0, 0)
-    """Calls and sampled tokens, kept when the events are not."""
+    """Numbers of calls and sampled tokens, stored when the events are removed."""
     lost: bool = False
-    """What became of it is not known: it was settled while nobody here read the stream, and retention has cut how."""
+    """True if the outcome is unknown: the session was settled while this gateway did not read the stream, and retention
+    removed the events that settled it.
+    """
     taken_outside: frozenset[str] = frozenset()
-    """Message ids of the events that outsiders published, kept when the events are not."""
+    """Message ids of the events that outside programs published, stored when the events are removed."""
 
     @property
     def state(self) -> State:
-        """The one state that it is in."""
+        """Current state of the session."""
         if self.trained is not None and self.trained.outcome == TRAINED:
             return "trained"
         if self.decided is not None and not self.decided.submission:
@@ -102,7 +106,7 @@ class Session:
 
     @property
     def why(self) -> str:
-        """The reason of its state in one line; empty where the state says all."""
+        """Reason for the state in one line. Empty if the state needs no explanation."""
         if self.lost:
             return "settled since then, while this gateway read nothing; retention has cut how"
         if self.state == "dropped" and self.decided is not None and not self.decided.submission:
@@ -119,59 +123,59 @@ class Session:
 
     @property
     def is_settled(self) -> bool:
-        """Nothing is to be done about it any more."""
+        """True if the session needs no further action."""
         return self.lost or self.state in SETTLED
 
     @property
     def has_reward(self) -> bool:
-        """It, or one of its calls, has one."""
+        """True if the session or one of its calls has a reward."""
         return self.reward is not None or bool(self.call_rewards)
 
     @property
     def replay(self) -> SessionReplay | None:
-        """The replay that takes its place."""
+        """Replay that replaces the recorded calls. None: the session has no replay."""
         return None if self.end is None else self.end.replay
 
     @property
     def traceparent(self) -> str:
-        """Header of the first of its requests that had one; empty: none had."""
+        """Trace header of the first call that has a trace header. Empty: no call has one."""
         return next((call.traceparent for call in self.calls.values() if call.traceparent), "")
 
     @property
     def size(self) -> int:
-        """Bytes of its events."""
+        """Total bytes of its events."""
         return sum(event.size for event in self.events)
 
     @property
     def first_position(self) -> float:
-        """The least position of an event's newest copy."""
+        """Minimum of the positions of its events. Infinity if it has no events."""
         return min((event.position for event in self.events), default=math.inf)
 
     @property
     def sampled_tokens(self) -> int:
-        """Tokens of all its answers."""
+        """Number of sampled tokens in all answers."""
         if not self.events:
             return self.counts[1]
         return sum(len(choice.ids) for call in self.calls.values() for choice in call.choices)
 
     @property
     def asked(self) -> int:
-        """Number of its calls."""
+        """Number of calls."""
         return len(self.calls) if self.events else self.counts[0]
 
     @property
     def decision(self) -> Event | None:
-        """The event that decided about it; None: there is none, or it is settled."""
+        """Latest decision event of the session. None: it is undecided, or settled."""
         return next((event for event in reversed(self.events) if isinstance(event.body, SessionsDecided)), None)
 
     def has(self, event: Event) -> bool:
-        """Return whether it has this event already."""
+        """Return whether the session already has this event."""
         if event.outside and event.message_id in self.taken_outside:
             return True
         return any(known.is_copy_of(event) for known in self.events)
 
     def too_late(self, body: Body) -> str | None:
-        """Return why it takes an event no more, None while it does."""
+        """Return the reason why the session does not accept an event. Return None if it accepts the event."""
         if self.lost:
             return f"session {self.id} is {self.why}: what comes now changes nothing"
         if isinstance(body, SessionCall | SessionReward | SessionEnd) and self.decided is not None:
@@ -187,15 +191,17 @@ class Session:
         return None
 
     def call_of(self, name: str | int) -> SessionCall | None:
-        """Return the call with this id, or in this place from 0; None if there is none."""
+        """Return the call with this id, or at this index from 0; a negative index counts from the end. Return None if
+        no call matches.
+        """
         if isinstance(name, str):
             return self.calls.get(name)
         calls = list(self.calls.values())
         return calls[name] if -len(calls) <= name < len(calls) else None
 
     def add(self, event: Event) -> None:
-        """Take in an event that :meth:`too_late` does not refuse. One that was published before others that are known
-        changes what follows from these.
+        """Add an event that :meth:`too_late` accepts. If the event was published before other known events, the state
+        is rebuilt from all events.
         """
         in_order = not self.events or event.origin > self.events[-1].origin
         bisect.insort(self.events, event, key=lambda one: one.origin)
@@ -205,13 +211,13 @@ class Session:
             self._begin_again()
 
     def replace(self, known: Event, event: Event) -> None:
-        """Take an earlier copy of an event in place of a later one."""
+        """Replace a later copy of an event by an earlier copy."""
         self.events.remove(known)
         bisect.insort(self.events, event, key=lambda one: one.origin)
         self._begin_again()
 
     def withdraw(self, known: Event) -> None:
-        """Forget an event, and what followed from it."""
+        """Remove an event and its effects."""
         self.events.remove(known)
         self._begin_again()
 
@@ -224,7 +230,7 @@ class Session:
                 self._then(one)
 
     def forget_events(self) -> None:
-        """Keep what people ask for and nothing else: it is settled."""
+        """Remove the events of a settled session, and keep the values that users query."""
         self.counts = (self.asked, self.sampled_tokens)
         self.taken_outside |= frozenset(event.message_id for event in self.events if event.outside)
         self.events, self.calls = [], {}
@@ -264,6 +270,6 @@ class Session:
             self.reward = bounded_reward(body.reward + (self.reward or 0.0) if added else body.reward)
             return
         call = self.call_of(body.call)
-        assert call is not None  # else it would be too late
+        assert call is not None  # otherwise too_late refused the event
         key = call.call, body.choice
         self.call_rewards[key] = bounded_reward(body.reward + (self.call_rewards.get(key, 0.0) if added else 0.0))

@@ -1,4 +1,4 @@
-"""Settings of the gateway's routes, taken from a run's configuration."""
+"""Settings of the gateway's routes, derived from the configuration of a run."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ class AppSettings:
 
     gateway: GatewayConfig
     model_name: str
-    """The model's name in ``/v1/models``."""
+    """Name of the model in ``/v1/models``."""
     sampling: Mapping[str, Any]
-    """Sampling parameters of sessions that are trained on."""
+    """Sampling parameters of sessions that are recorded for training."""
     max_response_tokens: int | None = None
-    """Limit of an answer whose request gives none; None: the engine's own."""
+    """Maximum tokens of an answer if the request sets no limit. None: the limit of the engine applies."""
     compares_runs: bool = False
-    """The algorithm compares sessions with each other, so that each needs a group."""
+    """True if the algorithm compares sessions with each other. Each session then needs a group."""
     group_size: int = 1
-    """Sessions of a group that says none."""
+    """Default number of sessions per group."""
     algorithm_type: str = ""
     replay_refusal: Callable[[SessionReplay], str | None] = lambda replay: "this gateway takes no replays"
-    """Returns the reason why a replay is refused; None: it is allowed."""
+    """Returns the reason why a replay is refused, or None if it is allowed."""
 
     @classmethod
     def of(cls, config: Config) -> AppSettings:
-        """Return the settings of a run."""
+        """Return the settings for the configuration of a run."""
         rollout = config.explorer.rollout_model
         return cls(
             gateway=config.gateway,

@@ -1,1 +1,1 @@
-"""APIs that agents speak, each as a translation to and from chat completions, which engines speak. No I/O."""
+"""APIs that agents use, each a translation to and from chat completions, the API of the engines. No I/O."""

@@ -1,6 +1,6 @@
-"""The Messages API of Anthropic over chat completions.
+"""Anthropic's Messages API on top of chat completions.
 
-Form: Anthropic API reference, "Messages" and "Streaming Messages".
+Source of the format: Anthropic API reference, "Messages" and "Streaming Messages".
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from trinity_mq.gateway.protocols.openai import CHAT
 
 STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 PASSED = ("temperature", "top_p", "return_token_ids")
-"""Options that mean the same in chat completions."""
-ROLES = ("user", "assistant", "system")  # tuples, not sets: what is looked up may be a list, which has no hash
+"""Options with the same meaning in chat completions."""
+ROLES = ("user", "assistant", "system")  # tuples, not sets: the value in a request may be a list, which has no hash
 HIDDEN = ("thinking", "redacted_thinking")
-"""Blocks of another model, which this one does not see."""
+"""Block types with the reasoning of another model. They are not passed to this model."""
 
 
 class AnthropicProtocol(Protocol):
@@ -83,7 +83,7 @@ class AnthropicProtocol(Protocol):
 
 
 class AnthropicEvents(Events):
-    """Events of a streamed message: a block of text, then a block for each call of a tool."""
+    """Events of a streamed message: a text block, then a block per tool call."""
 
     def __init__(self, call: str, body: Mapping[str, Any]) -> None:
         self._call, self._body = call, body
@@ -91,7 +91,7 @@ class AnthropicEvents(Events):
         self._is_open = self._has_begun = False
 
     def opening(self) -> list[bytes]:
-        return []  # the first one says how long the prompt is
+        return []  # message_start needs the prompt length, which comes with the first chunk
 
     def of(self, chunk: Mapping[str, Any]) -> list[bytes]:
         found = self._begin(len(chunk.get("prompt_token_ids") or ()))
@@ -136,7 +136,7 @@ class AnthropicEvents(Events):
 
 
 def _ending(choice: Mapping[str, Any]) -> dict[str, str | None]:
-    """Return why an answer ended, and the stop sequence that did it."""
+    """Return the stop reason of an answer, and the stop sequence that ended it."""
     reason, stop = str(choice.get("finish_reason")), choice.get("stop_reason")
     if reason == "stop" and isinstance(stop, str):
         return {"stop_reason": "stop_sequence", "stop_sequence": stop}
@@ -157,7 +157,7 @@ def _message(call: str, body: Mapping[str, Any], prompt: int) -> dict[str, Any]:
 
 
 def _messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return ``system`` and ``messages`` as messages of a chat."""
+    """Return ``system`` and ``messages`` as chat messages."""
     found: list[dict[str, Any]] = []
     if system := text_of_parts(body.get("system"), ("text",), "system"):
         found.append({"role": "system", "content": system})
@@ -178,7 +178,7 @@ def _messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _of_one(role: str, parts: list[Any], where: str) -> list[dict[str, Any]]:
-    """Return the messages that the blocks of one message make: results of tools are messages of their own."""
+    """Return the chat messages for the blocks of a single message. Each tool result becomes a message of its own."""
     texts: list[str] = []
     calls: list[dict[str, Any]] = []
     results: list[dict[str, Any]] = []

@@ -1,4 +1,4 @@
-"""The interface of an API's translation, and what its translations share."""
+"""Interface of the API translations, and helpers that they share."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trinity_mq.messages.msgpack_scan import mended
 
 
 class BadRequest(ValueError):
-    """A request that cannot be translated; the message says what was sent and what is taken."""
+    """A request that cannot be translated. The message states the received value and the accepted values."""
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -22,79 +22,81 @@ class BadRequest(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
-    """A request as engines take it."""
+    """A request in the format of the engines."""
 
     path: str
-    """Route of the engine."""
+    """Route on the engine."""
     body: dict[str, Any]
     streams: bool
-    """The agent wants its answer as it comes."""
+    """True if the agent asked for a streamed answer."""
     logprobs: bool = False
-    """The agent wants the logprob of each token with its text."""
+    """True if the agent asked for the logprob and the text of each token."""
 
 
 class Events(ABC):
-    """Turns the chunks of a streamed chat completion into the events of an API."""
+    """Converts the chunks of a streamed chat completion to the events of an API."""
 
     @abstractmethod
     def opening(self) -> list[bytes]:
-        """Return the events before the first chunk."""
+        """Return the events to send before the first chunk."""
 
     @abstractmethod
     def of(self, chunk: Mapping[str, Any]) -> list[bytes]:
-        """Return the events of one chunk."""
+        """Return the events for a chunk."""
 
     @abstractmethod
     def closing(self, answer: Mapping[str, Any]) -> list[bytes]:
-        """Return the events after the last chunk; ``answer`` is the whole as one that is not streamed."""
+        """Return the events to send after the last chunk. ``answer`` is the whole answer, in the format without
+        streaming.
+        """
 
     @abstractmethod
     def failed(self, message: str, kind: str) -> list[bytes]:
-        """Return the event of an error on the way."""
+        """Return the event for an error during the stream."""
 
 
 class Protocol(ABC):
-    """One API."""
+    """Translation of a single API."""
 
     prefix: str
-    """Beginning of the ids of its answers."""
+    """Prefix of the ids of its answers."""
 
     def new_id(self) -> str:
-        """Return the id of an answer."""
+        """Return a new id for an answer."""
         return f"{self.prefix}{uuid.uuid4().hex}"
 
     @abstractmethod
     def request(self, body: Mapping[str, Any]) -> EngineRequest:
-        """Return the request to the engine.
+        """Return the request for the engine.
 
         Raises:
-            BadRequest: It asks for what no engine here has.
+            BadRequest: The request asks for a feature that no engine here has.
         """
 
     @abstractmethod
     def answer(self, answer: Mapping[str, Any], call: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the answer in the form of the API.
+        """Return the answer in the format of the API.
 
         Args:
-            answer: The engine's.
-            call: Its id.
-            body: The agent's request.
+            answer: Answer of the engine.
+            call: Id of the answer.
+            body: Body of the agent's request.
         """
 
     @abstractmethod
     def events(self, call: str, body: Mapping[str, Any]) -> Events:
-        """Return the translation of a streamed answer."""
+        """Return the converter for a streamed answer."""
 
     @abstractmethod
     def error(self, message: str, kind: str, param: str | None = None) -> dict[str, Any]:
-        """Return the body of an error."""
+        """Return the body of an error response."""
 
 
 def as_object(value: Any, where: str) -> Mapping[str, Any]:
-    """Return a part of a request that is to be an object; an empty one where there is none.
+    """Return a part of a request that must be an object. A missing part becomes an empty object.
 
     Raises:
-        BadRequest: It is something else.
+        BadRequest: The part has another type.
     """
     if value is None:
         return {}
@@ -104,10 +106,10 @@ def as_object(value: Any, where: str) -> Mapping[str, Any]:
 
 
 def as_list(value: Any, where: str) -> list[Any]:
-    """Return a part of a request that is to be a list; an empty one where there is none.
+    """Return a part of a request that must be a list. A missing part becomes an empty list.
 
     Raises:
-        BadRequest: It is something else.
+        BadRequest: The part has another type.
     """
     if value is None:
         return []
@@ -139,18 +141,18 @@ CHANGE_SAMPLING: Mapping[str, tuple[Any, ...]] = {
     "top_logprobs": (0,),
     "truncation": ("disabled",),
 }
-"""Options of any API that change an answer, with the values that ask for nothing."""
+"""Options of all APIs that change an answer, with their neutral values."""
 
 
 def check_options(body: Mapping[str, Any], passed: Collection[str]) -> None:
-    """Check that a request has no option that changes its answer elsewhere and would be passed over here.
+    """Check that a request has no option that would change its answer elsewhere and would be ignored here.
 
     Args:
-        body: The request.
-        passed: Options that engines get.
+        body: Body of the request.
+        passed: Options that are passed to engines.
 
     Raises:
-        BadRequest: It has one, with a value that asks for something.
+        BadRequest: The request has such an option with a value that is not neutral.
     """
     for name in CHANGE_SAMPLING.keys() & body.keys() - set(passed):
         value, neutral = body[name], CHANGE_SAMPLING[name]
@@ -164,25 +166,25 @@ def check_options(body: Mapping[str, Any], passed: Collection[str]) -> None:
 
 
 def as_json(content: Any) -> str:
-    """Return JSON that can be encoded: what other servers answer may hold halves of surrogate pairs."""
+    """Return JSON that can be encoded as UTF-8. Answers of other servers may contain unpaired surrogates."""
     return mended(json.dumps(content, ensure_ascii=False))
 
 
 def data_event(content: Any) -> bytes:
-    """Return a server-sent event without a name."""
+    """Return a server-sent event without an event name."""
     return b"data: " + as_json(content).encode() + b"\n\n"
 
 
 def named_event(content: Mapping[str, Any]) -> bytes:
-    """Return a server-sent event that is named by its ``type``."""
+    """Return a server-sent event whose event name is its ``type``."""
     return f"event: {content['type']}\n".encode() + data_event(content)
 
 
 def text_of_parts(content: Any, kinds: Sequence[str], where: str) -> str:
-    """Return the text of a content that is text or a list of parts of text.
+    """Return the text of a content field, which is a string or a list of text parts.
 
     Raises:
-        BadRequest: A part is none of ``kinds``.
+        BadRequest: The content is neither, or the type of a part is not in ``kinds``.
     """
     if content is None:
         return ""
@@ -200,7 +202,7 @@ def text_of_parts(content: Any, kinds: Sequence[str], where: str) -> str:
 
 
 def usage_of(answer: Mapping[str, Any]) -> tuple[int, int]:
-    """Return the tokens of the prompt and of the answers."""
+    """Return the number of prompt tokens and the number of sampled tokens."""
     used = answer.get("usage") or {}
     prompt = used.get("prompt_tokens", len(answer.get("prompt_token_ids") or ()))
     sampled = sum(len(choice.get("token_ids") or ()) for choice in answer.get("choices") or ())

@@ -1,4 +1,4 @@
-"""Chat and text completions of the OpenAI API: what engines speak, without what they add for training."""
+"""Chat and text completions of the OpenAI API. Engines use the same format; fields for training are removed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 class OpenAIEvents(Events):
-    """Chunks as they are, under the answer's id."""
+    """Passes the engine's chunks on under the id of the answer."""
 
     def __init__(self, call: str, body: Mapping[str, Any]) -> None:
         self._call, self._body = call, body
@@ -44,7 +44,7 @@ class OpenAIEvents(Events):
 
 
 class OpenAIProtocol(Protocol):
-    """One of the two routes."""
+    """Translation of one of the two routes, chat or text completions."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -72,12 +72,12 @@ def _is_tokens(prompt: list[Any]) -> bool:
 
 
 def _asks_logprobs(body: Mapping[str, Any]) -> bool:
-    """Return whether logprobs are wanted; the 0 of text completions asks for those of the sampled tokens."""
+    """Return whether logprobs are requested. In text completions, 0 requests the logprobs of the sampled tokens."""
     return body.get("logprobs") is not None and body["logprobs"] is not False
 
 
 def _public(answer: Mapping[str, Any], call: str, body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an answer or a chunk without what training needs and the agent has not asked for."""
+    """Return an answer or a chunk without the training fields that the agent did not request."""
     if body.get("return_token_ids"):
         return {**answer, "id": call}
     found = {name: value for name, value in answer.items() if name not in FOR_TRAINING}

@@ -1,7 +1,7 @@
-"""The Responses API of OpenAI over chat completions.
+"""OpenAI's Responses API on top of chat completions.
 
-Form: OpenAI API reference, "Responses" and "Streaming events". Nothing is stored: a conversation comes whole in
-``input``, as agent frameworks send it.
+Source of the format: OpenAI API reference, "Responses" and "Streaming events". Nothing is stored: each request sends
+the whole conversation in ``input``, as agent frameworks do.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from trinity_mq.gateway.protocols.openai import CHAT
 
 PARTS = ("input_text", "output_text", "text")
 PASSED = ("temperature", "top_p", "parallel_tool_calls", "seed", "user", "metadata", "return_token_ids")
-"""Options that mean the same in chat completions."""
+"""Options with the same meaning in chat completions."""
 
 
 LOGPROBS = "message.output_text.logprobs"
-"""Entry of ``include`` that asks for the logprobs of the text."""
+"""Entry of ``include`` that requests the logprobs of the text."""
 
 
 class ResponsesProtocol(Protocol):
@@ -74,16 +74,16 @@ class ResponsesProtocol(Protocol):
 
 
 class ResponsesEvents(Events):
-    """Events of a streamed response: one message, whose text comes piece by piece, then the calls of tools."""
+    """Events of a streamed response: a message with its text in deltas, then the tool calls."""
 
     def __init__(self, call: str, body: Mapping[str, Any]) -> None:
         self._call, self._body = call, body
         self._number = 0
         self._text = ""
         self._logprobs: list[Any] = []
-        """Logprobs of the tokens whose text was sent."""
+        """Logprobs of the tokens whose text has been sent."""
         self._news: list[Any] = []
-        """Logprobs of the tokens whose text is not certain yet."""
+        """Logprobs of the tokens whose text is not final yet."""
         self._message = _message_id(call)
         self._is_open = False
 
@@ -149,7 +149,7 @@ class ResponsesEvents(Events):
 
 
 def _messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return ``instructions`` and ``input`` as messages of a chat."""
+    """Return ``instructions`` and ``input`` as chat messages."""
     found: list[dict[str, Any]] = []
     if instructions := body.get("instructions"):
         found.append({"role": "system", "content": instructions})
@@ -169,7 +169,7 @@ def _messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
         elif kind == "function_call":
             function = {"name": item.get("name"), "arguments": item.get("arguments") or "{}"}
             call = {"id": item.get("call_id"), "type": "function", "function": function}
-            if found and found[-1]["role"] == "assistant":  # text and calls were one answer
+            if found and found[-1]["role"] == "assistant":  # text and calls came from the same answer
                 found[-1].setdefault("tool_calls", []).append(call)
             else:
                 found.append({"role": "assistant", "content": None, "tool_calls": [call]})
@@ -177,7 +177,7 @@ def _messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
             output = item.get("output")
             text = output if isinstance(output, str) else text_of_parts(output, PARTS, f"{where}.output")
             found.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": text})
-        elif kind != "reasoning":  # of another model: this one does not see it
+        elif kind != "reasoning":  # reasoning of another model is not passed to this model
             raise BadRequest(
                 f"{where} is of type {kind!r}; taken are message, function_call and function_call_output", where
             )
@@ -201,7 +201,9 @@ def _asks_logprobs(body: Mapping[str, Any]) -> bool:
 
 
 def _logprobs(choice: Mapping[str, Any], body: Mapping[str, Any]) -> list[Any]:
-    """Return the logprobs of a choice, or of a part of it, where they are asked for."""
+    """Return the logprobs of a choice or of a chunk of it. The list is empty if the request did not ask for
+    logprobs.
+    """
     return list((choice.get("logprobs") or {}).get("content") or ()) if _asks_logprobs(body) else []
 
 
@@ -215,7 +217,9 @@ def _message(name: str, text: str, status: str, logprobs: Sequence[Any] = ()) ->
 
 
 def _output(message: Mapping[str, Any], call: str, logprobs: Sequence[Any] = ()) -> list[dict[str, Any]]:
-    """Return the items of a response: its text, where there is any, then the calls of tools."""
+    """Return the output items of a response: a message with the text if there is text or no call, then the tool
+    calls.
+    """
     calls = message.get("tool_calls") or ()
     text = message.get("content") or ""
     found = [_message(_message_id(call), text, "completed", logprobs)] if text or not calls else []

@@ -1,1 +1,1 @@
-"""Rules of what sessions take from outside."""
+"""Rules for the input that sessions accept from outside."""

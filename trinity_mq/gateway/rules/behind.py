@@ -1,4 +1,4 @@
-"""Decides which new sessions are recorded while training is behind. Answers never wait for it."""
+"""Decides which new sessions are recorded while training is behind. Answers to calls never wait for training."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from trinity_mq.config.modes.gateway import GatewayConfig
 
 
 def recorded_share(waiting: int, kept_bytes: int, config: GatewayConfig) -> float:
-    """Return the share of new sessions that are recorded, from 0 to 1: all of them up to ``max_waiting`` sessions that
-    wait to be trained on, a quarter where twice as many wait, a ninth at three times; none once the answers that are
-    kept take ``max_kept_bytes``.
+    """Return the share of new sessions to record, from 0 to 1. The share is 1 while fewer than ``max_waiting`` sessions
+    wait to be trained on. It is a quarter at twice as many waiting sessions and a ninth at three times as many. It is 0
+    once the stored answers take ``max_kept_bytes``.
     """
     if kept_bytes >= config.max_kept_bytes:
         return 0.0
@@ -20,5 +20,5 @@ def recorded_share(waiting: int, kept_bytes: int, config: GatewayConfig) -> floa
 
 
 def is_recorded(share: float, draw: random.Random) -> bool:
-    """Return whether a new session is recorded."""
+    """Return whether a new session is recorded, by a random draw if ``share`` is below 1."""
     return share >= 1.0 or draw.random() < share

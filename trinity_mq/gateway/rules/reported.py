@@ -1,4 +1,4 @@
-"""Rules of rewards and metrics that agents and rewarders report."""
+"""Rules for the rewards and metrics that agents and rewarders report."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from pydantic import AfterValidator, Field
 from trinity_mq.messages import SessionEnd, SessionReward
 
 MAX_METRICS = 64
-"""Metrics of a session."""
+"""Maximum number of metrics per session."""
 MAX_METRIC, MAX_REWARD = 1e30, 1e9
-"""Greatest size of a metric, and of a reward."""
+"""Maximum absolute values of a metric and of a reward."""
 LONGEST_METRIC = 100
-"""Characters of a metric's name."""
+"""Maximum characters of a metric name."""
 _NAME = re.compile(r"[A-Za-z0-9_.@-]+(/[A-Za-z0-9_.@-]+)*(:(mean|sum|max|min|last))?")
 _RESERVED = re.compile(
     r"(reward|response_tokens|finished_task_count|finished_runs)(:.*)?|session_.*|(time|slices|failures|taskset|version)/.*"
 )
-"""Names that a run gives metrics of its own."""
+"""Metric names that a run uses for its own metrics."""
 
 
 def metric_problem(name: str, value: float) -> str | None:
-    """Return why a metric is refused, None if it is not."""
+    """Return the reason why a metric is refused. Return None if it is accepted."""
     if len(name) > LONGEST_METRIC or not _NAME.fullmatch(name):
         return (
             f"metric {name[:LONGEST_METRIC]!r}: wanted at most {LONGEST_METRIC} letters, digits and _ . @ -, with / "
@@ -50,7 +50,7 @@ Reward = Annotated[float, Field(ge=-MAX_REWARD, le=MAX_REWARD, allow_inf_nan=Fal
 
 
 def report_problem(event: SessionReward | SessionEnd) -> str | None:
-    """Return why a reward or an end that another program published is refused, None if it is not."""
+    """Return the reason why a reward or end event from another program is refused. Return None if it is accepted."""
     if event.reward is not None and not abs(event.reward) <= MAX_REWARD:
         return f"reward is {event.reward}, wanted a number from {-MAX_REWARD:g} to {MAX_REWARD:g}"
     if len(event.metrics) > MAX_METRICS:
@@ -59,8 +59,8 @@ def report_problem(event: SessionReward | SessionEnd) -> str | None:
 
 
 def merge_metrics(metrics: dict[str, float], reported: Mapping[str, float]) -> None:
-    """Add reported metrics to those of a session. Metrics that are refused today are left out: an older release, or
-    many reports, may have put them on the stream.
+    """Merge reported metrics into the metrics of a session. Metrics that break the rules are skipped: an older release,
+    or many reports, may have put them on the stream.
     """
     for name, value in reported.items():
         if metric_problem(name, value) is None and (name in metrics or len(metrics) < MAX_METRICS):
@@ -68,5 +68,5 @@ def merge_metrics(metrics: dict[str, float], reported: Mapping[str, float]) -> N
 
 
 def bounded_reward(reward: float) -> float:
-    """Return a reward within the bounds, as a sum of several may not be."""
+    """Return a reward clipped to the bounds, which a sum of rewards may exceed. NaN becomes 0."""
     return 0.0 if math.isnan(reward) else max(-MAX_REWARD, min(reward, MAX_REWARD))
