@@ -1,1 +1,1 @@
-"""Dispatches tasks as slices and follows them to their outcomes: shared by explorer, trainer and Scheduler."""
+"""Dispatches tasks as slices and tracks the slices to their outcomes. Shared by explorer, trainer and Scheduler."""

@@ -13,17 +13,19 @@ from trinity_mq.rollout.status import Status
 from trinity_mq.telemetry import aggregate_eval_runs, aggregate_eval_tasks, aggregate_runs, aggregate_tasks
 
 OUTCOMES = tuple(outcome for outcome in get_args(Outcome) if outcome != "late")
-"""Outcomes of slices of open tickets; *late* is that of an attempt whose ticket is closed."""
+"""Outcomes of slices of open tickets. *late* is missing: it is the outcome of an attempt whose ticket is already
+closed.
+"""
 FAILED = {"failed", "partial", "poisoned"}
-"""Outcomes of slices that something went wrong with; where a batch was cut off, *partial* is none."""
+"""Outcomes that count as failures. Exception: *partial* is not a failure if the batch was cut off."""
 
 
 def rollout_metrics(ticket: Ticket, *, late: int = 0) -> dict[str, float]:
-    """Return ``rollout/*`` of a training ticket: its runs' metrics by task, then over tasks, and the counts of
-    outcomes and of failures by kind.
+    """Return the ``rollout/*`` metrics of a training ticket: metrics of its runs aggregated by task and then over
+    tasks, and the counts of outcomes and of failures by kind.
 
-    ``late``: results of closed tickets received since the batch before this one was closed. Runs that do not count,
-    since the rest of their task was cut off, are left out of the means.
+    ``late`` is the number of results of closed tickets received since the previous batch was closed. If only whole
+    tasks count, the runs of tasks that were cut off are left out of the means.
     """
     results = _results(ticket)
     cut_off = {result.task_id for result in results if result.outcome == "cancelled" and ticket.whole_tasks_only}
@@ -42,7 +44,9 @@ def rollout_metrics(ticket: Ticket, *, late: int = 0) -> dict[str, float]:
 
 
 def taskset_metrics(ticket: Ticket) -> dict[str, float]:
-    """Return ``rollout/taskset/<taskset>/*`` of a training ticket: its tasks by taskset, and their mean reward."""
+    """Return ``rollout/taskset/<taskset>/*`` of a training ticket: number of tasks by taskset, and their mean
+    reward.
+    """
     rewards: defaultdict[str, list[float]] = defaultdict(list)
     counts = Counter(task.index["taskset"] for task in ticket.tasks if isinstance(task.index.get("taskset"), str))
     for task_id, task in enumerate(ticket.tasks):
@@ -57,15 +61,15 @@ def taskset_metrics(ticket: Ticket) -> dict[str, float]:
 
 
 def eval_metrics(ticket: Ticket, name: str, *, detailed: bool = False) -> dict[str, float]:
-    """Return ``eval/<name>/*`` of an evaluation ticket, with the versions that served it.
+    """Return the ``eval/<name>/*`` metrics of an evaluation ticket, including the weight versions that served it.
 
-    A run that did not finish has no metrics and so counts in ``failed_runs`` only; ``finished_task_count`` says how
-    many tasks have a finished run.
+    A run that did not finish has no metrics, so it counts only in ``failed_runs``. ``finished_task_count`` is the
+    number of tasks with at least one finished run.
 
     Args:
-        ticket: All its slices have their outcomes.
+        ticket: Ticket with an outcome for every slice.
         name: Name of the evaluation set.
-        detailed: ``monitor.detailed_stats``.
+        detailed: Value of ``monitor.detailed_stats``.
     """
     prefix, results = f"eval/{name}", _results(ticket)
     tasks = [aggregate_eval_runs(runs) for runs in _runs_by_task(results).values()]
@@ -98,7 +102,7 @@ def task_status(results: Sequence[TaskResult]) -> Status:
 
 
 def submission_outcome(ticket: Ticket, submission: SubmissionRef) -> SubmissionOutcome:
-    """Return the outcome of a submitted task that is sent to its submitter."""
+    """Return the outcome of a submitted task, in the form sent to its submitter."""
     results = ticket.results_of(submission.task_id)
     status = task_status(results)
     decisive = next((r.outcome for r in results if r.outcome != "finished"), "finished") if results else "cancelled"
@@ -124,11 +128,13 @@ def _results(ticket: Ticket) -> list[TaskResult]:
 
 
 def _runs_by_task(results: Sequence[TaskResult]) -> Mapping[int, list[Mapping[str, float]]]:
-    """Return the metrics of each task's finished runs, and the seconds that a runner worked on each of its slices."""
+    """Return the metrics of the finished runs of each task, and the seconds that a runner worked on each of its
+    slices.
+    """
     found: defaultdict[int, list[Mapping[str, float]]] = defaultdict(list)
     for result in results:
         found[result.task_id] += result.metrics
-        if result.attempt:  # no runner worked on the others
+        if result.attempt:  # slices without an attempt never reached a runner
             found[result.task_id].append({"time/task_execution": result.seconds})
     return found
 

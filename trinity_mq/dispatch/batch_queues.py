@@ -1,14 +1,15 @@
-"""Keeps the batch queues of an owner's tickets: declares them, renews their expiry, replaces those without a leader.
+"""Manages the batch queues of an owner's tickets: declares them, renews their expiry, and replaces queues without a
+leader.
 
-To make a quorum queue takes the broker ten times as long as to bind it. So one is declared ahead, not bound, under the
-id of a ticket that does not exist yet: the next ticket takes that id. Opening a ticket declares its queue all the same,
-whatever became of the spare one meanwhile; nothing about it is saved, and what a killed process leaves behind expires.
+Declaring a quorum queue takes the broker ten times as long as binding it. Therefore a spare queue is declared ahead,
+unbound, under the id of a future ticket. The next ticket takes this id. Opening a ticket declares its queue in any
+case, so the state of the spare queue is not saved. A spare queue that a killed process leaves behind expires.
 
-RabbitMQ (seen on 3.10 and 4.0) can leave a quorum queue without a leader: its node died while the queue was being made,
-or before the node had written down that it holds it. Such a queue can be declared again but never confirms anything,
-and runners would hold their slices for ever. Deleting it and declaring it anew helps, and loses nothing: it is empty.
-A node that dies can also lose a binding that it has just made: so existing queues are bound again after each lost
-connection.
+RabbitMQ (observed on 3.10 and 4.0) can leave a quorum queue without a leader if its node dies while the queue is being
+created, or before the node has recorded that it holds the queue. Such a queue can be declared again but never confirms
+a message, and runners would hold their slices forever. Deleting and redeclaring the queue helps and loses nothing,
+because the queue is empty. A node that dies can also lose a binding that was just created. Therefore existing queues
+are bound again after each lost connection.
 """
 
 from __future__ import annotations
@@ -30,62 +31,68 @@ from trinity_mq.runtime.deliveries import envelope
 log = structlog.get_logger(__name__)
 
 NEW_PATIENCE = 5.0
-"""Seconds on a usable bus within which a queue without slices must confirm a mark; else it is replaced."""
+"""Seconds on a usable bus within which a queue without slices must confirm a mark. After that the queue is replaced."""
 TRY = 2.5
-"""Seconds after which another mark is sent: a publish during a change of the leader may never be confirmed."""
+"""Seconds until another mark is sent. A publish during a leader change may never be confirmed."""
 STOP_PATIENCE = 2.0
-"""Seconds for which a stop waits until the declaration of a spare queue is through."""
+"""Maximum seconds that a stop waits for the declaration of a spare queue."""
 PATIENCE = 20.0
-"""The same for a queue whose slices were published: most of its nodes may be restarting, with its content."""
+"""The same limit in seconds for a queue whose slices were published. Most of its nodes may be restarting, with its
+content.
+"""
 
 
 class BatchQueues:
     """Declares, watches and replaces the batch queues of tickets.
 
     Args:
-        tickets: Returns the open tickets.
+        tickets: Returns the open tickets of the owner.
     """
 
     def __init__(self, bus: Bus, topology: Topology, tickets: Callable[[], Iterable[Ticket]]) -> None:
         self._bus, self._topology, self._tickets = bus, topology, tickets
         self._clock = UsableClock(bus)
         self._breaks = 0
-        """Number of connections lost so far."""
+        """Number of lost connections so far."""
         self._broke = asyncio.Event()
         self._spare: str | None = None
         self._declared: dict[str, int] = {}
-        """By ticket whose queue was declared ahead, or is being: number of connections lost before that."""
+        """Number of connections lost before a queue was declared ahead, by ticket id. An entry is added when the
+        declaration begins.
+        """
         self._spare_wanted = asyncio.Event()
         bus.on_change(self._changed)
 
     async def make(self, ticket: Ticket, *, again: bool) -> None:
-        """Declare and bind the queue of a ticket whose slices are about to be published.
+        """Declare and bind the queue of a ticket, before its slices are published.
 
         Args:
-            ticket: The ticket.
-            again: Some may have been published already, by an earlier process.
+            ticket: The ticket to open.
+            again: True if an earlier process may have published some slices.
         """
         breaks = self._declared.pop(ticket.ticket, self._breaks)
         await self._bus.declare(self._queue(ticket))
-        if again or self._breaks != breaks:  # an earlier declaration may have been interrupted
+        if again or self._breaks != breaks:  # the earlier declaration may have been interrupted
             await self._examine(ticket, PATIENCE if again else NEW_PATIENCE)
 
     def next_ticket(self) -> str:
-        """Return the id of a new ticket: the one whose queue is declared, if there is one."""
+        """Return the id for a new ticket: the id of the spare queue, or a fresh id if no spare queue is declared."""
         taken, self._spare = self._spare, None
         return taken or uuid.uuid4().hex
 
     @property
     def spare(self) -> str | None:
-        """Id of the next ticket, if its queue is declared."""
+        """Id of the next ticket if its queue is declared. None: no spare queue is ready."""
         return self._spare
 
     def want_spare(self) -> None:
-        """Have a queue declared ahead, while :meth:`watch` runs: a ticket was opened, and its slices are out."""
+        """Request a new spare queue. :meth:`watch` declares it. Call this after a ticket was opened and its slices were
+        published.
+        """
         self._spare_wanted.set()
 
     async def keep(self) -> None:
-        """Declare the queues again, which renews their ``x-expires``; publishing does not."""
+        """Declare the queues again to renew their ``x-expires``. Publishing does not renew it."""
         for ticket in list(self._tickets()):
             if ticket.published and _takes_more(ticket):
                 await self._bus.declare(self._queue(ticket))
@@ -93,15 +100,15 @@ class BatchQueues:
             await self._bus.declare(self._unbound(self._spare))
 
     async def watch(self) -> None:
-        """Examine the queues after each lost connection and keep a spare one, until cancelled.
+        """Examine the queues after each lost connection and maintain a spare queue, until cancelled.
 
-        To be called once all results so far were read: they show which queues had content.
+        Call this only after all earlier results were read: they show which queues had content.
         """
         async with asyncio.TaskGroup() as group:
             group.create_task(self._examine_after_breaks(), name="examine queues")
             group.create_task(self._keep_spare(), name="spare queue")
 
-    # -- inside
+    # -- internals
 
     async def _keep_spare(self) -> None:
         try:
@@ -120,21 +127,23 @@ class BatchQueues:
         try:
             await asyncio.shield(declaring)
         except asyncio.CancelledError:
-            # a call that is cut off costs its channel, and its queue might be made after it was deleted
+            # a cancelled call costs its channel, and the broker might create the queue after its deletion
             await asyncio.wait([declaring], timeout=STOP_PATIENCE)
             declaring.cancel()
             await asyncio.wait([declaring])
             if not declaring.cancelled() and (failure := declaring.exception()) is not None:
                 log.info("no_spare_queue", reason=str(failure))
             raise
-        except BusError as error:  # the next ticket declares its own, or says why it cannot
+        except BusError as error:  # the next ticket declares its own queue, or reports the error
             self._declared.pop(name)
             log.info("no_spare_queue", reason=str(error))
         else:
             self._spare = name
 
     async def _drop_spare(self) -> None:
-        """Delete queues that no ticket was made for, if the broker is there; else they expire."""
+        """Delete the queues that were declared ahead and have no ticket, if the broker is reachable. Otherwise they
+        expire.
+        """
         open_tickets = {ticket.ticket for ticket in self._tickets()}
         self._spare = None
         for name in [name for name in self._declared if name not in open_tickets]:
@@ -153,8 +162,8 @@ class BatchQueues:
                     group.create_task(self._restore(ticket))
 
     async def _restore(self, ticket: Ticket) -> None:
-        """Bind the queue again if it exists, then replace it if it takes nothing. One that was deleted is not made
-        again: what was in it is lost.
+        """Bind the queue again if it exists, then replace it if it accepts no messages. A queue that was deleted is not
+        declared again: its content is lost.
         """
         queue, bound = self._queue(ticket), False
         while not bound and _takes_more(ticket):
@@ -167,7 +176,7 @@ class BatchQueues:
             await self._examine(ticket, PATIENCE)
 
     def _unbound(self, name: str) -> Queue:
-        """Return the queue of a ticket that does not exist yet; its batch is not known either."""
+        """Return the unbound queue of a future ticket. Its batch is not known yet, so batch 0 stands for it."""
         return replace(self._topology.batch_queue(0, name), bindings=())
 
     def _queue(self, ticket: Ticket) -> Queue:
@@ -179,24 +188,26 @@ class BatchQueues:
             self._broke.set()
 
     async def _examine(self, ticket: Ticket, patience: float) -> None:
-        """Return once the queue confirms a mark, or cannot be replaced without loss."""
+        """Return once the queue confirms a mark, or once the queue cannot be replaced without loss."""
         queue = self._queue(ticket)
         while _takes_more(ticket) and not await self._answers(ticket, patience):
             reported = any(task_slice.result is not None and task_slice.result.parts for task_slice in ticket.slices)
             if reported or await self._bus.depth(queue.name):
-                # Its content is needed, and comes back only with its nodes. On 4.0 this is also logged for a healthy
-                # queue, where the broker's channel waits for another queue that has no leader.
+                # The content of the queue is needed and returns only with its nodes. On RabbitMQ 4.0 this is also
+                # logged for a healthy queue if the broker's channel waits for another queue that has no leader.
                 why = f"it confirmed nothing in {patience:g} s; it holds something and is left as it is"
                 log.warning("batch_queue_silent", queue=queue.name, reason=why)
                 return
             if _takes_more(ticket):
                 log.warning("batch_queue_replaced", queue=queue.name, reason=f"it confirmed nothing in {patience:g} s")
                 await self._bus.delete(queue.name)
-            if _takes_more(ticket):  # deleting it takes the broker seconds
+            if _takes_more(ticket):  # the broker needs seconds to delete the queue, so the ticket may have changed
                 await self._bus.declare(queue)
 
     async def _answers(self, ticket: Ticket, patience: float) -> bool:
-        """Return whether a mark is confirmed in time, or returned: then the queue was deleted meanwhile."""
+        """Return whether the queue confirms or returns a mark in time. A returned mark means that the queue was deleted
+        in the meantime.
+        """
         exchange, key = (
             self._topology.exchange("experiences"),
             self._topology.batch_routing_key(ticket.batch, ticket.ticket),
@@ -215,5 +226,5 @@ class BatchQueues:
 
 
 def _takes_more(ticket: Ticket) -> bool:
-    """Return whether runners may still publish to the ticket's batch queue."""
+    """Return whether runners may still publish to the batch queue of the ticket."""
     return ticket.deliver != "none" and ticket.manifest is None

@@ -1,4 +1,6 @@
-"""Reads the experiences of ``deliver="caller"`` tickets from their batch queues and keeps them until asked for."""
+"""Reads the experiences of ``deliver="caller"`` tickets from their batch queues and keeps them until the caller takes
+them.
+"""
 
 from __future__ import annotations
 
@@ -25,27 +27,31 @@ if TYPE_CHECKING:
 log = structlog.get_logger(__name__)
 
 UNBOUND_BEFORE_DELETE = 1.0
-"""Seconds between unbinding a batch queue and deleting it: deleting it under publishers closes their connections."""
+"""Seconds between unbinding and deleting a batch queue. Deleting a queue that is still published to closes the
+publishers' connections.
+"""
 PREFETCH = 256
 INLINE = 1024 * 1024
-"""Upper bound in bytes of a part that is decoded on the event loop: handing it to a thread would take longer."""
+"""Maximum bytes of a part that is decoded on the event loop. For such a part, a handover to a thread would take
+longer.
+"""
 BURST = 16
-"""Parts read before other tasks of the event loop run."""
+"""Number of parts to read before other tasks of the event loop get a turn."""
 
 
 class _Held:
-    """The parts of one ticket that were read and not handed over."""
+    """Parts of a ticket that were read and not yet handed to the caller."""
 
     def __init__(self) -> None:
         self.declared = asyncio.Event()
         self.consumer: Consumer | None = None
         self.parts: dict[PartKey, list[Experience]] = {}
         self.lock = asyncio.Lock()
-        """Allows one reader at a time: a reader is not woken by what another one reads."""
+        """Allows a single reader at a time, because a reader is not woken by the parts that another reader reads."""
 
 
 class Collector:
-    """Drains the batch queues of tickets whose experiences go to the caller."""
+    """Reads the batch queues of tickets whose experiences go to the caller."""
 
     def __init__(self, bus: Bus, topology: Topology, config: Config, by: str = "") -> None:
         self._bus, self._topology, self._by = bus, topology, by
@@ -53,11 +59,11 @@ class Collector:
         self._store = open_store(config.broker, topology.run)
         self._held: defaultdict[str, _Held] = defaultdict(_Held)
         self._endings: asyncio.Queue[tuple[Ticket, Consumer | None]] = asyncio.Queue()
-        """Tickets whose queues are to be unbound, with what still consumes them."""
+        """Tickets whose queues must be unbound, each with the open consumer of its queue or None."""
         self._deletions: asyncio.Queue[tuple[float, Ticket]] = asyncio.Queue()
 
     async def run(self) -> None:
-        """Unbind the queues of forgotten tickets, and delete them and the blobs of their messages when due, until
+        """Unbind the queues of forgotten tickets, and later delete these queues and the blobs of their messages, until
         cancelled.
         """
         async with asyncio.TaskGroup() as group:
@@ -79,7 +85,7 @@ class Collector:
                 await consumer.close()
             await self._bus.unbind(self._topology.batch_queue(ticket.batch, ticket.ticket))
         except asyncio.CancelledError:
-            self._endings.put_nowait((ticket, consumer))  # for close, or the next start
+            self._endings.put_nowait((ticket, consumer))  # left for close or the next start
             raise
         self._deletions.put_nowait((asyncio.get_running_loop().time() + UNBOUND_BEFORE_DELETE, ticket))
 
@@ -90,21 +96,23 @@ class Collector:
             await self._bus.delete(self._topology.batch_queue(ticket.batch, ticket.ticket).name)
             await delete_blobs(self._store, f"{PARTS}/{ticket.ticket}")
         except asyncio.CancelledError:
-            self._deletions.put_nowait((due, ticket))  # for close, or the next start
+            self._deletions.put_nowait((due, ticket))  # left for close or the next start
             raise
 
     def expect(self, ticket: Ticket) -> None:
-        """Prepare for a ticket that is about to be opened."""
+        """Register a ticket that is about to be opened."""
         self._held[ticket.ticket] = _Held()
 
     def opened(self, ticket: Ticket) -> None:
-        """Begin to read: the batch queue of the ticket exists."""
+        """Allow reading to begin, because the batch queue of the ticket now exists."""
         if (held := self._held.get(ticket.ticket)) is not None:
             held.declared.set()
 
     @asynccontextmanager
     async def reading(self, tickets: Sequence[Ticket]) -> AsyncIterator[None]:
-        """Read the experiences of ``tickets`` meanwhile, so that little is left to be read in :meth:`ensure`."""
+        """Read the experiences of ``tickets`` in the background while the context lasts, so that :meth:`ensure` has
+        little to read.
+        """
         loop = asyncio.get_running_loop()
         readers = [loop.create_task(self._read_all(ticket)) for ticket in tickets]
         try:
@@ -119,7 +127,7 @@ class Collector:
     async def _read_all(self, ticket: Ticket) -> None:
         held = self._held.get(ticket.ticket)
         if held is None:
-            return  # forgotten
+            return  # the ticket was forgotten
         await held.declared.wait()
         async with held.lock:
             try:
@@ -130,16 +138,17 @@ class Collector:
                     if count % BURST == 0:
                         await asyncio.sleep(0)
             except (QueueGone, StoreUnavailable) as error:
-                log.info("reading_ends", ticket=ticket.ticket, reason=str(error))  # ensure raises it
+                log.info("reading_ends", ticket=ticket.ticket, reason=str(error))  # ensure raises this error
 
     async def ensure(self, ticket: Ticket, results: Sequence[TaskResult]) -> None:
-        """Return once the experiences of the listed attempts were read. Parts that do not decode are dead-lettered.
+        """Return once the experiences of the listed attempts have been read. Parts that cannot be decoded are
+        dead-lettered.
 
-        Experiences reach the broker before their result, so what a result lists is in the queue already.
+        Experiences reach the broker before their result, so all parts that a result lists are already in the queue.
 
         Raises:
-            TimeoutError: Broker and blob store delivered nothing for ``broker.publish_timeout``.
-            StoreUnavailable: The blob store did not answer; a later call may have them.
+            TimeoutError: Broker and blob store delivered nothing for ``broker.publish_timeout`` seconds.
+            StoreUnavailable: The blob store did not answer. A later call may succeed.
         """
         held = self._held[ticket.ticket]
         missing = {key for key in _keys(results) if key not in held.parts}
@@ -147,7 +156,8 @@ class Collector:
             return
         try:
             async with asyncio.timeout(self._timeout) as silence, held.lock:
-                missing.difference_update(held.parts)  # what another reader has read meanwhile
+                # another reader may have read them while this call waited for the lock
+                missing.difference_update(held.parts)
                 while missing:
                     consumer = await self._consumer(held, ticket)
                     missing.difference_update(await self._read(held, await anext(consumer)))
@@ -156,27 +166,27 @@ class Collector:
             log.error("batch_queue_gone", ticket=ticket.ticket)
 
     def pop(self, ticket: Ticket, results: Sequence[TaskResult]) -> list[Experience]:
-        """Hand over the experiences of the listed attempts, in order of their runs."""
+        """Remove and return the experiences of the listed attempts, in the order of their runs."""
         held = self._held.get(ticket.ticket)
         if held is None:
-            return []  # forgotten meanwhile
+            return []  # the ticket was forgotten in the meantime
         return [experience for key in _keys(results) for experience in held.parts.pop(key, ())]
 
     async def take(self, ticket: Ticket, results: Sequence[TaskResult]) -> list[Experience]:
-        """:meth:`ensure`, then :meth:`pop`."""
+        """Call :meth:`ensure`, then return the result of :meth:`pop`."""
         await self.ensure(ticket, results)
         return self.pop(ticket, results)
 
     def forget(self, ticket: Ticket) -> None:
-        """Drop experiences that were not asked for, and the queue: it is unbound soon, by :meth:`run` or :meth:`close`,
-        and deleted later.
+        """Drop the experiences that the caller did not take, and the queue. The queue is unbound soon, by :meth:`run`
+        or :meth:`close`, and deleted later.
         """
         held = self._held.pop(ticket.ticket, None)
         self._endings.put_nowait((ticket, None if held is None else held.consumer))
 
     async def close(self) -> None:
-        """Stop reading, and unbind and delete the queues of forgotten tickets. Experiences that were read are kept,
-        others stay in the queues.
+        """Stop reading, and unbind and delete the queues of forgotten tickets. Experiences that were read are kept.
+        Other experiences stay in the queues.
         """
         for held in self._held.values():
             if held.consumer is not None:
@@ -194,9 +204,9 @@ class Collector:
         return held.consumer
 
     async def _read(self, held: _Held, delivery: Delivery) -> list[PartKey]:
-        """Keep the parts of one delivery; return their keys."""
+        """Store the parts of a delivery and return their keys."""
         if delivery.kind == Mark.kind:
-            await acknowledge(delivery)  # of BatchQueues: it asked whether the queue answers
+            await acknowledge(delivery)  # BatchQueues sent the mark to test whether the queue confirms messages
             return []
         try:
             shares = [share for share in attempt_rows_of(delivery) if share.key not in held.parts]
@@ -217,7 +227,7 @@ class Collector:
                 await dead_letter(self._bus, self._topology, delivery, f"does not decode: {error}", self._by)
                 held.parts.update((share.key, []) for share in shares)
             except (StoreUnavailable, asyncio.CancelledError):
-                await requeue(delivery)  # else it would stay unread and come to no later call
+                await requeue(delivery)  # otherwise the delivery would stay unread and reach no later call
                 raise
         await acknowledge(delivery)
         return [share.key for share in shares]
@@ -228,7 +238,7 @@ def _keys(results: Sequence[TaskResult]) -> Iterator[PartKey]:
 
 
 def _decode(store: BlobStore | None, delivery: Delivery, shares: Sequence[AttemptRows]) -> list[Experience]:
-    from trinity_mq.experience import Experience  # torch only where experiences are wanted
+    from trinity_mq.experience import Experience  # processes that need no experiences do not import torch
 
     experiences = Experience.deserialize_many(resolve(store, delivery.body, delivery.content_type))
     for share in shares:

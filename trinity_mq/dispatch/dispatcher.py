@@ -1,14 +1,14 @@
-"""Dispatches tickets over the bus: opens them, follows the outcomes of their slices on a stream, closes them.
+"""Dispatches tickets over the bus: opens them, reads the outcomes of their slices from a stream, and closes them.
 
-Runners learn from heartbeats which slices are still wanted. ``detail["open"]`` in the heartbeats of agent
-``TaskSlice.explorer`` (role ``explorer``, or ``scheduler`` for a Scheduler) lists the tickets that have slices to be
-executed. From the heartbeat with number ``opened_beat`` on, a runner drops a slice whose ticket is not listed, whether
-it runs or waits: the ticket was aborted, cleared, cut off, closed, or is complete. A ticket is cut off only as a whole.
-Each change is followed by a heartbeat at once.
+Runners learn from heartbeats which slices are still needed. ``detail["open"]`` in the heartbeats of agent
+``TaskSlice.explorer`` (role ``explorer``, or ``scheduler`` for a Scheduler) lists the tickets that still have slices to
+execute. From the heartbeat with number ``opened_beat`` on, a runner drops every slice, running or waiting, whose ticket
+is not listed: the ticket was aborted, cleared, cut off or closed, or is complete. A ticket can only be cut off as a
+whole. Each change triggers an immediate heartbeat.
 
-A slice that says ``keep_partial`` has ``explorer.cancel_grace`` seconds after that heartbeat: the finished runs that
-its runner publishes by then count (parts first, then a TaskResult of outcome *partial* with these runs, or *cancelled*
-where there are none). Later results are *late*: counted, and dropped.
+A slice with ``keep_partial`` has ``explorer.cancel_grace`` seconds after that heartbeat. Finished runs that its runner
+publishes in this time count: first the parts, then a TaskResult with outcome *partial* and these runs, or *cancelled*
+if no run finished. Later results are *late*: they are counted and dropped.
 """
 
 from __future__ import annotations
@@ -68,14 +68,15 @@ NO_REPLY_QUEUE = (
 )
 
 MARK_TIMEOUT = 60.0
-"""Seconds on a usable bus without a delivery after which a missing own mark means that the offset is of another
-stream."""
+"""Seconds on a usable bus without a delivery after which a missing own mark means that the offset belongs to another
+stream.
+"""
 WINDOW = 128
-"""Upper bound of the slices of one ticket that are published and not yet confirmed."""
+"""Maximum number of unconfirmed messages with slices of a ticket."""
 GROUP_SECONDS = 2.0
-"""Most seconds that the slices of a message take one after the other, by the mean of those before."""
+"""Maximum seconds that the slices of a message take in sequence, estimated by the mean of earlier slices."""
 BURST = 64
-"""Results received before other tasks of the event loop run."""
+"""Number of results to receive before other tasks of the event loop get a turn."""
 
 
 async def _save_nothing() -> None:
@@ -85,19 +86,19 @@ async def _save_nothing() -> None:
 class Dispatcher:
     """Opens, cuts off and closes tickets, and records the outcomes of their slices.
 
-    Everything durable is in :attr:`tickets` and :attr:`results_offset`. The callbacks ``on_declared`` (the batch queue
-    of a ticket exists), ``on_task_done`` (all slices of a task have an outcome) and ``on_progress`` are called on the
+    The whole durable state is in :attr:`tickets` and :attr:`results_offset`. The callbacks ``on_declared`` (the batch
+    queue of a ticket exists), ``on_task_done`` (all slices of a task have an outcome) and ``on_progress`` run on the
     event loop and must not block.
 
     Args:
         owner: Id of the agent whose heartbeats list :attr:`open_tickets`.
-        save: Called where the protocol demands that state be durable before going on.
-        next_heartbeat: Returns the number of the owner's next heartbeat, stamped on slices.
-        heartbeat_now: Makes the owner send a heartbeat now.
-        runners: Returns the heartbeats of the living runners.
-        holders: Returns the last heartbeats of all runners that may have slices, also of those that fell silent.
-        tickets: The open tickets by id; changed in place.
-        results_offset: Offset of the results stream to read on from; None: from now on.
+        save: Saves the state. Called where the protocol requires durable state before the next step.
+        next_heartbeat: Returns the number of the owner's next heartbeat, which is stamped on slices.
+        heartbeat_now: Makes the owner send a heartbeat immediately.
+        runners: Returns the heartbeats of the live runners.
+        holders: Returns the last heartbeats of all runners that may hold slices, including runners that fell silent.
+        tickets: Open tickets by id. The mapping is changed in place.
+        results_offset: Offset at which to resume the results stream. None: start with new results.
         changed: Notified after outcomes were recorded.
     """
 
@@ -120,7 +121,7 @@ class Dispatcher:
         self.config, self.bus, self.topology = config, bus, topology
         self.tickets: dict[str, Ticket] = tickets if tickets is not None else {}
         self.results_offset = results_offset
-        """Next offset to read on the results stream; None before the first start."""
+        """Next offset to read on the results stream. None before the first start."""
         self.changed = changed or Notifier()
         self.heartbeat_now = heartbeat_now
         self.on_declared: Callable[[Ticket], None] = lambda ticket: None
@@ -129,7 +130,7 @@ class Dispatcher:
         self.queues = BatchQueues(bus, topology, self.tickets.values)
         self.failures = Failures()
         self.late_results = 0
-        """Number of results of closed tickets, and of attempts that found their ticket closed."""
+        """Number of results of closed tickets, including results whose runner already found the ticket closed."""
         self.refused_submissions = 0
         """Number of submitted tasks that were refused."""
         self.slice_times = SliceTimes(config.explorer)
@@ -143,17 +144,19 @@ class Dispatcher:
             publish_again=self.publish_again,
         )
         self._marks: dict[str, asyncio.Event] = {}
-        """By nonce of a mark of ours on the results stream: set when it is read."""
+        """Events by the nonce of this dispatcher's marks on the results stream. An event is set when its mark is
+        read.
+        """
         self._owner, self._save, self._next_heartbeat, self._runners = owner, save, next_heartbeat, runners
         self._caught_up, self._resumed = asyncio.Event(), asyncio.Event()
         self._all_sent: dict[Lane, asyncio.Future[None]] = {}
-        """By task queue: done when all slices of the ticket opened last are sent."""
+        """Futures by lane: done when all slices of the lane's most recently opened ticket have been sent."""
 
     async def follow(self) -> None:
         """Read the results stream until cancelled.
 
         Raises:
-            FatalError: It is not the stream that the offset is of.
+            FatalError: The stream is not the stream of the saved offset.
         """
         nonce = uuid.uuid4().hex
         mark = envelope(Mark(nonce=nonce), message_id=f"mark-{nonce}")
@@ -173,29 +176,29 @@ class Dispatcher:
             self._caught_up.clear()
 
     async def watch_queues(self) -> None:
-        """See to it that batch queues accept messages, until cancelled."""
+        """Keep batch queues able to accept messages, until cancelled."""
         await self.caught_up()
         await self.queues.watch()
 
     async def watch_slices(self) -> None:
-        """Send slices again that were lost with their queue's content, until cancelled."""
+        """Republish slices that were lost with the content of their queue, until cancelled."""
         await self.caught_up()
         await self.losses.run()
 
     async def caught_up(self) -> None:
-        """Return once everything published before this start has been read."""
+        """Return once all messages published before this start have been read."""
         await self._caught_up.wait()
 
     @property
     def is_caught_up(self) -> bool:
-        """The results stream has been read up to this dispatcher's own mark."""
+        """True if the results stream has been read up to this dispatcher's own mark."""
         return self._caught_up.is_set()
 
     async def read_to_end(self) -> None:
-        """Return once all results that are on the stream now were read.
+        """Return once all results that are on the stream now have been read.
 
         Raises:
-            BusUnavailable: They were not within a minute.
+            BusUnavailable: The results were not read within :data:`MARK_TIMEOUT` seconds.
         """
         nonce = uuid.uuid4().hex
         read = self._marks[nonce] = asyncio.Event()
@@ -210,20 +213,20 @@ class Dispatcher:
             del self._marks[nonce]
 
     async def publish_again(self, ticket: Ticket, slices: Sequence[SliceState]) -> None:
-        """Publish slices of an open ticket once more, each under its message id."""
-        self.heartbeat_now()  # it says what was lost
+        """Publish slices of an open ticket again, each under its own message id."""
+        self.heartbeat_now()  # the heartbeat reports the lost slices
         common = self._common_fields(ticket)
         for task_slice in slices:
             await self._publish_group(ticket, [task_slice], common)
 
     async def resumed(self) -> None:
-        """Return once :meth:`resume` is done: tickets must not be opened or closed beside it."""
+        """Return once :meth:`resume` is done. Until then, tickets must not be opened or closed."""
         await self._resumed.wait()
 
     def make_ticket(
         self, tasks: Sequence[TaskBody], batch_id: BatchId, *, deliver: Deliver, lane: Lane = "train", **more: Any
     ) -> Ticket:
-        """Return a ticket with this run's limits filled in."""
+        """Return a ticket with the limits of this run filled in."""
         explorer = self.config.explorer
         more.setdefault("keep_partial", deliver == "pipeline" and explorer.over_rollout.return_partial_tasks)
         ticket = new_ticket(
@@ -245,14 +248,14 @@ class Dispatcher:
 
     @property
     def open_tickets(self) -> list[str]:
-        """Ids of the tickets that have slices to be executed, for the owner's heartbeats."""
+        """Ids of the tickets that still have slices to execute, for the owner's heartbeats."""
         return [name for name, ticket in self.tickets.items() if ticket.is_open]
 
     async def open(self, ticket: Ticket) -> None:
-        """Save, declare and bind the batch queue, publish the slices, save that they are published. Tasks that do not
-        fit into messages fail.
+        """Save the ticket, declare and bind its batch queue, publish its slices, and save that they are published.
+        Tasks that do not fit into messages fail.
 
-        Several tickets may be opened at a time: their slices go out in the order of the calls, lane by lane.
+        Several tickets may be opened concurrently. Within a lane, their slices are published in the order of the calls.
         """
         before, all_sent = self._all_sent.get(ticket.lane), asyncio.get_running_loop().create_future()
         self._all_sent[ticket.lane] = all_sent
@@ -281,8 +284,8 @@ class Dispatcher:
             await self._save()
 
     async def resume(self) -> None:
-        """Keep batch queues alive and publish unpublished tickets in the order of opening; called after a restart, once
-        caught up.
+        """Keep batch queues alive and publish unpublished tickets in the order of their opening. Called after a
+        restart, once this dispatcher has caught up.
         """
         await self.queues.keep()
         for ticket in list(self.tickets.values()):
@@ -291,10 +294,10 @@ class Dispatcher:
         self._resumed.set()
 
     def cut_off(self, ticket: Ticket, reason: str, *, keep: bool) -> bool:
-        """Have runners drop the unfinished slices of a ticket.
+        """Make runners drop the unfinished slices of a ticket.
 
-        With ``keep`` finished runs of such slices count, if runners publish them within ``explorer.cancel_grace``
-        seconds. Returns whether they may: then the caller ends that time with :meth:`cancel_rest`.
+        With ``keep``, finished runs of such slices count if runners publish them within ``explorer.cancel_grace``
+        seconds. Return whether that grace time applies. If it does, the caller must end it with :meth:`cancel_rest`.
         """
         ticket.grace, ticket.whole_tasks_only = self.config.explorer.cancel_grace, not keep
         self.heartbeat_now()
@@ -304,14 +307,14 @@ class Dispatcher:
         return False
 
     def cancel_rest(self, ticket: Ticket, reason: str) -> None:
-        """Give every slice that has no outcome the outcome *cancelled*."""
+        """Set the outcome *cancelled* for every slice without an outcome."""
         for task in ticket.cancel_rest(reason):
             self.on_task_done(ticket, task)
         self.changed.notify()
 
     async def close(self, ticket: Ticket, manifest: BatchClosed) -> None:
-        """Close a ticket: save its manifest (once saved it stays), unbind, publish it, answer the submitters. The
-        caller saves without the ticket.
+        """Close a ticket: save its manifest (final once saved), unbind the queue, publish the manifest and answer the
+        submitters. The caller then saves the state without the ticket.
         """
         ticket.manifest = manifest
         with span("save state", ticket.batch, wait=True):
@@ -326,9 +329,9 @@ class Dispatcher:
         self.tickets.pop(ticket.ticket, None)
 
     async def answer(self, submission: SubmissionRef, outcome: SubmissionOutcome, what: str = "outcome") -> None:
-        """Send the outcome of a task to its submitter, if it gave an address.
+        """Send the outcome of a task to its submitter, if the submitter gave an address.
 
-        ``what`` is part of the message id: a second answer about the same task needs another one.
+        ``what`` is part of the message id. A second answer about the same task needs another value.
         """
         if submission.reply_to is None:
             return
@@ -336,28 +339,28 @@ class Dispatcher:
             log.warning("submitter_not_answered", submission=submission.submission_id, reason=NO_REPLY_QUEUE)
             return
         name = f"{what}-{submission.submission_id}"
-        # the stream of sessions has an exchange: agents may have no right to publish to queues by name
+        # the sessions stream has an exchange: agents may have no permission to publish to queues by name
         sessions = self.topology.exchange("sessions"), "outcome"
         exchange, key = sessions if submission.by_gateway else ("", submission.reply_to)
         try:
             message = envelope(outcome, message_id=name, correlation_id=submission.correlation_id)
             if not await self.bus.publish(exchange, key, message):
                 log.info("submitter_gone", submission=submission.submission_id, reply_to=submission.reply_to)
-        except (BusRefused, MessageTooLarge, ContentError) as error:  # no reason for the run to end
+        except (BusRefused, MessageTooLarge, ContentError) as error:  # an unreachable submitter must not end the run
             log.warning("submitter_not_answered", submission=submission.submission_id, reason=str(error))
 
     async def announce(self, manifest: BatchClosed) -> None:
-        """Publish a manifest to the operators; the batch of one that does not fit into a message fails."""
+        """Publish a manifest to the operators. If the manifest does not fit into a message, its batch fails."""
         try:
             message = envelope(manifest, message_id=f"closed-{manifest.ticket}")
             while not await self.bus.publish(self.topology.exchange("batches"), "closed", message):
-                await self.bus.declare(self.topology.closed)  # it was deleted
+                await self.bus.declare(self.topology.closed)  # the queue was deleted
         except (MessageTooLarge, ContentError) as error:
             log.warning("manifest_not_published", batch=manifest.batch, reason=str(error))
             await self.fail(manifest, str(error))
 
     async def fail(self, manifest: BatchClosed, reason: str) -> None:
-        """Publish that a closed batch failed, so that the trainer passes over it."""
+        """Publish that a closed batch failed, so that the trainer skips it."""
         op = uuid.uuid4().hex
         failed = BatchReady(batch=manifest.batch, ticket=manifest.ticket, op=op, state="failed", reason=reason)
         message = envelope(failed, message_id=f"tomb-{manifest.ticket}-{op}")
@@ -366,8 +369,8 @@ class Dispatcher:
     # -- publishing
 
     async def _publish_slices(self, ticket: Ticket, all_sent: asyncio.Future[None]) -> None:
-        """Publish the slices without an outcome, :data:`WINDOW` messages at a time; ``all_sent`` is done before the
-        last confirms.
+        """Publish the slices without an outcome, with at most :data:`WINDOW` unconfirmed messages. ``all_sent`` is done
+        before the last confirms arrive.
         """
         size = ticket.grouped = self._group_size(ticket)
         left = (ticket.slices[start : start + size] for start in range(0, len(ticket.slices), size))
@@ -385,8 +388,8 @@ class Dispatcher:
                 group.create_task(publish_next())
 
     def _group_size(self, ticket: Ticket) -> int:
-        """Return how many slices of a ticket share a message: 1 unless they are short, each runner gets two messages,
-        and all runners take such messages.
+        """Return the number of slices per message. It is 1 unless the slices are short, each runner still gets two
+        messages, and all runners support grouped slices.
         """
         mean, runners = self.slice_times.mean, self._runners()
         are_able = all(isinstance(one.detail, RunnerStatus) and one.detail.grouped_slices for one in runners)
@@ -414,7 +417,7 @@ class Dispatcher:
         }
 
     async def _publish_group(self, ticket: Ticket, group: Sequence[SliceState], common: dict[str, Any]) -> None:
-        """Publish slices in one message, or each in its own where they are too large together."""
+        """Publish slices in one message, or each in its own message if together they are too large."""
         try:
             message = self._slices_message(ticket, [self._task_slice(ticket, one, common) for one in group])
             key = f"{ticket.lane}.{batch_key(ticket.batch)}"
@@ -436,10 +439,10 @@ class Dispatcher:
 
     @staticmethod
     def _slices_message(ticket: Ticket, slices: Sequence[TaskSlice]) -> Envelope:
-        """Return the message of some slices.
+        """Return the message that carries the slices.
 
         Raises:
-            ContentError: They hold a value that cannot travel, or nest too deep together.
+            ContentError: The slices hold a value that no message can carry, or nest too deeply.
         """
         with span("encode slices", ticket.batch, count=len(slices)) as traced:
             if len(slices) == 1:
@@ -463,12 +466,12 @@ class Dispatcher:
         )
 
     async def _publish_task(self, lane: Lane, key: str, message: Envelope) -> None:
-        """Publish to a task queue; one that was deleted is declared again."""
+        """Publish to a task queue. Declare the queue again if it was deleted."""
         while not await self.bus.publish(self.topology.exchange("tasks"), key, message):
             await self.bus.declare(self.topology.task_queue(lane))
 
     def _failed(self, ticket: Ticket, *tasks: int) -> None:
-        """Report tasks that failed before any runner had them."""
+        """Report tasks that failed before they reached a runner."""
         for task in tasks:
             results = ticket.results_of(task)
             name, reason = ticket.first_task + task, results[-1].message
@@ -481,7 +484,9 @@ class Dispatcher:
     # -- receiving
 
     async def _receive(self, delivery: Delivery, nonce: str) -> None:
-        """Take in a result, or set it aside. A slice whose result is set aside is sent again as a lost one."""
+        """Process a result, or set it aside if processing fails. A slice whose result was set aside is republished as a
+        lost slice.
+        """
         work = functools.partial(self._taken, delivery, nonce)
         await handle_or_set_aside(self.bus, self.topology, delivery, self._owner, work)
         if delivery.offset is not None:
@@ -492,7 +497,7 @@ class Dispatcher:
         if await drop_foreign(self.bus, delivery):
             pass
         elif delivery.kind == TaskResult.kind and isinstance(ticket, str) and ticket not in self.tickets:
-            self.late_results += 1  # not even decoded
+            self.late_results += 1  # not even decoded, to save time
         else:
             batch = delivery.headers.get("batch")
             with span("take results", batch if isinstance(batch, int | str) else None, size=len(delivery.body)):
@@ -508,7 +513,7 @@ class Dispatcher:
         """Return the next delivery.
 
         Raises:
-            FatalError: The stream ends before the saved offset; a reader beyond the end would wait for ever.
+            FatalError: The stream ends before the saved offset. A reader beyond the end would wait forever.
         """
         if self._caught_up.is_set():
             return await anext(consumer)

@@ -1,4 +1,4 @@
-"""The questions of an evaluation and the answers to them, from its ticket. No I/O."""
+"""Questions of an evaluation and the answers to them, taken from its ticket. No I/O."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from trinity_mq.rewards.truth import expected_answer, shortened, truth_text
 from trinity_mq.telemetry.evaluations.log import Answer, Question
 
 MOST_QUESTION = 2000
-"""Characters of a question."""
+"""Maximum characters of a question."""
 
 
 def questions_of(ticket: Ticket) -> list[Question]:
-    """Return the questions of an evaluation, in the order of its set, each with the answers of its finished runs."""
+    """Return the questions of an evaluation in the order of its set, each with the answers of its finished runs."""
     return [_question(number, body, ticket.results_of(number)) for number, body in enumerate(ticket.tasks)]
 
 

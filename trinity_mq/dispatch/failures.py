@@ -1,4 +1,4 @@
-"""The failures of slices by kind, for the explorer's heartbeats: what, how often, and in which task first. No I/O."""
+"""Counts the failures of slices by kind, for the explorer's heartbeats: text, number, and first task. No I/O."""
 
 from __future__ import annotations
 
@@ -8,31 +8,33 @@ from trinity_mq.rollout.failures import failure_key
 from trinity_mq.telemetry import mask_passwords
 
 MAX_KINDS = 16
-"""Kinds that are told apart; what comes after them is counted as the last of them."""
+"""Maximum number of distinct kinds. Further kinds are counted together as the last kind."""
 MAX_LISTED = 4
-"""Kinds in a heartbeat."""
+"""Maximum number of kinds in a heartbeat."""
 MAX_TEXT, MAX_TAIL = 300, 80
-"""Characters of a text in a heartbeat, and how many of them are its end, which names the place in the file."""
+"""Maximum characters of a failure text in a heartbeat, and how many of them come from its end, which names the place in
+the file.
+"""
 OTHERS = "other failures; each agent's log has them"
 
 
 class Failures:
-    """Counts the slices in which something went wrong, by kind of failure."""
+    """Counts failed slices and slices with a failure message, by kind of failure."""
 
     def __init__(self) -> None:
         self._kinds: dict[str, FailureStatus] = {}
 
     def add(self, ticket: Ticket, result: TaskResult) -> None:
-        """Count what went wrong in a slice; what a cut-off left unfinished is no failure.
+        """Count the failure of a slice. Slices that a cut-off left unfinished do not count.
 
-        Slices pinned to a version wait for :meth:`add_ended`: they are done again if the engines took the next version
+        Slices pinned to a version wait for :meth:`add_ended`: they are repeated if the engines took the next version
         before them.
         """
         if ticket.pinned is None:
             self._add(ticket, result)
 
     def add_ended(self, ticket: Ticket) -> None:
-        """Count what went wrong in a pinned ticket that is not done again."""
+        """Count the failures of a pinned ticket that is not repeated."""
         for task_slice in ticket.slices if ticket.pinned is not None else ():
             if task_slice.result is not None:
                 self._add(ticket, task_slice.result)
@@ -50,11 +52,11 @@ class Failures:
         self._kinds[key] = known.model_copy(update={"count": known.count + 1, "failed": known.failed + failed})
 
     def listed(self) -> list[FailureStatus]:
-        """Return the kinds that were seen most often, at most :data:`MAX_LISTED`."""
+        """Return the most frequent kinds, at most :data:`MAX_LISTED`."""
         return sorted(self._kinds.values(), key=lambda kind: -kind.count)[:MAX_LISTED]
 
     def summary(self) -> str:
-        """Return the most frequent failure in one sentence, empty where there is none."""
+        """Return the most frequent failure in a sentence. The result is empty if no failure was counted."""
         return kinds[0].line() if (kinds := self.listed()) else ""
 
 

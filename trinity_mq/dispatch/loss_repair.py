@@ -1,4 +1,6 @@
-"""Sends slices again that were lost: their task queue was deleted or purged, by hand, by a policy or by a broker."""
+"""Republishes lost slices. Slices are lost if their task queue is deleted or purged, by hand, by a policy or by a
+broker.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +21,14 @@ Waiting = Mapping[SliceName, tuple[Ticket, SliceState]]
 
 
 class LossRepair:
-    """Looks at the task queues of a dispatcher's open tickets every few seconds.
+    """Checks the task queues of a dispatcher's open tickets every few seconds.
 
     Args:
-        tickets: The tickets by id.
-        runners: Returns the heartbeats of the living runners.
-        holders: Returns the last heartbeats of all runners that may have slices, also of those that fell silent.
-        read_to_end: Returns once all results that are on the stream now were read.
-        publish_again: Publishes slices of a ticket once more.
+        tickets: Tickets by id.
+        runners: Returns the heartbeats of the live runners.
+        holders: Returns the last heartbeats of all runners that may hold slices, including runners that fell silent.
+        read_to_end: Returns once all results that are on the stream now have been read.
+        publish_again: Publishes slices of a ticket again.
     """
 
     def __init__(
@@ -45,18 +47,18 @@ class LossRepair:
         self._read_to_end, self._publish_again = read_to_end, publish_again
         self._looks: dict[Lane, LostSlices] = {"train": LostSlices(), "eval": LostSlices()}
         self._tickets: set[str] = set()
-        """Tickets of the slices that were lost last."""
+        """Ids of the tickets of the most recently lost slices."""
         self._last = ""
         self.resent = 0
-        """Number of slices that were sent again."""
+        """Number of republished slices."""
 
     @property
     def last(self) -> str:
-        """The slices that were lost last, in one line, while one of their tickets is open; else empty."""
+        """Description of the most recently lost slices in one line. Empty once all their tickets are closed."""
         return self._last if self._tickets & self._open.keys() else ""
 
     async def run(self) -> None:
-        """Look until cancelled."""
+        """Check the task queues until cancelled."""
         while True:
             await asyncio.sleep(LOOK_SECONDS)
             for lane, looks in self._looks.items():
@@ -79,13 +81,13 @@ class LossRepair:
             return
         capacity = messages * max(ticket.grouped for ticket in tickets)
         if lost := looks.look(asyncio.get_running_loop().time(), waiting, capacity):
-            await self._read_to_end()  # a slice that has left its runner has its result there
+            await self._read_to_end()  # a slice that has left its runner has its result on the stream
             undecided = self._waiting(tickets) or {}
             await self._send_again(queue, {name: undecided[name] for name in lost if name in undecided})
             looks.sent_again(lost)
 
     async def _depth(self, queue: Queue) -> int:
-        """Return the number of messages in a queue; one that was deleted is declared again."""
+        """Return the number of messages in a queue. Declare the queue again if it was deleted."""
         messages = await self._bus.depth(queue.name)
         if messages is None:
             log.warning("task_queue_gone", queue=queue.name)
@@ -93,8 +95,8 @@ class LossRepair:
         return messages or 0
 
     def _waiting(self, tickets: Sequence[Ticket]) -> Waiting | None:
-        """Return the slices of open tickets that have no outcome and are at no runner; None if that cannot be known: no
-        runner lives, or one does not say which slices it has.
+        """Return the slices of open tickets without an outcome that no runner holds. Return None if this is unknown: no
+        runner is alive, or a runner does not report its slices.
         """
         held: set[SliceName] = set()
         for beat in self._holders():

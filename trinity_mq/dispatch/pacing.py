@@ -10,39 +10,39 @@ from trinity_mq.messages import Version
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """The trainer's counters as it reported them."""
+    """Counters of the trainer, as reported by the trainer."""
 
     progress: int = 0
-    """Number of closed batches consumed, whatever their outcome."""
+    """Number of closed batches that the trainer consumed, with any outcome."""
     committed_progress: int = 0
-    """The progress that the weights in the engines were trained to."""
+    """Training progress of the weights in the engines."""
     answered: int = 0
-    """The last batch for which the explorer requested the newest weights and they were committed."""
+    """Last batch for which the explorer requested the newest weights and they were committed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Boundary:
-    """The state of a trainer between two batches."""
+    """State of a trainer between two batches."""
 
     progress: int
     version: Version
-    """Version of the weights that the trainer holds."""
+    """Version of the weights in the trainer."""
     committed: Version | None
-    """Version of the weights that the engines hold; None: nothing was committed since this trainer process began."""
+    """Version of the weights in the engines. None: no version was committed since this trainer process started."""
     committed_progress: int
     wanted: int = 0
-    """The last batch for which the explorer requests the newest weights."""
+    """Last batch for which the explorer requests the newest weights."""
     answered: int = 0
-    """The last such batch for which they were committed."""
+    """Last such batch for which the newest weights were committed."""
     first_step: int = 0
-    """Train steps in the weights with which this trainer process began."""
+    """Number of train steps in the weights with which this trainer process started."""
     at_end: bool = False
-    """No further batch will be closed."""
+    """True if no further batch will be closed."""
 
 
 def required_progress(batch: int, config: SyncConfig) -> int:
-    """Return the progress that batch ``batch`` (counted from 1) waits for: under style ``fixed`` that of the committed
-    weights, in the others the trainer's own.
+    """Return the progress that batch ``batch`` (counted from 1) waits for. Under style ``fixed`` it is the progress of
+    the committed weights, under the other styles the trainer's own progress.
     """
     if config.sync_style == "fixed":
         interval = config.sync_interval
@@ -51,16 +51,19 @@ def required_progress(batch: int, config: SyncConfig) -> int:
 
 
 def last_with_room(counters: Counters, config: SyncConfig) -> int:
-    """Return the last batch for which the trainer's progress suffices: the greatest that :func:`has_room` allows."""
+    """Return the last batch for which the trainer's progress suffices: the greatest batch that :func:`has_room`
+    allows.
+    """
     if config.sync_style == "fixed":
         return (counters.committed_progress // config.sync_interval + 1) * config.sync_interval + config.sync_offset
     return counters.progress + config.pipeline_depth + 1
 
 
 def required_answer(batch: int, config: SyncConfig) -> int:
-    """Return the batch whose request for the newest weights must be answered before ``batch`` is opened; 0: none.
+    """Return the batch whose request for the newest weights must be answered before ``batch`` is opened. Return 0 if no
+    request is needed.
 
-    Under ``explorer_driven`` it is every ``sync_interval``-th one; the first batches use the initial weights.
+    Under ``explorer_driven`` every ``sync_interval``-th batch requests them. The first batches use the initial weights.
     """
     if config.sync_style != "explorer_driven":
         return 0
@@ -69,13 +72,15 @@ def required_answer(batch: int, config: SyncConfig) -> int:
 
 
 def has_room(batch: int, counters: Counters, config: SyncConfig) -> bool:
-    """Return whether the trainer's progress suffices for ``batch``; newest weights may still have to be requested."""
+    """Return whether the trainer's progress suffices for ``batch``. The newest weights may still have to be
+    requested.
+    """
     known = counters.committed_progress if config.sync_style == "fixed" else counters.progress
     return known >= required_progress(batch, config)
 
 
 def must_ask(batch: int, counters: Counters, config: SyncConfig) -> bool:
-    """Return whether ``batch`` waits only for the newest weights, which the explorer has to request."""
+    """Return whether ``batch`` waits only for the newest weights, which the explorer must request."""
     return has_room(batch, counters, config) and counters.answered < required_answer(batch, config)
 
 
@@ -85,10 +90,10 @@ def may_open(batch: int, counters: Counters, config: SyncConfig) -> bool:
 
 
 def sync_due(now: Boundary, config: SyncConfig) -> bool:
-    """Return whether the trainer begins a sync at this boundary. Where its weights have not changed since the last one,
+    """Return whether the trainer begins a sync at this boundary. If its weights have not changed since the last sync,
     it commits its progress without a transfer.
 
-    In every style a sync is also begun for members that do not hold the committed version.
+    Under every style, a sync also begins for members that do not hold the committed version.
     """
     behind = now.committed != now.version or now.committed_progress < now.progress
     if now.at_end:
@@ -96,7 +101,7 @@ def sync_due(now: Boundary, config: SyncConfig) -> bool:
     if config.sync_style == "fixed":
         return behind and now.progress > 0 and now.progress % config.sync_interval == 0
     if config.sync_style == "explorer_driven":
-        # a restarted trainer first gets back to where it was when it was asked: its weights would be too old
+        # a restarted trainer must first regain the progress it had at the request: its weights would be too old
         return now.wanted > now.answered and now.progress >= required_progress(now.wanted, config)
     base = now.first_step if now.committed is None else now.committed[1]
     return now.version[1] - base >= config.sync_interval

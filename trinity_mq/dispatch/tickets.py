@@ -1,4 +1,4 @@
-"""Tickets: the state of scheduled tasks, with their slices, the outcomes and the closing manifest. No I/O."""
+"""Tickets: scheduled tasks with their slices, outcomes and closing manifest. No I/O."""
 
 from __future__ import annotations
 
@@ -26,17 +26,19 @@ from trinity_mq.messages import (
 )
 
 CAN_HAVE_RUNS = {"finished", "partial", "cancelled"}
-"""Outcomes whose experiences go into the batch; a cancelled slice has some if its runner was asked to keep them."""
+"""Outcomes whose experiences go into the batch. A cancelled slice has experiences if its runner was asked to keep
+them.
+"""
 
 GROUPED = 16
-"""Most slices in one message."""
+"""Maximum number of slices in a message."""
 WANTED_BYTES = 600
-"""Upper bound of the bytes that a submitter who wants experiences takes in a manifest."""
+"""Upper bound in bytes of the manifest entry of a submitter that wants experiences."""
 UNLISTED = "lower buffer.batch_size, raise explorer.max_repeat_times_per_runner, or raise broker.max_message_bytes"
 
 
 class SubmissionRef(BaseModel):
-    """The submitter of a task from outside, and how its outcome is sent to it."""
+    """Submitter of an outside task, and the address for the outcome."""
 
     submission_id: str
     task_id: int = -1
@@ -44,9 +46,9 @@ class SubmissionRef(BaseModel):
     correlation_id: str | None = None
     want_experiences: bool = False
     traceparent: str | None = None
-    """Header of its message: the work of the submitter's that it is part of."""
+    """Trace header of the submission message: the submitter's trace that this task belongs to."""
     by_gateway: bool = False
-    """The run's own gateway submitted the task; its outcome goes to the stream of sessions."""
+    """True if the run's own gateway submitted the task. Its outcome then goes to the stream of sessions."""
 
 
 class SliceState(BaseModel):
@@ -59,10 +61,10 @@ class SliceState(BaseModel):
 
 
 class Ticket(BaseModel):
-    """Tasks scheduled together and the outcomes of their slices; saved with the explorer's state.
+    """Tasks that were scheduled together, and the outcomes of their slices. Saved with the explorer's state.
 
-    Tasks are counted from 0 here. On the wire a task's id is ``first_task`` more, so that what is scheduled under one
-    batch id at a time has ids of its own each.
+    Task ids count from 0 here. On the wire, ``first_task`` is added, so that tickets scheduled under the same batch id
+    at a time have distinct task ids.
     """
 
     batch: BatchId
@@ -72,39 +74,40 @@ class Ticket(BaseModel):
     tasks: list[TaskBody]
     slices: list[SliceState]
     first_task: int = 0
-    """Id of the first task on the wire."""
+    """Id on the wire of the first task."""
     seed: int = 0
     pinned: Version | None = None
     opened_beat: int = 0
     published: bool = False
     time_left: float
-    """Seconds of the batch's own clock, which runs only while the batch can move."""
+    """Seconds left on the batch's own clock, which runs only while the batch can make progress."""
     wait_left: float | None = None
-    """Over-rollout: seconds of that clock since enough tasks are done, until the rest is cut off; None: too few are."""
+    """Over-rollout: seconds left on that clock until the remaining slices are cut off. None: too few tasks are done."""
     keep_partial: bool = False
-    """Runners publish the finished runs of slices that they drop on a cut-off."""
+    """True if runners publish the finished runs of slices that they drop on a cut-off."""
     grace: float | None = None
-    """Seconds in which such runs still count; None while nothing is cut off. A ticket that is cut off is not listed as
-    open any more."""
+    """Seconds after a cut-off in which finished runs still count. None: the ticket is not cut off. A ticket that is cut
+    off is no longer listed as open.
+    """
     whole_tasks_only: bool = False
-    """Finished runs of tasks that were cut off do not count."""
+    """True if finished runs of tasks that were cut off do not count."""
     submissions: list[SubmissionRef] = Field(default_factory=list)
     manifest: BatchClosed | None = None
-    """Once saved it never changes."""
+    """Closing manifest. Once saved it never changes."""
     duplicates: int = 0
-    """Outcomes beyond the first of a slice."""
+    """Number of outcomes beyond the first outcome of a slice."""
     grouped: int = Field(default=GROUPED, exclude=True)
-    """Most slices of it in one message, as this process published them; not saved."""
+    """Maximum number of slices per message, as published by this process. Not saved."""
     resent: int = Field(default=0, exclude=True)
-    """Slices that this process sent again because they were lost; not saved."""
+    """Number of lost slices that this process republished. Not saved."""
     _decisions: list[SliceState] = PrivateAttr(default_factory=list)
     _slices: dict[tuple[int, int], SliceState] = PrivateAttr(default_factory=dict)
     _by_task: dict[int, list[SliceState]] = PrivateAttr(default_factory=dict)
     _missing: dict[int, int] = PrivateAttr(default_factory=dict)
-    """Slices without an outcome, by task; tasks that have them all are not in it."""
+    """Number of slices without an outcome, by task. Tasks whose slices all have outcomes are not in it."""
 
     def model_post_init(self, context: Any, /) -> None:
-        """Index the slices: each result is looked up in no more time than it takes for one slice."""
+        """Index the slices, so that a result is looked up in constant time."""
         for task_slice in self.slices:
             self._slices[task_slice.task_id, task_slice.run_base] = task_slice
             self._by_task.setdefault(task_slice.task_id, []).append(task_slice)
@@ -115,12 +118,12 @@ class Ticket(BaseModel):
 
     @property
     def is_complete(self) -> bool:
-        """Every slice has an outcome."""
+        """True if every slice has an outcome."""
         return not self._missing
 
     @property
     def is_open(self) -> bool:
-        """Slices of it are still to be executed; such tickets are listed in their owner's heartbeats."""
+        """True if the ticket still has slices to execute. Open tickets are listed in the heartbeats of their owner."""
         return bool(self._missing) and self.grace is None and self.manifest is None
 
     @property
@@ -130,20 +133,20 @@ class Ticket(BaseModel):
 
     @property
     def decisions(self) -> Sequence[SliceState]:
-        """The slices that have an outcome, in the order in which they got it."""
+        """Slices with an outcome, in the order in which the outcomes were recorded."""
         return self._decisions
 
     @property
     def decided(self) -> int:
-        """Number of slices that have an outcome."""
+        """Number of slices with an outcome."""
         return len(self._decisions)
 
     def is_finished(self, task: int) -> bool:
-        """All slices of the task have an outcome."""
+        """Return whether all slices of the task have an outcome."""
         return task not in self._missing
 
     def record(self, result: TaskResult) -> bool:
-        """Record a result; return True when it is the first of its slice. Later ones are only counted."""
+        """Record a result and return whether it is the first result of its slice. Later results are only counted."""
         task_slice = self._slices.get((result.task_id - self.first_task, result.run_base))
         if task_slice is None:
             return False
@@ -154,14 +157,14 @@ class Ticket(BaseModel):
         return True
 
     def cancel_rest(self, reason: str) -> list[int]:
-        """Give every slice that has no outcome the outcome *cancelled*; return the tasks that this ended."""
+        """Set the outcome *cancelled* for every slice without an outcome. Return the tasks that this completed."""
         cut_off = list(self._missing)
         for task in cut_off:
             self.decide_rest(task, "cancelled", reason)
         return cut_off
 
     def decide_rest(self, task: int, outcome: Outcome, reason: str) -> None:
-        """Give every slice of a task that has no outcome this one, which no runner reports."""
+        """Set this outcome, which no runner reports, for every slice of a task without an outcome."""
         for task_slice in self._by_task[task]:
             if task_slice.result is None:
                 result = TaskResult(
@@ -178,7 +181,7 @@ class Ticket(BaseModel):
                 self._decide(task_slice, result)
 
     def fail_unlisted(self, max_bytes: int) -> list[int]:
-        """Fail the tasks whose slices a manifest of ``max_bytes`` has no room for; return them."""
+        """Fail the tasks whose slices do not fit into a manifest of ``max_bytes`` bytes, and return them."""
         wanted = {one.task_id for one in self.submissions if one.want_experiences}
         left, failed = max_bytes - MANIFEST_RESERVE_BYTES, []
         for task, slices in self._by_task.items():
@@ -191,15 +194,15 @@ class Ticket(BaseModel):
         return failed
 
     def results_of(self, task: int) -> list[TaskResult]:
-        """Return the outcomes of a task's slices, in order of their runs."""
+        """Return the outcomes of the slices of a task, in the order of their runs."""
         return [task_slice.result for task_slice in self._by_task.get(task, ()) if task_slice.result is not None]
 
     def was_cut_off(self, task: int) -> bool:
-        """A slice of the task was cancelled."""
+        """Return whether a slice of the task was cancelled."""
         return any(result.outcome == "cancelled" for result in self.results_of(task))
 
     def counts(self, result: TaskResult) -> bool:
-        """The experiences of this outcome go into the batch."""
+        """Return whether the experiences of this outcome go into the batch."""
         if result.outcome not in CAN_HAVE_RUNS or not result.parts:
             return False
         return not (self.whole_tasks_only and self.was_cut_off(result.task_id - self.first_task))
@@ -212,7 +215,7 @@ class Ticket(BaseModel):
             del self._missing[task_slice.task_id]
 
     def make_manifest(self) -> BatchClosed:
-        """Return the manifest of the outcomes so far."""
+        """Return the manifest for the outcomes so far."""
         results = [task_slice.result for task_slice in self.slices if task_slice.result is not None]
         return BatchClosed(
             batch=self.batch,
@@ -233,7 +236,7 @@ class Ticket(BaseModel):
 
 
 def cut(tasks: Sequence[TaskBody], max_repeat_times: int | None, first_run: int = 0) -> list[SliceState]:
-    """Cut tasks into slices of at most ``max_repeat_times`` runs, run ids from ``first_run`` on in each task."""
+    """Split tasks into slices of at most ``max_repeat_times`` runs. Run ids start at ``first_run`` in each task."""
     slices = []
     for task_id, task in enumerate(tasks):
         size = max_repeat_times or task.repeat_times
@@ -255,17 +258,17 @@ def new_ticket(
     ticket: str | None = None,
     **more: Any,
 ) -> Ticket:
-    """Return a fresh ticket for ``tasks``; the same batch id scheduled again is another ticket.
+    """Return a new ticket for ``tasks``. If the same batch id is scheduled again, it gets another ticket.
 
     Args:
-        batch: The batch id.
-        tasks: At least one.
+        batch: Id of the batch.
+        tasks: At least one task.
         deliver: Receiver of the experiences.
-        lane: The task queue.
+        lane: Task queue of the slices.
         time_left: Seconds until the ticket is cut off.
-        max_repeat_times: Upper bound of the runs of one slice.
+        max_repeat_times: Maximum number of runs per slice. None: no limit.
         first_run: Id of the first run of each task.
-        ticket: Its id, which no other ticket has had; None: a new one.
+        ticket: Ticket id, which must be unused. None: generate an id.
         more: Further fields of :class:`Ticket`.
     """
     return Ticket(
@@ -281,7 +284,8 @@ def new_ticket(
 
 
 def sort_batch_id(batch_id: BatchId) -> tuple[float, int]:
-    """Return the sort key of a batch id: training batches by number, each before the evaluations that carry its number.
+    """Return the sort key of a batch id. Training batches sort by number, each before the evaluations with the same
+    number.
 
     >>> sorted(["3/b", 3, "4/a", 2, "x"], key=sort_batch_id)
     [2, 3, '3/b', '4/a', 'x']

@@ -1,5 +1,5 @@
-"""Time limits: deadlines on a clock that stops with the broker, a limit that follows how long slices take, and when the
-rest of a batch is cut off.
+"""Time limits: deadlines on a clock that pauses while the broker is unavailable, a timeout derived from the duration of
+slices, and the decision when to cut off the rest of a batch.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from trinity_mq.messages import TaskResult
 
 
 class UsableClock:
-    """Counts the time in which the bus is usable: a deadline does not pass while nothing can move."""
+    """Counts the time in which the bus is usable, so that a deadline does not pass while the bus is down."""
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
         self._paused: dict[asyncio.Timeout, float | None] = {}
-        """Seconds left of paused deadlines; None for running ones."""
+        """Remaining seconds of paused deadlines, by deadline. None for deadlines that run."""
         bus.on_change(self._changed)
 
     @asynccontextmanager
     async def timeout(self, seconds: float) -> AsyncIterator[None]:
-        """Raise TimeoutError after ``seconds`` of this clock, as :func:`asyncio.timeout` does."""
+        """Raise TimeoutError after ``seconds`` on this clock, as :func:`asyncio.timeout` does."""
         async with asyncio.timeout(seconds) as deadline:
             self._paused[deadline] = None
             self._changed()
@@ -51,9 +51,9 @@ class UsableClock:
 
 
 class SliceTimes:
-    """Mean seconds of training slices since the start of this process, and the dynamic timeout that follows from it.
+    """Mean seconds of training slices since the start of this process, and the dynamic timeout derived from it.
 
-    Only slices with a finished run count: one that fails at once would otherwise take the time from all others.
+    Only slices with a finished run count. Otherwise a slice that fails at once would shorten the timeout of all others.
     """
 
     def __init__(self, config: ExplorerConfig) -> None:
@@ -67,16 +67,16 @@ class SliceTimes:
             self._seconds += result.seconds
 
     def batch_done(self) -> None:
-        """Count a batch whose slices all have their outcomes."""
+        """Count a batch whose slices all have outcomes."""
         self._batches += 1
 
     @property
     def mean(self) -> float | None:
-        """Mean seconds of a slice, None where none has ended."""
+        """Mean seconds of a slice. None: no slice has ended."""
         return self._seconds / self._count if self._count else None
 
     def limit(self, seconds: float) -> float:
-        """Return the limit in seconds where ``seconds`` is configured: ``mean * ratio`` once warm, never more."""
+        """Return the timeout in seconds: ``mean * ratio`` once warm, at most the configured ``seconds``."""
         if not self._config.enable or self._batches < self._config.warmup_min_steps or not self._seconds:
             return seconds
         return min(seconds, self._seconds / self._count * self._config.ratio)
@@ -86,19 +86,19 @@ CutOffReason = Literal["timeout", "enough"]
 
 
 def required_tasks(count: int, config: OverRolloutConfig) -> int:
-    """Return how many of ``count`` tasks must be done before the others may be cut off, rounded up."""
+    """Return the number of tasks, out of ``count``, that must be done before the others may be cut off, rounded up."""
     return math.ceil(round(count * (1 - config.ratio), 9))  # 10 * (1 - 0.9) is 0.9999999999999998
 
 
 def seconds_left(done: int, total: int, required: int, *, time_left: float, wait_left: float) -> float:
-    """Return for how many seconds unfinished tasks are still waited for; 0 or less: no longer.
+    """Return the seconds for which to wait for unfinished tasks. 0 or less: stop waiting.
 
     Args:
         done: Number of tasks that are done.
         total: Number of all tasks.
-        required: Number of tasks after which only ``wait_left`` applies.
-        time_left: Seconds that are left of the batch's timeout.
-        wait_left: Seconds that are left to the others once ``required`` tasks are done.
+        required: Number of done tasks from which on ``wait_left`` also limits the wait.
+        time_left: Seconds left of the batch timeout.
+        wait_left: Seconds left for the other tasks once ``required`` tasks are done.
     """
     if done >= total:
         return 0.0
@@ -106,7 +106,7 @@ def seconds_left(done: int, total: int, required: int, *, time_left: float, wait
 
 
 def pass_time(ticket: Ticket, seconds: float, config: ExplorerConfig) -> CutOffReason | None:
-    """Let ``seconds`` of an incomplete ticket's time pass; return why the rest is to be cut off, None if it is not."""
+    """Let ``seconds`` pass for an incomplete ticket. Return the reason to cut off the rest, or None to continue."""
     over_rollout, done, total = config.over_rollout, ticket.finished_count, len(ticket.tasks)
     applies = over_rollout.ratio and ticket.deliver == "pipeline"
     required = required_tasks(total, over_rollout) if applies else total
