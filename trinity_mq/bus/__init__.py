@@ -1,4 +1,6 @@
-"""The message bus: names as data, one protocol, RabbitMQ behind it (or memory, in tests)."""
+"""The message bus: broker names as data, one protocol, and its implementations on RabbitMQ and, for tests, in
+memory.
+"""
 
 from trinity_mq.bus.addresses import AddressError, broker_url
 from trinity_mq.bus.base import (

@@ -1,4 +1,4 @@
-"""Broker URLs, from the configuration, the environment, or files that are read at each connect."""
+"""Broker URLs, taken from the configuration, the environment, or files that are read at each connect."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ FORM = "amqp://user:password@host:port/vhost"
 
 _BETWEEN = re.compile(r"[,\s]\s*(?=[A-Za-z][A-Za-z0-9+.-]*://)|\s+")
 _OF_THE_CLIENT = {"cafile", "capath", "cadata", "certfile", "keyfile", "no_verify_ssl"}
-"""TLS settings that the AMQP client would read from a URL, one of which disables verification."""
+"""TLS settings that the AMQP client would read from a URL. The last one disables verification."""
 
 
 class AddressError(BusError):
-    """No usable address of a broker was given."""
+    """No usable broker address is configured."""
 
 
 @dataclass(frozen=True, slots=True)
 class Addresses:
-    """The broker's URLs and what they are completed from; :meth:`read` looks at the files each time."""
+    """URLs of the broker and the sources of their missing parts. :meth:`read` reads the files at each call."""
 
     url: str | None = None
     url_file: str | None = None
@@ -41,7 +41,9 @@ class Addresses:
 
     @classmethod
     def of(cls, config: BrokerConfig, environ: Mapping[str, str] | None = None) -> Addresses | None:
-        """Return what the configuration says, else the environment, None where neither says anything."""
+        """Return the addresses of the configuration, or else of the environment. Return None if neither sets an
+        address.
+        """
         known = os.environ if environ is None else environ
         url, url_file = config.url, None if config.url else config.url_file
         if not (url or url_file):
@@ -52,18 +54,18 @@ class Addresses:
         return cls(url, url_file, config.password_file or known.get(PASSWORD_FILE_VARIABLE) or None, config.tls)
 
     def text(self) -> str:
-        """Return the URLs as they are given, commas between.
+        """Return the URLs as configured, separated by commas.
 
         Raises:
-            AddressError: Their file cannot be read.
+            AddressError: The file with the URLs cannot be read.
         """
         return ",".join(each(self.url or _content(self.url_file, "the broker's URL")))
 
     def read(self) -> tuple[str, ...]:
-        """Return complete, checked URLs. Reads files: not on an event loop.
+        """Return complete, checked URLs. It reads files, so do not call it on an event loop.
 
         Raises:
-            AddressError: A file cannot be read, or something is not an AMQP URL.
+            AddressError: A file cannot be read, or its content is not an AMQP URL.
         """
         urls = each(self.text())
         if not urls:
@@ -82,24 +84,26 @@ class Addresses:
 
     @property
     def from_file(self) -> bool:
-        """The URL itself is in a file."""
+        """True if the URL itself comes from a file."""
         return self.url is None
 
 
 def broker_url(config: BrokerConfig) -> str | None:
-    """Return the broker's address: the configured one, else the environment's, None where neither is given.
+    """Return the address of the broker from the configuration, or else from the environment. Return None if neither
+    sets it.
 
-    Several URLs have commas between. A URL from a file is what is in it now; a password from a file is not in it.
+    Several URLs are separated by commas. A URL from a file is the current content of the file. A password from a file
+    is not included.
 
     Raises:
-        AddressError: The file that holds it cannot be read.
+        AddressError: The file with the URL cannot be read.
     """
     addresses = Addresses.of(config)
     return None if addresses is None else addresses.text()
 
 
 def each(text: str) -> tuple[str, ...]:
-    """Return the URLs in ``text``, with commas or spaces between.
+    """Return the URLs in ``text``, which are separated by commas or spaces.
 
     >>> each("amqp://a/x, amqps://b/y")
     ('amqp://a/x', 'amqps://b/y')
@@ -108,22 +112,22 @@ def each(text: str) -> tuple[str, ...]:
 
 
 def in_turn(urls: tuple[str, ...]) -> tuple[str, ...]:
-    """Return them from a random one on, so that the agents of a run spread over the nodes of a cluster."""
+    """Return the URLs rotated to a random start, so that the agents of a run spread over the nodes of a cluster."""
     first = random.randrange(len(urls))
     return urls[first:] + urls[:first]
 
 
 def address(url: str) -> str:
-    """Return ``host:port`` of a broker's URL, of each where they are several."""
+    """Return ``host:port`` of a broker URL, or of each URL if there are several."""
     parts = [urlsplit(one) for one in each(url)]
     return " or ".join(f"{one.hostname}:{one.port or (5671 if one.scheme == 'amqps' else 5672)}" for one in parts)
 
 
 def check_url(url: str) -> None:
-    """Refuse what is not an AMQP URL, or several, without repeating a password.
+    """Check that the text is one or more AMQP URLs. Errors never repeat a password.
 
     Raises:
-        AddressError: With the part that is wrong.
+        AddressError: The text is not a valid URL. The message names the wrong part.
     """
     for one in each(url) or ("",):
         _check(one)
@@ -134,14 +138,14 @@ def _check(url: str) -> None:
         parts = urlsplit(url)
         port = parts.port
     except ValueError as error:
-        # the words of the library may repeat what stands where a port should be, which may be half a password
+        # the library's message may repeat the text at the port's position, which may be part of a password
         raise _malformed("its port is no number" if "ort" in str(error) else "its host is not written right") from None
     if parts.scheme not in {"amqp", "amqps"}:
         raise AddressError(f"broker.url begins with {_shown_scheme(url)}, wanted amqp or amqps: {FORM}")
     if not parts.hostname or port == 0:
         raise AddressError(f"broker.url names no host and port, wanted {FORM}")
     if "@" in f"{parts.path}{parts.query}{parts.fragment}":
-        raise _malformed("an @ stands behind its host")  # what looks like host and port may be part of a password
+        raise _malformed("an @ stands behind its host")  # the apparent host and port may be part of a password
     if wrong_keys := sorted(_OF_THE_CLIENT & {key for key, _ in parse_qsl(parts.query, keep_blank_values=True)}):
         raise AddressError(
             f"broker.url of {address(url)} sets {', '.join(wrong_keys)}: TLS is set in broker.tls (ca_file, "
@@ -159,7 +163,8 @@ def _shown_scheme(url: str) -> str:
     scheme = urlsplit(url).scheme
     if not scheme:
         return "nothing"
-    return repr(scheme) if "://" in url else "no amqp://"  # what stands before a lone colon may be anything
+    # the text before a lone colon may be anything, even a password
+    return repr(scheme) if "://" in url else "no amqp://"
 
 
 def _content(path: str | None, what: str) -> str:

@@ -1,4 +1,4 @@
-"""Interface of the message bus and what its two implementations, RabbitBus and MemoryBus, have in common."""
+"""Interface of the message bus, and the code that its two implementations, RabbitBus and MemoryBus, share."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trinity_mq.bus.topology import Queue, Topology
 from trinity_mq.telemetry.trace import record
 
 if TYPE_CHECKING:
-    from trinity_mq.config.bus import BrokerConfig  # pydantic takes longer to import than all of this
+    from trinity_mq.config.bus import BrokerConfig  # importing pydantic takes longer than importing this whole module
 
 Answer = Literal["ack", "reject", "requeue"]
 
@@ -30,19 +30,19 @@ class BusError(Exception):
 
 
 class BusUnavailable(BusError):
-    """The broker could not be reached, or a publish was not confirmed, within the time given."""
+    """The broker was not reached, or a publish was not confirmed, within the timeout."""
 
 
 class BusRefused(BusError):
-    """The broker refused for good: wrong password, no permission, wrong vhost. Trying again does not help."""
+    """The broker refused permanently: wrong password, no permission, or wrong vhost. A retry does not help."""
 
 
 class QueueGone(BusError):
-    """The queue that was consumed from does not exist any more."""
+    """The consumed queue no longer exists."""
 
 
 class StreamCut(BusError):
-    """A stream's first delivery is not at the offset asked for: retention has cut what lay before."""
+    """The first delivery of a stream is not at the requested offset, because retention removed earlier messages."""
 
     def __init__(self, queue: str, asked: int, got: int) -> None:
         super().__init__(f"stream {queue}: offset {asked} was asked for, the first one kept is {got}")
@@ -50,20 +50,24 @@ class StreamCut(BusError):
 
 
 class StaleDelivery(BusError):
-    """Acknowledgement of a delivery whose channel is gone; the broker delivers it again by itself."""
+    """The channel of the delivery is closed or the delivery was answered before. The broker redelivers an unanswered
+    message by itself.
+    """
 
 
 class LockHeld(BusError):
-    """The exclusive lock is held by another connection."""
+    """Another connection holds the exclusive lock."""
 
 
 class MessageTooLarge(BusError):
-    """A body over ``max_message_bytes``; refused before it reaches the channel, which it would close."""
+    """The body exceeds ``max_message_bytes``. It is refused before it reaches the channel, because the broker would
+    close the channel.
+    """
 
 
 @dataclass(slots=True, kw_only=True)
 class Incoming:
-    """A received message, without the means to answer for it."""
+    """A received message, without the methods to acknowledge it."""
 
     body: bytes
     exchange: str
@@ -75,44 +79,47 @@ class Incoming:
     correlation_id: str | None = None
     reply_to: str | None = None
     deliveries_before: int = 0
-    """``x-delivery-count``: how often it was delivered before and came back. A suspicion, not a verdict."""
+    """``x-delivery-count``: number of earlier deliveries that were returned to the queue. It suggests a problem with
+    the message but does not prove it.
+    """
     offset: int | None = None
-    """Position on a stream, None on other queues."""
+    """Offset on a stream. None on other queues."""
     unreadable: str | None = None
-    """Reason why its properties cannot be read; None if they can. An unreadable message is set aside."""
+    """Reason why the message properties cannot be read. None: they can be read. An unreadable message is set aside."""
 
     @property
     def kind(self) -> str | None:
-        """The ``kind`` header, None where the publisher set none."""
+        """Value of the ``kind`` header. None: the publisher set no kind."""
         value = self.headers.get("kind")
         return value if isinstance(value, str) else None
 
     @property
     def run_id(self) -> str | None:
-        """The id of the run that it belongs to, None where the publisher knew of none."""
+        """Id of the run that the message belongs to. None: the publisher did not know its run."""
         value = self.headers.get("run_id")
         return value if isinstance(value, str) and value else None
 
 
 class Delivery(Incoming, ABC):
-    """A received message that is ours until acknowledged, rejected or given back. On a stream the answers do nothing.
+    """A received message, held by this consumer until it is acknowledged, rejected or requeued. On a stream these
+    answers have no effect.
 
-    Each answer raises StaleDelivery when the delivery's channel is gone or it was answered before: a second answer
-    would close the channel.
+    Each answer raises StaleDelivery if the delivery's channel is closed or the delivery was answered before. A second
+    answer would close the channel.
     """
 
     _answered = False
 
     async def ack(self) -> None:
-        """Done with it."""
+        """Acknowledge the message: its processing is complete."""
         await self._answer_once("ack")
 
     async def reject(self) -> None:
-        """The body cannot be used: the broker moves it to the queue's dead-letter exchange."""
+        """Reject an unusable message. The broker moves it to the dead-letter exchange of the queue."""
         await self._answer_once("reject")
 
     async def requeue(self) -> None:
-        """Give it back for another consumer."""
+        """Return the message to the queue, for another consumer."""
         await self._answer_once("requeue")
 
     async def _answer_once(self, answer: Answer) -> None:
@@ -125,16 +132,16 @@ class Delivery(Incoming, ABC):
 
     @abstractmethod
     async def _settle(self, answer: Answer) -> None:
-        """Pass the answer to the broker."""
+        """Send the answer to the broker."""
 
 
 class Consumer(ABC):
-    """Deliveries of one queue, in order, over reconnects.
+    """Deliveries of a queue, in order, across reconnects.
 
-    Iterating waits for the next delivery. It ends when :meth:`close` was called, raises QueueGone when the queue was
-    deleted, and StreamCut when a stream no longer holds the offset asked for. After a reconnect what was unacknowledged
-    comes again, as new deliveries; a stream goes on behind the last one handed over (its deliveries are acknowledged on
-    hand-over).
+    Iteration waits for the next delivery. It ends after :meth:`close`. It raises QueueGone if the queue was deleted,
+    and StreamCut if a stream no longer holds the requested offset. After a reconnect, unacknowledged messages are
+    redelivered as new deliveries. A stream resumes after the last delivery that was handed over, because stream
+    deliveries are acknowledged on hand-over.
     """
 
     def __aiter__(self) -> AsyncIterator[Delivery]:
@@ -145,17 +152,17 @@ class Consumer(ABC):
 
     @abstractmethod
     def get_nowait(self) -> Delivery | None:
-        """Return a delivery that has already arrived, or None."""
+        """Return a delivery that has already arrived. Return None if no delivery has arrived."""
 
     @abstractmethod
     async def stop(self) -> None:
-        """Take no new deliveries: iterating ends after those that have arrived. They stay ours to acknowledge until
-        :meth:`close`.
+        """Accept no new deliveries. Iteration ends after the deliveries that have arrived. They can still be
+        acknowledged until :meth:`close`.
         """
 
     @abstractmethod
     async def close(self) -> None:
-        """Stop consuming; what is unacknowledged goes back to the queue."""
+        """Stop consuming. Unacknowledged messages return to the queue."""
 
     async def __aenter__(self) -> Self:
         return self
@@ -167,20 +174,20 @@ class Consumer(ABC):
 
 
 class Lock:
-    """An exclusive right, a queue on the consuming connection, that lasts as long as the connection.
+    """An exclusive lock: an exclusive queue on the consuming connection, held as long as the connection lasts.
 
-    It is retaken on reconnect, before anything else.
+    After a reconnect the lock is retaken before any other step.
     """
 
     def __init__(self, queue: str, release: Callable[[Lock], Awaitable[None]]) -> None:
         self.queue = queue
         self.held = True
-        """Held now. False while disconnected."""
+        """True while the lock is held. False while disconnected."""
         self._release = release
         self._lost = asyncio.Event()
 
     async def wait_lost(self) -> None:
-        """Return when another took it while we were disconnected: the holder must stop acting."""
+        """Return if another connection took the lock during a disconnect. The holder must then stop acting."""
         await self._lost.wait()
 
     async def release(self) -> None:
@@ -188,73 +195,78 @@ class Lock:
         self.held = False
 
     def reconnected(self, *, retaken: bool) -> None:
-        """Record whether it was retaken or is lost to another connection."""
+        """Record whether the lock was retaken or is lost to another connection."""
         self.held = retaken
         if not retaken:
             self._lost.set()
 
 
 class HandNotes(Protocol):
-    """Remembers over deaths of the process which messages it had in hand."""
+    """Remembers, across crashes of the process, which messages were in progress."""
 
     def in_hand(self, incoming: Incoming) -> AbstractContextManager[int]:
-        """Note a message in hand, and return the deaths of earlier processes with it in hand."""
+        """Record a message as in progress. Return the number of earlier processes that died with the message in
+        progress.
+        """
 
 
 class Bus(ABC):
-    """One agent's access to the broker.
+    """Access of a single agent to the broker.
 
-    All names come from :mod:`trinity_mq.bus.topology`. Operations wait through a lost connection up to their timeout;
-    the agent's own declarations, bindings, consumers and locks are rebuilt by one reconnect routine.
+    All names come from :mod:`trinity_mq.bus.topology`. Operations wait through a lost connection up to their timeout. A
+    single reconnect routine rebuilds the agent's own declarations, bindings, consumers and locks.
 
     Args:
-        topology: Names of the run.
+        topology: Names of the run on the broker.
         config: Sizes and timeouts.
     """
 
     def __init__(self, topology: Topology, config: BrokerConfig) -> None:
         self.max_message_bytes = config.max_message_bytes
         self.run_id: str | None = None
-        """Id of the run that its agent belongs to, added to what is published; None: not known. A run's name is no
-        identity: the same name may be used again on the same broker."""
+        """Id of the agent's run, added to published messages. None: unknown. The name of a run does not identify it:
+        the same name may be reused on the same broker.
+        """
         self.foreign = 0
-        """Messages of other runs of the same name that the agent dropped."""
+        """Number of messages from other runs with the same name that the agent dropped."""
         self.met: asyncio.Event | None = None
-        """Set once the agent has heard the heartbeats of all others; None: it does not listen to them."""
+        """Set once the agent has received heartbeats from all other agents. None: it does not listen to heartbeats."""
         self.notes: HandNotes | None = None
-        """Notes of the messages that the agent has in hand; None: none are made."""
+        """Notes of the messages that the agent is processing. None: no notes are made."""
         self._topology, self._config = topology, config
         self._exchanges = frozenset(topology.exchanges)
         self._locks: dict[str, Lock] = {}
         self.trouble: str | None = NOT_CONNECTED
-        """Reason why the bus is not usable, None while it is."""
+        """Reason why the bus is not usable. None while it is usable."""
         self._down: str | None = NOT_CONNECTED
-        """Reason why there is no connection."""
+        """Reason why the bus is not connected. None while it is connected."""
         self._blocked = self._closed = False
         self._usable_or_closed = asyncio.Event()
         self._callbacks: list[Callable[[], None]] = []
 
     @property
     def usable(self) -> bool:
-        """Connected, and the broker does not block publishers (memory or disk alarm)."""
+        """True if connected and the broker does not block publishers (memory or disk alarm)."""
         return self.trouble is None
 
     async def wait_usable(self) -> None:
-        """Return once usable. Raises BusUnavailable once closed."""
+        """Return once the bus is usable. Raises BusUnavailable once it is closed."""
         await self._usable_or_closed.wait()
         if self._closed:
             raise BusUnavailable(CLOSED)
 
     def on_change(self, callback: Callable[[], None]) -> None:
-        """Call ``callback`` whenever :attr:`usable` changes."""
+        """Call ``callback`` on every change of :attr:`usable`."""
         self._callbacks.append(callback)
 
     def is_foreign(self, incoming: Incoming) -> bool:
-        """Return whether a message belongs to another run of the same name. One without a run id belongs to any."""
+        """Return whether a message belongs to another run with the same name. A message without a run id belongs to
+        every run.
+        """
         return self.run_id is not None and incoming.run_id not in {None, self.run_id}
 
     def _refresh(self) -> None:
-        """Work out what the trouble is, if any, from ``_down``, ``_blocked`` and ``_closed``."""
+        """Compute ``trouble`` from ``_down``, ``_blocked`` and ``_closed``, and report a change of :attr:`usable`."""
         was_usable = self.usable
         self.trouble = CLOSED if self._closed else self._down or (BLOCKED if self._blocked else None)
         if self.usable or self._closed:
@@ -267,53 +279,56 @@ class Bus(ABC):
 
     @abstractmethod
     async def connect(self) -> None:
-        """Open the connections, also of a bus that was closed. Raises BusRefused at once, BusUnavailable after the
-        connect timeout.
+        """Open the connections. This also reopens a closed bus. Raises BusRefused immediately, and BusUnavailable after
+        the connect timeout.
         """
 
     @abstractmethod
     async def close(self) -> None:
-        """Close everything; exclusive queues and locks of this bus are gone afterwards."""
+        """Close all connections. The bus's exclusive queues and locks no longer exist afterwards."""
 
     @abstractmethod
     async def declare(self, *queues: Queue) -> None:
-        """Declare exchanges, queues and their bindings, idempotently. A queue that exists with other arguments is used
-        as it is.
-        """
+        """Declare queues and their bindings, idempotently. An existing queue with other arguments is used unchanged."""
 
     @abstractmethod
     async def unbind(self, queue: Queue) -> None:
-        """Remove the queue's bindings; publishers get their message returned (or ignored) from then on."""
+        """Remove the bindings of the queue. From then on, publishers get their messages returned or dropped."""
 
     @abstractmethod
     async def delete(self, name: str) -> None:
-        """Delete a queue; none of that name is fine."""
+        """Delete a queue. It is not an error if the queue does not exist."""
 
     @abstractmethod
     async def delete_exchanges(self) -> None:
-        """Delete the run's exchanges. Nobody publishes to them afterwards; the next connect declares them again."""
+        """Delete the exchanges of the run. No agent may publish to them afterwards. The next connect declares them
+        again.
+        """
 
     @abstractmethod
     async def depth(self, name: str) -> int | None:
-        """Messages ready in a queue, None when there is no such queue. Never creates it."""
+        """Return the number of ready messages in a queue. Return None if the queue does not exist. It never creates the
+        queue.
+        """
 
     async def publish(
         self, exchange: str, routing_key: str, envelope: Envelope, *, timeout: float | None = None
     ) -> bool:
-        """Publish persistently and wait for the broker's confirm.
+        """Publish a persistent message and wait for the broker's confirm.
 
-        Returns True when at least one queue took it, False when it came back as unroutable. A lost or negative confirm
-        is repeated under the same ``message_id`` until ``timeout`` (default: the bus's publish timeout). Exchange
-        ``""`` publishes to the queue named by ``routing_key``.
+        Return True if at least one queue took the message, and False if it was returned as unroutable. After a lost or
+        negative confirm the publish is repeated under the same ``message_id`` until ``timeout`` seconds (default: the
+        bus's publish timeout). Exchange ``""`` publishes to the queue named by ``routing_key``.
 
         Raises:
-            MessageTooLarge: The body is over ``max_message_bytes``.
-            PropertyError: A header that AMQP cannot carry.
-            ValueError: The exchange is not one of the run's.
-            BusUnavailable: Not confirmed in time.
+            MessageTooLarge: The body exceeds ``max_message_bytes``.
+            PropertyError: AMQP cannot carry a header.
+            ValueError: The exchange does not belong to the run.
+            BusUnavailable: The publish was not confirmed in time.
         """
         what = f"{envelope.kind} {envelope.message_id}"
-        if len(envelope.body) > self.max_message_bytes:  # would close the channel under every other publish on it
+        # the broker would close the channel with all other publishes on it
+        if len(envelope.body) > self.max_message_bytes:
             raise MessageTooLarge(
                 f"{what}: body of {len(envelope.body)} bytes is over broker.max_message_bytes "
                 f"({self.max_message_bytes}): split it, or raise the limit (RabbitMQ 4 takes 16 MiB)"
@@ -335,16 +350,19 @@ class Bus(ABC):
 
     @abstractmethod
     async def _publish(self, exchange: str, routing_key: str, envelope: Envelope) -> bool:
-        """Publish until confirmed; return whether a queue took it."""
+        """Publish until confirmed. Return whether a queue took the message."""
 
     @abstractmethod
     async def consume(self, queue: Queue, *, prefetch: int = 0, offset: int | None = None) -> Consumer:
-        """Start consuming. ``prefetch`` 0 means unlimited (streams: a sensible window).
+        """Start consuming. ``prefetch`` 0 means unlimited, or a default window on streams.
 
-        ``offset`` is for streams only: the first position wanted, 0 for the beginning, None for "what is published from
-        now on". The queue is declared first if ``queue.redeclare``; else QueueGone is raised when it does not exist.
+        ``offset`` applies to streams only: it is the first wanted offset, 0 for the beginning, None for messages
+            published from now on. The queue is declared first if ``queue.redeclare`` is set. Otherwise QueueGone is
+            raised if it does not exist.
         """
 
     @abstractmethod
     async def lock(self, name: str) -> Lock:
-        """Take an exclusive lock, named as for :meth:`Topology.lock`. Raises LockHeld."""
+        """Take an exclusive lock, with a name as for :meth:`Topology.lock`. Raises LockHeld if another connection holds
+        it.
+        """

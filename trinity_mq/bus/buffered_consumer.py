@@ -1,4 +1,4 @@
-"""A consumer whose deliveries wait in a buffer until they are handed over, the base of RabbitBus's and MemoryBus's."""
+"""Base class of the consumers of RabbitBus and MemoryBus. Deliveries wait in a buffer until they are handed over."""
 
 from __future__ import annotations
 
@@ -11,43 +11,45 @@ from trinity_mq.bus.base import BusError, Consumer, Delivery
 from trinity_mq.bus.topology import Queue
 
 STREAM_WINDOW = 32
-"""Deliveries of a stream under way at once: enough to stream, at most 32 bodies of ``max_message_bytes`` in memory."""
+"""Maximum unacknowledged deliveries of a stream. Enough to stream, with at most 32 bodies of ``max_message_bytes`` in
+memory.
+"""
 
 Item = TypeVar("Item")
 
 
 class BufferedConsumer(Consumer, Generic[Item]):
-    """Consumer of one queue.
+    """Consumer of a queue with a buffer.
 
     Args:
-        queue: What to consume from.
-        prefetch: Unanswered deliveries at most, 0 for any number (a stream: its window).
-        offset: First position of a stream, None for what is published from now on.
+        queue: Queue to consume from.
+        prefetch: Maximum number of unanswered deliveries. 0: no limit, or the default window of a stream.
+        offset: First offset of a stream. None: messages published from now on.
     """
 
     def __init__(self, queue: Queue, prefetch: int, offset: int | None) -> None:
         self.queue = queue
         self.over = False
-        """Stopped, closed, or ended by an error: nothing new arrives."""
+        """True once the consumer was stopped, closed, or ended by an error. No new deliveries arrive."""
         self.error: BusError | None = None
-        """Error that ended the consumer, None while it runs or after :meth:`close`."""
+        """Error that ended the consumer. None while it runs or after :meth:`close`."""
         self._stream = queue.kind == "stream"
         self._prefetch = prefetch or (STREAM_WINDOW if self._stream else 0)
         self._next = offset
-        """Offset of a stream's next delivery, None until that is known."""
+        """Offset of the next delivery of a stream. None until it is known."""
         self._arrived: deque[Item] = deque()
         self._changed = asyncio.Event()
 
     @abstractmethod
     def _hand_over(self, item: Item) -> Delivery:
-        """Make the delivery of an item that leaves the buffer."""
+        """Create the delivery for an item that leaves the buffer."""
 
     def _put(self, item: Item) -> None:
         self._arrived.append(item)
         self._changed.set()
 
     def _finish(self) -> None:
-        """Nothing arrives any more; what has arrived may still be taken."""
+        """Mark the consumer as over. Deliveries that have arrived may still be taken."""
         self.over = True
         self._changed.set()
 

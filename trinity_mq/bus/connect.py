@@ -1,4 +1,4 @@
-"""Factory of a Bus from the configuration."""
+"""Factory that creates a Bus from the configuration."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from trinity_mq.bus.base import Bus
 from trinity_mq.bus.topology import Topology
 
 if TYPE_CHECKING:
-    from trinity_mq.config.bus import BrokerConfig  # pydantic takes longer to import than everything else here
+    from trinity_mq.config.bus import BrokerConfig  # importing pydantic takes longer than all other imports here
 
 
 def create_bus(config: BrokerConfig, topology: Topology, name: str) -> Bus:
-    """Return a bus on the configured broker; ``connect()`` it before use.
+    """Return a bus for the configured broker. Call ``connect()`` before use.
 
     Args:
-        config: Where the broker is and how patiently we talk to it.
+        config: Address of the broker, and timeouts.
         topology: Names of the run.
-        name: Shown by the broker for this agent's connections.
+        name: Connection name that the broker shows for this agent.
 
     Raises:
-        AddressError: No address is given, it is not an AMQP URL, or a file that it or its password are in cannot be
+        AddressError: No address is configured, it is not an AMQP URL, or the file with the URL or password cannot be
             read.
     """
     addresses = Addresses.of(config)
@@ -30,7 +30,8 @@ def create_bus(config: BrokerConfig, topology: Topology, name: str) -> Bus:
             f"no broker: set broker.url or {URL_VARIABLE} to {FORM}, or {URL_FILE_VARIABLE} to a file that holds it "
             "(`trinity-mq run` starts one by itself)"
         )
-    addresses.read()  # what is wrong with it is better said now
-    from trinity_mq.bus.rabbit.bus import RabbitBus  # slow to import, and not needed to name things
+    addresses.read()  # report address errors early, before the first connect
+    # RabbitBus is slow to import, and callers that only need names must not load it
+    from trinity_mq.bus.rabbit.bus import RabbitBus
 
     return RabbitBus(addresses, topology, config=config, name=name)

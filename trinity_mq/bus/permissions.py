@@ -1,4 +1,4 @@
-"""Broker permissions of each role in a run, as patterns for ``rabbitmqctl``; tested against a real broker."""
+"""Broker permissions of each role in a run, as patterns for ``rabbitmqctl``. Tested against a real broker."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NOTHING = "^$"
 
 @dataclass(frozen=True, slots=True)
 class TopicPermission:
-    """Patterns of the routing keys that a user may publish with and bind to on one exchange."""
+    """Patterns for the routing keys that a user may publish with and bind to, on a single exchange."""
 
     exchange: str
     write: str
@@ -25,7 +25,7 @@ class TopicPermission:
 
 @dataclass(frozen=True, slots=True)
 class Permissions:
-    """Regular expressions over the names of exchanges and queues, as RabbitMQ takes them."""
+    """Regular expressions for the names of exchanges and queues, in RabbitMQ's syntax."""
 
     configure: str
     write: str
@@ -34,27 +34,27 @@ class Permissions:
 
 
 def permissions(run: str, role: Role, *, replies: bool = False, taps: str | None = None) -> Permissions:
-    """Return the fewest permissions that suffice.
+    """Return the minimal permissions of a role.
 
     Args:
-        run: The run's name.
-        role: ``agent`` runs explorer, runner, operator or trainer, declares everything and cleans up behind a run;
-            ``submitter`` hands in tasks and gets their outcomes; ``rewarder`` rewards and ends sessions;
-            ``reviewer`` reads requests for human review and gives verdicts; ``reader`` looks: status, inspect, tap,
-            regrade, dead list, review list.
-        replies: agent: may answer submitters. That takes the default exchange, by which a user can publish into every
-            queue of the virtual host whose name it knows, so give it only where the virtual host is the run's own.
-        taps: agent: another run on whose stream it trains (``source.tap``), and which it only reads.
+        run: Name of the run.
+        role: ``agent`` runs explorer, runner, operator or trainer, declares all queues, and cleans up after a run.
+            ``submitter`` submits tasks and receives their outcomes. ``rewarder`` rewards and ends sessions.
+            ``reviewer`` reads requests for human review and answers with verdicts. ``reader`` only reads: status,
+            inspect, tap, regrade, dead list, review list.
+        replies: agent: may answer submitters. This needs the default exchange, which lets a user publish to every queue
+            of the virtual host whose name it knows. Set it only if the virtual host belongs to the run alone.
+        taps: agent: name of another run whose stream it trains on (``source.tap``) and which it only reads.
 
     Raises:
-        ValueError: A name is none of a run.
+        ValueError: A name is not a valid run name.
     """
     prefix = "^" + re.escape(Topology(run).prefix).replace("\\-", "-")
     if role == "agent":
         write = f"{prefix}|^amq\\.default$" if replies else prefix
         if taps is None:
             return Permissions(prefix, write, prefix)
-        stream = Topology(taps).exchange("ready")  # its queue has the same name
+        stream = Topology(taps).exchange("ready")  # the stream's queue has the same name as its exchange
         pattern = f"^{re.escape(stream)}$".replace("\\-", "-")
         return Permissions(
             prefix, f"{write}|{pattern}", f"{prefix}|{pattern}", (TopicPermission(stream, "^mark$", NOTHING),)
@@ -64,25 +64,28 @@ def permissions(run: str, role: Role, *, replies: bool = False, taps: str | None
         own = rf"{prefix}replies\.submit\."
         return Permissions(own, f"{prefix}tasks$", own, (TopicPermission(tasks, "^submit$", NOTHING),))
     if role == "rewarder":
-        own = rf"{prefix}replies\.reward\."  # it needs none; a pattern that matches nothing matches an empty name
+        # a rewarder needs no queue, but a pattern that matches nothing would match an empty name
+        own = rf"{prefix}replies\.reward\."
         sessions = TopicPermission(Topology(run).exchange("sessions"), "^session$", NOTHING)
         return Permissions(own, f"{prefix}sessions$", own, (sessions,))
     review = Topology(run).exchange("review")
     if role == "reviewer":
-        own = rf"{prefix}replies\.review\."  # it needs none, as a rewarder
+        own = rf"{prefix}replies\.review\."  # a reviewer needs no queue either
         verdicts = TopicPermission(review, "^(verdict|mark)$", NOTHING)
         return Permissions(own, f"{prefix}review$", f"{prefix}review$", (verdicts,))
     own = rf"{prefix}telemetry\."
     return Permissions(
         own,
-        rf"{prefix}(telemetry\.|ready$|review$)",  # the end of a stream is found by a mark of one's own
+        rf"{prefix}(telemetry\.|ready$|review$)",  # a reader finds the end of a stream by publishing its own mark
         rf"{prefix}(telemetry(\..*)?|ready|review|dead)$",
         (TopicPermission(ready, "^mark$", ".*"), TopicPermission(review, "^mark$", ".*")),
     )
 
 
 def rabbitmqctl_lines(user: str, vhost: str, granted: Permissions) -> list[str]:
-    """Return the commands that give a user these permissions, and take away others that it had on these exchanges."""
+    """Return the commands that grant these permissions to a user and revoke its other permissions on these
+    exchanges.
+    """
     on = ["-p", vhost, user]
     lines = [["rabbitmqctl", "set_permissions", *on, granted.configure, granted.write, granted.read]]
     lines += [

@@ -1,4 +1,4 @@
-"""An outgoing message, and the rules for its properties and headers: lengths, types, ranges."""
+"""An outgoing message, and the limits on its properties and headers: lengths, types, ranges."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from typing import TypeGuard
 HeaderValue = str | int | float | bool
 
 MAX_PROPERTY = 255
-"""Bytes of UTF-8 in a property or routing key: AMQP's short strings."""
+"""Maximum bytes of UTF-8 in a property or routing key, from AMQP's short strings."""
 MAX_HEADER_NAME = 128
-"""Bytes of UTF-8 in the name of a header: AMQP's field names."""
+"""Maximum bytes of UTF-8 in a header name, from AMQP's field names."""
 MAX_HEADERS = 96 * 1024
-"""Bytes of all headers of a message: they must fit in one frame, and a broker's frames have 128 KiB."""
+"""Maximum bytes of all headers of a message. They must fit in a frame, and the broker's frames have 128 KiB."""
 MAX_OUTSIDE_HEADERS = 32 * 1024
-"""Bytes of the headers of an outsider that travel on with a copy of its message; ours are added to them."""
+"""Maximum bytes of an outside program's headers in a copy of its message. The run's own headers are added to them."""
 KEPT_OF_ID = 160
-"""Bytes that a property keeps of its beginning when it is too long; the SHA-256 of the whole follows."""
+"""Bytes from the beginning of an overlong property that are kept. The SHA-256 of the whole text follows them."""
 MAX_INT = 2**63 - 1
 FIXED_BYTES = 16
-"""Bytes that a header takes besides its name and text, at most."""
+"""Maximum bytes of a header in addition to its name and text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,16 +31,18 @@ class Envelope:
 
     body: bytes
     kind: str
-    """Also sent as header ``kind``."""
+    """Kind of the message, also sent as header ``kind``."""
     message_id: str = field(default_factory=lambda: uuid.uuid4().hex)
-    """Deterministic where a repeat must be recognised (protocol.md section 1)."""
+    """Id of the message. It is deterministic where a repeat must be recognised (protocol.md section 1)."""
     content_type: str = "application/msgpack"
     headers: Mapping[str, HeaderValue] = field(default_factory=dict)
     correlation_id: str | None = None
     reply_to: str | None = None
 
     def of_run(self, run_id: str | None) -> Envelope:
-        """Return the message with the header ``run_id``, as it is where it has one or no run is given."""
+        """Return the message with the header ``run_id``. Return it unchanged if it has this header or ``run_id`` is
+        None.
+        """
         if run_id is None or "run_id" in self.headers:
             return self
         return replace(self, headers={**self.headers, "run_id": run_id})
@@ -51,10 +53,10 @@ class PropertyError(ValueError):
 
 
 def publishable(envelope: Envelope) -> Envelope:
-    """Return the message with properties that AMQP can carry; an id that is too long is shortened.
+    """Return the message with properties that AMQP can carry. An overlong id is shortened.
 
     Raises:
-        PropertyError: A header has a name, a type or a value that cannot travel, or they are too long together.
+        PropertyError: AMQP cannot carry the name, type or value of a header, or the headers are too long together.
     """
     headers = {**envelope.headers, "kind": envelope.kind}
     for name, value in headers.items():
@@ -72,7 +74,9 @@ def publishable(envelope: Envelope) -> Envelope:
 
 
 def short_property(text: str) -> str:
-    """Return ``text`` where it fits in a property, else its beginning and its SHA-256, which is the same each time."""
+    """Return ``text`` if it fits in a property. Otherwise return its beginning and its SHA-256, which is
+    deterministic.
+    """
     data = text.encode("utf-8", "backslashreplace")
     if len(data) <= MAX_PROPERTY:
         return data.decode()
@@ -80,14 +84,14 @@ def short_property(text: str) -> str:
 
 
 def header_text(text: str, limit: int) -> str:
-    """Return the first ``limit`` characters of ``text`` with what UTF-8 cannot hold written out."""
+    """Return the first ``limit`` characters of ``text``, with characters that UTF-8 cannot encode escaped."""
     return _text(text[:limit])[:limit]
 
 
 def outside_headers(headers: Mapping[str, object]) -> tuple[dict[str, HeaderValue], tuple[str, ...]]:
-    """Return those of an outsider's headers that can be published again, and the names of the others.
+    """Return the headers of an outside program that can be republished, and the names of the other headers.
 
-    The broker's own headers (``x-...``) are in neither.
+    The broker's own headers (``x-...``) are in neither result.
     """
     kept: dict[str, HeaderValue] = {}
     left_out: list[str] = []
@@ -104,7 +108,7 @@ def outside_headers(headers: Mapping[str, object]) -> tuple[dict[str, HeaderValu
 
 
 def said_left_out(names: Iterable[str]) -> str:
-    """Return the words that say which headers were left out, empty for none."""
+    """Return a phrase that names the omitted headers. It is empty if no header was omitted."""
     names = list(names)
     if not names:
         return ""
@@ -113,12 +117,12 @@ def said_left_out(names: Iterable[str]) -> str:
 
 
 def clamped(value: object, most: int = 2**31 - 1) -> int:
-    """Return a counter from a header: 0 for what is no number, at most ``most``."""
+    """Return a counter from a header: at most ``most``, and 0 for a value that is not a positive integer."""
     return min(value, most) if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 0
 
 
 def _problem(name: str, value: object) -> str | None:
-    """Return why a header cannot travel, None where it can."""
+    """Return the reason why a header cannot be sent. Return None if it can."""
     try:
         if len(name.encode()) > MAX_HEADER_NAME:
             return f"has a name of {len(name.encode())} bytes, wanted at most {MAX_HEADER_NAME}"

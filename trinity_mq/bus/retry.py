@@ -1,4 +1,4 @@
-"""Retries by tenacity with jitter, so that many agents do not reconnect to a broker at the same moment."""
+"""Retries with jitter, based on tenacity, so that agents do not all reconnect to a broker at the same moment."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ def retrying(
     wait: wait_base | None = None,
     before_sleep: Callable[[RetryCallState], None] | None = None,
 ) -> AsyncRetrying:
-    """Return an endless retry of ``errors``; bound it by ``asyncio.timeout``, which follows the loop's own clock.
+    """Return an endless retry for ``errors``. Bound it by ``asyncio.timeout``, which follows the clock of the loop.
 
     Args:
-        errors: Exceptions that are tried again; any other passes through at once.
-        wait: Pause between attempts, :func:`backoff` unless given.
-        before_sleep: Called before each pause, to log what went wrong.
+        errors: Exceptions to retry. Other exceptions are raised immediately.
+        wait: Pause between attempts. None: :func:`backoff`.
+        before_sleep: Called before each pause, for example to log the error.
     """
     return AsyncRetrying(
         retry=retry_if_exception_type(errors), wait=wait or backoff(), before_sleep=before_sleep, reraise=True

@@ -1,8 +1,8 @@
-"""Routing of messages by topic, and the check that a received message was published for the queue that it is in.
+"""Topic routing, and the check that a received message was published for the queue that delivered it.
 
-A broker checks only the routing key of a publish against a user's permissions. A sender can have a message routed
-elsewhere all the same: by the headers ``CC`` and ``BCC``, by binding an exchange of its own, and by a queue of its own
-whose messages the broker moves on. So who receives a message looks at where it was published.
+A broker checks only the routing key of a publish against the permissions of a user. A sender can still route a message
+elsewhere: with the headers ``CC`` and ``BCC``, by binding an exchange of its own, or with a queue of its own whose
+messages the broker moves on. Therefore receivers check where a message was published.
 """
 
 from __future__ import annotations
@@ -14,29 +14,29 @@ from trinity_mq.bus.topology import MARK, Queue
 from trinity_mq.messages import DecodeError, Mark, decode_any
 
 MOVED = "x-first-death-queue"
-"""Header that the broker adds to a message that it moves to a dead letter exchange."""
+"""Header that the broker adds to a message that it moves to a dead-letter exchange."""
 EXPERIENCE_TYPES = "application/vnd.trinity-mq."
-"""Beginning of the content types of experiences and of references to them."""
+"""Prefix of the content types of experiences and of references to experiences."""
 TAKES_MOVED = (".dead", ".control")
-"""Ends of the names of exchanges to which queues of a run have messages moved; no outsider may publish there."""
+"""Suffixes of the exchanges that receive moved messages from queues of a run. No outside program may publish there."""
 
 
 def routing_problem(
     queue: Queue, exchange: str, key: str, headers: Mapping[str, object], body: bytes, content_type: str | None
 ) -> str | None:
-    """Return why a message in ``queue`` was not published for it, None where it was.
+    """Return the reason why a message in ``queue`` was not published for it. Return None if it was.
 
     Args:
-        queue: The queue; one without bindings takes all.
-        exchange: Exchange that the message was published to.
-        key: Its routing key.
-        headers: Its headers.
-        body: Its body. With the routing key of marks, which readers may use, it is no other message.
-        content_type: Type of the body.
+        queue: The queue. A queue without bindings accepts every message.
+        exchange: Exchange to which the message was published.
+        key: Routing key of the message.
+        headers: Headers of the message.
+        body: Body of the message. With the routing key of marks, which readers may use, it must not be another message.
+        content_type: Content type of the body.
     """
     if not queue.bindings:
         return None
-    by_name = exchange == "" and key == queue.name  # which takes a permission of its own
+    by_name = exchange == "" and key == queue.name  # publishing by queue name needs its own permission
     if not (by_name or any(one.exchange == exchange and topic_matches(one.pattern, key) for one in queue.bindings)):
         return f"published to {exchange[:80]!r} with routing key {key[:80]!r}, which is not bound to this queue"
     if MOVED in headers and not exchange.endswith(TAKES_MOVED):
@@ -47,7 +47,9 @@ def routing_problem(
 
 
 def _other_than_mark(body: bytes, content_type: str | None) -> str | None:
-    """Return what a body is, None for a mark and for what does not decode, which its readers set aside."""
+    """Return the kind of a body. Return None for a mark, and for a body that does not decode, because readers set that
+    aside.
+    """
     if content_type is not None and content_type.startswith(EXPERIENCE_TYPES):
         return content_type
     try:
@@ -59,7 +61,7 @@ def _other_than_mark(body: bytes, content_type: str | None) -> str | None:
 
 @lru_cache(maxsize=4096)
 def topic_matches(pattern: str, key: str) -> bool:
-    """Return whether a routing key fits an AMQP binding pattern: ``*`` is one word, ``#`` any number of words.
+    """Return whether a routing key matches an AMQP binding pattern: ``*`` is a single word, ``#`` any number of words.
 
     >>> topic_matches("train.#", "train"), topic_matches("*.a", "x.y.a")
     (True, False)

@@ -1,4 +1,4 @@
-"""Stream reads with a limit on silence: a reader at an offset beyond the end would wait for ever."""
+"""Stream reads with a limit on silence. A reader at an offset beyond the end would wait forever."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import AsyncIterator, Collection
 from trinity_mq.bus import Bus, BusUnavailable, Consumer, Delivery, Envelope, Queue, StreamCut
 
 POLL_SECONDS = 1.0
-"""Seconds between checks that the bus is usable: silence counts only on a usable bus."""
+"""Seconds between checks that the bus is usable. Silence counts only while the bus is usable."""
 
 
 async def next_or_quiet(bus: Bus, consumer: Consumer, seconds: float) -> Delivery | None:
-    """Return the next delivery, None after ``seconds`` of silence in a row on a usable bus.
+    """Return the next delivery. Return None after ``seconds`` of uninterrupted silence on a usable bus.
 
-    An outage starts the count anew: what was published meanwhile needs its time to arrive.
+    An outage restarts the count, because messages published during the outage need time to arrive.
     """
     quiet = 0.0
     while quiet < seconds:
@@ -29,14 +29,15 @@ async def next_or_quiet(bus: Bus, consumer: Consumer, seconds: float) -> Deliver
 async def read_up_to_now(
     bus: Bus, stream: Queue, mark: Envelope, *, offset: int | None = None, seconds: float = 60.0
 ) -> AsyncIterator[Delivery]:
-    """Yield what is on a stream, up to and with ``mark``, which is published now.
+    """Yield the messages on a stream, up to and including ``mark``, which is published now.
 
     Args:
         bus: A connected bus.
-        stream: The stream, bound to one exchange for everything.
-        mark: A message with an id of its own.
-        offset: First position; what retention has cut is passed over. None: the present end, so that ``mark`` tells it.
-        seconds: Longest silence on a usable bus.
+        stream: The stream. It must be bound to a single exchange with a pattern that matches everything.
+        mark: A message with a unique id.
+        offset: First offset. Messages that retention removed are skipped. None: the current end, so that ``mark``
+            reveals the offset of the end.
+        seconds: Maximum seconds of silence on a usable bus.
 
     Raises:
         BusUnavailable: The mark did not arrive.
@@ -61,11 +62,11 @@ async def read_up_to_now(
 
 
 async def read_at(bus: Bus, stream: Queue, offsets: Collection[int], seconds: float) -> dict[int, Delivery]:
-    """Return the messages at ``offsets`` of a stream by offset; those beyond its end are left out after ``seconds`` of
-    silence.
+    """Return the messages at ``offsets`` of a stream, by offset. Offsets beyond its end are left out after ``seconds``
+    of silence.
 
     Raises:
-        StreamCut: Retention has cut the first of them.
+        StreamCut: Retention removed the first of the messages.
     """
     found: dict[int, Delivery] = {}
     missing = set(offsets)

@@ -1,4 +1,4 @@
-"""TLS to the broker: the context for a connect, and readable texts for its errors."""
+"""TLS to the broker: the TLS context of a connection, and readable error messages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 KEY_PASSWORD_VARIABLE = "TRINITY_MQ_BROKER_KEY_PASSWORD"
 
 _ALERT = b"\x15\x03"
-"""First bytes of a TLS listener's answer to a plain connection."""
+"""First bytes that a TLS listener answers to a plaintext connection."""
 _WANTS_CERTIFICATE = ("CERTIFICATE_REQUIRED", "HANDSHAKE_FAILURE")
 _NO_TLS = ("WRONG_VERSION_NUMBER", "UNKNOWN_PROTOCOL", "HTTP_REQUEST", "RECORD_LAYER_FAILURE", "PACKET_LENGTH_TOO_LONG")
 
@@ -26,10 +26,10 @@ log = structlog.get_logger(__name__)
 
 
 async def tls_context(config: TlsConfig | None) -> ssl.SSLContext:
-    """Return a context made from the files as they are now.
+    """Return a TLS context from the current content of the files.
 
     Raises:
-        AddressError: One of them cannot be used.
+        AddressError: A file cannot be used.
     """
     return await asyncio.to_thread(_context, config)
 
@@ -46,7 +46,7 @@ def _context(config: TlsConfig | None) -> ssl.SSLContext:
         )
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     elif config.ca_file:
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # trusts nobody yet, and checks host names
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # a fresh context trusts no authority and checks host names
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         try:
             context.load_verify_locations(config.ca_file)
@@ -97,8 +97,8 @@ def _unusable(setting: str, files: str, error: Exception, expected: str) -> str:
 
 
 def tls_problem(error: BaseException | None, where: str, server: str, config: TlsConfig | None) -> str | None:
-    """Return what to do about a TLS error that trying again does not heal, None for any other error."""
-    seen: set[int] = set()  # the client raises some errors from themselves
+    """Return the cause and remedy of a TLS error that a retry does not solve. Return None for any other error."""
+    seen: set[int] = set()  # the client raises some errors from themselves, which would loop forever
     while error is not None and not isinstance(error, ssl.SSLError) and id(error) not in seen:
         seen.add(id(error))
         error = error.__cause__ or error.__context__
@@ -148,5 +148,5 @@ def _not_verified(error: ssl.SSLCertVerificationError, where: str, server: str, 
 
 
 def answers_with_tls(first: bytes) -> bool:
-    """Say whether the first bytes of an answer to a plain connect are those of a TLS listener."""
+    """Return whether the first bytes of an answer to a plaintext connection come from a TLS listener."""
     return first.startswith(_ALERT)

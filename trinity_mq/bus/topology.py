@@ -1,4 +1,4 @@
-"""Every broker name in the system, as data (protocol.md sections 1 and 2)."""
+"""All broker names of the system, as data (protocol.md sections 1 and 2)."""
 
 from __future__ import annotations
 
@@ -14,12 +14,16 @@ if TYPE_CHECKING:
     from trinity_mq.config import BrokerConfig, Config
 
 BROKER_DELIVERY_LIMIT = 1_000_000
-"""Never reached: the daemons limit deliveries by their count. -1 loses messages on 3.10; no limit means 20 on 4.x."""
+"""Delivery limit that is never reached, because the daemons limit deliveries by their own count. On 3.10, -1 loses
+messages; on 4.x, no limit means 20.
+"""
 BATCH_QUEUE_EXPIRES_MS = 7 * 24 * 3600 * 1000
 STREAM_SEGMENT_BYTES = 64 * 1024 * 1024
 
 REVIEW_MAX_BYTES = 256 * 1024 * 1024
-"""Retention of the stream of human review: requests hold the texts of runs, bounded by the operator that asks."""
+"""Retention in bytes of the stream of human review. Requests contain the texts of runs, bounded by the requesting
+operator.
+"""
 
 EXCHANGES = (
     "tasks",
@@ -36,16 +40,17 @@ EXCHANGES = (
 )
 
 SUBMIT, BY_GATEWAY = "submit", "session"
-"""Routing keys of submitted tasks: of submitters, and of the run's own gateway. A submitter's permissions allow the
-first alone, so the second says that an agent of the run made the task."""
+"""Routing keys of submitted tasks: from submitters, and from the run's own gateway. A submitter's permissions allow
+only the first key, so the second key proves that an agent of the run made the task.
+"""
 
 MARK = "mark"
-"""Routing key of the marks by which readers find the present end of a stream. Nothing else travels with it."""
+"""Routing key of the marks by which readers find the current end of a stream. No other message uses it."""
 
 REPLY_QUEUES = ("amq.gen-", "amq_", "amq.rabbitmq.reply-to.")
-"""Prefixes of reply queues whose name nobody can guess: named by the broker, by aio-pika, or direct reply-to."""
+"""Prefixes of reply queues with unguessable names: named by the broker, named by aio-pika, or direct reply-to."""
 OTHERS_REPLIES = ("reward", "review")
-"""Words behind ``replies.`` in names of queues of other users than submitters."""
+"""Words after ``replies.`` in the names of queues that belong to users other than submitters."""
 
 RUN_NAME = re.compile(r"[a-z0-9-]{1,40}")
 
@@ -53,12 +58,12 @@ QueueKind = Literal["quorum", "stream", "exclusive"]
 Overflow = Literal["reject-publish", "drop-head"]
 
 DROPPED = "dropped.dead"
-"""Routing key, on the exchange ``control``, of dead letters that the broker drops since ``dead`` is full."""
+"""Routing key on the exchange ``control`` for dead letters that the broker drops because ``dead`` is full."""
 
 
 @dataclass(frozen=True, slots=True)
 class Binding:
-    """A routing pattern of a topic exchange."""
+    """A routing pattern on a topic exchange."""
 
     exchange: str
     pattern: str
@@ -66,7 +71,7 @@ class Binding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Queue:
-    """A queue with all that its declaration says."""
+    """A queue with all arguments of its declaration."""
 
     name: str
     kind: QueueKind = "quorum"
@@ -75,26 +80,26 @@ class Queue:
     single_active_consumer: bool = False
     expires_ms: int | None = None
     dead_letter_routing_key: str | None = None
-    """Routing key of messages that the broker moves to the dead letter exchange; None: their own."""
+    """Routing key of messages that the broker moves to the dead-letter exchange. None: they keep their own key."""
     max_length_bytes: int | None = None
-    """Retention of a stream; bound of a work queue."""
+    """Maximum bytes: retention of a stream, or capacity of a work queue."""
     overflow: Overflow | None = None
-    """Answer of the broker to a message for a full work queue: refuse it, or drop the oldest message."""
+    """Behaviour of a full work queue: refuse the new message, or drop the oldest message."""
     consumer_timeout: float | None = None
-    """Seconds for which a consumer may hold a message, from RabbitMQ 3.12 on; None: the broker's own."""
+    """Seconds that a consumer may hold a message, from RabbitMQ 3.12 on. None: the broker's default."""
     redeclare: bool = True
-    """False: a reconnect or a consume must not bring a deleted queue back."""
+    """False: a reconnect or a consume must not declare the queue again after its deletion."""
 
     @property
     def comes_back(self) -> bool:
-        """Its consumers declare it again when it was deleted, and continue. A stream would begin anew at offset 0, and
-        its readers continue at theirs.
+        """True if its consumers declare the queue again after a deletion, and continue. A stream is not declared again:
+        it would restart at offset 0, while its readers continue at their own offsets.
         """
         return self.redeclare and self.kind != "stream"
 
     @property
     def arguments(self) -> Mapping[str, str | int | bool]:
-        """The declaration's ``x-`` arguments."""
+        """``x-`` arguments of the declaration."""
         if self.kind == "exclusive":
             return {}
         found = {
@@ -126,10 +131,10 @@ def batch_key(batch: BatchId) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """All names of one run.
+    """All broker names of a run.
 
     Raises:
-        ValueError: The run's name does not fit broker names.
+        ValueError: The name of the run is not valid in broker names.
     """
 
     run: str
@@ -137,9 +142,9 @@ class Topology:
     results_max_bytes: int = 512 * 1024**2
     sessions_max_bytes: int = 2 * 1024**3
     consumer_timeout: float | None = None
-    """Seconds for which agents may hold messages of work queues and batch queues."""
+    """Seconds that agents may hold messages of work queues and batch queues."""
     reply_queues: tuple[str, ...] = ()
-    """Further prefixes of queues to which submitters may have their outcomes sent."""
+    """Additional prefixes of queues to which the outcomes of submitters may be sent."""
     submitted_max_bytes: int = 1024**3
     dead_max_bytes: int = 512 * 1024**2
     prefix: str = field(init=False)
@@ -153,12 +158,12 @@ class Topology:
 
     @classmethod
     def of(cls, config: Config) -> Topology:
-        """Return the names of the run that ``config`` configures."""
+        """Return the names for the run that ``config`` configures."""
         return replace(cls.on(config.name, config.broker), reply_queues=config.outsiders.reply_queues)
 
     @classmethod
     def on(cls, run: str, broker: BrokerConfig) -> Topology:
-        """Return the names of a run on a broker that is used as ``broker`` says."""
+        """Return the names for a run on a broker with the settings ``broker``."""
         return cls(
             run,
             broker.ready_max_bytes,
@@ -175,7 +180,7 @@ class Topology:
 
     @property
     def exchanges(self) -> tuple[str, ...]:
-        """All exchanges, each a durable topic exchange."""
+        """All exchanges of the run. Each is a durable topic exchange."""
         return tuple(self.exchange(name) for name in EXCHANGES)
 
     def _work(self, name: str, exchange: str, *patterns: str) -> Queue:
@@ -188,27 +193,28 @@ class Topology:
 
     @property
     def submitted(self) -> Queue:
-        """Tasks from outside. A full queue takes no more: the submitter's publish is not confirmed."""
+        """Queue of outside tasks. A full queue accepts no more tasks: the submitter's publish is not confirmed."""
         queue = self._work("submitted", "tasks", SUBMIT, BY_GATEWAY)
         return replace(queue, max_length_bytes=self.submitted_max_bytes, overflow="reject-publish")
 
     @property
     def tasks_train(self) -> Queue:
-        """Slices of training batches."""
+        """Queue of the slices of training batches."""
         return self._work("tasks.train", "tasks", "train.#")
 
     @property
     def tasks_eval(self) -> Queue:
-        """Slices of evaluations."""
+        """Queue of the slices of evaluations."""
         return self._work("tasks.eval", "tasks", "eval.#")
 
     def task_queue(self, lane: Literal["train", "eval"]) -> Queue:
-        """Return the queue of a lane's slices."""
+        """Return the queue for the slices of a lane."""
         return self.tasks_train if lane == "train" else self.tasks_eval
 
     def is_reply_queue(self, name: str) -> bool:
-        """Return whether the outcome of a submitted task may be sent to the queue ``name``: a reply queue of this run,
-        a queue with a random name, or one of ``outsiders.reply_queues``; never another queue of a run.
+        """Return whether the outcome of a submitted task may be sent to the queue ``name``. It must be a reply queue of
+        this run, a queue with a random name, or match ``outsiders.reply_queues``. Other queues of a run are never
+        allowed.
         """
         own = f"{self.prefix}replies."
         if name.startswith(own):
@@ -217,7 +223,7 @@ class Topology:
 
     @property
     def closed(self) -> Queue:
-        """Manifests, the operators' work queue."""
+        """Work queue of the operators: manifests of closed batches."""
         return self._work("closed", "batches", "closed")
 
     def _stream(self, name: str, max_bytes: int) -> Queue:
@@ -236,18 +242,20 @@ class Topology:
 
     @property
     def sessions(self) -> Queue:
-        """Stream of the events of sessions; declared by gateways."""
+        """Stream of session events, declared by gateways."""
         return self._stream("sessions", self.sessions_max_bytes)
 
     @property
     def review(self) -> Queue:
-        """Stream of human review: requests, verdicts and what counted; declared by operators that ask."""
+        """Stream of human review: requests, verdicts and accepted outcomes. Declared by operators that request
+        reviews.
+        """
         return self._stream("review", REVIEW_MAX_BYTES)
 
     @property
     def dead(self) -> Queue:
-        """Dead letters: rejected and abandoned messages with the reason. A full queue drops the oldest ones, which the
-        explorer counts.
+        """Queue of dead letters: rejected and abandoned messages with their reasons. A full queue drops the oldest
+        messages, which the explorer counts.
         """
         return Queue(
             name=self.prefix + "dead",
@@ -260,11 +268,11 @@ class Topology:
 
     @property
     def durable(self) -> tuple[Queue, ...]:
-        """The queues that exist for the whole run."""
+        """Queues that exist for the whole run."""
         return (self.submitted, self.tasks_train, self.tasks_eval, self.closed, self.results, self.ready, self.dead)
 
     def batch_queue(self, batch: BatchId, ticket: str) -> Queue:
-        """The experiences of one ticket."""
+        """Return the queue for the experiences of a ticket."""
         return Queue(
             name=f"{self.prefix}batch.{ticket}",
             bindings=(Binding(self.exchange("experiences"), self.batch_routing_key(batch, ticket)),),
@@ -277,12 +285,12 @@ class Topology:
 
     @staticmethod
     def batch_routing_key(batch: BatchId, ticket: str) -> str:
-        """Return the routing key that the experiences of a ticket are published with."""
+        """Return the routing key for publishing the experiences of a ticket."""
         return f"{batch_key(batch)}.{ticket}"
 
     def listener(self, agent: str, incarnation: str, exchange: str, *patterns: str) -> Queue:
-        """An exclusive queue of one process on sync, control or telemetry; ``incarnation`` keeps a lingering old one
-        out of the way.
+        """Return the exclusive queue of a single process on sync, control or telemetry. ``incarnation`` keeps the name
+        distinct from a lingering older queue.
         """
         return Queue(
             name=f"{self.prefix}{exchange}.{agent}.{incarnation}",
@@ -291,5 +299,7 @@ class Topology:
         )
 
     def lock(self, name: str) -> str:
-        """The exclusive queue that makes one scheduling explorer, one trainer a run. Its full name is left as it is."""
+        """Return the name of the exclusive queue that allows only one scheduling explorer and one trainer per run. A
+        full name is returned unchanged.
+        """
         return name if name.startswith(self.prefix) else f"{self.prefix}lock.{name}"

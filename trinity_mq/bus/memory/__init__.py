@@ -1,1 +1,1 @@
-"""The bus in memory, for tests: the same protocol and the same rules, without a broker."""
+"""In-memory bus for tests: the same protocol and the same rules, without a broker."""

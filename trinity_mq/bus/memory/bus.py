@@ -1,4 +1,6 @@
-"""A Bus without a broker and with the same semantics, for tests: on asyncio alone, so it follows any loop's clock."""
+"""A Bus without a broker and with the same semantics, for tests. It uses only asyncio, so it follows any loop's
+clock.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +25,11 @@ from trinity_mq.bus.topology import Queue, Topology
 from trinity_mq.config.bus import BrokerConfig
 
 REPEAT_PAUSE = 0.1
-"""Seconds until a publish whose confirm was lost is repeated."""
+"""Seconds until a publish with a lost confirm is repeated."""
 
 
 class MemoryBroker:
-    """In-memory broker of one test, shared by its buses, and the faults that the test may ask of it."""
+    """In-memory broker of a test, shared by its buses, with the faults that the test can inject."""
 
     def __init__(self) -> None:
         self.queues: dict[str, MemoryQueue] = {}
@@ -37,17 +39,19 @@ class MemoryBroker:
         self._confirms_to_lose = 0
 
     def drop(self, bus: MemoryBus, *, delay: float | None = 0.5) -> None:
-        """Cut the connection of ``bus``. It returns after ``delay`` seconds, or with :meth:`restore` if None."""
+        """Cut the connection of ``bus``. It reconnects after ``delay`` seconds, or on :meth:`restore` if ``delay`` is
+        None.
+        """
         bus.disconnect("connection lost")
         if delay is not None:
             bus.reconnect_in(delay)
 
     def restore(self, bus: MemoryBus) -> None:
-        """Let ``bus`` connect again now."""
+        """Reconnect ``bus`` now."""
         bus.reconnect()
 
     def block(self) -> None:
-        """Raise an alarm: publishers wait."""
+        """Raise an alarm that makes publishers wait."""
         self._alarm(True)
 
     def unblock(self) -> None:
@@ -67,13 +71,15 @@ class MemoryBroker:
         self._clients.append(client)
 
     def leave(self, client: MemoryBus) -> None:
-        """Forget a connection; its exclusive queues go with it."""
+        """Remove a connection and its exclusive queues."""
         self._clients.remove(client)
         for name in [name for name, queue in self.queues.items() if queue.owner is client]:
             self.delete(name)
 
     def declare(self, queue: Queue, client: MemoryBus | None) -> MemoryQueue:
-        """Return the queue, made if it is missing, with its bindings; raises BusRefused for another's exclusive one."""
+        """Return the queue with its bindings, and create it if it is missing. Raises BusRefused if another connection
+        owns it exclusively.
+        """
         found = self.queues.get(queue.name)
         if found is None:
             owner = client if queue.kind == "exclusive" else None
@@ -102,7 +108,7 @@ class MemoryBroker:
         self._bindings.pop(name, None)
 
     def route(self, message: Stored) -> bool:
-        """Store a message in every queue that a binding leads to; return whether there is one."""
+        """Store a message in every queue with a matching binding. Return whether a queue matched."""
         if message.exchange:
             bound = self._bindings[message.exchange]
             names = {name for pattern, name in bound if topic_matches(pattern, message.routing_key)}
@@ -113,7 +119,9 @@ class MemoryBroker:
         return bool(names)
 
     def dead_letter(self, queue: Queue, message: Stored) -> None:
-        """Pass a rejected message on under its own routing key with the reason; drop it where no exchange is set."""
+        """Route a rejected message to the dead-letter exchange, with the reason, under its own routing key or the
+        queue's dead-letter key. Drop it if the queue has no dead-letter exchange.
+        """
         if queue.dead_letter_exchange is None:
             return
         reason = {
@@ -133,7 +141,7 @@ class MemoryBroker:
 
 
 class MemoryBus(Bus):
-    """One agent's access to a :class:`MemoryBroker`."""
+    """Access of a single agent to a :class:`MemoryBroker`."""
 
     def __init__(self, broker: MemoryBroker, topology: Topology, *, config: BrokerConfig) -> None:
         super().__init__(topology, config)
@@ -196,7 +204,7 @@ class MemoryBus(Bus):
             reply_to=envelope.reply_to,
         )
         while True:
-            await asyncio.sleep(0)  # a confirm takes a round trip: callers must not count on less
+            await asyncio.sleep(0)  # a confirm takes a round trip, and callers must not rely on less
             await self.wait_usable()
             routed = self._broker.route(message)
             if not self._broker.loses_confirm():
@@ -225,7 +233,7 @@ class MemoryBus(Bus):
         return lock
 
     def _take(self, lock: str) -> bool:
-        """Declare the queue of a lock, unless there is one."""
+        """Declare the queue of a lock, unless the queue exists. Return whether the lock was taken."""
         if lock in self._broker.queues:
             return False
         self._broker.declare(Queue(name=lock, kind="exclusive"), self)
@@ -237,7 +245,7 @@ class MemoryBus(Bus):
             self._broker.delete(lock.queue)
 
     def disconnect(self, reason: str) -> None:
-        """Lose the connection: deliveries return, exclusive queues and locks go."""
+        """Drop the connection: deliveries return to their queues, and exclusive queues and locks are lost."""
         self._cancel_return()
         self._down = reason
         if self._connected.is_set():
@@ -253,7 +261,7 @@ class MemoryBus(Bus):
         self._return = asyncio.get_running_loop().call_later(seconds, self.reconnect)
 
     def reconnect(self) -> None:
-        """Connect and rebuild: locks, queues, consumers."""
+        """Connect, and rebuild locks, queues and consumers."""
         self._cancel_return()
         if self._closed or self._connected.is_set():
             return
@@ -272,7 +280,7 @@ class MemoryBus(Bus):
         self.refresh()
 
     def refresh(self) -> None:
-        """Follow the broker's alarm and the connection."""
+        """Update the state of the bus from the broker's alarm and the connection."""
         self._blocked = self._broker.blocked
         self._refresh()
 
@@ -297,6 +305,6 @@ class MemoryBus(Bus):
 
 
 def check_owner(queue: MemoryQueue, client: MemoryBus | None) -> None:
-    """Refuse the use of another's exclusive queue."""
+    """Refuse the use of an exclusive queue of another connection."""
     if queue.owner is not None and queue.owner is not client:
         raise BusRefused(f"queue {queue.declared.name} is exclusive to another connection")

@@ -1,4 +1,6 @@
-"""Queues of the in-memory broker and their consumers: work queues deliver until answered, streams by offset."""
+"""Queues of the in-memory broker and their consumers. Work queues deliver until a message is acknowledged, streams by
+offset.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +17,10 @@ from trinity_mq.bus.topology import Queue
 
 @dataclass(slots=True, kw_only=True)
 class Stored(Incoming):
-    """A message in a queue."""
+    """A message stored in a queue."""
 
     order: int = 0
-    """Place in its queue, by which what comes back is put where it was."""
+    """Sequence number in its queue. A message that is requeued returns to its old position by it."""
 
 
 class MemoryQueue(ABC):
@@ -31,31 +33,33 @@ class MemoryQueue(ABC):
     @property
     @abstractmethod
     def depth(self) -> int:
-        """Messages ready; of a stream those kept."""
+        """Number of ready messages. For a stream, the number of retained messages."""
 
     @abstractmethod
     def put(self, message: Stored) -> None:
-        """Store a message and deliver."""
+        """Store a message and deliver it."""
 
     @abstractmethod
     def dispatch(self) -> None:
-        """Deliver while there is a message and a consumer with room."""
+        """Deliver while the queue has a message and a consumer with capacity."""
 
     @abstractmethod
     def take_back(self, messages: Iterable[Stored]) -> None:
-        """Requeue what was not acknowledged, where it was, one return more each. Delivers nothing by itself."""
+        """Requeue unacknowledged messages at their old positions, and count another return for each. It delivers
+        nothing by itself.
+        """
 
     def attach(self, consumer: MemoryConsumer) -> None:
         self._consumers.append(consumer)
         self.dispatch()
 
     def detach(self, consumer: MemoryConsumer) -> None:
-        """Remove a consumer, which gives back what it holds."""
+        """Remove a consumer. Its unanswered messages are requeued by the consumer itself."""
         if consumer in self._consumers:
             self._consumers.remove(consumer)
 
     def delete(self) -> list[MemoryConsumer]:
-        """End the consumers; return those that want the queue back."""
+        """End the consumers. Return the consumers that declare the queue again."""
         consumers, self._consumers = self._consumers, []
         for consumer in consumers:
             consumer.queue_deleted()
@@ -63,7 +67,7 @@ class MemoryQueue(ABC):
 
 
 class WorkQueue(MemoryQueue):
-    """A quorum queue, or an exclusive one (which counts no returns)."""
+    """A quorum queue or an exclusive queue. An exclusive queue does not count returns."""
 
     def __init__(self, declared: Queue, owner: object | None = None) -> None:
         super().__init__(declared, owner)
@@ -76,7 +80,7 @@ class WorkQueue(MemoryQueue):
 
     @property
     def messages(self) -> list[Stored]:
-        """Messages neither delivered nor waiting for an answer, in order."""
+        """Messages that are neither delivered nor waiting for an answer, in order."""
         return list(self._ready)
 
     def put(self, message: Stored) -> None:
@@ -92,7 +96,7 @@ class WorkQueue(MemoryQueue):
         self._ready = deque(sorted(self._ready, key=lambda message: message.order))
 
     def dispatch(self) -> None:
-        """Deliver to the consumers in turn, or to the single active one."""
+        """Deliver to the consumers in rotation, or to the single active consumer."""
         single = self.declared.single_active_consumer
         while self._ready:
             consumer = next((each for each in self._consumers[: 1 if single else None] if each.has_room), None)
@@ -105,7 +109,7 @@ class WorkQueue(MemoryQueue):
 
 
 class StreamQueue(MemoryQueue):
-    """A stream; retention cuts message by message, where a broker cuts whole segments."""
+    """A stream. Retention removes single messages, whereas a broker removes whole segments."""
 
     def __init__(self, declared: Queue, owner: object | None = None) -> None:
         super().__init__(declared, owner)
@@ -119,16 +123,16 @@ class StreamQueue(MemoryQueue):
 
     @property
     def messages(self) -> list[Stored]:
-        """Messages kept, in order."""
+        """Retained messages, in order."""
         return list(self._messages)
 
     @property
     def end(self) -> int:
-        """The offset of the next message published."""
+        """Offset of the next published message."""
         return self._first + len(self._messages)
 
     def put(self, message: Stored) -> None:
-        """Append, cut what retention does not keep, deliver."""
+        """Append a message, apply retention, and deliver."""
         limit = self.declared.max_length_bytes
         self._messages.append(replace(message, queue=self.declared.name, offset=self.end))
         self._bytes += len(message.body)
@@ -138,10 +142,10 @@ class StreamQueue(MemoryQueue):
         self.dispatch()
 
     def take_back(self, messages: Iterable[Stored]) -> None:
-        """Do nothing: a stream keeps what it delivers."""
+        """Do nothing, because a stream keeps delivered messages."""
 
     def dispatch(self) -> None:
-        """Deliver to each consumer what it has room for; one that waits beyond the end waits on."""
+        """Deliver to each consumer up to its capacity. A consumer with an offset beyond the end keeps waiting."""
         for consumer in tuple(self._consumers):
             if consumer.position < self._first:
                 consumer.cut(self._first)
@@ -151,12 +155,12 @@ class StreamQueue(MemoryQueue):
 
 
 class MemoryConsumer(BufferedConsumer[Stored]):
-    """Attached to one queue, and attached again after each reconnect.
+    """Consumer that is attached to a queue, and again after each reconnect.
 
     Args:
-        queue: See :class:`BufferedConsumer`, as for ``prefetch`` and ``offset``.
-        dead_letter: Passes a rejected message on.
-        on_close: Called when it is closed.
+        queue: See :class:`BufferedConsumer`, also for ``prefetch`` and ``offset``.
+        dead_letter: Called to dead-letter a rejected message.
+        on_close: Called when the consumer is closed.
     """
 
     def __init__(
@@ -172,13 +176,13 @@ class MemoryConsumer(BufferedConsumer[Stored]):
         self._attached: MemoryQueue | None = None
         self._unanswered: dict[int, Stored] = {}
         self.position = 0
-        """Offset of the next message that the stream delivers to the buffer."""
+        """Offset of the next message that the stream puts into the buffer."""
         self.session = 0
-        """Rises with each attachment: answers from an earlier one are void."""
+        """Number of the current attachment. Answers from an earlier attachment are void."""
 
     @property
     def has_room(self) -> bool:
-        """Another message may be delivered to it."""
+        """True if another message may be delivered to the consumer."""
         under_way = len(self._arrived) if self._stream else len(self._unanswered)
         return self._attached is not None and (not self._prefetch or under_way < self._prefetch)
 
@@ -193,7 +197,7 @@ class MemoryConsumer(BufferedConsumer[Stored]):
         queue.attach(self)
 
     def detach(self) -> None:
-        """Stop; what is unanswered goes back to the queue, one return more each."""
+        """Stop. Unanswered messages return to the queue, each with another return counted."""
         queue, self._attached = self._attached, None
         self._arrived.clear()
         self.session += 1
@@ -209,7 +213,7 @@ class MemoryConsumer(BufferedConsumer[Stored]):
         self._put(message)
 
     def queue_deleted(self) -> None:
-        """Forget what was delivered, which is gone with the queue; end, unless the queue comes back."""
+        """Forget the delivered messages, which are lost with the queue. End, unless the queue is declared again."""
         self._unanswered.clear()
         self._attached = None
         self.detach()
@@ -217,7 +221,9 @@ class MemoryConsumer(BufferedConsumer[Stored]):
             self._end(QueueGone(f"queue {self.queue.name} was deleted"))
 
     def cut(self, kept: int) -> None:
-        """End: retention has cut what comes next; ``kept`` is the first offset that the stream holds."""
+        """End with StreamCut, because retention removed the next messages. ``kept`` is the first offset that the stream
+        holds.
+        """
         requested = self._next or 0
         self.detach()
         self._end(StreamCut(self.queue.name, requested, kept))
@@ -253,7 +259,7 @@ class MemoryConsumer(BufferedConsumer[Stored]):
 
 
 class MemoryDelivery(Delivery):
-    """A message handed over."""
+    """A message that was handed over."""
 
     def __init__(self, consumer: MemoryConsumer, message: Stored) -> None:
         stored: dict[str, Any] = {each.name: getattr(message, each.name) for each in fields(Incoming)}

@@ -1,4 +1,4 @@
-"""Declarations on the consuming connection, which are made again after a reconnect."""
+"""Declarations on the consuming connection, which are repeated after a reconnect."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ log = structlog.get_logger(__name__)
 
 
 class Admin:
-    """Channel for operations that may fail and thereby close it; it is opened again after that.
+    """Channel for operations that may fail. A failure closes the channel, which is then reopened.
 
     Args:
-        topology: Its exchanges are declared with every new connection.
-        ghost_seconds: How long the broker may take to notice that our previous connection died, which frees its queues.
+        topology: Names of the run. Its exchanges are declared on every new connection.
+        ghost_seconds: Maximum seconds until the broker notices that the previous connection died and frees its queues.
     """
 
     def __init__(self, topology: Topology, ghost_seconds: float) -> None:
@@ -41,16 +41,16 @@ class Admin:
         self._warned: set[str] = set()
         self._link: BrokerConnection | None = None
         self._channel: Channel | None = None
-        self._one_at_a_time = asyncio.Lock()  # one failure would fail the others on the channel
+        self._one_at_a_time = asyncio.Lock()  # a failure would fail concurrent operations on the channel
 
     def use(self, link: BrokerConnection) -> None:
         self._link, self._channel = link, None
 
     async def make_exchanges(self) -> None:
-        """Declare the topology's exchanges; a user who may not looks whether they are there.
+        """Declare the exchanges of the run. If the user lacks the permission, check that the exchanges exist.
 
         Raises:
-            BusRefused: They are not, and the user may not make them.
+            BusRefused: The exchanges do not exist, and the user may not create them.
         """
         try:
             await self._each_exchange(passive=False)
@@ -72,13 +72,13 @@ class Admin:
             await self._make(queue)
 
     async def declare(self, queue: Queue) -> None:
-        """Declare a queue with its bindings, and remember it if a reconnect may bring it back."""
+        """Declare a queue with its bindings, and remember it if a reconnect may declare it again."""
         await self._make(queue)
         if queue.redeclare:
             self._declared[queue.name] = queue
 
     async def unbind(self, queue: Queue) -> None:
-        """Remove bindings, also from memory."""
+        """Remove the bindings of a queue, and do not restore them on reconnect."""
         if queue.name in self._declared:
             self._declared[queue.name] = replace(queue, bindings=())
         with contextlib.suppress(QueueGone):
@@ -87,7 +87,7 @@ class Admin:
                     await channel.queue_unbind(queue.name, binding.exchange, binding.pattern)
 
     async def delete(self, name: str) -> None:
-        """Delete a queue, also from memory."""
+        """Delete a queue, and do not restore it on reconnect."""
         self._declared.pop(name, None)
         if not _is_queue_name(name):
             return
@@ -100,7 +100,9 @@ class Admin:
             await channel.exchange_delete(name)
 
     async def depth(self, name: str) -> int | None:
-        """Return the number of ready messages; None: there is no such queue, or none can have that name."""
+        """Return the number of ready messages. Return None if the queue does not exist or its name is not a valid queue
+        name.
+        """
         if not _is_queue_name(name):
             return None
         with contextlib.suppress(QueueGone):
@@ -109,12 +111,14 @@ class Admin:
         return None
 
     async def own(self, name: str) -> None:
-        """Declare an exclusive queue. Raises Locked when another connection has it."""
+        """Declare an exclusive queue. Raises Locked if another connection holds it."""
         async with self._opened() as channel:
             await channel.queue_declare(name, exclusive=True)
 
     async def own_again(self, name: str) -> None:
-        """Declare an exclusive queue that our old connection may still seem to hold. Raises Locked if another does."""
+        """Declare an exclusive queue that the previous connection may still hold on the broker. Raises Locked if
+        another connection holds it after ``ghost_seconds``.
+        """
         try:
             async with asyncio.timeout(self._ghost_seconds):
                 await retrying(Locked, wait=backoff(maximum=1.0))(self.own, name)
@@ -131,7 +135,9 @@ class Admin:
                 await channel.queue_bind(queue.name, binding.exchange, binding.pattern)
 
     async def _make_durable(self, queue: Queue) -> bool:
-        """Return whether its bindings are ours to make: not those of a queue that only another user may declare."""
+        """Declare a durable queue. Return False if only another user may declare it: then that user also makes its
+        bindings.
+        """
         try:
             async with self._opened() as channel:
                 await channel.queue_declare(queue.name, durable=True, arguments=dict(queue.arguments))
@@ -163,7 +169,7 @@ def _not_there(what: str, refused: BusRefused) -> BusRefused:
 
 
 def _is_queue_name(name: str) -> bool:
-    """Return whether a queue can have this name, parts of which may come out of a message."""
+    """Return whether the name is a valid queue name. Parts of the name may come from a message."""
     try:
         commands.Queue.Delete(queue=name)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Bus implementation on RabbitMQ, and the routine that rebuilds everything after a connection is lost."""
+"""Bus implementation on RabbitMQ, including the routine that rebuilds the bus state after a lost connection."""
 
 from __future__ import annotations
 
@@ -35,23 +35,23 @@ A = TypeVar("A")
 T = TypeVar("T")
 
 GHOST_HEARTBEATS = 4
-"""Heartbeats after which the broker has closed a dead connection and freed its exclusive queues."""
+"""Number of heartbeat intervals after which the broker has closed a dead connection and freed its exclusive queues."""
 
 log = structlog.get_logger(__name__)
 
 
 class RabbitBus(Bus):
-    """One agent's access to RabbitMQ 3.10 or newer.
+    """Access of a single agent to RabbitMQ 3.10 or newer.
 
-    One connection publishes; the other consumes, declares and holds the locks, since an alarm stops a publishing
-    connection altogether, its acknowledgements included.
+    One connection publishes. The other consumes, declares and holds the locks, because an alarm stops a publishing
+    connection entirely, including its acknowledgements.
 
     Args:
-        url: ``amqp://user:password@host:port/vhost``, several with commas between, or where to find them; TLS as
-            ``config`` says.
-        topology: Names of the run; its exchanges are declared with every new connection.
+        url: ``amqp://user:password@host:port/vhost``, several URLs separated by commas, or the sources of the URLs.
+            ``config`` sets TLS.
+        topology: Names of the run. Its exchanges are declared on every new connection.
         config: Sizes and timeouts.
-        name: Shown by the broker for the connections.
+        name: Connection name that the broker shows.
     """
 
     def __init__(self, url: str | Addresses, topology: Topology, *, config: BrokerConfig, name: str) -> None:
@@ -60,20 +60,21 @@ class RabbitBus(Bus):
             url = Addresses(url, password_file=config.password_file, tls=config.tls)
         self._addresses = url
         self._name = name
-        self._shown = "its address"  # read with the first connect
+        self._shown = "its address"  # read at the first connect
         self._admin = Admin(topology, GHOST_HEARTBEATS * config.heartbeat)
         self._publisher = Publisher(self._set_blocked)
         self._consumers: set[RabbitConsumer] = set()
         self._consuming: BrokerConnection | None = None
         self._publishing: BrokerConnection | None = None
-        self._rebuilt = asyncio.Event()  # the consuming connection stands with its queues, or the bus is closed
+        # set while the consuming connection and its queues are ready, or once the bus is closed
+        self._rebuilt = asyncio.Event()
         self._broken = asyncio.Event()
         self._routine: asyncio.Task[None] | None = None
         self._watcher: asyncio.Task[None] | None = None
 
     @property
     def broker_version(self) -> str | None:
-        """Version that the broker reports, None when not connected."""
+        """Version reported by the broker. None while not connected."""
         return self._consuming.version if self._consuming is not None else None
 
     async def connect(self) -> None:
@@ -94,7 +95,9 @@ class RabbitBus(Bus):
         self._routine = asyncio.create_task(self._keep(), name=f"{self._name}: reconnect")
 
     def _reopen(self) -> None:
-        """Be as before the first connect, without locks; what was declared stays known and is made again."""
+        """Reset to the state before the first connect, without locks. Remembered declarations are repeated at the
+        connect.
+        """
         self._closed, self._down = False, NOT_CONNECTED
         self._locks.clear()
         self._publisher = Publisher(self._set_blocked)
@@ -103,13 +106,14 @@ class RabbitBus(Bus):
         self._refresh()
 
     async def close(self) -> None:
-        """Close everything; waiting tasks get BusUnavailable."""
+        """Close all connections. Waiting tasks get BusUnavailable."""
         if self._closed:
             return
         self._closed = True
         if self._routine is not None:
             await _end(self._routine)
-        async with asyncio.TaskGroup() as group:  # each waits for its reply, behind which its last answers are safe
+        # each close waits for its reply, which confirms that the consumer's last answers arrived
+        async with asyncio.TaskGroup() as group:
             for consumer in tuple(self._consumers):
                 group.create_task(consumer.close())
         self._publisher.close()
@@ -133,12 +137,13 @@ class RabbitBus(Bus):
             await self._administer(self._admin.delete_exchange, name)
 
     async def depth(self, name: str) -> int | None:
-        """Return the number of ready messages (of a stream, what the broker gives: 0 on 3.10)."""
+        """Return the number of ready messages. For a stream, return the broker's value, which is 0 on 3.10."""
         return await self._administer(self._admin.depth, name)
 
     async def _publish(self, exchange: str, routing_key: str, envelope: Envelope) -> bool:
         if not self._rebuilt.is_set():
-            await self._rebuilt.wait()  # without that connection our locks may be another's, and we must not act
+            # without the consuming connection another agent may hold the locks, so this agent must not act
+            await self._rebuilt.wait()
         return await self._publisher.publish(exchange, routing_key, envelope)
 
     async def consume(self, queue: Queue, *, prefetch: int = 0, offset: int | None = None) -> Consumer:
@@ -166,7 +171,7 @@ class RabbitBus(Bus):
         except Locked as error:
             raise LockHeld(f"{queue} is held by another connection") from error
         lock = self._locks[queue] = Lock(queue, self._release)
-        # lost this very moment: the reconnect routine retakes it
+        # if the connection was lost at this moment, the reconnect routine retakes the lock
         lock.held = self._rebuilt.is_set() and not self._closed
         return lock
 
@@ -176,10 +181,10 @@ class RabbitBus(Bus):
             await self.delete(lock.queue)
 
     async def _administer(self, work: Callable[[A], Awaitable[T]], argument: A) -> T:
-        """Do something on the consuming connection, again if that is lost meanwhile.
+        """Run an operation on the consuming connection. Retry it if the connection is lost.
 
         Raises:
-            BusUnavailable: Not done within the connect timeout.
+            BusUnavailable: The operation did not finish within the connect timeout.
         """
 
         async def once() -> T:
@@ -199,15 +204,17 @@ class RabbitBus(Bus):
     # -- the reconnect routine
 
     async def _keep(self) -> None:
-        # not for ever: wait_for of Python 3.11, which the client connects with, loses a cancellation that comes in the
-        # moment in which the attempt ends
+        # the loop must end: ``wait_for`` of Python 3.11, which the client uses to connect, loses a cancellation that
+        # arrives just as the attempt ends
         while not self._closed:
             await self._broken.wait()
             self._broken.clear()
             await retrying(Exception, before_sleep=self._note_failure)(self._repair)
 
     async def _repair(self) -> None:
-        """Open what is closed, and make again what belonged to it: locks, then queues, consumers, publishing last."""
+        """Reopen closed connections and channels, and rebuild their state: locks, then queues, then consumers, then
+        publishing.
+        """
         if self._closed:
             return
         before = self._consuming
@@ -221,7 +228,7 @@ class RabbitBus(Bus):
         if self._publishing is None or not self._publishing.alive:
             self._publishing = await self._renew_publishing(self._publishing)
         if not self._publisher.ready:
-            await self._admin.make_exchanges()  # a missing one closes the channel
+            await self._admin.make_exchanges()  # publishing to a missing exchange closes the channel
             await self._publisher.open(self._publishing, lambda: self._lost("the publishing channel was closed"))
         if not (self._consuming.alive and self._publishing.alive and self._publisher.ready):
             raise BrokerConnectError("lost again while it was being made")
@@ -231,21 +238,21 @@ class RabbitBus(Bus):
         self._refresh()
 
     async def _attach(self, consumer: RabbitConsumer) -> None:
-        """Let a consumer begin on the consuming connection. Raises BrokerConnectError."""
+        """Attach a consumer to the consuming connection. Raises BrokerConnectError."""
         link = self._consuming
         if link is None:
             raise BrokerConnectError("not connected")
         try:
             await consumer.attach(link)
         except OwnQueueLost:
-            # When a cluster has noticed that a node is dead it deletes, by name, the exclusive queues that were there:
-            # also what took their place meanwhile.
+            # When a cluster notices that a node is dead, it deletes the exclusive queues of the node by name, including
+            # queues of the same name that were declared since.
             await self._retake_locks()
             await self._admin.declare(consumer.queue)
             await consumer.attach(link)
 
     async def _retake_locks(self) -> None:
-        """Take the locks on a new connection, waiting for what our old one may still hold."""
+        """Retake the locks on a new connection. Wait for the broker to free locks of the old connection."""
         for lock in tuple(self._locks.values()):
             try:
                 await self._admin.own_again(lock.queue)
@@ -327,6 +334,6 @@ class RabbitBus(Bus):
 
 
 async def _end(task: asyncio.Task[None]) -> None:
-    """Cancel a task of ours and wait for its end."""
+    """Cancel a task of this bus and wait for its end."""
     task.cancel()
     await asyncio.wait([task])

@@ -1,4 +1,4 @@
-"""AMQP connections, and the translation of the client's errors into the few that decide on a retry."""
+"""AMQP connections, and the translation of the client's errors into the few errors that decide on a retry."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ if TYPE_CHECKING:
     from trinity_mq.config.bus import TlsConfig
 
 CONNECT_TIMEOUT = 10.0
-"""Seconds for one attempt: a host that drops packets never refuses."""
+"""Seconds per attempt. A host that drops packets never refuses a connection."""
 CLOSE_TIMEOUT = 5.0
 
 for _name in ("aiormq", "aio_pika"):
     if logging.getLogger(_name).level == logging.NOTSET:
-        # What it logs on a lost connection, with tracebacks, we report ourselves in one line.
+        # this module reports lost connections itself in a line; the clients' logs include tracebacks
         logging.getLogger(_name).setLevel(logging.CRITICAL)
 
 
 class BrokerConnectError(Exception):
-    """The connection or channel was lost, or the broker is not ready for this queue: try again."""
+    """The connection or channel was lost, or the broker is not ready for this queue. A retry may succeed."""
 
 
 class Locked(BusRefused):
@@ -56,7 +56,7 @@ class Locked(BusRefused):
 
 
 class OwnQueueLost(BrokerConnectError):
-    """An exclusive queue of ours is gone, though our connection stands: to be declared again."""
+    """An exclusive queue of this bus is gone although its connection is alive. It must be declared again."""
 
 
 class InequivalentError(BrokerConnectError):
@@ -65,9 +65,11 @@ class InequivalentError(BrokerConnectError):
 
 @contextlib.contextmanager
 def amqp_errors() -> Iterator[None]:
-    """Translate errors of the AMQP client into BrokerConnectError (or a subclass), QueueGone, Locked or BusRefused.
+    """Translate errors of the AMQP client into BrokerConnectError or its subclasses, QueueGone, Locked or BusRefused.
 
-    A cancellation that the client swallowed is raised all the same: before Python 3.12 ``asyncio.wait_for``, which it
+    A cancellation that the client swallowed is raised nevertheless. Before Python 3.12, ``asyncio.wait_for``, which the
+    client uses, returns normally if its result arrives at the moment of the cancellation. A loop would then run
+    forever.
     uses, returns where its result comes at the moment of the cancellation, and a loop would go on for ever.
     """
     before = _cancellations()
@@ -77,7 +79,7 @@ def amqp_errors() -> Iterator[None]:
     except asyncio.CancelledError as error:
         if _cancellations() > before:
             raise
-        # The client cancels the futures of a connection that died; nobody cancelled us.
+        # the client cancels the futures of a dead connection although nobody cancelled this task
         raise BrokerConnectError("connection lost") from error
     except (BrokerConnectError, BusRefused, QueueGone) as error:
         if _cancellations() > before:
@@ -88,7 +90,7 @@ def amqp_errors() -> Iterator[None]:
 
 
 def _cancellations() -> int:
-    """Return how often the present task was cancelled and has not come to terms with it."""
+    """Return the number of pending cancellations of the current task."""
     task = asyncio.current_task()
     return 0 if task is None else task.cancelling()
 
@@ -98,7 +100,8 @@ def _translated() -> Iterator[None]:
     try:
         yield
     except ChannelNotFoundEntity as error:
-        # Just after a restart a durable queue is "down or inaccessible": also not found, but not gone.
+        # right after a restart a durable queue is "down or inaccessible", which is also a not-found error, but the
+        # queue exists
         if "no queue" in str(error):
             raise QueueGone(str(error)) from error
         raise BrokerConnectError(str(error)) from error
@@ -113,12 +116,12 @@ def _translated() -> Iterator[None]:
     except Exception as error:
         if type(error) is not Exception:
             raise
-        # Futures of a connection that we closed ourselves are rejected with a bare Exception.
+        # the client rejects futures of a connection that was closed on our side with a bare Exception
         raise BrokerConnectError("connection closed") from error
 
 
 class _FirstBytesReader(asyncio.StreamReader):
-    """Stream reader that keeps the first bytes received: they show a server that speaks another protocol."""
+    """Stream reader that stores the first received bytes. They identify a server that speaks another protocol."""
 
     first = b""
 
@@ -129,7 +132,9 @@ class _FirstBytesReader(asyncio.StreamReader):
 
 
 class _SocketFactory(TransportFactory):
-    """Opens the client's sockets with our TLS context, and a server name other than the URL's host where one is set."""
+    """Opens the client's sockets with the configured TLS context, and with the configured server name if it differs
+    from the host of the URL.
+    """
 
     def __init__(self, context: ssl.SSLContext | None, server_name: str | None) -> None:
         self._context, self._server_name = context, server_name
@@ -150,15 +155,16 @@ class _SocketFactory(TransportFactory):
             transport, _ = await loop.create_connection(lambda: protocol, host, port, **tls)
         except OSError as error:
             raise AMQPConnectionError(*error.args) from error
-        await asyncio.sleep(0)  # reads the alert of a server that refuses our certificate: a write could reset it
+        # reads the TLS alert of a server that refuses our certificate, because a write could reset it
+        await asyncio.sleep(0)
         return reader, asyncio.StreamWriter(transport, protocol, reader, loop)
 
 
 class _BufferedConnection(Connection):
-    """AMQP connection with room for the frames of many publishes.
+    """AMQP connection whose buffer holds the frames of many publishes.
 
-    A publish that finds no room holds the channel's lock while it waits, which makes the others go out one by one.
-    It reads messages with properties that the client cannot decode.
+    A publish that waits for buffer space holds the lock of the channel, which serialises the other publishes. This
+    class reads messages with properties that the client cannot decode.
     """
 
     FRAME_BUFFER_SIZE = 1024
@@ -169,7 +175,7 @@ class _BufferedConnection(Connection):
 
 
 class BrokerConnection:
-    """An open connection."""
+    """An open connection to the broker."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -178,12 +184,13 @@ class BrokerConnection:
     async def open(
         cls, url: str, name: str, heartbeat: float, on_lost: Callable[[str], None], tls: TlsConfig | None = None
     ) -> BrokerConnection:
-        """Connect; ``on_lost`` is called with the reason when the connection goes.
+        """Connect. ``on_lost`` is called with the reason when the connection is lost.
 
         Raises:
-            AddressError: A file that TLS needs cannot be used.
-            BusRefused: Wrong password or virtual host, or TLS where it cannot be trusted or does not fit.
-            BrokerConnectError: The broker cannot be reached now.
+            AddressError: A file for TLS cannot be used.
+            BusRefused: Wrong password or virtual host, or a TLS connection that is not trusted or does not match the
+                broker.
+            BrokerConnectError: The broker is currently unreachable.
         """
         secure = urlsplit(url).scheme == "amqps"
         context = await tls_context(tls) if secure else None
@@ -226,11 +233,11 @@ class BrokerConnection:
         return self._connection.server_properties
 
     async def channel(self, *, confirms: bool = False) -> Channel:
-        """Open a channel; with ``confirms``, a returned message raises PublishError.
+        """Open a channel. With ``confirms``, a returned message raises PublishError.
 
-        Its frames are not bounded by the client, but by the consumer's prefetch: the client would read nothing from the
-        whole connection while ten frames of one channel wait, and for ever where nobody reads that channel any more,
-        as between our closing it and the broker's answer.
+        The prefetch of the consumer bounds the frames of the channel, not the client. The client would stop reading the
+        whole connection while ten frames of a channel wait. If nobody reads that channel any more, as between closing
+        it and the broker's answer, it would never resume.
         """
         with amqp_errors():
             if self._connection.is_closed:
@@ -243,11 +250,13 @@ class BrokerConnection:
         return channel
 
     async def unblocked(self) -> None:
-        """Return once the broker does not block this connection. Never returns after the connection is lost."""
+        """Return once the broker does not block this connection. After the connection is lost, this call never
+        returns.
+        """
         await self._connection.ready()
 
     async def close(self) -> None:
-        """Close; at most five seconds are spent on a broker that does not answer."""
+        """Close the connection. A broker that does not answer is waited for at most five seconds."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_TIMEOUT):
                 await self._connection.close(ConnectionClosed)
@@ -256,12 +265,12 @@ class BrokerConnection:
 async def open_connection(
     urls: tuple[str, ...], tls: TlsConfig | None, name: str, heartbeat: float, on_lost: Callable[[str], None]
 ) -> BrokerConnection:
-    """Connect to the first node of the broker that accepts, beginning with a random one.
+    """Connect to the first node of the broker that accepts, in rotation from a random node.
 
     Raises:
-        AddressError: A file that TLS needs cannot be used.
-        BusRefused: Each refuses.
-        BrokerConnectError: None can be reached now.
+        AddressError: A file for TLS cannot be used.
+        BusRefused: All nodes refuse.
+        BrokerConnectError: No node can be reached now.
     """
     failed: dict[str, BrokerConnectError | BusRefused] = {}
     for url in in_turn(urls):
@@ -278,7 +287,7 @@ async def open_connection(
 
 
 def _refusal(error: Exception, url: str, tls: TlsConfig | None, first: bytes) -> BusRefused | None:
-    """Return the error to raise where a retry cannot succeed, else None."""
+    """Return the error to raise if a retry cannot succeed. Return None if a retry may succeed."""
     where, host = address(url), urlsplit(url).hostname or ""
     server = tls.server_name if tls is not None and tls.server_name else host
     if (problem := tls_problem(error, where, server, tls)) is not None:
@@ -291,14 +300,14 @@ def _refusal(error: Exception, url: str, tls: TlsConfig | None, first: bytes) ->
 
 
 def refused_access(said: str) -> str:
-    """Return an error text: the broker's reason for refusing an operation, and what to do."""
+    """Return an error message with the broker's reason for refusing an operation, and advice."""
     name = re.search(r"'tmq\.([a-z0-9-]{1,40})\.", said)
     run = name.group(1) if name is not None else "RUN"
     return f"the broker refuses it: {said}; `trinity-mq broker permissions {run}` says what each kind of user needs"
 
 
 def _drain(transport: AbstractConnection) -> None:
-    """Empty the write queue of a dead connection until no task puts more: a full queue would block them for ever."""
+    """Empty the write queue of a dead connection until no task adds frames. A full queue would block tasks forever."""
     if transport.write_queue.empty():
         return
     while not transport.write_queue.empty():

@@ -1,4 +1,4 @@
-"""Consuming from RabbitMQ: one channel a consumer, attached again whenever it is lost."""
+"""Consuming from RabbitMQ: each consumer has its own channel and is attached again when the channel is lost."""
 
 from __future__ import annotations
 
@@ -34,11 +34,14 @@ HELD_TOO_LONG = (
     "doctor` says which line its configuration needs. A queue keeps the timeout that it was made with"
 )
 SEGMENT_ENTRIES = 1
-"""A new segment of a stream begins with an entry of the broker's own, which takes one offset and is never delivered."""
+"""Number of offsets that the broker's own entry at the start of a stream segment takes. The entry is never
+delivered.
+"""
 CLOCK_MARGIN = datetime.timedelta(seconds=5)
 STREAM_IDLE = 10.0
-"""Seconds without a delivery after which a stream is consumed anew from its next offset: a cluster that lost the
-stream's leader may never serve a reader again that came while its replicas were restarted (seen on 3.10.8)."""
+"""Seconds without a delivery after which a stream is consumed again from its next offset. A cluster that lost the
+leader of the stream may never serve a reader that arrived during the restart of its replicas (seen on 3.10.8).
+"""
 
 
 class _Arrived(NamedTuple):
@@ -46,16 +49,16 @@ class _Arrived(NamedTuple):
     message: DeliveredMessage
     offset: int | None
     settled: bool = False
-    """The broker expects no answer."""
+    """True if the broker expects no answer."""
 
 
 class RabbitConsumer(BufferedConsumer[_Arrived]):
-    """Consumer of one queue, attached again after each reconnect.
+    """Consumer of a queue, attached again after each reconnect.
 
     Args:
-        queue: See :class:`BufferedConsumer`, as for ``prefetch`` and ``offset``.
-        on_lost: Called when it needs :meth:`attach` again.
-        on_close: Called when it is closed.
+        queue: See :class:`BufferedConsumer`, also for ``prefetch`` and ``offset``.
+        on_lost: Called when the consumer needs :meth:`attach` again.
+        on_close: Called when the consumer is closed.
     """
 
     def __init__(
@@ -68,7 +71,7 @@ class RabbitConsumer(BufferedConsumer[_Arrived]):
     ) -> None:
         super().__init__(queue, prefetch, offset)
         self._on_lost, self._on_close = on_lost, on_close
-        # an exclusive queue ends with its connection: an answer would only cost a frame a message
+        # an exclusive queue ends with its connection, so acknowledgements would only cost a frame per message
         self._unanswered = queue.kind == "exclusive" and not prefetch
         self._requested: int | None = None
         self._began: datetime.datetime | None = None
@@ -82,15 +85,15 @@ class RabbitConsumer(BufferedConsumer[_Arrived]):
 
     @property
     def attached(self) -> bool:
-        """Consuming, or at its end."""
+        """True if the consumer is consuming or has ended."""
         return self.over or (self._channel is not None and not self._channel.is_closed)
 
     async def attach(self, link: BrokerConnection) -> None:
-        """Start, or go on, consuming; a queue that does not exist and does not come back ends the consumer.
+        """Start or resume consuming. The consumer ends if the queue does not exist and is not declared again.
 
         Raises:
-            BrokerConnectError: Try again.
-            OwnQueueLost: Once it has been declared again.
+            BrokerConnectError: A retry may succeed.
+            OwnQueueLost: The queue must be declared again before the next attach.
         """
         async with self._attaching:
             await self._close_cancelled()
@@ -138,7 +141,7 @@ class RabbitConsumer(BufferedConsumer[_Arrived]):
             self._watch(channel, self._next)
 
     def _watch(self, channel: Channel, position: int | None) -> None:
-        """Consume anew after ``STREAM_IDLE`` seconds without progress from ``position``."""
+        """Restart consuming after ``STREAM_IDLE`` seconds without progress from ``position``."""
         loop = asyncio.get_running_loop()
 
         def look() -> None:
@@ -157,7 +160,7 @@ class RabbitConsumer(BufferedConsumer[_Arrived]):
         if self._began is None:
             self._began = datetime.datetime.now(datetime.UTC)
             return "next"
-        # Lost before anything arrived: what was published meanwhile must not be missed, so rather a little too much.
+        # Lost before the first delivery: messages published since then must not be missed, so start slightly earlier.
         return self._began - CLOCK_MARGIN
 
     def _receive(self, channel: Channel, message: DeliveredMessage, *, passed_over: bool) -> None:
@@ -177,10 +180,13 @@ class RabbitConsumer(BufferedConsumer[_Arrived]):
             self._put(_Arrived(channel, message, offset))
 
     async def _refuse(self, channel: Channel, message: DeliveredMessage, problem: str) -> None:
-        """Pass over a message that its sender had routed here; a work queue has the broker move it to ``dead``."""
+        """Skip a message that its sender routed here from elsewhere. The broker moves it from a work queue to
+        ``dead``.
+        """
         log.warning("not_for_this_queue", queue=self.queue.name, reason=problem)
         tag = message.delivery_tag or 0
-        with contextlib.suppress(BrokerConnectError), amqp_errors():  # lost with its channel it comes again
+        # if the channel is lost, the message is redelivered
+        with contextlib.suppress(BrokerConnectError), amqp_errors():
             if self._stream:
                 await channel.basic_ack(tag, wait=False)
             elif not self._unanswered:
@@ -193,7 +199,7 @@ class RabbitConsumer(BufferedConsumer[_Arrived]):
         self._lost(channel)
 
     def _cancel(self, channel: Channel) -> None:
-        """Handle the end of the consumer by the broker: its queue was deleted or moved, which attaching again shows."""
+        """Handle a cancel by the broker. The queue was deleted or moved; the next attach shows which."""
         self._cancelled.append(channel)
         self._lost(channel)
 
@@ -208,7 +214,7 @@ class RabbitConsumer(BufferedConsumer[_Arrived]):
             self._on_lost()
 
     def _forget_arrived(self) -> None:
-        """Forget what the broker will deliver again."""
+        """Forget buffered messages that the broker will redeliver."""
         if not self._unanswered:
             self._arrived.clear()
 
@@ -221,7 +227,9 @@ class RabbitConsumer(BufferedConsumer[_Arrived]):
         return RabbitDelivery(self.queue.name, item)
 
     async def _acknowledge(self, channel: Channel) -> None:
-        """Acknowledge all deliveries of a stream so far in one frame: on a stream they only grant credit."""
+        """Acknowledge all stream deliveries so far in a single frame. On a stream, acknowledgements only grant
+        credit.
+        """
         with contextlib.suppress(BrokerConnectError), amqp_errors():
             while channel is self._channel and self._to_ack:
                 tag, self._to_ack = self._to_ack, 0
@@ -253,7 +261,7 @@ class RabbitConsumer(BufferedConsumer[_Arrived]):
 
 
 class RabbitDelivery(Delivery):
-    """Delivered message; its answer goes to the channel that delivered it."""
+    """A delivered message. Its answer is sent on the channel that delivered it."""
 
     def __init__(self, queue: str, arrived: _Arrived) -> None:
         message = arrived.message
@@ -280,7 +288,7 @@ class RabbitDelivery(Delivery):
             return
         try:
             with amqp_errors():
-                if answer == "ack":  # of this delivery alone: another answer of the channel may still be to be written
+                if answer == "ack":  # not multiple: another answer of the channel may still be unwritten
                     await self._channel.basic_ack(self._tag, wait=False)
                 elif answer == "reject":
                     await self._channel.basic_reject(self._tag, requeue=False, wait=False)
@@ -291,7 +299,7 @@ class RabbitDelivery(Delivery):
 
 
 def _problem(queue: Queue, message: DeliveredMessage) -> str | None:
-    """Return why a message is not for the queue that it is in, None where it is."""
+    """Return the reason why a message does not belong in its queue. Return None if it belongs there."""
     properties = message.header.properties
     headers, content_type = properties.headers or {}, properties.content_type
     exchange, key = message.exchange or "", message.routing_key or ""

@@ -1,8 +1,8 @@
-"""Reads the properties of any message that a broker delivers, and writes ours.
+"""Reads the properties of every message that a broker delivers, and writes the properties of outgoing messages.
 
-The AMQP client ends the connection at properties that it cannot decode (a timestamp in the year 10^8, an id that is no
-UTF-8, tables a thousand deep), and the broker would deliver them again to the next connection. Here all that has the
-form of AMQP is read: of the headers only text, numbers and truth values, so nothing nests.
+The AMQP client closes the connection on properties that it cannot decode (a timestamp in the year 10^8, an id that is
+not UTF-8, tables nested a thousand deep), and the broker would redeliver them to the next connection. This module reads
+everything that has the form of AMQP. Of the headers it reads only text, numbers and booleans, so nothing nests.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from pamqp import encode, exceptions, frame, header
 FRAME_HEADER, FRAME_METHOD = 2, 1
 DELIVER = struct.pack(">HH", 60, 60)
 FORMATS = {tag.encode(): struct.Struct(f">{form}") for tag, form in zip("tbBsuIilLfd", "?bBhHiIqqfd", strict=True)}
-"""Headers that are read, by tag."""
+"""Formats of the headers that are read, by type tag."""
 SKIPPED = {b"D": 5, b"T": 8, b"V": 0, b"\0": 0}
-"""Bytes of the headers that are not read: decimals, times, nothing."""
+"""Bytes of header values that are skipped, by type tag: decimals, timestamps, empty values."""
 SIZED = b"SAFx"
-"""Tags whose value begins with its own length."""
+"""Tags of values that begin with their own length."""
 USED = {"content_type", "correlation_id", "reply_to", "message_id"}
-"""Properties that this project uses besides the headers."""
+"""Properties that this project uses, in addition to the headers."""
 
 
 class ReadHeader(header.ContentHeader):
-    """The header of a delivered message."""
+    """Content header of a delivered message."""
 
     unreadable: str | None = None
-    """Reason why a property that this project uses cannot be read; None if all can."""
+    """Reason why a property that this project uses cannot be read. None: all can be read."""
 
 
 class TolerantReceiver(FrameReceiver):
-    """The frames of a connection; the header of a message is read by :func:`read_header`."""
+    """Reads the frames of a connection. Content headers of messages are read by :func:`read_header`."""
 
     async def get_frame(self) -> tuple[int, int, Any]:
         if self.reader.at_eof():
@@ -56,7 +56,7 @@ class TolerantReceiver(FrameReceiver):
 
 
 class Properties(spec.Basic.Properties):
-    """Properties whose floating-point headers are written with 8 bytes; the client writes them with 4."""
+    """Properties that encode floating-point headers with 8 bytes. The client encodes them with 4 bytes."""
 
     def encode_property(self, name: str, value: Any) -> bytes:
         if name != "headers":
@@ -66,7 +66,7 @@ class Properties(spec.Basic.Properties):
 
 
 def read_header(data: bytes) -> ReadHeader:
-    """Return the header in the payload of a frame; properties that are not used are skipped."""
+    """Return the content header in the payload of a frame. Unused properties are skipped."""
     found = ReadHeader()
     try:
         found.class_id, found.weight, found.body_size = struct.unpack_from(">HHQ", data)
@@ -104,7 +104,7 @@ def _read_properties(found: ReadHeader, flags: int, data: bytes, at: int) -> Non
 
 
 def _read_table(fields: dict[str, Any], data: bytes, at: int) -> None:
-    """Add the headers to ``fields``, with None for those that are not read."""
+    """Add the headers to ``fields``. Skipped headers get the value None."""
     while at < len(data):
         start = at + 1 + data[at]
         name = data[at + 1 : start].decode("utf-8", "backslashreplace")
@@ -142,7 +142,7 @@ def _utf8(data: bytes) -> str | None:
 
 
 def _read_deliver(data: bytes) -> spec.Basic.Deliver:
-    """Return a Basic.Deliver whose names are not UTF-8: a routing key may be any bytes."""
+    """Return a Basic.Deliver with names that are not UTF-8. A routing key may contain any bytes."""
     names, at = [], 4
     for skipped in (9, 0, 0):  # delivery tag and redelivered follow the consumer tag
         end = at + 1 + data[at]

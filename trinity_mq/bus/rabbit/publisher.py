@@ -1,4 +1,4 @@
-"""Publishing with confirms: pipelined on one channel, repeated under the same message id until confirmed."""
+"""Publishing with confirms: pipelined on a single channel, repeated under the same message id until confirmed."""
 
 from __future__ import annotations
 
@@ -17,30 +17,34 @@ from trinity_mq.bus.retry import retrying
 
 PERSISTENT = 2
 DEFAULT_EXCHANGE = "amq.default"
-"""Name of the default exchange in permissions."""
+"""Name of the default exchange in permission errors."""
 DRAIN_ABOVE = 64 * 1024
-"""Bytes of a body above which a publish holds the channel until the socket has taken it; smaller ones are pipelined."""
+"""Body size in bytes above which a publish holds the channel until the socket has accepted it. Smaller bodies are
+pipelined.
+"""
 OVERDUE = 0.25
 """Seconds without a confirm after which the publisher checks whether the broker blocks it."""
 PATIENCE = 20.0
-"""Seconds unblocked without a confirm after which a message is published again; then it is more, up to sixfold: a
-cluster that loses a queue's leader may never confirm what was on its way to it (seen on 3.10.8), channel or not."""
+"""Seconds without a confirm, while not blocked, after which a message is published again. Later attempts wait longer,
+up to six times as long. A cluster that loses the leader of a queue may never confirm messages that were on their way to
+it (seen on 3.10.8), even if the channel stays open.
+"""
 
 
 class Publisher:
-    """Publisher on the publishing connection's only channel.
+    """Publisher on the only channel of the publishing connection.
 
     Args:
-        on_blocked: Called with True when the broker begins to block publishers, with False when that ends.
+        on_blocked: Called with True when the broker starts to block publishers, and with False when it stops.
     """
 
     def __init__(self, on_blocked: Callable[[bool], None]) -> None:
         self._on_blocked = on_blocked
         self._channel: Channel | None = None
-        self._clear = asyncio.Event()  # there is a channel and no alarm, or the bus is closed
+        self._clear = asyncio.Event()  # set while a channel is open and no alarm is raised, or once the bus is closed
         self._closed = False
         self._under_way: dict[asyncio.Timeout, float] = {}
-        """Deadline of each publish that waits for its confirm, in seconds of the loop's clock."""
+        """Deadline of each publish that waits for its confirm, in loop time (seconds)."""
         self._overdue = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
         self._same_id: dict[str, asyncio.Future[None]] = {}
@@ -50,7 +54,7 @@ class Publisher:
         return self._channel is not None and not self._channel.is_closed
 
     async def open(self, link: BrokerConnection, on_lost: Callable[[], None]) -> None:
-        """Publish on this connection from now on; ``on_lost`` is called when the channel closes."""
+        """Publish on this connection from now on. ``on_lost`` is called when the channel closes."""
         channel = await link.channel(confirms=True)
         channel.closing.add_done_callback(lambda closing: on_lost())
         self._channel = channel
@@ -64,7 +68,7 @@ class Publisher:
             self._timer.cancel()
 
     async def watch(self, link: BrokerConnection) -> None:
-        """Report when the broker blocks this connection and when that ends, until cancelled."""
+        """Report when the broker starts and stops blocking this connection, until cancelled."""
         while True:
             await self._overdue.wait()
             self._overdue.clear()
@@ -79,9 +83,9 @@ class Publisher:
                     self._set_blocked(False)
 
     async def publish(self, exchange: str, routing_key: str, envelope: Envelope) -> bool:
-        """Publish until confirmed; return whether a queue took it."""
+        """Publish until confirmed. Return whether a queue took the message."""
         while envelope.message_id in self._same_id:
-            # The client finds a returned message by its id: two under one id would be mistaken for each other.
+            # the client identifies a returned message by its id, so two messages with the same id would be confused
             await asyncio.wait([self._same_id[envelope.message_id]])
         done = self._same_id[envelope.message_id] = asyncio.get_running_loop().create_future()
         try:
@@ -154,7 +158,8 @@ class Publisher:
         self._timer = loop.call_later(OVERDUE, self._check)
         for confirmed, until in self._under_way.items():
             if not self._clear.is_set():
-                self._under_way[confirmed] = until + OVERDUE  # blocked: the broker reads nothing now
+                # while blocked the broker reads nothing, so the time does not count
+                self._under_way[confirmed] = until + OVERDUE
             elif until <= loop.time() and not confirmed.expired():
                 confirmed.reschedule(loop.time())
 
@@ -167,7 +172,7 @@ class Publisher:
 
 
 def _is_of(refusal: str, exchange: str, routing_key: str) -> bool:
-    """Return whether a refusal, which fails every publish under way on the channel, concerns this one."""
+    """Return whether a refusal concerns this publish. A refusal fails every unconfirmed publish on the channel."""
     topic = f" topic '{routing_key}' " in refusal or " topic '" not in refusal
     return topic and f"exchange '{exchange or DEFAULT_EXCHANGE}'" in refusal
 
