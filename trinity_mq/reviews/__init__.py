@@ -1,1 +1,3 @@
-"""Human review: what an operator asks, what people answer, and what counts, by the events on one stream."""
+"""Human review: requests of operators, verdicts of reviewers, and the counted outcomes, from the events on a single
+stream.
+"""

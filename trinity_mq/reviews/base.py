@@ -1,4 +1,4 @@
-"""The interface by which operators ask people: questions in, answers out, within a bounded time."""
+"""Interface through which operators ask reviewers: questions in, answers out, within a time limit."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trinity_mq.messages import ReviewedCall, Verdict
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """A verdict, with its reward where it gives one."""
+    """A verdict, with a reward if the verdict sets one."""
 
     verdict: Verdict = "keep"
     reward: float | None = None
@@ -19,40 +19,42 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A run of a task about which a person is asked."""
+    """A run of a task that a reviewer is asked about."""
 
     uid: str
-    """Id of its last experience, which identifies the question within a batch."""
+    """Id of the last experience of the run. It identifies the question within a batch."""
     calls: Sequence[ReviewedCall] = ()
     reward: float | None = None
     parts: dict[str, float] = field(default_factory=dict)
     reasons: Sequence[str] = ()
     expected: str | None = None
-    """The expected answer of the task."""
+    """Expected answer of the task."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The decision about a question."""
+    """Decision about a question."""
 
     decision: Decision
     timed_out: bool = False
-    """Nobody answered in time: it is the default."""
+    """True if nobody answered in time. The decision is then the default."""
     by: str = ""
     note: str = ""
 
 
 class Reviews(Protocol):
-    """Asks people about runs of the batch that is being processed."""
+    """Asks reviewers about runs of the batch that is being processed."""
 
     async def ask(self, questions: Sequence[Question], *, seconds: float, default: Decision) -> list[Answer]:
-        """Return an answer to each question, in their order.
+        """Return an answer to each question, in the order of the questions.
 
-        The time counts from the first time that a question was asked: an operator that takes over from one that was
+        The time counts from the first time that a question was asked. An operator that replaces a killed operator asks
+        the same questions, finds the verdicts given since, and waits for the remaining time.
         killed asks the same questions, finds the verdicts that came meanwhile, and waits for what is left of the time.
 
         Args:
-            questions: Runs of the present batch.
-            seconds: Longest wait. With no broker in reach it is the same, and the default counts.
-            default: Counts where nobody answers in time.
+            questions: Runs of the current batch.
+            seconds: Maximum wait in seconds. It also applies while the broker is unreachable, and then the default
+                counts.
+            default: Decision that counts if nobody answers in time.
         """

@@ -1,8 +1,8 @@
-"""Works out the reviews of a run from the events on their stream: a pure function of the order of the events.
+"""Derives the reviews of a run from the events on their stream: a pure function of the order of the events.
 
-Operators, the command line and the dashboard read the same stream and come to the same reviews. The first request of an
-id opens it, and its deadline counts; the first verdict for it is noted; the first ``review_closed`` decides what
-counted. What comes later is refused with a reason and changes nothing.
+Operators, the command line and the dashboard read the same stream and derive the same reviews. The first request with
+an id opens the review, and its deadline counts. The first verdict on a review is recorded. The first ``review_closed``
+decides the outcome. Later events are refused with a reason and change nothing.
 """
 
 from __future__ import annotations
@@ -15,13 +15,17 @@ from typing import Literal, TypeVar
 from trinity_mq.messages import ReviewClosed, ReviewRequest, ReviewVerdict
 
 MAX_REWARD = 1e9
-"""Greatest size of a reward that a verdict gives: sums and squares of those of a group stay numbers."""
+"""Maximum absolute reward of a verdict. Sums and squares of the rewards of a group stay finite."""
 KEPT_CLOSED = 2000
-"""Closed reviews that are kept: far more than one batch has, so that a batch that comes again finds its own."""
+"""Maximum number of closed reviews in memory. This is far more than a batch has, so a redelivered batch finds its
+reviews.
+"""
 KEPT_EARLY = 1000
-"""Verdicts kept for requests that are not known: retention may have cut them, and an operator asks again."""
+"""Maximum number of early verdicts, whose requests are unknown. Retention may have removed the requests, and an
+operator asks again.
+"""
 KEPT_IDS = 100_000
-"""Message ids of verdicts that are remembered, so that each counts once."""
+"""Maximum number of remembered message ids of verdicts. Each id counts once."""
 
 T = TypeVar("T")
 
@@ -31,50 +35,54 @@ Taken = Literal["new", "repeated", "refused", "unknown"]
 
 @dataclass(frozen=True, slots=True)
 class Applied:
-    """The effect of one event."""
+    """Effect of an event."""
 
     taken: Taken
     reason: str = ""
-    """Why it was refused, or waits."""
+    """Reason why the event was refused or is waiting."""
 
 
 @dataclass(slots=True)
 class Review:
-    """One request and what has become of it."""
+    """A request and its current state."""
 
     request: ReviewRequest
     verdict: ReviewVerdict | None = None
-    """The first one that was given."""
+    """First verdict on the request."""
     closed: ReviewClosed | None = None
 
     @property
     def is_pending(self) -> bool:
-        """Nobody has given a verdict yet, and it is not closed."""
+        """True if the review has no verdict yet and is not closed."""
         return self.verdict is None and self.closed is None
 
 
 class ReviewLedger:
-    """Reviews by id of their request."""
+    """Reviews by request id."""
 
     def __init__(self) -> None:
         self._open: dict[str, Review] = {}
         self._closed: OrderedDict[str, Review] = OrderedDict()
         self._orphans: OrderedDict[str, ReviewClosed] = OrderedDict()
-        """Closings whose request has not been read."""
+        """Closed events whose request has not been read, by request id."""
         self._early: OrderedDict[str, ReviewVerdict] = OrderedDict()
         self._ids: OrderedDict[str, None] = OrderedDict()
 
     def get(self, request: str) -> Review | None:
-        """Return a review, None where its request is not known, or closed and forgotten."""
+        """Return a review. Return None if its request is unknown, or closed and forgotten."""
         return self._open.get(request) or self._closed.get(request)
 
     def closing(self, request: str) -> ReviewClosed | None:
-        """Return what counted for a request, also where the request itself has not been read; None: still open."""
+        """Return the closed event of a request, even if the request itself has not been read. Return None if the
+        request is still open.
+        """
         review = self.get(request)
         return self._orphans.get(request) if review is None else review.closed
 
     def __iter__(self) -> Iterator[Review]:
-        """Yield the open reviews in the order of their requests, then the closed ones in that of their closings."""
+        """Yield the open reviews in the order of their requests, then the closed reviews in the order of their
+        closing.
+        """
         yield from self._open.values()
         yield from self._closed.values()
 
@@ -83,11 +91,11 @@ class ReviewLedger:
         return [review for review in self._open.values() if review.is_pending]
 
     def apply(self, event: ReviewEvent, message_id: str) -> Applied:
-        """Take in the next event of the stream.
+        """Apply the next event of the stream.
 
         Args:
-            event: The message.
-            message_id: Its id: a message that is published again under its id counts once.
+            event: The event.
+            message_id: Message id of the event. A message that is published again under the same id counts once.
         """
         match event:
             case ReviewRequest():
@@ -146,7 +154,7 @@ class ReviewLedger:
 
 
 def in_words(decided: ReviewVerdict | ReviewClosed) -> str:
-    """Return a verdict, or what counted, in a few words."""
+    """Return a short text for a verdict or an outcome."""
     what = decided.verdict if decided.reward is None else f"{decided.verdict} {decided.reward:g}"
     if isinstance(decided, ReviewClosed) and decided.how == "timeout":
         return f"{what}, the default, for nobody answered in time"

@@ -1,4 +1,4 @@
-"""The reviews of a run as their stream ``tmq.<run>.review`` tells them: reads it into the ledger, sends verdicts."""
+"""Client for the review stream ``tmq.<run>.review`` of a run: reads its events into the ledger and sends verdicts."""
 
 from __future__ import annotations
 
@@ -32,34 +32,34 @@ from trinity_mq.runtime.notify import Notifier
 log = structlog.get_logger(__name__)
 
 REQUEST, VERDICT, CLOSED, MARK = "request", "verdict", "closed", "mark"
-"""Routing keys: of what operators ask, of verdicts by anybody, of what counted, and of readers' marks."""
+"""Routing keys: requests of operators, verdicts of any reviewer, outcomes, and marks of readers."""
 KINDS: Mapping[str, type[Message]] = {
     REQUEST: ReviewRequest,
     VERDICT: ReviewVerdict,
     CLOSED: ReviewClosed,
     MARK: Mark,
 }
-"""The kind of message by routing key: who may only give verdicts can neither ask nor decide."""
+"""Message class by routing key. A user who may only send verdicts can neither request nor decide reviews."""
 READ_WITHIN = 15.0
-"""Seconds within which a reader has to find the present end of the stream."""
+"""Seconds within which a reader must find the current end of the stream."""
 EFFECT_WITHIN = 15.0
 """Seconds to wait for the effect of a verdict."""
 
 
 class NoReviews(Exception):
-    """The run has no stream of reviews: none of its operators asks anybody."""
+    """The run has no review stream, because none of its operators requests reviews."""
 
 
 class ReviewStream:
     """Follows the reviews of a run.
 
-    Use it as ``async with ReviewStream(bus, topology).following() as reviews:``; then :attr:`ledger` is up to date
-    after each :attr:`changed`, and :meth:`send` gives verdicts.
+    Use it as ``async with ReviewStream(bus, topology).following() as reviews:``. Then :attr:`ledger` is up to date
+    after each :attr:`changed`, and :meth:`send` sends verdicts.
 
     Args:
         bus: A connected bus.
-        topology: The run's names.
-        declare: Make the stream where there is none; else :class:`NoReviews` says so.
+        topology: Names of the run.
+        declare: Create the stream if it does not exist. Otherwise :class:`NoReviews` is raised.
     """
 
     def __init__(self, bus: Bus, topology: Topology, *, declare: bool = False) -> None:
@@ -67,28 +67,28 @@ class ReviewStream:
         self.changed = Notifier()
         """Notified after each event that was read."""
         self.read_to_end = asyncio.Event()
-        """Set once all that was on the stream at the beginning has been read."""
+        """Set once all events that were on the stream at the start have been read."""
         self.unreadable = 0
-        """Messages that are none of the stream's."""
+        """Number of messages that do not belong on the stream."""
         self._bus, self._topology, self._declares = bus, topology, declare
         self._mark = new_mark()
         self._offset = 0
         self._waiting: dict[str, asyncio.Future[Applied]] = {}
-        """Those who wait for the effect of a verdict, by message id."""
+        """Futures for the effects of sent verdicts, by message id."""
         self._watched: dict[str, Notifier] = {}
 
     def pending(self) -> list[Review]:
-        """Return the reviews that wait for a verdict, in the order in which they were asked."""
+        """Return the reviews that wait for a verdict, in the order of their requests."""
         return self.ledger.pending()
 
     @asynccontextmanager
     async def following(self) -> AsyncIterator[ReviewStream]:
-        """Follow the stream inside the block, in which all that was on it at the beginning has been read.
+        """Follow the stream while the context lasts. On entry, all events that were on it at the start have been read.
 
         Raises:
-            NoReviews: There is no such stream.
-            QueueGone: It was deleted meanwhile.
-            BusUnavailable: It did not answer in time.
+            NoReviews: The stream does not exist.
+            QueueGone: The stream was deleted in the meantime.
+            BusUnavailable: The stream did not answer in time.
         """
         if not self._declares and await self._bus.depth(self._topology.review.name) is None:
             raise NoReviews(f"run {self._topology.run!r} has no stream of reviews: none of its operators asks anybody")
@@ -116,7 +116,7 @@ class ReviewStream:
         """Read the stream from its beginning until cancelled.
 
         Raises:
-            QueueGone: It was deleted, or is not there.
+            QueueGone: The stream was deleted or does not exist.
         """
         stream = self._stream()
         if self._declares:
@@ -137,11 +137,12 @@ class ReviewStream:
 
     def _stream(self) -> Queue:
         review = self._topology.review
-        return review if self._declares else dataclasses.replace(review, redeclare=False)  # looking must not make it
+        # a reader must not create the stream
+        return review if self._declares else dataclasses.replace(review, redeclare=False)
 
     async def _publish_mark(self) -> None:
         while True:
-            with contextlib.suppress(BusUnavailable):  # whoever waits for the mark has a limit of his own
+            with contextlib.suppress(BusUnavailable):  # tasks that wait for the mark have their own time limit
                 await self._bus.wait_usable()
                 await self._bus.publish(self._topology.exchange("review"), MARK, self._mark)
                 return
@@ -149,44 +150,45 @@ class ReviewStream:
                 return
 
     async def until_changed(self, request: str, seconds: float) -> bool:
-        """Return True after the next event of a request, False after so many seconds."""
+        """Return True after the next event of a request, or False after ``seconds``."""
         return await self._watched.setdefault(request, Notifier()).wait(seconds)
 
     def forget(self, request: str) -> None:
-        """Watch a request no longer."""
+        """Stop watching a request."""
         self._watched.pop(request, None)
 
-    # -- out
+    # -- output
 
     async def publish(self, event: ReviewEvent, key: str, message_id: str, *, timeout: float | None = None) -> None:
         """Publish an event and wait for its confirm.
 
         Raises:
-            BusUnavailable: It was not confirmed within ``timeout`` seconds (default: that of the bus).
-            NoReviews: There is no stream of reviews any more.
+            BusUnavailable: The event was not confirmed within ``timeout`` seconds (default: the publish timeout of the
+                bus).
+            NoReviews: The stream no longer exists.
         """
         message = envelope(event, message_id=message_id)
         while not await self._bus.publish(self._topology.exchange("review"), key, message, timeout=timeout):
             if not self._declares:
                 raise NoReviews(f"{self._topology.review.name} does not exist any more")
-            await self._bus.declare(self._topology.review)  # it was deleted under us
+            await self._bus.declare(self._topology.review)  # the stream was deleted in the meantime
 
     async def send(
         self, request: str, verdict: Verdict, reward: float | None = None, *, by: str = "", note: str = ""
     ) -> Applied:
-        """Give a verdict and return its effect once it was read back; only inside :meth:`following`.
+        """Send a verdict and return its effect once the verdict was read back. Call it only inside :meth:`following`.
 
         Args:
             request: Id of the request.
             verdict: ``keep``, ``drop`` or ``reward``.
-            reward: The new reward, with the verdict ``reward``.
-            by: Who gives it.
-            note: For people.
+            reward: New reward. Required by the verdict ``reward`` and not allowed otherwise.
+            by: Name of the reviewer.
+            note: Note for human readers.
 
         Raises:
-            ValueError: The verdict has no reward, or one that it does not take; or the id is none.
-            BusUnavailable: The broker has not kept it in time.
-            NoReviews: There is no stream of reviews any more.
+            ValueError: The verdict lacks a reward, or has a reward that it does not take, or the id is invalid.
+            BusUnavailable: The broker did not store the verdict in time.
+            NoReviews: The stream no longer exists.
         """
         event = ReviewVerdict(request=request, verdict=verdict, reward=reward, by=by, note=note)
         message_id = f"verdict-{uuid.uuid4().hex}"
@@ -202,7 +204,7 @@ class ReviewStream:
         finally:
             del self._waiting[message_id]
 
-    # -- in
+    # -- input
 
     def _read(self, delivery: Delivery) -> None:
         offset = delivery.offset or 0
@@ -239,10 +241,10 @@ class ReviewStream:
 
 
 def _decoded(delivery: Delivery) -> Message:
-    """Return the event in a delivery. The routing key says what it is; the body may leave its kind out.
+    """Return the event in a delivery. The routing key determines its kind, which the body may omit.
 
     Raises:
-        DecodeError: It is none, or none that its routing key allows.
+        DecodeError: The message is not a valid event, or its routing key does not allow the event.
     """
     check_readable(delivery)
     kind = KINDS.get(delivery.routing_key)
