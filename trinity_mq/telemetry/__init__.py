@@ -1,4 +1,4 @@
-"""Logs and metrics of a run. Imports nothing else of the library."""
+"""Logs and metrics of a run. The package imports no other part of the library."""
 
 from trinity_mq.telemetry.aggregate import aggregate_eval_runs, aggregate_eval_tasks, aggregate_runs, aggregate_tasks
 from trinity_mq.telemetry.log import LOGS_FOLDER, get_logger, mask_passwords, setup_logging, work_for

@@ -1,7 +1,7 @@
-"""Aggregates the metrics of runs into those of tasks, and those of tasks into those of batches: pure functions.
+"""Aggregates metrics of runs to metrics of tasks, and metrics of tasks to metrics of batches. Pure functions.
 
-A key may say how it is aggregated by its end ``:mean``, ``:sum``, ``:max``, ``:min`` or ``:last``; any other end is
-part of the name, and the mean is taken. Values that are no numbers are left out; a bool counts as 0 or 1.
+The suffix ``:mean``, ``:sum``, ``:max``, ``:min`` or ``:last`` of a key selects its aggregation. Any other suffix is
+part of the name, and the mean is used. Values that are not numbers are ignored. A bool counts as 0 or 1.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ from typing import Any
 
 
 def _sum(values: Sequence[float]) -> float:
-    """Return the sum; nan where there is none, as of infinities of both signs: no metric may end an agent."""
+    """Return the sum, or nan if no sum exists, for example for infinities of both signs. A metric must never end an
+    agent.
+    """
     try:
         return math.fsum(values)
     except (OverflowError, ValueError):
@@ -36,27 +38,28 @@ HOWS: Mapping[str, Callable[[Sequence[float]], float]] = {
     "last": lambda values: values[-1],
 }
 ACCURACY, MAJORITY = "accuracy", "majority"
-"""Metrics of evaluations with a meaning of their own; see :func:`aggregate_eval_runs`."""
+"""Metrics of evaluations with a special meaning; see :func:`aggregate_eval_runs`."""
 _DURATION = "time/"
-"""Prefix of the names of durations: "best of k" means nothing there."""
+"""Prefix of the names of durations, for which "best of k" has no meaning."""
 
 
 def aggregate_runs(runs: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return the metrics of a training task from those of its runs (or of a run from those of its experiences). Keys
-    keep their ends.
+    """Return the metrics of a training task from the metrics of its runs (or of a run from the metrics of its
+    experiences). Keys keep their suffixes.
 
     >>> aggregate_runs([{"a": 1, "n:sum": 1}, {"a": 3, "n:sum": 2}])
     {'a': 2.0, 'n:sum': 3.0}
     """
-    if len(runs) == 1:  # every way to aggregate a single value gives that value
+    if len(runs) == 1:  # every aggregation of a single value returns that value
         return {key: _float(value) for key, value in runs[0].items() if isinstance(value, float | int)}
     return {key: float(HOWS[_how(key)[1]](values)) for key, values in _columns(runs).items()}
 
 
 def aggregate_tasks(tasks: Sequence[Mapping[str, Any]], prefix: str) -> dict[str, float]:
-    """Return the metrics of a training batch from those of its tasks.
+    """Return the metrics of a training batch from the metrics of its tasks.
 
-    A key under the mean gives ``<prefix>/<key>/mean``, ``/max`` and ``/min``; any other one value, named by its end.
+    A key that is aggregated by its mean yields ``<prefix>/<key>/mean``, ``/max`` and ``/min``. Any other key yields a
+    single value, named by its suffix.
     """
     found: dict[str, float] = {}
     for key, values in _columns(tasks).items():
@@ -67,14 +70,15 @@ def aggregate_tasks(tasks: Sequence[Mapping[str, Any]], prefix: str) -> dict[str
 
 
 def aggregate_eval_runs(runs: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return the metrics of an evaluation task from those of its n runs.
+    """Return the metrics of an evaluation task from the metrics of its n runs.
 
-    ``<key>/mean@n`` and ``<key>/std@n`` (of the population); for n > 1 also ``best@k`` and ``worst@k`` for k = 2, 4, 8
-    ... below n, and n: the expected greatest and least of k runs drawn with replacement, the exact value of what a
-    bootstrap estimates. Durations (``time/...``) are plain means. n counts the runs that have the key.
+    Keys are ``<key>/mean@n`` and ``<key>/std@n`` (population standard deviation). For n > 1 there are also ``best@k``
+    and ``worst@k`` for k = 2, 4, 8 ... below n, and for k = n: the expected maximum and minimum of k runs drawn with
+    replacement. This is the exact value that a bootstrap estimates. Durations (``time/...``) are plain means. n is the
+    number of runs that have the key.
 
-    Of an ``accuracy`` of 0 and 1 there is also ``pass@k``, the probability that one of k of the runs is right, drawn
-    without replacement, and the accuracy of the answer that most runs gave, ``majority``, is ``majority@n``.
+    An ``accuracy`` of only 0 and 1 also yields ``pass@k``: the probability that at least one of k runs, drawn without
+    replacement, is right. The accuracy of the answer that most runs gave, ``majority``, becomes ``majority@n``.
     """
     found: dict[str, float] = {}
     for key, values in _columns(runs).items():
@@ -94,7 +98,7 @@ def aggregate_eval_runs(runs: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def best_of_sizes(n: int) -> list[int]:
-    """Return the k of ``best@k`` for n runs: the powers of two below n, and n; none for a single run.
+    """Return the k of ``best@k`` for n runs: the powers of two below n, and n. The list is empty for a single run.
 
     >>> best_of_sizes(9)
     [2, 4, 8, 9]
@@ -103,23 +107,25 @@ def best_of_sizes(n: int) -> list[int]:
 
 
 def pass_at(right: int, n: int, k: int) -> float:
-    """Return the probability that at least one of ``k`` runs is right, drawn without replacement from ``n`` runs of
-    which ``right`` are: ``1 - C(n - right, k) / C(n, k)`` (arXiv 2107.03374, equation 1).
+    """Return the probability that at least one of ``k`` runs is right. The runs are drawn without replacement from
+    ``n`` runs, and ``right`` of the ``n`` runs are right: ``1 - C(n - right, k) / C(n, k)`` (arXiv 2107.03374, equation
+    1).
     """
     return 1 - math.comb(n - right, k) / math.comb(n, k)
 
 
 def best_and_worst(values: Sequence[float], k: int) -> tuple[float, float]:
-    """Return the expected greatest and the expected least of ``k`` (at least 1) values drawn with replacement.
+    """Return the expected maximum and the expected minimum of ``k`` (at least 1) values drawn with replacement.
 
-    The i-th least of n values is the greatest of the k drawn with probability ``(i/n)**k - ((i-1)/n)**k``: all k are
-    among the i least, and not all among the i-1 least (order statistics of the empirical distribution, Efron 1979).
+    The i-th smallest of n values is the maximum of the k draws with probability ``(i/n)**k - ((i-1)/n)**k``: all k
+    draws are among the i smallest, and not all are among the i-1 smallest (order statistics of the empirical
+    distribution, Efron 1979).
     """
     rising, n = sorted(values), len(values)
     weights = [(i / n) ** k - ((i - 1) / n) ** k for i in range(1, n + 1)]
 
     def expected(ordered: Iterable[float]) -> float:
-        # a workflow may report infinities; a weight of 0 must not make nan of one
+        # a workflow may report infinities, and a weight of 0 times infinity would be nan
         return _sum([weight * value for weight, value in zip(weights, ordered, strict=True) if weight > 0])
 
     return expected(rising), expected(reversed(rising))
@@ -128,12 +134,12 @@ def best_and_worst(values: Sequence[float], k: int) -> tuple[float, float]:
 def aggregate_eval_tasks(
     tasks: Sequence[Mapping[str, Any]], prefix: str, *, detailed: bool = False
 ) -> dict[str, float]:
-    """Return the metrics of an evaluation from those of its tasks: ``<prefix>/<key>``, the mean over tasks.
+    """Return the metrics of an evaluation from the metrics of its tasks: ``<prefix>/<key>``, the mean over tasks.
 
     Args:
-        tasks: Metrics as :func:`aggregate_eval_runs` returns them.
-        prefix: Such as ``eval/gsm8k``.
-        detailed: Give ``/mean``, ``/max``, ``/min`` and ``/std`` (of the population) of each instead.
+        tasks: Metrics as returned by :func:`aggregate_eval_runs`.
+        prefix: Prefix of the keys, for example ``eval/gsm8k``.
+        detailed: Return ``/mean``, ``/max``, ``/min`` and ``/std`` (population standard deviation) of each key instead.
     """
     found: dict[str, float] = {}
     for key, values in _columns(tasks).items():

@@ -1,4 +1,6 @@
-"""Durations of an agent's work for its heartbeats: of what is under way, and the usual one of what was done."""
+"""Durations of an agent's work, for its heartbeats: the duration of current work, and the usual duration of finished
+work.
+"""
 
 from __future__ import annotations
 
@@ -9,38 +11,38 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 REMEMBERED_DURATIONS = 50
-"""The last durations that the usual one is the median of."""
+"""Number of latest durations whose median is the usual duration."""
 
 
 class UsualDuration:
-    """The median of the last durations of one kind of work."""
+    """Median of the latest durations of a kind of work."""
 
     def __init__(self) -> None:
         self._last: collections.deque[float] = collections.deque(maxlen=REMEMBERED_DURATIONS)
 
     def add(self, seconds: float) -> None:
-        """Take in the duration of work that is done."""
+        """Add the duration of finished work."""
         self._last.append(seconds)
 
     @property
     def seconds(self) -> float:
-        """The median in seconds; 0 where nothing is done yet."""
+        """Median in seconds. Zero if no work has finished yet."""
         return round(statistics.median(self._last), 3) if self._last else 0.0
 
 
 class WorkUnderWay:
-    """The work that an agent does one after another, by kinds such as train steps, weight syncs and saves."""
+    """Current work of an agent that works sequentially, by kind, such as train steps, weight syncs and saves."""
 
     def __init__(self) -> None:
         self.what = ""
-        """The work under way, in words; empty: none is."""
+        """Description of the current work. Empty if the agent is idle."""
         self._kind, self._since = "", 0.0
         self._usual: dict[str, UsualDuration] = {}
 
     @contextmanager
     def doing(self, kind: str, what: str) -> Iterator[None]:
-        """Report ``what`` as under way during the ``with`` block; its duration counts among those of ``kind``, unless
-        it ends with an exception.
+        """Report ``what`` as current work during the ``with`` block. Its duration is added to the durations of ``kind``
+        unless the block ends with an exception.
         """
         before = self.what, self._kind, self._since
         self.what, self._kind, self._since = what, kind, asyncio.get_running_loop().time()
@@ -52,11 +54,13 @@ class WorkUnderWay:
 
     @property
     def seconds(self) -> float:
-        """Seconds since the work under way began; 0 where none is."""
+        """Seconds since the current work began. Zero if the agent is idle."""
         return round(asyncio.get_running_loop().time() - self._since, 1) if self.what else 0.0
 
     @property
     def usual_seconds(self) -> float:
-        """Median duration in seconds of work of its kind; 0 where none was done, or none is under way."""
+        """Median duration in seconds of earlier work of the same kind. Zero if the agent is idle or no such work has
+        finished.
+        """
         usual = self._usual.get(self._kind)
         return usual.seconds if usual is not None and self.what else 0.0

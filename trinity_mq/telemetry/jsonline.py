@@ -1,4 +1,4 @@
-"""One JSON object a line, always valid JSON: what is not finite becomes null."""
+"""JSON lines: one JSON object per line, always valid JSON. Values that are not finite become null."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 
 
 def dump_line(fields: Mapping[str, Any]) -> str:
-    """Return ``fields`` as JSON on one line, without the line's end.
+    """Return ``fields`` as JSON on one line, without a line end.
 
-    NaN and infinities become null, since JSON has no word for them; what JSON cannot hold becomes its ``repr``.
+    NaN and infinities become null, because JSON cannot represent them. Values of other types become their ``repr``.
     """
     return json.dumps(_finite(fields), ensure_ascii=False, allow_nan=False, default=repr)
 

@@ -1,7 +1,8 @@
-"""Logs of an agent: JSON, one event a line, in ``<run_dir>/logs/<agent>.jsonl``; errors in short form on stderr. A file
-that has grown to its limit becomes ``<agent>.1.jsonl`` in place of the one before, so that a log takes bounded space.
+"""Logs of an agent: JSON with an event per line in ``<run_dir>/logs/<agent>.jsonl``, and errors in short form on
+stderr. A file that reaches its size limit is renamed to ``<agent>.1.jsonl`` and replaces the previous file of that
+name. Therefore the log takes bounded space.
 
-structlog goes through the standard library, so that what other libraries log arrives in the same file.
+structlog is routed through the standard library, so that logs of other libraries arrive in the same file.
 """
 
 from __future__ import annotations
@@ -24,17 +25,17 @@ from structlog.types import Processor
 from trinity_mq.telemetry.jsonline import dump_line
 
 LOGS_FOLDER = "logs"
-"""Folder of the run folder that holds a file of lines for each agent."""
+"""Folder in the run folder with a log file for each agent."""
 LOG_MAX_BYTES = 64 * 1024**2
-"""Size at which a new file is begun."""
+"""Size in bytes at which a new file is begun."""
 _PASSWORD = re.compile(r"(?<=://)([^\s:/@]*):((?:(?!://)\S)*)@")
-"""Matches up to the last @ before the next URL, so that a password with an unencoded @ is hidden too."""
+"""Matches up to the last @ before the next URL, so that a password with an unencoded @ is also masked."""
 _CHATTY = ("asyncio", "httpcore", "httpx", "httpx2", "openai", "urllib3")
 """Libraries that log a line at level info for each request or connection."""
 
 
 def mask_passwords(text: str) -> str:
-    """Return ``text`` with the password of every URL in it replaced.
+    """Return ``text`` with the password of every URL in it masked.
 
     >>> mask_passwords("amqp://guest:secret@localhost:5672/")
     'amqp://guest:***@localhost:5672/'
@@ -43,15 +44,15 @@ def mask_passwords(text: str) -> str:
 
 
 def get_logger(name: str) -> structlog.stdlib.BoundLogger:
-    """Return the logger ``name``, used as ``log.info("slice_done", ticket=ticket)``."""
+    """Return the logger ``name``. Use it as ``log.info("slice_done", ticket=ticket)``."""
     return structlog.stdlib.get_logger(name)
 
 
 def work_for(batch: int | str, ticket: str | None = None) -> AbstractContextManager[None]:
-    """Return a context in which every line that is logged carries the batch and, if given, its ticket.
+    """Return a context that adds the batch and, if given, its ticket to every logged line.
 
-    It holds in the present task and in tasks and threads (``asyncio.to_thread``) begun inside, not in others. A line
-    that names a batch or a ticket itself keeps its own.
+    The context applies to the current task, and to tasks and threads (``asyncio.to_thread``) started inside it. A batch
+    or ticket given in the log call itself takes precedence.
     """
     return structlog.contextvars.bound_contextvars(batch=batch, **({} if ticket is None else {"ticket": ticket}))
 
@@ -65,15 +66,15 @@ def setup_logging(
     run: str = "",
     max_bytes: int = LOG_MAX_BYTES,
 ) -> None:
-    """Route all logging of this process. Calling it again replaces what the last call set up.
+    """Route all logging of this process. Another call replaces the setup of the previous call.
 
     Args:
-        role: Written into every line.
-        agent_id: Written into every line, and the name of the log file.
-        run_dir: The run folder; None: no file.
+        role: Role of the agent, written to every line.
+        agent_id: Id of the agent, written to every line. It is also the name of the log file.
+        run_dir: Folder of the run. None: no log file.
         level: debug, info, warning or error.
-        run: Name of the run, written into every line; empty: into none.
-        max_bytes: Size at which a new file is begun.
+        run: Name of the run, written to every line. Empty: omitted.
+        max_bytes: Size in bytes at which a new file is begun.
     """
     root = logging.getLogger()
     for handler in list(root.handlers):
@@ -96,17 +97,19 @@ def setup_logging(
         ],
         wrapper_class=structlog.stdlib.BoundLogger,
         logger_factory=structlog.stdlib.LoggerFactory(),
-        cache_logger_on_first_use=False,  # loggers made at import time follow a later set-up
+        cache_logger_on_first_use=False,  # loggers created at import time must follow a later setup
     )
 
 
 class _LogFile(BaseRotatingHandler):
-    """A file of lines. Several processes may write to one: each looks whether another has begun a new file."""
+    """Log file with JSON lines. Several processes may write to the same file. Each process checks whether another
+    process has begun a new file.
+    """
 
     def __init__(self, role: str, agent_id: str, run_dir: Path, run: str, max_bytes: int) -> None:
         folder = run_dir / LOGS_FOLDER
         folder.mkdir(parents=True, exist_ok=True)
-        # half a surrogate pair, of strangers, becomes its escape in JSON
+        # unpaired surrogates from outside input become their JSON escapes
         super().__init__(str(folder / f"{agent_id}.jsonl"), mode="a", encoding="utf-8", errors="backslashreplace")
         self._before, self._max_bytes = folder / f"{agent_id}.1.jsonl", max_bytes
         self._told = False
@@ -131,25 +134,25 @@ class _LogFile(BaseRotatingHandler):
         )
 
     def shouldRollover(self, record: logging.LogRecord) -> bool:  # noqa: N802  # the name of the base class
-        """Say whether the file is full, or is not the one under its name any more."""
-        if self.stream is None:  # it is closed
+        """Return whether the file is full, or has been replaced by another file under its name."""
+        if self.stream is None:  # the log is closed
             return False
         try:
             now = os.stat(self.baseFilename)
             return now.st_size >= self._max_bytes or not os.path.samestat(now, os.fstat(self.stream.fileno()))
-        except FileNotFoundError:  # moved aside with its run: lines go there until this process ends
+        except FileNotFoundError:  # the file was moved with its run: further lines go to it until this process ends
             return False
 
     def doRollover(self) -> None:  # noqa: N802  # the name of the base class
-        """Begin a new file, unless another process has.
+        """Begin a new file, unless another process has done so.
 
-        The full file is locked while it is moved, so that one process moves it, once. A process that finds it locked
-        goes on writing to it and does not wait: the other one may be frozen.
+        The full file is locked while it is renamed, so that only one process renames it, and only once. A process that
+        finds it locked continues to write to it instead of waiting, because the other process may be frozen.
         """
         if self.stream is not None:
             if not _may_move(self.stream):
                 return
-            stream, self.stream = self.stream, None  # should the next one not open, the next line tries again
+            stream, self.stream = self.stream, None  # if opening the next file fails, the next line retries
             with stream, contextlib.suppress(FileNotFoundError):
                 now = os.stat(self.baseFilename)
                 if now.st_size >= self._max_bytes and os.path.samestat(now, os.fstat(stream.fileno())):
@@ -157,12 +160,14 @@ class _LogFile(BaseRotatingHandler):
         self.stream = self._open()
 
     def close(self) -> None:
-        """Close the file; what it has no room for is lost, and was said."""
+        """Close the file. Buffered lines that cannot be written are lost; :meth:`handleError` has reported the
+        failure.
+        """
         with contextlib.suppress(OSError):
             super().close()
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  # the name of the base class
-        """Say once, in one line, that the log cannot be written: a full disk is no reason for a traceback a line."""
+        """Report a failed write once, in one line. A full disk must not cause a traceback per line."""
         error = sys.exc_info()[1]
         if not isinstance(error, OSError):
             super().handleError(record)
@@ -173,9 +178,9 @@ class _LogFile(BaseRotatingHandler):
 
 
 def _may_move(stream: TextIO) -> bool:
-    """Lock a full file until it is closed; return False where another process holds the lock.
+    """Lock a full file until it is closed. Return False if another process holds the lock.
 
-    Where the file system has no locks the file is moved without one.
+    On a file system without locks, the file is renamed without a lock.
     """
     try:
         fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -185,8 +190,8 @@ def _may_move(stream: TextIO) -> bool:
 
 
 class _ShortErrors(logging.Handler):
-    """Writes ``role: event key=value: the exception's last line``; where the event has a reason, ``role: reason (event
-    key=value)``. The log file has the traceback.
+    """Writes ``role: event key=value: last line of the exception`` to stderr. If the event has a reason, it writes
+    ``role: reason (event key=value)``. The traceback is only in the log file.
     """
 
     def __init__(self, role: str) -> None:
@@ -195,7 +200,8 @@ class _ShortErrors(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            sys.stderr.write(self.format(record) + "\n")  # whatever stderr is now: a live display replaces it
+            # look up stderr at each write, because a live display replaces it
+            sys.stderr.write(self.format(record) + "\n")
         except Exception:
             self.handleError(record)
 
@@ -216,7 +222,9 @@ class _ShortErrors(logging.Handler):
 
 
 def _spelled_out(text: str) -> str:
-    """Return a line with what a terminal obeys spelled out: texts of strangers are in it."""
+    """Return a line with its control characters escaped. It may contain text from outside, which must not control the
+    terminal.
+    """
     return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
 
 

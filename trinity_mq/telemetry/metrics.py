@@ -1,4 +1,4 @@
-"""Metrics of a run: one JSON object a line in ``<run_dir>/metrics.jsonl``, and TensorBoard files beside it."""
+"""Metrics of a run: one JSON object per line in ``<run_dir>/metrics.jsonl``, and TensorBoard files next to it."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 METRICS_FILE = "metrics.jsonl"
 LINE_FIELDS = ("time", "role", "agent", "step")
-"""Fields of a line that say when and whose it is; all others are metrics."""
+"""Fields of a line that give its time and origin. All other fields are metrics."""
 TENSORBOARD_FLUSH_SECONDS = 5
 
 
 class MetricsWriter:
-    """Appends the metrics of one agent; the agents of a run share the file."""
+    """Appends the metrics of an agent. The agents of a run share the file."""
 
     def __init__(self, run_dir: Path, role: str, agent_id: str, tensorboard: bool = True) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -34,13 +34,13 @@ class MetricsWriter:
         self._events: EventFileWriter | None = _event_files(run_dir / "tensorboard" / role) if tensorboard else None
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Append ``values`` of ``step`` in one write, so that lines of several agents never mix.
+        """Append ``values`` of ``step`` in a single write, so that lines of several agents never mix.
 
-        Values that are not finite are written as null, and not to TensorBoard. A metric named ``time``, ``role``,
-        ``agent`` or ``step`` is hidden by the field of that name.
+        Values that are not finite are written as null, and are omitted from TensorBoard. A metric named ``time``,
+        ``role``, ``agent`` or ``step`` is hidden by the field of the same name.
 
         Raises:
-            OSError: The disk is full, or the file is gone.
+            OSError: The disk is full, or the file no longer exists.
         """
         now = time.time()
         numbers = {name: _number(value) for name, value in values.items()}
@@ -58,7 +58,7 @@ class MetricsWriter:
             _add_scalars(self._events, now, step, numbers)
 
     def close(self) -> None:
-        """Write out what is buffered and close the files."""
+        """Write buffered data and close the files."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
@@ -67,10 +67,10 @@ class MetricsWriter:
             self._events = None
 
     def _end_torn_line(self) -> None:
-        """End a line that a killed process left unfinished, so that the next line is not appended to it.
+        """Terminate a line that a killed process left unfinished, so that the next line does not continue it.
 
-        A line that another agent is writing at this moment looks the same and is then followed by a blank line. A lock
-        would tell them apart, but a frozen agent could block all others.
+        A line that another agent is writing at this moment looks the same, and is then followed by a blank line. A lock
+        would distinguish the two cases, but a frozen agent could block all other agents.
         """
         size = os.fstat(self._file).st_size
         if size and os.pread(self._file, 1, size - 1) != b"\n":
@@ -80,7 +80,7 @@ class MetricsWriter:
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Return the lines of a metrics file, oldest first.
 
-    A line torn by a killed writer is left out, a blank one too; a missing file has no lines.
+    Blank lines and lines torn by a killed writer are skipped. A missing file has no lines.
     """
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
@@ -98,12 +98,12 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def _number(value: Any) -> float | int:
-    """Return a plain number for what torch and numpy scalars, too, are."""
+    """Return a plain number. Torch and numpy scalars are converted."""
     return value if type(value) in {int, float} else float(value)
 
 
 def _event_files(folder: Path) -> EventFileWriter:
-    # imported here: tensorboard costs a third of a second, and only writers need it
+    # imported here because tensorboard takes a third of a second to import, and only writers need it
     from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
     return EventFileWriter(str(folder), flush_secs=TENSORBOARD_FLUSH_SECONDS)

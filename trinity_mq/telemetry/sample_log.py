@@ -1,7 +1,8 @@
-"""Experiences kept in a run's folder to be looked at later: bounded files of encoded bodies, appended step by step.
+"""Experiences stored in the folder of a run for later inspection: bounded files of encoded bodies, appended step by
+step.
 
-Each record is a header of 24 bytes (magic, train step, length of the body) and the encoded experiences.
-Segments are removed oldest first, so that the folder never grows beyond its limit by more than one record.
+Each record is a header of 24 bytes (magic, train step, body length) and the encoded experiences. The oldest segments
+are removed first, so that the folder never exceeds its limit by more than one record.
 """
 
 from __future__ import annotations
@@ -19,30 +20,30 @@ log = structlog.get_logger(__name__)
 
 SAMPLES_FOLDER = "samples"
 SEGMENTS = 8
-"""Files in which a full log is kept, and the part of it that is removed at a time."""
+"""Number of files of a full log. A single file is removed at a time."""
 KIND, FORMAT = b"TMQSMPL", b"1"
 MAGIC = KIND + FORMAT
 _HEADER = struct.Struct("<8sQQ")
 _MOST_BODY = 1 << 32
-"""Bytes of a body; a longer one is taken for a damaged header."""
+"""Maximum bytes of a body. A greater length counts as a damaged header."""
 
 
 @dataclass(frozen=True, slots=True)
 class SampleRecord:
-    """Experiences of one train step."""
+    """Experiences of a train step."""
 
     step: int
-    """Train steps made by then."""
+    """Number of train steps made so far."""
     body: bytes
-    """Encoded experiences."""
+    """Encoded experiences of the step."""
 
 
 class SampleLog:
-    """Writes records. One process writes at a time.
+    """Writes records. Only one process may write at a time.
 
     Args:
-        folder: Folder of the segments, made with the first record.
-        max_bytes: Bytes of all segments.
+        folder: Folder of the segments, created with the first record.
+        max_bytes: Maximum bytes of all segments.
     """
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
@@ -50,10 +51,10 @@ class SampleLog:
         self._file: BinaryIO | None = None
 
     def append(self, step: int, body: bytes) -> None:
-        """Append a record, in one write.
+        """Append a record in a single write.
 
         Raises:
-            OSError: The disk is full, or the folder cannot be written.
+            OSError: The disk is full, or the folder is not writable.
         """
         if self._file is None:
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -66,7 +67,7 @@ class SampleLog:
         self._trim()
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the current segment."""
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -92,10 +93,10 @@ def segments(folder: Path) -> list[Path]:
 
 
 class SampleLogReader:
-    """Reads records as they are appended; a record that is not whole yet comes with a later call.
+    """Reads records as they are appended. An incomplete record is returned by a later call.
 
     Args:
-        folder: Folder of the segments; it may not exist yet.
+        folder: Folder of the segments. It may not exist yet.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -103,7 +104,7 @@ class SampleLogReader:
         self._offsets: dict[str, int] = {}
 
     def read(self) -> Iterator[SampleRecord]:
-        """Yield the records since the last call, oldest first; a damaged segment is read up to the damage."""
+        """Yield the records since the last call, oldest first. A damaged segment is read up to the damage."""
         found = segments(self._folder)
         names = {path.name for path in found}
         self._offsets = {name: offset for name, offset in self._offsets.items() if name in names}
@@ -111,13 +112,13 @@ class SampleLogReader:
             try:
                 with path.open("rb") as file:
                     yield from self._records(path.name, file)
-            except FileNotFoundError:  # removed as the oldest meanwhile
+            except FileNotFoundError:  # removed in the meantime as the oldest segment
                 continue
 
     def _records(self, name: str, file: BinaryIO) -> Iterator[SampleRecord]:
         size = os.fstat(file.fileno()).st_size
         offset = self._offsets.get(name, 0)
-        if size < offset:  # that of a run begun anew
+        if size < offset:  # the file belongs to a run that was started again
             offset = 0
         while size - offset >= _HEADER.size:
             file.seek(offset)
@@ -131,7 +132,7 @@ class SampleLogReader:
                     advice="look at the run with the release that wrote it",
                 )
             if magic != MAGIC or length > _MOST_BODY:
-                self._offsets[name] = size  # torn by a writer that was killed: nothing behind it can be found
+                self._offsets[name] = size  # torn by a killed writer: no record after the damage can be located
                 return
             if size - offset - _HEADER.size < length:
                 return

@@ -1,4 +1,4 @@
-"""A curve in one line of text."""
+"""A curve as a single line of text."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ _BARS = "▁▂▃▄▅▆▇█"
 
 
 def sparkline(values: Sequence[float], width: int = 40) -> str:
-    """Return at most ``width`` bars for the finite values in order, from the lowest to the highest of them; a longer
-    series is averaged into ``width`` parts.
+    """Return at most ``width`` bars for the finite values in order, scaled from their minimum to their maximum. A
+    longer series is averaged into ``width`` parts.
     """
     finite = [value for value in values if math.isfinite(value)]
     largest = max(map(abs, finite), default=0.0) or 1.0
-    scaled = [value / largest for value in finite]  # no sum or difference of these overflows
+    scaled = [value / largest for value in finite]  # avoids overflow of sums and differences
     count = min(width, len(scaled))
     edges = [part * len(scaled) // count for part in range(count + 1)] if count else []
     means = [math.fsum(scaled[start:end]) / (end - start) for start, end in itertools.pairwise(edges)]

@@ -1,4 +1,4 @@
-"""A run's timeline, read from its metrics and written as a Chrome trace, which https://ui.perfetto.dev opens."""
+"""Timeline of a run, read from its metrics and written as a Chrome trace, which https://ui.perfetto.dev opens."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ DURATIONS: Mapping[tuple[str, str], Activity] = {
     ("trainer", "time/sync_weight"): "sync",  # names of earlier releases
     ("trainer", "time/save_checkpoint"): "save",
 }
-"""By role and metric: the activity whose seconds the metric holds. It ended when the metric was written."""
+"""Activity by role and metric. The metric holds its seconds. The activity ended when the metric was written."""
 PHASES = ("wait", "pause", "transfer", "apply", "resume")
-"""Phases of a sync, as ``sync/<phase>_ms`` in the same line."""
+"""Phases of a sync, given as ``sync/<phase>_ms`` in the same line."""
 SLACK = 0.002
-"""Seconds by which two spans of one track may overlap, both being rounded."""
+"""Seconds by which two spans of a track may overlap, because both are rounded."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One activity of an agent, in seconds since the epoch."""
+    """An activity of an agent, in seconds since the epoch."""
 
     agent: str
     role: str
@@ -38,11 +38,11 @@ class Span:
     start: float
     end: float
     phases: Mapping[str, float] = field(default_factory=dict)
-    """Milliseconds of the phases of a sync, as far as known."""
+    """Milliseconds of each known phase of a sync."""
 
 
 def spans(lines: Iterable[Mapping[str, Any]]) -> list[Span]:
-    """Return the activities in the lines of a metrics file, by their start; other lines are passed over."""
+    """Return the activities in the lines of a metrics file, sorted by start. Other lines are skipped."""
     found: list[Span] = []
     for line in lines:
         agent, role, step, end = (line.get(name) for name in ("agent", "role", "step", "time"))
@@ -60,10 +60,10 @@ def spans(lines: Iterable[Mapping[str, Any]]) -> list[Span]:
 
 
 def chrome_trace(every: Iterable[Span]) -> str:
-    """Return the spans as a Chrome trace in JSON: a process for each agent, with as many threads as let no span cover
-    another.
+    """Return the spans as a Chrome trace in JSON. Each agent is a process, with enough threads that no span covers
+    another span.
 
-    A sync is also shown with each explorer, whose engines take the weights.
+    A sync is also shown for each explorer, because its engines take the weights.
     """
     by_agent: dict[str, list[Span]] = {}
     for span in sorted(every, key=lambda span: (span.role, span.agent, span.start, span.end)):
@@ -81,7 +81,7 @@ def chrome_trace(every: Iterable[Span]) -> str:
 
 
 def tracks(own: Sequence[Span]) -> list[list[Span]]:
-    """Return the spans of one agent in as few tracks as let none cover another."""
+    """Return the spans of an agent in as few tracks as possible. No span covers another span of its track."""
     found: list[list[Span]] = []
     for span in sorted(own, key=lambda span: (span.start, span.end)):
         free = next((track for track in found if track[-1].end <= span.start + SLACK), None)

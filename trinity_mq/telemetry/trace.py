@@ -1,9 +1,9 @@
-"""The trace of each batch: what every process did for it and when, in ``<run_dir>/trace/<agent>.jsonl``.
+"""Trace of each batch: the work of every process for the batch, with times, in ``<run_dir>/trace/<agent>.jsonl``.
 
-Written where ``monitor.trace`` is on, of the batches that are exported where ``monitor.otlp`` is; else a span costs a
-look at one variable. Times are of the monotonic clock, which
-the processes of a host share; each process also says how far that clock is from the time of day, which compares hosts
-as well as their clocks are set (NTP: about a millisecond).
+Spans are written for all batches if ``monitor.trace`` is on, and for exported batches if ``monitor.otlp`` is on.
+Otherwise a span costs only a check of a variable. Times come from the monotonic clock, which the processes of a host
+share. Each process also records the offset of that clock from the time of day. Times of different hosts are therefore
+comparable as precisely as their clocks are set (NTP: about a millisecond).
 """
 
 from __future__ import annotations
@@ -35,47 +35,49 @@ from trinity_mq.telemetry.trace_ids import (
 
 TRACE_FOLDER = "trace"
 BATCH_HEADER = "X-TMQ-Batch"
-"""Header of a request to an engine while traced: the batch that it is for."""
+"""Header of a traced engine request: the batch of the request."""
 TASK_HEADER = "X-TMQ-Task"
-"""Header of a request to an engine while traced: id and first run of the task that it is for, as ``3.0``."""
+"""Header of a traced engine request: id and first run of its task, for example ``3.0``."""
 BUFFERED = 512
-"""Spans after which they are written."""
+"""Number of buffered spans at which they are written."""
 FLUSH_SECONDS = 1.0
-"""Seconds after which the next span has those before it written too."""
+"""Seconds after the last write from which on the next span triggers a write of the buffer."""
 
 BATCH: ContextVar[int | str | None] = ContextVar("batch", default=None)
-"""The batch that the present task works for, where a process works for several at a time."""
+"""Batch of the current task, for processes that work for several batches at a time."""
 TASK: ContextVar[tuple[int, int] | None] = ContextVar("task", default=None)
-"""Id and first run of the slice of a task of that batch that the present task works for."""
+"""Id and first run of the task slice in that batch that the current task works for."""
 
 
 @dataclass(frozen=True, slots=True)
 class TraceSpan:
-    """A span: one piece of work or one wait of a process."""
+    """A span: a single piece of work or a single wait of a process."""
 
     role: str
     agent: str
     what: str
     start: float
-    """Seconds since the epoch; differences of spans of one host are those of its monotonic clock."""
+    """Start in seconds since the epoch. Differences between spans of a host are differences of its monotonic clock."""
     end: float
     wait: bool = False
-    """It waited for somebody else, or for its turn."""
+    """True if the process waited for another process or for its turn."""
     cpu: float | None = None
-    """Processor seconds of the thread that did it, of the whole process where several threads did; None for waits."""
+    """Processor seconds of the working thread, or of the whole process if several threads worked. None for waits."""
     count: int = 1
     bytes: int = 0
     batch: int | str | None = None
     version: str | None = None
-    """``generation.step`` of the weights that were synced; a span of the trainer says which batch they come from."""
+    """Weight version ``generation.step`` that was synced. A span of the trainer gives the batch that the weights come
+    from.
+    """
     task: int | None = None
-    """Id of the task within the batch, where it is for one."""
+    """Id of the task within the batch. None: the span belongs to no task."""
     first_run: int | None = None
-    """First run of the slice of the task."""
+    """First run of the task slice."""
     ticks: int = 0
     """Start in microseconds of the process's own monotonic clock."""
     attributes: Mapping[str, str | int | float] | None = None
-    """Further ones, by their names in OpenTelemetry's conventions."""
+    """Further attributes, by their names in OpenTelemetry's conventions."""
 
 
 Attributes = dict[str, str | int | float]
@@ -92,14 +94,15 @@ Line = tuple[
     tuple[int, int] | None,
     Attributes | None,
 ]
-"""A span on its way to the file: what, batch, version, start, end, processor seconds, count, bytes, whether it waited,
-its slice of a task, attributes. There its seconds are whole microseconds, and the last two are missing where it has
-none.
+"""A buffered span: what, batch, version, start, end, processor seconds, count, bytes, wait flag, task slice,
+attributes. In the file, seconds become integer microseconds, and the last two fields are omitted if both are None.
 """
 
 
 class _Recorder:
-    """The spans of this process, which are written some at a time: first who it is, then lines of many spans each."""
+    """Buffers the spans of this process and writes them in groups: first a line that identifies the process, then lines
+    of many spans each.
+    """
 
     def __init__(self, role: str, agent: str, run_dir: Path, sample: float, *, exported_only: bool) -> None:
         folder = run_dir / TRACE_FOLDER
@@ -111,7 +114,7 @@ class _Recorder:
         self._spans: list[Line] = []
         offset = time.time() - self._flushed
         who = {"role": role, "agent": agent, "clock": _clock(), "pid": os.getpid(), "offset": offset}
-        self._write(f"\n{json.dumps(who)}\n")  # a line that a killed process left torn ends here
+        self._write(f"\n{json.dumps(who)}\n")  # the newline ends a line that a killed process left torn
 
     def add(self, line: Line, now: float) -> None:
         with self._lock:
@@ -125,7 +128,7 @@ class _Recorder:
         with self._lock:
             lines, self._spans = self._spans, []
         if lines:
-            # of whole numbers, as one text: three times as fast as an object a span
+            # integers in a single text: three times as fast as an object per span
             found = [
                 (
                     what,
@@ -144,12 +147,12 @@ class _Recorder:
             self._write(json.dumps(found, separators=(",", ":")) + "\n")
 
     def trace(self, batch: int | str) -> tuple[str, bool]:
-        """Return the id of a batch's trace, and whether that is exported."""
+        """Return the id of the trace of a batch, and whether the trace is exported."""
         found = trace_id(self._sampled.key, batch)
         return found, batch in self._sampled
 
     def leaves_out(self, batch: int | str) -> bool:
-        """Say whether nobody will look at the spans of a batch."""
+        """Return whether the spans of a batch are not recorded because its trace is not exported."""
         return self._exported_only and batch not in self._sampled
 
     def _write(self, text: str) -> None:
@@ -160,7 +163,9 @@ class _Recorder:
 
 
 def _clock() -> str:
-    """Return which monotonic clock this is: that of one boot of a host, its containers included."""
+    """Return an id of the monotonic clock. Processes in the same boot of a host share it, including processes in
+    containers.
+    """
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:  # not Linux
@@ -174,15 +179,15 @@ _at_work: int | str | None = None
 def start_trace(
     role: str, agent: str, run_dir: Path, *, on: bool, sample: float = 1.0, exported_only: bool = False
 ) -> None:
-    """Record the spans of this process from now on, or none.
+    """Start recording the spans of this process, or stop recording if ``on`` is False.
 
     Args:
-        role: Of the process.
-        agent: Its id.
-        run_dir: The run's folder.
-        on: Record them.
-        sample: Share of the batches whose traces are exported, for the flag in ``traceparent``.
-        exported_only: Record the spans of these batches only, and those of versions.
+        role: Role of the process.
+        agent: Id of the process.
+        run_dir: Folder of the run.
+        on: Whether to record spans.
+        sample: Share of the batches with exported traces, for the flag in ``traceparent``.
+        exported_only: Record only spans of exported batches and spans of weight versions.
     """
     global _recorder  # noqa: PLW0603  # as logging, a process has one
     stop_trace()
@@ -191,26 +196,28 @@ def start_trace(
 
 
 def stop_trace() -> None:
-    """Record no more."""
+    """Stop recording."""
     global _recorder  # noqa: PLW0603
     _recorder = None
 
 
 @atexit.register
 def flush_trace() -> None:
-    """Write what is buffered: at times, for those who follow, and in processes that end without their ``atexit``."""
+    """Write buffered spans. Called regularly for live readers, and by processes that exit without running
+    ``atexit``.
+    """
     if _recorder is not None:
         _recorder.flush()
 
 
 def works_on(batch: int | str | None) -> None:
-    """Say which batch this process works for until the next call, where that is one at a time."""
+    """Set the batch that this process works for until the next call, if it works for a single batch at a time."""
     global _at_work  # noqa: PLW0603
     _at_work = batch
 
 
 def batch_at_work() -> int | str | None:
-    """Return the batch that the present task, else this process, works for; None where it is not recorded."""
+    """Return the batch of the current task, or else of this process. Return None if the batch is not recorded."""
     if (recorder := _recorder) is None:
         return None
     if (batch := BATCH.get()) is None:
@@ -219,7 +226,9 @@ def batch_at_work() -> int | str | None:
 
 
 def trace_headers() -> dict[str, str]:
-    """Return the headers that tell an engine which batch and task a request is for, none where that is not recorded."""
+    """Return the headers that tell an engine the batch and task of a request. The mapping is empty if the batch is not
+    recorded.
+    """
     if (batch := batch_at_work()) is None:
         return {}
     found = {BATCH_HEADER: str(batch), **parent_header(batch)}
@@ -229,8 +238,9 @@ def trace_headers() -> dict[str, str]:
 
 
 def parent_header(batch: int | str | None = None, task: int | None = None) -> dict[str, str]:
-    """Return the header ``traceparent`` of a batch, by default of that at work, and of a task of it: what gets it works
-    below the span of the task, else of the batch. None where there is no batch, or it is not recorded.
+    """Return the ``traceparent`` header of a batch (default: the current batch) and of one of its tasks. The receiver's
+    spans become children of the span of the task, or else of the batch. The mapping is empty if there is no batch or it
+    is not recorded.
     """
     if (recorder := _recorder) is None:
         return {}
@@ -246,7 +256,7 @@ def parent_header(batch: int | str | None = None, task: int | None = None) -> di
 
 
 def works_for(headers: Mapping[str, str]) -> None:
-    """Have the present task work for the batch and the task that a request's headers name."""
+    """Make the current task work for the batch and the task in the headers of a request."""
     if _recorder is None:
         return
     BATCH.set(headers.get(BATCH_HEADER))
@@ -268,9 +278,9 @@ def record(
     attributes: Attributes | None = None,
     task: tuple[int, int] | None = None,
 ) -> None:
-    """Record a span from ``start`` to ``end``, in seconds of the monotonic clock, of ``batch`` or of the batch at work;
-    of neither and of no ``version``, it is passed over. ``task`` are id and first run of its slice, by default of that
-    at work.
+    """Record a span from ``start`` to ``end``, in seconds of the monotonic clock, for ``batch`` or the current batch.
+    The span is skipped if it has no batch and no ``version``. ``task`` is the id and first run of its task slice
+    (default: the current slice).
     """
     if (recorder := _recorder) is None:
         return
@@ -285,16 +295,16 @@ def record(
 
 
 class span:  # noqa: N801  # used as a function
-    """Record what the ``with`` block does as a span of ``batch``, or of the batch at work.
+    """Record the ``with`` block as a span of ``batch`` or of the current batch.
 
     Args:
         what: A verb and its object.
-        batch: Can also be set inside the block, as ``size`` and ``count``.
-        wait: The block waits for others; without it the processor time of the thread is recorded too.
-        threads: Other threads do the work: the processor time is that of the whole process.
-        size: Bytes that it is about.
+        batch: Batch of the span. Can also be set inside the block, like ``size`` and ``count``.
+        wait: True if the block waits for others. Otherwise the processor time of the thread is recorded too.
+        threads: True if other threads do the work. The processor time is then the time of the whole process.
+        size: Number of bytes that the work concerns.
         version: As in :func:`record`.
-        attributes: Of the span, by their names in OpenTelemetry's conventions.
+        attributes: Attributes of the span, by their names in OpenTelemetry's conventions.
     """
 
     __slots__ = ("_cpu", "_start", "attributes", "batch", "count", "size", "threads", "version", "wait", "what")
@@ -343,8 +353,8 @@ class span:  # noqa: N801  # used as a function
         )
 
     def parent_header(self) -> dict[str, str]:
-        """Return the header ``traceparent`` of what works below this span, of the batch and task at work; inside the
-        block. None where nothing is traced, or there is no batch.
+        """Return the ``traceparent`` header for work below this span, for the current batch and task. Call it inside
+        the block. The mapping is empty if nothing is traced or no batch is set.
         """
         if (recorder := _recorder) is None or not self._start or (batch := batch_at_work()) is None:
             return {}
@@ -360,12 +370,12 @@ class span:  # noqa: N801  # used as a function
 
 @contextmanager
 def shared_span(what: str, shares: Mapping[int | str | None, int]) -> Iterator[None]:
-    """Record what the block does as one span of each batch that it serves, with its share of the process's processor
-    time; work for no batch is passed over.
+    """Record the block as a span of each batch that it serves, with the batch's share of the processor time of the
+    process. Work without a batch is skipped.
 
     Args:
         what: A verb and its object.
-        shares: By batch, how much of the work is for it, as the span's ``count``.
+        shares: Amount of work by batch, which becomes the ``count`` of the span.
     """
     start, cpu = time.monotonic(), time.process_time()
     try:

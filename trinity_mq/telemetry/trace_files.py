@@ -1,4 +1,4 @@
-"""Reads the spans in a run's folder: all at once, or those that are new."""
+"""Reads the spans in the folder of a run: all spans, or only new spans."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from trinity_mq.telemetry.trace import TRACE_FOLDER, TraceSpan
 from trinity_mq.telemetry.trace_ids import Sampled
 
 READ_BYTES = 1 << 18
-"""Most bytes of one file that a call of :meth:`TraceTail.read` takes: about 4000 spans. A line has at most 50 kB."""
+"""Maximum bytes of a file that a call of :meth:`TraceTail.read` reads: about 4000 spans. A line has at most 50 kB."""
 
 
 def read_trace(run_dir: Path) -> list[TraceSpan]:
-    """Return the spans in a run's folder, in no order; a line torn by a killed process is left out."""
+    """Return the spans in the folder of a run, in no particular order. A line torn by a killed process is skipped."""
     tail = TraceTail(run_dir)
     found: list[TraceSpan] = []
     while (spans := tail.read()) is not None:
@@ -24,15 +24,15 @@ def read_trace(run_dir: Path) -> list[TraceSpan]:
 
 
 class TraceTail:
-    """The spans that were not read yet, also those of processes that started meanwhile.
+    """Reads spans that were not read yet, including spans of processes that started in the meantime.
 
     Args:
-        run_dir: The run's folder.
-        state: :attr:`state` of an earlier tail, perhaps of another process; None: read from the beginning.
-        batches: Those whose spans are read, with those of versions; None: all.
+        run_dir: Folder of the run.
+        state: :attr:`state` of an earlier tail, possibly of another process. None: read from the beginning.
+        batches: Batches whose spans are read, together with spans of versions. None: all batches.
 
     Raises:
-        ValueError: The state is none; TypeError and AttributeError likewise.
+        ValueError: The state is invalid. TypeError and AttributeError are raised for the same reason.
     """
 
     def __init__(
@@ -41,20 +41,22 @@ class TraceTail:
         self._folder, self._batches = run_dir / TRACE_FOLDER, batches
         known = state or {}
         self._clocks: dict[str, float] = {str(one): float(offset) for one, offset in known.get("clocks", {}).items()}
-        """By clock: seconds from it to the time of day, the same for all processes that share it."""
+        """Seconds to add to a clock to get the time of day, by clock id. Processes that share a clock share the
+        offset.
+        """
         self._files: dict[str, tuple[int, dict[str, Any]]] = {
             str(name): (int(at), dict(who)) for name, (at, who) in known.get("files", {}).items()
         }
-        """By file: the offset that it is read up to, and the process that wrote there last."""
+        """Offset up to which a file was read, and the process that wrote there last, by file name."""
 
     @property
     def state(self) -> dict[str, Any]:
-        """The progress of the reader, as JSON takes it."""
+        """Progress of the reader, as JSON-compatible data."""
         return {"clocks": dict(self._clocks), "files": {name: [at, who] for name, (at, who) in self._files.items()}}
 
     def read(self) -> list[TraceSpan] | None:
-        """Return new spans, at most some thousand of each process; None: no line is new. A line that is still being
-        written comes later; one that cannot be understood is passed over.
+        """Return new spans, at most a few thousand per process. Return None if no line is new. A line that is still
+        being written is returned later. Malformed lines are skipped.
         """
         found: list[TraceSpan] = []
         moved = False
@@ -70,7 +72,7 @@ class TraceTail:
         return found if moved else None
 
     def _take(self, line: bytes, who: dict[str, Any], found: list[TraceSpan]) -> dict[str, Any]:
-        """Add the spans of a line, which a process wrote; return the process that writes from here on."""
+        """Add the spans of a line to ``found``. Return the process that writes from here on."""
         try:
             fields = json.loads(line)
             if isinstance(fields, dict):
@@ -82,7 +84,7 @@ class TraceTail:
                 fields = [one for one in fields if one[1] in batches or one[2] is not None]
             found.extend([_span(one, who, offset) for one in fields])
         except (ValueError, TypeError, LookupError):
-            pass  # torn by a process that was killed
+            pass  # torn by a killed process
         return who
 
 
@@ -109,14 +111,14 @@ def _span(fields: Any, who: Mapping[str, Any], offset: float) -> TraceSpan:
 
 
 def _whole_lines(path: Path, at: int) -> list[bytes]:
-    """Return whole lines from an offset on, with their ends."""
+    """Return the complete lines from an offset on, with their line ends."""
     try:
         with path.open("rb") as file:
             file.seek(at)
             read = file.read(READ_BYTES)
-    except OSError:  # moved aside with its run
+    except OSError:  # the file was moved with its run
         return []
     whole, newline, _ = read.rpartition(b"\n")
     if not newline:
-        return [read] if len(read) == READ_BYTES else []  # no line of ours is as long: rubbish
+        return [read] if len(read) == READ_BYTES else []  # no line of this project is that long, so the data is garbage
     return (whole + newline).splitlines(keepends=True)

@@ -1,7 +1,8 @@
-"""Identity of a batch's trace: ids that every process of a run computes alike, and the header ``traceparent``.
+"""Identity of the trace of a batch: ids that every process of a run computes alike, and the header ``traceparent``.
 
-Ids are hashes, so that no process has to tell another: a batch's trace of the run's trace key and the batch, its spans
-of the trace and what they are. The header is that of W3C Trace Context, ``00-<trace>-<parent>-<flags>``.
+Ids are hashes, so that processes need not exchange them. The id of a trace is a hash of the run's trace key and the
+batch. The ids of its spans are hashes of the trace and of their content. The header is the W3C Trace Context header,
+``00-<trace>-<parent>-<flags>``.
 """
 
 from __future__ import annotations
@@ -13,31 +14,31 @@ import uuid
 from pathlib import Path
 
 TRACEPARENT = "traceparent"
-"""Header of messages and of HTTP requests."""
+"""Trace header of messages and of HTTP requests."""
 MOST_KNOWN = 1000
-"""Batches of which is remembered whether they are exported."""
+"""Maximum number of batches whose export decision is cached."""
 LINK = "tmq.link"
-"""Attribute of a span with the ``traceparent`` of work outside the run that it goes on with."""
+"""Attribute of a span with the ``traceparent`` of outside work that the span continues."""
 KEY_FILE = "key"
-"""File beside a run's spans with its trace key: a run that begins anew under an old name has traces of its own."""
+"""File next to the spans of a run with its trace key. A run that starts again under an old name gets its own traces."""
 
 
 _HEADER = re.compile(r"(?P<version>[0-9a-f]{2})-(?P<trace>[0-9a-f]{32})-(?P<span>[0-9a-f]{16})-[0-9a-f]{2}(?:-.*)?\Z")
-"""A later version of the header may have more behind the flags."""
+"""Format of ``traceparent``. A later version of the header may have more fields after the flags."""
 
 
 def trace_key(folder: Path) -> str:
-    """Return the trace key in a run's folder of spans; the first process that asks makes it.
+    """Return the trace key in a run's folder of spans. The first process that calls this function creates the key.
 
     Raises:
-        OSError: The folder cannot be written to.
+        OSError: The folder is not writable.
     """
     path = folder / KEY_FILE
     if not path.exists():
         own = path.with_name(f"{KEY_FILE}.{uuid.uuid4().hex}")
         own.write_text(f"{uuid.uuid4().hex}\n", encoding="ascii")
         try:
-            os.link(own, path)  # fails where another process was first
+            os.link(own, path)  # fails if another process was first
         except FileExistsError:
             pass
         finally:
@@ -46,7 +47,7 @@ def trace_key(folder: Path) -> str:
 
 
 def trace_id(key: str, batch: int | str) -> str:
-    """Return the id of a batch's trace, 32 hexadecimal digits."""
+    """Return the id of the trace of a batch, as 32 hexadecimal digits."""
     return _hash(16, key, batch)
 
 
@@ -69,28 +70,28 @@ def recorded_span(trace: str, agent: str, what: str, task: tuple[int, int] | Non
     """Return the id of a span that a process recorded.
 
     Args:
-        trace: That of its batch.
-        agent: The process.
-        what: Its name.
-        task: Id and first run of its task, if it is of one.
-        start: Microseconds of the process's monotonic clock.
+        trace: Trace id of its batch.
+        agent: Id of the process.
+        what: Name of the span.
+        task: Id and first run of its task slice. None: the span belongs to no task.
+        start: Start in microseconds of the process's monotonic clock.
     """
     return _hash(8, trace, agent, what, task, start)
 
 
 def is_sampled(trace: str, ratio: float) -> bool:
-    """Say whether a trace is among the ``ratio`` of all that are exported. OpenTelemetry's ``TraceIdRatioBased`` of the
-    same ratio decides alike.
+    """Return whether a trace is exported if the share ``ratio`` of all traces is exported. OpenTelemetry's
+    ``TraceIdRatioBased`` with the same ratio decides in the same way.
     """
     return int(trace[16:], 16) < round(ratio * 2**64)
 
 
 class Sampled:
-    """The batches of a run whose traces are exported.
+    """Set of the batches whose traces are exported.
 
     Args:
-        key: The run's trace key.
-        ratio: Their share.
+        key: Trace key of the run.
+        ratio: Share of the batches that are exported.
 
     >>> 7 in Sampled("key", 1.0), 7 in Sampled("key", 0.0)
     (True, False)
@@ -99,7 +100,7 @@ class Sampled:
     def __init__(self, key: str, ratio: float) -> None:
         self.key, self._ratio = key, ratio
         self._known: dict[int | str, bool] = {}
-        """The answers that were given last: a batch is asked for once for each of its spans."""
+        """Cached decisions by batch, because a batch is looked up for each of its spans."""
 
     def __contains__(self, batch: int | str) -> bool:
         if (found := self._known.get(batch)) is None:
@@ -110,12 +111,12 @@ class Sampled:
 
 
 def traceparent(trace: str, span: str, *, sampled: bool) -> str:
-    """Return the header's value for work below a span."""
+    """Return the header value for work below a span."""
     return f"00-{trace}-{span}-{'01' if sampled else '00'}"
 
 
 def read_traceparent(text: str) -> tuple[str, str] | None:
-    """Return the trace and the span in a header's value; None: it is none of W3C Trace Context, or names neither.
+    """Return the trace id and span id in a header value. Return None if the value is not valid W3C Trace Context.
 
     >>> read_traceparent("00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01")
     ('0af7651916cd43dd8448eb211c80319c', 'b7ad6b7169203331')

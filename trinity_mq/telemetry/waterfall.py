@@ -1,7 +1,7 @@
-"""One batch's trace laid out as a waterfall: what was done when, by whom, how often, and where nobody worked on it.
+"""Trace of a batch laid out as a waterfall: kinds of work with their times, agents and counts, and gaps without work.
 
-Pure functions over the spans that :func:`trinity_mq.telemetry.trace.read_trace` returns; all times are milliseconds
-from the batch's first span.
+Pure functions over the spans of :func:`trinity_mq.telemetry.trace_files.read_trace`. All times are milliseconds from
+the first span of the batch, unless stated otherwise.
 """
 
 from __future__ import annotations
@@ -23,68 +23,68 @@ MARKS: Mapping[str, tuple[str, str, bool]] = {
     "training": ("trainer", "train step", True),
     "sync": ("explorer", "commit at engine", True),
 }
-"""The stages of a batch: each goes from the last one's mark to the first beginning, or (True) the last end, of this
-span.
+"""Stages of a batch, as (role, span name, at end). A stage lasts from the mark of the previous stage to the first start
+of this span, or, if the flag is True, to its last end.
 """
 LEAST_GAP = 0.5
-"""Milliseconds from which on a gap is listed."""
+"""Minimum milliseconds of a gap that is listed."""
 COVERED = 0.5
-"""Share of a gap that a wait covers at least to be named with it."""
+"""Minimum share of a gap that a wait must cover to be named with the gap."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """The work, or the waits, of one kind by the agents of one role."""
+    """Work of a single kind, or waits of a single kind, by the agents of a role."""
 
     who: str
     what: str
     start: float
     took: float
-    """From the first beginning to the last end."""
+    """Milliseconds from the first start to the last end."""
     times: float
     total: float
-    """Sum of all durations; more than ``took`` where several ran at once."""
+    """Sum of all durations in milliseconds. It exceeds ``took`` if several ran at once."""
     cpu: float | None
-    """Processor time of the threads that did it, where that was measured."""
+    """Processor milliseconds of the working threads. None: not measured."""
     bytes: float
     wait: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """A time in which nobody worked on the batch."""
+    """A period without work on the batch by any agent."""
 
     start: float
     took: float
     after: str
     before: str
     waits: tuple[str, ...] = ()
-    """Waits during the gap, as far as spans say, each with the role that waited."""
+    """Waits recorded during the gap, each with the role that waited."""
     meanwhile: tuple[str, ...] = ()
-    """Work done for other batches during the gap, the longest first."""
+    """Work for other batches during the gap, longest first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Waterfall:
-    """The trace of one batch, or the medians of several."""
+    """Trace of a single batch, or the medians of several batches."""
 
     batch: str
     began: float
-    """Seconds since the epoch."""
+    """Start in seconds since the epoch."""
     took: float
     stages: Mapping[str, float]
     rows: Sequence[Row]
     gaps: Sequence[Gap]
     worked: Mapping[str, float]
-    """By role: the time in which somebody of it worked on the batch."""
+    """Milliseconds of work on the batch by at least one agent of the role, by role."""
     worked_elsewhere: Mapping[str, float]
-    """The same for other batches, between the batch's first and last span."""
+    """The same for other batches, between the first and last span of the batch."""
     idle: float
-    """The time in which nobody worked on the batch."""
+    """Milliseconds without work on the batch by any agent."""
 
 
 def batches_of(spans: Iterable[TraceSpan]) -> list[str]:
-    """Return the batches that there are spans of, in the order of their beginning."""
+    """Return the batches that have spans, ordered by their first start."""
     first: dict[str, float] = {}
     for one in spans:
         if one.batch is not None:
@@ -93,10 +93,10 @@ def batches_of(spans: Iterable[TraceSpan]) -> list[str]:
 
 
 def lay_out(spans: Sequence[TraceSpan], batch: str) -> Waterfall:
-    """Return the waterfall of one batch of a run.
+    """Return the waterfall of a single batch of a run.
 
     Raises:
-        KeyError: There is no span of it.
+        KeyError: The batch has no span.
     """
     of_version = {one.version: str(one.batch) for one in spans if one.version is not None and one.batch is not None}
     own: list[TraceSpan] = []
@@ -123,7 +123,7 @@ def lay_out(spans: Sequence[TraceSpan], batch: str) -> Waterfall:
 
 
 def typical(several: Sequence[Waterfall]) -> Waterfall:
-    """Return the medians of several waterfalls, of what at least half of them have."""
+    """Return the medians of several waterfalls, for rows and gaps that at least half of the waterfalls have."""
     enough = len(several) / 2
     rows: dict[tuple[str, str], list[Row]] = defaultdict(list)
     gaps: dict[tuple[str, str], list[Gap]] = defaultdict(list)
@@ -181,7 +181,7 @@ def _stages(own: Sequence[TraceSpan], began: float) -> dict[str, float]:
         marks = [one for one in own if (one.role, one.what) == (role, what)]
         if not marks:
             continue
-        # a reader may begin before the confirm has come back to the one who published
+        # a reader may start before the confirm has returned to the publisher
         mark = max(last, max(one.end for one in marks) if at_end else min(one.start for one in marks))
         found[stage], last = 1000 * (mark - last), mark
     return found
@@ -250,7 +250,7 @@ def _gaps(own: Sequence[TraceSpan], beside: Sequence[TraceSpan], began: float, e
 
 
 def union(intervals: Sequence[Interval]) -> list[Interval]:
-    """Return the same times as intervals that do not meet, rising.
+    """Return the same times as sorted intervals that do not touch.
 
     >>> union([(3, 4), (0, 2), (1, 2.5)])
     [(0, 2.5), (3, 4)]

@@ -1,1 +1,1 @@
-"""Answers to the questions of evaluations, kept in the folders of runs."""
+"""Answers to the questions of evaluations, stored in run folders."""

@@ -1,7 +1,7 @@
-"""Answers to the questions of evaluations, kept in a run's folder: one record for each evaluation of a set.
+"""Answers to the questions of evaluations, stored in the folder of a run. Each evaluation of a set is a record.
 
-They are in a log of samples (:mod:`trinity_mq.telemetry.sample_log`), so they are bounded and the oldest go first. The
-body of a record is JSON.
+The records are in a sample log (:mod:`trinity_mq.telemetry.sample_log`), so their size is bounded and the oldest
+records are removed first. The body of a record is JSON.
 """
 
 from __future__ import annotations
@@ -14,53 +14,53 @@ from trinity_mq.telemetry.sample_log import SEGMENTS, SampleLog, SampleLogReader
 
 EVALUATIONS_FOLDER = "evaluations"
 MOST_EVALUATIONS = 1000
-"""Evaluations that are kept, however small they are."""
+"""Maximum number of stored evaluations of any size."""
 
 
 class Answer(BaseModel):
-    """One run of a question."""
+    """Answer of a single run to a question."""
 
     run: int = 0
     answer: str | None = None
-    """Its text, a long one without its middle; None: not kept."""
+    """Text of the answer. The middle of a long answer is cut out. None: not stored."""
     reward: float | None = None
     accuracy: float | None = None
 
 
 class Question(BaseModel):
-    """One question of a set, and the answers to it."""
+    """A question of a set, and its answers."""
 
     task: int = 0
-    """Its number in the set, from 0."""
+    """Index in the set, from 0."""
     question: str = ""
     expected: str | None = None
-    """The expected answer; None: not known."""
+    """Expected answer. None: unknown."""
     answers: list[Answer] = Field(default_factory=list)
     """Answers of the runs that finished."""
     failure: str | None = None
-    """The first thing that went wrong."""
+    """First failure message. None: no failure."""
 
 
 class Evaluation(BaseModel):
-    """One evaluation of one set."""
+    """A single evaluation of a set."""
 
     set: str = ""
     label: int = 0
-    """Closed batches before it; in mode ``bench`` the train step of the checkpoint."""
+    """Number of closed batches before the evaluation. In mode ``bench``, the train step of the checkpoint."""
     time: float = 0.0
-    """Seconds since the epoch at its end."""
+    """End of the evaluation in seconds since the epoch."""
     questions: list[Question] = Field(default_factory=list)
-    """The first questions of the set, as many as a record has room for."""
+    """First questions of the set, as many as fit into a record."""
     left_out: int = 0
-    """Further questions of the set, which are not kept."""
+    """Number of further questions of the set, which are not stored."""
 
 
 class EvaluationLog:
-    """Writes evaluations. One process writes at a time.
+    """Writes evaluations. Only one process may write at a time.
 
     Args:
-        run_dir: The run's folder.
-        max_bytes: Bytes of the whole log; 0: nothing is kept.
+        run_dir: Folder of the run.
+        max_bytes: Maximum bytes of the whole log. 0: nothing is stored.
     """
 
     def __init__(self, run_dir: Path, max_bytes: int) -> None:
@@ -69,10 +69,10 @@ class EvaluationLog:
         self._log = SampleLog(self._folder, max_bytes)
 
     def append(self, evaluation: Evaluation) -> None:
-        """Append an evaluation, with as many of its questions as a record has room for.
+        """Append an evaluation, with as many of its questions as fit into a record.
 
         Raises:
-            OSError: The disk is full, or the folder cannot be written.
+            OSError: The disk is full, or the folder is not writable.
         """
         if not self._most:
             return
@@ -80,7 +80,7 @@ class EvaluationLog:
         try:
             self._log.append(evaluation.label, body.encode())
         finally:
-            self._log.close()  # they are rare, and a file for each
+            self._log.close()  # evaluations are rare, and each has its own file
         for path in segments(self._folder)[:-MOST_EVALUATIONS]:
             path.unlink(missing_ok=True)
 
@@ -98,8 +98,8 @@ def bounded(evaluation: Evaluation, most: int) -> Evaluation:
 
 
 def read_evaluations(run_dir: Path) -> list[Evaluation]:
-    """Return the evaluations kept in a run's folder, in the order of sets and labels; of one that was done twice, the
-    later one. Records that cannot be read are left out.
+    """Return the evaluations in the folder of a run, ordered by set and label. If an evaluation was repeated, the later
+    record counts. Unreadable records are skipped.
 
     Raises:
         OSError: The folder cannot be read.
@@ -108,7 +108,7 @@ def read_evaluations(run_dir: Path) -> list[Evaluation]:
     for record in SampleLogReader(run_dir / EVALUATIONS_FOLDER).read():
         try:
             one = Evaluation.model_validate_json(record.body)
-        except ValidationError:  # of a release that writes something else
+        except ValidationError:  # from a release with another format
             continue
         found[one.set, one.label] = one
     return [found[key] for key in sorted(found)]
