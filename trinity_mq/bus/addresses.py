@@ -44,14 +44,14 @@ class Addresses:
         """Return the addresses of the configuration, or else of the environment. Return None if neither sets an
         address.
         """
-        known = os.environ if environ is None else environ
+        environment = os.environ if environ is None else environ
         url, url_file = config.url, None if config.url else config.url_file
         if not (url or url_file):
-            url = known.get(URL_VARIABLE)
-            url_file = None if url else known.get(URL_FILE_VARIABLE)
+            url = environment.get(URL_VARIABLE)
+            url_file = None if url else environment.get(URL_FILE_VARIABLE)
         if not (url or url_file):
             return None
-        return cls(url, url_file, config.password_file or known.get(PASSWORD_FILE_VARIABLE) or None, config.tls)
+        return cls(url, url_file, config.password_file or environment.get(PASSWORD_FILE_VARIABLE) or None, config.tls)
 
     def text(self) -> str:
         """Return the URLs as configured, separated by commas.
@@ -108,7 +108,7 @@ def each(text: str) -> tuple[str, ...]:
     >>> each("amqp://a/x, amqps://b/y")
     ('amqp://a/x', 'amqps://b/y')
     """
-    return tuple(one for one in _BETWEEN.split(text.strip()) if one)
+    return tuple(url for url in _BETWEEN.split(text.strip()) if url)
 
 
 def in_turn(urls: tuple[str, ...]) -> tuple[str, ...]:
@@ -119,8 +119,11 @@ def in_turn(urls: tuple[str, ...]) -> tuple[str, ...]:
 
 def address(url: str) -> str:
     """Return ``host:port`` of a broker URL, or of each URL if there are several."""
-    parts = [urlsplit(one) for one in each(url)]
-    return " or ".join(f"{one.hostname}:{one.port or (5671 if one.scheme == 'amqps' else 5672)}" for one in parts)
+    parts = [urlsplit(single_url) for single_url in each(url)]
+    return " or ".join(
+        f"{url_parts.hostname}:{url_parts.port or (5671 if url_parts.scheme == 'amqps' else 5672)}"
+        for url_parts in parts
+    )
 
 
 def check_url(url: str) -> None:
@@ -129,8 +132,8 @@ def check_url(url: str) -> None:
     Raises:
         AddressError: The text is not a valid URL. The message names the wrong part.
     """
-    for one in each(url) or ("",):
-        _check(one)
+    for part in each(url) or ("",):
+        _check(part)
 
 
 def _check(url: str) -> None:

@@ -61,21 +61,21 @@ def permissions(run: str, role: Role, *, replies: bool = False, taps: str | None
         )
     tasks, ready = Topology(run).exchange("tasks"), Topology(run).exchange("ready")
     if role == "submitter":
-        own = rf"{prefix}replies\.submit\."
-        return Permissions(own, f"{prefix}tasks$", own, (TopicPermission(tasks, "^submit$", NOTHING),))
+        own_queues = rf"{prefix}replies\.submit\."
+        return Permissions(own_queues, f"{prefix}tasks$", own_queues, (TopicPermission(tasks, "^submit$", NOTHING),))
     if role == "rewarder":
         # a rewarder needs no queue, but a pattern that matches nothing would match an empty name
-        own = rf"{prefix}replies\.reward\."
+        own_queues = rf"{prefix}replies\.reward\."
         sessions = TopicPermission(Topology(run).exchange("sessions"), "^session$", NOTHING)
-        return Permissions(own, f"{prefix}sessions$", own, (sessions,))
+        return Permissions(own_queues, f"{prefix}sessions$", own_queues, (sessions,))
     review = Topology(run).exchange("review")
     if role == "reviewer":
-        own = rf"{prefix}replies\.review\."  # a reviewer needs no queue either
+        own_queues = rf"{prefix}replies\.review\."  # a reviewer needs no queue either
         verdicts = TopicPermission(review, "^(verdict|mark)$", NOTHING)
-        return Permissions(own, f"{prefix}review$", f"{prefix}review$", (verdicts,))
-    own = rf"{prefix}telemetry\."
+        return Permissions(own_queues, f"{prefix}review$", f"{prefix}review$", (verdicts,))
+    own_queues = rf"{prefix}telemetry\."
     return Permissions(
-        own,
+        own_queues,
         rf"{prefix}(telemetry\.|ready$|review$)",  # a reader finds the end of a stream by publishing its own mark
         rf"{prefix}(telemetry(\..*)?|ready|review|dead)$",
         (TopicPermission(ready, "^mark$", ".*"), TopicPermission(review, "^mark$", ".*")),
@@ -89,6 +89,7 @@ def rabbitmqctl_lines(user: str, vhost: str, granted: Permissions) -> list[str]:
     on = ["-p", vhost, user]
     lines = [["rabbitmqctl", "set_permissions", *on, granted.configure, granted.write, granted.read]]
     lines += [
-        ["rabbitmqctl", "set_topic_permissions", *on, one.exchange, one.write, one.read] for one in granted.topics
+        ["rabbitmqctl", "set_topic_permissions", *on, topic.exchange, topic.write, topic.read]
+        for topic in granted.topics
     ]
     return [shlex.join(line) for line in lines]

@@ -93,18 +93,18 @@ def outside_headers(headers: Mapping[str, object]) -> tuple[dict[str, HeaderValu
 
     The broker's own headers (``x-...``) are in neither result.
     """
-    kept: dict[str, HeaderValue] = {}
-    left_out: list[str] = []
+    sendable: dict[str, HeaderValue] = {}
+    omitted: list[str] = []
     room = MAX_OUTSIDE_HEADERS
     for name, value in headers.items():
         if name.startswith("x-"):
             continue
         if not _is_header_value(value) or _problem(name, value) is not None or _size(name, value) > room:
-            left_out.append(name)
+            omitted.append(name)
         else:
-            kept[name] = value
+            sendable[name] = value
             room -= _size(name, value)
-    return kept, tuple(left_out)
+    return sendable, tuple(omitted)
 
 
 def said_left_out(names: Iterable[str]) -> str:
@@ -112,8 +112,8 @@ def said_left_out(names: Iterable[str]) -> str:
     names = list(names)
     if not names:
         return ""
-    shown = ", ".join(header_text(name, 40) for name in names[:5])
-    return f"; headers left out: {shown}" + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    first_names = ", ".join(header_text(name, 40) for name in names[:5])
+    return f"; headers left out: {first_names}" + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def clamped(value: object, most: int = 2**31 - 1) -> int:

@@ -37,7 +37,10 @@ def routing_problem(
     if not queue.bindings:
         return None
     by_name = exchange == "" and key == queue.name  # publishing by queue name needs its own permission
-    if not (by_name or any(one.exchange == exchange and topic_matches(one.pattern, key) for one in queue.bindings)):
+    if not (
+        by_name
+        or any(binding.exchange == exchange and topic_matches(binding.pattern, key) for binding in queue.bindings)
+    ):
         return f"published to {exchange[:80]!r} with routing key {key[:80]!r}, which is not bound to this queue"
     if MOVED in headers and not exchange.endswith(TAKES_MOVED):
         return f"moved here by the broker from the queue {str(headers[MOVED])[:80]!r}"

@@ -68,13 +68,13 @@ async def read_at(bus: Bus, stream: Queue, offsets: Collection[int], seconds: fl
     Raises:
         StreamCut: Retention removed the first of the messages.
     """
-    found: dict[int, Delivery] = {}
+    messages: dict[int, Delivery] = {}
     missing = set(offsets)
     if not missing:
-        return found
+        return messages
     async with await bus.consume(stream, prefetch=len(missing), offset=min(missing)) as consumer:
         while missing and (delivery := await next_or_quiet(bus, consumer, seconds)) is not None:
             if (offset := delivery.offset) is not None and offset in missing:
-                found[offset] = delivery
+                messages[offset] = delivery
                 missing.discard(offset)
-    return found
+    return messages

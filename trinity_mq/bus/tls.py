@@ -77,18 +77,18 @@ def _load_own(context: ssl.SSLContext, config: TlsConfig, cert_file: str) -> Non
 
 def _key_password(path: str | None) -> bytes:
     if path is None:
-        found = os.environ.get(KEY_PASSWORD_VARIABLE, "").encode()
+        password = os.environ.get(KEY_PASSWORD_VARIABLE, "").encode()
     else:
         try:
-            found = Path(path).read_bytes().rstrip(b"\r\n")
+            password = Path(path).read_bytes().rstrip(b"\r\n")
         except OSError as error:
             raise AddressError(f"broker.tls.key_password_file {path} cannot be read: {error.strerror}") from None
-    if not found:
+    if not password:
         raise AddressError(
             "the key of broker.tls is encrypted and its password is not given: set broker.tls.key_password_file or "
             f"{KEY_PASSWORD_VARIABLE}"
         )
-    return found
+    return password
 
 
 def _unusable(setting: str, files: str, error: Exception, expected: str) -> str:
@@ -98,9 +98,9 @@ def _unusable(setting: str, files: str, error: Exception, expected: str) -> str:
 
 def tls_problem(error: BaseException | None, where: str, server: str, config: TlsConfig | None) -> str | None:
     """Return the cause and remedy of a TLS error that a retry does not solve. Return None for any other error."""
-    seen: set[int] = set()  # the client raises some errors from themselves, which would loop forever
-    while error is not None and not isinstance(error, ssl.SSLError) and id(error) not in seen:
-        seen.add(id(error))
+    visited: set[int] = set()  # the client raises some errors from themselves, which would loop forever
+    while error is not None and not isinstance(error, ssl.SSLError) and id(error) not in visited:
+        visited.add(id(error))
         error = error.__cause__ or error.__context__
     if not isinstance(error, ssl.SSLError):
         return None
@@ -113,37 +113,37 @@ def tls_problem(error: BaseException | None, where: str, server: str, config: Tl
             "5671), or write amqp:// for a broker without TLS"
         )
     if "ALERT" in reason or "CERTIFICATE" in reason:
-        said = reason.replace("_", " ").lower()
+        alert = reason.replace("_", " ").lower()
         if config is not None and config.cert_file:
             return (
-                f"the broker at {where} does not accept the certificate {config.cert_file} ({said}): it must come from "
-                "an authority in the broker's ssl_options.cacertfile and be valid now"
+                f"the broker at {where} does not accept the certificate {config.cert_file} ({alert}): it must come "
+                "from an authority in the broker's ssl_options.cacertfile and be valid now"
             )
         if any(word in reason for word in _WANTS_CERTIFICATE):
             return (
-                f"the broker at {where} wants a certificate of ours ({said}): set broker.tls.cert_file and "
+                f"the broker at {where} wants a certificate of ours ({alert}): set broker.tls.cert_file and "
                 "broker.tls.key_file"
             )
-        return f"the broker at {where} refuses the TLS connection ({said}); its log says why"
+        return f"the broker at {where} refuses the TLS connection ({alert}); its log says why"
     return None
 
 
 def _not_verified(error: ssl.SSLCertVerificationError, where: str, server: str, config: TlsConfig | None) -> str:
-    said = error.verify_message or error.reason or "not verified"
-    if "ismatch" in said:
+    verify_message = error.verify_message or error.reason or "not verified"
+    if "ismatch" in verify_message:
         return (
-            f"the certificate of the broker at {where} is for another name than {server!r} ({said}): write the name "
-            "that it holds into broker.url, or into broker.tls.server_name"
+            f"the certificate of the broker at {where} is for another name than {server!r} ({verify_message}): write "
+            "the name that it holds into broker.url, or into broker.tls.server_name"
         )
-    if "expired" in said or "not yet valid" in said:
+    if "expired" in verify_message or "not yet valid" in verify_message:
         return (
-            f"the certificate of the broker at {where}: {said}. Renew it at the broker (or set this machine's clock); "
-            "it is not accepted as it is"
+            f"the certificate of the broker at {where}: {verify_message}. Renew it at the broker (or set this "
+            "machine's clock); it is not accepted as it is"
         )
     trusted = f"those in {config.ca_file}" if config is not None and config.ca_file else "those this system trusts"
     return (
-        f"the certificate of the broker at {where} comes from no authority that is trusted ({said}; trusted are "
-        f"{trusted}): set broker.tls.ca_file to the certificate of the authority that made it"
+        f"the certificate of the broker at {where} comes from no authority that is trusted ({verify_message}; trusted "
+        f"are {trusted}): set broker.tls.ca_file to the certificate of the authority that made it"
     )
 
 

@@ -102,7 +102,7 @@ class Queue:
         """``x-`` arguments of the declaration."""
         if self.kind == "exclusive":
             return {}
-        found = {
+        arguments = {
             "x-queue-type": self.kind,
             "x-delivery-limit": BROKER_DELIVERY_LIMIT if self.kind == "quorum" else None,
             "x-stream-max-segment-size-bytes": STREAM_SEGMENT_BYTES if self.kind == "stream" else None,
@@ -114,7 +114,7 @@ class Queue:
             "x-overflow": self.overflow,
             "x-consumer-timeout": None if self.consumer_timeout is None else round(self.consumer_timeout * 1000),
         }
-        return {name: value for name, value in found.items() if value is not None}
+        return {name: value for name, value in arguments.items() if value is not None}
 
 
 def batch_key(batch: BatchId) -> str:
@@ -216,9 +216,9 @@ class Topology:
         this run, a queue with a random name, or match ``outsiders.reply_queues``. Other queues of a run are never
         allowed.
         """
-        own = f"{self.prefix}replies."
-        if name.startswith(own):
-            return name.removeprefix(own).partition(".")[0] not in OTHERS_REPLIES
+        own_prefix = f"{self.prefix}replies."
+        if name.startswith(own_prefix):
+            return name.removeprefix(own_prefix).partition(".")[0] not in OTHERS_REPLIES
         return name.startswith((*REPLY_QUEUES, *self.reply_queues)) and not name.startswith("tmq.")
 
     @property

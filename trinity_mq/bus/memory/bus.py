@@ -80,15 +80,15 @@ class MemoryBroker:
         """Return the queue with its bindings, and create it if it is missing. Raises BusRefused if another connection
         owns it exclusively.
         """
-        found = self.queues.get(queue.name)
-        if found is None:
+        stored_queue = self.queues.get(queue.name)
+        if stored_queue is None:
             owner = client if queue.kind == "exclusive" else None
-            found = StreamQueue(queue, owner) if queue.kind == "stream" else WorkQueue(queue, owner)
-            self.queues[queue.name] = found
-        check_owner(found, client)
+            stored_queue = StreamQueue(queue, owner) if queue.kind == "stream" else WorkQueue(queue, owner)
+            self.queues[queue.name] = stored_queue
+        check_owner(stored_queue, client)
         for binding in queue.bindings:
             self._bindings[binding.exchange].add((binding.pattern, queue.name))
-        return found
+        return stored_queue
 
     def unbind(self, queue: Queue) -> None:
         for binding in queue.bindings:
@@ -217,11 +217,11 @@ class MemoryBus(Bus):
             await self.declare(queue)
         elif queue.name not in self._broker.queues:
             raise QueueGone(f"queue {queue.name} does not exist")
-        found = self._broker.queues[queue.name]
-        check_owner(found, self)
+        stored_queue = self._broker.queues[queue.name]
+        check_owner(stored_queue, self)
         consumer = MemoryConsumer(queue, prefetch, offset, self._broker.dead_letter, self._forget)
         self._consumers.append(consumer)
-        consumer.attach(found)
+        consumer.attach(stored_queue)
         return consumer
 
     async def lock(self, name: str) -> Lock:

@@ -99,7 +99,9 @@ class WorkQueue(MemoryQueue):
         """Deliver to the consumers in rotation, or to the single active consumer."""
         single = self.declared.single_active_consumer
         while self._ready:
-            consumer = next((each for each in self._consumers[: 1 if single else None] if each.has_room), None)
+            consumer = next(
+                (candidate for candidate in self._consumers[: 1 if single else None] if candidate.has_room), None
+            )
             if consumer is None:
                 return
             if not single:
@@ -220,13 +222,13 @@ class MemoryConsumer(BufferedConsumer[Stored]):
         if self.queue.kind == "exclusive" or not self.queue.comes_back:
             self._end(QueueGone(f"queue {self.queue.name} was deleted"))
 
-    def cut(self, kept: int) -> None:
+    def cut(self, first_offset: int) -> None:
         """End with StreamCut, because retention removed the next messages. ``kept`` is the first offset that the stream
         holds.
         """
         requested = self._next or 0
         self.detach()
-        self._end(StreamCut(self.queue.name, requested, kept))
+        self._end(StreamCut(self.queue.name, requested, first_offset))
 
     def settle(self, delivery: MemoryDelivery, answer: Answer) -> None:
         queue = self._attached
@@ -262,10 +264,12 @@ class MemoryDelivery(Delivery):
     """A message that was handed over."""
 
     def __init__(self, consumer: MemoryConsumer, message: Stored) -> None:
-        stored: dict[str, Any] = {each.name: getattr(message, each.name) for each in fields(Incoming)}
+        stored: dict[str, Any] = {
+            property_field.name: getattr(message, property_field.name) for property_field in fields(Incoming)
+        }
         counted = {"x-delivery-count": message.deliveries_before or None, "x-stream-offset": message.offset}
-        shown = {name: value for name, value in counted.items() if value is not None}
-        super().__init__(**stored | {"headers": {**message.headers, **shown}})
+        broker_headers = {name: value for name, value in counted.items() if value is not None}
+        super().__init__(**stored | {"headers": {**message.headers, **broker_headers}})
         self._consumer = consumer
         self.session, self.order = consumer.session, message.order
 

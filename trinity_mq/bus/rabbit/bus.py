@@ -217,13 +217,13 @@ class RabbitBus(Bus):
         """
         if self._closed:
             return
-        before = self._consuming
+        old_consuming = self._consuming
         if self._consuming is None or not self._consuming.alive:
             self._consuming = await self._renew_consuming(self._consuming)
             self._rebuilt.set()
         for consumer in tuple(self._consumers):
             await self._attach(consumer)
-        if self._consuming is not before:
+        if self._consuming is not old_consuming:
             await self._retake_locks()  # see _attach
         if self._publishing is None or not self._publishing.alive:
             self._publishing = await self._renew_publishing(self._publishing)

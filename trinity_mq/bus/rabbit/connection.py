@@ -72,20 +72,20 @@ def amqp_errors() -> Iterator[None]:
     forever.
     uses, returns where its result comes at the moment of the cancellation, and a loop would go on for ever.
     """
-    before = _cancellations()
+    earlier_cancellations = _cancellations()
     try:
         with _translated():
             yield
     except asyncio.CancelledError as error:
-        if _cancellations() > before:
+        if _cancellations() > earlier_cancellations:
             raise
         # the client cancels the futures of a dead connection although nobody cancelled this task
         raise BrokerConnectError("connection lost") from error
     except (BrokerConnectError, BusRefused, QueueGone) as error:
-        if _cancellations() > before:
+        if _cancellations() > earlier_cancellations:
             raise asyncio.CancelledError from error
         raise
-    if _cancellations() > before:
+    if _cancellations() > earlier_cancellations:
         raise asyncio.CancelledError
 
 
@@ -299,11 +299,14 @@ def _refusal(error: Exception, url: str, tls: TlsConfig | None, first: bytes) ->
     return None
 
 
-def refused_access(said: str) -> str:
+def refused_access(broker_reason: str) -> str:
     """Return an error message with the broker's reason for refusing an operation, and advice."""
-    name = re.search(r"'tmq\.([a-z0-9-]{1,40})\.", said)
+    name = re.search(r"'tmq\.([a-z0-9-]{1,40})\.", broker_reason)
     run = name.group(1) if name is not None else "RUN"
-    return f"the broker refuses it: {said}; `trinity-mq broker permissions {run}` says what each kind of user needs"
+    return (
+        f"the broker refuses it: {broker_reason}; `trinity-mq broker permissions {run}` says what each kind of user "
+        "needs"
+    )
 
 
 def _drain(transport: AbstractConnection) -> None:

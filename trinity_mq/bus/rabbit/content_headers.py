@@ -67,22 +67,22 @@ class Properties(spec.Basic.Properties):
 
 def read_header(data: bytes) -> ReadHeader:
     """Return the content header in the payload of a frame. Unused properties are skipped."""
-    found = ReadHeader()
+    content_header = ReadHeader()
     try:
-        found.class_id, found.weight, found.body_size = struct.unpack_from(">HHQ", data)
+        content_header.class_id, content_header.weight, content_header.body_size = struct.unpack_from(">HHQ", data)
         (flags,) = struct.unpack_from(">H", data, 12)
-        _read_properties(found, flags, data, 14)
+        _read_properties(content_header, flags, data, 14)
     except (struct.error, IndexError) as error:
-        found.unreadable = f"its properties are cut off: {error}"
+        content_header.unreadable = f"its properties are cut off: {error}"
     except ValueError as error:
-        found.unreadable = str(error)
-    return found
+        content_header.unreadable = str(error)
+    return content_header
 
 
-def _read_properties(found: ReadHeader, flags: int, data: bytes, at: int) -> None:
+def _read_properties(content_header: ReadHeader, flags: int, data: bytes, at: int) -> None:
     if flags & 1:
         raise ValueError("it has properties that AMQP 0-9-1 does not know")
-    properties: Any = found.properties
+    properties: Any = content_header.properties
     for name, flag in properties.flags.items():
         if not flags & flag:
             continue
@@ -95,7 +95,7 @@ def _read_properties(found: ReadHeader, flags: int, data: bytes, at: int) -> Non
         elif kind == "shortstr":
             end = at + 1 + data[at]
             if name in USED:
-                setattr(properties, name, _text(found, name, data[at + 1 : end]))
+                setattr(properties, name, _text(content_header, name, data[at + 1 : end]))
             at = end
         else:
             at += {"octet": 1, "timestamp": 8}[kind]
@@ -126,10 +126,10 @@ def _read_table(fields: dict[str, Any], data: bytes, at: int) -> None:
         raise ValueError("its headers are cut off")
 
 
-def _text(found: ReadHeader, name: str, data: bytes) -> str:
+def _text(content_header: ReadHeader, name: str, data: bytes) -> str:
     text = _utf8(data)
     if text is None:
-        found.unreadable = found.unreadable or f"its property {name} is not UTF-8: {data[:40]!r}"
+        content_header.unreadable = content_header.unreadable or f"its property {name} is not UTF-8: {data[:40]!r}"
         return data.decode("utf-8", "backslashreplace")
     return text
 
