@@ -56,8 +56,11 @@ def taskset_metrics(ticket: Ticket) -> dict[str, float]:
         runs = [run for result in ticket.results_of(task_id) for run in result.metrics]
         if math.isfinite(reward := aggregate_runs(runs).get("reward", math.nan)):
             rewards[name].append(reward)
-    found = {f"rollout/taskset/{name}/tasks": float(count) for name, count in counts.items()}
-    return found | {f"rollout/taskset/{name}/reward": math.fsum(own) / len(own) for name, own in rewards.items()}
+    metrics = {f"rollout/taskset/{name}/tasks": float(count) for name, count in counts.items()}
+    return metrics | {
+        f"rollout/taskset/{name}/reward": math.fsum(taskset_rewards) / len(taskset_rewards)
+        for name, taskset_rewards in rewards.items()
+    }
 
 
 def eval_metrics(ticket: Ticket, name: str, *, detailed: bool = False) -> dict[str, float]:
@@ -131,12 +134,12 @@ def _runs_by_task(results: Sequence[TaskResult]) -> Mapping[int, list[Mapping[st
     """Return the metrics of the finished runs of each task, and the seconds that a runner worked on each of its
     slices.
     """
-    found: defaultdict[int, list[Mapping[str, float]]] = defaultdict(list)
+    metrics_by_task: defaultdict[int, list[Mapping[str, float]]] = defaultdict(list)
     for result in results:
-        found[result.task_id] += result.metrics
+        metrics_by_task[result.task_id] += result.metrics
         if result.attempt:  # slices without an attempt never reached a runner
-            found[result.task_id].append({"time/task_execution": result.seconds})
-    return found
+            metrics_by_task[result.task_id].append({"time/task_execution": result.seconds})
+    return metrics_by_task
 
 
 def _counts(results: Sequence[TaskResult], prefix: str) -> dict[str, float]:

@@ -77,8 +77,8 @@ class BatchQueues:
 
     def next_ticket(self) -> str:
         """Return the id for a new ticket: the id of the spare queue, or a fresh id if no spare queue is declared."""
-        taken, self._spare = self._spare, None
-        return taken or uuid.uuid4().hex
+        ticket_id, self._spare = self._spare, None
+        return ticket_id or uuid.uuid4().hex
 
     @property
     def spare(self) -> str | None:

@@ -240,10 +240,12 @@ class Dispatcher:
             ticket=None if deliver == "none" else self.queues.next_ticket(),
             **more,
         )
-        for one in ticket.submissions:
-            if one.traceparent:
-                now, task = time.monotonic(), (ticket.first_task + one.task_id, 0)
-                record("take submission", now, now, batch=batch_id, task=task, attributes={LINK: one.traceparent})
+        for submission in ticket.submissions:
+            if submission.traceparent:
+                now, task = time.monotonic(), (ticket.first_task + submission.task_id, 0)
+                record(
+                    "take submission", now, now, batch=batch_id, task=task, attributes={LINK: submission.traceparent}
+                )
         return ticket
 
     @property
@@ -257,7 +259,7 @@ class Dispatcher:
 
         Several tickets may be opened concurrently. Within a lane, their slices are published in the order of the calls.
         """
-        before, all_sent = self._all_sent.get(ticket.lane), asyncio.get_running_loop().create_future()
+        previous_sent, all_sent = self._all_sent.get(ticket.lane), asyncio.get_running_loop().create_future()
         self._all_sent[ticket.lane] = all_sent
         try:
             self.tickets[ticket.ticket] = ticket
@@ -272,8 +274,8 @@ class Dispatcher:
                 with span("declare queue", ticket.batch, wait=True):
                     await self.queues.make(ticket, again=again)
             self.on_declared(ticket)
-            if before is not None:
-                await asyncio.wait([before])
+            if previous_sent is not None:
+                await asyncio.wait([previous_sent])
             await self._publish_slices(ticket, all_sent)
         finally:
             _resolve(all_sent)
@@ -373,14 +375,14 @@ class Dispatcher:
         before the last confirms arrive.
         """
         size = ticket.grouped = self._group_size(ticket)
-        left = (ticket.slices[start : start + size] for start in range(0, len(ticket.slices), size))
+        groups = (ticket.slices[start : start + size] for start in range(0, len(ticket.slices), size))
         common = self._common_fields(ticket)
 
         async def publish_next() -> None:
-            for group in left:
-                wanted = [task_slice for task_slice in group if task_slice.result is None]
-                if wanted and ticket.grace is None:
-                    await self._publish_group(ticket, wanted, common)
+            for group in groups:
+                undecided = [task_slice for task_slice in group if task_slice.result is None]
+                if undecided and ticket.grace is None:
+                    await self._publish_group(ticket, undecided, common)
             _resolve(all_sent)
 
         async with asyncio.TaskGroup() as group:
@@ -392,7 +394,9 @@ class Dispatcher:
         messages, and all runners support grouped slices.
         """
         mean, runners = self.slice_times.mean, self._runners()
-        are_able = all(isinstance(one.detail, RunnerStatus) and one.detail.grouped_slices for one in runners)
+        are_able = all(
+            isinstance(heartbeat.detail, RunnerStatus) and heartbeat.detail.grouped_slices for heartbeat in runners
+        )
         if ticket.lane != "train" or mean is None or not runners or not are_able:
             return 1
         share = math.ceil(len(ticket.slices) / (2 * len(runners)))
@@ -419,13 +423,15 @@ class Dispatcher:
     async def _publish_group(self, ticket: Ticket, group: Sequence[SliceState], common: dict[str, Any]) -> None:
         """Publish slices in one message, or each in its own message if together they are too large."""
         try:
-            message = self._slices_message(ticket, [self._task_slice(ticket, one, common) for one in group])
+            message = self._slices_message(
+                ticket, [self._task_slice(ticket, task_slice, common) for task_slice in group]
+            )
             key = f"{ticket.lane}.{batch_key(ticket.batch)}"
             await self._publish_task(ticket.lane, key, message)
         except (MessageTooLarge, ContentError) as error:
             if len(group) > 1:
-                for one in group:
-                    await self._publish_group(ticket, [one], common)
+                for task_slice in group:
+                    await self._publish_group(ticket, [task_slice], common)
             elif not ticket.is_finished(group[0].task_id):
                 reason = f"the task cannot travel: {error}"
                 if isinstance(error, MessageTooLarge):

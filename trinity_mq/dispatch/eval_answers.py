@@ -20,10 +20,10 @@ def questions_of(ticket: Ticket) -> list[Question]:
 
 def _question(number: int, body: TaskBody, results: list[TaskResult]) -> Question:
     keys = FormatConfig.model_validate(body.format_args)
-    asked = body.raw_task.get(keys.prompt_key, body.raw_task)
+    prompt = body.raw_task.get(keys.prompt_key, body.raw_task)
     return Question(
         task=number,
-        question=shortened(truth_text(asked) or "", MOST_QUESTION),
+        question=shortened(truth_text(prompt) or "", MOST_QUESTION),
         expected=expected_answer(body.raw_task.get(keys.response_key)),
         answers=[answer for result in results for answer in _answers(result)],
         failure=next((result.message for result in results if result.message), None),

@@ -48,8 +48,8 @@ class Failures:
         key = failure_key(text)
         if key not in self._kinds and len(self._kinds) >= MAX_KINDS - 1:
             key = text = OTHERS
-        known = self._kinds.get(key) or FailureStatus(text=text, first=_task(ticket, result))
-        self._kinds[key] = known.model_copy(update={"count": known.count + 1, "failed": known.failed + failed})
+        status = self._kinds.get(key) or FailureStatus(text=text, first=_task(ticket, result))
+        self._kinds[key] = status.model_copy(update={"count": status.count + 1, "failed": status.failed + failed})
 
     def listed(self) -> list[FailureStatus]:
         """Return the most frequent kinds, at most :data:`MAX_LISTED`."""

@@ -70,7 +70,11 @@ class LossRepair:
 
     async def _look(self, lane: Lane, looks: LostSlices) -> None:
         looks.keep(self._open)
-        tickets = [one for one in self._open.values() if one.lane == lane and one.published and one.is_open]
+        tickets = [
+            open_ticket
+            for open_ticket in self._open.values()
+            if open_ticket.lane == lane and open_ticket.published and open_ticket.is_open
+        ]
         if not tickets or not self._bus.usable:
             looks.reset()
             return

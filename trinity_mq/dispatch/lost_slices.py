@@ -50,10 +50,10 @@ class LostSlices:
         self._depths.append((now, capacity))
         while self._depths[0][0] < now - LOST_AFTER:
             self._depths.popleft()
-        before, self._since = self._since, {}
+        earlier_since, self._since = self._since, {}
         # stable sort: new slices stay in the order of publishing
-        for name in sorted(waiting, key=lambda name: before.get(name, now)):
-            self._since[name] = before.get(name, now)
+        for name in sorted(waiting, key=lambda name: earlier_since.get(name, now)):
+            self._since[name] = earlier_since.get(name, now)
         old = [name for name, since in self._since.items() if now - since >= self._patience(name[0])]
         room = max(capacity for _, capacity in self._depths)
         return old[: max(0, len(old) - room)]
@@ -66,8 +66,8 @@ class LostSlices:
 
     def keep(self, tickets: Collection[str]) -> None:
         """Forget all tickets except these."""
-        for gone in self._sent_again.keys() - set(tickets):
-            del self._sent_again[gone]
+        for ticket in self._sent_again.keys() - set(tickets):
+            del self._sent_again[ticket]
 
     def _patience(self, ticket: str) -> float:
         return float(min(LOST_AFTER * 2 ** self._sent_again[ticket], LONGEST_PATIENCE))

@@ -75,8 +75,8 @@ def has_room(batch: int, counters: Counters, config: SyncConfig) -> bool:
     """Return whether the trainer's progress suffices for ``batch``. The newest weights may still have to be
     requested.
     """
-    known = counters.committed_progress if config.sync_style == "fixed" else counters.progress
-    return known >= required_progress(batch, config)
+    progress = counters.committed_progress if config.sync_style == "fixed" else counters.progress
+    return progress >= required_progress(batch, config)
 
 
 def must_ask(batch: int, counters: Counters, config: SyncConfig) -> bool:

@@ -182,12 +182,14 @@ class Ticket(BaseModel):
 
     def fail_unlisted(self, max_bytes: int) -> list[int]:
         """Fail the tasks whose slices do not fit into a manifest of ``max_bytes`` bytes, and return them."""
-        wanted = {one.task_id for one in self.submissions if one.want_experiences}
-        left, failed = max_bytes - MANIFEST_RESERVE_BYTES, []
+        wanting_tasks = {submission.task_id for submission in self.submissions if submission.want_experiences}
+        free_bytes, failed = max_bytes - MANIFEST_RESERVE_BYTES, []
         for task, slices in self._by_task.items():
-            size = sum(manifest_bytes(1, one.repeat_times) for one in slices) + WANTED_BYTES * (task in wanted)
-            if size <= left:
-                left -= size
+            size = sum(manifest_bytes(1, task_slice.repeat_times) for task_slice in slices) + WANTED_BYTES * (
+                task in wanting_tasks
+            )
+            if size <= free_bytes:
+                free_bytes -= size
             elif task in self._missing:
                 self.decide_rest(task, "failed", f"a manifest of {max_bytes} bytes has no room for it: {UNLISTED}")
                 failed.append(task)
@@ -227,9 +229,13 @@ class Ticket(BaseModel):
             ],
             outcomes=dict(Counter(r.outcome for r in results)),
             wanted=[
-                Wanted(task_id=self.first_task + one.task_id, reply_to=one.reply_to, correlation_id=one.correlation_id)
-                for one in self.submissions
-                if one.want_experiences and one.reply_to
+                Wanted(
+                    task_id=self.first_task + submission.task_id,
+                    reply_to=submission.reply_to,
+                    correlation_id=submission.correlation_id,
+                )
+                for submission in self.submissions
+                if submission.want_experiences and submission.reply_to
             ],
             repeat_times=max((task.repeat_times for task in self.tasks), default=1),
         )

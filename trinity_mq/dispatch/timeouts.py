@@ -38,13 +38,13 @@ class UsableClock:
 
     def _changed(self) -> None:
         usable = self._bus.usable
-        for deadline, left in self._paused.items():
+        for deadline, remaining_s in self._paused.items():
             if deadline.expired():
                 continue
             now, when = asyncio.get_running_loop().time(), deadline.when()
-            if usable and left is not None:
+            if usable and remaining_s is not None:
                 self._paused[deadline] = None
-                deadline.reschedule(now + left)
+                deadline.reschedule(now + remaining_s)
             elif not usable and when is not None:
                 self._paused[deadline] = max(0.0, when - now)
                 deadline.reschedule(None)
