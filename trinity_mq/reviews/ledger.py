@@ -121,8 +121,8 @@ class ReviewLedger:
         self._ids[message_id] = None
         _bound(self._ids, KEPT_IDS)
         if verdict.reward is not None and abs(verdict.reward) > MAX_REWARD:
-            wanted = f"wanted a number from {-MAX_REWARD:g} to {MAX_REWARD:g}"
-            return Applied("refused", f"its reward is {verdict.reward:g}, {wanted}")
+            allowed_range = f"wanted a number from {-MAX_REWARD:g} to {MAX_REWARD:g}"
+            return Applied("refused", f"its reward is {verdict.reward:g}, {allowed_range}")
         if (closed := self.closing(verdict.request)) is not None:
             return Applied("refused", f"it is closed: {in_words(closed)}")
         review = self.get(verdict.request)
@@ -161,6 +161,6 @@ def in_words(decided: ReviewVerdict | ReviewClosed) -> str:
     return f"{what} by {decided.by}" if decided.by else what
 
 
-def _bound(kept: OrderedDict[str, T], most: int) -> None:
-    while len(kept) > most:
-        kept.popitem(last=False)
+def _bound(entries: OrderedDict[str, T], most: int) -> None:
+    while len(entries) > most:
+        entries.popitem(last=False)

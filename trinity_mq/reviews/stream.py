@@ -249,6 +249,8 @@ def _decoded(delivery: Delivery) -> Message:
     check_readable(delivery)
     kind = KINDS.get(delivery.routing_key)
     if kind is None:
-        found = decode_any(delivery.body, delivery.content_type).kind
-        raise DecodeError(f"a {found} with the routing key {delivery.routing_key!r}, wanted one of {', '.join(KINDS)}")
+        received_kind = decode_any(delivery.body, delivery.content_type).kind
+        raise DecodeError(
+            f"a {received_kind} with the routing key {delivery.routing_key!r}, wanted one of {', '.join(KINDS)}"
+        )
     return decode(delivery.body, kind, delivery.content_type)
