@@ -61,12 +61,12 @@ def aggregate_tasks(tasks: Sequence[Mapping[str, Any]], prefix: str) -> dict[str
     A key that is aggregated by its mean yields ``<prefix>/<key>/mean``, ``/max`` and ``/min``. Any other key yields a
     single value, named by its suffix.
     """
-    found: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     for key, values in _columns(tasks).items():
         name, how = _how(key)
-        for each in ("mean", "max", "min") if how == "mean" else (how,):
-            found[f"{prefix}/{name}/{each}"] = float(HOWS[each](values))
-    return found
+        for statistic in ("mean", "max", "min") if how == "mean" else (how,):
+            metrics[f"{prefix}/{name}/{statistic}"] = float(HOWS[statistic](values))
+    return metrics
 
 
 def aggregate_eval_runs(runs: Sequence[Mapping[str, Any]]) -> dict[str, float]:
@@ -80,21 +80,21 @@ def aggregate_eval_runs(runs: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     An ``accuracy`` of only 0 and 1 also yields ``pass@k``: the probability that at least one of k runs, drawn without
     replacement, is right. The accuracy of the answer that most runs gave, ``majority``, becomes ``majority@n``.
     """
-    found: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     for key, values in _columns(runs).items():
         name, n = _how(key)[0], len(values)
         if name.startswith(_DURATION):
-            found[name] = _mean(values)
+            metrics[name] = _mean(values)
             continue
         if name == MAJORITY:
-            found[f"{name}@{n}"] = _mean(values)
+            metrics[f"{name}@{n}"] = _mean(values)
             continue
         if name == ACCURACY and set(values) <= {0.0, 1.0}:
-            found |= {f"pass@{k}": pass_at(round(sum(values)), n, k) for k in best_of_sizes(n)}
-        found |= {f"{name}/mean@{n}": _mean(values), f"{name}/std@{n}": _deviation(values)}
+            metrics |= {f"pass@{k}": pass_at(round(sum(values)), n, k) for k in best_of_sizes(n)}
+        metrics |= {f"{name}/mean@{n}": _mean(values), f"{name}/std@{n}": _deviation(values)}
         for k in best_of_sizes(n):
-            found[f"{name}/best@{k}"], found[f"{name}/worst@{k}"] = best_and_worst(values, k)
-    return found
+            metrics[f"{name}/best@{k}"], metrics[f"{name}/worst@{k}"] = best_and_worst(values, k)
+    return metrics
 
 
 def best_of_sizes(n: int) -> list[int]:
@@ -141,15 +141,15 @@ def aggregate_eval_tasks(
         prefix: Prefix of the keys, for example ``eval/gsm8k``.
         detailed: Return ``/mean``, ``/max``, ``/min`` and ``/std`` (population standard deviation) of each key instead.
     """
-    found: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     for key, values in _columns(tasks).items():
         if not detailed:
-            found[f"{prefix}/{key}"] = _mean(values)
+            metrics[f"{prefix}/{key}"] = _mean(values)
             continue
-        for each in ("mean", "max", "min"):
-            found[f"{prefix}/{key}/{each}"] = float(HOWS[each](values))
-        found[f"{prefix}/{key}/std"] = _deviation(values)
-    return found
+        for statistic in ("mean", "max", "min"):
+            metrics[f"{prefix}/{key}/{statistic}"] = float(HOWS[statistic](values))
+        metrics[f"{prefix}/{key}/std"] = _deviation(values)
+    return metrics
 
 
 def _how(key: str) -> tuple[str, str]:

@@ -44,13 +44,13 @@ class WorkUnderWay:
         """Report ``what`` as current work during the ``with`` block. Its duration is added to the durations of ``kind``
         unless the block ends with an exception.
         """
-        before = self.what, self._kind, self._since
+        outer_work = self.what, self._kind, self._since
         self.what, self._kind, self._since = what, kind, asyncio.get_running_loop().time()
         try:
             yield
             self._usual.setdefault(kind, UsualDuration()).add(asyncio.get_running_loop().time() - self._since)
         finally:
-            self.what, self._kind, self._since = before
+            self.what, self._kind, self._since = outer_work
 
     @property
     def seconds(self) -> float:

@@ -113,10 +113,10 @@ class _LogFile(BaseRotatingHandler):
         super().__init__(str(folder / f"{agent_id}.jsonl"), mode="a", encoding="utf-8", errors="backslashreplace")
         self._before, self._max_bytes = folder / f"{agent_id}.1.jsonl", max_bytes
         self._told = False
-        whose = {**({"run": run} if run else {}), "role": role, "agent": agent_id, "pid": os.getpid()}
+        identity = {**({"run": run} if run else {}), "role": role, "agent": agent_id, "pid": os.getpid()}
 
         def add_agent(_logger: Any, _method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
-            return whose | dict(event)
+            return identity | dict(event)
 
         shared: list[Processor] = [
             structlog.stdlib.add_log_level,
@@ -225,7 +225,9 @@ def _spelled_out(text: str) -> str:
     """Return a line with its control characters escaped. It may contain text from outside, which must not control the
     terminal.
     """
-    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
+    return "".join(
+        character if character.isprintable() else character.encode("unicode_escape").decode() for character in text
+    )
 
 
 def _exception(value: Any) -> BaseException | None:

@@ -86,15 +86,15 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         text = path.read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
         return []
-    found = []
+    rows = []
     for line in text.splitlines():
         try:
             fields = json.loads(line)
         except ValueError:
             continue
         if isinstance(fields, dict):
-            found.append(fields)
-    return found
+            rows.append(fields)
+    return rows
 
 
 def _number(value: Any) -> float | int:

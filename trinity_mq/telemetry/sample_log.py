@@ -80,10 +80,10 @@ class SampleLog:
         self._file = (self._folder / f"{number:08d}.samples").open("ab", buffering=0)
 
     def _trim(self) -> None:
-        found = segments(self._folder)
-        sizes = [path.stat().st_size for path in found]
-        while len(found) > 1 and sum(sizes) > self._max_bytes:
-            found.pop(0).unlink(missing_ok=True)
+        paths = segments(self._folder)
+        sizes = [path.stat().st_size for path in paths]
+        while len(paths) > 1 and sum(sizes) > self._max_bytes:
+            paths.pop(0).unlink(missing_ok=True)
             sizes.pop(0)
 
 
@@ -105,10 +105,10 @@ class SampleLogReader:
 
     def read(self) -> Iterator[SampleRecord]:
         """Yield the records since the last call, oldest first. A damaged segment is read up to the damage."""
-        found = segments(self._folder)
-        names = {path.name for path in found}
+        paths = segments(self._folder)
+        names = {path.name for path in paths}
         self._offsets = {name: offset for name, offset in self._offsets.items() if name in names}
-        for path in found:
+        for path in paths:
             try:
                 with path.open("rb") as file:
                     yield from self._records(path.name, file)

@@ -43,7 +43,7 @@ class Span:
 
 def spans(lines: Iterable[Mapping[str, Any]]) -> list[Span]:
     """Return the activities in the lines of a metrics file, sorted by start. Other lines are skipped."""
-    found: list[Span] = []
+    activities: list[Span] = []
     for line in lines:
         agent, role, step, end = (line.get(name) for name in ("agent", "role", "step", "time"))
         if not (isinstance(agent, str) and isinstance(role, str) and isinstance(step, int) and _is_number(end)):
@@ -54,9 +54,9 @@ def spans(lines: Iterable[Mapping[str, Any]]) -> list[Span]:
                 continue
             activity: Activity = "skip" if what == "train" and line.get("sample/skipped_step") else what
             phases = {phase: line.get(f"sync/{phase}_ms") for phase in PHASES} if what == "sync" else {}
-            known = {phase: float(value) for phase, value in phases.items() if _is_number(value)}
-            found.append(Span(agent, role, activity, step, end - seconds, end, known))
-    return sorted(found, key=lambda span: (span.start, span.end))
+            phase_ms = {phase: float(value) for phase, value in phases.items() if _is_number(value)}
+            activities.append(Span(agent, role, activity, step, end - seconds, end, phase_ms))
+    return sorted(activities, key=lambda span: (span.start, span.end))
 
 
 def chrome_trace(every: Iterable[Span]) -> str:
@@ -68,28 +68,28 @@ def chrome_trace(every: Iterable[Span]) -> str:
     by_agent: dict[str, list[Span]] = {}
     for span in sorted(every, key=lambda span: (span.role, span.agent, span.start, span.end)):
         by_agent.setdefault(span.agent, []).append(span)
-    syncs = [span for own in by_agent.values() for span in own if span.what == "sync"]
-    first = min((own[0].start for own in by_agent.values()), default=0.0)
+    syncs = [span for agent_spans in by_agent.values() for span in agent_spans if span.what == "sync"]
+    first = min((agent_spans[0].start for agent_spans in by_agent.values()), default=0.0)
     events: list[dict[str, Any]] = []
-    for process, (agent, own) in enumerate(by_agent.items()):
+    for process, (agent, agent_spans) in enumerate(by_agent.items()):
         events.append({"ph": "M", "name": "process_name", "pid": process, "tid": 0, "args": {"name": agent}})
-        shown = [*own, *syncs] if own[0].role == "explorer" else own
-        for thread, track in enumerate(tracks(shown)):
+        process_spans = [*agent_spans, *syncs] if agent_spans[0].role == "explorer" else agent_spans
+        for thread, track in enumerate(tracks(process_spans)):
             events.append({"ph": "M", "name": "thread_name", "pid": process, "tid": thread, "args": {"name": agent}})
             events += [_event(span, first, process, thread) for span in track]
     return json.dumps({"displayTimeUnit": "ms", "traceEvents": events}) + "\n"
 
 
-def tracks(own: Sequence[Span]) -> list[list[Span]]:
+def tracks(agent_spans: Sequence[Span]) -> list[list[Span]]:
     """Return the spans of an agent in as few tracks as possible. No span covers another span of its track."""
-    found: list[list[Span]] = []
-    for span in sorted(own, key=lambda span: (span.start, span.end)):
-        free = next((track for track in found if track[-1].end <= span.start + SLACK), None)
+    layout: list[list[Span]] = []
+    for span in sorted(agent_spans, key=lambda span: (span.start, span.end)):
+        free = next((track for track in layout if track[-1].end <= span.start + SLACK), None)
         if free is None:
-            found.append([span])
+            layout.append([span])
         else:
             free.append(span)
-    return found
+    return layout
 
 
 def _event(span: Span, first: float, process: int, thread: int) -> dict[str, Any]:

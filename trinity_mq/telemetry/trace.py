@@ -113,8 +113,8 @@ class _Recorder:
         self._flushed = time.monotonic()
         self._spans: list[Line] = []
         offset = time.time() - self._flushed
-        who = {"role": role, "agent": agent, "clock": _clock(), "pid": os.getpid(), "offset": offset}
-        self._write(f"\n{json.dumps(who)}\n")  # the newline ends a line that a killed process left torn
+        identity = {"role": role, "agent": agent, "clock": _clock(), "pid": os.getpid(), "offset": offset}
+        self._write(f"\n{json.dumps(identity)}\n")  # the newline ends a line that a killed process left torn
 
     def add(self, line: Line, now: float) -> None:
         with self._lock:
@@ -129,7 +129,7 @@ class _Recorder:
             lines, self._spans = self._spans, []
         if lines:
             # integers in a single text: three times as fast as an object per span
-            found = [
+            rows = [
                 (
                     what,
                     batch,
@@ -144,12 +144,12 @@ class _Recorder:
                 )
                 for what, batch, version, start, end, cpu, count, size, wait, task, more in lines
             ]
-            self._write(json.dumps(found, separators=(",", ":")) + "\n")
+            self._write(json.dumps(rows, separators=(",", ":")) + "\n")
 
     def trace(self, batch: int | str) -> tuple[str, bool]:
         """Return the id of the trace of a batch, and whether the trace is exported."""
-        found = trace_id(self._sampled.key, batch)
-        return found, batch in self._sampled
+        trace = trace_id(self._sampled.key, batch)
+        return trace, batch in self._sampled
 
     def leaves_out(self, batch: int | str) -> bool:
         """Return whether the spans of a batch are not recorded because its trace is not exported."""
@@ -231,10 +231,10 @@ def trace_headers() -> dict[str, str]:
     """
     if (batch := batch_at_work()) is None:
         return {}
-    found = {BATCH_HEADER: str(batch), **parent_header(batch)}
+    headers = {BATCH_HEADER: str(batch), **parent_header(batch)}
     if (task := TASK.get()) is not None:
-        found[TASK_HEADER] = f"{task[0]}.{task[1]}"
-    return found
+        headers[TASK_HEADER] = f"{task[0]}.{task[1]}"
+    return headers
 
 
 def parent_header(batch: int | str | None = None, task: int | None = None) -> dict[str, str]:
@@ -248,8 +248,8 @@ def parent_header(batch: int | str | None = None, task: int | None = None) -> di
         batch = batch_at_work()
     if batch is None or recorder.leaves_out(batch):
         return {}
-    if task is None and (own := TASK.get()) is not None:
-        task = own[0]
+    if task is None and (slice_at_work := TASK.get()) is not None:
+        task = slice_at_work[0]
     trace, sampled = recorder.trace(batch)
     span_id = batch_span(trace) if task is None else task_span(trace, task)
     return {TRACEPARENT: traceparent(trace, span_id, sampled=sampled)}
@@ -288,10 +288,10 @@ def record(
         batch = batch_at_work()
     if version is None and (batch is None or recorder.leaves_out(batch)):
         return
-    of = None if version is None else f"{version[0]}.{version[1]}"
+    version_text = None if version is None else f"{version[0]}.{version[1]}"
     if task is None and batch is not None:
         task = TASK.get()
-    recorder.add((what, batch, of, start, end, cpu, count, size, wait, task, attributes), end)
+    recorder.add((what, batch, version_text, start, end, cpu, count, size, wait, task, attributes), end)
 
 
 class span:  # noqa: N801  # used as a function
@@ -359,8 +359,8 @@ class span:  # noqa: N801  # used as a function
         if (recorder := _recorder) is None or not self._start or (batch := batch_at_work()) is None:
             return {}
         trace, sampled = recorder.trace(batch)
-        own = recorded_span(trace, recorder.agent, self.what, TASK.get(), int(1e6 * self._start))
-        return {TRACEPARENT: traceparent(trace, own, sampled=sampled)}
+        span_id = recorded_span(trace, recorder.agent, self.what, TASK.get(), int(1e6 * self._start))
+        return {TRACEPARENT: traceparent(trace, span_id, sampled=sampled)}
 
     def _processor_seconds(self) -> float:
         if self.wait:
@@ -382,6 +382,6 @@ def shared_span(what: str, shares: Mapping[int | str | None, int]) -> Iterator[N
         yield
     finally:
         end, cpu = time.monotonic(), time.process_time() - cpu
-        of_all = sum(shares.values()) or 1
+        total = sum(shares.values()) or 1
         for batch, count in shares.items():
-            record(what, start, end, batch=batch, cpu=cpu * count / of_all, count=count)
+            record(what, start, end, batch=batch, cpu=cpu * count / total, count=count)

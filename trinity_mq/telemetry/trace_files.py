@@ -17,10 +17,10 @@ READ_BYTES = 1 << 18
 def read_trace(run_dir: Path) -> list[TraceSpan]:
     """Return the spans in the folder of a run, in no particular order. A line torn by a killed process is skipped."""
     tail = TraceTail(run_dir)
-    found: list[TraceSpan] = []
+    all_spans: list[TraceSpan] = []
     while (spans := tail.read()) is not None:
-        found.extend(spans)
-    return found
+        all_spans.extend(spans)
+    return all_spans
 
 
 class TraceTail:
@@ -39,61 +39,66 @@ class TraceTail:
         self, run_dir: Path, state: Mapping[str, Any] | None = None, *, batches: Sampled | None = None
     ) -> None:
         self._folder, self._batches = run_dir / TRACE_FOLDER, batches
-        known = state or {}
-        self._clocks: dict[str, float] = {str(one): float(offset) for one, offset in known.get("clocks", {}).items()}
+        saved = state or {}
+        self._clocks: dict[str, float] = {
+            str(clock): float(offset) for clock, offset in saved.get("clocks", {}).items()
+        }
         """Seconds to add to a clock to get the time of day, by clock id. Processes that share a clock share the
         offset.
         """
         self._files: dict[str, tuple[int, dict[str, Any]]] = {
-            str(name): (int(at), dict(who)) for name, (at, who) in known.get("files", {}).items()
+            str(name): (int(at), dict(writer)) for name, (at, writer) in saved.get("files", {}).items()
         }
         """Offset up to which a file was read, and the process that wrote there last, by file name."""
 
     @property
     def state(self) -> dict[str, Any]:
         """Progress of the reader, as JSON-compatible data."""
-        return {"clocks": dict(self._clocks), "files": {name: [at, who] for name, (at, who) in self._files.items()}}
+        return {
+            "clocks": dict(self._clocks),
+            "files": {name: [at, writer] for name, (at, writer) in self._files.items()},
+        }
 
     def read(self) -> list[TraceSpan] | None:
         """Return new spans, at most a few thousand per process. Return None if no line is new. A line that is still
         being written is returned later. Malformed lines are skipped.
         """
-        found: list[TraceSpan] = []
+        spans: list[TraceSpan] = []
         moved = False
         for path in sorted(self._folder.glob("*.jsonl")):
-            at, who = self._files.get(path.name, (0, {}))
+            at, writer = self._files.get(path.name, (0, {}))
             lines = _whole_lines(path, at)
             for line in lines:
                 at += len(line)
-                who = self._take(line, who, found)
+                writer = self._take(line, writer, spans)
             if lines:
-                self._files[path.name] = at, who
+                self._files[path.name] = at, writer
                 moved = True
-        return found if moved else None
+        return spans if moved else None
 
-    def _take(self, line: bytes, who: dict[str, Any], found: list[TraceSpan]) -> dict[str, Any]:
+    def _take(self, line: bytes, writer: dict[str, Any], spans: list[TraceSpan]) -> dict[str, Any]:
         """Add the spans of a line to ``found``. Return the process that writes from here on."""
         try:
             fields = json.loads(line)
             if isinstance(fields, dict):
                 self._clocks.setdefault(str(fields["clock"]), float(fields["offset"]))
                 return {key: str(fields[key]) for key in ("role", "agent", "clock")}
-            offset = self._clocks[who["clock"]]
+            offset = self._clocks[writer["clock"]]
             batches = self._batches
             if batches is not None:
-                fields = [one for one in fields if one[1] in batches or one[2] is not None]
-            found.extend([_span(one, who, offset) for one in fields])
+                fields = [row for row in fields if row[1] in batches or row[2] is not None]
+            spans.extend([_span(row, writer, offset) for row in fields])
         except (ValueError, TypeError, LookupError):
             pass  # torn by a killed process
-        return who
+        return writer
 
 
-def _span(fields: Any, who: Mapping[str, Any], offset: float) -> TraceSpan:
+def _span(fields: Any, writer: Mapping[str, Any], offset: float) -> TraceSpan:
     what, batch, version, start, end, cpu, count, size, wait, *more = fields
     task, attributes = more or (None, None)
     return TraceSpan(
-        role=who["role"],
-        agent=who["agent"],
+        role=writer["role"],
+        agent=writer["agent"],
         what=str(what),
         start=start / 1e6 + offset,
         end=end / 1e6 + offset,

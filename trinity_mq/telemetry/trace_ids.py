@@ -35,14 +35,14 @@ def trace_key(folder: Path) -> str:
     """
     path = folder / KEY_FILE
     if not path.exists():
-        own = path.with_name(f"{KEY_FILE}.{uuid.uuid4().hex}")
-        own.write_text(f"{uuid.uuid4().hex}\n", encoding="ascii")
+        new_file = path.with_name(f"{KEY_FILE}.{uuid.uuid4().hex}")
+        new_file.write_text(f"{uuid.uuid4().hex}\n", encoding="ascii")
         try:
-            os.link(own, path)  # fails if another process was first
+            os.link(new_file, path)  # fails if another process was first
         except FileExistsError:
             pass
         finally:
-            own.unlink()
+            new_file.unlink()
     return path.read_text(encoding="ascii").strip()
 
 
@@ -103,11 +103,11 @@ class Sampled:
         """Cached decisions by batch, because a batch is looked up for each of its spans."""
 
     def __contains__(self, batch: int | str) -> bool:
-        if (found := self._known.get(batch)) is None:
+        if (sampled := self._known.get(batch)) is None:
             if len(self._known) >= MOST_KNOWN:
                 self._known.clear()
-            found = self._known[batch] = is_sampled(trace_id(self.key, batch), self._ratio)
-        return found
+            sampled = self._known[batch] = is_sampled(trace_id(self.key, batch), self._ratio)
+        return sampled
 
 
 def traceparent(trace: str, span: str, *, sampled: bool) -> str:
@@ -121,11 +121,11 @@ def read_traceparent(text: str) -> tuple[str, str] | None:
     >>> read_traceparent("00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01")
     ('0af7651916cd43dd8448eb211c80319c', 'b7ad6b7169203331')
     """
-    found = _HEADER.match(text.strip())
-    if found is None or found["version"] == "ff" or not found["trace"].strip("0") or not found["span"].strip("0"):
+    match = _HEADER.match(text.strip())
+    if match is None or match["version"] == "ff" or not match["trace"].strip("0") or not match["span"].strip("0"):
         return None
-    return found["trace"], found["span"]
+    return match["trace"], match["span"]
 
 
-def _hash(size: int, *of: object) -> str:
-    return hashlib.blake2b("\0".join(map(str, of)).encode(), digest_size=size).hexdigest()
+def _hash(size: int, *parts: object) -> str:
+    return hashlib.blake2b("\0".join(map(str, parts)).encode(), digest_size=size).hexdigest()

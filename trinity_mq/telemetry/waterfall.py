@@ -86,9 +86,9 @@ class Waterfall:
 def batches_of(spans: Iterable[TraceSpan]) -> list[str]:
     """Return the batches that have spans, ordered by their first start."""
     first: dict[str, float] = {}
-    for one in spans:
-        if one.batch is not None:
-            first[str(one.batch)] = min(one.start, first.get(str(one.batch), one.start))
+    for span in spans:
+        if span.batch is not None:
+            first[str(span.batch)] = min(span.start, first.get(str(span.batch), span.start))
     return sorted(first, key=lambda batch: first[batch])
 
 
@@ -98,60 +98,68 @@ def lay_out(spans: Sequence[TraceSpan], batch: str) -> Waterfall:
     Raises:
         KeyError: The batch has no span.
     """
-    of_version = {one.version: str(one.batch) for one in spans if one.version is not None and one.batch is not None}
-    own: list[TraceSpan] = []
+    of_version = {
+        span.version: str(span.batch) for span in spans if span.version is not None and span.batch is not None
+    }
+    batch_spans: list[TraceSpan] = []
     others: list[TraceSpan] = []
-    for one in spans:
-        of = str(one.batch) if one.batch is not None else of_version.get(one.version or "")
-        (own if of == batch else others).append(one)
-    if not own:
+    for span in spans:
+        span_batch = str(span.batch) if span.batch is not None else of_version.get(span.version or "")
+        (batch_spans if span_batch == batch else others).append(span)
+    if not batch_spans:
         raise KeyError(batch)
-    began, end = min(one.start for one in own), max(one.end for one in own)
-    beside = [one for one in others if one.end > began and one.start < end]
-    gaps = _gaps(own, beside, began, end)
+    began, end = min(span.start for span in batch_spans), max(span.end for span in batch_spans)
+    concurrent = [span for span in others if span.end > began and span.start < end]
+    gaps = _gaps(batch_spans, concurrent, began, end)
     return Waterfall(
         batch=batch,
         began=began,
         took=1000 * (end - began),
-        stages=_stages(own, began),
-        rows=_rows(own, began),
+        stages=_stages(batch_spans, began),
+        rows=_rows(batch_spans, began),
         gaps=[gap for gap in gaps if gap.took >= LEAST_GAP],
-        worked=_worked(own, began, end),
-        worked_elsewhere=_worked(beside, began, end),
+        worked=_worked(batch_spans, began, end),
+        worked_elsewhere=_worked(concurrent, began, end),
         idle=sum(gap.took for gap in gaps),
     )
 
 
-def typical(several: Sequence[Waterfall]) -> Waterfall:
+def typical(waterfalls: Sequence[Waterfall]) -> Waterfall:
     """Return the medians of several waterfalls, for rows and gaps that at least half of the waterfalls have."""
-    enough = len(several) / 2
+    enough = len(waterfalls) / 2
     rows: dict[tuple[str, str], list[Row]] = defaultdict(list)
     gaps: dict[tuple[str, str], list[Gap]] = defaultdict(list)
-    for one in several:
-        for row in one.rows:
+    for waterfall in waterfalls:
+        for row in waterfall.rows:
             rows[row.who, row.what].append(row)
         together: dict[tuple[str, str], Gap] = {}
-        for gap in one.gaps:
-            known = together.get((gap.after, gap.before))
-            together[gap.after, gap.before] = gap if known is None else replace(known, took=known.took + gap.took)
+        for gap in waterfall.gaps:
+            earlier_gap = together.get((gap.after, gap.before))
+            together[gap.after, gap.before] = (
+                gap if earlier_gap is None else replace(earlier_gap, took=earlier_gap.took + gap.took)
+            )
         for key, gap in together.items():
             gaps[key].append(gap)
     return Waterfall(
-        batch=f"{several[0].batch} to {several[-1].batch}",
-        began=several[0].began,
-        took=statistics.median(one.took for one in several),
-        stages=_medians([one.stages for one in several]),
-        rows=sorted((_median_row(found) for found in rows.values() if len(found) >= enough), key=lambda row: row.start),
-        gaps=sorted((_median_gap(found) for found in gaps.values() if len(found) >= enough), key=lambda gap: gap.start),
-        worked=_medians([one.worked for one in several]),
-        worked_elsewhere=_medians([one.worked_elsewhere for one in several]),
-        idle=statistics.median(one.idle for one in several),
+        batch=f"{waterfalls[0].batch} to {waterfalls[-1].batch}",
+        began=waterfalls[0].began,
+        took=statistics.median(waterfall.took for waterfall in waterfalls),
+        stages=_medians([waterfall.stages for waterfall in waterfalls]),
+        rows=sorted(
+            (_median_row(matching) for matching in rows.values() if len(matching) >= enough), key=lambda row: row.start
+        ),
+        gaps=sorted(
+            (_median_gap(matching) for matching in gaps.values() if len(matching) >= enough), key=lambda gap: gap.start
+        ),
+        worked=_medians([waterfall.worked for waterfall in waterfalls]),
+        worked_elsewhere=_medians([waterfall.worked_elsewhere for waterfall in waterfalls]),
+        idle=statistics.median(waterfall.idle for waterfall in waterfalls),
     )
 
 
-def _medians(several: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    names = dict.fromkeys(name for one in several for name in one)
-    return {name: statistics.median(one.get(name, 0.0) for one in several) for name in names}
+def _medians(mappings: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    names = dict.fromkeys(name for mapping in mappings for name in mapping)
+    return {name: statistics.median(mapping.get(name, 0.0) for mapping in mappings) for name in names}
 
 
 def _median_row(rows: Sequence[Row]) -> Row:
@@ -169,43 +177,43 @@ def _median_gap(gaps: Sequence[Gap]) -> Gap:
     return replace(gaps[0], start=start, took=took, waits=common[0], meanwhile=common[1])
 
 
-def _usual(several: Sequence[Sequence[str]]) -> list[str]:
-    names = dict.fromkeys(name for one in several for name in one)
-    return [name for name in names if sum(name in one for one in several) >= len(several) / 2]
+def _usual(name_lists: Sequence[Sequence[str]]) -> list[str]:
+    names = dict.fromkeys(name for names_of_gap in name_lists for name in names_of_gap)
+    return [name for name in names if sum(name in names_of_gap for names_of_gap in name_lists) >= len(name_lists) / 2]
 
 
-def _stages(own: Sequence[TraceSpan], began: float) -> dict[str, float]:
-    found: dict[str, float] = {}
+def _stages(batch_spans: Sequence[TraceSpan], began: float) -> dict[str, float]:
+    durations_ms: dict[str, float] = {}
     last = began
     for stage, (role, what, at_end) in MARKS.items():
-        marks = [one for one in own if (one.role, one.what) == (role, what)]
+        marks = [span for span in batch_spans if (span.role, span.what) == (role, what)]
         if not marks:
             continue
         # a reader may start before the confirm has returned to the publisher
-        mark = max(last, max(one.end for one in marks) if at_end else min(one.start for one in marks))
-        found[stage], last = 1000 * (mark - last), mark
-    return found
+        mark = max(last, max(span.end for span in marks) if at_end else min(span.start for span in marks))
+        durations_ms[stage], last = 1000 * (mark - last), mark
+    return durations_ms
 
 
-def _rows(own: Sequence[TraceSpan], began: float) -> list[Row]:
+def _rows(batch_spans: Sequence[TraceSpan], began: float) -> list[Row]:
     kinds: dict[tuple[str, str], list[TraceSpan]] = defaultdict(list)
-    for one in own:
-        kinds[one.role, one.what].append(one)
+    for span in batch_spans:
+        kinds[span.role, span.what].append(span)
     rows = []
-    for (who, what), found in kinds.items():
-        start = min(one.start for one in found)
-        cpu = [one.cpu for one in found if one.cpu is not None]
+    for (who, what), kind_spans in kinds.items():
+        start = min(span.start for span in kind_spans)
+        cpu = [span.cpu for span in kind_spans if span.cpu is not None]
         rows.append(
             Row(
                 who,
                 what,
                 start=1000 * (start - began),
-                took=1000 * (max(one.end for one in found) - start),
-                times=len(found),
-                total=1000 * sum(one.end - one.start for one in found),
+                took=1000 * (max(span.end for span in kind_spans) - start),
+                times=len(kind_spans),
+                total=1000 * sum(span.end - span.start for span in kind_spans),
                 cpu=1000 * sum(cpu) if cpu else None,
-                bytes=sum(one.bytes for one in found),
-                wait=found[0].wait,
+                bytes=sum(span.bytes for span in kind_spans),
+                wait=kind_spans[0].wait,
             )
         )
     return sorted(rows, key=lambda row: (row.start, row.who, row.what))
@@ -213,28 +221,31 @@ def _rows(own: Sequence[TraceSpan], began: float) -> list[Row]:
 
 def _worked(spans: Iterable[TraceSpan], began: float, end: float) -> dict[str, float]:
     by_role: dict[str, list[Interval]] = defaultdict(list)
-    for one in spans:
-        if not one.wait:
-            by_role[one.role].append((max(one.start, began), min(one.end, end)))
-    return {role: 1000 * sum(last - first for first, last in union(found)) for role, found in sorted(by_role.items())}
+    for span in spans:
+        if not span.wait:
+            by_role[span.role].append((max(span.start, began), min(span.end, end)))
+    return {
+        role: 1000 * sum(last - first for first, last in union(intervals))
+        for role, intervals in sorted(by_role.items())
+    }
 
 
-def _gaps(own: Sequence[TraceSpan], beside: Sequence[TraceSpan], began: float, end: float) -> list[Gap]:
-    work = sorted((one for one in own if not one.wait), key=lambda one: one.start)
-    waits = [one for one in own if one.wait]
-    busy = union([(one.start, one.end) for one in work])
+def _gaps(batch_spans: Sequence[TraceSpan], concurrent: Sequence[TraceSpan], began: float, end: float) -> list[Gap]:
+    work = sorted((span for span in batch_spans if not span.wait), key=lambda span: span.start)
+    waits = [span for span in batch_spans if span.wait]
+    busy = union([(span.start, span.end) for span in work])
     edges = [began, *(edge for interval in busy for edge in interval), end]
     gaps = []
     for first, last in zip(edges[::2], edges[1::2], strict=True):
         if last <= first:
             continue
-        before = next((_name(one) for one in work if one.start >= last), "the end")
-        after = max((one for one in work if one.end <= first), key=lambda one: one.end, default=None)
-        covering = [one for one in waits if _overlap(one, first, last) >= COVERED * (last - first)]
+        before = next((_name(span) for span in work if span.start >= last), "the end")
+        after = max((span for span in work if span.end <= first), key=lambda span: span.end, default=None)
+        covering = [span for span in waits if _overlap(span, first, last) >= COVERED * (last - first)]
         elsewhere: dict[str, float] = defaultdict(float)
-        for one in beside:
-            if not one.wait and (shared := _overlap(one, first, last)) > 0:
-                elsewhere[_name(one)] += shared
+        for span in concurrent:
+            if not span.wait and (shared := _overlap(span, first, last)) > 0:
+                elsewhere[_name(span)] += shared
         longest = sorted(elsewhere, key=lambda name: -elsewhere[name])[:3]
         gaps.append(
             Gap(
@@ -242,7 +253,7 @@ def _gaps(own: Sequence[TraceSpan], beside: Sequence[TraceSpan], began: float, e
                 took=1000 * (last - first),
                 after="the beginning" if after is None else _name(after),
                 before=before,
-                waits=tuple(dict.fromkeys(_name(one) for one in sorted(covering, key=lambda one: -one.start))),
+                waits=tuple(dict.fromkeys(_name(span) for span in sorted(covering, key=lambda span: -span.start))),
                 meanwhile=tuple(longest),
             )
         )
@@ -255,18 +266,18 @@ def union(intervals: Sequence[Interval]) -> list[Interval]:
     >>> union([(3, 4), (0, 2), (1, 2.5)])
     [(0, 2.5), (3, 4)]
     """
-    found: list[Interval] = []
+    merged: list[Interval] = []
     for first, last in sorted(intervals):
-        if found and first <= found[-1][1]:
-            found[-1] = (found[-1][0], max(last, found[-1][1]))
+        if merged and first <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(last, merged[-1][1]))
         else:
-            found.append((first, last))
-    return found
+            merged.append((first, last))
+    return merged
 
 
-def _overlap(one: TraceSpan, first: float, last: float) -> float:
-    return min(one.end, last) - max(one.start, first)
+def _overlap(span: TraceSpan, first: float, last: float) -> float:
+    return min(span.end, last) - max(span.start, first)
 
 
-def _name(one: TraceSpan) -> str:
-    return f"{one.role}: {one.what}"
+def _name(span: TraceSpan) -> str:
+    return f"{span.role}: {span.what}"

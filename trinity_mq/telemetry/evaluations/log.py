@@ -87,14 +87,14 @@ class EvaluationLog:
 
 def bounded(evaluation: Evaluation, most: int) -> Evaluation:
     """Return an evaluation with its first questions, which together take at most ``most`` bytes."""
-    size = kept = 0
+    size = fitting = 0
     for question in evaluation.questions:
         size += len(question.model_dump_json(exclude_none=True).encode()) + 1
         if size > most:
             break
-        kept += 1
-    left_out = evaluation.left_out + len(evaluation.questions) - kept
-    return evaluation.model_copy(update={"questions": evaluation.questions[:kept], "left_out": left_out})
+        fitting += 1
+    left_out = evaluation.left_out + len(evaluation.questions) - fitting
+    return evaluation.model_copy(update={"questions": evaluation.questions[:fitting], "left_out": left_out})
 
 
 def read_evaluations(run_dir: Path) -> list[Evaluation]:
@@ -104,11 +104,11 @@ def read_evaluations(run_dir: Path) -> list[Evaluation]:
     Raises:
         OSError: The folder cannot be read.
     """
-    found: dict[tuple[str, int], Evaluation] = {}
+    by_set_and_label: dict[tuple[str, int], Evaluation] = {}
     for record in SampleLogReader(run_dir / EVALUATIONS_FOLDER).read():
         try:
-            one = Evaluation.model_validate_json(record.body)
+            evaluation = Evaluation.model_validate_json(record.body)
         except ValidationError:  # from a release with another format
             continue
-        found[one.set, one.label] = one
-    return [found[key] for key in sorted(found)]
+        by_set_and_label[evaluation.set, evaluation.label] = evaluation
+    return [by_set_and_label[key] for key in sorted(by_set_and_label)]
