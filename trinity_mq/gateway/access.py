@@ -103,8 +103,8 @@ class Access:
         """Return whether a key may create sessions and read all of them."""
         if self._keys is None:
             return not key
-        given = hash_of(key)
-        return any(hmac.compare_digest(given, known) for known in self._keys)
+        key_hash = hash_of(key)
+        return any(hmac.compare_digest(key_hash, admin_hash) for admin_hash in self._keys)
 
     @property
     def is_keyless(self) -> bool:

@@ -69,20 +69,20 @@ class Agenda:
             else:
                 events.append(event)
         for group in list(self._changed_groups):
-            found = due_in_group(self._members.get(group, {}).values(), now)
-            events += found
-            if not found:
+            decisions = due_in_group(self._members.get(group, {}).values(), now)
+            events += decisions
+            if not decisions:
                 del self._changed_groups[group]
         return events
 
     def _sort_in(self, name: str, session: Session | None, *, waits: bool) -> None:
         """Add a session to the waiting members of its group, or remove it."""
-        before = self._group_of.pop(name, "")
-        if before:
-            self._members[before].pop(name, None)
-            self._changed_groups[before] = None
-            if not self._members[before]:
-                del self._members[before]
+        old_group = self._group_of.pop(name, "")
+        if old_group:
+            self._members[old_group].pop(name, None)
+            self._changed_groups[old_group] = None
+            if not self._members[old_group]:
+                del self._members[old_group]
         if session is not None and waits and waits_for_group(session):
             self._group_of[name] = session.group
             self._members.setdefault(session.group, {})[name] = session
@@ -151,7 +151,7 @@ def next_limit(session: Session) -> float:
 
 def due_in_group(members: Iterable[Session], now: float) -> list[SessionsDecided]:
     """Return decisions for the ended and rewarded members of a group. The members that were ready first come first."""
-    return _grouped(sorted(members, key=lambda one: (one.ripe_at, one.events[0].origin)), now)
+    return _grouped(sorted(members, key=lambda session: (session.ripe_at, session.events[0].origin)), now)
 
 
 def _drop(session: Session, opened: SessionOpened, now: float) -> tuple[Drop, str] | None:
@@ -180,25 +180,26 @@ def _grouped(members: Sequence[Session], now: float) -> list[SessionsDecided]:
     """Return the tasks of the ended and rewarded members of a group. Members whose wait expires in a group that is too
     small are dropped.
     """
-    found: list[SessionsDecided] = []
-    left = list(members)
-    while left:
-        opened = left[0].opened
+    decisions: list[SessionsDecided] = []
+    waiting = list(members)
+    while waiting:
+        opened = waiting[0].opened
         assert opened is not None
-        if len(left) >= opened.group_size:
-            found.append(_task(left[: opened.group_size]))
-            del left[: opened.group_size]
+        if len(waiting) >= opened.group_size:
+            decisions.append(_task(waiting[: opened.group_size]))
+            del waiting[: opened.group_size]
             continue
-        if now - left[0].ripe_at > opened.reward_ttl or (left[0].committed and len(left) >= LEAST_GROUP):
-            if len(left) >= LEAST_GROUP:
-                found.append(_task(left))
+        if now - waiting[0].ripe_at > opened.reward_ttl or (waiting[0].committed and len(waiting) >= LEAST_GROUP):
+            if len(waiting) >= LEAST_GROUP:
+                decisions.append(_task(waiting))
             else:
                 reason = (
-                    f"{len(left)} of {opened.group_size} sessions of {left[0].group!r} within {opened.reward_ttl:g} s"
+                    f"{len(waiting)} of {opened.group_size} sessions of {waiting[0].group!r} "
+                    f"within {opened.reward_ttl:g} s"
                 )
-                found.append(SessionsDecided(sessions=[left[0].id], dropped="group not full", reason=reason))
+                decisions.append(SessionsDecided(sessions=[waiting[0].id], dropped="group not full", reason=reason))
         break
-    return found
+    return decisions
 
 
 def _task(sessions: Sequence[Session]) -> SessionsDecided:

@@ -121,8 +121,8 @@ class GatewayApp:
     def application(self) -> web.Application:
         """Return the aiohttp application with all routes."""
         settings = self.settings.gateway
-        made = new_application([self._errors], max_body=settings.max_body_bytes)
-        made.add_routes(
+        application = new_application([self._errors], max_body=settings.max_body_bytes)
+        application.add_routes(
             [
                 route("POST", "/sessions", self.open),
                 route("GET", "/sessions", self.list),
@@ -136,9 +136,9 @@ class GatewayApp:
             ]
         )
         for prefix in ("", "/s/{session}"):
-            made.add_routes([route("POST", prefix + path, self.call) for path in PROTOCOLS])
-            made.add_routes([route("GET", f"{prefix}/v1/models", self.models)])
-        return made
+            application.add_routes([route("POST", prefix + path, self.call) for path in PROTOCOLS])
+            application.add_routes([route("GET", f"{prefix}/v1/models", self.models)])
+        return application
 
     # -- sessions
 
@@ -187,7 +187,7 @@ class GatewayApp:
             session=access.new_session_id(),
             opened=self.clock(),
             key_hash=access.hash_of(key),
-            scopes=list(SCOPES) if body.scopes is None else [one for one in body.scopes if one != "replay"],
+            scopes=list(SCOPES) if body.scopes is None else [scope for scope in body.scopes if scope != "replay"],
             may_replay="replay" in (body.scopes or ()),
             record=record,
             sampled_out=sampled_out,
@@ -204,18 +204,18 @@ class GatewayApp:
         """Return the number of sessions by state, and the sessions that match the requested labels, group or state."""
         self._admin(request)
         states = Counter(session.state for session in self.book.ledger)
-        wanted = dict(request.query)
-        asked = wanted.pop("limit", "100")
-        limit = int(asked) if asked.isdecimal() and len(asked) <= LONGEST_LIMIT else 100
-        found: list[dict[str, Any]] = []
-        for session in self.book.ledger if wanted else ():
+        filters = dict(request.query)
+        limit_text = filters.pop("limit", "100")
+        limit = int(limit_text) if limit_text.isdecimal() and len(limit_text) <= LONGEST_LIMIT else 100
+        descriptions: list[dict[str, Any]] = []
+        for session in self.book.ledger if filters else ():
             labels = session.opened.labels if session.opened else {}
-            if len(found) < limit and all(
+            if len(descriptions) < limit and all(
                 (session.state if name == "state" else session.group if name == "group" else labels.get(name)) == value
-                for name, value in wanted.items()
+                for name, value in filters.items()
             ):
-                found.append(shown(session))
-        return web.json_response({"states": dict(states), "counts": self.book.ledger.counts, "sessions": found})
+                descriptions.append(shown(session))
+        return web.json_response({"states": dict(states), "counts": self.book.ledger.counts, "sessions": descriptions})
 
     async def show(self, request: web.Request) -> web.Response:
         """Return the current state of a session."""
@@ -254,10 +254,10 @@ class GatewayApp:
         if len(session.events) >= self.settings.gateway.max_calls + MAX_REPORTS:
             raise Refused(429, f"session {session.id} has {len(session.events)} events", "too_many_events")
         applied = await self.book.say(event, message_id)
-        found = self.book.ledger.get(session.id) or session
-        answer = {"accepted": applied.taken != "refused", "repeated": applied.taken == "repeated", "id": found.id}
-        if self._access.allows(found, access.given_key(request.headers), "read"):
-            answer |= shown(found)
+        current = self.book.ledger.get(session.id) or session
+        answer = {"accepted": applied.taken != "refused", "repeated": applied.taken == "repeated", "id": current.id}
+        if self._access.allows(current, access.given_key(request.headers), "read"):
+            answer |= shown(current)
         if applied.taken == "refused":
             return web.json_response({**answer, "error": _error(applied.reason, "too_late")}, status=409)
         return web.json_response(answer)
@@ -271,8 +271,8 @@ class GatewayApp:
         group = f"{body.task_id}" if self.settings.compares_runs else ""
         for name in body.msg_ids:
             # only the first unknown id is waited for: another gateway may have recorded it a moment ago
-            known = self.book.ledger.get(name) or (None if unknown else await self.book.find(name))
-            if known is None:
+            session = self.book.ledger.get(name) or (None if unknown else await self.book.find(name))
+            if session is None:
                 unknown.append(name)
                 continue
             event = SessionReward(session=name, reward=body.reward, final=True, group=group)
@@ -312,24 +312,26 @@ class GatewayApp:
         path = f"/v1/{request.path.rpartition('/v1/')[2]}"  # a session id may contain any characters
         protocol = PROTOCOLS[path]
         asking = await self._session_of_call(request)
-        body, wanted, digest = await self._read_call(request, protocol, path)
+        body, engine_request, digest = await self._read_call(request, protocol, path)
         call = protocol.new_id()
         session = asking or await self._session_of_one_call(call)
         conversation = self._conversations.of(session)
         trying = conversation.trying(call, digest, retry=_retry_of(request), began=self.clock())
         with trying as current:
             self._check_limits(session, conversation)
-            asked = self._sampled_as_configured(session, wanted)
-            if self.settings.gateway.merge == "renderer" and (before := _tokens_before(asked, conversation)):
-                asked.body["continue_tokens"] = before
-            recording = _Recording(self, session, conversation, request, asked, current, path)
+            sampled_request = self._sampled_as_configured(session, engine_request)
+            if self.settings.gateway.merge == "renderer" and (
+                prompt_tokens := _tokens_before(sampled_request, conversation)
+            ):
+                sampled_request.body["continue_tokens"] = prompt_tokens
+            recording = _Recording(self, session, conversation, request, sampled_request, current, path)
             self.asking += 1
             try:
-                if wanted.streams:
-                    return await self._stream(request, protocol, body, asked, recording)
-                texts = {} if asked.logprobs else LOGPROBS_HEADERS
+                if engine_request.streams:
+                    return await self._stream(request, protocol, body, sampled_request, recording)
+                texts = {} if sampled_request.logprobs else LOGPROBS_HEADERS
                 answer, engine = await self._engines.ask(
-                    asked.path, asked.body, conversation.engine, {**recording.trace, **texts}
+                    sampled_request.path, sampled_request.body, conversation.engine, {**recording.trace, **texts}
                 )
                 conversation.engine = engine.id
                 recorded = await recording.keep(answer)
@@ -355,13 +357,13 @@ class GatewayApp:
         request: web.Request,
         protocol: Protocol,
         body: Mapping[str, Any],
-        asked: EngineRequest,
+        engine_request: EngineRequest,
         recording: _Recording,
     ) -> web.StreamResponse:
         """Stream an answer to the client. The closing events are sent after the answer is recorded."""
         events = protocol.events(recording.call, body)
         engine = recording.conversation.engine
-        async with self._engines.stream(asked.path, asked.body, engine, recording.trace) as stream:
+        async with self._engines.stream(engine_request.path, engine_request.body, engine, recording.trace) as stream:
             recording.conversation.engine = stream.model.id
             response = web.StreamResponse(
                 headers={
@@ -375,8 +377,8 @@ class GatewayApp:
                 if opening := events.opening():
                     await response.write(b"".join(opening))
                 async for chunk in stream.chunks():
-                    if found := events.of(chunk):
-                        await response.write(b"".join(found))
+                    if event_bytes := events.of(chunk):
+                        await response.write(b"".join(event_bytes))
                 answer = stream.answer()
                 if not answer["choices"]:
                     raise EngineLost("the engine's stream ended without a token", stream.model)
@@ -388,11 +390,11 @@ class GatewayApp:
         await response.write_eof()
         return response
 
-    def _sampled_as_configured(self, session: Session, wanted: EngineRequest) -> EngineRequest:
+    def _sampled_as_configured(self, session: Session, request: EngineRequest) -> EngineRequest:
         """Return the request with the options that training needs: token ids, logprobs, and sampling from the
         unmodified policy.
         """
-        body = dict(wanted.body)
+        body = dict(request.body)
         body.pop("model", None)
         opened = session.opened
         trains = opened is not None and opened.record == "train"
@@ -401,9 +403,9 @@ class GatewayApp:
                 body.pop(name, None)
             body |= self.settings.sampling
         body["return_token_ids"] = True
-        if wanted.streams:
+        if request.streams:
             body |= {"stream": True, "stream_options": {"include_usage": True}}
-        if wanted.path == CHAT:
+        if request.path == CHAT:
             body["return_prompt_text"] = True
             body["logprobs"] = True
         elif body.get("logprobs") is None:
@@ -411,7 +413,7 @@ class GatewayApp:
         has_limit = body.get("max_completion_tokens") is not None or body.get("max_tokens") is not None
         if not has_limit and self.settings.max_response_tokens is not None:
             body["max_tokens"] = self.settings.max_response_tokens
-        return replace(wanted, body=body)
+        return replace(request, body=body)
 
     def _check_limits(self, session: Session, conversation: Conversation) -> None:
         settings = self.settings.gateway
@@ -435,11 +437,11 @@ class GatewayApp:
 
     async def keep(self, call: SessionCall) -> bool:
         """Record an answer and return whether it is certainly stored."""
-        kept = await self.book.record(call)
-        self.count_call(is_kept=kept)
+        stored = await self.book.record(call)
+        self.count_call(is_kept=stored)
         if call.break_cause:
             self.counts[f"breaks_{call.break_cause}"] += 1
-        return kept
+        return stored
 
     def count_call(self, *, is_kept: bool) -> None:
         """Count an answer of a recorded session."""
@@ -457,12 +459,12 @@ class GatewayApp:
         if name:
             return await self._session(request, "call", name)
         if key.startswith(access.KEY_BEGINS):
-            found = await self.book.find_key(access.hash_of(key))
-            if found is None:
+            session = await self.book.find_key(access.hash_of(key))
+            if session is None:
                 reason = f"the session of this key is over, or not known here; {self._advice}"
                 raise Refused(401, reason, "invalid_api_key")
-            self._check_scopes(request, found, [access.ROUTE_SCOPES["call"]])
-            return found
+            self._check_scopes(request, session, [access.ROUTE_SCOPES["call"]])
+            return session
         self._admin(request)
         return None
 
@@ -489,23 +491,23 @@ class GatewayApp:
         return session
 
     async def _any_session(self, name: str) -> Session:
-        found = await self.book.find(name)
-        if found is None:
+        session = await self.book.find(name)
+        if session is None:
             raise Refused(404, f"no session {name!r} is known here; POST /sessions makes one", "session_not_found")
-        return found
+        return session
 
     async def _own_session(self, name: str, key: str) -> Session:
         """Return a session by its key. An unknown key may belong to a session that another gateway created a moment
         ago, so the lookup waits for it. The wait does not depend on whether the id is known: a client that guesses ids
         learns nothing from the response time.
         """
-        found = await self.book.find_key(access.hash_of(key)) if key.startswith(access.KEY_BEGINS) else None
-        if found is None or found.id != name:
+        session = await self.book.find_key(access.hash_of(key)) if key.startswith(access.KEY_BEGINS) else None
+        if session is None or session.id != name:
             if self._access.is_keyless:
                 # a mistyped id gets its own error: without a key file, ids are not secret
                 await self._any_session(name)
             raise Refused(401, f"the key is not the key of this session; {self._advice}", "invalid_api_key")
-        return found
+        return session
 
     def _check_scopes(self, request: web.Request, session: Session, scopes: Sequence[KeyScope]) -> None:
         key = access.given_key(request.headers)
@@ -601,12 +603,12 @@ class _Recording:
         session: Session,
         conversation: Conversation,
         request: web.Request,
-        asked: EngineRequest,
+        engine_request: EngineRequest,
         current: Try,
         path: str,
     ) -> None:
         self.session, self.conversation, self.call = session, conversation, current.call
-        self._app, self._asked, self._path, self._try = app, asked, path, current
+        self._app, self._asked, self._path, self._try = app, engine_request, path, current
         outside = request.headers.get(TRACEPARENT, "")
         self.trace = {TRACEPARENT: outside} if read_traceparent(outside) else {}
         """Trace header for the engine, which continues the caller's trace with it. Empty: the caller sent no trace."""
@@ -639,8 +641,12 @@ class _Recording:
         session = self._app.book.ledger.get(self.session.id) or self.session
         repeated = self.conversation.repeated_by(self._try, session.calls.values())
         self._try.is_recorded = True  # the book gets it now, whether or not the client still waits
-        known = {"retry": self._try.unknown_tries, "began": self._try.began, "siblings": sorted(self._try.siblings)}
-        if not await self._app.keep(event.model_copy(update={"supersedes": repeated, **known})):
+        attempt_fields = {
+            "retry": self._try.unknown_tries,
+            "began": self._try.began,
+            "siblings": sorted(self._try.siblings),
+        }
+        if not await self._app.keep(event.model_copy(update={"supersedes": repeated, **attempt_fields})):
             return "no"
         self.conversation.turns.append(turn)  # later calls must not continue a call that was not stored
         return "yes"
@@ -654,21 +660,21 @@ def _retry_of(request: web.Request) -> int:
 
 def _temperature(body: Mapping[str, Any]) -> float:
     """Return the temperature of a request that an engine accepted."""
-    given = body.get("temperature")
-    return 1.0 if given is None else float(given)
+    temperature = body.get("temperature")
+    return 1.0 if temperature is None else float(temperature)
 
 
-def _tokens_before(asked: EngineRequest, conversation: Conversation) -> list[int]:
+def _tokens_before(engine_request: EngineRequest, conversation: Conversation) -> list[int]:
     """Return the tokens of the longest turn that a chat continues. The list is empty if it continues no turn."""
-    messages = asked.body.get("messages")
+    messages = engine_request.body.get("messages")
     if not isinstance(messages, list):  # the engine reports the error in the request
         return []
-    found = [
+    continued_turns = [
         turn.tokens[0]
         for turn in conversation.turns
         if 0 < len(turn.messages) < len(messages) and messages[: len(turn.messages)] == list(turn.messages)
     ]
-    return max(found, key=len, default=[])
+    return max(continued_turns, key=len, default=[])
 
 
 def _version_of(answer: Mapping[str, Any]) -> dict[str, str]:

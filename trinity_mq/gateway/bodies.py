@@ -74,7 +74,7 @@ class FeedbackBody(Body):
 def shown(session: Session) -> dict[str, Any]:
     """Return the description of a session, the response body of ``GET``."""
     opened = session.opened
-    found: dict[str, Any] = {
+    description: dict[str, Any] = {
         "id": session.id,
         "state": session.state,
         "why": session.why or None,
@@ -92,11 +92,11 @@ def shown(session: Session) -> dict[str, Any]:
         "call_ids": list(session.calls),
         "breaks": [call.break_cause for call in session.calls.values() if call.break_cause],
         "versions": sorted(
-            {row[1:] for call in session.calls.values() for one in call.choices for row in one.versions}
+            {row[1:] for call in session.calls.values() for sampled in call.choices for row in sampled.versions}
         ),
     }
     if session.batch is not None:
-        found |= {"batch": session.batch.batch, "ticket": session.batch.ticket}
+        description |= {"batch": session.batch.batch, "ticket": session.batch.ticket}
     if session.state == "trained" and session.trained is not None:
-        found["trained"] = {"generation": session.trained.generation, "step": session.trained.step}
-    return found
+        description["trained"] = {"generation": session.trained.generation, "step": session.trained.step}
+    return description

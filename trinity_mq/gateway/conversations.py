@@ -71,21 +71,21 @@ class Conversation:
     @contextlib.contextmanager
     def trying(self, call: str, digest: str, *, retry: int, began: float) -> Iterator[Try]:
         """Register a request while it is in progress. Register it as failed if an error or its client ends it."""
-        mine = Try(call, digest, retry, began)
-        for other in self.under_way.values():
-            if other.digest == digest:
-                other.siblings.add(call)
-                mine.siblings.add(other.call)
-        self.under_way[call] = mine
+        attempt = Try(call, digest, retry, began)
+        for parallel in self.under_way.values():
+            if parallel.digest == digest:
+                parallel.siblings.add(call)
+                attempt.siblings.add(parallel.call)
+        self.under_way[call] = attempt
         try:
-            yield mine
+            yield attempt
         except BaseException:
-            self.failed.append(mine)
+            self.failed.append(attempt)
             raise
         finally:
             del self.under_way[call]
 
-    def repeated_by(self, mine: Try, calls: Collection[SessionCall]) -> str:
+    def repeated_by(self, attempt: Try, calls: Collection[SessionCall]) -> str:
         """Return the id of the call whose answer this retry supersedes, and mark the call as retried. Empty: it
         supersedes none.
 
@@ -96,28 +96,28 @@ class Conversation:
         to other callers and never match.
 
         Args:
-            mine: The current request.
+            attempt: The current request.
             calls: Recorded calls of the session.
         """
-        if not mine.retry:
-            return self._take_failed(mine.digest) or ""
-        while mine.unknown_tries:
-            failed = self._take_failed(mine.digest, mine.unknown_tries - 1)
+        if not attempt.retry:
+            return self._take_failed(attempt.digest) or ""
+        while attempt.unknown_tries:
+            failed = self._take_failed(attempt.digest, attempt.unknown_tries - 1)
             if failed is None:
                 break
             if failed:
-                mine.unknown_tries = 0
+                attempt.unknown_tries = 0
                 return failed
-            mine.unknown_tries -= 1
+            attempt.unknown_tries -= 1
         for earlier in self.failed:
-            if earlier.digest == mine.digest and earlier.retry < mine.unknown_tries:
+            if earlier.digest == attempt.digest and earlier.retry < attempt.unknown_tries:
                 # requests parallel to an earlier attempt are not attempts of this client
-                mine.siblings |= earlier.siblings
-        replaced = {call.supersedes for call in calls} | mine.siblings
+                attempt.siblings |= earlier.siblings
+        replaced = {call.supersedes for call in calls} | attempt.siblings
         equal = [
             call.call
             for call in calls
-            if call.digest == mine.digest and call.retry < mine.unknown_tries and call.call not in replaced
+            if call.digest == attempt.digest and call.retry < attempt.unknown_tries and call.call not in replaced
         ]
         return equal[-1] if equal else ""
 
@@ -125,12 +125,12 @@ class Conversation:
         """Remove a failed attempt with this digest and, unless None, this retry number. Return its call id, an empty
         string if its answer was not recorded, or None if no attempt matches.
         """
-        failed = [one for one in self.failed if one.digest == digest and retry in {None, one.retry}]
+        failed = [attempt for attempt in self.failed if attempt.digest == digest and retry in {None, attempt.retry}]
         if not failed:
             return None
-        taken = max(failed, key=lambda one: one.is_recorded)
-        self.failed.remove(taken)
-        return taken.call if taken.is_recorded else ""
+        retried = max(failed, key=lambda attempt: attempt.is_recorded)
+        self.failed.remove(retried)
+        return retried.call if retried.is_recorded else ""
 
 
 class Conversations:
@@ -141,13 +141,13 @@ class Conversations:
 
     def of(self, session: Session) -> Conversation:
         """Return the conversation of a session."""
-        found = self._known.get(session.id)
-        if found is None:
-            found = self._known[session.id] = _from_events(session)
+        conversation = self._known.get(session.id)
+        if conversation is None:
+            conversation = self._known[session.id] = _from_events(session)
             while len(self._known) > REMEMBERED:
                 self._known.popitem(last=False)
         self._known.move_to_end(session.id)
-        return found
+        return conversation
 
     def forget(self, session: str) -> None:
         """Remove the conversation of a session that has ended."""
@@ -155,7 +155,7 @@ class Conversations:
 
 
 def _from_events(session: Session) -> Conversation:
-    found, answers = Conversation(calls=session.asked), Answers(list(session.calls.values()))
+    conversation, answers = Conversation(calls=session.asked), Answers(list(session.calls.values()))
     for call in list(session.calls.values())[-KEPT_TURNS:]:
         try:
             prompt = answers.prompt(call)
@@ -163,8 +163,8 @@ def _from_events(session: Session) -> Conversation:
             continue
         tokens = [[*prompt, *choice.ids] for choice in call.choices]
         texts = [call.prompt_text + choice.text for choice in call.choices] if call.prompt_text else []
-        found.turns.append(Turn(call.call, tokens, texts, call.temperature, call.request.get("messages") or ()))
-    return found
+        conversation.turns.append(Turn(call.call, tokens, texts, call.temperature, call.request.get("messages") or ()))
+    return conversation
 
 
 def digest_of(path: str, body: Mapping[str, Any]) -> str:

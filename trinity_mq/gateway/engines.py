@@ -70,8 +70,8 @@ class Stream:
 
     def answer(self) -> dict[str, Any]:
         """Return the answer received so far, in the format of an answer without streaming."""
-        found = self._gathered.answer()
-        return found if self._usage is None else {**found, "usage": self._usage}
+        answer = self._gathered.answer()
+        return answer if self._usage is None else {**answer, "usage": self._usage}
 
 
 class EngineCalls:
@@ -125,8 +125,8 @@ class EngineCalls:
                 answer = await self._clients.post_async(url, sent, {**self._headers, **headers}, self._request_timeout)
             return answer, model
 
-        found: tuple[dict[str, Any], InferenceModel] = await self._patiently()(once)
-        return found
+        reply: tuple[dict[str, Any], InferenceModel] = await self._patiently()(once)
+        return reply
 
     @asynccontextmanager
     async def stream(
@@ -151,10 +151,10 @@ class EngineCalls:
                 async with response:
                     text = await response.read()
                 try:
-                    said = json.loads(text)
+                    error_body = json.loads(text)
                 except ValueError:
-                    said = {}
-                raise engine_error(response.status, response.headers.get("Retry-After"), said, url)
+                    error_body = {}
+                raise engine_error(response.status, response.headers.get("Retry-After"), error_body, url)
 
         stream: Stream = await self._patiently()(begin)
         async with stream.response:

@@ -122,8 +122,8 @@ class Ledger:
         self.counts["sampled_out"] += body.sampled_out
         earlier = self._unknown.pop(body.session, _Unknown()).events
         applied = self._add(session, event)
-        for one in earlier:
-            self.apply(one)
+        for early_event in earlier:
+            self.apply(early_event)
         return applied
 
     def _repeat(self, session: Session | None, event: Event) -> Applied:
@@ -131,14 +131,14 @@ class Ledger:
         retention removed the first copy. A carried copy states the offset of the first copy, so a smaller origin
         replaces a greater origin.
         """
-        for known in () if session is None else tuple(session.events):
-            if not known.is_copy_of(event):
+        for stored_event in () if session is None else tuple(session.events):
+            if not stored_event.is_copy_of(event):
                 continue
-            if event.origin < known.origin and session is not None:
+            if event.origin < stored_event.origin and session is not None:
                 with self._changing(session):
-                    session.replace(known, event)
+                    session.replace(stored_event, event)
             else:
-                known.position = event.position
+                stored_event.position = event.position
         return Applied("repeated")
 
     @contextlib.contextmanager
@@ -203,7 +203,7 @@ class Ledger:
         for name in unknown:
             later = self._unknown.setdefault(name, _Unknown())
             later.decided = True
-            if not any(known is event for known in later.events):
+            if not any(later_event is event for later_event in later.events):
                 later.events.append(event)
         return unknown[0] if unknown else None
 
@@ -238,13 +238,13 @@ class Ledger:
             return
         for name in event.body.sessions:
             member = self.live.get(name)
-            known = None if member is None else member.decision
-            if member is None or known is None or known.body != event.body:
+            decision = None if member is None else member.decision
+            if member is None or decision is None or decision.body != event.body:
                 continue
             with self._changing(member):
-                member.withdraw(known)
+                member.withdraw(decision)
             member.batch = None
-            self.kept_bytes -= known.size
+            self.kept_bytes -= decision.size
             self.waiting -= bool(event.body.submission)
         self._forget_task(event.body.submission)
 
@@ -262,11 +262,11 @@ class Ledger:
                 self._outcomes.popitem(last=False)
             return
         trained = self._trained.get(outcome.ticket) if outcome.ticket else None
-        known = self._tickets.setdefault(outcome.ticket, []) if outcome.ticket else []
+        batch_sessions = self._tickets.setdefault(outcome.ticket, []) if outcome.ticket else []
         for session in sessions:
             if session.batch is None:
                 session.batch = outcome
-                known.append(session)
+                batch_sessions.append(session)
             if session.trained is None:
                 session.trained = trained
             self._settle(session)
@@ -328,10 +328,10 @@ class Ledger:
     # -- output
 
     def take_unknown(self) -> list[Event]:
-        """Return, once, the events that belong to no session. Call this only if the stream had been read to its end when
-        these events were read: a session that was settled long ago may have lost its opened event to retention.
+        """Return, once, the events that belong to no session. Call this only if the stream had been read to its end
+        when these events were read: a session that was settled long ago may have lost its opened event to retention.
         """
-        found = [
+        events = [
             event
             for unknown in self._unknown.values()
             if not unknown.decided
@@ -339,11 +339,11 @@ class Ledger:
             if not isinstance(event.body, SessionsDecided)
         ]
         self._unknown.clear()
-        return found
+        return events
 
     def queued(self) -> list[tuple[str, list[Session]]]:
         """Return the tasks without a reported batch, as pairs of submission id and sessions."""
-        return [(name, list(found)) for name, found in self._submissions.items() if found[0].batch is None]
+        return [(name, list(sessions)) for name, sessions in self._submissions.items() if sessions[0].batch is None]
 
     def take_new_tasks(self) -> list[str]:
         """Return, once, the submissions that were decided since the last call and that no batch has reported."""
@@ -366,5 +366,5 @@ class Ledger:
         """Return the live sessions with at least one event before a stream position. All their events must be published
         again. The session with the oldest event comes first.
         """
-        found = [session for session in self.live.values() if session.first_position < before]
-        return sorted(found, key=lambda one: one.first_position)
+        sessions = [session for session in self.live.values() if session.first_position < before]
+        return sorted(sessions, key=lambda carried: carried.first_position)

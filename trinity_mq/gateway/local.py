@@ -60,9 +60,9 @@ class LocalSession:
     @property
     def session(self) -> Session:
         """The session as recorded so far."""
-        found = self.book.ledger.get(self.id)
-        assert found is not None  # a local session is never settled
-        return found
+        session = self.book.ledger.get(self.id)
+        assert session is not None  # a local session is never settled
+        return session
 
 
 @contextlib.asynccontextmanager

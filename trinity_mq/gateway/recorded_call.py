@@ -103,20 +103,20 @@ def _continued(
     prompt: list[int], text: str, messages: Sequence[Any], temperature: float, earlier: Sequence[Turn]
 ) -> tuple[tuple[Turn, int] | None, str]:
     """Return the longest matching turn and choice that the prompt begins with, or the reason why no match exists."""
-    found = [
+    prefixes = [
         (turn, number)
         for turn in earlier
         for number, tokens in enumerate(turn.tokens)
         if len(tokens) <= len(prompt) and prompt[: len(tokens)] == tokens
     ]
-    same = [one for one in found if one[0].temperature == temperature]
+    same = [prefix for prefix in prefixes if prefix[0].temperature == temperature]
     if same:
-        return max(same, key=lambda one: len(one[0].tokens[one[1]])), ""
+        return max(same, key=lambda prefix: len(prefix[0].tokens[prefix[1]])), ""
     if not earlier:
         return None, ""
-    if found:
+    if prefixes:
         return None, "temperature"
-    if text and any(text.startswith(known) for turn in earlier for known in turn.texts):
+    if text and any(text.startswith(earlier_text) for turn in earlier for earlier_text in turn.texts):
         return None, "retoken"
     if messages and any(
         turn.messages and list(messages[: len(turn.messages)]) == list(turn.messages) for turn in earlier
@@ -160,12 +160,12 @@ class Answers:
         if call.call not in self._prompts:
             tokens: list[int] = []
             if call.continues:
-                before = self._calls.get(call.continues)
-                if before is None or not call.choice < len(before.choices):
+                continued = self._calls.get(call.continues)
+                if continued is None or not call.choice < len(continued.choices):
                     raise ValueError(
                         f"call {call.call} continues {call.continues}, answer {call.choice}, which is not there"
                     )
-                tokens = [*self.prompt(before), *before.choices[call.choice].ids]
+                tokens = [*self.prompt(continued), *continued.choices[call.choice].ids]
             self._prompts[call.call] = [*tokens, *call.prompt]
         return self._prompts[call.call]
 

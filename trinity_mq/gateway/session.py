@@ -172,7 +172,7 @@ class Session:
         """Return whether the session already has this event."""
         if event.outside and event.message_id in self.taken_outside:
             return True
-        return any(known.is_copy_of(event) for known in self.events)
+        return any(stored_event.is_copy_of(event) for stored_event in self.events)
 
     def too_late(self, body: Body) -> str | None:
         """Return the reason why the session does not accept an event. Return None if it accepts the event."""
@@ -186,8 +186,8 @@ class Session:
         if isinstance(body, SessionEnd) and self.end is not None and body.outcome != "discard":
             return f"session {self.id} has ended already, as {self.end.outcome}"
         if isinstance(body, SessionReward) and body.call is not None and self.call_of(body.call) is None:
-            known = ", ".join(self.calls) or "none"
-            return f"session {self.id} has no call {body.call!r}; it has {known[:400]}, or a number from 0"
+            call_ids = ", ".join(self.calls) or "none"
+            return f"session {self.id} has no call {body.call!r}; it has {call_ids[:400]}, or a number from 0"
         return None
 
     def call_of(self, name: str | int) -> SessionCall | None:
@@ -204,30 +204,30 @@ class Session:
         is rebuilt from all events.
         """
         in_order = not self.events or event.origin > self.events[-1].origin
-        bisect.insort(self.events, event, key=lambda one: one.origin)
+        bisect.insort(self.events, event, key=lambda stored_event: stored_event.origin)
         if in_order:
             self._then(event)
         else:
             self._begin_again()
 
-    def replace(self, known: Event, event: Event) -> None:
+    def replace(self, later_copy: Event, event: Event) -> None:
         """Replace a later copy of an event by an earlier copy."""
-        self.events.remove(known)
-        bisect.insort(self.events, event, key=lambda one: one.origin)
+        self.events.remove(later_copy)
+        bisect.insort(self.events, event, key=lambda stored_event: stored_event.origin)
         self._begin_again()
 
-    def withdraw(self, known: Event) -> None:
+    def withdraw(self, event: Event) -> None:
         """Remove an event and its effects."""
-        self.events.remove(known)
+        self.events.remove(event)
         self._begin_again()
 
     def _begin_again(self) -> None:
         self.calls, self.call_rewards, self.metrics = {}, {}, {}
         self.reward, self.end, self.decided, self.last_at, self.ripe_at = None, None, None, 0.0, math.inf
         self.group = ""
-        for one in self.events:
-            if self.too_late(one.body) is None:
-                self._then(one)
+        for event in self.events:
+            if self.too_late(event.body) is None:
+                self._then(event)
 
     def forget_events(self) -> None:
         """Remove the events of a settled session, and keep the values that users query."""

@@ -67,7 +67,7 @@ class AnthropicProtocol(Protocol):
         prompt, sampled = usage_of(answer)
         text = message.get("content")
         content: list[dict[str, Any]] = [{"type": "text", "text": text}] if text else []
-        content += [_tool_use(one) for one in message.get("tool_calls") or ()]
+        content += [_tool_use(tool_call) for tool_call in message.get("tool_calls") or ()]
         return {
             **_message(call, body, prompt),
             "content": content,
@@ -94,7 +94,7 @@ class AnthropicEvents(Events):
         return []  # message_start needs the prompt length, which comes with the first chunk
 
     def of(self, chunk: Mapping[str, Any]) -> list[bytes]:
-        found = self._begin(len(chunk.get("prompt_token_ids") or ()))
+        events = self._begin(len(chunk.get("prompt_token_ids") or ()))
         for choice in chunk.get("choices") or ():
             piece = (choice.get("delta") or {}).get("content")
             if not piece or choice.get("index"):
@@ -102,28 +102,28 @@ class AnthropicEvents(Events):
             if not self._is_open:
                 self._is_open = True
                 block = {"type": "text", "text": ""}
-                found.append(named_event({"type": "content_block_start", "index": 0, "content_block": block}))
+                events.append(named_event({"type": "content_block_start", "index": 0, "content_block": block}))
             delta = {"type": "text_delta", "text": piece}
-            found.append(named_event({"type": "content_block_delta", "index": 0, "delta": delta}))
-        return found
+            events.append(named_event({"type": "content_block_delta", "index": 0, "delta": delta}))
+        return events
 
     def closing(self, answer: Mapping[str, Any]) -> list[bytes]:
         choice = answer["choices"][0]
-        found = self._begin(usage_of(answer)[0])
+        events = self._begin(usage_of(answer)[0])
         if self._is_open:
-            found.append(named_event({"type": "content_block_stop", "index": 0}))
+            events.append(named_event({"type": "content_block_stop", "index": 0}))
             self._blocks = 1
-        for one in (choice.get("message") or {}).get("tool_calls") or ():
-            used, place = _tool_use(one), self._blocks
+        for tool_call in (choice.get("message") or {}).get("tool_calls") or ():
+            used, place = _tool_use(tool_call), self._blocks
             block = {**used, "input": {}}
-            found.append(named_event({"type": "content_block_start", "index": place, "content_block": block}))
+            events.append(named_event({"type": "content_block_start", "index": place, "content_block": block}))
             delta = {"type": "input_json_delta", "partial_json": json.dumps(used["input"])}
-            found.append(named_event({"type": "content_block_delta", "index": place, "delta": delta}))
-            found.append(named_event({"type": "content_block_stop", "index": place}))
+            events.append(named_event({"type": "content_block_delta", "index": place, "delta": delta}))
+            events.append(named_event({"type": "content_block_stop", "index": place}))
             self._blocks += 1
         usage = {"output_tokens": usage_of(answer)[1]}
-        found.append(named_event({"type": "message_delta", "delta": _ending(choice), "usage": usage}))
-        return [*found, named_event({"type": "message_stop"})]
+        events.append(named_event({"type": "message_delta", "delta": _ending(choice), "usage": usage}))
+        return [*events, named_event({"type": "message_stop"})]
 
     def failed(self, message: str, kind: str) -> list[bytes]:
         return [named_event({"type": "error", "error": {"type": kind, "message": message}})]
@@ -158,13 +158,13 @@ def _message(call: str, body: Mapping[str, Any], prompt: int) -> dict[str, Any]:
 
 def _messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return ``system`` and ``messages`` as chat messages."""
-    found: list[dict[str, Any]] = []
+    chat_messages: list[dict[str, Any]] = []
     if system := text_of_parts(body.get("system"), ("text",), "system"):
-        found.append({"role": "system", "content": system})
-    given = body.get("messages")
-    if not isinstance(given, list) or not given:
-        raise BadRequest(f"messages is {given!r:.80}, wanted a list of messages", "messages")
-    for number, message in enumerate(given):
+        chat_messages.append({"role": "system", "content": system})
+    messages = body.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise BadRequest(f"messages is {messages!r:.80}, wanted a list of messages", "messages")
+    for number, message in enumerate(messages):
         where = f"messages.{number}"
         if not isinstance(message, dict) or message.get("role") not in ROLES:
             role = message.get("role") if isinstance(message, dict) else message
@@ -173,8 +173,8 @@ def _messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
         parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
         if not isinstance(parts, list):
             raise BadRequest(f"{where}.content is a {type(content).__name__}, wanted text or a list of blocks", where)
-        found += _of_one(message["role"], parts, f"{where}.content")
-    return found
+        chat_messages += _of_one(message["role"], parts, f"{where}.content")
+    return chat_messages
 
 
 def _of_one(role: str, parts: list[Any], where: str) -> list[dict[str, Any]]:
@@ -212,9 +212,9 @@ def _tool(number: int, tool: Any) -> dict[str, Any]:
 def _tool_use(call: Mapping[str, Any]) -> dict[str, Any]:
     function = call.get("function") or {}
     try:
-        given = json.loads(function.get("arguments") or "{}")
+        arguments = json.loads(function.get("arguments") or "{}")
     except ValueError:
-        given = function.get("arguments")
-    found = given if isinstance(given, dict) else {"arguments": given}
+        arguments = function.get("arguments")
+    tool_input = arguments if isinstance(arguments, dict) else {"arguments": arguments}
     name = call.get("id") or f"toolu_{uuid.uuid4().hex[:24]}"
-    return {"type": "tool_use", "id": name, "name": function.get("name"), "input": found}
+    return {"type": "tool_use", "id": name, "name": function.get("name"), "input": tool_input}

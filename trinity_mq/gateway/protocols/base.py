@@ -192,13 +192,13 @@ def text_of_parts(content: Any, kinds: Sequence[str], where: str) -> str:
         return content
     if not isinstance(content, list):
         raise BadRequest(f"{where} is a {type(content).__name__}, wanted text or a list of parts", where)
-    found = []
+    texts = []
     for number, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else type(part).__name__
         if kind not in kinds or not isinstance(part.get("text"), str):
             raise BadRequest(f"{where}.{number} is of type {kind!r}; this model takes {' or '.join(kinds)}", where)
-        found.append(part["text"])
-    return "".join(found)
+        texts.append(part["text"])
+    return "".join(texts)
 
 
 def usage_of(answer: Mapping[str, Any]) -> tuple[int, int]:

@@ -80,9 +80,9 @@ def _public(answer: Mapping[str, Any], call: str, body: Mapping[str, Any]) -> di
     """Return an answer or a chunk without the training fields that the agent did not request."""
     if body.get("return_token_ids"):
         return {**answer, "id": call}
-    found = {name: value for name, value in answer.items() if name not in FOR_TRAINING}
+    public = {name: value for name, value in answer.items() if name not in FOR_TRAINING}
     asks_logprobs = _asks_logprobs(body)
-    found["choices"] = [
+    public["choices"] = [
         {
             name: value if name != "logprobs" or asks_logprobs else None
             for name, value in choice.items()
@@ -90,9 +90,9 @@ def _public(answer: Mapping[str, Any], call: str, body: Mapping[str, Any]) -> di
         }
         for choice in answer.get("choices") or ()
     ]
-    if "usage" not in found and found.get("object") in {"chat.completion", "text_completion"}:
+    if "usage" not in public and public.get("object") in {"chat.completion", "text_completion"}:
         prompt, sampled = usage_of(answer)
-        found["usage"] = {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
+        public["usage"] = {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
     if not body.get("model"):
-        return {**found, "id": call}
-    return {**found, "id": call, "model": body["model"]}
+        return {**public, "id": call}
+    return {**public, "id": call, "model": body["model"]}

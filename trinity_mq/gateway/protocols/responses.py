@@ -95,7 +95,7 @@ class ResponsesEvents(Events):
         ]
 
     def of(self, chunk: Mapping[str, Any]) -> list[bytes]:
-        found = []
+        events = []
         for choice in chunk.get("choices") or ():
             if choice.get("index"):
                 continue
@@ -106,36 +106,36 @@ class ResponsesEvents(Events):
             if not self._is_open:
                 self._is_open = True
                 item = _message(self._message, "", "in_progress")
-                found.append(self._event("response.output_item.added", output_index=0, item={**item, "content": []}))
-                found.append(self._part("response.content_part.added", part=_text_part("")))
+                events.append(self._event("response.output_item.added", output_index=0, item={**item, "content": []}))
+                events.append(self._part("response.content_part.added", part=_text_part("")))
             self._text += piece
-            found.append(self._part("response.output_text.delta", delta=piece, logprobs=self._news))
+            events.append(self._part("response.output_text.delta", delta=piece, logprobs=self._news))
             self._logprobs += self._news
             self._news = []
-        return found
+        return events
 
     def closing(self, answer: Mapping[str, Any]) -> list[bytes]:
         message = answer["choices"][0].get("message") or {}
         logprobs = [*self._logprobs, *self._news]
         output = _output({**message, "content": self._text}, self._call, logprobs)
-        found = []
+        events = []
         if self._is_open:
-            found.append(self._part("response.output_text.done", text=self._text, logprobs=logprobs))
-            found.append(self._part("response.content_part.done", part=_text_part(self._text, logprobs)))
-            found.append(self._event("response.output_item.done", output_index=0, item=output[0]))
+            events.append(self._part("response.output_text.done", text=self._text, logprobs=logprobs))
+            events.append(self._part("response.content_part.done", part=_text_part(self._text, logprobs)))
+            events.append(self._event("response.output_item.done", output_index=0, item=output[0]))
         for place, item in enumerate(output):
             if item["type"] != "function_call":
                 continue
             begun = {**item, "arguments": "", "status": "in_progress"}
-            found.append(self._event("response.output_item.added", output_index=place, item=begun))
+            events.append(self._event("response.output_item.added", output_index=place, item=begun))
             where = {"item_id": item["id"], "output_index": place}
-            found.append(self._event("response.function_call_arguments.delta", delta=item["arguments"], **where))
+            events.append(self._event("response.function_call_arguments.delta", delta=item["arguments"], **where))
             done = {"arguments": item["arguments"], "name": item["name"], **where}
-            found.append(self._event("response.function_call_arguments.done", **done))
-            found.append(self._event("response.output_item.done", output_index=place, item=item))
+            events.append(self._event("response.function_call_arguments.done", **done))
+            events.append(self._event("response.output_item.done", output_index=place, item=item))
         response = _response(self._call, self._body, output, answer)
         kind = "response.completed" if response["status"] == "completed" else "response.incomplete"
-        return [*found, self._event(kind, response=response)]
+        return [*events, self._event(kind, response=response)]
 
     def failed(self, message: str, kind: str) -> list[bytes]:
         return [self._event("error", message=message, code=kind, param=None)]
@@ -150,38 +150,40 @@ class ResponsesEvents(Events):
 
 def _messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return ``instructions`` and ``input`` as chat messages."""
-    found: list[dict[str, Any]] = []
+    chat_messages: list[dict[str, Any]] = []
     if instructions := body.get("instructions"):
-        found.append({"role": "system", "content": instructions})
-    given = body.get("input")
-    if isinstance(given, str):
-        return [*found, {"role": "user", "content": given}]
-    if not isinstance(given, list) or not given:
-        raise BadRequest(f"input is {given!r:.80}, wanted text or a list of items", "input")
-    for number, item in enumerate(given):
+        chat_messages.append({"role": "system", "content": instructions})
+    items = body.get("input")
+    if isinstance(items, str):
+        return [*chat_messages, {"role": "user", "content": items}]
+    if not isinstance(items, list) or not items:
+        raise BadRequest(f"input is {items!r:.80}, wanted text or a list of items", "input")
+    for number, item in enumerate(items):
         where = f"input.{number}"
         if not isinstance(item, dict):
             raise BadRequest(f"{where} is a {type(item).__name__}, wanted an object", where)
         kind = item.get("type", "message")
         if kind == "message":
             role = {"developer": "system"}.get(str(item.get("role")), item.get("role"))
-            found.append({"role": role, "content": text_of_parts(item.get("content"), PARTS, f"{where}.content")})
+            chat_messages.append(
+                {"role": role, "content": text_of_parts(item.get("content"), PARTS, f"{where}.content")}
+            )
         elif kind == "function_call":
             function = {"name": item.get("name"), "arguments": item.get("arguments") or "{}"}
             call = {"id": item.get("call_id"), "type": "function", "function": function}
-            if found and found[-1]["role"] == "assistant":  # text and calls came from the same answer
-                found[-1].setdefault("tool_calls", []).append(call)
+            if chat_messages and chat_messages[-1]["role"] == "assistant":  # text and calls came from the same answer
+                chat_messages[-1].setdefault("tool_calls", []).append(call)
             else:
-                found.append({"role": "assistant", "content": None, "tool_calls": [call]})
+                chat_messages.append({"role": "assistant", "content": None, "tool_calls": [call]})
         elif kind == "function_call_output":
             output = item.get("output")
             text = output if isinstance(output, str) else text_of_parts(output, PARTS, f"{where}.output")
-            found.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": text})
+            chat_messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": text})
         elif kind != "reasoning":  # reasoning of another model is not passed to this model
             raise BadRequest(
                 f"{where} is of type {kind!r}; taken are message, function_call and function_call_output", where
             )
-    return found
+    return chat_messages
 
 
 def _tool(number: int, tool: Any) -> dict[str, Any]:
@@ -222,11 +224,11 @@ def _output(message: Mapping[str, Any], call: str, logprobs: Sequence[Any] = ())
     """
     calls = message.get("tool_calls") or ()
     text = message.get("content") or ""
-    found = [_message(_message_id(call), text, "completed", logprobs)] if text or not calls else []
-    for one in calls:
-        function = one.get("function") or {}
-        name = one.get("id") or f"call_{uuid.uuid4().hex[:24]}"
-        found.append(
+    items = [_message(_message_id(call), text, "completed", logprobs)] if text or not calls else []
+    for tool_call in calls:
+        function = tool_call.get("function") or {}
+        name = tool_call.get("id") or f"call_{uuid.uuid4().hex[:24]}"
+        items.append(
             {
                 "id": f"fc_{name}",
                 "type": "function_call",
@@ -236,7 +238,7 @@ def _output(message: Mapping[str, Any], call: str, logprobs: Sequence[Any] = ())
                 "status": "completed",
             }
         )
-    return found
+    return items
 
 
 def _response(
