@@ -294,8 +294,8 @@ MUTATIONS = [
     Mutation(
         "the explorer opens a batch too early",
         "trinity_mq/dispatch/pacing.py",
-        "    return known >= required_progress(batch, config)\n",
-        "    return known + 1 >= required_progress(batch, config)\n",
+        "    return progress >= required_progress(batch, config)\n",
+        "    return progress + 1 >= required_progress(batch, config)\n",
         "unit/dispatch/test_pacing.py::test_no_order_of_events_hangs_or_makes_older_data_than_promised",
     ),
     Mutation(
