@@ -1,1 +1,1 @@
-"""The ``trinity-mq`` command. Modules here are imported only when their command is given."""
+"""The ``trinity-mq`` command. The module of a command is imported only when that command runs."""

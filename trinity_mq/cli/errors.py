@@ -1,7 +1,7 @@
-"""The error of commands."""
+"""The error that commands raise for the user."""
 
 from __future__ import annotations
 
 
 class CommandError(ValueError):
-    """One line for the user: what was wrong, what to do next."""
+    """An error that the user can fix. The message is one line: the problem and the next step."""

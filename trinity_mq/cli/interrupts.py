@@ -1,4 +1,4 @@
-"""Event loops that clean up on Ctrl-C and on SIGTERM alike."""
+"""Event loops that clean up after Ctrl-C and after SIGTERM."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ T = TypeVar("T")
 
 
 def run_to_the_end(work: Coroutine[Any, Any, T]) -> T:
-    """Run ``work`` on an event loop of its own. SIGTERM ends it as Ctrl-C does: it is cancelled, and cleans up.
+    """Run ``work`` on a new event loop. SIGTERM has the effect of Ctrl-C: it cancels ``work``, which then cleans up.
 
     Raises:
-        KeyboardInterrupt: It was interrupted.
-        BrokenPipeError: The reader of our output has left, whatever else failed.
+        KeyboardInterrupt: ``work`` was interrupted.
+        BrokenPipeError: The reader of standard output closed it. This error replaces all other errors of the group.
     """
     try:
         return asyncio.run(_cancelled_by_sigterm(work))
@@ -30,7 +30,7 @@ def run_to_the_end(work: Coroutine[Any, Any, T]) -> T:
 
 async def _cancelled_by_sigterm(work: Coroutine[Any, Any, T]) -> T:
     if threading.current_thread() is not threading.main_thread():
-        return await work  # only the main thread gets signals
+        return await work  # only the main thread receives signals
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
     loop.add_signal_handler(signal.SIGTERM, task.cancel)

@@ -1,4 +1,4 @@
-"""An HTTP server of a command."""
+"""Start and stop of a command's HTTP server."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ if TYPE_CHECKING:
     from aiohttp import web
 
 SHUTDOWN_SECONDS = 1.0
-"""Time that requests have to end when the server does."""
+"""Seconds that open requests have to finish at shutdown."""
 
 
 @asynccontextmanager
 async def listening(app: web.Application, host: str, port: int) -> AsyncIterator[str]:
-    """Serve an application inside the block, which is given its base URL.
+    """Serve an application inside the ``with`` block and yield its base URL.
 
     Args:
         app: The application.
         host: Address to listen on.
-        port: Port to listen on; 0: a free one.
+        port: Port to listen on. 0: any free port.
 
     Raises:
-        CommandError: The address cannot be listened on.
+        CommandError: The server cannot listen on the address.
     """
     from aiohttp import web
 

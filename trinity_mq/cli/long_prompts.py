@@ -1,4 +1,4 @@
-"""Counts the records whose prompt is too long for the model, for ``trinity-mq validate``."""
+"""Count of records whose prompts are too long for the model, for ``trinity-mq validate``."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from trinity_mq.models.errors import ModelError
 from trinity_mq.models.model_folder import known_folder
 
 MOST_COUNTED = 5_000
-"""Upper bound of the prompts of a taskset that are cut into tokens."""
+"""Maximum number of prompts per taskset that are tokenized."""
 
 
 def count_long_prompts(config: Config, tasksets: Sequence[TasksetConfig]) -> list[str]:
-    """Return a line on each taskset with records whose prompts are too long for the model.
+    """Return a line for each taskset with records whose prompts are too long for the model.
 
-    The prompt is the record's, with the system prompt of the taskset or of the workflow. The tokenizer is loaded only
-    where a prompt has more bytes than half the limit in tokens: a token has a byte or more.
+    The counted prompt is the record's prompt plus the system prompt of the taskset or of the workflow. The tokenizer is
+    loaded only if a prompt has more bytes than half the limit in tokens, because each token has at least one byte.
     """
     described = [taskset for taskset in tasksets if taskset.storage_type != "queue"]
     return [
@@ -39,7 +39,7 @@ def _counted(config: Config, taskset: TasksetConfig, records: Sequence[Record]) 
 
 
 def _system_prompt(taskset: TasksetConfig) -> str:
-    from trinity_mq.workflows import load_workflow  # and torch with it
+    from trinity_mq.workflows import load_workflow  # imports torch
 
     return taskset.format.system_prompt or getattr(load_workflow(taskset.workflow), "default_system_prompt", None) or ""
 
@@ -52,15 +52,15 @@ def _line(name: str, count: int, among: str, limit: int) -> str:
 
 
 def _length(config: Config, system: str) -> Callable[[str], int] | None:
-    """Return the function that counts the tokens of a prompt, None where the tokenizer is not on this machine."""
-    if config.model.tiny is not None:  # a token for each character
+    """Return a function that counts the tokens of a prompt, or None if the tokenizer is not on this machine."""
+    if config.model.tiny is not None:  # each character is one token
         return lambda text: len(system) + len(text)
     try:
         folder = known_folder(str(config.model.model_path))
         if folder is None:
             return None
         codec = TextCodec.load(folder, trust_remote_code=config.model.trust_remote_code)
-    except ModelError:  # the check of the models tells of it
+    except ModelError:  # check_models reports this error
         return None
     return lambda text: _tokens(codec, system, text)
 
@@ -71,5 +71,5 @@ def _tokens(codec: TextCodec, system: str, text: str) -> int:
         if codec.has_template:
             return len(codec.encode(codec.render([{"role": role, "content": content} for role, content in roles])))
         return len(codec.encode(system + text, special=True))
-    except TextError:  # the engine refuses it for another reason
+    except TextError:  # the engine refuses this prompt for another reason
         return 0

@@ -1,6 +1,6 @@
-"""The ``trinity-mq`` command: a table of lazily imported commands, and the exit codes of errors.
+"""The ``trinity-mq`` command: the table of lazily imported commands and the exit codes of errors.
 
-Only the standard library is imported here; the module of a command is imported when that command is given.
+This module imports only the standard library. The module of a command is imported when that command runs.
 """
 
 from __future__ import annotations
@@ -105,17 +105,17 @@ COMMANDS = (
     ),
     ("schema", "commands.schema:schema", "write the JSON Schemas of what travels besides experiences"),
 )
-"""Each command: its name, its module and function below ``trinity_mq.cli``, and its help. The module has
-``add_arguments(parser)``, which also sets ``function`` where a command has actions.
+"""Rows of (name, module and function below ``trinity_mq.cli``, help text). Each module has ``add_arguments(parser)``,
+which also sets ``function`` if the command has subcommands.
 """
 SETTING = re.compile(r"[A-Za-z_][\w.]*=")
-"""The beginning of a word that sets something."""
+"""Matches the key and the equals sign at the start of a KEY=VALUE argument."""
 EXIT_USER = 2
-"""An error that the user can cure."""
+"""Exit code for an error that the user can fix."""
 EXIT_FATAL = 78
-"""The same of an agent: its supervisor must not start it again (sysexits EX_CONFIG)."""
+"""Exit code of an agent for an error that the user can fix: its supervisor must not restart it (sysexits EX_CONFIG)."""
 EXIT_RESTART = 75
-"""An agent that a fresh start may cure (sysexits EX_TEMPFAIL)."""
+"""Exit code of an agent for an error that a restart may fix (sysexits EX_TEMPFAIL)."""
 EXIT_INTERRUPTED = 130
 
 EXPECTED = (
@@ -126,19 +126,21 @@ EXPECTED = (
     "trinity_mq.runtime.errors.RestartMe",
     "trinity_mq.cli.errors.CommandError",
 )
-"""Errors that say all a person needs, with those derived from them. By name: importing them all would cost a second."""
+"""Errors, subclasses included, whose message is enough for the user and is printed without a traceback. They are listed
+by name because importing their modules takes a second.
+"""
 PASSING = ("trinity_mq.bus.base.BusUnavailable", "trinity_mq.runtime.errors.RestartMe")
-"""Those of them that a fresh start may cure."""
+"""The errors of ``EXPECTED`` that a restart may fix."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code.
 
-    0: done. 1: it went wrong. 2: the user can cure it; the line on stderr says how. 75, 78: the same of an agent,
-    passing or not. 130, 143: interrupted by SIGINT, SIGTERM.
+    0: success. 1: failure. 2: an error that the user can fix, explained in a line on stderr. 75 and 78: an agent failed
+    with an error that a restart may fix (75) or cannot fix (78). 130 and 143: interrupted by SIGINT or SIGTERM.
     """
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # a terminal that cannot show a character is no reason to fail
+        if isinstance(stream, io.TextIOWrapper):  # a character that the terminal cannot show must not fail the command
             stream.reconfigure(errors="replace")
     from trinity_mq.cli.output import guarded_output
 
@@ -148,18 +150,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(argv: Sequence[str] | None) -> int:
     arguments = argparse.Namespace(command=None)
-    # workflows and rewards of the user's own lie where the command is given; agents, started with -m, look there too
+    # The user's workflows and rewards lie in the working directory. Agents, started with ``python -m``, search it too.
     sys.path.append(str(Path.cwd()))
     try:
         arguments = _parser().parse_args(argv)
         code: int = arguments.function(arguments)
-        sys.stdout.flush()  # here a reader that has left is met, not at python's exit
+        sys.stdout.flush()  # a closed output raises BrokenPipeError here instead of at python's exit
         return code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        # the reader of our output has left; python's own flush at exit must not complain
+        # the reader closed our output: without this, python's own flush at exit would print an error
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as error:
@@ -175,7 +177,7 @@ def _run(argv: Sequence[str] | None) -> int:
 
 
 def expected_error(error: BaseException) -> BaseException | None:
-    """Return the error that tells the user what to do, also out of the groups that concurrent tasks raise."""
+    """Return the error that tells the user what to do, or None. Exception groups of concurrent tasks are unpacked."""
     if isinstance(error, BaseExceptionGroup):
         found = [expected_error(inner) for inner in error.exceptions]
         return found[0] if found and None not in found else None
@@ -192,14 +194,14 @@ def _is_one_of(error: BaseException, names: Sequence[str]) -> bool:
 
 
 class _CommandParser(argparse.ArgumentParser):
-    """The parser of one command. It imports the command's module when the command is given, and not for ``--help``."""
+    """The parser of one command. It imports the command's module when that command runs, but not for ``--help``."""
 
     def __init__(self, *args: Any, target: str, **options: Any) -> None:
         super().__init__(*args, **options)
         self._target = target
 
     def load(self) -> None:
-        """Add the command's arguments, once."""
+        """Add the command's arguments. Later calls do nothing."""
         path, _, function = self._target.partition(":")
         if path:
             self._target = ""
@@ -213,7 +215,7 @@ class _CommandParser(argparse.ArgumentParser):
     ) -> tuple[argparse.Namespace, list[str]]:
         self.load()
         known, rest = super().parse_known_args(args, namespace)
-        # argparse takes the words up to the first option only; settings may also stand behind one
+        # argparse takes positional arguments only up to the first option; accept KEY=VALUE arguments after options too
         if hasattr(known, "overrides"):
             known.overrides += [word for word in rest if SETTING.match(word)]
             rest = [word for word in rest if not SETTING.match(word)]
@@ -234,18 +236,18 @@ def _parser() -> argparse.ArgumentParser:
         )
         for name, target, words in COMMANDS
     }
-    if "_ARGCOMPLETE" in os.environ:  # a shell asks for completions, and wants nothing else
+    if "_ARGCOMPLETE" in os.environ:  # the shell requests completions only
         import argcomplete
 
         for word in os.environ.get("COMP_LINE", "").split():
             if word in parsers:
-                parsers[word].load()  # before its arguments are looked at
+                parsers[word].load()  # argcomplete needs the arguments of this command
         argcomplete.autocomplete(parser)
     return parser
 
 
 class _Version(argparse.Action):
-    """Looks the version up only when asked for."""
+    """Print the version. It is looked up only for ``--version``."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         from trinity_mq import __version__

@@ -1,4 +1,4 @@
-"""Output of commands: the only place that decides what reaches a terminal, and files that commands write."""
+"""Output of commands: the only module that decides which text reaches a terminal, and the files that commands write."""
 
 from __future__ import annotations
 
@@ -18,9 +18,11 @@ if TYPE_CHECKING:
 
 
 def visible(text: str) -> str:
-    r"""Return ``text`` with all characters spelled out that a terminal obeys or that hide others: control characters,
-    bidirectional overrides, invisible characters, lone surrogates. Line ends and tabs stay. The form, such as
-    ``\u001b``, is that of JSON, so that JSON keeps its meaning.
+    r"""Return ``text`` with each unsafe character replaced by its JSON escape, such as ``\u001b``.
+
+    Unsafe are characters that control a terminal or hide text: control characters, bidirectional overrides, invisible
+    characters and lone surrogates. Line ends and tabs stay. Because the escapes are JSON escapes, JSON text keeps its
+    meaning.
     """
     if text.replace("\n", "").replace("\t", "").isprintable():
         return text
@@ -28,15 +30,15 @@ def visible(text: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """Return ``text`` as :func:`visible` does, with line ends and tabs spelled out too: a text of others that must not
-    pretend to be further lines of ours.
+    """Return ``text`` as :func:`visible` does, with line ends and tabs escaped too, so that foreign text cannot imitate
+    further lines of our output.
     """
     return text if text.isprintable() else "".join(one if _is_shown(one) else _spelled(one) for one in text)
 
 
 def indented(text: str) -> str:
-    """Return ``text`` with each line as :func:`one_line` does, and the lines after the first indented: none of them can
-    pretend to be a line of ours.
+    """Return ``text`` with each line passed through :func:`one_line` and every line after the first indented, so that
+    foreign text cannot imitate a line of our output.
     """
     return "\n  ".join(one_line(line.removeprefix("  ")) for line in text.split("\n"))
 
@@ -51,13 +53,13 @@ def _spelled(character: str) -> str:
 
 
 class Guarded:
-    """A stream of text to which only what :func:`visible` returns is written."""
+    """A text stream that passes all written text through :func:`visible`."""
 
     def __init__(self, stream: TextIO) -> None:
         self.unguarded = stream
 
     def write(self, text: str) -> int:
-        """Write a text."""
+        """Write ``text`` with its unsafe characters escaped."""
         self.unguarded.write(visible(text))
         return len(text)
 
@@ -70,13 +72,15 @@ class Guarded:
 
 
 def unguarded(stream: TextIO) -> TextIO:
-    """Return the stream behind the guard, for colours of our own around text that is :func:`visible`."""
+    """Return the stream behind the guard. Use it to write terminal colours around text that is already
+    :func:`visible`.
+    """
     return stream.unguarded if isinstance(stream, Guarded) else stream
 
 
 @contextlib.contextmanager
 def guarded_output() -> Iterator[None]:
-    """Guard standard output and standard error; tracebacks of programming errors too."""
+    """Guard standard output and standard error inside the block, and the tracebacks of programming errors."""
     out: Any = Guarded(unguarded(sys.stdout))
     err: Any = Guarded(unguarded(sys.stderr))
     sys.excepthook = _show_error
@@ -89,11 +93,11 @@ def _show_error(*error: Any) -> None:
 
 
 def open_console(out: TextIO | None = None, *, width: int | None = None) -> Console:
-    """Return a console of rich that shows all text as it is: it reads no markup and writes only :func:`visible` text.
+    """Return a rich console that does not interpret markup and writes only :func:`visible` text.
 
     Args:
         out: The stream. None: standard output.
-        width: Columns. None: those of the terminal.
+        width: Width in columns. None: the width of the terminal.
     """
     return _console_kind()(
         file=unguarded(sys.stdout if out is None else out), width=width, markup=False, emoji=False, soft_wrap=False
@@ -106,7 +110,7 @@ def _console_kind() -> type[Console]:
     from rich.segment import Segment
 
     class VisibleConsole(Console):
-        """Every renderable passes here, part by part; control segments are those of rich itself."""
+        """Makes every segment of rendered text visible. Control segments come from rich itself and pass unchanged."""
 
         def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
             for segment in super().render(renderable, options):
@@ -119,7 +123,7 @@ def write_output(path: Path, text: str) -> None:
     """Write ``text`` into a file.
 
     Raises:
-        CommandError: It cannot be written.
+        CommandError: The file cannot be written.
     """
     try:
         path.write_text(text, encoding="utf-8")

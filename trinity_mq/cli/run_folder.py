@@ -1,4 +1,4 @@
-"""Folders that one process at a time works in: those of runs, and those of brokers that outlive a command."""
+"""Folders that only one process at a time may use: run folders, and folders of brokers that outlive a command."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from trinity_mq.runtime.process import is_run_over, mark_run_over, unmark_run_ov
 CONFIG_FILE = "config.yaml"
 LOCK_FILE = "lock"
 NEW_RUN = ("model.", "algorithm.", "seed", "source.", "buffer.taskset.selector", "buffer.taskset.data_selector")
-"""Keys, or their beginnings, on which checkpoint, schedule and the order of the tasks depend; a run cannot go on with
-others. All other settings may change between its starts.
+"""Keys and key prefixes that determine the checkpoint, the schedule and the order of the tasks. A run cannot be resumed
+with other values. All other settings may change between starts.
 """
 _ELSEWHERE = ("run_dir", "broker.url", "broker.url_file", "broker.password_file")
-"""Keys that may change between starts, because they only say where things are."""
+"""Keys that may change between starts because they only locate the run folder and the broker."""
 
 
 class LockedFolder:
-    """A folder that one process at a time works in, which notes the URL of its broker there.
+    """A folder with a lock that only a single process can hold. The process stores the URL of its broker in the folder.
 
     Args:
         path: The folder.
-        lock: Name of the file that holds the process's id.
+        lock: Name of the lock file, which holds the process id.
         url: Name of the file that holds the broker's URL.
         mode: Permissions of a new folder, less the umask.
     """
@@ -42,10 +42,10 @@ class LockedFolder:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the folder for this process; made if missing.
+        """Hold the folder's lock inside the block. A missing folder is created.
 
         Raises:
-            CommandError: Another process holds it, or it cannot be made.
+            CommandError: Another process holds the lock, or the folder cannot be created.
         """
         try:
             self.path.mkdir(mode=self._mode, parents=True, exist_ok=True)
@@ -66,7 +66,7 @@ class LockedFolder:
         return f"process {holder} already serves a broker in {self.path}"
 
     def holder(self) -> int | None:
-        """Return the process that holds the folder, None when none does."""
+        """Return the id of the process that holds the lock, or None if no process holds it."""
         try:
             with self._lock.open() as file:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -77,7 +77,9 @@ class LockedFolder:
         return None
 
     def last_taken(self) -> int:
-        """Return the time at which a process last took the folder, in nanoseconds since the epoch; 0: none has."""
+        """Return the time of the last lock acquisition in nanoseconds since the epoch, or 0 if the folder was never
+        locked.
+        """
         try:
             return self._lock.stat().st_mtime_ns
         except FileNotFoundError:
@@ -88,23 +90,25 @@ class LockedFolder:
         write_atomic(self._url, url.encode(), mode=0o600)
 
     def forget_broker(self) -> None:
-        """Remove the URL of a broker that is gone."""
+        """Remove the URL of a stopped broker."""
         self._url.unlink(missing_ok=True)
 
     def known_broker(self) -> str | None:
-        """Return the noted URL, None when there is none."""
+        """Return the stored broker URL, or None if no URL is stored."""
         try:
             return self._url.read_text().strip() or None
         except OSError:
             return None
 
     def live_broker(self) -> str | None:
-        """Return the noted URL while a process holds the folder; one that was killed leaves it behind."""
+        """Return the stored broker URL if a process holds the lock, else None. A killed process leaves its URL
+        behind.
+        """
         return self.known_broker() if self.holder() is not None else None
 
 
 class RunFolder(LockedFolder):
-    """``<run_dir>``: configuration, lock, logs, and the mark of a finished run."""
+    """The folder ``<run_dir>``: configuration, lock, logs, and the marker of a finished run."""
 
     def __init__(self, config: Config) -> None:
         super().__init__(config.path, LOCK_FILE, "broker.url")
@@ -119,29 +123,30 @@ class RunFolder(LockedFolder):
 
     @property
     def config_file(self) -> Path:
-        """The configuration that the agents of this run read."""
+        """The configuration file that the agents of this run read."""
         return self.path / CONFIG_FILE
 
     @property
     def logs(self) -> Path:
-        """The folder of logs and output."""
+        """The folder of logs and captured output."""
         return self.path / "logs"
 
     @property
     def broker(self) -> Path:
-        """The folder of a private broker."""
+        """The folder of the private broker."""
         return self.path / "broker"
 
     def changes(self) -> list[str]:
-        """Return the settings that changed since the last start, one line a key.
+        """Return one line for each setting that changed since the last start.
 
         Raises:
-            ConfigError: One changed that makes it another run, or the folder's own file cannot be read.
+            ConfigError: A setting changed that a resumed run must keep, or the configuration in the folder cannot be
+                read.
         """
         now = _flat(self._config.model_dump(mode="json"))
         before = self._known()
         changes = [] if before is None else _changes(before, now)
-        # how many batches an epoch has depends on their size
+        # without total_steps, batch_size determines how many batches an epoch has
         fixed = NEW_RUN if now["buffer.total_steps"] is not None else (*NEW_RUN, "buffer.batch_size")
         other = [line for key, line in changes if key.startswith(fixed)]
         if other:
@@ -153,19 +158,19 @@ class RunFolder(LockedFolder):
         return [line for _, line in changes]
 
     def adopt(self) -> list[str]:
-        """Write the configuration into the folder; return and raise what :meth:`changes` does."""
+        """Write the configuration into the folder. Return values and errors are the same as for :meth:`changes`."""
         changes = self.changes()
         self.logs.mkdir(parents=True, exist_ok=True)
         data = self._config.model_dump(mode="json")
         data["run_dir"] = str(self.path)
-        data["broker"]["url"] = None  # may hold a password; agents get it from the environment
-        # readable by the owner only: ${oc.env:NAME} is filled in by now, which may be a secret
+        data["broker"]["url"] = None  # the URL may hold a password; agents get it from the environment
+        # Readable by the owner only: ${oc.env:NAME} is already resolved and may be a secret.
         write_atomic(self.config_file, yaml.safe_dump(literal(data), sort_keys=False).encode(), mode=0o600)
         return changes
 
     @property
     def finished(self) -> bool:
-        """The run has finished."""
+        """True if the run has finished."""
         return is_run_over(self.path)
 
     def mark_finished(self) -> None:
@@ -173,14 +178,15 @@ class RunFolder(LockedFolder):
         mark_run_over(self.path)
 
     def unmark_finished(self) -> None:
-        """Remove the mark of a finished run that goes on."""
+        """Remove the marker of a finished run before the run is resumed."""
         unmark_run_over(self.path)
 
     def move_aside(self) -> Path:
-        """Rename the folder to the first free of ``<folder>.1``, ``<folder>.2`` and so on; return that.
+        """Rename the folder to the first free name of ``<folder>.1``, ``<folder>.2`` and so on, and return the new
+        path.
 
         Raises:
-            CommandError: It cannot be renamed.
+            CommandError: The folder cannot be renamed.
         """
         numbers = itertools.count(1)
         aside = next(path for n in numbers if not (path := self.path.with_name(f"{self.path.name}.{n}")).exists())
@@ -196,7 +202,7 @@ class RunFolder(LockedFolder):
         if not self.config_file.exists():
             return None
         try:
-            # through the models, so that a setting that is new in this version has its default
+            # loading through the models fills in defaults for settings that are new in this version
             return _flat(load_config(self.config_file).model_dump(mode="json"))
         except ConfigError as error:
             raise ConfigError(

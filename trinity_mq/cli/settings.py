@@ -1,4 +1,4 @@
-"""``trinity-mq settings``: a reference of all settings, made from the models of the configuration."""
+"""``trinity-mq settings``: prints a reference of all settings, generated from the configuration models."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ setting, `\\${` a plain `${`. A key that is not here is refused.
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One setting."""
+    """One setting of the reference."""
 
     key: str
-    """Its sections and its name, with dots between; ``<n>`` is the place of an item of a list."""
+    """Section names and setting name, joined by dots. ``<n>`` stands for the index of a list item."""
     type: str
     default: str
     unit: str
@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def settings(arguments: argparse.Namespace) -> int:
-    """Print the settings of a section, or write the page of all; 0 when done."""
+    """Print the settings of a section, or write the whole page to a file. Return 0."""
     if arguments.out is not None:
         try:
             Path(arguments.out).write_text(page(), encoding="utf-8")
@@ -84,7 +84,7 @@ def page() -> str:
 
 
 NAMING = {"kind", "selector_type"}
-"""Fields that tell the members of a union of sections apart."""
+"""Discriminator fields: each tells apart the members of a union of sections."""
 
 
 def all_settings() -> list[Setting]:
@@ -95,17 +95,17 @@ def all_settings() -> list[Setting]:
 def _tables(
     model: type[BaseModel], prefix: str, told: dict[type[BaseModel], str]
 ) -> Iterator[tuple[str, str, list[Setting]]]:
-    """Yield the title, the description and the settings of a section and of those in it.
+    """Yield (key prefix, description, settings) of a section and of its subsections.
 
     Args:
-        model: The section.
-        prefix: Of its keys.
-        told: Where each kind of section is described; those that come again refer to it.
+        model: The model class of the section.
+        prefix: Prefix of the section's keys.
+        told: Key under which each model class was described first. Later uses of the class refer to that key.
     """
     meanings, own, inner = _docstrings(model), [], []
     for name, field in model.model_fields.items():
         if name in NAMING and len(get_args(field.annotation)) == 1:
-            continue  # nothing to choose
+            continue  # a discriminator with a single value is not a choice
         section, key = _section(field.annotation), f"{prefix}{name}"
         if kinds := _kinds(field.annotation):
             many = " each" if get_origin(field.annotation) is tuple else ""
@@ -130,7 +130,7 @@ def _tables(
 
 
 def _kind_setting(key: str, model: type[BaseModel]) -> Setting:
-    """Return the line of one kind of a section that comes in several."""
+    """Return the entry for one member of a union of sections."""
     by = _naming(model)
     fields = {name: field for name, field in model.model_fields.items() if name != by}
     kind = model.model_fields[by]
@@ -153,7 +153,7 @@ def _setting(key: str, field: FieldInfo, meaning: str, section: str = "") -> Set
 
 
 def _unit(meaning: str) -> str:
-    """Return the unit that the first sentence of a description names, empty where it names none."""
+    """Return the unit named in the first sentence of a description, or an empty string."""
     first = re.sub(r"``.*?``", "", meaning).lower().split(". ")[0]
     return next((word for word in re.findall(r"[a-z]+", first) if word in UNITS), "")
 
@@ -196,7 +196,9 @@ def _naming(model: type[BaseModel]) -> str:
 
 
 def _kinds(annotation: Any) -> list[type[BaseModel]]:
-    """Return the members of a union of sections that a field of ``NAMING`` tells apart."""
+    """Return the members of a union of sections that have a ``NAMING`` field, or an empty list if there are fewer than
+    two.
+    """
     found = [model for model in sections_of(annotation) if NAMING & model.model_fields.keys()]
     return found if len(found) > 1 else []
 
@@ -207,7 +209,7 @@ def _section(annotation: Any) -> type[BaseModel] | None:
 
 
 def _docstrings(model: type[BaseModel]) -> dict[str, str]:
-    """Return the text below each field of a model, where it is declared."""
+    """Return the attribute docs of a model and of its base models by field name."""
     found: dict[str, str] = {}
     for cls in reversed([one for one in model.__mro__ if issubclass(one, BaseModel) and one is not BaseModel]):
         (declared,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body

@@ -1,4 +1,4 @@
-"""The run that a command is given: a YAML file, a run's folder or a run's name, and settings over its own."""
+"""Resolution of a command's TARGET (a YAML file, a run folder or a run name) and of its KEY=VALUE settings."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from trinity_mq.cli.run_folder import CONFIG_FILE
 from trinity_mq.config import BrokerConfig, Config, Stage, load_config, load_stages
 
 RUNS = Path("runs")
-"""The folder of the runs whose configuration names no other."""
+"""Default folder of runs whose configuration sets no ``run_dir``."""
 
 
 def configuration(arguments: argparse.Namespace) -> Config:
-    """Return the configuration of TARGET with the settings of the command line.
+    """Return the configuration of TARGET with the settings of the command line applied.
 
     Raises:
-        CommandError: TARGET is a name of which no run folder is known.
+        CommandError: TARGET is a run name without a run folder.
         ConfigError: The configuration cannot be used.
     """
     config = find_configuration(arguments.target, arguments.overrides)
@@ -34,10 +34,10 @@ def configuration(arguments: argparse.Namespace) -> Config:
 
 
 def name_newest(arguments: argparse.Namespace) -> None:
-    """Make the run that was started last TARGET, where the command line names none, and say which that is.
+    """If the command line names no TARGET, set it to the run started last and print that run's folder on stderr.
 
     Raises:
-        CommandError: There is no run.
+        CommandError: No run folder exists.
     """
     target = arguments.target
     if target is not None and (SETTING.match(target) is None or Path(target).exists()):
@@ -53,7 +53,7 @@ def name_newest(arguments: argparse.Namespace) -> None:
 
 
 def staged(arguments: argparse.Namespace) -> list[Stage]:
-    """Return the stages of TARGET where that is a file which describes several runs; none otherwise.
+    """Return the stages of TARGET if it is a file that describes several runs, else an empty list.
 
     Raises:
         ConfigError: The file cannot be used.
@@ -62,10 +62,10 @@ def staged(arguments: argparse.Namespace) -> list[Stage]:
 
 
 def find_configuration(target: str, overrides: Sequence[str]) -> Config | None:
-    """Return the configuration of the run that ``target`` names, None where it is a name without a run folder.
+    """Return the configuration of the run that ``target`` names, or None if ``target`` is a run name without a folder.
 
     Raises:
-        CommandError: ``target`` is no configuration, no run folder and no name of a run.
+        CommandError: ``target`` is neither a configuration file nor a run folder nor a valid run name.
         ConfigError: The configuration cannot be used.
     """
     path = Path(target)
@@ -86,12 +86,12 @@ def _of_folder(folder: Path, overrides: Sequence[str]) -> Config:
     config, given = load_config(folder / CONFIG_FILE, overrides), {word.partition("=")[0] for word in overrides}
     if "run_dir" in given:
         return config
-    # the folder may have been moved; with another name it is the pattern of another run
+    # The folder may have been moved. A new name makes this configuration the pattern of another run, without a folder.
     return config.model_copy(update={"run_dir": "" if "name" in given else str(folder.absolute())})
 
 
 def broker_of_name(name: str, overrides: Sequence[str]) -> BrokerConfig:
-    """Return the broker of a run of which only the name is known: the defaults, with the given settings.
+    """Return the broker settings of a run known only by name: the defaults with the given settings applied.
 
     Raises:
         ConfigError: The settings cannot be used.
@@ -100,12 +100,14 @@ def broker_of_name(name: str, overrides: Sequence[str]) -> BrokerConfig:
 
 
 def run_names() -> list[str]:
-    """Return the names of the folders of runs below ``runs``."""
+    """Return the names of the run folders below ``runs``."""
     return sorted(path.parent.name for path in RUNS.glob(f"*/{CONFIG_FILE}"))
 
 
 def known_runs() -> str:
-    """Return the end of an error: which runs have folders below ``runs``; empty where none has."""
+    """Return an error suffix that lists up to five run folders below ``runs``, or an empty string without run
+    folders.
+    """
     names = run_names()
     shown = [*names[:5], *(["..."] if len(names) > 5 else [])]
     return f"; runs here: {', '.join(shown)} (`trinity-mq list`)" if names else ""

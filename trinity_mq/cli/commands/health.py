@@ -1,6 +1,7 @@
-"""``trinity-mq health``: is the agent of this container alive, as its own event loop says.
+"""``trinity-mq health``: reports whether the agent of this container is alive, from the health file that the agent
+writes.
 
-Nothing is imported but the standard library: a container asks every few seconds.
+This module imports only the standard library because a container runs the command every few seconds.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import time
 from pathlib import Path
 
 HEALTH_VARIABLE = "TRINITY_MQ_HEALTH_FILE"
-"""As in :mod:`trinity_mq.runtime.service`, which writes the file."""
+"""Name of the environment variable. :mod:`trinity_mq.runtime.service`, which writes the file, uses the same name."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def health(arguments: argparse.Namespace) -> int:
-    """Print a line on the agent; 0 when it lives and was connected, else 1."""
+    """Print a line on the agent. Return 0 if it is alive and ready, else 1."""
     name = arguments.file or os.environ.get(HEALTH_VARIABLE)
     if not name:
         print(f"no health file: set {HEALTH_VARIABLE} to the path that the agent was given, or give --file PATH")
@@ -35,12 +36,13 @@ def health(arguments: argparse.Namespace) -> int:
 
 
 def judge(content: str | None, max_age: float, clock: float) -> tuple[bool, str]:
-    """Return whether a health file reports a healthy agent, and the reason in words.
+    """Return (whether a health file reports a healthy agent, the reason in words).
 
     Args:
-        content: Of the file; None: there is none.
-        max_age: Seconds.
-        clock: This machine's monotonic clock, which the file was written by; seconds.
+        content: Content of the file. None: the file cannot be read.
+        max_age: Maximum age of the file's clock, in seconds.
+        clock: Current time of this machine's monotonic clock, in seconds. The file's ``clock`` comes from the same
+            clock.
     """
     if content is None:
         return False, "there is none: the agent has not begun yet, or has ended"

@@ -1,4 +1,4 @@
-"""``trinity-mq migrate``: rewrites a configuration of Trinity-RFT as one of ours."""
+"""``trinity-mq migrate``: converts a Trinity-RFT configuration into a trinity_mq configuration."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def migrate_file(arguments: argparse.Namespace) -> int:
-    """Write the configuration, and say on standard error what it lacks and whether it is valid."""
+    """Write the converted configuration. Print on stderr its missing counterparts and whether it is valid."""
     source, out = arguments.source, arguments.out
     try:
         found = migrate(read_file(source))
@@ -67,7 +67,9 @@ def _short(value: Any) -> str:
 
 
 def _report(found: Migration, settings: dict[str, Any], out: Path | None) -> int:
-    """Say what a person should look at; return 1 where the result is not valid as it stands."""
+    """Print the settings that need attention. Return 1 if the converted configuration is not valid without an edit,
+    else 0.
+    """
     name = str(out) if out is not None else "the result"
     for one in found.left_out:
         if one.matters:

@@ -1,4 +1,4 @@
-"""``trinity-mq schema``: the JSON Schemas of the control-plane bodies, as files."""
+"""``trinity-mq schema``: writes the JSON Schemas of the control-plane bodies to files."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def schema(arguments: argparse.Namespace) -> int:
-    """Write the schemas; with ``--check`` write nothing and return 1 where a file differs from the models."""
+    """Write the schemas and return 0. With ``--check``, write nothing and return 1 if a file differs from the
+    models.
+    """
     folder = Path(arguments.out)
     if arguments.check:
         return _check(folder)
@@ -36,12 +38,12 @@ def schema(arguments: argparse.Namespace) -> int:
 
 
 def texts() -> dict[str, str]:
-    """Return the contents of the files, by name."""
+    """Return the file contents by file name."""
     return {name + SUFFIX: json.dumps(made, indent=2) + "\n" for name, made in json_schemas().items()}
 
 
 def drifted(folder: Path) -> list[str]:
-    """Return a line for each file in ``folder`` that differs from the models. Schemas of old versions are kept."""
+    """Return a line for each file in ``folder`` that differs from the models. Schemas of old versions are allowed."""
     lines = []
     for name, text in texts().items():
         path = folder / name

@@ -1,4 +1,4 @@
-"""``trinity-mq submit``: publishes a task to a run, and waits for its outcome."""
+"""``trinity-mq submit``: publishes a task to a run and can wait for its outcome."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from trinity_mq.runtime.deliveries import acknowledge
 from trinity_mq.transport.blobs import BlobStore, StoreUnavailable, open_store, resolve
 
 PUBLISH_SECONDS = 20.0
-"""Seconds for which a submission is tried again while the broker refuses it."""
+"""Seconds for which a submission that the broker refuses is retried."""
 EXAMPLE = '{"raw_task": {"question": "+372=", "answer": "7"}}'
 
 
@@ -45,7 +45,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def submit(arguments: argparse.Namespace) -> int:
-    """Publish a task; with ``--wait`` print its outcome and answers as JSON, 1 when it did not finish."""
+    """Publish a task. With ``--wait``, print its outcome and answers as JSON and return 1 unless it finished or
+    finished partially.
+    """
     target = find_target(arguments)
     submission = TaskSubmission(task=read_task(arguments.task), submission_id=arguments.id)
     if target.folder is not None and target.folder.finished:
@@ -67,14 +69,14 @@ def submit(arguments: argparse.Namespace) -> int:
 
 
 class Replies:
-    """The replies to one submission: its outcome, and the experiences of its runs in parts, in any order."""
+    """The replies to one submission: its outcome, and its experiences in parts that arrive in any order."""
 
     def __init__(self) -> None:
         self.outcome: SubmissionOutcome | None = None
         self._parts: dict[str | None, Incoming] = {}
 
     def take(self, message: Incoming) -> None:
-        """Take in a message; one that came before counts once."""
+        """Record a message. A redelivered message counts once."""
         if message.kind == SubmissionOutcome.kind:
             self.outcome = self.outcome or decode(message.body, SubmissionOutcome, message.content_type)
         else:
@@ -82,23 +84,23 @@ class Replies:
 
     @property
     def missing(self) -> int:
-        """Parts that the outcome announced and that have not come."""
+        """Number of parts that the outcome announced and that have not arrived."""
         return 0 if self.outcome is None else max(0, self.outcome.experiences - len(self._parts))
 
     @property
     def complete(self) -> bool:
-        """The outcome has come, and all parts that it announced."""
+        """True if the outcome and all parts that it announced have arrived."""
         return self.outcome is not None and not self.missing
 
     def answers(self, store: BlobStore | None) -> list[dict[str, Any]]:
-        """Return the text, the reward and the expected text of each answer, by run and step.
+        """Return the text, the reward and the expected text of each answer, sorted by run and step.
 
         Raises:
             CommandError: A part cannot be read.
         """
         if not self._parts:
             return []
-        from trinity_mq.experience import DecodeError, Experience  # and torch with it
+        from trinity_mq.experience import DecodeError, Experience  # imports torch
 
         try:
             bodies = [resolve(store, one.body, one.content_type) for one in self._parts.values()]
@@ -122,7 +124,7 @@ def read_task(text: str) -> TaskBody:
     """Return the task in ``text``: JSON, ``@FILE`` or ``-`` for standard input.
 
     Raises:
-        CommandError: It cannot be read, or is not a task.
+        CommandError: The task cannot be read, or it is not a valid task.
     """
     try:
         if text.startswith("@"):
@@ -157,7 +159,7 @@ async def _submit(target: Target, submission: TaskSubmission, wait: float | None
         if wait is None:
             await _publish(bus, topology, submission, None)
             return None
-        # exclusive: it goes with this process, whatever becomes of it
+        # exclusive: the broker deletes the queue when this process disconnects
         queue = topology.listener("submit", uuid.uuid4().hex, "replies")
         await bus.declare(queue)
         replies = Replies()

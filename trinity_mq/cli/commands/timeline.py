@@ -1,5 +1,5 @@
-"""``trinity-mq timeline``: a run's timeline as a Chrome trace, from the metrics in its folder; one batch of it as a
-waterfall, from its trace.
+"""``trinity-mq timeline``: writes a run's timeline as a Chrome trace from the metrics in its folder, or prints one
+batch of its trace as a waterfall.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def timeline(arguments: argparse.Namespace) -> int:
-    """Write the run's timeline and print where it is, or print one batch; 0 when done."""
+    """Write the run's timeline and print its path, or print the waterfall of one batch. Return 0."""
     folder = run_folder(arguments)
     if arguments.batch is not None:
         found = batch_waterfall(folder, arguments.batch)
@@ -48,7 +48,8 @@ def timeline(arguments: argparse.Namespace) -> int:
 
 
 def write_timeline(folder: Path, out: Path | None = None, steps: tuple[int, int] | None = None) -> Path:
-    """Write the timeline of the run in ``folder``, of the batches ``steps`` (both included) if given; return the file.
+    """Write the timeline of the run in ``folder`` and return the file. ``steps`` limits it to (first, last) batches,
+    both included.
 
     Raises:
         CommandError: The metrics hold no durations, or the file cannot be written.
@@ -67,11 +68,11 @@ def write_timeline(folder: Path, out: Path | None = None, steps: tuple[int, int]
 
 
 def run_folder(arguments: argparse.Namespace) -> Path:
-    """Return the folder of the run that TARGET and its settings name. Metrics are enough: an agent by itself leaves no
-    configuration there.
+    """Return the folder of the run that TARGET and its settings name. A folder with metrics is enough, because agents
+    started without ``trinity-mq run`` write no configuration there.
 
     Raises:
-        CommandError: There is no such folder.
+        CommandError: The folder does not exist.
     """
     path = Path(arguments.target)
     if not (path / METRICS_FILE).is_file():

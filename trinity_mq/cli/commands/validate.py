@@ -1,4 +1,4 @@
-"""``trinity-mq validate``: checks a configuration without starting anything."""
+"""``trinity-mq validate``: checks a configuration without starting a run."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from trinity_mq.runtime.plugins import add_plugins
 from trinity_mq.transport.blobs import StoreUnavailable, open_store
 
 PLAIN_WORKFLOWS = frozenset({"simple_workflow", "math_workflow"})
-"""Built-in workflows, each also as ``async_``, that need no arguments and no recorded calls."""
+"""Built-in workflows, each also with the prefix ``async_``, that need no arguments and no recorded calls."""
 GREEDY_WORKFLOWS = PLAIN_WORKFLOWS | {"math_boxed_workflow", "tool_call_workflow"}
-"""Those that can make a greedy run."""
+"""Built-in workflows that can make a greedy run."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def validate(arguments: argparse.Namespace) -> int:
-    """Check a configuration, or every stage of it, and print a line on each part."""
+    """Check a configuration, or every stage of it, and print a line for each part. Return 0."""
     stages = staged(arguments)
     if arguments.stage is not None and not stages:
         raise ConfigError(f"--stage {arguments.stage}: {arguments.target} holds no stages; leave it out")
@@ -67,14 +67,14 @@ def _print_valid(where: str, config: Config, lines: Sequence[str]) -> None:
 
 
 def check_all(config: Config, *, needs_model: bool = True) -> list[str]:
-    """Check all that can be known before a run starts on this machine; return lines about its parts.
+    """Run all checks that are possible on this machine before a run starts, and return lines about its parts.
 
     Args:
         config: The configuration.
-        needs_model: Whether the policy's model must be there; not where an earlier stage is to train it.
+        needs_model: True if the policy's model must exist. False if an earlier stage will train it.
 
     Raises:
-        ConfigError: All that is wrong, one line each.
+        ConfigError: Lists all problems, one per line.
     """
     lines, problems = [], []
     for check in (
@@ -105,20 +105,20 @@ def check_all(config: Config, *, needs_model: bool = True) -> list[str]:
 
 @contextlib.contextmanager
 def _calling(what: str, *explained: type[Exception]) -> Iterator[None]:
-    """Make an error of the user's own code, called in the ``with`` block, one that names the code and the line; errors
-    that say by themselves what is wrong, such as ``explained``, stay.
+    """Turn an error of user code in the ``with`` block into a ConfigError that names the code and the line. Errors that
+    explain themselves, such as those in ``explained``, pass unchanged.
     """
     stays: tuple[type[Exception], ...] = (ConfigError, TasksetError, FatalError, *explained)
     try:
         yield
     except stays:
         raise
-    except (Exception, SystemExit) as error:  # whatever that code does
+    except (Exception, SystemExit) as error:  # user code can raise any error
         raise ConfigError(f"{what} cannot be used: {described(error)}") from error
 
 
 def imports_torch(config: Config) -> bool:
-    """Return whether :func:`check_all` has to import torch for this configuration."""
+    """Return whether :func:`check_all` must import torch for this configuration."""
     on_devices = config.model.device == "cuda" or _is_over_nccl(config)
     needed = (
         bool(config.operator.operators)
@@ -140,14 +140,14 @@ def _is_plain(taskset: TasksetConfig) -> bool:
 
 
 def _own_pieces(config: Config) -> list[Plugin | EstimatorPlugin]:
-    """Return the parts of the algorithm that are functions of the user's own."""
+    """Return the user-defined functions among the parts of the algorithm."""
     algorithm = config.algorithm
     pieces = (algorithm.surrogate, *algorithm.correction, algorithm.estimator)
     return [piece for piece in pieces if isinstance(piece, Plugin | EstimatorPlugin)]
 
 
 def _has_rare_optimizer(config: Config) -> bool:
-    """Return whether the optimizer may need what is not installed."""
+    """Return whether the optimizer may need software that is not installed."""
     return config.algorithm.optimizer.optimizer_type in {"adamw_8bit", "muon"}
 
 
@@ -156,11 +156,11 @@ def _is_over_nccl(config: Config) -> bool:
 
 
 def check_tasksets(config: Config) -> list[str]:
-    """Open every taskset once, so that an unreadable one shows before processes start; return a line on each.
+    """Open every taskset once to find unreadable tasksets before processes start. Return a line for each taskset.
 
     Raises:
-        TasksetError: One cannot be read.
-        ConfigError: Its reward function is not known, or does not take its arguments.
+        TasksetError: A taskset cannot be read.
+        ConfigError: A reward function is not known or does not accept its arguments.
         FatalError: A folder of ``plugin_dirs`` cannot be used.
     """
     add_plugins(config.plugin_dirs)
@@ -171,7 +171,7 @@ def check_tasksets(config: Config) -> list[str]:
     found = []
     for taskset in _tasksets(config):
         try:
-            if taskset.reward_fn:  # else the workflow brings its own
+            if taskset.reward_fn:  # if empty, the workflow brings its own reward function
                 with _calling(f"taskset {taskset.name!r}: reward function {taskset.reward_fn!r}", RewardError):
                     create_reward(taskset.reward_fn, taskset.reward_fn_args)
         except (UnknownNameError, RewardError) as error:
@@ -206,10 +206,11 @@ def _check_records(data: ExperienceBufferConfig) -> str:
 
 
 def check_greedy_runs(config: Config) -> list[str]:
-    """Check that built-in workflows make the greedy run that the estimator compares with, and only for such a one.
+    """Check that built-in workflows make the greedy run that the estimator needs, and that no workflow makes an unused
+    greedy run.
 
     Raises:
-        ConfigError: They do not, or nothing would look at it.
+        ConfigError: The greedy run is missing, or the estimator would not use it.
     """
     for taskset in config.buffer.training_tasksets:
         _check_greedy(config, taskset)
@@ -234,11 +235,11 @@ def _check_greedy(config: Config, taskset: TasksetConfig) -> None:
 
 
 def check_workflows(config: Config) -> list[str]:
-    """Import the workflow of every taskset; return a line on each that is the user's own.
+    """Import the workflow of every taskset and return a line for each user-defined workflow.
 
     Raises:
-        ConfigError: It is not known, cannot be imported, does not take its arguments, or records history, which is
-            switched off.
+        ConfigError: A workflow is not known, cannot be imported, does not accept its arguments, or needs recorded calls
+            while recording is disabled.
     """
     own = []
     for taskset in _tasksets(config):
@@ -270,10 +271,10 @@ def check_workflows(config: Config) -> list[str]:
 
 
 def check_outsiders(config: Config) -> list[str]:
-    """Look for the workflows and reward functions that outsiders may name.
+    """Check the workflows and reward functions that external clients may name.
 
     Raises:
-        ConfigError: One is not known, or cannot be imported.
+        ConfigError: A workflow or reward function is not known or cannot be imported.
     """
     outsiders = config.outsiders
     try:
@@ -290,14 +291,14 @@ def check_outsiders(config: Config) -> list[str]:
 
 
 def check_operators(config: Config) -> list[str]:
-    """Make the operators of the chain; return a line on them if there are any.
+    """Create the operators of the chain. Return a line that lists them, or nothing for an empty chain.
 
     Raises:
-        ConfigError: One is not known, or does not take its arguments.
+        ConfigError: An operator is not known or does not accept its arguments.
     """
     if not config.operator.operators:
         return []
-    from trinity_mq.operators import OperatorConfigError, create_operators  # and torch with it
+    from trinity_mq.operators import OperatorConfigError, create_operators  # imports torch
 
     for operator in config.operator.operators:
         try:
@@ -309,15 +310,15 @@ def check_operators(config: Config) -> list[str]:
 
 
 def check_algorithm(config: Config) -> list[str]:
-    """Import the parts of the loss, and the estimator, that are the user's own; return a line on each.
+    """Import the user-defined parts of the loss and a user-defined estimator. Return a line for each.
 
     Raises:
-        ConfigError: A function cannot be imported, or does not take its arguments.
+        ConfigError: A function cannot be imported, or does not accept its arguments.
     """
     own = [] if config.mode == "bench" else _own_pieces(config)
     if not own:
         return []
-    from trinity_mq.algorithms.estimators.plugin import plugin_function  # and torch with it
+    from trinity_mq.algorithms.estimators.plugin import plugin_function  # imports torch
     from trinity_mq.algorithms.plugins import load_plugins
 
     try:
@@ -330,10 +331,10 @@ def check_algorithm(config: Config) -> list[str]:
 
 
 def check_models(config: Config) -> list[str]:
-    """Look for the folders of the models, without fetching or loading any; return a line on each that is to be fetched.
+    """Look for the model folders without downloading or loading a model. Return a line for each model to be downloaded.
 
     Raises:
-        ModelError: A folder is not there or is no model's.
+        ModelError: A folder does not exist or does not hold a model.
         ConfigError: The model has no chat template, which a workflow needs.
     """
     found = []
@@ -351,7 +352,7 @@ def check_models(config: Config) -> list[str]:
 
 
 def _check_without_template(config: Config, model: str) -> list[str]:
-    from trinity_mq.workflows import WORKFLOWS  # and torch with it
+    from trinity_mq.workflows import WORKFLOWS  # imports torch
 
     known = f"{model} has no chat template, so it answers no chat requests"
     for taskset in _tasksets(config):
@@ -367,8 +368,8 @@ def check_devices(config: Config) -> list[str]:
     """Look for the devices and the software that engines, trainer and weight sync need on this machine.
 
     Raises:
-        ConfigError: A device is not there.
-        ModelError: vLLM is not installed, or in another version.
+        ConfigError: A required device does not exist, or NCCL cannot be used.
+        ModelError: vLLM is not installed, or its version is not supported.
     """
     if config.explorer.rollout_model.engine == "vllm":
         from trinity_mq.models.engines.vllm.api import checked_version
@@ -403,23 +404,23 @@ def check_optimizer(config: Config) -> list[str]:
     """Look for the software that the optimizer needs.
 
     Raises:
-        LearnerError: It is not installed.
+        LearnerError: The software is not installed.
     """
     if _has_rare_optimizer(config):
-        from trinity_mq.training.optimizers import check_installed  # and torch with it
+        from trinity_mq.training.optimizers import check_installed  # imports torch
 
         check_installed(config.algorithm.optimizer)
     return []
 
 
 def check_lora(config: Config) -> list[str]:
-    """Look for the software that adapters need, and for the layers that get them.
+    """Check that the software for adapters is installed and that the model has the target layers.
 
     Raises:
-        AdapterError: It is not installed, or the model has no such layers.
+        AdapterError: The software is not installed, or the model does not have these layers.
     """
     if config.model.lora is not None:
-        from trinity_mq.training.model.lora import check_installed, check_targets  # and torch with it
+        from trinity_mq.training.model.lora import check_installed, check_targets  # imports torch
 
         check_installed(config.model.lora)
         check_targets(config.model)
@@ -427,11 +428,11 @@ def check_lora(config: Config) -> list[str]:
 
 
 def check_blob_store(config: Config) -> list[str]:
-    """Write, read and remove a small blob where a blob store is configured; return a line on it.
+    """If a blob store is configured, write, read and delete a small blob and return a line on it.
 
     Raises:
-        ConfigError: One of that failed.
-        FatalError: No library for it is installed.
+        ConfigError: The write, read or delete failed.
+        FatalError: The library for this kind of store is not installed.
     """
     store = open_store(config.broker, config.name)
     if store is None:
@@ -449,7 +450,7 @@ def check_checkpoints(config: Config) -> list[str]:
     """Look for the checkpoints that mode ``bench`` evaluates; return a line on them.
 
     Raises:
-        CheckpointError: There are none.
+        CheckpointError: No checkpoint exists.
     """
     if config.mode != "bench":
         return []
@@ -460,10 +461,10 @@ def check_checkpoints(config: Config) -> list[str]:
 
 
 def check_trackers(config: Config) -> list[str]:
-    """Look for the libraries of the services that metrics and spans are sent to, without importing them.
+    """Check that the client libraries of the configured trackers and of OTLP are installed, without importing them.
 
     Raises:
-        ConfigError: One is not installed.
+        ConfigError: A library is not installed.
     """
     for kind in (one.kind for one in config.monitor.trackers):
         if importlib.util.find_spec(kind) is None:

@@ -1,4 +1,4 @@
-"""``trinity-mq timeline RUN --batch N``: one batch from its admission to the commit of its weights."""
+"""``trinity-mq timeline RUN --batch N``: prints one batch from its admission to the commit of its weights."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from trinity_mq.telemetry.trace import TRACE_FOLDER
 from trinity_mq.telemetry.waterfall import Row, Waterfall, batches_of, lay_out, typical
 
 LISTED = 10
-"""Gaps that are shown; JSON has all from half a millisecond on."""
+"""Maximum number of gaps shown as text. JSON lists all gaps of at least half a millisecond."""
 
 
 def batch_waterfall(folder: Path, wanted: str) -> Waterfall:
-    """Return the waterfall of batch ``wanted``, or for ``FIRST-LAST`` the medians of these.
+    """Return the waterfall of batch ``wanted``, or the medians of several batches for ``FIRST-LAST``.
 
     Raises:
-        CommandError: The run has no trace, or none of that batch.
+        CommandError: The run has no trace, or the trace has no span of the batch.
     """
     spans = read_trace(folder)
     if not spans:
@@ -41,12 +41,12 @@ def batch_waterfall(folder: Path, wanted: str) -> Waterfall:
 
 
 def as_json(waterfall: Waterfall) -> str:
-    """Return a waterfall as JSON, its times in milliseconds."""
+    """Return a waterfall as JSON with times in milliseconds."""
     return json.dumps(asdict(waterfall), indent=2)
 
 
 def as_text(waterfall: Waterfall) -> str:
-    """Return a waterfall as a page of text."""
+    """Return a waterfall as text for a terminal."""
     head = f"batch {waterfall.batch}: {waterfall.took:.0f} ms, of which nobody worked on it for {waterfall.idle:.0f} ms"
     stages = ", ".join(f"{name} {took:.0f}" for name, took in waterfall.stages.items())
     lines = [head, f"stages (ms): {stages}", "", HEAD, *map(_row, waterfall.rows), ""]

@@ -55,7 +55,7 @@ async def _serve(arguments: argparse.Namespace, run: str, slots: int | None) -> 
         found = find_target(arguments)
         return None if found.broker.url is None else found
 
-    find_target(arguments)  # a run that is not known is said at once
+    find_target(arguments)  # fail at once if the run is not known
     app = new_application([from_this_site] if is_loopback(arguments.host) else [])
     app.add_routes([web.get("/metrics", metrics_handler(RunCollector(observatory.view, time.time, slots)))])
     async with listening(app, arguments.host, arguments.port) as url:

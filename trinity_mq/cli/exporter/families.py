@@ -1,4 +1,4 @@
-"""The state of a run as metric families: names, help and labels are an interface that dashboards and alerts rely on."""
+"""The state of a run as metric families. Dashboards and alerts depend on the names, help texts and labels."""
 
 from __future__ import annotations
 
@@ -23,22 +23,24 @@ from trinity_mq.messages import (
 Family = CounterMetricFamily | GaugeMetricFamily
 STATES = ("starting", "working", "idle", "holding", "paused", "draining", "silent", "finished", "gone")
 MOST_METRICS = 400
-"""Metrics of a run that are exported by name; further ones are left out, so that a workflow cannot make a series of
-each task."""
+"""Maximum number of run metrics exported by name. The limit prevents a workflow from creating one series per task."""
 SMOOTHED = 6
-"""Values of which the wanted runners are the largest: a queue that is empty between two batches is no reason to end
-runners."""
+"""Number of recent values over which the maximum of the wanted runners is taken. A queue that is empty between two
+batches must not end runners.
+"""
 
 
 class Rising:
-    """Totals that never fall: a process that begins to count anew adds to what was counted before."""
+    """Counters that never decrease. When a restarted process counts from zero, its count is added to the earlier
+    total.
+    """
 
     def __init__(self) -> None:
         self._last: dict[tuple[str, ...], float] = {}
         self._totals: dict[tuple[str, ...], float] = {}
 
     def at(self, key: tuple[str, ...], value: float) -> float:
-        """Return the total of ``key`` after its process says ``value``."""
+        """Return the total of ``key`` after its process reported ``value``."""
         last = self._last.get(key, 0.0)
         self._last[key] = value
         self._totals[key] = self._totals.get(key, 0.0) + (value - last if value >= last else 0.0)
@@ -46,12 +48,12 @@ class Rising:
 
 
 def wanted_runners(waiting: int, in_work: int, slots: int) -> int:
-    """Return the number of runners of ``slots`` slots each that would leave no slice waiting.
+    """Return the number of runners with ``slots`` slots each that would leave no slice waiting.
 
     Args:
         waiting: Slices in queues.
-        in_work: Slices that runners work on.
-        slots: Slices that a runner takes at a time; 0: not known, which is taken for one.
+        in_work: Slices in progress on runners.
+        slots: Slices that a runner processes concurrently. 0 means unknown and counts as 1.
     """
     return math.ceil((waiting + in_work) / max(1, slots))
 
@@ -61,9 +63,9 @@ class RunCollector(Collector):
 
     Args:
         view: The run's state.
-        clock: Returns the time on the clock of ``view``.
-        slots: Training slices that a runner takes at a time, for the wanted runners. None: not known; what runners say
-            counts, the slots for evaluations included, and while there is no runner each is taken for one slot.
+        clock: Returns the current time, in seconds, on the clock of ``view``.
+        slots: Training slices that a runner processes concurrently, used for the wanted runners. None: use the mean of
+            the slots that runners report, evaluation slots included. Without runners, one slot per runner is assumed.
     """
 
     def __init__(self, view: RunView, clock: Callable[[], float], slots: int | None = None) -> None:
@@ -72,11 +74,11 @@ class RunCollector(Collector):
         self._wanted: deque[int] = deque(maxlen=SMOOTHED)
 
     def describe(self) -> Iterable[Family]:
-        """Return nothing: names are known when there is something to collect."""
+        """Return no families: their names are known only at collection."""
         return []
 
     def collect(self) -> Iterator[Family]:
-        """Yield all families as they are now."""
+        """Yield all families with their current values."""
         now = self._clock()
         beats = self._view.heartbeats(now)
         yield from self._agents(now, beats)
@@ -193,7 +195,7 @@ class RunCollector(Collector):
         ):
             yield self._counter(f"sessions_{name}", words, getattr(status, name))
 
-    # -- what is learned
+    # -- learning
 
     def _learning(self) -> Iterator[Family]:
         accuracy = self._gauge("eval_result", "Accuracy, else reward, of the last evaluation", "taskset")

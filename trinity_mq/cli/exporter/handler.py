@@ -12,7 +12,9 @@ from trinity_mq.cli.exporter.families import RunCollector
 
 
 def metrics_handler(collector: RunCollector) -> Callable[[web.Request], Awaitable[web.Response]]:
-    """Return the handler of a route that answers a scrape, in the text format or, where asked for, as OpenMetrics."""
+    """Return a handler that answers a scrape in the text format, or in the OpenMetrics format if the client
+    accepts it.
+    """
     registry = CollectorRegistry(auto_describe=False)
     registry.register(collector)
 

@@ -1,4 +1,6 @@
-"""``trinity-mq inspect``: shows experiences of a run, from the stream that the trainer reads, or of a file."""
+"""``trinity-mq inspect``: shows experiences from the ``ready`` stream of a run, which the trainer reads, or from a
+file.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def inspect(arguments: argparse.Namespace) -> int:
-    """Print experiences; 1 when there are none to print."""
+    """Print experiences. Return 0, or 1 if no experience was printed."""
     from trinity_mq.cli.inspect.stream import Choice
 
     if arguments.limit < 1:
@@ -59,7 +61,7 @@ def inspect(arguments: argparse.Namespace) -> int:
         return _file(path, choice, arguments)
     target = find_target(arguments, arguments.blob_store)
     printer = Printer(known_texts(arguments, target.config), arguments)
-    with contextlib.redirect_stdout(sys.stderr):  # what the library logs must not get between
+    with contextlib.redirect_stdout(sys.stderr):  # library output must not mix with the experiences on stdout
         summary = run_to_the_end(_stream(target, choice, printer))
     printer.end()
     return _verdict(summary, printer, choice, target.run)
@@ -76,10 +78,10 @@ def _is_body(path: Path) -> bool:
 
 
 def known_texts(arguments: argparse.Namespace, config: Config | None) -> TokenTexts:
-    """Return the texts of tokens of ``--tokenizer``, else of the run's model; that there are none is said.
+    """Return the token texts of ``--tokenizer``, else of the run's model. Print a note if no tokenizer is available.
 
     Raises:
-        CommandError: ``--tokenizer`` holds none.
+        CommandError: The tokenizer in ``--tokenizer`` cannot be loaded.
     """
     if arguments.tokenizer is not None:
         texts = TokenTexts(Path(arguments.tokenizer).expanduser())
@@ -129,7 +131,7 @@ def _file(path: Path, choice: Choice, arguments: argparse.Namespace) -> int:
 
 
 class Printer:
-    """Prints the first experiences, or keeps the last."""
+    """Prints the first matching experiences at once, or keeps the last for printing at the end."""
 
     def __init__(self, texts: TokenTexts, arguments: argparse.Namespace) -> None:
         self._texts, self._limit, self._as_json, self._out = texts, arguments.limit, arguments.json, sys.stdout
@@ -141,11 +143,11 @@ class Printer:
 
     @property
     def more(self) -> bool:
-        """More experiences matched than were printed."""
+        """True if more experiences matched than were printed."""
         return self._seen > self.printed
 
     def take(self, batches: Sequence[ExperienceBatch]) -> bool:
-        """Take matching experiences in; True once no more are needed."""
+        """Print or keep matching experiences. Return True if no more are needed."""
         for experience in (one for batch in batches for one in self._needed(batch)):
             if self._kept is not None:
                 self._kept.append(experience)
@@ -154,7 +156,9 @@ class Printer:
         return self._kept is None and self.printed >= self._limit
 
     def _needed(self, batch: ExperienceBatch) -> Iterator[Experience]:
-        """Yield those of a batch that may be printed, as objects that keep nothing else of it in memory."""
+        """Yield the experiences of a batch that may be printed, as objects that do not keep the rest of the batch in
+        memory.
+        """
         last = self._kept is not None
         room = self._limit if last else self._limit - self.printed
         part = batch[-room:] if last else batch[:room]
@@ -162,7 +166,7 @@ class Printer:
         yield from part.to_list()
 
     def end(self) -> None:
-        """Print what was kept."""
+        """Print the experiences kept for ``--last``."""
         for experience in self._kept or ():
             self._print(experience)
 
@@ -178,7 +182,7 @@ class Printer:
 
 
 def _verdict(summary: StreamSummary, printer: Printer, choice: Choice, where: str) -> int:
-    """Explain on stderr why experiences are missing, and return the exit code."""
+    """Print on stderr why experiences are missing, and return the exit code."""
     if printer.printed:
         if printer.more:
             note(f"{printer.printed} shown; there are more (--limit, --last, --batch, --task, --run, --step)")
@@ -202,5 +206,5 @@ def _span(batches: Sequence[str]) -> str:
 
 
 def note(line: str) -> None:
-    """Print a line for a person beside the output."""
+    """Print a line for the user on stderr, apart from the output."""
     print(line, file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""``trinity-mq inspect --evaluation``: the answers to the questions of a run's evaluations, from its folder."""
+"""``trinity-mq inspect --evaluation``: shows the answers to evaluation questions from a run's folder."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from trinity_mq.telemetry.evaluations.log import EVALUATIONS_FOLDER, Evaluation,
 
 
 def show_evaluations(arguments: argparse.Namespace) -> int:
-    """Print the kept answers by question: of each set the last evaluation, or that of ``--step``; 1 without any.
+    """Print the stored answers by question, for the last evaluation of each set or the evaluation at ``--step``.
 
     Raises:
-        CommandError: The run's folder is not on this machine, or cannot be read.
+        CommandError: The run's folder is not on this machine, or its evaluations cannot be read.
     """
     config = find_configuration(arguments.target, arguments.overrides)
     if config is None or not config.path.is_dir():
@@ -34,7 +34,9 @@ def show_evaluations(arguments: argparse.Namespace) -> int:
 
 
 def chosen_of(kept: Sequence[Evaluation], name: str, step: str | None) -> list[Evaluation]:
-    """Return the evaluations of a set, or of all where ``name`` is empty: those at ``step``, else the last of each."""
+    """Return the evaluations of a set, or of all sets if ``name`` is empty: the evaluations at ``step``, or the last
+    evaluation per set if ``step`` is None.
+    """
     fits = [one for one in kept if name in {"", one.set} and (step is None or str(one.label) == step)]
     return fits if step is not None else list({one.set: one for one in fits}.values())
 
@@ -63,7 +65,7 @@ def _print(evaluation: Evaluation, question: Question, *, as_json: bool) -> None
 
 
 def _note_rest(arguments: argparse.Namespace, kept: Sequence[Evaluation], matching: int, shown: int) -> None:
-    """Say on stderr what is not shown."""
+    """Print on stderr how many questions are not shown, or why no question is shown."""
     if 0 < shown == matching:
         return
     if shown:

@@ -1,4 +1,4 @@
-"""Text and JSON forms of an experience: every token with mask, logprob and advantage."""
+"""Text and JSON forms of an experience: every token with its mask, logprob and advantage."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from trinity_mq.experience import Experience
 
 COLUMNS = ("logprobs", "advantages", "returns", "teacher_logprobs", "token_level_reward")
-"""Columns of the table of response tokens, in the order shown."""
+"""Columns of the table of response tokens, in display order."""
 FILE_WIDTH = 120
 TITLES = {"advantages": "advantage", "teacher_logprobs": "teacher", "token_level_reward": "reward"}
 
 
 def as_json(experience: Experience, texts: TokenTexts) -> dict[str, Any]:
-    """Return all of an experience but multi-modal inputs and routed experts, for :func:`dump_line`."""
+    """Return an experience without multi-modal inputs and routed experts, for :func:`dump_line`."""
     ids = experience.tokens.tolist()
     fields: dict[str, Any] = {
         **experience.to_dict(),
@@ -49,26 +49,26 @@ def json_fields() -> tuple[str, ...]:
 
 
 def open_console(out: TextIO) -> Console:
-    """Return a console on ``out``; what is no terminal has room for all columns."""
+    """Return a console on ``out``. A file or pipe gets a width that fits all columns."""
     return output.open_console(out, width=None if out.isatty() else FILE_WIDTH)
 
 
 def rule(console: Console, title: str, style: str) -> None:
-    """Print a title; nothing in it is markup."""
+    """Print a rule with a title. The title is not interpreted as markup."""
     from rich.text import Text
 
     console.rule(Text(visible(title)), style=style)
 
 
 def line(console: Console, name: str, value: str, style: str = "") -> None:
-    """Print a value beside its name; nothing in either is markup."""
+    """Print a value next to its name. Neither is interpreted as markup."""
     from rich.text import Text
 
     console.print(Text(visible(f"{name:>10}  {value}"), style=style), soft_wrap=True)
 
 
 def show(console: Console, experience: Experience, texts: TokenTexts, title: str = "experience") -> None:
-    """Print an experience."""
+    """Print an experience with its token table."""
     rule(console, f"{title} {_place(experience)}", "cyan")
     for name, value in (*_facts(experience), *_conversation(experience)):
         line(console, name, value)
@@ -133,7 +133,7 @@ def _conversation(experience: Experience) -> Iterator[tuple[str, str]]:
 
 
 def role_and_text(message: Mapping[str, Any]) -> tuple[str, str]:
-    """Return role and text of a chat message; what is no text, such as a tool call, as JSON."""
+    """Return the role and text of a chat message. Content other than text, such as a tool call, is returned as JSON."""
     content = message.get("content")
     text = content if isinstance(content, str) else "" if content is None else json.dumps(content, default=repr)
     if calls := message.get("tool_calls"):
@@ -147,7 +147,7 @@ def _table(console: Console, experience: Experience, response: list[int], texts:
 
     mask = [] if experience.action_mask is None else experience.action_mask.tolist()
     columns = {name: tensor.tolist() for name in COLUMNS if (tensor := getattr(experience, name)) is not None}
-    # after a prompt that was cut there is no response; what stands in for it has values, but no tokens of its own
+    # a truncated prompt has no response; its placeholder rows have values but no tokens
     rows = max(len(mask), *(len(column) for column in columns.values())) if columns or mask else len(response)
     response = response[:rows]
     table = Table(box=None, padding=(0, 2, 0, 0))
@@ -173,7 +173,7 @@ def _table(console: Console, experience: Experience, response: list[int], texts:
 
 
 def _plain(value: Any) -> Any:
-    """Return ``value`` without tensors and arrays, which have ``tolist``."""
+    """Return ``value`` with tensors and arrays, recognized by ``tolist``, converted to lists."""
     if isinstance(value, Mapping):
         return {str(key): _plain(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):

@@ -1,4 +1,6 @@
-"""Reads the experiences on a run's ``ready`` stream without consuming them: up to its present end, or as they come."""
+"""Reads the experiences on a run's ``ready`` stream without consuming them: up to the current end, or as they
+arrive.
+"""
 
 from __future__ import annotations
 
@@ -20,18 +22,20 @@ from trinity_mq.runtime.deliveries import EXPERIENCES, REFERENCE, envelope
 from trinity_mq.transport.blobs import BlobStore, StoreUnavailable, patiently, resolve
 
 MARK_SECONDS = 10.0
-"""Seconds until our mark is confirmed; without it the end of the stream is assumed where it is quiet."""
+"""Timeout in seconds for publishing our end mark. If it is not confirmed, a quiet stream is assumed to be at its
+end.
+"""
 QUIET_SECONDS = 3.0
 STUCK_SECONDS = 60.0
-"""Seconds without a message before our mark, on a usable bus."""
+"""Seconds without a message, on a usable bus, after which waiting for our end mark stops."""
 STORE_SECONDS = 5.0
 REMEMBERED = 10_000
-"""Batches of which a reader that follows a stream knows that they have come: a set that comes again comes soon."""
+"""Number of decided batches that a following reader remembers to recognize redelivered sets, which arrive soon."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A filter of experiences; None: any. Ids are compared as texts."""
+    """A filter of experiences by id. None matches any id. Ids are compared as strings."""
 
     batch: str | None = None
     task: str | None = None
@@ -54,32 +58,32 @@ class Choice:
 
 @dataclass
 class StreamSummary:
-    """Summary of a stream's content."""
+    """Summary of the content read from a stream."""
 
     batches: list[str] = field(default_factory=list)
-    """Batches whose chunk set is complete, with or without experiences."""
+    """Batches whose chunk set is complete, with or without experiences. A following reader keeps only the latest."""
     experiences: int = 0
-    """Number of experiences in batches that were decoded."""
+    """Number of experiences in decoded batches."""
     notes: list[str] = field(default_factory=list)
     """Remarks for the user."""
     foreign: int = 0
-    """Messages of other runs of this name, which are left out where the bus knows the run's id."""
+    """Number of messages from other runs of the same name. They are skipped if the bus knows the run's id."""
     incomplete: list[str] = field(default_factory=list)
-    """Batches of which only some chunks are on the stream."""
+    """Batches with only part of their chunks on the stream."""
 
 
 class ReadyReader:
-    """Reads the stream, from its beginning to its present end or on and on.
+    """Reads the stream, up to its current end or continuously.
 
     Args:
         bus: A connected bus.
         topology: The run's names.
-        choice: The filter; other batches are not even decoded.
-        store: Holds large bodies.
-        take: Called in a thread with the matching experiences of each batch, in the order of the stream; True ends the
-            reading.
-        since: Batches before this one are left out. None: none.
-        note: Called with each remark at once. None: they are kept in the summary.
+        choice: The filter. Batches that it excludes by batch id are not decoded.
+        store: The blob store of large bodies.
+        take: Called in a thread with the matching experiences of each batch, in stream order. Reading stops when it
+            returns True.
+        since: First batch to read. Earlier batches are skipped. None: skip no batch.
+        note: Called immediately with each remark. None: remarks are stored in the summary.
     """
 
     def __init__(
@@ -97,17 +101,17 @@ class ReadyReader:
         self._since = since
         self._decider = Decider()
         self._open: dict[str, str] = {}
-        """Batches by ticket, of which chunks have come and no decision."""
+        """Batch by ticket, for batches with chunks but no decision yet."""
         self._nonce = self._end_nonce = uuid.uuid4().hex
         self._last = LastBatch()
         self._is_following = self._has_caught_up = False
         self._come: collections.deque[str] = collections.deque()
-        """Tickets that were decided, as far as they are remembered."""
+        """The most recently decided tickets, at most ``REMEMBERED``."""
         self.summary = StreamSummary()
         self._note = note or self.summary.notes.append
 
     async def read(self) -> StreamSummary:
-        """Read from the beginning to the present end, and return what was seen.
+        """Read from the beginning to the current end and return a summary.
 
         Raises:
             CommandError: The run has no such stream on this broker.
@@ -123,11 +127,11 @@ class ReadyReader:
         return self.summary
 
     async def follow(self, offset: int | None) -> StreamSummary:
-        """Read on and on, over reconnects, until all batches of the run have come, or up to the mark of :meth:`end`.
-        Memory is that of the batches that are incomplete.
+        """Read continuously, across reconnects, until all batches of the run have arrived, or up to the mark of
+        :meth:`end`. Only incomplete batches are kept in memory.
 
         Args:
-            offset: First position. None: what is published from now on.
+            offset: First stream offset. None: only messages published from now on.
 
         Raises:
             CommandError: The run has no such stream on this broker.
@@ -144,10 +148,10 @@ class ReadyReader:
         return self.summary
 
     async def end(self) -> None:
-        """Have :meth:`follow` end behind what is on the stream now.
+        """Publish a mark at which :meth:`follow` stops, after all messages already on the stream.
 
         Raises:
-            BusUnavailable: The broker takes no messages.
+            BusUnavailable: The broker does not accept messages.
         """
         mark = envelope(Mark(nonce=self._end_nonce), message_id=f"mark-{self._end_nonce}")
         await self._bus.publish(self._topology.exchange("ready"), "mark", mark, timeout=MARK_SECONDS)
@@ -160,7 +164,7 @@ class ReadyReader:
             )
 
     async def _mark(self) -> float:
-        """Mark the stream's end; return the seconds of silence after which it can be no further."""
+        """Mark the stream's end. Return the seconds of silence after which the end counts as reached."""
         mark = envelope(Mark(nonce=self._nonce), message_id=f"mark-{self._nonce}")
         try:
             if await self._bus.publish(self._topology.exchange("ready"), "mark", mark, timeout=MARK_SECONDS):
@@ -170,10 +174,10 @@ class ReadyReader:
         return QUIET_SECONDS
 
     async def _from(self, offset: int | None, quiet: float | None) -> int | None:
-        """Read from ``offset`` on, up to the mark, or ``quiet`` seconds of silence; return where to go on if the stream
-        begins later than that.
+        """Read from ``offset`` to the mark or to ``quiet`` seconds of silence. If retention cut the stream, return the
+        offset at which to resume, else None.
         """
-        stream = dataclasses.replace(self._topology.ready, redeclare=False)  # looking must not make it
+        stream = dataclasses.replace(self._topology.ready, redeclare=False)  # reading must not create the stream
         first = offset is not None
         async with await self._bus.consume(stream, offset=offset) as subscription:
             try:
@@ -235,11 +239,13 @@ class ReadyReader:
 
     @property
     def _all_have_come(self) -> bool:
-        """Note that the run has ended. A run may have been extended after an end that is on its stream."""
+        """True if a following reader has caught up and every batch of the run has arrived. Catching up comes first
+        because a run may be extended after an end that is already on its stream.
+        """
         return self._is_following and self._has_caught_up and self._last.has_come
 
     def _settle(self, ready: BatchReady) -> None:
-        """Note a batch that was decided; who follows a stream does not remember all of it."""
+        """Record a decided batch. A following reader remembers only the latest, so that its memory stays bounded."""
         batches, batch = self.summary.batches, str(ready.batch)
         if self._is_following:
             self._come.append(ready.ticket)
@@ -258,7 +264,7 @@ class ReadyReader:
         decision = self._decider.ready(ready, offset)
         if decision is None:
             if ready.ticket in self._decider.failed:
-                self._open.pop(ready.ticket, None)  # run again, it has failed again
+                self._open.pop(ready.ticket, None)  # the retried batch failed again
             elif ready.ticket not in self._decider.consumed:
                 self._note(
                     f"a set of batch {ready.batch} is not whole: some of its {ready.chunks} chunks lie before the "
@@ -272,7 +278,7 @@ class ReadyReader:
             why = f": {ready.reason}" if ready.reason else ""
             self._note(f"batch {ready.batch} has no experiences, it is {ready.state}{why}")
         found = [batch for n, chunk in enumerate(decision.chunks) if (batch := await self._decoded(decision, n, chunk))]
-        return await asyncio.to_thread(self._take, found)  # it prints, and whoever reads that may be slow
+        return await asyncio.to_thread(self._take, found)  # printing may block on a slow reader of our output
 
     async def _decoded(self, decision: Decision, n: int, chunk: Chunk) -> ExperienceBatch | None:
         try:

@@ -1,4 +1,4 @@
-"""``trinity-mq tap``: prints the experiences of a run as JSON lines while it goes on."""
+"""``trinity-mq tap``: prints the experiences of a live run as JSON lines."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from trinity_mq.experience import Experience, ExperienceBatch
 
 LOOK_SECONDS = 1.0
-"""Seconds between looks at whether the run is over and whether the reader of our output has left."""
+"""Interval in seconds between checks whether the run is over and whether the reader of our output closed it."""
 LAST_SECONDS = 10.0
-"""Seconds for what is on the stream when the run is over."""
+"""Seconds for reading the rest of the stream after the run is over."""
 TEXTS = "token_texts"
 
 
@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def tap(arguments: argparse.Namespace) -> int:
-    """Print experiences as they are published; returns 0 at the end of the run or of the stream."""
+    """Print experiences as they are published. Return 0 at the end of the run or of the stream."""
     start = _start(arguments.start)
     if start is None and not arguments.follow:
         raise CommandError("--from now with --no-follow shows nothing: give --from beginning, or a batch")
@@ -64,13 +64,15 @@ def tap(arguments: argparse.Namespace) -> int:
     fields = _fields(arguments.fields)
     target = find_target(arguments, arguments.blob_store)
     lines = Lines(known_texts(arguments, target.config) if _names_texts(fields) else None, fields, arguments.every)
-    with contextlib.redirect_stdout(sys.stderr):  # what the library logs must not get between
+    with contextlib.redirect_stdout(sys.stderr):  # library output must not mix with the JSON lines on stdout
         run_to_the_end(_tapped(target, lines, start, follow=arguments.follow))
     return 0
 
 
 def _start(text: str) -> int | None:
-    """Return the first batch wanted, 0 for the beginning of the stream; None: what comes from now on."""
+    """Return the first batch to print, 0 for the beginning of the stream, or None for experiences published from now
+    on.
+    """
     if text == "now":
         return None
     if text == "beginning":
@@ -81,7 +83,7 @@ def _start(text: str) -> int | None:
 
 
 def _fields(text: str | None) -> list[str] | None:
-    """Return the names of the fields wanted, None for all.
+    """Return the names of the requested fields, or None for all fields.
 
     Raises:
         CommandError: An experience has no such field.
@@ -102,7 +104,9 @@ def _names_texts(fields: Sequence[str] | None) -> bool:
 
 
 def selected(whole: Mapping[str, Any], fields: Sequence[str]) -> dict[str, Any]:
-    """Return the fields by the names given; of ``a.b`` the part ``b`` of ``a``, None where there is none."""
+    """Return the named fields. The name ``a.b`` selects the part ``b`` of ``a``, or None if that part does not
+    exist.
+    """
     found: dict[str, Any] = {}
     for name in fields:
         value: Any = whole
@@ -114,12 +118,12 @@ def selected(whole: Mapping[str, Any], fields: Sequence[str]) -> dict[str, Any]:
 
 
 class Lines:
-    """Prints experiences, a JSON object a line.
+    """Prints one JSON object per line for each experience.
 
     Args:
-        texts: Of tokens; None: the lines have none.
-        fields: Of each line; None: all.
-        every: Of so many experiences one is printed.
+        texts: Token texts. None: token texts are printed as null.
+        fields: Fields of each line. None: all fields.
+        every: Print every N-th experience.
     """
 
     def __init__(self, texts: TokenTexts | None, fields: Sequence[str] | None, every: int) -> None:
@@ -130,7 +134,7 @@ class Lines:
         self.printed = 0
 
     def take(self, batches: Sequence[ExperienceBatch]) -> bool:
-        """Print those of some batches whose turn it is; never the end of the reading."""
+        """Print every N-th experience of the batches. Return False, so that reading continues."""
         for batch in batches:
             first = -self._seen % self._every
             self._seen += len(batch)
@@ -152,7 +156,7 @@ async def _tapped(target: Target, lines: Lines, start: int | None, *, follow: bo
     from trinity_mq.transport.blobs import open_store
 
     is_ours = target.broker.url is None
-    """Nobody else uses the broker: it is the private one of a run that does not run now."""
+    """True if no other process uses the broker, because it is the private broker of a run that is not running."""
     async with reached(target, "tap") as (bus, topology):
         if target.folder is not None:
             bus.run_id = saved_run_id(target.folder.path)
@@ -180,7 +184,7 @@ async def _tapped(target: Target, lines: Lines, start: int | None, *, follow: bo
 async def _end_with_run(
     bus: Bus, topology: Topology, target: Target, reader: ReadyReader, reading: asyncio.Task[Any]
 ) -> None:
-    """End the reading once the run is over and what it has published was read, or cannot be."""
+    """Stop the reading once the run is over and its published experiences were read or cannot be read."""
     over = asyncio.Event()
     async with asyncio.TaskGroup() as group:
         listening = group.create_task(_listen(bus, topology, over), name="heartbeats")
@@ -203,7 +207,7 @@ async def _end_with_run(
 
 
 async def _listen(bus: Bus, topology: Topology, over: asyncio.Event) -> None:
-    """Set ``over`` once an explorer's heartbeat says that the run is."""
+    """Set ``over`` once an explorer's heartbeat reports the end of the run."""
     import uuid
 
     from trinity_mq.bus import BusUnavailable
@@ -222,7 +226,7 @@ async def _listen(bus: Bus, topology: Topology, over: asyncio.Event) -> None:
 
 
 async def _watch_folder(target: Target, over: asyncio.Event) -> None:
-    """Set ``over`` once the folder of the run, where it is on this machine, says that it has finished."""
+    """Set ``over`` once the run folder, if it is on this machine, has the marker of a finished run."""
     folder = target.folder
     while folder is None or not folder.finished:  # noqa: ASYNC110  # another process writes it
         await asyncio.sleep(LOOK_SECONDS)
@@ -230,10 +234,12 @@ async def _watch_folder(target: Target, over: asyncio.Event) -> None:
 
 
 async def _watch_output(out: TextIO) -> None:
-    """Return never; raise BrokenPipeError once the reader of our output has left, though nothing is to be printed."""
+    """Raise BrokenPipeError once the reader of our output has closed it, even if nothing is printed. Return only if the
+    output is not a file.
+    """
     try:
         number = out.fileno()
-    except (OSError, ValueError):  # it is no file
+    except (OSError, ValueError):  # the output has no file descriptor
         return
     poll = select.poll()
     poll.register(number, 0)

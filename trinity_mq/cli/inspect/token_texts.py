@@ -1,4 +1,4 @@
-"""Texts of token ids, without loading a model library."""
+"""Texts of token ids, decoded without a model library."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ class TokenTexts:
     """The text of each token by itself.
 
     Args:
-        folder: A Hugging Face folder; None, or one without ``tokenizer.json``: no texts.
+        folder: A Hugging Face folder. None, or a folder without ``tokenizer.json``: all texts are None.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
         self._tokenizer: Any = None
         self.problem: str | None = None
-        """The reason why there are no texts."""
+        """The reason why no texts are available. None: texts are available."""
         if folder is None:
             self.problem = "no tokenizer is known"
             return
@@ -30,23 +30,25 @@ class TokenTexts:
 
         try:
             self._tokenizer = Tokenizer.from_file(str(folder / TOKENIZER_FILE))
-        except Exception as error:  # the Rust library raises plain Exception, also for a file that is not there
+        except Exception as error:  # the Rust library raises plain Exception, also for a missing file
             self.problem = f"{folder / TOKENIZER_FILE} cannot be loaded: {error}"
 
     def of(self, ids: Iterable[int]) -> list[str | None]:
-        """Return the text of each token; None where it is not known."""
+        """Return the text of each token, or None for tokens without a known text."""
         return [None if self._tokenizer is None else self._text(token) for token in ids]
 
     def _text(self, token: int) -> str | None:
         if token < 0 or self._tokenizer.id_to_token(token) is None:
             return None
         text: str = self._tokenizer.decode([token], skip_special_tokens=False)
-        # part of a character: the vocabulary's own spelling of its bytes says more
+        # the token is part of a character: show the vocabulary's spelling of its bytes instead
         return text if "\ufffd" not in text else self._tokenizer.id_to_token(token)
 
 
 def tokenizer_folder(model: ModelConfig, run_folder: Path) -> Path | None:
-    """Return where the tokenizer of a run's model lies on this machine, None if it is not here; fetches nothing."""
+    """Return the folder with the tokenizer of a run's model, or None if it is not on this machine. Nothing is
+    downloaded.
+    """
     if model.tiny is not None:
         folder = run_folder / "model"
     else:
@@ -57,5 +59,5 @@ def tokenizer_folder(model: ModelConfig, run_folder: Path) -> Path | None:
 
 
 def spelled(ids: Sequence[int], texts: Sequence[str | None]) -> str:
-    """Return tokens in one line: ``13'+' 5'3'``, without texts ``13 5``."""
+    """Return tokens in one line: ``13'+' 5'3'``, or ``13 5`` without texts."""
     return " ".join(str(token) if text is None else f"{token}{text!r}" for token, text in zip(ids, texts, strict=True))

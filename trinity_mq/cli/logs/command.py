@@ -1,4 +1,4 @@
-"""``trinity-mq logs``: what the agents of a run logged, in the order of time, also while it is written."""
+"""``trinity-mq logs``: shows the log lines of a run's agents in time order, and follows new lines."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from trinity_mq.runtime.process import is_run_over
 from trinity_mq.telemetry import LOGS_FOLDER
 
 POLL_SECONDS = 0.25
-"""Seconds between two looks at the files while they are followed: agents write them and tell nobody."""
+"""Poll interval of followed files in seconds. Agents do not signal new lines."""
 QUIET_ROUNDS = 4
-"""Looks in a row without a new line after which the log of a run that is over has been read to its end."""
+"""Consecutive polls without a new line after which the log of a finished run counts as read to its end."""
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def logs(arguments: argparse.Namespace) -> int:
-    """Print the lines; 1 when there is no log at all and none is waited for."""
+    """Print the lines. Return 0, or 1 if no log exists and ``--follow`` is not given."""
     folder = _run_folder(arguments)
     if arguments.lines is not None and arguments.lines < 0:
         raise CommandError(f"--lines is {arguments.lines}, wanted 0 or more")
@@ -55,7 +55,7 @@ def logs(arguments: argparse.Namespace) -> int:
         if arguments.json:
             print(line.text)
         else:
-            print(in_words(line, colour=colour), file=unguarded(sys.stdout))  # with colours of its own
+            print(in_words(line, colour=colour), file=unguarded(sys.stdout))  # the line contains our own colour codes
 
     if not arguments.follow and not (folder / LOGS_FOLDER).is_dir():
         print(f"{folder / LOGS_FOLDER} is not there: no agent of this run has started on this machine", file=sys.stderr)
@@ -71,10 +71,10 @@ def logs(arguments: argparse.Namespace) -> int:
 
 
 async def follow(folder: Path, files: LogFiles, chosen: LineFilter, show: Callable[[LogLine], None]) -> None:
-    """Show new lines until the run has begun, is over and has been read to its end."""
+    """Show new lines until the run has finished and its log has been read to the end."""
     lock, quiet = LockedFolder(folder, LOCK_FILE, ""), 0
     while quiet < QUIET_ROUNDS:
-        over = is_run_over(folder) and lock.holder() is None  # before the last look
+        over = is_run_over(folder) and lock.holder() is None  # checked before the last read, so that no line is missed
         lines, more = files.appended()
         for line in lines:
             if chosen.takes(line):
@@ -86,10 +86,10 @@ async def follow(folder: Path, files: LogFiles, chosen: LineFilter, show: Callab
 
 
 def since(text: str | None, now: Callable[[], float] = time.time) -> float | None:
-    """Return the time, in seconds since the epoch, that is so long ago; None for None.
+    """Return the time of an age such as ``10m``, in seconds since the epoch, or None for None.
 
     Raises:
-        CommandError: The text is no age.
+        CommandError: The text is not an age.
     """
     if text is None:
         return None
@@ -101,7 +101,7 @@ def since(text: str | None, now: Callable[[], float] = time.time) -> float | Non
 
 def _run_folder(arguments: argparse.Namespace) -> Path:
     path = Path(arguments.target)
-    if (path / LOGS_FOLDER).is_dir():  # agents by themselves leave no configuration
+    if (path / LOGS_FOLDER).is_dir():  # agents started without ``trinity-mq run`` write no configuration
         return path
     config = find_configuration(arguments.target, arguments.overrides)
     if config is not None:

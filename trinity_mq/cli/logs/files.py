@@ -1,4 +1,4 @@
-"""Log files of a run: merges those of all agents by time, and reads what is appended to them."""
+"""Log files of a run: merges the files of all agents by time and reads appended lines."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from trinity_mq.cli.logs.lines import LogLine, parse
 from trinity_mq.telemetry import LOGS_FOLDER
 
 CHUNK = 1024 * 1024
-"""Most bytes that are read of a file before the others have their turn; a longer line is passed over."""
+"""Maximum bytes read from a file before the next file is read. A longer line is skipped."""
 
 
 @dataclass(slots=True)
 class _Place:
-    """A place in a file."""
+    """Read position in a file, in bytes."""
 
     offset: int = 0
 
 
 class LogFiles:
-    """The log files of a run, each read once from its beginning; files may appear, grow, shrink, be renamed and be
+    """The log files of a run, each read once from its beginning. Files may appear, grow, shrink, be renamed and be
     replaced.
     """
 
     def __init__(self, run_folder: Path) -> None:
         self._folder = run_folder / LOGS_FOLDER
         self._places: dict[int, _Place] = {}
-        """By inode: a file that is full goes on under another name."""
+        """Read positions by inode, because a rotated file keeps its inode under a new name."""
 
     def merged(self) -> Iterator[LogLine]:
-        """Yield all lines that are there now in the order of time, of each file a line at a time.
+        """Yield all current lines in time order, reading one line of each file at a time.
 
-        A file in which a clock went back is passed on as it is.
+        Lines of a file whose clock was set back stay in file order.
         """
         found = self._sizes()
         yield from heapq.merge(
@@ -43,7 +43,7 @@ class LogFiles:
         )
 
     def appended(self) -> tuple[list[LogLine], bool]:
-        """Return the lines that were added since, in the order of time, and whether there may be more already."""
+        """Return (the lines appended since the last read in time order, whether more lines may be available)."""
         found: list[LogLine] = []
         more = False
         sizes = self._sizes()
@@ -63,7 +63,7 @@ class LogFiles:
         for path in sorted(self._folder.glob("*.jsonl")):
             try:
                 status = path.stat()
-            except OSError:  # moved away since it was listed
+            except OSError:  # renamed or deleted after the listing
                 continue
             found.append((path, status.st_ino, status.st_size))
         return found
@@ -71,20 +71,21 @@ class LogFiles:
     def _lines(self, path: Path, inode: int, end: int) -> Iterator[LogLine]:
         try:
             with path.open("rb") as file:
-                if os.fstat(file.fileno()).st_ino != inode:  # renamed since it was listed, and is listed there
+                # a renamed file is skipped here: the listing contains its inode under the new name
+                if os.fstat(file.fileno()).st_ino != inode:
                     return
                 self._places[inode] = place = _Place()
                 while place.offset < end and (line := file.readline(CHUNK)):
                     if not line.endswith(b"\n") and len(line) < CHUNK:
-                        return  # still being written
+                        return  # the line is still being written
                     place.offset += len(line)
                     yield from _parsed([line])
-        except OSError:  # moved away
+        except OSError:  # renamed or deleted after the listing
             return
 
 
 def _read(path: Path, place: _Place) -> tuple[list[bytes], bool]:
-    """Return the next whole lines, and whether there may be more."""
+    """Return (the next complete lines, whether more data may follow)."""
     try:
         with path.open("rb") as file:
             file.seek(place.offset)
@@ -92,7 +93,7 @@ def _read(path: Path, place: _Place) -> tuple[list[bytes], bool]:
     except OSError:
         return [], False
     whole, newline, _ = read.rpartition(b"\n")
-    if not newline and len(read) == CHUNK:  # a line without an end
+    if not newline and len(read) == CHUNK:  # a line longer than CHUNK is skipped
         place.offset += len(read)
         return [], True
     place.offset += len(whole) + len(newline)

@@ -1,4 +1,4 @@
-"""Lines of logs: reads them, chooses among them and writes them for a person. Pure functions of text."""
+"""Log lines: parses, filters and formats them. All functions are pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trinity_mq.cli.output import one_line
 
 LEVELS = ("debug", "info", "warning", "error", "critical")
 LONGEST_VALUE = 300
-"""Characters of a value that are shown; ``--json`` shows all."""
+"""Maximum characters shown of a value. ``--json`` shows whole values."""
 _SHOWN_APART = {"time", "level", "role", "agent", "run", "pid", "logger", "event", "batch", "ticket", "exception"}
 _COLOURS = {"debug": "2", "warning": "33", "error": "31", "critical": "1;31"}
 
@@ -23,16 +23,18 @@ class LogLine:
     time: float
     """Seconds since the epoch."""
     text: str
-    """As it is in the file."""
+    """The line as it stands in the file."""
     fields: dict[str, Any]
 
 
 def parse(text: str) -> LogLine | None:
-    """Return the event in a line of a log file, None for a line that is none: torn by an agent that was killed."""
+    """Return the event in a line of a log file, or None if the line is not an event, for example a partial line of a
+    killed agent.
+    """
     try:
         fields = json.loads(text)
         seconds = datetime.fromisoformat(fields["time"]).timestamp()
-        datetime.fromtimestamp(seconds)  # years at the ends of the calendar cannot be shown
+        datetime.fromtimestamp(seconds)  # raises for years that cannot be displayed
         return LogLine(seconds, text, fields)
     except (ValueError, TypeError, KeyError, RecursionError, OverflowError):
         return None
@@ -40,21 +42,23 @@ def parse(text: str) -> LogLine | None:
 
 @dataclass
 class LineFilter:
-    """Chooses lines. Lines that name only a ticket belong to the batch that an earlier line named with it."""
+    """Selects log lines. A line with only a ticket belongs to the batch that an earlier line named with that ticket."""
 
     batch: str | None = None
     agent: str | None = None
-    """Id or role."""
+    """Agent id or role."""
     level: str = "debug"
-    """Least level."""
+    """Lowest level that is shown."""
     since: float | None = None
-    """Seconds since the epoch."""
+    """Earliest time in seconds since the epoch."""
     grep: str | None = None
-    """Part of the line, in capitals or not."""
+    """Text that the line must contain, ignoring case."""
     _batches: dict[str, str] = field(default_factory=dict)
 
     def takes(self, line: LogLine) -> bool:
-        """Return whether a line is chosen; call it for every line, in the order of time."""
+        """Return whether a line is selected. Call it for every line in time order, because it learns batches from
+        tickets.
+        """
         fields = line.fields
         batch, ticket = fields.get("batch"), fields.get("ticket")
         if self.batch is not None:

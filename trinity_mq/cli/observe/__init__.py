@@ -1,1 +1,1 @@
-"""The state of one run, collected from its broker and its folder: what the page and the exporter show."""
+"""The state of one run, collected from its broker and its folder for the dashboard page and the exporter."""

@@ -10,19 +10,19 @@ from trinity_mq.cli.reports.curves import PICTURES, drawn
 from trinity_mq.messages import Metrics
 
 MOST_POINTS = 4000
-"""Points kept of a curve; every second one is removed where there are more."""
+"""Maximum number of points kept per curve. Every second point is removed when a curve grows beyond it."""
 
 
 class Curves:
-    """Values of every metric by step; a later value for the same step replaces the earlier one."""
+    """Values of every metric by step. A later value for the same step replaces the earlier value."""
 
     def __init__(self) -> None:
         self._points: dict[str, dict[int, float]] = {}
         self.changes = 0
-        """Rises with each value."""
+        """Number of values added so far. It changes whenever a curve changes."""
 
     def add(self, message: Metrics) -> None:
-        """Take in the values of one step of one agent."""
+        """Add the values of one step of one agent."""
         for name, value in message.values.items():
             if not isinstance(value, int | float) or not math.isfinite(value):
                 continue
@@ -34,7 +34,7 @@ class Curves:
             self.changes += 1
 
     def add_all(self, messages: Iterable[Metrics]) -> None:
-        """Take in the values of several steps."""
+        """Add the values of several steps."""
         for message in messages:
             self.add(message)
 
@@ -44,11 +44,11 @@ class Curves:
         return sorted(self._points)
 
     def points(self) -> Mapping[str, list[tuple[int, float]]]:
-        """Return the points of every curve, by step."""
+        """Return the points of every curve, sorted by step."""
         return {name: sorted(points.items()) for name, points in self._points.items()}
 
     def pictures(self) -> list[dict[str, Any]]:
-        """Return what the page draws: title, remark and curves of each picture of which something is known."""
+        """Return title, description and curves of each picture that has data."""
         points = self.points()
         found = []
         for picture in PICTURES:
@@ -57,5 +57,5 @@ class Curves:
         return found
 
     def named(self, name: str) -> list[tuple[int, float]]:
-        """Return one curve by the metric's name; empty where it is not known."""
+        """Return the curve of the named metric, or an empty list for an unknown metric."""
         return sorted(self._points.get(name, {}).items())

@@ -1,4 +1,6 @@
-"""Answers to evaluations as the page shows them: by question, over the labels at which a set was evaluated. Pure."""
+"""Evaluation answers as the page shows them: by question, across the labels at which a set was evaluated. Pure
+functions.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +10,11 @@ from typing import Any
 from trinity_mq.telemetry.evaluations.log import Evaluation, Question
 
 PREVIEW = 96
-"""Characters of a question that the table shows."""
+"""Maximum characters of a question shown in the table."""
 
 
 def sets_of(evaluations: Sequence[Evaluation]) -> list[dict[str, Any]]:
-    """Return the sets with their labels and questions; a question has its mean reward at each label."""
+    """Return the sets with their labels and questions. Each question has its mean reward at each label."""
     return [
         _set(name, [one for one in evaluations if one.set == name])
         for name in dict.fromkeys(one.set for one in evaluations)
@@ -35,13 +37,13 @@ def _set(name: str, evaluations: Sequence[Evaluation]) -> dict[str, Any]:
 
 
 def mean_reward(question: Question | None) -> float | None:
-    """Return the mean reward of the answers to a question; None where there is none."""
+    """Return the mean reward of the answers to a question, or None if no answer has a reward."""
     rewards = [one.reward for one in question.answers if one.reward is not None] if question is not None else []
     return round(sum(rewards) / len(rewards), 6) if rewards else None
 
 
 def answers_to(evaluations: Sequence[Evaluation], name: str, task: int) -> list[dict[str, Any]]:
-    """Return a question with its answers, once for each label at which it was asked."""
+    """Return a question with its answers, once per label at which it was asked."""
     return [
         {"label": one.label, "time": one.time, **question.model_dump(exclude={"task"})}
         for one in evaluations

@@ -1,4 +1,4 @@
-"""History of what each agent did and waited for, from its heartbeats: the timeline of the page."""
+"""History of each agent's states and waits, from its heartbeats, for the timeline of the page."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 from trinity_mq.cli.run.run_view import ROLES
 
 KEPT_SECONDS = 900.0
-"""Age at which an interval is forgotten."""
+"""Seconds after its end at which an interval is removed."""
 MOST = 4000
-"""Intervals kept of one agent."""
+"""Maximum number of intervals kept per agent."""
 
 
 @dataclass(slots=True)
 class Interval:
-    """A time in which an agent's state did not change, in seconds since the epoch."""
+    """A period in which an agent's state did not change. Times are in seconds since the epoch."""
 
     start: float
     end: float
@@ -27,7 +27,7 @@ class Interval:
 
 @dataclass(frozen=True, slots=True)
 class AgentState:
-    """An agent's state at one time."""
+    """An agent's state at one moment."""
 
     agent: str
     role: str
@@ -36,14 +36,14 @@ class AgentState:
 
 
 class Intervals:
-    """Joins observations of agents to intervals."""
+    """Joins observations of agents into intervals."""
 
     def __init__(self) -> None:
         self._by_agent: dict[str, collections.deque[Interval]] = {}
         self._roles: dict[str, str] = {}
 
     def observe(self, states: Iterable[AgentState], now: float) -> None:
-        """Take in the present states of all agents; ``now`` in seconds since the epoch."""
+        """Record the current states of all agents. ``now`` is in seconds since the epoch."""
         for one in states:
             self._roles[one.agent] = one.role
             own = self._by_agent.setdefault(one.agent, collections.deque(maxlen=MOST))
@@ -57,7 +57,9 @@ class Intervals:
                 own.popleft()
 
     def since(self, start: float) -> list[dict[str, Any]]:
-        """Return the lanes of all agents, in the order of their roles, from ``start`` on."""
+        """Return the lanes of all agents from ``start`` on, ordered by role. ``start`` is in seconds since the
+        epoch.
+        """
         order = sorted(self._by_agent, key=lambda name: (_place(self._roles[name]), name))
         return [
             {
@@ -73,7 +75,7 @@ class Intervals:
         ]
 
     def busy(self, seconds: float, now: float) -> dict[str, float]:
-        """Return by role the share of the last ``seconds`` in which its agents worked and waited for nothing."""
+        """Return, by role, the fraction of the last ``seconds`` in which its agents worked without waiting."""
         spent: dict[str, list[float]] = {}
         for name, own in self._by_agent.items():
             worked = total = 0.0

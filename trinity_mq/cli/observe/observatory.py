@@ -1,4 +1,6 @@
-"""The state of one run, collected from messages and lines of files. Pure: sources call it, and the clock is given."""
+"""The state of one run, collected from messages and from lines of files. It does no I/O: sources call it, and the clock
+is injected.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +22,9 @@ from trinity_mq.messages import EngineStatus, ExplorerStatus, Heartbeat, Metrics
 from trinity_mq.telemetry.timeline import Span, spans
 
 RATE_SECONDS = 20.0
-"""Seconds over which rates are taken."""
+"""Window in seconds for rates."""
 BUSY_SECONDS = 60.0
-"""Seconds over which busy shares are taken."""
+"""Window in seconds for busy fractions."""
 MOST_NEWS = 200
 MOST_ACTIVITIES = 20_000
 FLOW = ("explorer", "runner", "engine", "operator", "trainer", "gateway")
@@ -33,11 +35,11 @@ class Observatory:
 
     Args:
         run: The run's name.
-        total: Steps of the run, None where that is not known.
-        workflows: By taskset, the workflow of its tasks.
-        expected: Number of agents that the configuration asks for, by role.
-        limits: Settings in seconds that end waits, by key.
-        room: Free resources of this machine, which count where the run works on it.
+        total: Number of steps of the run. None: unknown.
+        workflows: Workflow name by taskset name.
+        expected: Number of configured agents by role.
+        limits: Timeouts of waits in seconds, by settings key.
+        room: Free resources of this machine. They are used only if the run works on this machine.
         clock: Returns seconds since the epoch.
     """
 
@@ -56,37 +58,39 @@ class Observatory:
         self.curves, self.intervals = Curves(), Intervals()
         self.samples = SampleStore(workflows)
         self.connection = ""
-        """Trouble with the broker; empty: connected, or none is wanted."""
+        """Description of a connection problem with the broker. Empty: connected, or no connection is needed."""
         self.broker_trouble = ""
-        """Reason why the broker takes no messages, such as an alarm; empty: it does."""
+        """Reason why the broker does not accept messages, such as an alarm. Empty: it accepts messages."""
         self.is_live = False
-        """Heartbeats are listened to."""
+        """True while a source receives heartbeats."""
         self.reviews = 0
-        """Runs that wait for a person's verdict."""
+        """Number of runs that wait for a person's verdict."""
         self.news: collections.deque[tuple[float | None, str]] = collections.deque(maxlen=MOST_NEWS)
-        """Lines with their time in seconds since the epoch; None: before the first message about it."""
+        """News lines, each with its time in seconds since the epoch. None: before this observatory's first message
+        about the event.
+        """
         self.activities: collections.deque[Span] = collections.deque(maxlen=MOST_ACTIVITIES)
-        """The latest activities of agents, in the order in which they ended."""
+        """The latest activities of agents, in the order of their ends."""
         self.problems: collections.deque[str] = collections.deque(maxlen=20)
-        """Data that could not be read."""
+        """Messages about data that could not be read."""
         self._clock = clock
         self._began = clock()
         self._heard: set[str] = set()
-        """Ids of the agents of which a heartbeat came."""
+        """Ids of the agents with at least one received heartbeat."""
         self._progress = 0
-        """Batches consumed, as the trainer's last metrics say."""
+        """Number of batches consumed, from the trainer's latest metrics."""
         self._counters: dict[tuple[str, str], collections.deque[tuple[float, float]]] = {}
-        """Times and values of each agent's counters."""
+        """(time, value) pairs of each counter, by (agent id, counter name)."""
         self._expected, self._limits, self._room = expected or {}, limits or {}, room
         self._limit, self._finding = steady_limit(), steady_finding()
 
-    # -- what comes in
+    # -- input
 
     def receive(self, message: object) -> None:
-        """Take in a message of the telemetry exchange."""
+        """Process a message of the telemetry exchange."""
         now = self._clock()
         self.view.receive(message, now)
-        # the first heartbeat that is heard of an agent tells of all that was before it
+        # the first heartbeat received from a running agent also reports earlier events, whose times are unknown
         is_late = isinstance(message, Heartbeat) and message.seq > 1 and message.id not in self._heard
         self._take_news(None if is_late else now)
         if isinstance(message, Metrics):
@@ -96,7 +100,7 @@ class Observatory:
             self._count(message, now)
 
     def receive_line(self, line: Mapping[str, Any]) -> None:
-        """Take in a line of the run's file of metrics."""
+        """Process a line of the run's metrics file."""
         message, at = metrics_of(line), line.get("time")
         if message is not None and isinstance(at, int | float):
             self.view.receive(message, at)
@@ -104,7 +108,7 @@ class Observatory:
             self._take_metrics(message, at)
 
     def _take_metrics(self, message: Metrics, at: float) -> None:
-        """Take in metrics that were written at ``at``, in seconds since the epoch."""
+        """Process metrics that were written at ``at``, in seconds since the epoch."""
         self.curves.add(message)
         line = {**message.values, "time": at, "role": message.role, "agent": message.id, "step": message.step}
         self.activities.extend(spans([line]))
@@ -112,19 +116,19 @@ class Observatory:
             self._progress = message.step
 
     def set_depths(self, depths: Mapping[str, int | None]) -> None:
-        """Take in the depths of queues by their short names."""
+        """Record the depths of queues by their short names."""
         is_first = not self.view.depths
         self.view.set_depths(depths)
         self._take_news(None if is_first else self._clock())
 
     def tick(self) -> None:
-        """Take in that time has passed."""
+        """Update the intervals and verdicts to the current time."""
         now = self._clock()
         self.intervals.observe(self._states(now), now)
         self._judge(now)
 
     def _judge(self, now: float) -> Observation:
-        """Renew the verdicts to show, and return what they were made of."""
+        """Update the displayed verdicts and return the observation behind them."""
         observation = self.observation()
         if self.is_live:
             limit = self._limit.read(bottleneck(observation), now)
@@ -132,11 +136,11 @@ class Observatory:
         return observation
 
     def _take_news(self, at: float | None) -> None:
-        """Take over the news of what happened at ``at``."""
+        """Copy pending news from the view with the time ``at``."""
         self.news.extend((at, text) for text in self.view.take_news())
 
     def _news(self) -> list[list[Any]]:
-        """Return the news in the order of time; what has no time was before this observatory began."""
+        """Return the news in time order. News without a time precede the start of this observatory."""
         ordered = sorted(self.news, key=lambda one: self._began if one[0] is None else one[0])
         return [[None if at is None else round(at, 1), text] for at, text in ordered]
 
@@ -158,11 +162,11 @@ class Observatory:
         for name, value in counters.items():
             own = self._counters.setdefault((heartbeat.id, name), collections.deque(maxlen=256))
             if own and value < own[-1][1]:
-                own.clear()  # a process that was started anew counts from the beginning
+                own.clear()  # a restarted process counts from zero
             own.append((now, float(value)))
 
     def rate(self, name: str, now: float) -> float:
-        """Return a counter's rise a second, summed over the agents."""
+        """Return a counter's increase per second, summed over all agents."""
         total = 0.0
         for (_, counter), own in self._counters.items():
             if counter != name:
@@ -172,15 +176,15 @@ class Observatory:
                 total += (recent[-1][1] - recent[0][1]) / (recent[-1][0] - recent[0][0])
         return total
 
-    # -- what goes out
+    # -- output
 
     @property
     def still(self) -> float:
-        """Seconds since anything progressed."""
+        """Seconds since the last progress."""
         return self.view.still(self._clock())
 
     def observation(self) -> Observation:
-        """Return what is known now, for a diagnosis."""
+        """Return the current observation for a diagnosis."""
         return self.view.observation(
             self._clock(),
             broker=self.connection or self.broker_trouble,
@@ -191,7 +195,7 @@ class Observatory:
 
     @staticmethod
     def _is_here(beats: Mapping[str, tuple[Heartbeat, float]]) -> bool:
-        """Return whether explorer and trainer say that they work on this machine."""
+        """Return whether explorer and trainer report that they run on this machine."""
         details = [beat.detail for beat, _ in beats.values()]
         places = [one.place for one in details if isinstance(one, ExplorerStatus | TrainerStatus)]
         return bool(places) and all(place.startswith(f"{socket.gethostname()}:") for place in places)
@@ -292,7 +296,7 @@ class Observatory:
 
 
 def _state_of(row: AgentRow, heartbeat: Heartbeat) -> AgentState:
-    """Return what an agent does: an engine that samples nothing is idle, whatever it could do."""
+    """Return an agent's state. An engine that samples nothing is idle."""
     state, detail = row.state, heartbeat.detail
     if state == "working" and isinstance(detail, EngineStatus) and detail.load == 0:
         state = "idle"
@@ -309,7 +313,7 @@ def _sum(values: list[int | None]) -> int | None:
 
 
 def _item(role: str, details: list[dict[str, Any]]) -> str:
-    """Return what agents of a role have in hand, in a few words."""
+    """Return a few words on the current work of a role's agents."""
 
     def total(name: str) -> float:
         return sum(float(detail.get(name, 0)) for detail in details)

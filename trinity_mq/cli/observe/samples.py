@@ -1,6 +1,6 @@
-"""Experiences for the page: a table of rows, and the bodies behind them, both bounded in memory.
+"""Experiences for the page: a table of rows and the encoded bodies behind them, both bounded in memory.
 
-Bodies are decoded once somebody looks: before, they cost nothing but memory.
+Bodies are decoded only when the page requests them. Until then they cost only memory.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 MOST_ROWS = 10_000
 MOST_BYTES = 256 * 1024**2
-"""Bytes of all bodies."""
+"""Maximum total size of the bodies in bytes."""
 PREVIEW = 96
-"""Characters of an answer that the table shows."""
+"""Maximum characters of an answer shown in the table."""
 COLUMNS = (
     "number",
     "uid",
@@ -44,30 +44,31 @@ COLUMNS = (
     "engine",
     "text",
 )
-"""Columns of a row, as :meth:`SampleStore.rows` returns them."""
+"""Columns of the rows that :meth:`SampleStore.rows` returns."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecodedSamples:
-    """A body of experiences, and a row without its number for each of them."""
+    """An encoded batch of experiences with a row, without its number, for each experience."""
 
     body: bytes
     rows: dict[str, list[Any]]
-    """By uid, in the order in which the body has them."""
+    """Rows by uid, in the order of the body."""
 
 
 def decoded(body: bytes, step: int | None, workflows: Mapping[str, str]) -> DecodedSamples:
-    """Return the rows of an encoded batch; slow enough to belong into a thread.
+    """Return the rows of an encoded batch. Call it in a thread, because it is slow.
 
     Args:
         body: An encoded batch of experiences.
-        step: Train step that was made on them, None where it is not known.
-        workflows: By taskset, the workflow that its tasks are run by.
+        step: Train step that used the experiences. None: unknown.
+        workflows: Workflow name by taskset name.
 
     Raises:
         DecodeError: The body is damaged.
     """
-    from trinity_mq.experience import ExperienceBatch  # here: it imports torch, and not everybody has samples
+    # imported here because it imports torch, and many runs have no samples
+    from trinity_mq.experience import ExperienceBatch
 
     experiences = ExperienceBatch.decode(body).settle().to_list()
     return DecodedSamples(body, {one.eid.uid: _row(one, step, workflows) for one in experiences})
@@ -76,12 +77,12 @@ def decoded(body: bytes, step: int | None, workflows: Mapping[str, str]) -> Deco
 def decoded_latest(
     bodies: Sequence[tuple[bytes, int | None]], workflows: Mapping[str, str]
 ) -> tuple[list[DecodedSamples], list[str]]:
-    """Return the latest of encoded batches that make :data:`MOST_ROWS` rows, oldest first, and why others cannot be
-    read. A run of hours leaves many more, whose decoding would be in vain.
+    """Return (the latest decoded batches with together about :data:`MOST_ROWS` rows, oldest first, the problems of
+    unreadable batches). Earlier batches are not decoded, because the table could not hold their rows.
 
     Args:
-        bodies: Encoded batches, each with the train step that was made on it, oldest first.
-        workflows: By taskset, the workflow that its tasks are run by.
+        bodies: Encoded batches, each with the train step that used it, oldest first.
+        workflows: Workflow name by taskset name.
     """
     found: list[DecodedSamples] = []
     problems: list[str] = []
@@ -99,32 +100,34 @@ def decoded_latest(
 
 
 class SampleStore:
-    """The latest experiences that were seen. The event loop's thread uses it.
+    """The latest experiences of the run. Use it only in the event loop's thread.
 
     Args:
-        workflows: By taskset, the workflow that its tasks are run by.
+        workflows: Workflow name by taskset name.
     """
 
     def __init__(self, workflows: Mapping[str, str] | None = None) -> None:
         self._workflows = workflows or {}
         self._pending: collections.deque[tuple[bytes, int | None]] = collections.deque()
-        """Bodies that nobody has looked at yet, with the train steps that were made on them."""
+        """Bodies that are not decoded yet, each with the train step that used it."""
         self._pending_bytes = 0
         self._decoding = asyncio.Lock()
         self.seen = 0
-        """Bodies that came; it rises with each."""
+        """Number of bodies received so far."""
         self._rows: collections.OrderedDict[str, list[Any]] = collections.OrderedDict()
         self._kept: collections.deque[DecodedSamples] = collections.deque()
         self._owner: dict[str, DecodedSamples] = {}
         self._bytes = 0
         self.number = 0
-        """Number of the last row; it rises with each."""
+        """Number of the last row. It increases with each row."""
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def put(self, body: bytes, step: int | None) -> None:
-        """Take in an encoded batch of experiences that train step ``step`` was made on; the oldest ones go first."""
+        """Add an encoded batch of experiences that train step ``step`` used. The oldest undecoded batches are dropped
+        first.
+        """
         self.seen += 1
         self._pending.append((body, step))
         self._pending_bytes += len(body)
@@ -133,13 +136,14 @@ class SampleStore:
             self._pending_bytes -= len(oldest)
 
     async def decode(self) -> list[str]:
-        """Have the latest of what came in the table, and return why what could not be decoded is not."""
+        """Decode the pending batches into the table and return the problems of batches that could not be decoded."""
         async with self._decoding:
             if not self._pending:
                 return []
             last, bodies = self.seen, list(self._pending)
             found, problems = await asyncio.to_thread(decoded_latest, bodies, self._workflows)
-            # only now, for whoever asked may go away meanwhile; what came meanwhile is the next call's
+            # Remove bodies only after decoding, because the caller may be cancelled. Bodies that arrived during
+            # decoding stay for the next call.
             for _ in range(len(self._pending) - (self.seen - last)):
                 body, _ = self._pending.popleft()
                 self._pending_bytes -= len(body)
@@ -148,7 +152,7 @@ class SampleStore:
         return problems
 
     def add(self, samples: DecodedSamples) -> int:
-        """Add samples to the table, and return how many of them are new."""
+        """Add samples to the table and return the number of new rows."""
         new = 0
         for uid, row in samples.rows.items():
             if uid in self._rows:
@@ -181,7 +185,7 @@ class SampleStore:
         return found[::-1]
 
     def body_of(self, uid: str) -> tuple[bytes, int] | None:
-        """Return the body that holds an experience, and its place there; None where it is not kept any more."""
+        """Return (the body that holds an experience, its index in the body), or None if it is no longer kept."""
         owner = self._owner.get(uid)
         return None if owner is None else (owner.body, list(owner.rows).index(uid))
 
@@ -224,10 +228,10 @@ def _row(one: Experience, step: int | None, workflows: Mapping[str, str]) -> lis
 
 
 def _mean(values: Tensor | None, mask: Tensor | None) -> float | None:
-    """Return the mean over the tokens that are trained on, None where there is none."""
+    """Return the mean over the trained tokens, or over all values if no token is trained. None: no values."""
     if values is None or not len(values):
         return None
-    found = values.float().numpy()  # many small ones: numpy takes a tenth of the time
+    found = values.float().numpy()  # numpy needs a tenth of torch's time for many small arrays
     if mask is not None and len(mask) == len(values):
         trained = mask.numpy()
         found = found[trained] if trained.any() else found

@@ -1,4 +1,4 @@
-"""Sources of what is seen of a run: its folder on this machine, and its broker."""
+"""Sources of a run's state: its folder on this machine and its broker."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ log = structlog.get_logger(__name__)
 Part = Literal["metrics", "samples", "reviews"]
 QUEUES = ("submitted", "tasks.train", "tasks.eval", "closed", "dead")
 FOLDER_SECONDS = 1.0
-"""Seconds between two looks at the run's files."""
+"""Poll interval of the run's files in seconds."""
 DEPTH_SECONDS = 2.0
 AGAIN_SECONDS = 5.0
-"""Seconds from a connection that failed to the next try."""
+"""Reconnect delay in seconds."""
 PROBE_AFTER = 5.0
-"""Seconds without progress after which the broker is asked for an alarm."""
+"""Seconds without progress after which the broker is checked for an alarm."""
 GONE_SECONDS = 10.0
-"""Seconds without a connection after which the broker is looked for anew."""
+"""Seconds without a connection after which the broker's address is looked up again."""
 STREAM_SECONDS = 1.0
-"""Seconds between two messages that are taken from the stream."""
+"""Minimum seconds between two messages taken from the stream."""
 
 
 class FolderSource:
-    """Metrics and samples of a run's folder, as they are written.
+    """Reads metrics and samples from a run's folder as they are written.
 
     Args:
         folder: The run's folder.
-        observatory: Takes them in.
+        observatory: Receives the metrics and samples.
     """
 
     def __init__(self, folder: Path, observatory: Observatory) -> None:
@@ -55,13 +55,13 @@ class FolderSource:
         self._observatory = observatory
 
     async def run(self) -> None:
-        """Read until cancelled."""
+        """Poll loop: reads new data until cancelled."""
         while True:
             await self.read()
             await asyncio.sleep(FOLDER_SECONDS)
 
     async def read(self) -> None:
-        """Take in what is new."""
+        """Read the new metrics and samples."""
         try:
             lines = await asyncio.to_thread(self._metrics.read_lines)
             records = await asyncio.to_thread(lambda: list(self._samples.read()))
@@ -75,14 +75,14 @@ class FolderSource:
 
 
 class BrokerSource:
-    """Heartbeats, metrics and depths from the broker; samples too where the run's folder is not here.
+    """Reads heartbeats and queue depths from the broker, and the optional parts in ``takes``.
 
     Args:
-        find: Returns the run and its broker as they are now; None: no broker runs. A private broker has another address
-            after each start of its run.
-        observatory: Takes them in.
-        takes: Beside heartbeats and depths: ``metrics`` and ``samples``, which else are read from the run's folder, and
-            ``reviews``.
+        find: Returns the current run and broker, or None if no broker runs. It is called again for each connection,
+            because a private broker has a new address after each start of its run.
+        observatory: Receives the data.
+        takes: Parts to read in addition to heartbeats and depths: ``metrics`` and ``samples``, which are otherwise read
+            from the run's folder, and ``reviews``.
     """
 
     def __init__(
@@ -90,15 +90,15 @@ class BrokerSource:
     ) -> None:
         self._find, self._observatory, self._takes = find, observatory, frozenset(takes)
         self.bus: Bus | None = None
-        """The connected bus, None while there is none."""
+        """The connected bus. None: not connected."""
         self.topology: Topology | None = None
         self.reviews: ReviewStream | None = None
-        """Runs that wait for a person's verdict, None where nobody is asked."""
+        """Runs that wait for a person's verdict. None: no operator requests verdicts."""
         self.url: str | None = None
-        """URL of the broker that was found last."""
+        """URL of the broker found last."""
 
     async def run(self) -> None:
-        """Follow the broker until cancelled; a connection that is lost is made again."""
+        """Connection loop: follows the broker until cancelled, and reconnects after a lost connection."""
         while True:
             try:
                 await self._once()
@@ -109,7 +109,7 @@ class BrokerSource:
             await asyncio.sleep(AGAIN_SECONDS)
 
     async def _once(self) -> None:
-        """Find the broker and follow it until the connection is lost; return at once where none is at work."""
+        """Find the broker and follow it until the connection is lost. Return at once if no broker runs."""
         target = await asyncio.to_thread(self._find)
         if target is None:
             return
@@ -142,7 +142,7 @@ class BrokerSource:
             if bus.usable:
                 usable, self._observatory.connection = loop.time(), ""
                 self._observatory.set_depths(await depths(bus, topology, QUEUES))
-                # a broker says that it has an alarm to those who publish: asked only where one may be the reason
+                # a broker reports an alarm only to publishers, so publish a probe only when nothing progresses
                 is_still = self._observatory.still >= PROBE_AFTER
                 self._observatory.broker_trouble = await broker_trouble(bus, topology) if is_still else ""
             else:
@@ -152,7 +152,7 @@ class BrokerSource:
             await asyncio.sleep(DEPTH_SECONDS)
 
     async def _reviews(self, bus: Bus, topology: Topology) -> None:
-        """Follow the reviews, once an operator has asked the first time."""
+        """Follow the reviews. Retry until an operator has requested the first review."""
         while True:
             try:
                 async with ReviewStream(bus, topology).following() as reviews:
@@ -167,9 +167,9 @@ class BrokerSource:
             await asyncio.sleep(AGAIN_SECONDS)
 
     async def _stream(self, bus: Bus, topology: Topology) -> None:
-        """Take a message of experiences a second from the ready stream, from its present end on."""
+        """Take at most one message of experiences per second from the ready stream, starting at its current end."""
         loop = asyncio.get_running_loop()
-        stream = dataclasses.replace(topology.ready, redeclare=False)  # looking must not make it
+        stream = dataclasses.replace(topology.ready, redeclare=False)  # reading must not create the stream
         offset: int | None = None
         taken = -STREAM_SECONDS
         while True:
@@ -185,7 +185,7 @@ class BrokerSource:
                 return
             except StreamCut as cut:
                 offset = cut.got
-            except QueueGone:  # the run has not begun yet
+            except QueueGone:  # the run has not started yet
                 await asyncio.sleep(AGAIN_SECONDS)
             except BusUnavailable:
                 await bus.wait_usable()

@@ -1,1 +1,1 @@
-"""``trinity-mq regrade``: rewards of what was sampled, by another reward function."""
+"""``trinity-mq regrade``: rewards of sampled experiences under another reward function."""

@@ -1,4 +1,4 @@
-"""``trinity-mq regrade``: what another reward function would change about what a run has sampled."""
+"""``trinity-mq regrade``: shows how another reward function would change the rewards of a run's experiences."""
 
 from __future__ import annotations
 
@@ -54,7 +54,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def regrade(arguments: argparse.Namespace) -> int:
-    """Regrade what a run has sampled and print what would change; 1 when nothing could be regraded."""
+    """Regrade the sampled experiences of a run and print the differences. Return 0, or 1 if no experience could be
+    regraded.
+    """
     if arguments.limit is not None and arguments.limit < 1:
         raise CommandError(f"--limit is {arguments.limit}, wanted at least 1")
     if not arguments.timeout > 0:
@@ -65,7 +67,8 @@ def regrade(arguments: argparse.Namespace) -> int:
             f"answers: trinity-mq regrade RUN --reward NAME --file {arguments.target}{known_runs()}"
         )
     config = configuration(arguments)
-    with contextlib.redirect_stdout(sys.stderr):  # what the library and the reward print must not get between
+    # output of the library and of the reward function must not mix with the figures on stdout
+    with contextlib.redirect_stdout(sys.stderr):
         grader = _grader(config, arguments)
         from trinity_mq.cli.regrade.regrading import Regrading
 
@@ -90,10 +93,11 @@ def regrade(arguments: argparse.Namespace) -> int:
 
 
 def _grader(config: Config, arguments: argparse.Namespace) -> Grader:
-    """Return what calls the reward function.
+    """Return the grader that calls the reward function.
 
     Raises:
-        CommandError: It is not known, does not take these arguments, or the arguments are no JSON object.
+        CommandError: The function is not known or does not accept the arguments, or the arguments are not a JSON
+            object.
     """
     from trinity_mq.cli.regrade.grading import Grader, Tasks
     from trinity_mq.rewards import RewardError, UnknownNameError, create_reward
@@ -123,7 +127,7 @@ async def _of_stream(target: Target, batch: str | None, regrading: Regrading) ->
     loop = asyncio.get_running_loop()
 
     def take(chunks: Sequence[ExperienceBatch]) -> bool:
-        """Regrade a batch, called in a thread of the reader."""
+        """Regrade a batch. The reader calls this in a thread."""
         whole = ExperienceBatch.concat(chunks) if chunks else ExperienceBatch.of([])
         return asyncio.run_coroutine_threadsafe(regrading.take(whole), loop).result() if len(whole) else False
 
@@ -145,7 +149,7 @@ async def _of_file(config: Config, path: str, batch: str | None, regrading: Regr
     """Regrade recorded experiences, batch by batch.
 
     Raises:
-        TasksetError: There are none, or a file cannot be read.
+        TasksetError: The path holds no experiences, or a file cannot be read.
     """
     from trinity_agents.trainer.sources.records import recorded
     from trinity_mq.cli.inspect.stream import Choice
@@ -162,7 +166,7 @@ async def _of_file(config: Config, path: str, batch: str | None, regrading: Regr
 
 
 def all_figures(reward: str, regrading: Regrading, grader: Grader) -> dict[str, Any]:
-    """Return what was found, as JSON."""
+    """Return all results as a JSON object."""
     time = grader.time
     failures: Mapping[str, int] = dict(grader.failures.most_common())
     return {

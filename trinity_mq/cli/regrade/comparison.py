@@ -1,4 +1,4 @@
-"""Figures of what another reward would change. Pure: graded experiences in, figures out."""
+"""Figures that compare old and new rewards of graded experiences. Pure functions."""
 
 from __future__ import annotations
 
@@ -12,59 +12,61 @@ from dataclasses import dataclass, field
 from typing import Any
 
 SHOWN = 10
-"""Experiences that change most."""
+"""Number of most changed experiences that are kept."""
 QUANTILES = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0)
 BINARY = {0.0, 1.0}
 
 
 @dataclass(frozen=True, slots=True)
 class Graded:
-    """An experience before and after."""
+    """The rewards and advantages of an experience under the old and the new reward function."""
 
     uid: str
     group: str
-    """Its task: the runs that are compared with each other."""
+    """Id of its task. Runs of the same group are compared with each other."""
     old: float
     new: float
     old_advantage: float | None = None
-    """Mean over its trained tokens. None: it was given none."""
+    """Mean over the trained tokens. None: the experience has no advantage."""
     new_advantage: float | None = None
     text: str = ""
-    """Its response."""
+    """The response text, cut to a maximum length."""
 
 
 @dataclass
 class Comparison:
-    """Adds up what changes. Beside two numbers for each experience it keeps those that change most."""
+    """Running totals of the comparison. In addition to a few numbers per experience, it keeps the most changed
+    experiences.
+    """
 
     old: array[float] = field(default_factory=lambda: array("d"))
     new: array[float] = field(default_factory=lambda: array("d"))
     old_advantages: array[float] = field(default_factory=lambda: array("d"))
-    """Absolute values, of those that have one before and after."""
+    """Absolute old advantages of experiences that have both an old and a new advantage."""
     new_advantages: array[float] = field(default_factory=lambda: array("d"))
     pairs: Counter[tuple[float, float]] = field(default_factory=Counter)
-    """Old and new reward, as long as all are 0 or 1."""
+    """Counts of (old reward, new reward), for pairs with both rewards 0 or 1."""
     changed: int = 0
     groups: int = 0
     inverted_groups: int = 0
-    """Groups in which the order of two runs is turned round."""
+    """Number of groups with at least one pair of runs whose reward order is inverted."""
     inverted_pairs: int = 0
     ties_broken: int = 0
     ties_made: int = 0
     compared_pairs: int = 0
     gain_spread: int = 0
-    """Groups whose rewards were all alike and are not any more: they begin to teach."""
+    """Number of groups whose rewards become different, so that they begin to contribute a gradient."""
     lose_spread: int = 0
     sign_flips: int = 0
-    """Experiences that were encouraged and would be discouraged, or the other way round."""
+    """Number of experiences whose advantage changes its sign."""
     advantages_appear: int = 0
-    """From an advantage of 0, or none, to another."""
+    """Number of experiences whose advantage is missing or 0 before and non-zero after."""
     advantages_vanish: int = 0
     _most: list[tuple[float, float, int, Graded]] = field(default_factory=list)
     _numbers: itertools.count[int] = field(default_factory=itertools.count)
 
     def add(self, experiences: Sequence[Graded]) -> None:
-        """Add whole groups."""
+        """Add the experiences of whole groups."""
         by_group: dict[str, list[Graded]] = {}
         for one in experiences:
             by_group.setdefault(one.group, []).append(one)
@@ -106,16 +108,16 @@ class Comparison:
 
     @property
     def most(self) -> list[Graded]:
-        """The experiences that change most, by reward, then by advantage."""
+        """The most changed experiences, sorted by reward change, then by advantage change."""
         return [entry[-1] for entry in sorted(self._most, key=lambda entry: entry[:3], reverse=True)]
 
     @property
     def is_binary(self) -> bool:
-        """All rewards before and after are 0 or 1."""
+        """True if all old and new rewards are 0 or 1."""
         return sum(self.pairs.values()) == len(self.old)
 
     def figures(self) -> dict[str, Any]:
-        """Return all of it as JSON; means of nothing are null."""
+        """Return all figures as a JSON object. Means over no values are null."""
         return {
             "experiences": len(self.old),
             "changed": self.changed,
@@ -165,7 +167,7 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 def _quantile(ordered: Sequence[float], share: float) -> float:
-    """Return the quantile by linear interpolation."""
+    """Return the quantile with linear interpolation."""
     place = share * (len(ordered) - 1)
     below = int(place)
     above = min(below + 1, len(ordered) - 1)

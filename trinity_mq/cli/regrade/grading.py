@@ -1,4 +1,4 @@
-"""Gives recorded experiences the reward of another function, with the answers of the run's tasksets."""
+"""Regrades recorded experiences with another reward function, using the answers of the run's tasksets."""
 
 from __future__ import annotations
 
@@ -20,31 +20,31 @@ from trinity_mq.rewards.truth import truth_text
 from trinity_mq.runtime.threads import in_thread, interrupt
 
 SHOWN = 100
-"""Characters of an error that are shown."""
+"""Maximum characters shown of an error."""
 
 
 class NotGradable(Exception):
-    """An experience cannot be regraded; the message says why, for all that have the same reason."""
+    """An experience cannot be regraded. The message states the reason and is the key by which failures are counted."""
 
 
 @dataclass(slots=True)
 class GradingTime:
-    """Seconds that the reward function has taken."""
+    """Time spent in the reward function, in seconds."""
 
     calls: int = 0
     total: float = 0.0
     longest: float = 0.0
 
     def add(self, seconds: float) -> None:
-        """Count a call."""
+        """Count a call of ``seconds`` duration."""
         self.calls, self.total, self.longest = self.calls + 1, self.total + seconds, max(self.longest, seconds)
 
 
 class Tasks:
-    """The records behind experiences, by the tasksets of a run. Each is read when it is first needed.
+    """Looks up the taskset records of experiences. Each taskset is read on first use.
 
     Args:
-        config: Of the run.
+        config: Configuration of the run.
     """
 
     def __init__(self, config: Config) -> None:
@@ -54,10 +54,10 @@ class Tasks:
         self._records: dict[str, list[Record] | NotGradable] = {}
 
     def of(self, experience: Experience) -> tuple[Record, TasksetConfig]:
-        """Return the record of an experience's task, and its taskset's section.
+        """Return (the record of an experience's task, the configuration section of its taskset).
 
         Raises:
-            NotGradable: It is not known any more.
+            NotGradable: The record cannot be found.
         """
         name, index = experience.taskset, experience.index
         if name is None or index is None:
@@ -84,23 +84,23 @@ class Tasks:
 
 @dataclass
 class Grader:
-    """Calls a reward function on what its workflow's would have got.
+    """Calls a reward function with the arguments that the workflow's reward function would receive.
 
-    One call at a time, in a thread of its own. A call that takes too long costs that experience alone: its thread is
-    interrupted as soon as it executes Python code, and not waited for.
+    Calls run one at a time, each in its own thread. After a timeout only that experience fails: its thread is
+    interrupted when it next executes Python code, and nothing waits for it.
     """
 
     function: RewardFn
-    """As :func:`trinity_mq.rewards.create_reward` makes it."""
+    """A reward function from :func:`trinity_mq.rewards.create_reward`."""
     tasks: Tasks
     limit: float
-    """Seconds for one call."""
+    """Timeout of one call in seconds."""
     failures: Counter[str] = field(default_factory=Counter)
-    """Experiences that have no new reward, by the reason."""
+    """Number of experiences without a new reward, by reason."""
     time: GradingTime = field(default_factory=GradingTime)
 
     async def grade(self, experience: Experience) -> float | None:
-        """Return the new reward of an experience, None where there is none, which is counted."""
+        """Return the new reward of an experience, or None after a failure, which is counted."""
         try:
             call = self._call(experience)
         except NotGradable as error:
@@ -125,10 +125,10 @@ class Grader:
         return float(sum(parts.values()))
 
     def _call(self, experience: Experience) -> Callable[[], Mapping[str, float]]:
-        """Return the call of the function.
+        """Return the reward function bound to its arguments.
 
         Raises:
-            NotGradable: The experience has not what it takes.
+            NotGradable: The experience lacks data that the function needs.
         """
         if experience.experience_type == DPO:
             raise NotGradable("it is a pair of answers")
@@ -154,10 +154,10 @@ class Grader:
 
 
 def answer_of(experience: Experience) -> str:
-    """Return the text that was rewarded: the response, of a conversation without one its last answer.
+    """Return the rewarded text: the response, or the last answer of a conversation without a response text.
 
     Raises:
-        NotGradable: The experience keeps neither.
+        NotGradable: The experience has neither.
     """
     if experience.response_text is not None:
         return experience.response_text

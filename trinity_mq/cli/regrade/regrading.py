@@ -1,4 +1,4 @@
-"""Regrades batches of experiences: new rewards, the advantages of the run's algorithm over them, and the comparison."""
+"""Regrading of batches: new rewards, the advantages that the run's algorithm computes from them, and the comparison."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 TEXT = 200
-"""Characters of a response that are kept for those that change most."""
+"""Characters kept of the response of each experience."""
 
 
 class Regrading:
-    """Regrades one batch after the other.
+    """Regrades batches one after another.
 
     Args:
-        config: Of the run: its algorithm.
+        config: Configuration of the run, which determines the algorithm.
         grader: Calls the reward function.
-        limit: Experiences after which no further batch is taken: advantages compare those of a batch, so it is not cut.
-            None: none.
+        limit: Number of experiences after which no further batch is regraded. Batches are regraded whole, because
+            advantages compare the experiences of a batch. None: no limit.
     """
 
     def __init__(self, config: Config, grader: Grader, limit: int | None) -> None:
@@ -38,21 +38,21 @@ class Regrading:
         self._advantages = AdvantageOperator(config.algorithm) if config.algorithm.advantages_in == "operator" else None
         self.comparison = Comparison()
         self.seen = 0
-        """Experiences that were looked at."""
+        """Number of experiences in all batches so far."""
         self.batches = 0
         self.problems: Counter[str] = Counter()
-        """Batches of which advantages could not be computed, by the reason."""
+        """Number of batches without computed advantages, by reason."""
 
     @property
     def remarks(self) -> list[str]:
-        """Return remarks for a reader of the figures."""
+        """Return remarks for the reader of the figures."""
         if self._advantages is None:
             kind = self._algorithm.estimator.kind
             return [f"advantages are not shown: the estimator {kind} computes them in the trainer, from its own state"]
         return []
 
     async def take(self, batch: ExperienceBatch) -> bool:
-        """Regrade the experiences of one batch; return whether the limit is reached."""
+        """Regrade the experiences of one batch. Return whether the limit is reached."""
         self._left -= len(batch)
         self.seen += len(batch)
         self.batches += 1
@@ -83,12 +83,14 @@ class Regrading:
         ]
 
     def _new_advantages(self, kept: Sequence[Experience], new: Sequence[float]) -> dict[str, float | None]:
-        """Return the mean advantages under the new rewards by uid; those that the algorithm leaves out have none."""
+        """Return the mean advantages under the new rewards by uid. Experiences that the algorithm filters out are
+        missing.
+        """
         if self._advantages is None or not kept:
             return {}
         before = ExperienceBatch.of(kept)
         nothing: list[Any] = [None] * len(before)
-        # rewards of tokens are the old function's
+        # token-level rewards come from the old function
         graded = before.replace(reward=list(new), advantages=nothing, returns=nothing, token_level_reward=nothing)
         try:
             left, _ = self._advantages.apply(graded)
@@ -99,7 +101,7 @@ class Regrading:
 
 
 def _mean_of(advantages: Tensor | None, mask: Tensor | None) -> float | None:
-    """Return the mean of advantages, float32 ``[response]``, over the trained tokens."""
+    """Return the mean advantage over the trained tokens. ``advantages`` is float32 of shape ``[response]``."""
     if advantages is None:
         return None
     chosen = advantages if mask is None else advantages[mask.bool()]

@@ -1,4 +1,4 @@
-"""The figures of ``trinity-mq regrade`` for a person."""
+"""Text output of ``trinity-mq regrade``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, TextIO
 
 TEXT = 60
-"""Characters of a response that are shown."""
+"""Maximum width of a response in characters."""
 
 
 def show(figures: Mapping[str, Any], out: TextIO) -> None:

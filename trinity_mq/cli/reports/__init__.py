@@ -1,1 +1,1 @@
-"""Reports of a run: tables of evaluations, curves, one HTML page."""
+"""Reports of a run: evaluation tables, curves and an HTML page."""

@@ -1,4 +1,4 @@
-"""``trinity-mq report``: a run's curves, evaluations, losses and settings as one HTML file."""
+"""``trinity-mq report``: writes a run's curves, evaluations, losses and settings as one HTML file."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def report(arguments: argparse.Namespace) -> int:
-    """Write the page and say where it is."""
+    """Write the page and print its path. Return 0."""
     config = configuration(arguments)
     print(f"the report is in {write_report(config, arguments.out)}")
     return 0
 
 
 def write_report(config: Config, out: Path | None = None) -> Path:
-    """Write the report of a run; return its file.
+    """Write the report of a run and return its file.
 
     Raises:
-        CommandError: There are no metrics, a library is not installed, or the file cannot be written.
+        CommandError: The run has no metrics, a library is not installed, or the file cannot be written.
     """
     text = page(config)
     path = out or config.path / REPORT_FILE

@@ -1,4 +1,4 @@
-"""The curves of a report: which metrics are drawn together, and their pictures as SVG."""
+"""The curves of a report: the grouping of metrics into pictures, and the pictures as SVG."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from trinity_mq.cli.errors import CommandError
 Point = tuple[int, float]
 
 MOST_POINTS = 300
-"""Points of a curve; a longer one is averaged."""
+"""Maximum points per curve. Longer curves are averaged."""
 MOST_CURVES = 6
-"""Curves in one picture."""
+"""Maximum curves per picture."""
 INK = "#010203"
-"""Stands for the colour of text in a picture, so that the page can set it."""
+"""Placeholder for the text colour of a picture. The page replaces it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """Metrics that are drawn together."""
+    """Metrics that are drawn in one picture."""
 
     title: str
     patterns: Sequence[str]
-    """Names of metrics, with ``*``."""
+    """Patterns of metric names, with ``*`` as wildcard."""
     about: str
-    """Explanation of the picture for a reader."""
+    """Explanation of the picture for the reader."""
 
 
 PICTURES = (
@@ -55,18 +55,18 @@ PICTURES = (
     Picture("Age of data", ["sample/staleness/mean", "sample/staleness/max", "replay/age/mean"], "train steps"),
     Picture("Seconds a step", ["time/batch", "time/wait_data", "time/sync"], "where the trainer's time goes"),
 )
-"""Pictures of a report, in order; one of which no metric is known is left out."""
+"""Pictures of a report in order. Pictures without data are omitted."""
 
 
 def drawn(curves: Mapping[str, Sequence[Point]], picture: Picture) -> dict[str, list[Point]]:
-    """Return the curves of a picture by name, averaged to at most :data:`MOST_POINTS` points each."""
+    """Return the curves of a picture by metric name, averaged to at most :data:`MOST_POINTS` points each."""
     names = [name for pattern in picture.patterns for name in sorted(fnmatch.filter(curves, pattern))]
     found = {name: thinned(curves[name]) for name in dict.fromkeys(names)}
     return dict([(name, points) for name, points in found.items() if points][:MOST_CURVES])
 
 
 def thinned(points: Sequence[Point], most: int = MOST_POINTS) -> list[Point]:
-    """Return the finite points in the order of steps, neighbours averaged where there are more than ``most``."""
+    """Return the finite points in step order. If there are more than ``most``, neighbours are averaged."""
     finite = sorted((step, value) for step, value in points if math.isfinite(value))
     if len(finite) <= most:
         return finite
@@ -79,8 +79,8 @@ def as_svg(curves: Mapping[str, Sequence[Point]], number: int) -> str:
     """Return a picture of curves over steps.
 
     Args:
-        curves: By name; at least one.
-        number: Of the picture in its page, which keeps the names inside apart.
+        curves: Points by metric name, for at least one metric.
+        number: Number of the picture in its page. It makes the SVG ids unique within the page.
 
     Raises:
         CommandError: Matplotlib is not installed.
@@ -126,13 +126,13 @@ def _style() -> contextlib.AbstractContextManager[None]:
 
 
 def _common(names: Sequence[Sequence[str]]) -> int:
-    """Return how many parts at their beginning all names have in common."""
+    """Return the number of leading parts that all names share."""
     shortest = min(len(name) for name in names)
     return next((n for n in range(shortest) if len({name[n] for name in names}) > 1), shortest - 1)
 
 
 def _embedded(svg: str, number: int) -> str:
-    """Return an SVG file as an element of a page."""
+    """Return an SVG file as an HTML element with page-unique ids."""
     body = svg[svg.index("<svg") :].replace(INK, "currentColor")
     names = set(re.findall(r'\bid="([^"]+)"', body))
     pattern = re.compile(r'(\bid="|href="#|url\(#)([^")]+)')

@@ -1,4 +1,4 @@
-"""The evaluations of a run as a table: a row for each step or checkpoint, a column for each figure."""
+"""The evaluations of a run as a table: one row per step or checkpoint, one column per figure."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ _ORDER = ("accuracy", "pass", "majority", "reward")
 
 @dataclass(frozen=True, slots=True)
 class EvaluationTable:
-    """Figures of evaluations."""
+    """Evaluation figures of a run."""
 
     columns: Sequence[tuple[str, str]]
-    """Taskset and figure of each, such as ``("gsm8k", "pass@8")``."""
+    """(taskset, figure) of each column, such as ``("gsm8k", "pass@8")``."""
     rows: Mapping[int, Sequence[float | None]]
-    """Figures by step, in the order of the columns; None where an evaluation has none."""
+    """Figures by step, in column order. None: the evaluation does not have this figure."""
 
     def as_text(self) -> list[str]:
-        """Return aligned lines; nothing where there is no evaluation."""
+        """Return aligned lines, or an empty list without evaluations."""
         if not self.rows:
             return []
         head = ["step", *(f"{taskset} {figure}" for taskset, figure in self.columns)]
@@ -34,7 +34,7 @@ class EvaluationTable:
         ]
 
     def as_csv(self) -> str:
-        """Return the table with all digits, for a spreadsheet."""
+        """Return the table in full precision, for a spreadsheet."""
         out = io.StringIO()
         writer = csv.writer(out, lineterminator="\n")
         writer.writerow(["step", *(f"{taskset}/{figure}" for taskset, figure in self.columns)])
@@ -43,7 +43,7 @@ class EvaluationTable:
 
 
 def evaluation_table(lines: Sequence[Mapping[str, Any]]) -> EvaluationTable:
-    """Return the table of the evaluations in lines of metrics, of which later ones of a step count."""
+    """Return the table of the evaluations in metrics lines. For repeated steps, later lines override earlier lines."""
     values: dict[int, dict[tuple[str, str], float]] = {}
     for line in lines:
         for name, value in line.items():

@@ -1,4 +1,4 @@
-"""Figures of a run that reports, lists and displays show, and how a time span is written."""
+"""Figures of a run that reports, lists and displays share, and the format of durations."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _EVALUATION = re.compile(r"eval/(?P<taskset>.+)/(?P<key>[^/]+)/mean@\d+(?:/mean)
 
 
 def evaluations(values: Mapping[str, Any]) -> dict[str, float]:
-    """Return the result of each evaluation taskset in one line of metrics, by its name.
+    """Return the result of each evaluation taskset in one metrics line, by taskset name.
 
-    That is its accuracy, or, where a workflow reports none, its reward.
+    The result is the accuracy, or the reward if the workflow reports no accuracy.
     """
     found: dict[str, dict[str, float]] = {"reward": {}, "accuracy": {}}
     for name, value in values.items():
@@ -25,7 +25,7 @@ def evaluations(values: Mapping[str, Any]) -> dict[str, float]:
 
 
 def duration(seconds: float) -> str:
-    """Return a time span for a person, such as ``4 min 05 s``."""
+    """Return a duration for a person, such as ``4 min 05 s``."""
     minutes, rest = divmod(max(0, round(seconds)), 60)
     hours, minutes = divmod(minutes, 60)
     if hours:

@@ -1,4 +1,4 @@
-"""A run's report as one HTML page, which needs no other file."""
+"""A run's report as one self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def page(config: Config) -> str:
     """Return the report on a run's folder.
 
     Raises:
-        CommandError: There are no metrics, or a library is not installed.
+        CommandError: The run has no metrics, or a library is not installed.
     """
     folder = config.path
     every = read_metrics(folder / METRICS_FILE)

@@ -1,4 +1,4 @@
-"""The report at the end of a run: what was learnt, what it took, where things are."""
+"""The report at the end of a run: learning results, duration, losses and the paths of the outputs."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ LOST: Mapping[str, str] = {
     "actor/skipped_mismatch": "optimizer steps on logprobs that are not the trainer's",
     "trainer/damaged_checkpoints": "checkpoints damaged",
 }
-"""Counters of lost samples, each with its name in reports."""
+"""Metrics that count lost samples, each with its name in reports."""
 
 EVALUATIONS_FILE = "evaluations.csv"
-"""File in the folder of a run of mode ``bench`` with what the checkpoints can do."""
+"""File in the folder of a run of mode ``bench`` with the evaluation results of the checkpoints."""
 FAILURES_FILE = "failures.json"
-"""File in a run's folder with the failures that its supervisor was told of."""
+"""File in a run's folder with the failures that the explorer reported to the run's supervisor."""
 
 OTHERS = (
     "actor/ce_loss",
@@ -50,13 +50,15 @@ OTHERS = (
     "actor/entropy",
     "rollout/rollout_vs_train_logprob_diff/mean",
 )
-"""Metrics of which the report shows the first that moved, where accuracy and reward did not."""
+"""Fallback metrics for the report: if neither accuracy nor reward changed, the first of these metrics that changed is
+shown.
+"""
 
 Point = tuple[int, float]
 
 
 def make_report(run: str, run_dir: Path, mode: Mode = "both") -> str:
-    """Return the report on what ``run_dir`` holds, several lines of text."""
+    """Return the report on the run folder ``run_dir`` as several lines of text."""
     every = read_metrics(run_dir / METRICS_FILE)
     if not every:
         return f"run {run}: no metrics yet in {run_dir / METRICS_FILE}"
@@ -86,7 +88,7 @@ def make_report(run: str, run_dir: Path, mode: Mode = "both") -> str:
 
 
 def write_evaluations(run_dir: Path) -> list[str]:
-    """Write the table of a run's evaluations as CSV, and return it as lines for a person."""
+    """Write the table of a run's evaluations as CSV and return it as lines for a person."""
     table = evaluation_table(distinct(read_metrics(run_dir / METRICS_FILE)))
     if not table.rows:
         return []
@@ -96,7 +98,7 @@ def write_evaluations(run_dir: Path) -> list[str]:
 
 
 def save_failures(run_dir: Path, failures: Sequence[FailureStatus]) -> None:
-    """Keep what the explorer reported of slices that went wrong, for reports of the run when it does not run."""
+    """Store the slice failures that the explorer reported, for reports after the end of the run."""
     if failures:
         write_atomic(run_dir / FAILURES_FILE, json.dumps([one.as_map() for one in failures], indent=1).encode())
     else:
@@ -104,22 +106,23 @@ def save_failures(run_dir: Path, failures: Sequence[FailureStatus]) -> None:
 
 
 def load_failures(run_dir: Path) -> list[FailureStatus]:
-    """Return what :func:`save_failures` kept; nothing where there is no such file, or none that can be read."""
+    """Return the failures stored by :func:`save_failures`, or an empty list if the file is missing or unreadable."""
     with contextlib.suppress(OSError, ValueError):
         return [FailureStatus.model_validate(one) for one in json.loads((run_dir / FAILURES_FILE).read_bytes())]
     return []
 
 
 def train_steps(run_dir: Path) -> int | None:
-    """Return the train steps that changed the weights, None where no trainer has reported any."""
+    """Return the number of train steps that changed the weights, or None if no trainer has reported it."""
     values = [value for _, value in curve(read_metrics(run_dir / METRICS_FILE), TRAIN_STEPS)]
     return round(max(values)) if values else None
 
 
 def distinct(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return one line per role and step, in the order of steps.
+    """Return one line per role and step, sorted by step.
 
-    A restarted agent does steps again: what it wrote last counts, also for a step that two lines share.
+    Lines of the same role and step are merged, later values override earlier values. Such lines occur because a
+    restarted agent repeats steps.
     """
     merged: dict[tuple[str, int], dict[str, Any]] = {}
     for line in lines:
@@ -130,12 +133,14 @@ def distinct(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def curve(lines: Sequence[Mapping[str, Any]], name: str) -> list[Point]:
-    """Return ``(step, value)`` of one metric where it is known; of agents that report it alike the last one counts."""
+    """Return (step, value) pairs of one metric. If several agents report the metric for a step, the last value
+    counts.
+    """
     return list({line["step"]: float(line[name]) for line in lines if isinstance(line.get(name), int | float)}.items())
 
 
 def lost(lines: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    """Return the counts of :data:`LOST` that are not zero, by their name for a person."""
+    """Return the non-zero counts of :data:`LOST` by their names in reports."""
     sums = {words: round(sum(value for _, value in curve(lines, name))) for name, words in LOST.items()}
     return {words: count for words, count in sums.items() if count}
 
@@ -163,7 +168,7 @@ def _places(run_dir: Path) -> list[tuple[str, str]]:
 
 
 def newest_checkpoint(run_dir: Path) -> Path | None:
-    """Return the checkpoint that a trainer would go on from, None where there is none."""
+    """Return the checkpoint from which a trainer would resume, or None if no checkpoint exists."""
     folder = run_dir / "checkpoints"
     whole = find_checkpoints(folder)[0] if folder.is_dir() else []
     return whole[0].path if whole else None

@@ -1,4 +1,4 @@
-"""``trinity-mq review``: lists the runs that wait for a person's verdict, shows one, and gives verdicts."""
+"""``trinity-mq review``: lists the runs that wait for a person's verdict, shows a run, and sends verdicts."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from trinity_mq.reviews.ledger import Review, in_words
 from trinity_mq.reviews.stream import NoReviews, ReviewStream
 
 SHOWN_TEXT = 60
-"""Characters of a prompt and of a response in the list."""
+"""Maximum characters of a prompt and of a response in the list."""
 COUNTED_WITHIN = 5.0
-"""Seconds to wait until the operator says that a verdict counted."""
+"""Seconds to wait for the operator's report that a verdict counted."""
 
 T = TypeVar("T")
 
@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def list_reviews(arguments: argparse.Namespace) -> int:
-    """Print the runs that wait for a verdict, a paragraph each; 0 also when there are none."""
+    """Print the runs that wait for a verdict, one paragraph each. Return 0, even if the list is empty."""
 
     async def look(reviews: ReviewStream) -> list[Review]:
         return list(reviews.ledger) if arguments.all else reviews.pending()
@@ -72,7 +72,7 @@ def list_reviews(arguments: argparse.Namespace) -> int:
 
 
 def show(arguments: argparse.Namespace) -> int:
-    """Print one review with all its texts."""
+    """Print one review with all its texts. Return 0."""
 
     async def look(reviews: ReviewStream) -> Review:
         return _find(reviews, arguments.id)
@@ -83,7 +83,7 @@ def show(arguments: argparse.Namespace) -> int:
 
 
 def give(arguments: argparse.Namespace) -> int:
-    """Give a verdict and say whether it counts; 1 when it does not."""
+    """Send a verdict and print whether it counts. Return 0, or 1 if it does not count."""
     verdict: Verdict = arguments.action
     reward = arguments.value if verdict == "reward" else None
     by = _user() if arguments.by is None else arguments.by
@@ -117,7 +117,7 @@ def give(arguments: argparse.Namespace) -> int:
 
 
 def as_dict(review: Review, now: float) -> dict[str, Any]:
-    """Return a review for a program."""
+    """Return a review as a JSON object."""
     request = review.request
     return {
         **request.model_dump(mode="json"),
@@ -128,7 +128,9 @@ def as_dict(review: Review, now: float) -> dict[str, Any]:
 
 
 def in_short(review: Review, now: float) -> list[str]:
-    """Return three lines on a review: what it is, why it was chosen, and how its texts begin."""
+    """Return up to three lines on a review: its state, the reasons for its selection, and the beginnings of its
+    texts.
+    """
     request = review.request
     call = request.calls[-1] if request.calls else None
     texts = "" if call is None else f"   {_begin(call.prompt)!r} -> {_begin(call.response)!r}"
@@ -175,10 +177,10 @@ def _begin(text: str) -> str:
 
 
 def _find(reviews: ReviewStream, wanted: str) -> Review:
-    """Return the review of an id, or of the beginning of one.
+    """Return the review whose id begins with ``wanted``.
 
     Raises:
-        CommandError: There is none, or several.
+        CommandError: No review or several reviews match.
     """
     found = [review for review in reviews.ledger if review.request.request.startswith(wanted)]
     if len(found) == 1:
@@ -191,7 +193,7 @@ def _find(reviews: ReviewStream, wanted: str) -> Review:
 def _user() -> str:
     try:
         return getpass.getuser()
-    except (OSError, KeyError):  # a container's user may have no name
+    except (OSError, KeyError):  # the user of a container may have no name
         return ""
 
 

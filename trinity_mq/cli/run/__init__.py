@@ -1,1 +1,1 @@
-"""``trinity-mq run`` and ``status``: a whole run on one machine, and the view of it."""
+"""``trinity-mq run`` and ``status``: a whole run on one machine, and its display."""

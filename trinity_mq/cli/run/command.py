@@ -1,6 +1,6 @@
-"""``trinity-mq run``: everything on this machine, from a configuration to a report.
+"""``trinity-mq run``: runs everything on this machine, from a configuration to a report.
 
-What is imported here is little: the fork server is started first of all, and imports while the rest is.
+This module imports little at the top, so that the fork server starts first and imports its modules concurrently.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ PRELOADED = (
     "trinity_mq.bus.rabbit.bus",
     "trinity_mq.cli.commands.agents",
     "tensorboard.summary.writer.event_file_writer",
-    # they need nothing of what follows, and start while it is imported
+    # these agents need none of the modules below, and start while those are imported
     "trinity_agents.operator.agent=operator",
     "trinity_agents.runner.agent=runner",
-    "torch._dynamo",  # transformers and torch's optimizers import it
-    # what transformers imports where a model is built, whatever its architecture
+    "torch._dynamo",  # transformers and torch's optimizers import this module
+    # modules that transformers imports when it builds a model of any architecture
     "transformers.modeling_utils",
     "transformers.modeling_layers",
     "transformers.generation.utils",
@@ -36,8 +36,8 @@ PRELOADED = (
     "trinity_mq.sync.channels.collective.channel",
     "trinity_agents.trainer.agent",
 )
-"""Modules that agents are forked with, in this order: garbage is collected after each. By name: the command line must
-not import the daemons, which import torch.
+"""Modules that the fork server imports, in this order, before it forks agents. Garbage is collected after each. They
+are listed by name because the command line must not import the daemons, which import torch.
 """
 
 
@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run a configuration to its end; return one of :mod:`trinity_mq.cli.run.exit_codes`, 130 or 143."""
+    """Run a configuration to its end. Return a code of :mod:`trinity_mq.cli.run.exit_codes`, 130 or 143."""
     with _fork_server() as server:
         from trinity_mq.cli.run.configured_run import run_configured
         from trinity_mq.cli.target import configuration, staged
@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def serve(arguments: argparse.Namespace) -> int:
-    """Run a configuration in mode ``serve``; returns as :func:`run`."""
+    """Run a configuration in mode ``serve``. Return values are the same as for :func:`run`."""
     arguments.overrides = ["mode=serve", *arguments.overrides]
     return run(arguments)
 
@@ -83,5 +83,5 @@ def serve(arguments: argparse.Namespace) -> int:
 def _fork_server() -> contextlib.AbstractContextManager[ForkServer | None]:
     try:
         return ForkServer.start(PRELOADED)
-    except OSError:  # another system, or no room for a socket: agents start with their command lines
+    except OSError:  # fork is not available, or the socket cannot be created: agents start as separate commands
         return contextlib.nullcontext()

@@ -1,6 +1,7 @@
-"""A configuration from its check to the report of its run.
+"""One configured run, from the check of its configuration to its report.
 
-Imported by ``trinity-mq run`` once the fork server has been started: what is imported here takes half a second.
+``trinity-mq run`` imports this module after it has started the fork server, because the imports here take half a
+second.
 """
 
 from __future__ import annotations
@@ -36,13 +37,14 @@ from trinity_mq.telemetry import mask_passwords, setup_logging
 def run_configured(
     config: Config, arguments: argparse.Namespace, server: ForkServer | None, stage: str | None = None
 ) -> int:
-    """Check the configuration, run it, report; return the exit code.
+    """Check the configuration, run it and print a report. Return the exit code.
 
     Args:
-        config: What to run.
-        arguments: Those of ``trinity-mq run``.
-        server: Forks the agents; closed where the configuration wants none. None: each is started by itself.
-        stage: Its name, where the file of ``arguments`` describes several.
+        config: Configuration of the run.
+        arguments: Arguments of ``trinity-mq run``.
+        server: Forks the agents. It is closed if ``supervisor.fork`` is false. None: each agent is started as a
+            separate command.
+        stage: Name of the stage, if the file in ``arguments`` describes several stages.
     """
     if server is not None and not config.supervisor.fork:
         server.close()
@@ -51,12 +53,12 @@ def run_configured(
     if arguments.fresh and arguments.start:
         raise CommandError("--fresh begins with the first model and --from with a checkpoint: give one of them")
     if arguments.fresh:
-        check(config, arguments, stage)  # before anything is moved
+        check(config, arguments, stage)  # before the folder is moved
         for line in start_anew(config, folder):
             print(line)
     with folder.locked():
         if arguments.start:
-            check(config, arguments, stage)  # before anything is chosen
+            check(config, arguments, stage)  # before a checkpoint is selected
             folder.changes()
             check_data(config)
             for line in go_back(config, arguments.start):
@@ -70,7 +72,7 @@ def run_configured(
             print(extended)
         if not (arguments.fresh or arguments.start):
             check(config, arguments, stage)
-            folder.changes()  # settings that only another run can have are told first
+            folder.changes()  # settings that must not change raise an error before the slower data check
             check_data(config)
         for change in folder.adopt():
             print(f"warning: changed since the last start: {change}", file=sys.stderr)
@@ -78,7 +80,7 @@ def run_configured(
         claim_folder(folder.path)
         broker = Addresses.of(config.broker)
         if broker is not None:
-            broker.read()  # what is wrong with it is better said now
+            broker.read()  # report problems with the broker's address before the start
         url = None if broker is None else broker.text()
         setup_logging(
             "supervisor",
@@ -92,11 +94,11 @@ def run_configured(
 
 
 def check(config: Config, arguments: argparse.Namespace, stage: str | None = None) -> None:
-    """Check what can be known before the start, as ``trinity-mq validate`` does; where torch is needed, in a process
-    that ends.
+    """Run the checks of ``trinity-mq validate`` before the start. Checks that need torch run in a child process, so
+    that this process does not import torch.
 
     Raises:
-        ConfigError: Something is wrong.
+        ConfigError: The configuration has a problem.
     """
     if not imports_torch(config):
         check_all(config)
@@ -132,9 +134,9 @@ def _run(
         if session.finished:
             folder.mark_finished()
         save_failures(folder.path, session.run_view.failures)
-        with contextlib.suppress(CommandError):  # nothing was done that took time
+        with contextlib.suppress(CommandError):  # no agent did any timed work
             write_timeline(folder.path)
-    except OSError as error:  # such as a full disk: what the run did is reported all the same
+    except OSError as error:  # such as a full disk: the report is printed anyway
         print(f"warning: {disk_full(error) or error}", file=sys.stderr)
     _print_report(config, folder)
     again = shlex.join(["trinity-mq", "run", arguments.target, *arguments.overrides])

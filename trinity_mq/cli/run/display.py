@@ -1,4 +1,4 @@
-"""Displays of a run: a live table on a terminal, plain lines anywhere else."""
+"""Displays of a run: a live table on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 PLAIN_SECONDS = 5.0
-"""Seconds between plain lines while steps are made; three times that while they are not."""
+"""Seconds between plain lines while steps are made. Without new steps the interval is three times as long."""
 COMING_SECONDS = 1.0
 """Seconds between plain lines while the number of living agents changes."""
 SYNC_COUNTS = ("syncs", "aborts", "pulls", "canary_failures", "quarantined")
@@ -29,10 +29,10 @@ class Display(Protocol):
     """An output that shows a run."""
 
     def show(self, view: RunView, news: list[str], now: float) -> None:
-        """Draw the state; ``news`` are lines that stay."""
+        """Draw the current state. ``news`` are lines that stay visible."""
 
     def close(self) -> None:
-        """Restore the terminal; the last table stays visible."""
+        """Restore the terminal. The last table stays visible."""
 
 
 def open_display(stream: TextIO | None = None) -> Display:
@@ -42,7 +42,7 @@ def open_display(stream: TextIO | None = None) -> Display:
 
 
 class PlainDisplay:
-    """One line every few seconds, and news at once; flushed, for pipes and logs."""
+    """Prints a line every few seconds and news at once. Lines are flushed, for pipes and logs."""
 
     def __init__(self, stream: TextIO, clock: Callable[[], str] = lambda: time.strftime("%H:%M:%S")) -> None:
         self._stream, self._clock = stream, clock
@@ -81,11 +81,11 @@ class PlainDisplay:
             self._stream.write(f"{self._clock()} {indented(text)}\n")
             self._stream.flush()
         except OSError:
-            self._left = True  # nobody reads any more: no reason to end a run
+            self._left = True  # the reader closed the output, which must not end the run
 
 
 INSTEAD_OF_REWARD = (("reward", REWARD), ("preference margin", "actor/pair_margin"), ("loss", "actor/ce_loss"))
-"""Names and metrics of what a run learns by; the first that is known is shown."""
+"""(name, metric) of a run's learning signal. The first metric with a value is shown."""
 
 
 def plain_line(view: RunView, now: float) -> str:
@@ -104,10 +104,10 @@ def plain_line(view: RunView, now: float) -> str:
 
 
 class LiveDisplay:
-    """A table that is redrawn in place; news scroll above it."""
+    """A table that is redrawn in place. News scroll above it."""
 
     def __init__(self, stream: TextIO) -> None:
-        # imported here: rich costs more than the rest of the command line together
+        # imported here because importing rich takes longer than the rest of the command line
         from rich.live import Live
 
         self._console = open_console(stream)
@@ -187,7 +187,9 @@ def sessions_line(status: GatewayStatus) -> str:
 
 
 def sync_line(gate: GateStatus) -> str:
-    """Return the last sync in one line, such as ``1.7: wait 0 ms, pause 2 ms, transfer 31 ms``, with all counts."""
+    """Return the last weight sync in one line, such as ``1.7: wait 0 ms, pause 2 ms, transfer 31 ms``, with all
+    non-zero counts.
+    """
     phases = ", ".join(f"{name} {value:.0f} ms" for name, value in gate.phases.items())
     known = {name.replace("_", " "): getattr(gate, name) for name in SYNC_COUNTS}
     counts = ", ".join(f"{count} {name}" for name, count in known.items() if count)
@@ -203,13 +205,13 @@ def _depths(view: RunView) -> Sequence[tuple[str, str]]:
 
 
 def _gauges_hold(view: RunView, now: float) -> bool:
-    """Return whether rates, staleness and queue depths are of now: not once every agent has ended."""
+    """Return whether rates, staleness and queue depths are current. They are not once every agent has ended."""
     agents = view.agents(now)
     return not agents or any(agent.alive for agent in agents)
 
 
 def figures(view: RunView, now: float) -> Sequence[tuple[str, str]]:
-    """Return the figures of a run that a person looks at first: what it learns by, evaluations, rates, what is left."""
+    """Return the main figures of a run: learning signal, evaluations, rates, remaining time."""
     tokens = next((view.metrics[name] for name in TOKENS_PER_SECOND if name in view.metrics), None)
     left = view.seconds_left(now)
     learnt = next((one for one in INSTEAD_OF_REWARD if one[1] in view.metrics), ("reward", REWARD))

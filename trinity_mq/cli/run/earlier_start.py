@@ -1,5 +1,5 @@
-"""A start of a run that was started before: a finished one goes on for more batches, any can go back to a checkpoint or
-be begun anew.
+"""Starts of a run with an earlier start: extend a finished run by more batches, return to a checkpoint, or start
+over.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ HOW_TO_GO_ON = "to train on, ask for more batches (buffer.total_steps=N); to tra
 
 
 def extension(config: Config, changes: Sequence[str]) -> str | None:
-    """Return a line that says how a finished run goes on, as the configuration now asks for more batches; None if it
-    has nothing to do.
+    """Return a line that describes how a finished run continues because the configuration now asks for more batches.
+    Return None if the run has nothing to do.
 
     Args:
         config: The configuration of this start.
         changes: Settings that changed since the last start.
 
     Raises:
-        CommandError: Settings changed that have no effect on a finished run.
+        CommandError: Changed settings would have no effect on the finished run.
     """
     if config.mode == "bench":
         return _more_checkpoints(config)
@@ -59,11 +59,11 @@ def _more_checkpoints(config: Config) -> str | None:
 
 
 def go_back(config: Config, name: str) -> list[str]:
-    """Have the trainer go on from the checkpoint ``name``, and the explorer wait for it, also where the run had
-    finished; return lines for a person.
+    """Make the trainer resume from the checkpoint ``name`` and the explorer wait for it, even if the run had finished.
+    Return lines for a person.
 
     Raises:
-        CommandError: There is no such checkpoint.
+        CommandError: No such checkpoint exists.
         FatalError: The explorer's state cannot be read or written.
     """
     from trinity_agents.explorer.state import StateFile
@@ -74,7 +74,7 @@ def go_back(config: Config, name: str) -> list[str]:
         file = StateFile.of(config.path)
         state = file.load()
         if state.finished:
-            # the batches are as they were, and the weights at the end may be others
+            # the batches stay the same, but the final weights may change: repeat the final evaluation
             state.finished = False
             state.evaluated = [label for label in state.evaluated if sort_batch_id(label)[0] != state.opened]
             run_to_the_end(file.save(state))
@@ -86,10 +86,10 @@ def go_back(config: Config, name: str) -> list[str]:
 
 
 def check_data(config: Config) -> None:
-    """Return if the data are those with which the run was begun, as its saved position in them says.
+    """Check that the data are unchanged since the first start of the run, using its saved position in the data.
 
     Raises:
-        FatalError: They have changed, or a saved state cannot be read.
+        FatalError: The data have changed, or a saved state cannot be read.
     """
     from trinity_agents.explorer.state import StateFile
     from trinity_agents.explorer.task_source import open_training
@@ -111,7 +111,7 @@ def check_data(config: Config) -> None:
 def _check_records(data: ExperienceBufferConfig, saved: str) -> None:
     rows: list[Record] = []
     if data.schema_type == "experience":
-        from trinity_agents.trainer.sources.records import recorded  # and torch with it
+        from trinity_agents.trainer.sources.records import recorded  # imports torch
 
         identity = recorded(data)[1]
     else:
@@ -120,20 +120,21 @@ def _check_records(data: ExperienceBufferConfig, saved: str) -> None:
 
 
 def start_anew(config: Config, folder: RunFolder) -> list[str]:
-    """Delete what the run left on a broker that is not its own, and move its folder aside; return lines for a person.
+    """Delete the run's remains on a shared broker and move its folder aside. Return lines for a person.
 
     Raises:
-        CommandError: Somebody works on the run, or the folder cannot be moved.
-        BusRefused, BusUnavailable: The broker does not let us in, or is not there.
+        CommandError: A process holds the run folder, the run is active on the broker, the blob store does not answer,
+            or the folder cannot be moved. BusRefused, BusUnavailable: The broker refuses the login, or cannot be
+            reached.
     """
     if not folder.path.exists() and Addresses.of(config.broker) is None:
         return []
     lines: list[str] = []
     with folder.locked():
         broker = Addresses.of(config.broker)
-        if broker is not None:  # a private one is in the folder
+        if broker is not None:  # a private broker lies in the folder
             tickets: list[str] = []
-            with contextlib.suppress(FatalError):  # a state that cannot be read: the broker's messages name tickets too
+            with contextlib.suppress(FatalError):  # without a readable state, the broker's messages still name tickets
                 tickets = saved_tickets(config)
             url = config.broker.model_copy(update={"url": broker.text(), "url_file": None})
             lines += run_to_the_end(delete_run(Target(config.name, url, config), tickets))
@@ -143,7 +144,7 @@ def start_anew(config: Config, folder: RunFolder) -> list[str]:
 
 
 def _lengths(config: Config) -> tuple[int, int | None]:
-    """Return the number of batches that the run has opened, and that of the whole run, None where that is unknown."""
+    """Return (the number of opened batches, the number of batches of the whole run or None if unknown)."""
     if config.mode == "train":
         from trinity_agents.trainer.history import last_progress
 

@@ -1,4 +1,4 @@
-"""The exit codes of ``trinity-mq run``, and the line that explains one at the end. Pure."""
+"""The exit codes of ``trinity-mq run`` and the closing line that explains them. Pure functions."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ EPILOG = (
 
 
 def exit_code(*, finished: bool, steps: int | None, trains: bool = True) -> int:
-    """Return the exit code of a run that nobody interrupted.
+    """Return the exit code of a run that was not interrupted.
 
     Args:
-        trains: Its mode is one that trains; where none is wanted, no train step is no failure.
-        finished: It came to its end without a process that failed for good.
-        steps: Train steps that changed the weights, over all starts of the run; None: the trainer reported none.
+        trains: True if the mode trains. In other modes, zero train steps are not a failure.
+        finished: True if the run reached its end and no process failed permanently.
+        steps: Number of train steps that changed the weights, over all starts of the run. None: the trainer reported no
+            number.
     """
     if finished and (steps != 0 or not trains):
         return TRAINED
@@ -25,13 +26,13 @@ def exit_code(*, finished: bool, steps: int | None, trains: bool = True) -> int:
 
 
 def closing_line(code: int, again: str, *, finished: bool, curable: bool = True) -> str | None:
-    """Return what to do after a run that ended with ``code``.
+    """Return a line on what to do after a run that ended with ``code``, or None after success.
 
     Args:
-        code: Its exit code.
-        again: Its command line.
-        finished: It came to its end.
-        curable: No agent failed with an error that a restart meets again.
+        code: Exit code of the run.
+        again: Command line of the run.
+        finished: True if the run reached its end.
+        curable: True if no agent failed with an error that would recur after a restart.
     """
     if code == TRAINED:
         return None

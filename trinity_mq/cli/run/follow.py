@@ -1,4 +1,4 @@
-"""Collects telemetry and queue depths of a run."""
+"""Collection of a run's telemetry and queue depths."""
 
 from __future__ import annotations
 
@@ -20,11 +20,13 @@ from trinity_mq.telemetry import LINE_FIELDS, METRICS_FILE
 
 
 async def listen(bus: Bus, queue: Queue, receive: Callable[[object], None]) -> None:
-    """Pass the messages of a queue of our own to ``receive``, until cancelled; what does not decode is left out."""
+    """Pass the messages of an exclusive queue to ``receive`` until cancelled. Messages that do not decode are
+    skipped.
+    """
     await bus.declare(queue)
     async with await bus.consume(queue) as subscription:
         async for delivery in subscription:
-            with contextlib.suppress(DecodeError):  # the explorer reports it
+            with contextlib.suppress(DecodeError):  # the explorer reports undecodable messages
                 receive(decode_any(delivery.body, delivery.content_type))
             await acknowledge(delivery)
 
@@ -38,7 +40,7 @@ async def follow(
     *,
     pattern: str = "#",
 ) -> None:
-    """Pass telemetry under ``pattern`` to the run view, until cancelled.
+    """Pass telemetry that matches ``pattern`` to the run view until cancelled.
 
     ``on_change`` is called after each message.
     """
@@ -51,18 +53,22 @@ async def follow(
 
 
 class MetricsTail:
-    """Reads the lines that agents append to a run's metrics file, as metrics messages."""
+    """Reads the lines that agents append to a run's metrics file as metrics messages."""
 
     def __init__(self, run_dir: Path) -> None:
         self._path = run_dir / METRICS_FILE
         self._offset = 0
 
     def read(self) -> list[Metrics]:
-        """Return the new messages since the last call; a line that is still being written comes with the next call."""
+        """Return the new messages since the last call. A line that is still being written is returned by a later
+        call.
+        """
         return [message for line in self.read_lines() if (message := metrics_of(line)) is not None]
 
     def read_lines(self) -> list[dict[str, Any]]:
-        """Return the new lines since the last call. A file that is shorter than before is that of a run begun anew."""
+        """Return the new lines since the last call. A file that became shorter belongs to a restarted run and is read
+        from its beginning.
+        """
         try:
             with self._path.open("rb") as file:
                 if os.fstat(file.fileno()).st_size < self._offset:
@@ -76,7 +82,7 @@ class MetricsTail:
 
 
 def metrics_of(line: Mapping[str, Any]) -> Metrics | None:
-    """Return a line of a metrics file as a message; None where it is no such line."""
+    """Return a line of a metrics file as a message, or None if it is not a metrics line."""
     values = {name: value for name, value in line.items() if name not in LINE_FIELDS and isinstance(value, int | float)}
     try:
         return Metrics(role=line["role"], id=line["agent"], step=line["step"], values=values)
@@ -87,14 +93,14 @@ def metrics_of(line: Mapping[str, Any]) -> Metrics | None:
 def _fields(line: bytes) -> dict[str, Any] | None:
     try:
         fields = json.loads(line)
-    except ValueError:  # torn by a writer that was killed
+    except ValueError:  # partial line of a killed writer
         return None
     return fields if isinstance(fields, dict) else None
 
 
 async def depths(bus: Bus, topology: Topology, names: Sequence[str]) -> dict[str, int | None]:
-    """Return the depths of the run's queues by their short names; None where there is no queue, or no broker at
-    present.
+    """Return the depths of the run's queues by their short names. None: the queue does not exist, or the broker is not
+    available.
     """
     found: dict[str, int | None] = {}
     for name in names:

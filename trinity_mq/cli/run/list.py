@@ -1,4 +1,4 @@
-"""``trinity-mq list``: the runs below a folder."""
+"""``trinity-mq list``: lists the runs below a folder."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ COLUMNS = ("name", "state", "step", "accuracy", "reward", "last metric", "folder
 
 @dataclass(frozen=True, slots=True)
 class RunRow:
-    """One run."""
+    """One run of the list."""
 
     name: str
     state: str
-    """``runs``, ``finished`` or ``stopped``; agents without a supervisor count as stopped."""
+    """``runs``, ``finished`` or ``stopped``. Runs of agents without a supervisor are listed as stopped."""
     step: str
     accuracy: str
-    """The last evaluation of the first evaluation taskset."""
+    """Result of the last evaluation of the first evaluation taskset."""
     reward: str
     age: float | None
-    """Seconds since the last metric."""
+    """Seconds since the last metrics line. None: no metrics."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def list_runs(arguments: argparse.Namespace) -> int:
-    """Print a table of the runs below a folder; 1 when there are none."""
+    """Print a table of the runs below a folder. Return 0, or 1 without any run."""
     top = Path(arguments.folder)
     if not top.is_dir() and arguments.folder != str(RUNS):
         raise CommandError(f"{top} is no folder; give one that holds run folders, such as {RUNS}")
@@ -60,14 +60,15 @@ def list_runs(arguments: argparse.Namespace) -> int:
 
 
 def found_runs(top: Path) -> list[Path]:
-    """Return the folders of runs below ``top``."""
-    # agents by themselves leave metrics and no configuration, a run that has just begun the reverse
+    """Return the run folders below ``top``."""
+    # Agents without ``trinity-mq run`` write metrics but no configuration. A run that has just started has a
+    # configuration but no metrics.
     found = sorted({path.parent for name in (METRICS_FILE, CONFIG_FILE) for path in top.glob(f"**/{name}")})
     return [folder for folder in found if (folder / METRICS_FILE).exists() or (folder / LOCK_FILE).exists()]
 
 
 def row(folder: Path) -> RunRow:
-    """Return what the folder of a run holds."""
+    """Return the state of the run in a folder."""
     try:
         config = load_config(folder / CONFIG_FILE)
     except ConfigError:
@@ -90,7 +91,7 @@ def row(folder: Path) -> RunRow:
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return the rows as lines with columns of equal width."""
+    """Return the rows as lines with aligned columns."""
     widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip() for cells in rows]
 

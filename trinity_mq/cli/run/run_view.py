@@ -1,4 +1,6 @@
-"""The state of a run for a person, from heartbeats, metrics and process events. Pure: time is an argument."""
+"""The displayed state of a run, from heartbeats, metrics and process events. It does no I/O: the time is an
+argument.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +28,11 @@ from trinity_mq.runtime.processes.supervisor import ProcessEvent
 
 STALENESS = "sample/staleness/max"
 TOKENS_PER_SECOND = ("rollout/tokens_per_second", "perf/tokens_per_second")
-"""The first one that is there: tokens sampled, else tokens trained on."""
+"""The first metric with a value is used: sampled tokens, else trained tokens."""
 RATE_WINDOW = 50
-"""Steps over which the time left is estimated."""
+"""Maximum number of recent progress changes from which the remaining time is estimated."""
 WAIT_SHOWN = 10.0
-"""Seconds; shorter waits are normal and not shown."""
+"""Minimum seconds of a displayed wait. Shorter waits are normal."""
 STILL_SHOWN = 30.0
 """Seconds without any progress after which the reason is shown."""
 OVER = ("finished", "gone")
@@ -40,26 +42,26 @@ ROLES = ("explorer", "engine", "gateway", "runner", "operator", "trainer")
 
 @dataclass(frozen=True, slots=True)
 class AgentRow:
-    """One agent."""
+    """Displayed state of one agent."""
 
     id: str
     state: str
-    """The last reported state; ``silent`` after its lease."""
+    """The last reported state, or ``silent`` after its lease expired."""
     waits_for: str | None = None
     waits_seconds: float = 0.0
 
     @property
     def alive(self) -> bool:
-        """The agent sends heartbeats and has not ended."""
+        """True if the agent's lease is valid and the agent has not ended."""
         return self.state not in {"silent", *OVER}
 
 
 class RunView:
-    """Collects messages and events; its attributes are what is shown.
+    """Collects messages and events. Displays show its attributes.
 
     Args:
         run: The run's name.
-        total: Steps of the run, None where only the explorer will know.
+        total: Number of steps of the run. None: the explorer will report it.
     """
 
     def __init__(self, run: str, total: int | None) -> None:
@@ -68,36 +70,40 @@ class RunView:
         self.metrics: dict[str, float] = {}
         """The latest value of each metric."""
         self.results: dict[str, tuple[int, float]] = {}
-        """Latest evaluation of each taskset: step, accuracy."""
+        """Latest evaluation result of each taskset: (step, accuracy)."""
         self.depths: Mapping[str, int | None] = {}
-        """Messages in queues, by the names to be shown."""
+        """Number of messages in queues, by display name."""
         self._dead = 0
-        """Dead letters, as known last: a broker that was away has the same ones when it is back."""
+        """Last known number of dead letters. It is kept while the broker is away, so that the same dead letters are not
+        news again.
+        """
         self._heartbeats: dict[str, tuple[Heartbeat, float]] = {}
         self._passed: collections.deque[tuple[float, int]] = collections.deque(maxlen=RATE_WINDOW)
         self.train_steps: int | None = None
-        """Train steps that changed the weights, over all starts of the run; None: the trainer has reported none."""
+        """Number of train steps that changed the weights, over all starts of the run. None: not reported yet."""
         self.failures: list[FailureStatus] = []
-        """The most frequent kinds of failures of slices."""
+        """The most frequent kinds of slice failures."""
         self._told: set[str] = set()
-        """Texts of failures that were news."""
+        """Failure texts already reported as news."""
         self._empty: EmptyBatchStatus | None = None
         self._sync_trouble = ""
         self._gateways: dict[str, str] = {}
-        """URLs of gateways that were news, by their ids."""
+        """Gateway URLs already reported as news, by gateway id."""
         self._news: list[str] = []
         self._told_left_over = self._told_dropped = False
         self._watch: Watch | None = None
-        """Made at the first heartbeat."""
+        """Created at the first heartbeat."""
         self.began = math.inf
-        """Time from which heartbeats are awaited."""
+        """Time from which heartbeats are expected."""
         self.finding: Finding | None = None
-        """The reason why nothing moves; None while something does, or has a moment ago."""
+        """The reason why nothing progresses. None: something progressed recently."""
         self._told_culprits: set[str | None] = set()
-        """Culprits, and remedies, that were news since something moved: two runners may take turns at being last."""
+        """Culprits and remedies already reported since the last progress. It is a set because two runners may alternate
+        as the slowest.
+        """
 
     def receive(self, message: object, now: float) -> None:
-        """Take in a heartbeat or metrics; other messages are ignored."""
+        """Process a heartbeat or a metrics message. Other messages are ignored."""
         if isinstance(message, Heartbeat):
             if self._watch is None:
                 self._watch = Watch(now)
@@ -131,7 +137,7 @@ class RunView:
             step = heartbeat.detail.progress
             if step is not None and step != self.step:
                 if step < self.step:
-                    self._passed.clear()  # went back to its checkpoint
+                    self._passed.clear()  # the trainer returned to its checkpoint
                 self.step = step
                 self._passed.append((now, step))
 
@@ -169,7 +175,7 @@ class RunView:
         self._empty = status.empty
 
     def set_depths(self, depths: Mapping[str, int | None]) -> None:
-        """Take in the depths of queues, by the names to be shown."""
+        """Record the depths of queues by display name."""
         dead = depths.get("dead")
         if dead and dead > self._dead:
             self.add_news(f"{dead} dead letter{'s' if dead > 1 else ''}: see `trinity-mq dead list {self.run}`")
@@ -177,7 +183,9 @@ class RunView:
         self.depths = dict(depths)
 
     def still(self, now: float) -> float:
-        """Return the seconds since anything progressed, before the first heartbeat those since it is awaited."""
+        """Return the seconds since the last progress, or, before the first heartbeat, the seconds since heartbeats are
+        expected.
+        """
         return max(0.0, now - (self.began if self._watch is None else self._watch.moved_at))
 
     def observation(
@@ -189,7 +197,7 @@ class RunView:
         limits: Mapping[str, float] | None = None,
         room: frozenset[Room] | None = None,
     ) -> Observation:
-        """Return what is known at ``now``, for a diagnosis; the arguments are those of :class:`Observation`."""
+        """Return the observation at ``now`` for a diagnosis. The arguments are documented at :class:`Observation`."""
         watch = self._watch or Watch(now)
         return watch.observation(now, depths=self.depths, broker=broker, expected=expected, limits=limits, room=room)
 
@@ -201,10 +209,11 @@ class RunView:
         expected: Mapping[str, int] | None = None,
         limits: Mapping[str, float] | None = None,
     ) -> None:
-        """Work out why nothing moves, once that has lasted for :data:`STILL_SHOWN`; each culprit is news once.
+        """Diagnose why nothing progresses, after :data:`STILL_SHOWN` seconds without progress. Each culprit is reported
+        as news once.
 
-        Before the first heartbeat, while agents load what they need, only the broker is blamed. The arguments are those
-        of :class:`trinity_mq.diagnosis.Observation`.
+        Before the first heartbeat agents may still be loading, so only the broker can be the culprit. The arguments are
+        documented at :class:`trinity_mq.diagnosis.Observation`.
         """
         self.finding = None
         if self.still(now) < STILL_SHOWN or (self._watch is None and not broker):
@@ -220,7 +229,7 @@ class RunView:
             self.add_news(f"nothing has moved for {self.still(now):.0f} s: {finding.sentence}{what}")
 
     def add_event(self, event: ProcessEvent) -> None:
-        """Add news of a process event, if it is worth a line."""
+        """Add news of a process event, if the event is worth a line."""
         if event.what == "restarting":
             again = f"starts again in {event.delay:g} s (restart {event.restarts})"
             self.add_news(f"{event.name} died and {again}; see logs/{event.name}.*{_said(event)}")
@@ -234,26 +243,26 @@ class RunView:
         self._news.append(text)
 
     def take_news(self) -> list[str]:
-        """Return and clear the lines since the last call."""
+        """Return and clear the news since the last call."""
         news, self._news = self._news, []
         return news
 
     def forget_rates(self) -> None:
-        """Drop the metrics that hold for the moment alone, such as those of an earlier start."""
+        """Drop the metrics that hold only for the moment, for example after a restart."""
         for name in (*TOKENS_PER_SECOND, STALENESS):
             self.metrics.pop(name, None)
 
     def final_state(self, agent: str) -> str | None:
-        """Return the state in which an agent ended, ``finished`` or ``gone``; None while it has not."""
+        """Return ``finished`` or ``gone`` for an agent that has ended, else None."""
         heartbeat, _ = self._heartbeats.get(agent, (None, 0.0))
         return heartbeat.state if heartbeat and heartbeat.state in OVER else None
 
     def heartbeats(self, now: float) -> dict[str, tuple[Heartbeat, float]]:
-        """Return the last heartbeat of each agent, with its age in seconds at ``now``, by the agent's id."""
+        """Return (last heartbeat, its age in seconds at ``now``) by agent id."""
         return {name: (heartbeat, max(0.0, now - at)) for name, (heartbeat, at) in self._heartbeats.items()}
 
     def agents(self, now: float) -> list[AgentRow]:
-        """Return the agents at ``now``, on the clock of :meth:`receive`."""
+        """Return the agents at ``now``, a time on the clock of :meth:`receive`."""
         order = sorted(
             self._heartbeats.values(),
             key=lambda item: (ROLES.index(item[0].role) if item[0].role in ROLES else len(ROLES), item[0].id),
@@ -261,23 +270,23 @@ class RunView:
         return [_row(heartbeat, now - at) for heartbeat, at in order]
 
     def releases(self, now: float) -> dict[Compatibility, list[str]]:
-        """Return the ids of the agents that live at ``now``, by their releases."""
+        """Return the ids of the agents alive at ``now``, by release."""
         living = (beat for beat, at in self._heartbeats.values() if _row(beat, now - at).alive)
         return mixture(living)
 
     @property
     def version(self) -> str | None:
-        """The version of the policy committed last."""
+        """The weight version committed last."""
         return next((version_text(trainer.committed) for trainer in self._trainers() if trainer.committed), None)
 
     @property
     def gate(self) -> GateStatus:
-        """The trainer's status of its gate."""
+        """The trainer's report on weight syncs."""
         return next((trainer.sync for trainer in self._trainers() if trainer.sync), GateStatus())
 
     @property
     def sessions(self) -> GatewayStatus | None:
-        """The state of the sessions as the acting gateway reports it; None: no gateway does."""
+        """The session counts that the active gateway reports. None: no gateway has reported."""
         details = (heartbeat.detail for heartbeat, _ in self._heartbeats.values() if heartbeat.state not in OVER)
         gateways = [detail for detail in details if isinstance(detail, GatewayStatus) and detail.url]
         return max(gateways, key=lambda one: one.acting, default=None)
@@ -287,7 +296,7 @@ class RunView:
         return [detail for detail in details if isinstance(detail, TrainerStatus)]
 
     def seconds_left(self, now: float) -> float | None:
-        """Return the time until the last step at the recent pace, None where that is not known or over."""
+        """Return the estimated seconds until the last step at the recent pace, or None if it is unknown or overdue."""
         if self.total is None or len(self._passed) < 2:
             return None
         (first, step), (last, now_step) = self._passed[0], self._passed[-1]
@@ -310,5 +319,5 @@ def _row(heartbeat: Heartbeat, age: float) -> AgentRow:
 
 
 def version_text(version: Version | None) -> str:
-    """Return a version of the weights for a person, ``-`` for none."""
+    """Return a weight version for a person, or ``-`` for None."""
     return "-" if version is None else f"{version[0]}.{version[1]}"

@@ -1,4 +1,4 @@
-"""One run from start to end: broker, agents under a supervisor, display; who ends when."""
+"""One run from start to end: broker, supervised agents, display, and the rules for ending the run."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ QUEUES = ("closed", "tasks.train", "tasks.eval", "dead")
 REFRESH_SECONDS = 0.5
 DEPTH_SECONDS = 2.0
 FINAL_HEARTBEAT_SECONDS = 2.0
-"""Seconds that the last heartbeat of the agent that ends the run may take to arrive after its process has ended."""
+"""Seconds to wait for the last heartbeat of the leader after its process has ended."""
 ENDED = ("finished", "stopped", "failed")
 
 
@@ -49,12 +49,12 @@ class Session:
     """A run in progress.
 
     Args:
-        config: What to run.
-        folder: Its folder, locked, the configuration in it.
+        config: Configuration of the run.
+        folder: Locked run folder that contains the configuration.
         display: Shows progress.
-        url: A broker that runs elsewhere; None: one of our own in the run's folder.
-        fork_server: Agents are forked by it; None: each is started by itself.
-        attached: The end of the standard input is a signal to stop: who started the run has ended.
+        url: URL of an existing broker. None: start a private broker in the run's folder.
+        fork_server: Forks the agents. None: each agent is started as a separate command.
+        attached: If true, the end of standard input drains the run, because the process that started it has ended.
     """
 
     def __init__(
@@ -71,21 +71,21 @@ class Session:
         self._config, self._folder, self._display, self._url = config, folder, display, url
         self._fork_server = fork_server
         self._leader = f"{AGENTS[config.mode].ends}-0"
-        """The agent whose end is the end of the run."""
+        """Name of the agent whose end is the end of the run."""
         given = Addresses.of(config.broker)
         self._in_file = url is not None and given is not None and given.from_file
-        """The URL is read from a file at each connect, so the agents get the file and not its content."""
+        """True if the URL is read from a file at each connect. Agents then read the file too."""
         self.run_view = RunView(config.name, config.buffer.total_steps)
         self.signal: signal.Signals | None = None
-        """The first signal that asked us to stop."""
+        """The first signal that requested a stop."""
         self.failures: list[ProcessEvent] = []
-        """Processes that will not be restarted any more."""
+        """Permanent failures: processes that will not be restarted."""
         self.finished = False
-        """The agent that ends the run reported that it is over, and no process failed."""
+        """True if the leader reported the end of the run and no process failed."""
         self._metrics = MetricsTail(folder.path)
         for message in self._metrics.read():
             self.run_view.receive(message, 0.0)
-        self.run_view.take_news()  # of an earlier start
+        self.run_view.take_news()  # discard the news of an earlier start
         self.run_view.forget_rates()
         self._supervisor: Supervisor | None = None
         self._trackers = TrackerProcess(config, folder, self.run_view.add_news)
@@ -93,16 +93,16 @@ class Session:
 
     @property
     def started(self) -> bool:
-        """Whether the agents have been started."""
+        """True if the agents have been started."""
         return self._supervisor is not None
 
     @property
     def steps(self) -> int | None:
-        """Train steps that changed the weights, over all starts of the run; None: the trainer reported none."""
+        """Number of train steps that changed the weights, over all starts of the run. None: not reported yet."""
         return self.run_view.train_steps
 
     async def run(self) -> None:
-        """Run until the agent that ends the run has finished, something failed for good, or a signal."""
+        """Run until the leader has finished, a process failed permanently, or a signal arrived."""
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal, number, task)
@@ -127,7 +127,7 @@ class Session:
         except asyncio.CancelledError:
             if self.signal is None or task is None:
                 raise
-            task.uncancel()  # it was our own, for a signal that came before there was anything to drain
+            task.uncancel()  # our own cancellation, for a signal before the agents were started
         finally:
             self._folder.forget_broker()
             await self._trackers.end()
@@ -138,7 +138,7 @@ class Session:
                 loop.remove_reader(sys.stdin.fileno())
 
     async def _tell_broker_trouble(self, bus: Bus, topology: Topology) -> None:
-        """Say before the agents start that the broker takes nothing; they wait until it does."""
+        """Report a broker that refuses messages before the agents start. The agents wait until it accepts messages."""
         if trouble := await broker_trouble(bus, topology):
             finding = diagnose(Observation(broker=trouble))
             self._tell(f"{finding.sentence}; what to do: {finding.lever}")
@@ -175,7 +175,8 @@ class Session:
     async def _end_run(self, supervisor: Supervisor) -> None:
         await self._changed.until(lambda: self.signal is not None or supervisor.phases[self._leader] in ENDED)
         if self.signal is not None:
-            # all at once: the explorer begins nothing new, and keeps the engine up until the runners have finished
+            # drain all agents together: the explorer starts no new work and keeps the engines up until the runners have
+            # finished
             await supervisor.drain()
         elif supervisor.phases[self._leader] == "finished":
             self.finished = await self._leader_finished()
@@ -187,7 +188,7 @@ class Session:
             await supervisor.drain()
 
     async def _leader_finished(self) -> bool:
-        """Return whether its last heartbeat says that the run is over, and not that it was drained."""
+        """Return False if the leader's last heartbeat says that it was drained before the end of the run, else True."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(FINAL_HEARTBEAT_SECONDS):
                 await self._changed.until(lambda: self.run_view.final_state(self._leader) is not None)
@@ -196,7 +197,7 @@ class Session:
     async def _follow(self, bus: Bus, topology: Topology) -> None:
         async for attempt in retrying(BusUnavailable):
             with attempt:
-                # the metrics are read from their file, which also holds those of before a restart
+                # metrics come from their file, which also contains the metrics from before a restart
                 await follow(bus, topology, self.run_view, "supervisor", self._changed.notify, pattern="beat.#")
 
     async def _depths(self, bus: Bus, topology: Topology) -> None:
@@ -212,7 +213,7 @@ class Session:
     async def _restart_on_request(
         self, bus: Bus, topology: Topology, supervisor: Supervisor, group: asyncio.TaskGroup
     ) -> None:
-        """Restart agents on request: one that hangs does not receive the request itself."""
+        """Restart agents on request. The supervisor handles the request because a hanging agent cannot."""
         queue = topology.listener("supervisor", uuid.uuid4().hex[:12], "control", "restart.#")
 
         def receive(event: object) -> None:
@@ -271,11 +272,13 @@ class Session:
 def agents(
     config: Config, config_file: Path, url: str | None, fork_server: ForkServer | None = None
 ) -> list[ProcessSpec]:
-    """Return the processes of a run; without ``url`` they find the broker as we do, in a file."""
+    """Return the processes of a run. Without ``url`` they read the broker's address from a file, as this process
+    does.
+    """
     forking = {} if fork_server is None else {ADDRESS_VARIABLE: str(fork_server.path)}
     wanted = {"explorer": config.explorer.rollout_model.num_threads, "trainer": config.trainer.num_threads}
     threads = {role: cpu_threads(config, number) for role, number in wanted.items()}
-    # here and not only in the runner itself, for what is read when its libraries are loaded
+    # set in the process environment, because some variables are read when the runner's libraries are loaded
     own = dict(config.runner.env)
     counts = {
         "operator": config.operator.num_operators,
@@ -299,7 +302,7 @@ def _environment(url: str | None, threads: int) -> Mapping[str, str]:
     count = str(threads)
     return {
         **({} if url is None else {URL_VARIABLE: url}),
-        # without these, every process takes all cores, and they take them from each other
+        # without these limits every process starts a thread per core, and the threads compete for the cores
         "OMP_NUM_THREADS": count,
         "MKL_NUM_THREADS": count,
         "OPENBLAS_NUM_THREADS": count,

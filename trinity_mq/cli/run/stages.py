@@ -1,4 +1,4 @@
-"""Runs the stages of one file one after another, each from the model of the one before; finished ones are recorded."""
+"""Runs the stages of one file in order, each starting from the previous model. Finished stages are recorded."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ ForkServers = Callable[[], AbstractContextManager[ForkServer | None]]
 
 @dataclass(frozen=True, slots=True)
 class StageRecord:
-    """The known facts of a stage that was begun; hashes are those of :func:`model_hash`."""
+    """Recorded state of a started stage. Hashes come from :func:`model_hash`."""
 
     stage: str
     began_with: str | None
-    """Hash of the earlier stage's model; None where it began with the configuration's own."""
+    """Hash of the earlier stage's model, from which this stage started. None: it started from the configured model."""
     model: str | None = None
-    """Hash of the model it has trained; None: it has not finished, or trains none."""
+    """Hash of the trained model. None: the stage has not finished, or it trains no model."""
     finished: bool = False
 
     @classmethod
     def load(cls, folder: Path) -> StageRecord | None:
-        """Return the record in a run's folder, None where there is none.
+        """Return the record in a run's folder, or None if no record exists.
 
         Raises:
-            CommandError: It cannot be read.
+            CommandError: The record cannot be read.
         """
         path = folder / RECORD_FILE
         try:
@@ -59,13 +59,15 @@ class StageRecord:
             ) from error
 
     def save(self, folder: Path) -> None:
-        """Write the record into a run's folder, whole or not at all."""
+        """Write the record into a run's folder atomically."""
         folder.mkdir(parents=True, exist_ok=True)
         write_atomic(folder / RECORD_FILE, json.dumps(asdict(self), indent=1).encode())
 
 
 def model_hash(folder: Path) -> str | None:
-    """Return the SHA-256 over the weights and the configuration of a Hugging Face folder, None where it has none."""
+    """Return the SHA-256 of the weights and configuration of a Hugging Face folder, or None if the folder has
+    neither.
+    """
     files = sorted([*folder.glob("*.safetensors"), *folder.glob("config.json")])
     if not files:
         return None
@@ -78,18 +80,18 @@ def model_hash(folder: Path) -> str | None:
 
 
 def run_stages(stages: Sequence[Stage], arguments: argparse.Namespace, fork_server: ForkServers) -> int:
-    """Run the stages that have not finished, in their order; return the exit code of the last one that was run.
+    """Run the unfinished stages in order. Return the exit code of the last stage that ran, or 0 if all had finished.
 
-    A stage that does not finish ends the command: the next one would begin with a model that is not there.
+    The command ends after a stage that does not finish, because the model for the next stage does not exist.
 
     Raises:
-        CommandError: A stage that was begun does not fit the models that are there now.
+        CommandError: A started stage does not match the current models.
     """
     if arguments.start:
         folders = ", ".join(str(stage.config.path) for stage in stages)
         raise CommandError(f"--from goes back within one stage: give its folder, one of {folders}")
     if arguments.fresh:
-        check(stages[0].config, arguments, stages[0].name)  # before anything is moved
+        check(stages[0].config, arguments, stages[0].name)  # before a folder is moved
         for stage in stages:
             for line in start_anew(stage.config, RunFolder(stage.config)):
                 print(line)
@@ -115,10 +117,10 @@ def run_stages(stages: Sequence[Stage], arguments: argparse.Namespace, fork_serv
 
 
 def _has_finished(stage: Stage, began_with: str | None) -> bool:
-    """Return whether a stage need not be run again.
+    """Return whether a stage has finished and is skipped.
 
     Raises:
-        CommandError: It was begun with another model than the one that is there, or its own model is another now.
+        CommandError: The stage started from a model that has since changed, or its trained model has changed.
     """
     folder = RunFolder(stage.config)
     record = StageRecord.load(folder.path)
@@ -147,7 +149,9 @@ def _beginning(stage: Stage) -> str:
 
 
 def _shown(config: Config) -> str:
-    """Return the settings of a stage that are not the defaults, as indented YAML; no password is in it."""
+    """Return the non-default settings of a stage as indented YAML, without the broker URL, which may hold a
+    password.
+    """
     data = config.model_dump(mode="json", exclude_defaults=True)
     data.get("broker", {}).pop("url", None)
     return textwrap.indent(yaml.safe_dump(data, sort_keys=False), "    ").rstrip()

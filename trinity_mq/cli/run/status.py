@@ -1,4 +1,4 @@
-"""``trinity-mq status``: the agents of a run and the depths of its queues, or the report of one that does not run."""
+"""``trinity-mq status``: shows the agents and queue depths of a live run, or the report of a stopped run."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def status(arguments: argparse.Namespace) -> int:
-    """Listen for a while and print a table, or the report of a run that is over; 1 when no agent sent a heartbeat."""
+    """Listen for some seconds and print a table, or print the report of a stopped run. Return 0, or 1 if no agent sent
+    a heartbeat.
+    """
     name_newest(arguments)
     target = find_target(arguments, folder_suffices=True)
     folder = target.folder
@@ -45,7 +47,7 @@ def status(arguments: argparse.Namespace) -> int:
 
 
 def _report(run: str, folder: RunFolder) -> int:
-    """Print the report of a run of which no agent lives; 1 when it has not finished."""
+    """Print the report of a run without living agents. Return 0, or 1 if it has not finished."""
     print(make_report(run, folder.path))
     if folder.finished:
         print("this run has finished")
@@ -55,7 +57,7 @@ def _report(run: str, folder: RunFolder) -> int:
 
 
 async def _look(target: Target, seconds: float) -> tuple[RunView, float]:
-    """Return what came within so many seconds, and the time of its end."""
+    """Return (the state collected within ``seconds``, the end time on the event loop's clock)."""
     async with connected(target.run, target.broker, "status") as (bus, topology):
         view = RunView(target.run, None)
         with contextlib.suppress(TimeoutError):

@@ -1,4 +1,4 @@
-"""``trinity-mq why``: the agent that a run waits for, in one sentence, with evidence and what to do."""
+"""``trinity-mq why``: names the agent that a run waits for in one sentence, with evidence and a remedy."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ EPILOG = (
     "or is stuck at, the named culprit; 2 the command cannot be used so, and the line on stderr says why"
 )
 LISTEN_SECONDS = 12.0
-"""Default of ``--seconds``: longer than work must take to count as overdue."""
+"""Default of ``--seconds``. It exceeds the time after which work counts as overdue."""
 LEAST_SECONDS = 5.5
-"""Seconds of listening before anybody but the broker is blamed: things may be about to move."""
+"""Minimum seconds of listening before any culprit except the broker is named, because progress may be imminent."""
 LOOK_SECONDS = 0.5
-"""Seconds between two looks at what has come."""
+"""Interval in seconds between checks of the collected messages."""
 SURE_MOVES = 2
-"""Changes of progress after which a run without a culprit counts as moving."""
+"""Number of progress changes after which a run without a culprit counts as moving."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def why(arguments: argparse.Namespace) -> int:
-    """Print why nothing moves, or that it does; the exit code is that of :data:`EPILOG`."""
+    """Print why nothing progresses, or that the run progresses. Exit codes are documented in :data:`EPILOG`."""
     name_newest(arguments)
     target = find_target(arguments, folder_suffices=True)
     finding = _of_folder(target.folder, target.broker.url is None) or asyncio.run(_observe(target, arguments.seconds))
@@ -73,7 +73,7 @@ def exit_code(finding: Finding) -> int:
 
 
 def _of_folder(folder: RunFolder | None, no_broker: bool) -> Finding | None:
-    """Return the finding about a run that does not run now, as far as its folder tells; None: its broker must."""
+    """Return the finding for a stopped run from its folder, or None if the broker must be asked."""
     if folder is None or folder.holder() is not None:
         return None
     if folder.finished:
@@ -85,7 +85,7 @@ def _of_folder(folder: RunFolder | None, no_broker: bool) -> Finding | None:
 
 
 async def _observe(target: Target, seconds: float) -> Finding:
-    """Listen until the finding is sure, at most ``seconds``."""
+    """Listen until the finding is certain, for at most ``seconds``."""
     try:
         async with connected(target.run, target.broker, "why") as (bus, topology):
             return await _listen(target, bus, topology, seconds)
@@ -140,11 +140,11 @@ def _receiver(watch: Watch, clock: Callable[[], float]) -> Callable[[object], No
 
 
 def _is_sure(finding: Finding, watch: Watch, passed: float) -> bool:
-    """Return whether listening on would not change the finding."""
+    """Return whether further listening would not change the finding."""
     if finding.culprit == "broker" or finding.state == "over":
         return True
     if finding.state in {"stuck", "waiting"} and finding.culprit is not None:
         return passed >= LEAST_SECONDS
-    # a suspect is evidence while things still move: wait and see whether they go on to do so
+    # a suspect is only evidence while the run still progresses, so keep listening
     suspect = any(line.startswith("but ") for line in finding.evidence)
     return finding.state == "moving" and watch.moves >= SURE_MOVES and not suspect and passed >= LOOK_SECONDS

@@ -1,4 +1,4 @@
-"""Services that collect the metrics of runs: Weights & Biases, MLflow, SwanLab."""
+"""Trackers, services that collect the metrics of runs: Weights & Biases, MLflow, SwanLab."""
 
 from trinity_mq.cli.trackers.base import Tracker, TrackerError
 from trinity_mq.cli.trackers.forward import Forwarder

@@ -1,4 +1,4 @@
-"""The interface of a service that collects metrics."""
+"""The interface of a tracker, a service that collects metrics."""
 
 from __future__ import annotations
 
@@ -7,31 +7,31 @@ from typing import Protocol
 
 
 class TrackerError(Exception):
-    """A service is not installed or does not take metrics; the message says what to do."""
+    """A service is not installed or does not accept metrics. The message states the remedy."""
 
 
 class Tracker(Protocol):
-    """One run at one service. Steps may come in any order, and the same values twice."""
+    """One run at one service. Steps may arrive in any order, and the same values may arrive twice."""
 
     kind: str
     """Name of the service."""
 
     def begin(self, run_id: str) -> str:
-        """Begin a run, or go on with the one of this id; return its id.
+        """Start a run or resume the run ``run_id``. Return the run's id.
 
         Args:
-            run_id: What an earlier call returned; empty: there was none.
+            run_id: Id that an earlier call returned. Empty: start a new run.
 
         Raises:
-            TrackerError: The service does not answer, or knows us not.
+            TrackerError: The service does not answer or refuses the login.
         """
 
     def log(self, step: int, seconds: float, values: Mapping[str, float]) -> None:
-        """Send finite values of a step, measured at ``seconds`` since 1970.
+        """Send finite values of a step, measured at ``seconds`` since the epoch.
 
         Raises:
-            TrackerError: They were not taken.
+            TrackerError: The service did not accept the values.
         """
 
     def finish(self) -> str:
-        """Wait until all is sent, end the run, and return where it can be seen."""
+        """Wait until everything is sent, end the run and return its location (a URL or path)."""

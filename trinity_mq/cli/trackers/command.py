@@ -1,4 +1,4 @@
-"""``trinity-mq track``: sends the metrics and spans of a run to services, while it runs or later."""
+"""``trinity-mq track``: sends the metrics and spans of a run to services, during the run or afterwards."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from trinity_mq.config import Config, OtlpConfig, TrackerConfig
 
 KINDS = ("wandb", "mlflow", "swanlab")
 OTLP = "otlp"
-"""The service that takes spans instead of metrics: a collector of OpenTelemetry."""
+"""Service name for an OpenTelemetry collector, which receives spans instead of metrics."""
 INTERVAL = 2.0
-"""Seconds between two looks at the metrics file of a run that runs."""
+"""Poll interval of a live run's metrics file in seconds."""
 FOLLOWING_NICE = 10
-"""Steps of priority that following gives up to the run that it follows."""
+"""Increment of the niceness while following, so that the run has priority."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def track(arguments: argparse.Namespace) -> int:
-    """Send the metrics and spans of a run that were not sent yet, and say where they can be seen."""
+    """Send the unsent metrics and spans of a run and print their location. Return 0."""
     config = configuration(arguments)
     kinds = arguments.to or [*(one.kind for one in config.monitor.trackers), *([OTLP] if config.monitor.otlp else [])]
     trackers = opened(config, [kind for kind in kinds if kind != OTLP]) if kinds != [OTLP] else []
@@ -73,7 +73,7 @@ def track(arguments: argparse.Namespace) -> int:
         print(f"run {config.name!r}: {place}")
     problems = dict(forwarder.problems)
     if spans is not None and collector is not None:
-        # a run that goes on has batches that go on, too
+        # while a run is live, its unfinished batches must stay open
         spans.finish(over=arguments.follow or RunFolder(config).holder() is None)
         lost = f", {spans.lost} refused" if spans.lost else ""
         print(f"run {config.name!r}: {spans.sent} spans to {collector.url}{lost}")
@@ -92,10 +92,11 @@ def _wait_for_end(ended: threading.Event) -> None:
 
 
 def collector_of(config: Config, endpoint: str | None = None) -> Collector:
-    """Return the collector of a configuration, or that at ``endpoint``.
+    """Return the collector of a configuration, or the collector at ``endpoint``.
 
     Raises:
-        CommandError: There is none, or what it needs is missing.
+        CommandError: No collector is configured, the endpoint is not a URL, or a requirement of the collector is
+            missing.
     """
     settings = config.monitor.otlp
     if endpoint is not None:
@@ -116,7 +117,7 @@ def opened(config: Config, kinds: Sequence[str] | None = None) -> list[Tracker]:
     """Return the trackers of a configuration, or of ``kinds``.
 
     Raises:
-        CommandError: There are none, or one is not installed.
+        CommandError: No tracker is configured, or the library of a tracker is not installed.
     """
     known: dict[str, TrackerConfig] = {one.kind: one for one in config.monitor.trackers}
     names = known if kinds is None else kinds
@@ -136,6 +137,8 @@ def opened(config: Config, kinds: Sequence[str] | None = None) -> list[Tracker]:
 
 
 def shown(config: Config) -> dict[str, Any]:
-    """Return the settings that services show beside metrics: what makes the result, and nothing about the broker."""
+    """Return the settings that services show next to metrics. They determine the result and contain nothing about the
+    broker.
+    """
     kept = ("seed", "mode", "algorithm", "model", "buffer", "explorer", "operator", "trainer", "synchronizer")
     return config.model_dump(mode="json", include=set(kept))

@@ -1,4 +1,4 @@
-"""Sends the lines of a run's metrics file to services, and remembers how far it came."""
+"""Sends the lines of a run's metrics file to services and records the progress."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from trinity_mq.telemetry.metrics import LINE_FIELDS, METRICS_FILE
 log = structlog.get_logger(__name__)
 
 STATE_FILE = "sent.json"
-"""File below the run's ``trackers``: by service its run's id, and how many bytes of the metrics it has."""
+"""File below the run's ``trackers`` folder. It maps each service to its run id and the number of metrics bytes sent."""
 
 
 class Forwarder:
-    """Sends what a run's agents have written since the last call, which may have been in another process, to each
-    service. Lines that were sent just before a kill are sent again.
+    """Sends the new metrics lines of a run to each service. The progress is stored in a file, so another process can
+    continue. Lines sent just before a kill are sent again.
 
     Args:
-        folder: The run's.
+        folder: The run's folder.
         trackers: The services.
 
     Raises:
-        TrackerError: The file that says how far it came holds something else.
+        TrackerError: The progress file cannot be parsed.
     """
 
     def __init__(self, folder: Path, trackers: Sequence[Tracker]) -> None:
@@ -39,11 +39,11 @@ class Forwarder:
         self._state: dict[str, dict[str, Any]] = self._load()
         self._begun: set[str] = set()
         self.problems: dict[str, str] = {}
-        """By service: why it did not take the last of what was to be sent."""
+        """The reason why the last send to a service failed, by service."""
 
     def send(self) -> None:
-        """Send the whole lines that are new to each service. One that does not take them is asked again with the next
-        call, and keeps nothing from the others.
+        """Send the new complete lines to each service. After a failure the next call retries; other services are not
+        affected.
         """
         for tracker in self._trackers:
             state = self._state.setdefault(tracker.kind, {"id": "", "offset": 0})
@@ -60,7 +60,7 @@ class Forwarder:
             self._save()
 
     def finish(self) -> list[str]:
-        """Send what is left and end at each service; return where each run can be seen."""
+        """Send the rest and end the run at each service. Return the location of each run."""
         self.send()
         places = []
         for tracker in self._trackers:
@@ -77,7 +77,7 @@ class Forwarder:
         self.problems[tracker.kind] = str(error)
 
     def _lines(self, offset: int) -> list[tuple[bytes, int]]:
-        """Return whole lines from an offset on, with the offset behind each."""
+        """Return (line, offset of its end) for the complete lines after ``offset``, in bytes."""
         try:
             with (self._folder / METRICS_FILE).open("rb") as file:
                 file.seek(offset)
@@ -111,7 +111,7 @@ def _send(tracker: Tracker, line: bytes) -> None:
         fields = json.loads(line)
         step, seconds = int(fields["step"]), float(fields["time"])
     except (ValueError, KeyError, TypeError):
-        return  # torn by a writer that was killed
+        return  # partial line of a killed writer
     values = {
         name: float(value)
         for name, value in fields.items()

@@ -1,4 +1,4 @@
-"""The processes beside a run that send its metrics and its spans to services, so that none holds up or ends the run."""
+"""Child processes that send a run's metrics and spans to services, so that no service can delay or end the run."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from trinity_mq.cli.run_folder import RunFolder
 from trinity_mq.config import Config
 
 FINISH_SECONDS = 60.0
-"""Seconds that the process may take to send what is left of the metrics at the end of a run."""
+"""Seconds that the process may take to send the remaining metrics at the end of a run."""
 
 
 class TrackerProcess:
-    """``trinity-mq track --follow`` of a run: one for its ``monitor.trackers``, one for its ``monitor.otlp``; without
-    any, nothing.
+    """The ``trinity-mq track --follow`` processes of a run: a process for ``monitor.trackers`` and a process for
+    ``monitor.otlp``. Without these settings no process is started.
 
     Args:
-        config: The run's.
-        folder: The run's.
-        tell: Takes lines for a person.
+        config: The run's configuration.
+        folder: The run's folder.
+        tell: Receives lines for the user.
     """
 
     def __init__(self, config: Config, folder: RunFolder, tell: Callable[[str], None]) -> None:
@@ -31,24 +31,24 @@ class TrackerProcess:
             self._senders.append(_Sender("spans", ["otlp"], otlp.endpoint, otlp.flush_timeout, folder, tell))
 
     async def start(self) -> None:
-        """Start them."""
+        """Start the processes."""
         for sender in self._senders:
             await sender.start()
 
     async def end(self) -> None:
-        """Have them send what is left, and end them; say where the output is of one for which that did not work."""
+        """Let the processes send the rest, and end them. Report the output file of a process that fails."""
         async with asyncio.TaskGroup() as group:
             for sender in self._senders:
                 group.create_task(sender.end())
 
     def kill(self) -> None:
-        """End them at once; what they have not sent is sent by ``trinity-mq track``."""
+        """Kill the processes. ``trinity-mq track`` can send the unsent data later."""
         for sender in self._senders:
             sender.kill()
 
 
 class _Sender:
-    """One process: sends ``what`` to ``kinds`` of services, known to a person as ``where``."""
+    """One process that sends ``what`` to the services ``kinds``. ``where`` names the services in messages."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class _Sender:
         self._process: asyncio.subprocess.Process | None = None
 
     async def start(self) -> None:
-        """Start it."""
+        """Start the process."""
         to = [word for kind in self._kinds for word in ("--to", kind)]
         words = ["-m", "trinity_mq.cli.main", "track", str(self._folder.config_file), *to, "--follow"]
         self._folder.logs.mkdir(parents=True, exist_ok=True)
@@ -75,7 +75,7 @@ class _Sender:
             )
 
     async def end(self) -> None:
-        """Have it send what is left, and end it; say where its output is if that did not work."""
+        """Let the process send the rest, and end it. Report its output file if it fails."""
         if (process := self._process) is None:
             return
         if process.stdin is not None:
@@ -96,6 +96,6 @@ class _Sender:
             )
 
     def kill(self) -> None:
-        """End it at once."""
+        """Kill the process."""
         if self._process is not None and self._process.returncode is None:
             self._process.kill()

@@ -1,4 +1,4 @@
-"""The services. Each is imported when it is used, and its errors say what to do."""
+"""The tracker services. Each library is imported on first use, and each error states a remedy."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 from trinity_mq.cli.trackers.base import Tracker, TrackerError
 
 STEP = "step"
-"""Metric over which Weights & Biases draws all others: agents report the same step at different times."""
+"""Metric used as the x axis in Weights & Biases, because agents report the same step at different times."""
 FOLDER = "trackers"
-"""Folder of a run with what services keep on disk."""
+"""Subfolder of the run folder for the local files of services."""
 
 
 def open_tracker(
@@ -23,15 +23,15 @@ def open_tracker(
 
     Args:
         kind: ``wandb``, ``mlflow`` or ``swanlab``.
-        name: The run's.
-        folder: Of the run.
-        settings: The run's configuration, shown beside its metrics; nothing secret.
-        project: In which the run appears.
-        group: Of the run.
-        offline: Write to disk only.
+        name: Name of the run.
+        folder: Folder of the run.
+        settings: The run's configuration, shown next to its metrics. It must not contain secrets.
+        project: Project in which the run appears.
+        group: Group of the run.
+        offline: If true, write to disk only.
 
     Raises:
-        TrackerError: It is not installed.
+        TrackerError: The service's library is not installed.
     """
     place = folder / FOLDER
     place.mkdir(parents=True, exist_ok=True)
@@ -50,7 +50,7 @@ def _library(kind: str, module: str = "") -> Any:
 
 @contextmanager
 def _explained(kind: str, advice: str) -> Iterator[None]:
-    """Turn whatever a service's library raises into a TrackerError: they document no errors of theirs."""
+    """Turn any exception of a service's library into a TrackerError. The libraries do not document their exceptions."""
     try:
         yield
     except TrackerError:
@@ -60,7 +60,7 @@ def _explained(kind: str, advice: str) -> Iterator[None]:
 
 
 class WandbTracker:
-    """Weights & Biases."""
+    """Tracker for Weights & Biases."""
 
     kind = "wandb"
     ADVICE = "set WANDB_API_KEY, or offline: true and `wandb sync` later"
@@ -74,7 +74,7 @@ class WandbTracker:
         self._run: Any = None
 
     def begin(self, run_id: str) -> str:
-        """Begin or resume; offline, what is added later is a folder of the same run."""
+        """Start or resume the run. Offline, a resumed part becomes another folder of the same run."""
         with _explained(self.kind, self.ADVICE):
             self._run = self._wandb.init(
                 project=self._project,
@@ -91,12 +91,12 @@ class WandbTracker:
             return str(self._run.id)
 
     def log(self, step: int, seconds: float, values: Mapping[str, float]) -> None:
-        """Send values with their step as a metric: its own counter only rises."""
+        """Send values with the step as a metric, because the service's own step counter can only increase."""
         with _explained(self.kind, self.ADVICE):
             self._run.log({STEP: step, **values})
 
     def finish(self) -> str:
-        """Wait until all is sent."""
+        """Wait until everything is sent. Return the run's URL or path."""
         with _explained(self.kind, self.ADVICE):
             where = self._run.url or f"{self._folder / 'wandb'}, for `wandb sync`"
             self._run.finish()
@@ -104,7 +104,7 @@ class WandbTracker:
 
 
 class SwanlabTracker:
-    """SwanLab."""
+    """Tracker for SwanLab."""
 
     kind = "swanlab"
     ADVICE = "set SWANLAB_API_KEY, or offline: true and `swanlab sync` later"
@@ -118,7 +118,7 @@ class SwanlabTracker:
         self._run: Any = None
 
     def begin(self, run_id: str) -> str:
-        """Begin or, online, resume."""
+        """Start the run. Online, an earlier run is resumed."""
         again = {"id": run_id, "resume": "allow"} if run_id and not self._offline else {}
         with _explained(self.kind, self.ADVICE):
             self._run = self._swanlab.init(
@@ -133,24 +133,24 @@ class SwanlabTracker:
             return str(getattr(self._run, "id", "") or run_id)
 
     def log(self, step: int, seconds: float, values: Mapping[str, float]) -> None:
-        """Send values."""
+        """Send the values of a step."""
         with _explained(self.kind, self.ADVICE):
             self._swanlab.log(dict(values), step=step)
 
     def finish(self) -> str:
-        """Wait until all is sent."""
+        """Wait until everything is sent. Return the run's location."""
         with _explained(self.kind, self.ADVICE):
             self._swanlab.finish()
             return f"{self._folder}, for `swanlab sync`" if self._offline else f"SwanLab, project {self._project}"
 
 
 class MlflowTracker:
-    """MLflow, at the server that ``MLFLOW_TRACKING_URI`` names."""
+    """Tracker for MLflow, at the server in ``MLFLOW_TRACKING_URI``."""
 
     kind = "mlflow"
     ADVICE = "set MLFLOW_TRACKING_URI to a server, such as http://localhost:5000"
     METRICS_AT_ONCE, PARAMETERS_AT_ONCE = 1000, 100
-    """Bounds of its interface for one call."""
+    """Limits of MLflow's API per call."""
     PARAMETER_CHARACTERS = 500
 
     def __init__(self, name: str, settings: Mapping[str, Any], project: str) -> None:
@@ -160,7 +160,7 @@ class MlflowTracker:
         self._run_id = ""
 
     def begin(self, run_id: str) -> str:
-        """Begin or go on."""
+        """Start or resume the run."""
         with _explained(self.kind, self.ADVICE):
             self._api = self._client()
             if run_id:
@@ -177,17 +177,17 @@ class MlflowTracker:
             return self._run_id
 
     def log(self, step: int, seconds: float, values: Mapping[str, float]) -> None:
-        """Send values."""
+        """Send the values of a step."""
         metrics = [
             self._entities.Metric(key.replace("@", "_at_"), value, round(seconds * 1000), step)
-            for key, value in values.items()  # MLflow knows no @ in names
+            for key, value in values.items()  # MLflow does not allow @ in metric names
         ]
         with _explained(self.kind, self.ADVICE):
             for start in range(0, len(metrics), self.METRICS_AT_ONCE):
                 self._api.log_batch(self._run_id, metrics=metrics[start : start + self.METRICS_AT_ONCE])
 
     def finish(self) -> str:
-        """End the run."""
+        """End the run. Return its location."""
         with _explained(self.kind, self.ADVICE):
             self._api.set_terminated(self._run_id)
             return f"MLflow, experiment {self._project}, run {self._run_id}"

@@ -1,4 +1,4 @@
-"""Exports the spans of batches as traces of OpenTelemetry."""
+"""Export of batch spans as OpenTelemetry traces."""
 
 from trinity_mq.cli.trackers.spans.collector import Collector
 from trinity_mq.cli.trackers.spans.forward import SpanForwarder

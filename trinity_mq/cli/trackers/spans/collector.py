@@ -1,7 +1,7 @@
-"""A collector of OpenTelemetry that takes spans by OTLP over HTTP.
+"""Client of an OpenTelemetry collector that accepts spans by OTLP over HTTP.
 
-The messages of the protocol are filled in directly: the SDK traces what its own process does at present, whereas these
-spans are of other processes and of the past, with ids that were chosen elsewhere.
+The protocol messages are filled in directly. The OpenTelemetry SDK traces the current process, but these spans come
+from other processes and from the past, and their ids are already fixed.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from trinity_mq.telemetry.trace_ids import LINK, read_traceparent
 
 PATH = "/v1/traces"
 REFUSED = frozenset({400, 413, 415, 422})
-"""Answers that say that these spans will never be taken; all others may change once somebody has mended something."""
+"""HTTP status codes after which the same spans are never retried. All other failures may be temporary."""
 SHOWN = 200
-"""Characters of an answer that a message shows."""
+"""Maximum characters of an HTTP response shown in a message."""
 
 
 class SpansRefused(TrackerError):
-    """The collector will never take some spans.
+    """The collector permanently refuses some spans.
 
     Args:
-        message: Why.
-        count: How many.
+        message: The reason.
+        count: Number of refused spans.
     """
 
     def __init__(self, message: str, count: int) -> None:
@@ -42,15 +42,15 @@ class SpansRefused(TrackerError):
 
 
 class Collector:
-    """One collector.
+    """Client of one OpenTelemetry collector.
 
     Args:
-        endpoint: Its base URL, or that of its route for traces.
+        endpoint: Base URL of the collector, or URL of its route for traces.
         headers_env: Environment variable with headers, as ``name=value,name=value``, percent-encoded.
-        timeout: Seconds in which it must answer.
+        timeout: Timeout of a request in seconds.
 
     Raises:
-        TrackerError: The library of the protocol is not installed, or the headers are none.
+        TrackerError: The library of the protocol is not installed, or the headers are not valid.
     """
 
     def __init__(self, endpoint: str, headers_env: str, timeout: float) -> None:
@@ -72,8 +72,8 @@ class Collector:
         """Send spans.
 
         Raises:
-            SpansRefused: It will never take some of these.
-            TrackerError: It did not take them; it may later.
+            SpansRefused: The collector permanently refuses some of the spans.
+            TrackerError: The collector did not accept the spans, but may accept them later.
         """
         body = gzip.compress(self.encoded(spans), compresslevel=1)
         try:
@@ -97,14 +97,15 @@ class Collector:
         answer = self._requests.ExportTraceServiceResponse()
         try:
             answer.ParseFromString(content)
-        except Exception:  # its own error, of whichever implementation; a collector may answer with JSON, too
+        # the exception type depends on the protobuf implementation; a collector may also answer with JSON
+        except Exception:
             return
         if rejected := answer.partial_success.rejected_spans:
             reason = answer.partial_success.error_message[:SHOWN]
             raise SpansRefused(f"{self.url} rejects {rejected} spans: {reason}", int(rejected))
 
     def encoded(self, spans: Sequence[TreeSpan]) -> bytes:
-        """Return the body of a request."""
+        """Return the body of a request with ``spans``."""
         request = self._requests.ExportTraceServiceRequest()
         by_agent: dict[tuple[str, str], list[TreeSpan]] = defaultdict(list)
         for one in spans:
@@ -134,7 +135,7 @@ class Collector:
             link.trace_id, link.span_id = map(bytes.fromhex, outside)
 
     def close(self) -> None:
-        """Close its connections."""
+        """Close the connections."""
         self._client.close()
 
 
@@ -142,7 +143,7 @@ def headers_of(text: str, name: str) -> dict[str, str]:
     """Return the headers in an environment variable.
 
     Raises:
-        TrackerError: It holds something else; the message does not show it.
+        TrackerError: The text is not a list of headers. The message does not show the text, which may be secret.
     """
     found = {}
     for number, one in enumerate(filter(None, (part.strip() for part in text.split(","))), 1):

@@ -1,4 +1,4 @@
-"""Sends the spans of a run's processes to a collector, and remembers how far it came."""
+"""Sends the spans of a run's processes to a collector and records the progress."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from trinity_mq.telemetry.trace_ids import Sampled, trace_key
 log = structlog.get_logger(__name__)
 
 STATE_FILE = "spans.json"
-"""File below the run's ``trackers``: how far its spans are sent."""
+"""File below the run's ``trackers`` folder with the export progress."""
 AT_ONCE = 1000
-"""Spans of a request: about 50 kB, compressed."""
+"""Maximum spans per request: about 50 kB, compressed."""
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0
-"""Seconds until a collector is asked again that did not take spans; they double."""
+"""First and longest backoff in seconds after a failed send. The backoff doubles with each failure."""
 
 
 class SpanSink(Protocol):
-    """Takes spans."""
+    """Receives spans."""
 
     url: str
 
@@ -37,24 +37,24 @@ class SpanSink(Protocol):
         """Send spans.
 
         Raises:
-            SpansRefused: Some of them will never be taken.
-            TrackerError: They were not taken; they may be later.
+            SpansRefused: Some spans are permanently refused.
+            TrackerError: The spans were not accepted, but may be accepted later.
         """
 
 
 class SpanForwarder:
-    """Sends what a run's processes have recorded since the last call, which may have been in another process. What the
-    collector does not take now stays in the run's folder; memory holds what was read last, some thousand spans a
-    process. Spans that were sent just before a kill are sent again under the same ids.
+    """Sends the new spans of a run's processes. The progress is stored in a file, so another process can continue.
+    Spans that the collector does not accept stay in the run's folder; memory holds only the spans read last, a few
+    thousand per process. Spans sent just before a kill are sent again with the same ids.
 
     Args:
-        folder: The run's.
-        name: The run's.
+        folder: The run's folder.
+        name: The run's name.
         sink: The collector.
-        sample: Share of the batches that are sent.
+        sample: Fraction of the batches whose spans are sent.
 
     Raises:
-        TrackerError: The file that says how far it came holds something else, or the folder cannot be written to.
+        TrackerError: The progress file cannot be parsed, or the folder cannot be written.
     """
 
     def __init__(self, folder: Path, name: str, sink: SpanSink, sample: float = 1.0) -> None:
@@ -75,18 +75,18 @@ class SpanForwarder:
         self._unsent: list[TreeSpan] = []
         self._pause, self._not_before = FIRST_PAUSE, 0.0
         self.problem = ""
-        """Why the collector did not take the last of what was to be sent."""
+        """The reason why the last send failed."""
 
     def send(self) -> None:
-        """Send what is new, unless the collector did not take something a moment ago."""
+        """Send new spans, unless the backoff after a failure has not passed."""
         if time.monotonic() >= self._not_before:
             self._send_all()
 
     def finish(self, *, over: bool = True) -> None:
-        """Send what is left.
+        """Send the remaining spans, whatever the backoff.
 
         Args:
-            over: The run is over, so that batches without an end have one now.
+            over: True if the run is over. The spans of unfinished batches are then completed and sent.
         """
         if not self._send_all() or not over:
             return
@@ -95,7 +95,7 @@ class SpanForwarder:
             self._save()
 
     def _send_all(self) -> bool:
-        """Send what is there; return whether all of it was taken."""
+        """Send all new spans. Return whether the collector accepted all of them."""
         while self._send_unsent():
             self._save()
             if (spans := self._tail.read()) is None:

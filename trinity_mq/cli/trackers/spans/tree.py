@@ -1,7 +1,8 @@
-"""The trace of each batch as a tree: the batch, its phases and tasks, and below them what processes recorded.
+"""The trace of each batch as a tree: the batch, its phases and tasks, and below them the spans that processes recorded.
 
-Pure: spans of processes in any order go in, spans with ids and parents come out. What processes recorded comes out at
-once; the batch, a phase and a task, which last from their first span to their last, when the batch is over.
+No I/O. Recorded spans go in, in any order, and spans with ids and parents come out. Recorded spans come out
+immediately. The spans of a batch, a phase and a task last from their first to their last recorded span, so they come
+out when the batch is over.
 """
 
 from __future__ import annotations
@@ -23,17 +24,21 @@ PHASES: Mapping[str, Phase] = {
     "operator": "operators",
     "trainer": "train",
 }
-"""By role: the phase of what is done for a batch. What is done for a version of the weights is ``sync``."""
+"""Phase of the spans recorded for a batch, by role. Spans recorded for a weight version belong to the phase
+``sync``.
+"""
 SETTLED_SECONDS = 15.0
-"""Seconds without a span after which a batch is over that weights were made from."""
+"""Seconds without a new span after which a batch with a weight version counts as over."""
 FORGOTTEN_SECONDS = 1800.0
-"""The same for others: evaluations, and batches that were not trained on."""
+"""Seconds without a new span after which other batches count as over: evaluations, and batches that were not trained
+on.
+"""
 HELD_SECONDS = 600.0
-"""Seconds that a sync waits for the span that says which batch its weights come from."""
+"""Maximum seconds that a sync span waits for the span that links its weight version to a batch."""
 MOST_HELD = 5000
-"""Spans that wait for that, of all syncs."""
+"""Maximum number of waiting sync spans, over all syncs."""
 MOST_KNOWN = 1000
-"""Batches that are remembered as over, and versions whose batch is."""
+"""Maximum number of remembered finished batches, and of remembered weight versions."""
 
 Attribute = str | int | float | bool
 
@@ -45,10 +50,10 @@ class TreeSpan:
     trace: str
     id: str
     parent: str
-    """Empty: it is the root."""
+    """Parent span id. Empty for the root."""
     name: str
     start: float
-    """Seconds since the epoch, as ``end``."""
+    """Start time in seconds since the epoch. ``end`` has the same unit."""
     end: float
     role: str
     agent: str
@@ -57,7 +62,7 @@ class TreeSpan:
 
 @dataclass(slots=True)
 class _Batch:
-    """A batch that goes on: first and last second of each of its phases and tasks."""
+    """An unfinished batch. ``phases`` and ``tasks`` hold the (first, last) time of each, in seconds since the epoch."""
 
     phases: dict[str, list[float]] = field(default_factory=dict)
     tasks: dict[str, list[float]] = field(default_factory=dict)
@@ -72,13 +77,13 @@ class TraceTree:
     """The traces of a run's batches.
 
     Args:
-        run: Its name, an attribute of every span.
-        key: Its trace key.
-        sample: Share of the batches that come out.
-        state: :attr:`state` of an earlier one; None: nothing is known yet.
+        run: Name of the run, an attribute of every span.
+        key: Trace key of the run.
+        sample: Fraction of the batches that are exported.
+        state: :attr:`state` of an earlier tree. None: start empty.
 
     Raises:
-        ValueError: The state is none; TypeError, KeyError and AttributeError likewise.
+        ValueError: The state is not valid. TypeError, KeyError and AttributeError have the same meaning.
     """
 
     def __init__(self, run: str, key: str, sample: float = 1.0, state: Mapping[str, Any] | None = None) -> None:
@@ -87,14 +92,16 @@ class TraceTree:
         self._open = {name: _Batch(**one) for name, one in known.get("open", {}).items()}
         self._over: dict[str, None] = dict.fromkeys(known.get("over", ()))
         self._made: dict[str, str] = dict(known.get("made", {}))
-        """By version of the weights: the batch whose train step made them, or ``weights <version>``: no batch did."""
+        """The batch whose train step made a weight version, by version. ``weights <version>``: no batch made the
+        version.
+        """
         self._held = [TraceSpan(**one) for one in known.get("held", ())]
         self._now = float(known.get("now", 0.0))
-        """The latest end of a span."""
+        """The latest end of a span, in seconds since the epoch."""
 
     @property
     def state(self) -> dict[str, Any]:
-        """Its memory, as JSON takes it."""
+        """The tree's memory as JSON-serializable data."""
         return {
             "open": {
                 name: {"phases": one.phases, "tasks": one.tasks, "version": one.version}
@@ -107,7 +114,7 @@ class TraceTree:
         }
 
     def add(self, spans: Sequence[TraceSpan]) -> list[TreeSpan]:
-        """Return what is to be exported now that these were recorded."""
+        """Return the spans to export after these spans were recorded."""
         found: list[TreeSpan] = []
         for one in spans:
             self._now = max(self._now, one.end)
@@ -123,13 +130,13 @@ class TraceTree:
         return found + self._summaries(self._settled())
 
     def finish(self) -> list[TreeSpan]:
-        """Return what was kept back, because the run is over."""
+        """Return the held spans and the summaries of unfinished batches, at the end of the run."""
         held, self._held = self._held, []
         found = [span for one in held for span in self._recorded(one, self._own_trace(one))]
         return found + self._summaries(list(self._open))
 
     def _batch_of(self, one: TraceSpan) -> str | None:
-        """Return the batch of a span; None: it is not known yet."""
+        """Return the batch of a span, or None if the batch is not known yet."""
         if one.batch is not None:
             return str(one.batch)
         made = self._made.get(one.version or "")
@@ -138,7 +145,9 @@ class TraceTree:
         return made
 
     def _own_trace(self, one: TraceSpan) -> str:
-        """Return the name of the trace of weights that no batch made, as those that a run begins with."""
+        """Return the name of the separate trace for a weight version that no batch made, such as the initial
+        version.
+        """
         return self._made.setdefault(one.version or "", f"weights {one.version}")
 
     def _recorded(self, one: TraceSpan, batch: str) -> Iterable[TreeSpan]:
@@ -181,7 +190,7 @@ class TraceTree:
         ]
 
     def _summaries(self, batches: Sequence[str]) -> list[TreeSpan]:
-        """Return the spans of batches that are over, and of their phases and tasks."""
+        """Return the spans of finished batches, of their phases and of their tasks."""
         found: list[TreeSpan] = []
         for name in batches:
             one = self._open.pop(name)
