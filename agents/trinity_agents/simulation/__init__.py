@@ -1,5 +1,5 @@
-"""Whole runs in one process, on a broker in memory and in virtual time: a harness for tests, and an explorer of seeded
-schedules of faults (``python -m trinity_agents.simulation``).
+"""Whole runs in one process, on an in-memory broker and in virtual time: a harness for tests, and an explorer of seeded
+fault schedules (``python -m trinity_agents.simulation``).
 """
 
 from trinity_agents.simulation.harness import RECORDED, NumberedTasks, Simulation, killed, killed_once, until

@@ -1,4 +1,4 @@
-"""Plays seeded schedules of faults: ``python -m trinity_agents.simulation --seeds 0:1000``."""
+"""Plays seeded fault schedules: ``python -m trinity_agents.simulation --seeds 0:1000``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trinity_agents.simulation.schedule import draw
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Play the seeds of the command line; returns 1 where an invariant does not hold."""
+    """Play the seeds of the command line. Return 0, 1 if an invariant is violated, or 2 for unknown fault numbers."""
     parser = argparse.ArgumentParser(
         prog="python -m trinity_agents.simulation",
         description="Play whole runs under faults drawn from seeds, in virtual time, and check what must hold.",

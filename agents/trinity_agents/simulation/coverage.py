@@ -1,4 +1,4 @@
-"""States of the protocol's machines that simulated runs reach, and the transitions by which they do."""
+"""States of the protocol's state machines that simulated runs reach, and the transitions into them."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from trinity_mq.sync.gate.records import Phase
 from trinity_mq.telemetry.durations import WorkUnderWay
 
 Transition = tuple[str, str, str]
-"""Machine, state before (empty: it began), state after."""
+"""(machine, state before, state after). The state before is empty at the start."""
 
 ENDS = ("gone", "finished", "killed", "frozen", "thawed", "failed")
-"""Ways in which the life of an agent ends, or is interrupted, whatever its role."""
+"""States at the end or at an interruption of an agent's life, for all roles."""
 STATES: Mapping[str, tuple[str, ...]] = {
     "gate: coordinator": tuple(phase.value for phase in Phase),
     "gate: member": tuple(stage.value for stage in MemberStage),
@@ -48,7 +48,7 @@ STATES: Mapping[str, tuple[str, ...]] = {
     "engine": ("starting", "holding", "working", *ENDS),
     "work of trainer and operator": ("none", "batch", "step", "sync", "save", "final"),
 }
-"""By machine, its states; an agent's are those of its heartbeats and the ends of its lives."""
+"""The states of each machine. An agent's states are its heartbeat states and the ends of its lives."""
 SESSION_STATES: Mapping[str, tuple[str, ...]] = {
     "gateway": ("starting", "holding", "working", *ENDS),
     "session": ("open", "parked", "queued", "batched", "trained", "evaluated", "dropped"),
@@ -62,19 +62,19 @@ SESSION_STATES: Mapping[str, tuple[str, ...]] = {
         *("decided twice", "acted after another"),
     ),
 }
-"""Those that only runs with sessions have."""
+"""The states that only runs with sessions have."""
 ALL_STATES: Mapping[str, tuple[str, ...]] = {**STATES, **SESSION_STATES}
 
 
 @dataclass
 class Coverage:
-    """Transitions by machine, and in how many seeds each was seen."""
+    """Counts, for each transition, the seeds that reached it."""
 
     states: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: STATES)
-    """Those that there are."""
+    """All states of each machine."""
     seeds: int = 0
     seen: Counter[Transition] = field(default_factory=Counter)
-    """Seeds in which a transition was seen."""
+    """Number of seeds that reached each transition."""
 
     def add(self, transitions: Iterable[Transition]) -> None:
         """Count the transitions of one seed."""
@@ -82,12 +82,12 @@ class Coverage:
         self.seen.update(set(transitions))
 
     def merge(self, other: Coverage) -> None:
-        """Add what other seeds reached."""
+        """Add the counts of other seeds."""
         self.seeds += other.seeds
         self.seen += other.seen
 
     def reached(self, machine: str) -> set[str]:
-        """Return the states of a machine that were reached."""
+        """Return the reached states of a machine."""
         return {after for name, _, after in self.seen if name == machine}
 
     def missing(self) -> list[str]:
@@ -100,7 +100,9 @@ class Coverage:
         ]
 
     def rows(self) -> Iterator[tuple[str, str, str]]:
-        """Return, for each state, how many seeds came to it and from where."""
+        """Yield (machine, state, origins) for each state. The origins list the preceding states with their seed
+        counts.
+        """
         for machine, states in self.states.items():
             for state in (*states, *sorted(self.reached(machine) - set(states))):
                 before = Counter({b or "begins": n for (m, b, a), n in self.seen.items() if (m, a) == (machine, state)})
@@ -108,7 +110,7 @@ class Coverage:
                 yield machine, state, origins or "never"
 
     def table(self) -> str:
-        """Return all rows as a table in Markdown, with the states never reached named below."""
+        """Return all rows as a Markdown table, followed by the states that were never reached."""
         lines = ["| machine | state | reached from, in so many seeds |", "|---|---|---|"]
         lines += [f"| {machine} | {state} | {origins} |" for machine, state, origins in self.rows()]
         missing = self.missing()
@@ -117,19 +119,19 @@ class Coverage:
 
 
 class Observer:
-    """Notes the transitions of one run."""
+    """Records the transitions of one run."""
 
     def __init__(self) -> None:
         self.transitions: set[Transition] = set()
 
     def note(self, machine: str, before: str, after: str) -> None:
-        """Note a transition; one to the same state is none."""
+        """Record a transition. A transition to the same state is ignored."""
         if before != after:
             self.transitions.add((machine, before, after))
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Note the state changes of all machines that are made during the ``with`` block."""
+        """Record all state changes of the watched machines during the ``with`` block."""
         with ExitStack() as stack:
             for watched, name, noted in (
                 (Coordinator, "phase", lambda _: ("gate: coordinator", lambda phase: phase.value)),
@@ -144,7 +146,7 @@ class Observer:
             yield
 
     def read(self, messages: Iterable[Message]) -> None:
-        """Note what the messages of a run, in their order, say of tickets, slices and fetches."""
+        """Record the transitions of tickets, slices and fetches from the messages of a run, given in order."""
         reader = _Reader(self.note)
         for message in messages:
             reader.read(message)
@@ -154,15 +156,15 @@ class _Reader:
     """Follows tickets, slices and catch-up fetches through the messages of a run.
 
     Args:
-        note: Is told of each transition: the machine, the state before and the one after.
+        note: Called with each transition as (machine, state before, state after).
     """
 
     def __init__(self, note: Callable[[str, str, str], None]) -> None:
         self._note = note
         self._states: dict[tuple[str, object], str] = {}
-        """By machine and key."""
+        """Current state by (machine, key)."""
         self._fetches: dict[str, int] = {}
-        """By member: the attempt under way."""
+        """Current attempt by member."""
 
     def read(self, message: Message) -> None:
         if isinstance(message, TaskSlice | TaskSlices):
@@ -193,7 +195,7 @@ class _Reader:
         self._go("slice", key, "published again" if is_again else "published")
 
     def _fetch(self, event: SyncEvent) -> None:
-        """Follow one member's fetch of the committed version; such events have epoch 0."""
+        """Track the fetches of the committed version by members. These events have epoch 0."""
         after = {"prepare": "fetching", "commit": "fetched", "abort": "broken off"}.get(event.verb)
         for member in event.members if after is not None else ():
             if event.verb == "prepare":
@@ -214,13 +216,13 @@ def _trust(quarantined: bool) -> str:
 
 
 class _Watched:
-    """In place of an attribute: keeps its value, and notes each change.
+    """Descriptor that replaces an attribute: stores its value and records each change.
 
     Args:
-        owner: The class.
-        name: The attribute's.
-        noted: Returns, for an object, the name of its machine and how to name a value.
-        observer: Is told.
+        owner: The class with the attribute.
+        name: Name of the attribute.
+        noted: Returns, for an object, (the name of its machine, a function that names a value).
+        observer: Records the changes.
     """
 
     def __init__(

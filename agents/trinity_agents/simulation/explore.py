@@ -1,4 +1,4 @@
-"""Explores schedules: plays seeds, checks the invariants, shrinks the schedule of one that fails."""
+"""Explores schedules: plays seeds, checks the invariants, and shrinks failing schedules."""
 
 from __future__ import annotations
 
@@ -17,31 +17,33 @@ from trinity_agents.simulation.sessions.run import SessionRun
 from trinity_mq.testing.virtual_time import StandsStill
 
 SHOWN = 8
-"""Contradictions that a report lists."""
+"""Maximum number of violations listed in a report."""
 CHUNK = 20
-"""Seeds that a worker plays before it reports."""
+"""Number of seeds that a worker plays before it reports."""
 
 
 @dataclass
 class Played:
-    """Outcome of a schedule that was played."""
+    """Outcome of a played schedule."""
 
     schedule: Schedule
     violations: list[tuple[str, str]]
-    """Pairs of the invariant that does not hold and what contradicts it."""
+    """Pairs of (violated invariant, description of the violation)."""
     trail: list[str]
-    """The last events, a line each."""
+    """The last events, one line each."""
     transitions: set[Transition]
     seconds: float
-    """Virtual seconds."""
+    """Duration of the run in virtual seconds."""
 
     @property
     def invariant(self) -> str | None:
-        """The first invariant that does not hold; None: all hold."""
+        """The first violated invariant. None: all invariants hold."""
         return self.violations[0][0] if self.violations else None
 
     def report(self) -> str:
-        """Return it for a person: the schedule, what is violated, the last events, and the command to repeat it."""
+        """Return a report for a person: the schedule, the violations, the last events, and the command to repeat the
+        run.
+        """
         lines = [f"seed {self.schedule.seed}", *(f"  {line}" for line in self.schedule.lines())]
         lines.append("the last events:")
         lines += [f"  {line}" for line in self.trail]
@@ -53,7 +55,7 @@ class Played:
 
 
 def play(schedule: Schedule | int, kind: type[ScheduledRun] | None = None) -> Played:
-    """Play a schedule, or that of a seed, and check the invariants."""
+    """Play a schedule, or the schedule of a seed, and check the invariants."""
     schedule = draw(schedule) if isinstance(schedule, int) else schedule
     if kind is None:
         kind = ScheduledRun if schedule.sessions is None else SessionRun
@@ -81,8 +83,8 @@ def _judge(run: ScheduledRun, error: BaseException | None) -> Played:
 
 
 def shrink(failed: Played, kind: type[ScheduledRun] | None = None) -> Played:
-    """Return the failure of the schedule with as few faults as violate the same invariant: each is left out in turn,
-    until none can be.
+    """Return the failure with a minimal set of faults that violates the same invariant. Single faults are removed until
+    no further removal keeps the violation.
     """
     left, before = failed, None
     while before is not left:
@@ -96,8 +98,8 @@ def shrink(failed: Played, kind: type[ScheduledRun] | None = None) -> Played:
 
 
 def explore(seeds: Iterable[int], *, sessions: bool = False) -> tuple[Coverage, list[Played]]:
-    """Play seeds, or those of runs with sessions, one after the other; returns the states that they reached and those
-    that failed.
+    """Play seeds one after another. Return (the reached states, the failed runs). ``sessions`` selects runs with
+    sessions.
     """
     coverage, failed = Coverage(states=ALL_STATES if sessions else STATES), []
     for seed in seeds:
@@ -111,13 +113,13 @@ def explore(seeds: Iterable[int], *, sessions: bool = False) -> tuple[Coverage, 
 def explore_in_processes(
     seeds: Sequence[int], workers: int, done: Callable[[int, list[Played]], None], *, sessions: bool = False
 ) -> tuple[Coverage, list[Played]]:
-    """Play seeds in so many processes.
+    """Play seeds in ``workers`` processes. Return (the reached states, the failed runs).
 
     Args:
         seeds: The seeds.
-        workers: Processes.
-        sessions: Those of runs with sessions.
-        done: Called after each chunk with the number of seeds played so far and those of the chunk that failed.
+        workers: Number of processes.
+        sessions: True for runs with sessions.
+        done: Called after each chunk with the number of seeds played so far and the failed runs of the chunk.
     """
     coverage, failed, count = Coverage(states=ALL_STATES if sessions else STATES), [], 0
     chunks = [list(chunk) for chunk in _chunks(seeds)]
@@ -131,7 +133,7 @@ def explore_in_processes(
                 count += len(chunk)
                 done(count, wrong)
         except BaseException:
-            pool.shutdown(cancel_futures=True)  # asked to end: after the chunks under way
+            pool.shutdown(cancel_futures=True)  # on interruption, wait only for the chunks in progress
             raise
     return coverage, failed
 

@@ -1,5 +1,5 @@
-"""The connection of one agent's life on which a schedule's faults happen: at points that the agent passes, it may die,
-stand still, be late, or publish twice.
+"""A bus connection that injects a schedule's faults into one life of an agent. At the points that the agent passes, it
+may be killed, frozen or delayed, or publish twice.
 """
 
 from __future__ import annotations
@@ -18,33 +18,33 @@ from trinity_mq.config.bus import BrokerConfig
 from trinity_mq.testing.virtual_time import OWNER, VirtualTimeLoop
 
 QUIET = {"beat", "metrics"}
-"""Kinds that pass no point: nearly all traffic is heartbeats, and nearly all faults would happen at one."""
+"""Message kinds without fault points. Nearly all traffic is heartbeats, so nearly all faults would hit heartbeats."""
 UNTOLD = {"weights.join"}
-"""Routing keys of what is left out of the trail: it is repeated for ever."""
+"""Routing keys omitted from the trail, because their messages repeat endlessly."""
 NOTICED = 20.0
-"""Seconds after which the broker takes a client that stands still for gone: twice ``broker.heartbeat``."""
+"""Seconds after which the broker drops the connection of a frozen client: twice ``broker.heartbeat``."""
 RECONNECT = 0.05
-"""Seconds that a client takes to connect again."""
+"""Seconds that a client needs to reconnect."""
 REPEAT_SECONDS = (0.0, 0.1, 0.3)
-"""Seconds after which a publisher repeats what was not confirmed."""
+"""Seconds after which a publisher repeats an unconfirmed message."""
 MOST_LATE = 1.0
-"""Seconds by which jitter delays a delivery at most."""
+"""Maximum seconds by which jitter delays a delivery."""
 TRAIL = 60
-"""Events that a report of a violation ends with."""
+"""Number of last events in the report of a violation."""
 
 PointFault = Kill | Freeze | LostConfirm | Delay
 
 
 class Faults:
-    """The faults of a schedule that happen on connections, how far each role has come, and what has happened."""
+    """The connection faults of a schedule, the number of points that each role has passed, and the recorded events."""
 
     def __init__(self, schedule: Schedule) -> None:
         self.dice = random.Random(f"{schedule.seed}/run")
-        """Draws what depends on what the agents do."""
+        """Random generator for decisions that depend on the agents' behaviour."""
         self.trail: deque[tuple[float, str, str]] = deque(maxlen=TRAIL)
-        """The last events: time, agent, text."""
+        """The last events as (time, agent, text)."""
         self.passed: Counter[str] = Counter()
-        """Points passed, by role."""
+        """Number of passed points by role."""
         self._due: defaultdict[str, dict[int, list[PointFault]]] = defaultdict(dict)
         jitter = [fault for fault in schedule.faults if isinstance(fault, Jitter)]
         self._late, self._mean = max(((one.share, one.mean) for one in jitter), default=(0.0, 1.0))
@@ -58,29 +58,29 @@ class Faults:
         self.trail.append((asyncio.get_running_loop().time(), who, text))
 
     def next_point(self, role: str) -> list[PointFault]:
-        """Count a point of a role and return what happens there."""
+        """Count a point of a role and return the faults that happen there."""
         place = self.passed[role]
         self.passed[role] = place + 1
         return self._due[role].pop(place, [])
 
     def lateness(self) -> float:
-        """Return by how many seconds the next thing is late, mostly none."""
+        """Return the delay of the next operation in seconds, mostly 0."""
         return self.dice.expovariate(1 / self._mean) if self._late and self.dice.random() < self._late else 0.0
 
     def is_repeated(self) -> bool:
-        """Say whether the next publish loses its confirm."""
+        """Return whether the next publish loses its confirm."""
         return bool(self._repeated) and self.dice.random() < self._repeated
 
 
 class FaultyBus(MemoryBus):
-    """The connection of one life of an agent.
+    """The faulty connection of one life of an agent.
 
     Args:
-        broker: See :class:`MemoryBus`, as for ``topology`` and ``config``.
-        faults: What happens.
-        role: The agent's.
-        who: The agent's id and which life of it this is.
-        on_end: Called with ``killed`` or ``frozen``, or ``thawed``, when that happens.
+        broker: See :class:`MemoryBus`, also for ``topology`` and ``config``.
+        faults: The faults to inject.
+        role: Role of the agent.
+        who: The agent's id, followed by one ``'`` for each earlier life.
+        on_end: Called with ``killed``, ``frozen`` or ``thawed`` when the agent is killed, frozen or thawed.
     """
 
     def __init__(
@@ -96,30 +96,30 @@ class FaultyBus(MemoryBus):
         super().__init__(broker, topology, config=config)
         self.faults, self.role, self.who = faults, role, who
         self.life: asyncio.Task[None] | None = None
-        """The agent's task, known once it runs."""
+        """The agent's task. None: not started."""
         self.dead = False
         self.killed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.died_at: str | None = None
         self._on_end = on_end
         self.on_publish: Callable[[FaultyBus, Envelope], None] | None = None
-        """Is told of each publish, before the broker gets it."""
+        """Called with each publish before the broker receives it."""
         self._unconfirmed: list[float] = []
-        """Seconds after which each of the next publishes is repeated."""
+        """Delay in seconds of the repetition of each of the next publishes."""
 
     @property
     def lives(self) -> bool:
-        """Whether the agent runs."""
+        """True while the agent runs, also while it is frozen."""
         return self.life is not None and not self.life.done() and not self.dead
 
     def begin(self, agent: Callable[[], Any]) -> asyncio.Task[None]:
-        """Run an agent in a context of its own, so that it can be frozen."""
+        """Run an agent in its own context, so that it can be frozen."""
         context = contextvars.copy_context()
         context.run(OWNER.set, self.who)
         self.life = asyncio.get_running_loop().create_task(agent(), name=self.who, context=context)
         return self.life
 
     def kill(self) -> None:
-        """End the agent as SIGKILL does: it comes to nothing any more, no ``finally`` either."""
+        """Kill the agent as SIGKILL does: none of its code runs any more, not even ``finally`` blocks."""
         if self.lives:
             self._on_end("killed")
             self.dead = True
@@ -128,7 +128,7 @@ class FaultyBus(MemoryBus):
             self.killed.set_result(None)
 
     def freeze(self, seconds: float) -> None:
-        """Have the agent stand still; the broker notices it after a while."""
+        """Stop the agent for ``seconds``. The broker notices after :data:`NOTICED` seconds."""
         loop = _loop()
         if not self.lives or loop.is_frozen(self.who):
             return
@@ -148,10 +148,10 @@ class FaultyBus(MemoryBus):
             loop.thaw(self.who)
         if self.lives:
             self._on_end("thawed")
-            self.reconnect_in(RECONNECT)  # not before it has noticed what happened
+            self.reconnect_in(RECONNECT)  # the agent must first notice the lost connection
 
     async def point(self, name: str) -> None:
-        """Pass a point at which something may happen, and after the agent's death none."""
+        """Pass a fault point. Code of a killed agent waits here forever."""
         if self.dead:
             await forever()
         for fault in self.faults.next_point(self.role):
@@ -176,7 +176,7 @@ class FaultyBus(MemoryBus):
     async def publish(
         self, exchange: str, routing_key: str, envelope: Envelope, *, timeout: float | None = None
     ) -> bool:
-        """Publish, perhaps late, perhaps twice."""
+        """Publish, possibly late and possibly twice."""
         if envelope.kind in QUIET:
             return await super().publish(exchange, routing_key, envelope, timeout=timeout)
         await self.point(f"before publishing {envelope.kind}")
@@ -198,12 +198,12 @@ class FaultyBus(MemoryBus):
         return routed
 
     async def declare(self, *queues: Queue) -> None:
-        """Declare, perhaps late."""
+        """Declare, possibly late."""
         await self._step("declare", queues[0] if len(queues) == 1 else None)
         await super().declare(*queues)
 
     async def unbind(self, queue: Queue) -> None:
-        """Unbind, perhaps late."""
+        """Unbind, possibly late."""
         await self._step("unbind", queue)
         await super().unbind(queue)
         await self.point("unbound")
@@ -215,7 +215,7 @@ class FaultyBus(MemoryBus):
         await self.point("deleted")
 
     async def consume(self, queue: Queue, *, prefetch: int = 0, offset: int | None = None) -> Consumer:
-        """Consume; what all agents share is delivered late at times."""
+        """Consume. Deliveries from shared queues may be late."""
         await self._step("consume", queue)
         consumer = await super().consume(queue, prefetch=prefetch, offset=offset)
         return LateConsumer(self, consumer) if queue.kind != "exclusive" else consumer
@@ -230,12 +230,14 @@ class FaultyBus(MemoryBus):
 
 
 class LateConsumer(Consumer):
-    """A consumer whose deliveries take their time, each a point on arrival and two at its acknowledgement."""
+    """A consumer with late deliveries. Each delivery passes one point on arrival and two points at its
+    acknowledgement.
+    """
 
     def __init__(self, bus: FaultyBus, consumer: Consumer) -> None:
         self._bus, self._consumer = bus, consumer
         self._taken: Delivery | None = None
-        """Not handed over yet: whoever waited for it has given up meanwhile."""
+        """A delivery that was received but not handed over, because the waiting caller was cancelled."""
 
     async def __anext__(self) -> Delivery:
         if self._taken is None:
@@ -246,7 +248,7 @@ class LateConsumer(Consumer):
         return self._hand_over(self._taken)
 
     def get_nowait(self) -> Delivery | None:
-        """Return the next delivery that has arrived, None if there is none."""
+        """Return the next delivery that has arrived, or None."""
         found = self._taken or self._consumer.get_nowait()
         return None if found is None else self._hand_over(found)
 
@@ -255,7 +257,7 @@ class LateConsumer(Consumer):
         await self._consumer.stop()
 
     async def close(self) -> None:
-        """Give back what is unanswered."""
+        """Return unacknowledged deliveries to the queue."""
         await self._consumer.close()
 
     def _hand_over(self, delivery: Delivery) -> Delivery:
@@ -283,6 +285,6 @@ def _loop() -> VirtualTimeLoop:
 
 
 async def forever() -> Never:
-    """Wait: the agent that does is dead."""
+    """Wait forever, as the code of a killed agent does."""
     await asyncio.Event().wait()
     raise AssertionError("nobody sets it")

@@ -1,5 +1,5 @@
-"""A whole run in one process on MemoryBus: the real explorer, operators and trainer beside a fake learner, engine and
-runner. In virtual time (:func:`trinity_mq.testing.virtual_time.run_virtually`) it takes well under a second.
+"""A whole run in one process on MemoryBus: the real explorer, operators and trainer with a fake learner, engine and
+runner. In virtual time (:func:`trinity_mq.testing.virtual_time.run_virtually`) a run takes well under a second.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from trinity_mq.testing.fakes import FakeChannel, FakeEngine, FakeLearner, FakeR
 
 M = TypeVar("M", bound=Message)
 RECORDED = "recorded"
-"""Name, behind the run's prefix, of the queue that keeps copies."""
+"""Name of the queue, without the run's prefix, that keeps a copy of each message."""
 
 
 NOT_MESSAGES = {"experience_chunk", "experience_part", "unknown"}
-"""Kinds on the broker whose bodies are no control messages."""
+"""Kinds on the broker whose bodies are not control messages."""
 
 
 class NumberedTasks:
-    """A taskset without end; the raw task is its number."""
+    """An endless taskset. The raw task holds the number of the task."""
 
     def __init__(self, repeat_times: int = 2) -> None:
         self.repeat_times, self.given = repeat_times, 0
@@ -48,43 +48,43 @@ class NumberedTasks:
         return [TaskBody(workflow="none", repeat_times=self.repeat_times, raw_task={"n": n}) for n in numbers]
 
     def state(self) -> dict[str, object]:
-        """Return how many tasks were given out."""
+        """Return the number of tasks handed out."""
         return {"given": self.given}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on behind the tasks of ``state``."""
+        """Resume after the tasks of ``state``."""
         self.given = state["given"]
 
 
 @dataclass
 class Simulation:
-    """A run's parts; every agent has a connection of its own to one broker. Restart an agent by making another."""
+    """The parts of a run. Every agent has its own connection to one broker. To restart an agent, make a new agent."""
 
     folder: Path
     """The run folder."""
     overrides: tuple[str, ...] = ()
-    """``section.key=value`` words on top of a small configuration of two tasks with two runs each a batch."""
+    """``section.key=value`` settings that override a small configuration with two tasks of two runs per batch."""
     batches: int = 6
     step_seconds: float = 1.0
-    """Seconds that the fake learner takes for a step."""
+    """Seconds per step of the fake learner."""
     runner_seconds: Callable[[TaskSlice], float] = lambda task_slice: 0.1
-    """Seconds that the fake runner takes for a slice."""
+    """Returns the seconds that the fake runner takes for a slice."""
     spoil: Callable[[TaskSlice], str | None] = lambda task_slice: None
-    """Fate of a slice: None (finished), ``"empty"`` (no experiences) or ``"failed"``."""
+    """Returns the fate of a slice: None (finished), ``"empty"`` (no experiences) or ``"failed"``."""
     broker: MemoryBroker = field(default_factory=MemoryBroker)
     engine: FakeEngine = field(default_factory=FakeEngine)
     channel: Any = field(default_factory=FakeChannel)
     reports: list[tuple[int, dict[str, float]]] = field(default_factory=list)
-    """Metrics by step, as they were written."""
+    """(step, metrics) pairs in the order in which they were written."""
     operators: int = 1
-    """Operator processes."""
+    """Number of operator processes."""
     eval_sets: dict[str, list[TaskBody]] = field(
         default_factory=lambda: {"held": [TaskBody(workflow="none", is_eval=True)]}
     )
     taskset: bool = True
-    """Whether the explorer has a taskset; without one it waits for submissions."""
+    """True if the explorer has a taskset. Without a taskset it waits for submissions."""
     recorded: tuple[str, ...] = ("tasks", "batches", "results", "ready", "sync", "dead")
-    """Exchanges of which every message is kept."""
+    """Exchanges whose messages are all recorded."""
     explorers: list[Explorer] = field(default_factory=list)
     trainers: list[Trainer] = field(default_factory=list)
     learners: list[FakeLearner] = field(default_factory=list)
@@ -94,7 +94,7 @@ class Simulation:
         self.topology = Topology("sim")
 
     def settings(self) -> dict[str, Any]:
-        """Return the configuration that :attr:`overrides` change."""
+        """Return the base configuration, to which :attr:`overrides` apply."""
         return {
             "name": "sim",
             "model": {"tiny": {}},
@@ -106,18 +106,18 @@ class Simulation:
         }
 
     def bus(self) -> MemoryBus:
-        """Return a connection of its own, not connected."""
+        """Return a new connection that is not connected yet."""
         return MemoryBus(self.broker, self.topology, config=self.config.broker)
 
     def write(self, step: int, values: dict[str, float]) -> None:
-        """Keep metrics: the simulation is its agents' metrics writer."""
+        """Record metrics. The simulation is the metrics writer of its agents."""
         self.reports.append((step, values))
 
     def close(self) -> None:
-        """Metrics are kept after their writers have closed."""
+        """Do nothing: metrics stay available after their writers have closed."""
 
     def make_trainer(self, agent_id: str = "trainer-0", learner: FakeLearner | None = None) -> Trainer:
-        """Return a trainer on the run's folder; it takes up what an earlier one left there."""
+        """Return a trainer on the run's folder. It resumes from the state of an earlier trainer."""
         learner = learner or FakeLearner(self.step_seconds)
         self.learners.append(learner)
         trainer = Trainer(
@@ -134,7 +134,7 @@ class Simulation:
         return trainer
 
     def make_explorer(self, agent_id: str = "explorer-0") -> Explorer:
-        """Return an explorer on the run's folder; it takes up what an earlier one left there."""
+        """Return an explorer on the run's folder. It resumes from the state of an earlier explorer."""
         explorer = Explorer(
             self.config,
             bus=self.bus(),
@@ -159,7 +159,7 @@ class Simulation:
         return FakeRunnerAgent(self.config, bus=self.bus(), topology=self.topology, agent_id=agent_id, work=self.runner)
 
     def make_operator(self, number: int = 0) -> Operator:
-        """Return an operator agent with the operators of the configuration."""
+        """Return an operator agent with the configured operators."""
         return Operator(
             self.config,
             bus=self.bus(),
@@ -179,10 +179,10 @@ class Simulation:
         """Run until every agent has ended.
 
         Args:
-            trainer: Runs in place of one trainer.
-            runners: Runs in place of one runner.
-            explorer: Runs in place of one explorer.
-            beside: Runs beside the agents, and is waited for.
+            trainer: Runs instead of the default trainer.
+            runners: Runs instead of the default runner.
+            explorer: Runs instead of the default explorer.
+            beside: Runs next to the agents. The run waits for its end.
 
         Raises:
             ExceptionGroup: An agent failed.
@@ -216,27 +216,31 @@ class Simulation:
         return [step for step, _ in self.values("eval/held/finished_task_count")]
 
     def state(self) -> ExplorerState:
-        """Return the explorer's state as saved."""
+        """Return the explorer's saved state."""
         return StateFile.of(self.folder).load()
 
     async def client(self) -> Bus:
-        """Return a connection for a client of the run."""
+        """Return a connected bus for a client of the run."""
         bus = self.bus()
         await bus.connect()
         return bus
 
     async def record_messages(self) -> None:
-        """Keep a copy of every message published from now on."""
+        """Record a copy of every message published from now on."""
         bindings = tuple(Binding(self.topology.exchange(name), "#") for name in self.recorded)
         bus = await self.client()
         await bus.declare(*self.topology.durable, Queue(name=self.topology.prefix + RECORDED, bindings=bindings))
 
     def published(self, kind: type[M]) -> list[M]:
-        """Return every control message of a kind that was published, in order; results of one message one by one."""
+        """Return every published control message of a kind, in order. A message with several results is split into
+        single results.
+        """
         return [message for message in self.messages() if isinstance(message, kind)]
 
     def messages(self) -> list[Message]:
-        """Return every control message that was published, in order; results of one message one by one."""
+        """Return every published control message, in order. A message with several results is split into single
+        results.
+        """
         found: list[Message] = []
         for stored in self.waiting_in(RECORDED):
             if stored.content_type != EXPERIENCES and stored.headers.get("kind") not in NOT_MESSAGES:
@@ -249,7 +253,7 @@ class Simulation:
         return [stored.headers for stored in self.waiting_in("dead")]
 
     def waiting_in(self, name: str) -> list[Stored]:
-        """Return the messages that wait in a queue of the run, named without the run's prefix."""
+        """Return the messages that wait in a queue of the run. ``name`` omits the run's prefix."""
         return self._queue(self.topology.prefix + name)
 
     def stream(self) -> StreamQueue:
@@ -266,7 +270,7 @@ class Simulation:
     async def submit(
         self, number: int, reply_to: str | None = None, headers: Mapping[str, HeaderValue] | None = None, **task: Any
     ) -> None:
-        """Submit a task from outside under id ``s<number>``."""
+        """Submit a task from an external client with the id ``s<number>``."""
         bus = await self.client()
         body = TaskSubmission(task=TaskBody(workflow="none", raw_task={"s": number}, **task))
         message = envelope(body, message_id=f"s{number}", correlation_id=f"c{number}", reply_to=reply_to)
@@ -280,7 +284,7 @@ class Simulation:
 
 
 async def killed(task: asyncio.Task[Any]) -> bool:
-    """Cancel an agent's task wherever it is; return False when it had ended by itself."""
+    """Cancel an agent's task. Return False if the task had already ended."""
     ended = task.done()
     task.cancel()
     await asyncio.wait([task])
@@ -288,7 +292,9 @@ async def killed(task: asyncio.Task[Any]) -> bool:
 
 
 def killed_once(sim: Simulation, after: float) -> Callable[[], Awaitable[None]]:
-    """Return a ``trainer`` for :meth:`Simulation.run` that is killed after ``after`` seconds and then replaced."""
+    """Return a ``trainer`` for :meth:`Simulation.run` that is killed after ``after`` seconds and replaced 2 seconds
+    later.
+    """
 
     async def run() -> None:
         first = asyncio.get_running_loop().create_task(sim.make_trainer().run())
@@ -304,7 +310,7 @@ def killed_once(sim: Simulation, after: float) -> Callable[[], Awaitable[None]]:
 
 
 async def until(condition: Callable[[], bool], step: float = 0.01) -> None:
-    """Wait until ``condition`` holds, looking every ``step`` seconds of virtual time, 300 seconds at most."""
+    """Poll every ``step`` seconds of virtual time until ``condition`` holds, for at most 300 seconds."""
     async with asyncio.timeout(300.0):
         while not condition():  # noqa: ASYNC110  # nobody tells a test, and in virtual time looking costs nothing
             await asyncio.sleep(step)

@@ -1,4 +1,4 @@
-"""Invariants that hold at the end of every run, whatever went wrong in it. Each one yields what contradicts it."""
+"""Invariants that hold at the end of every run, even after faults. Each invariant yields its violations."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from trinity_mq.messages import BatchClosed, BatchReady, Message, Progress, Sync
 
 Faults = Iterator[str]
 RunOfTask = tuple[int, int, int]
-"""Batch, task, run."""
+"""(batch, task, run)."""
 GIVEN_UP = {"failed", "gone"}
 
 
 class Evidence:
-    """Evidence that a run has left behind, read once."""
+    """Evidence that a run has left behind. Each part is computed once."""
 
     def __init__(self, run: ScheduledRun) -> None:
         self.run, self.settings = run, run.schedule.settings
         self.messages: list[Message] = run.messages()
-        """Every control message that was published, in order."""
+        """Every published control message, in order."""
 
     @cached_property
     def state(self) -> ExplorerState:
@@ -35,12 +35,14 @@ class Evidence:
 
     @cached_property
     def generation(self) -> int:
-        """The last trainer that began. One that began at the very end may have been told to end before it had one."""
+        """Generation of the last trainer that has one. A trainer started at the very end may be drained before it gets
+        a generation.
+        """
         return max(trainer.loop.generation for trainer in self.run.trainers)
 
     @cached_property
     def manifests(self) -> dict[int, list[BatchClosed]]:
-        """The different manifests of each batch."""
+        """The distinct manifests of each batch."""
         found: defaultdict[int, list[BatchClosed]] = defaultdict(list)
         for message in self.messages:
             if isinstance(message, BatchClosed) and message not in found[int(message.batch)]:
@@ -54,12 +56,12 @@ class Evidence:
 
     @cached_property
     def processed(self) -> dict[int, tuple[BatchReady, ExperienceBatch]]:
-        """The set that decides each batch, as the ready stream has it."""
+        """The processed set that decides each batch, from the ready stream."""
         return self.run.processed()
 
     @cached_property
     def slices(self) -> list[TaskSlice]:
-        """Every slice that was published, repeats among them."""
+        """Every published slice, including repetitions."""
         found: list[TaskSlice] = []
         for message in self.messages:
             found += message.slices if isinstance(message, TaskSlices) else []
@@ -68,31 +70,33 @@ class Evidence:
 
     @cached_property
     def results(self) -> list[TaskResult]:
-        """Every result that was published, repeats among them."""
+        """Every published result, including repetitions."""
         return [message for message in self.messages if isinstance(message, TaskResult)]
 
     @cached_property
     def progress(self) -> list[Progress]:
-        """Every report of the trainers."""
+        """Every progress message of the trainers."""
         return [message for message in self.messages if isinstance(message, Progress)]
 
     @cached_property
     def history(self) -> list[dict[str, object]]:
-        """History entries that the final checkpoint was trained on, in order.
+        """History entries of the lineage of the final checkpoint, in order.
 
         Raises:
-            HistoryError: It has a gap.
+            HistoryError: The history has a gap.
         """
         return [*lineage(self.run.folder / "history", self.generation, self.settings.batches)]
 
     @property
     def is_short(self) -> bool:
-        """Whether batches may be over before their slices are."""
+        """True if a batch may end before all its slices have ended."""
         return self.settings.batch_timeout < SHORT or self.settings.cut_off != "never"
 
 
 def run_is_over(found: Evidence) -> Faults:
-    """The explorer has nothing open, the trainer has consumed every batch, and the final weights are saved."""
+    """Check that the explorer has no open batch, the trainer has consumed every batch, and the last progress is
+    reported.
+    """
     state, batches = found.state, found.settings.batches
     if not state.finished:
         yield "the explorer has not finished"
@@ -108,12 +112,12 @@ def run_is_over(found: Evidence) -> Faults:
 
 
 def no_task_is_left(found: Evidence) -> Faults:
-    """When all agents have ended, none of their asyncio tasks runs."""
+    """Check that no asyncio task of the agents is left running after their end."""
     yield from (f"left running: {name}" for name in found.run.left_running)
 
 
 def one_manifest(found: Evidence) -> Faults:
-    """Each batch has one manifest, however often it was published."""
+    """Check that each batch has a single manifest content, however often the manifest was published."""
     if sorted(found.manifests) != list(range(1, found.settings.batches + 1)):
         yield f"batches with a manifest: {sorted(found.manifests)}"
     for batch, manifests in found.manifests.items():
@@ -123,7 +127,7 @@ def one_manifest(found: Evidence) -> Faults:
 
 
 def one_outcome(found: Evidence) -> Faults:
-    """Each slice of a task has one outcome, and each run that finished is accepted once, or was cut off."""
+    """Check that each slice has one outcome, and that each run that does not fail is accepted once or was cut off."""
     settings, fails = found.settings, found.run.workflows.fails
     cut_short = found.run.workflows.cut_short | found.run.pool.cut_short
     gave_up = {
@@ -160,8 +164,10 @@ def one_outcome(found: Evidence) -> Faults:
 
 
 def tasks_once(found: Evidence) -> Faults:
-    """Each batch is opened once. Each task of the taskset is in one batch; in a second one only where it was given
-    back, and then once. None is passed over, but those of a batch whose time ran out before its slices were published.
+    """Check that each batch is opened once and that each task of the taskset is in one batch.
+
+    A task is in a second batch only if it was returned to the taskset, and at most once. No task is skipped, except
+    tasks of a batch that timed out before its slices were published.
     """
     tickets: defaultdict[int, set[str]] = defaultdict(set)
     places: defaultdict[int, dict[int, tuple[str, int]]] = defaultdict(dict)
@@ -183,7 +189,9 @@ def tasks_once(found: Evidence) -> Faults:
 
 
 def processed_as_listed(found: Evidence) -> Faults:
-    """The set that decides a batch holds each experience that its manifest lists once, and nothing else."""
+    """Check that the deciding set of a batch holds each experience listed in the manifest once, and no other
+    experience.
+    """
     least = found.run.config.algorithm.effective_min_group_runs
     if sorted(found.processed) != sorted(found.manifest):
         yield f"batches that were decided: {sorted(found.processed)}"
@@ -209,8 +217,10 @@ def processed_as_listed(found: Evidence) -> Faults:
 
 
 def trained_once(found: Evidence) -> Faults:
-    """In the lineage of the final checkpoint each batch is consumed once, and each experience trained on once, all of
-    them from the set that decides its ticket.
+    """Check that the lineage of the final checkpoint consumes each batch once and trains on each experience at most
+    once.
+
+    All trained experiences come from the set that decides their ticket.
     """
     settings = found.settings
     try:
@@ -230,7 +240,7 @@ def trained_once(found: Evidence) -> Faults:
 
 
 def uids_of(entry: Mapping[str, object]) -> list[str]:
-    """Return the ids of the experiences that a history entry says were trained on."""
+    """Return the ids of the trained experiences in a history entry."""
     uids = entry["uids"]
     assert isinstance(uids, list)
     return uids
@@ -264,7 +274,7 @@ def _entry(found: Evidence, entry: Mapping[str, object]) -> Faults:
     if left_out.total() not in {told.dropped for told in found.progress if told.ticket == ready.ticket}:
         yield f"batch {batch}: {left_out.total()} experiences were left out, and nobody says so"
     bound, before = found.run.config.synchronizer, [int(str(one["batch"])) for one in found.history]
-    # consumed after a batch that was opened later: more steps lie between than the style's own staleness
+    # the batch was consumed after a batch that was opened later, so more steps lie between than the sync style implies
     is_overtaken = max(before[: before.index(batch) + 1]) > batch
     if (
         left_out
@@ -276,11 +286,11 @@ def _entry(found: Evidence, entry: Mapping[str, object]) -> Faults:
 
 
 def fresh_enough(found: Evidence) -> Faults:
-    """Nothing older than the bound on staleness is trained on."""
+    """Check that no trained experience exceeds the staleness bound."""
     try:
         history = found.history
     except HistoryError:
-        return  # said elsewhere
+        return  # trained_once reports this error
     bound, step = found.run.config.synchronizer.effective_max_staleness, 0
     for entry in history:
         batch = int(str(entry["batch"]))
@@ -294,7 +304,9 @@ def fresh_enough(found: Evidence) -> Faults:
 
 
 def tokens_of_their_weights(found: Evidence) -> Faults:
-    """Each token was sampled by the weights that its experience names, and a trainer had offered these."""
+    """Check that each token was sampled by the weights that its experience names, and that a trainer had offered these
+    weights.
+    """
     offered = {event.version for event in found.messages if isinstance(event, SyncEvent) and event.verb == "prepare"}
     for batch, (_, experiences) in found.processed.items():
         for one in experiences:
@@ -307,8 +319,9 @@ def tokens_of_their_weights(found: Evidence) -> Faults:
 
 
 def versions_in_order(found: Evidence) -> Faults:
-    """Versions are committed in rising order, an engine serves them in rising order, the steps of a lineage have no
-    gap, and at the end every living engine serves the last one.
+    """Check that versions are committed and served in ascending order and that the steps of the lineage have no gap.
+
+    The last committed version must be the version of the last step of the lineage.
     """
     commits = [
         event for event in found.messages if isinstance(event, SyncEvent) and event.verb == "commit" and event.epoch
@@ -325,7 +338,7 @@ def versions_in_order(found: Evidence) -> Faults:
     try:
         history = found.history
     except HistoryError:
-        return  # said elsewhere
+        return  # trained_once reports this error
     steps = [int(str(entry["step"])) for entry in history if not entry.get("repaired")]
     made = {entry["progress"] for entry in history if entry["outcome"] == "trained"}
     expected = [sum(int(str(one)) <= progress for one in made) for progress in range(1, len(steps) + 1)]
@@ -337,7 +350,7 @@ def versions_in_order(found: Evidence) -> Faults:
 
 
 def dead_letters_accounted_for(found: Evidence) -> Faults:
-    """In ``dead`` are only slices that were reported as poisoned, and batches that were given up or skipped."""
+    """Check that ``dead`` holds only slices reported as poisoned, and batches that were given up or skipped."""
     poisoned = {result.ticket for result in found.results if result.outcome == "poisoned"}
     given_up = {one.ticket for one in found.messages if isinstance(one, BatchReady) and one.state in GIVEN_UP}
     skipped = {one.ticket for one in found.progress if one.outcome == "skipped"}
@@ -349,8 +362,10 @@ def dead_letters_accounted_for(found: Evidence) -> Faults:
 
 
 def queues_are_empty(found: Evidence) -> Faults:
-    """Manifests that wait in ``closed`` are of batches that are decided, and the batch queues that are left are of
-    batches that were given up, or whose operator died or was cut off before it deleted them: these expire.
+    """Check that ``closed`` holds only manifests of decided batches and that no batch queue holds parts.
+
+    Batch queues may hold parts if the batch was given up, or if its operator died or was cut off before it deleted
+    them. Such queues expire.
     """
     decided = {ready.ticket for ready, _ in found.processed.values()}
     left = {str(stored.headers.get("ticket")) for stored in found.run.waiting_in("closed")} - decided
@@ -381,13 +396,13 @@ INVARIANTS: Mapping[str, Callable[[Evidence], Faults]] = {
     "dead letters accounted for": dead_letters_accounted_for,
     "queues are empty": queues_are_empty,
 }
-"""By name, in the order in which they are checked."""
+"""Invariant checks by name, in the order of checking."""
 NO_HANG = "the run ends in time"
 NO_FAILURE = "no agent fails"
 NO_ERROR = "the simulation works"
-"""Names of what is no invariant of the end: what can end a run before."""
+"""Names of failures that end a run before its invariants are checked."""
 
 
 def violations(found: Evidence) -> list[tuple[str, str]]:
-    """Return what is violated, as pairs of the invariant's name and what contradicts it."""
+    """Return the violations as pairs of (invariant name, description)."""
     return [(name, text) for name, check in INVARIANTS.items() for text in check(found)]

@@ -1,4 +1,4 @@
-"""Schedules of faults: what one integer seed draws for one run, its configuration and all that goes wrong. Pure."""
+"""Schedules of faults. One integer seed determines the configuration of a run and all its faults. Pure functions."""
 
 from __future__ import annotations
 
@@ -11,52 +11,54 @@ Role = Literal["explorer", "runner", "operator", "trainer", "engine", "gateway"]
 Style = Literal["fixed", "trainer_driven", "explorer_driven", "fully_async"]
 
 POINTS: dict[Role, int] = {"explorer": 130, "runner": 90, "operator": 70, "trainer": 110, "engine": 40, "gateway": 600}
-"""About as many points as the agents of a role pass in a run; a fault drawn beyond them does not happen."""
+"""Approximate number of points that the agents of a role pass in a run. A fault drawn beyond the last point does not
+happen.
+"""
 LENGTH = 12.0
-"""Seconds of a run within which faults that come by time begin."""
+"""Seconds from the start of a run within which timed faults begin."""
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Configuration of a run, and what its workflows do."""
+    """Configuration of a run and behaviour of its workflows."""
 
     style: Style
     interval: int
     offset: int
-    """``synchronizer.sync_offset`` under style fixed, else ``synchronizer.pipeline_depth``."""
+    """``synchronizer.sync_offset`` for style fixed, else ``synchronizer.pipeline_depth``."""
     max_staleness: int | None
     stale: Literal["drop", "requeue"]
     pause_mode: Literal["wait", "keep", "abort"]
     batches: int
     tasks: int
-    """Tasks of a batch."""
+    """Tasks per batch."""
     repeat: int
-    """Runs of a task."""
+    """Runs per task."""
     slice_runs: int
-    """Most runs of a slice."""
+    """Maximum runs per slice."""
     operators: int
     engines: int
-    """Engines of the policy: the first two are the explorer's, a third has a host of its own."""
+    """Number of policy engines. The first two belong to the explorer, a third has its own host."""
     evaluates: bool
     cut_off: Literal["never", "whole tasks", "partial tasks"]
-    """Over-rollout: whether a batch is closed without its slowest tasks, and what of those counts."""
+    """Over-rollout: whether a batch is closed without its slowest tasks, and whether partial tasks count."""
     save_interval: int
     concurrency: int
-    """Slices in flight in a runner."""
+    """Slices in flight per runner."""
     step_seconds: float
     token_seconds: float
-    """Seconds for one of the two tokens that a run samples."""
+    """Seconds per sampled token. A run samples two tokens."""
     delivery_limit: int
     operator_deadline: float
     batch_timeout: float
     standby: bool
-    """A second explorer waits for the lock of the first."""
+    """True if a second explorer waits for the lock of the first."""
     failing: float
-    """Share of runs whose workflow fails, on every attempt."""
+    """Fraction of runs whose workflow fails on every attempt."""
     empty: float
-    """Share of slices none of whose runs ends with an experience."""
+    """Fraction of slices whose runs all end without an experience."""
     crashing: float
-    """Share of tries in a process of their own that kill it."""
+    """Fraction of attempts in a child process that kill the process."""
 
     def sections(self) -> dict[str, dict[str, Any]]:
         """Return the configuration by section."""
@@ -96,12 +98,12 @@ class Settings:
 
 
 SHORT = 10.0
-"""Seconds below which a batch may be over before its slices are."""
+"""Seconds below which a batch may end before its slices end."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """An agent of a role ends at a point, as by SIGKILL, and another is started in its place."""
+    """An agent of a role is killed at a point, as by SIGKILL, and replaced."""
 
     role: Role
     point: int
@@ -109,7 +111,7 @@ class Kill:
 
 @dataclass(frozen=True, slots=True)
 class Freeze:
-    """An agent of a role stands still at a point for so many seconds, as between SIGSTOP and SIGCONT."""
+    """An agent of a role is frozen at a point for ``seconds``, as between SIGSTOP and SIGCONT."""
 
     role: Role
     point: int
@@ -118,7 +120,7 @@ class Freeze:
 
 @dataclass(frozen=True, slots=True)
 class Drain:
-    """An agent of a role is asked to end, and another is started in its place."""
+    """An agent of a role is drained after ``at`` seconds of the run, and replaced."""
 
     role: Role
     at: float
@@ -126,7 +128,7 @@ class Drain:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """The connection of an agent of a role is lost, and is back after so many seconds."""
+    """An agent of a role loses its connection and reconnects after ``seconds``."""
 
     role: Role
     at: float
@@ -135,7 +137,7 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class BrokerRestart:
-    """All connections are lost at once, and are back one after another within the second after these."""
+    """All connections are lost at once. They are restored one by one, ``seconds`` to ``seconds`` + 1 later."""
 
     at: float
     seconds: float
@@ -143,7 +145,7 @@ class BrokerRestart:
 
 @dataclass(frozen=True, slots=True)
 class Alarm:
-    """The broker blocks publishers for so many seconds."""
+    """The broker blocks publishers for ``seconds``."""
 
     at: float
     seconds: float
@@ -151,7 +153,7 @@ class Alarm:
 
 @dataclass(frozen=True, slots=True)
 class LostConfirm:
-    """A publish takes effect, and its confirm is lost: the publisher repeats it after so many seconds."""
+    """A publish takes effect but its confirm is lost. The publisher repeats it after ``seconds``."""
 
     role: Role
     point: int
@@ -160,7 +162,7 @@ class LostConfirm:
 
 @dataclass(frozen=True, slots=True)
 class Delay:
-    """The operation of an agent of a role at a point, or a delivery to it there, takes so many seconds longer."""
+    """The operation of an agent of a role at a point, or a delivery to it there, is delayed by ``seconds``."""
 
     role: Role
     point: int
@@ -169,8 +171,8 @@ class Delay:
 
 @dataclass(frozen=True, slots=True)
 class Jitter:
-    """A share of all publishes, declarations and deliveries is late, by ``mean`` seconds on average, so that messages
-    of different queues overtake each other.
+    """A fraction of all publishes, declarations and deliveries is late, by ``mean`` seconds on average, so that
+    messages of different queues overtake each other.
     """
 
     share: float
@@ -179,14 +181,14 @@ class Jitter:
 
 @dataclass(frozen=True, slots=True)
 class Repeats:
-    """A share of all publishes loses its confirm and is repeated."""
+    """A fraction of all publishes loses its confirm and is repeated."""
 
     share: float
 
 
 @dataclass(frozen=True, slots=True)
 class EngineDeath:
-    """An engine's process dies and is back, without weights, after so many seconds."""
+    """An engine's process dies and is back, without weights, after ``seconds``."""
 
     engine: int
     at: float
@@ -195,7 +197,9 @@ class EngineDeath:
 
 @dataclass(frozen=True, slots=True)
 class KeptWeights:
-    """An engine that is given new weights for the ``n``-th time goes on with its old ones, and answers as they do."""
+    """An engine that receives new weights for the ``n``-th time keeps its old weights, and its answers show the old
+    weights.
+    """
 
     engine: int
     n: int
@@ -203,14 +207,14 @@ class KeptWeights:
 
 @dataclass(frozen=True, slots=True)
 class BrokenTransfer:
-    """The ``n``-th broadcast of weights breaks after the engines have taken some in."""
+    """The ``n``-th broadcast of weights breaks after the engines have received a part."""
 
     n: int
 
 
 @dataclass(frozen=True, slots=True)
 class Outage:
-    """The sandbox of all workflows is away for so many seconds."""
+    """The sandbox of all workflows is unavailable for ``seconds``."""
 
     at: float
     seconds: float
@@ -218,7 +222,7 @@ class Outage:
 
 @dataclass(frozen=True, slots=True)
 class DeadlyBatch:
-    """A batch on which no trainer survives a step."""
+    """A batch that kills every trainer during its step."""
 
     batch: int
 
@@ -244,29 +248,29 @@ Fault = (
 
 @dataclass(frozen=True, slots=True)
 class Sessions:
-    """Gateways of a run in mode ``serve``, and what their users do."""
+    """Gateways of a run in mode ``serve``, and the behaviour of their users."""
 
     gateways: int
     grouped: bool
-    """Sessions are compared with each other, ``Settings.repeat`` of a group."""
+    """True if sessions are compared with each other, in groups of ``Settings.repeat`` sessions."""
     users: int
-    """Programs that have sessions, each one after the other."""
+    """Number of user programs. Each has its sessions one after another."""
     sessions: int
-    """Sessions of each."""
+    """Sessions per user."""
     within: float
-    """Seconds within which users begin."""
+    """Seconds within which users start."""
     idle_ttl: float
     reward_ttl: float
     record_timeout: float
     max_bytes: int
-    """Bytes that the stream of sessions keeps."""
+    """Maximum bytes of the session stream."""
     noise: float
-    """Seconds between two sessions that are evaluated, and fill the stream; 0: none."""
+    """Interval in seconds between evaluated sessions that fill the stream. 0: no such sessions."""
     parked: int
-    """Users whose first session is rewarded only after the stream was cut."""
+    """Number of users whose first session is rewarded only after retention has cut the stream."""
 
     def gateway(self, repeat: int) -> dict[str, Any]:
-        """Return the section ``gateway``."""
+        """Return the configuration section ``gateway``."""
         size = {"group_size": repeat} if self.grouped else {}
         ttl = {"idle_ttl": self.idle_ttl, "reward_ttl": self.reward_ttl, "record_timeout": self.record_timeout}
         return {"port": 0, "batch_wait": 3.0, "not_ready_timeout": 20.0, **ttl, **size}
@@ -280,15 +284,15 @@ class Schedule:
     settings: Settings
     faults: tuple[Fault, ...]
     kept: tuple[int, ...] | None = None
-    """Places, among the faults that the seed draws, of those here; None: these are all."""
+    """Indices of the faults here among all faults of the seed. None: all faults of the seed."""
     sessions: Sessions | None = None
-    """Gateways and their users, of a run in mode ``serve``; None: its tasks are those of a taskset."""
+    """Gateways and users of a run in mode ``serve``. None: the run has a taskset instead."""
 
     def only(self, places: Collection[int]) -> Schedule:
-        """Return the schedule with those of the seed's faults that are at ``places``.
+        """Return the schedule with only the seed's faults at the indices ``places``.
 
         Raises:
-            ValueError: The seed draws fewer.
+            ValueError: The seed does not have a fault at one of the indices.
         """
         drawn = draw(self.seed, sessions=self.sessions is not None)
         if wrong := sorted(place for place in places if not 0 <= place < len(drawn.faults)):
@@ -300,12 +304,12 @@ class Schedule:
 
     @property
     def places(self) -> tuple[int, ...]:
-        """Places of the faults among those that the seed draws."""
+        """Indices of the faults among all faults of the seed."""
         return tuple(range(len(self.faults))) if self.kept is None else self.kept
 
     @property
     def command(self) -> str:
-        """The command that plays it again."""
+        """The command that repeats the run."""
         chosen = "" if self.kept is None else f" --faults {','.join(map(str, self.kept)) or 'none'}"
         kind = "" if self.sessions is None else " --sessions"
         return f"python -m trinity_agents.simulation{kind} --seed {self.seed}{chosen}"
@@ -315,7 +319,7 @@ class Schedule:
         return [fault for fault in self.faults if isinstance(fault, kinds)]
 
     def lines(self) -> list[str]:
-        """Return it for a person: the settings, and each fault with its place."""
+        """Return the schedule for a person: the settings, and each fault with its index."""
         shown = [_fields_of(self.settings), *([] if self.sessions is None else [_fields_of(self.sessions)])]
         return [*shown, *(f"{place:>3}  {fault}" for place, fault in zip(self.places, self.faults, strict=True))]
 
@@ -325,11 +329,11 @@ def _fields_of(part: Settings | Sessions) -> str:
 
 
 def draw(seed: int, *, sessions: bool = False) -> Schedule:
-    """Return the schedule of a seed; the same one for ever, as long as this function is not changed.
+    """Return the schedule of a seed. It stays the same as long as this function is not changed.
 
     Args:
         seed: The seed.
-        sessions: Of a run in mode ``serve``; its seeds are others than those of runs with a taskset.
+        sessions: True for a run in mode ``serve``. The same seed gives an unrelated schedule without sessions.
     """
     if sessions:
         return _with_sessions(seed)
@@ -373,7 +377,7 @@ def _settings(dice: random.Random) -> Settings:
 
 
 def _faults(dice: random.Random, settings: Settings) -> list[Fault]:
-    """Draw the faults: none in one run of ten, so that rules which hold only then are tried as well."""
+    """Draw the faults. One run in ten has no faults, to test rules that hold only then."""
     if dice.random() < 0.1:
         return []
     roles: list[Role] = ["explorer", "runner", "operator", "trainer"]
@@ -412,7 +416,7 @@ def _faults(dice: random.Random, settings: Settings) -> list[Fault]:
 
 
 def _rare(dice: random.Random, settings: Settings) -> list[Fault]:
-    """Draw what goes wrong with engines, transfers, sandboxes and batches."""
+    """Draw faults of engines, transfers, sandboxes and batches."""
 
     def at() -> float:
         return round(dice.uniform(0.0, LENGTH), 2)
@@ -433,11 +437,13 @@ def _rare(dice: random.Random, settings: Settings) -> list[Fault]:
 
 
 SESSIONS_LENGTH = 60.0
-"""Seconds of a run with sessions within which faults that come by time begin."""
+"""Seconds from the start of a run with sessions within which timed faults begin."""
 UNKEPT = 1 << 28
-"""Bytes of a stream of sessions of which nothing is cut."""
+"""Stream size in bytes at which retention cuts nothing."""
 CUT = 384 * 1024
-"""Bytes of one whose beginning is cut: its quarters are longer than a gateway is away."""
+"""Stream size in bytes at which retention cuts the beginning. A quarter of the stream lasts longer than a gateway is
+away.
+"""
 
 
 def _with_sessions(seed: int) -> Schedule:
@@ -503,7 +509,7 @@ def _session_faults(dice: random.Random, sessions: Sessions) -> list[Fault]:
     faults += [Drain(role(), at()) for _ in range(dice.choice([0, 0, 0, 1]))]
     faults += [Cut(role(), at(), dice.choice([0.3, 3.0, 15.0, 40.0])) for _ in range(dice.choice([0, 1, 1, 2]))]
     if sessions.noise and dice.random() < 0.5:
-        faults.append(Cut("gateway", at(), 170.0))  # longer than the stream keeps anything
+        faults.append(Cut("gateway", at(), 170.0))  # longer than the stream retains any message
     faults += [BrokerRestart(at(), dice.choice([0.5, 2.0, 12.0])) for _ in range(dice.choice([0, 0, 1]))]
     faults += [Alarm(at(), dice.choice([0.5, 5.0, 20.0])) for _ in range(dice.choice([0, 0, 0, 1]))]
     return faults

@@ -1,4 +1,4 @@
-"""One whole run under a schedule: every agent is real, and started again when it dies."""
+"""One whole run under a schedule. Every agent is real and is restarted after each death."""
 
 from __future__ import annotations
 
@@ -49,45 +49,45 @@ from trinity_mq.runtime.errors import RestartMe, first_leaf
 from trinity_mq.testing.virtual_time import VirtualTimeLoop, run_virtually
 
 IN_MEMORY = Path("/dev/shm")
-"""A file system on which saving costs nothing, where there is one."""
+"""An in-memory file system, if available, so that saving is fast."""
 LIMIT = 1200.0
 """Virtual seconds after which a run counts as hung: longer than any timeout that ends a wait."""
 RESTART_SECONDS = (0.05, 0.5, 3.0)
-"""Seconds after which an agent that died is started again."""
+"""Restart delays in seconds of an agent that died."""
 END_PATIENCE = 30.0
-"""Seconds for which faults go on once the explorer has ended; then no agent that dies is started again either."""
+"""Seconds after the end of the explorer during which timed faults continue and dead agents are restarted."""
 COSTLY = Cut | BrokerRestart | Alarm | Drain | EngineDeath | KeptWeights | BrokenTransfer | Outage | Freeze
-"""Faults that may cost a batch its age or an engine its weights."""
+"""Faults that may make a batch stale or cost an engine its weights."""
 T = TypeVar("T")
 
 
 class Hang(Exception):
-    """The run was not over in time; the message says who waits for whom."""
+    """The run was not over in time. The message lists each waiting agent and the agent that it waits for."""
 
 
 class AgentFailed(Exception):
-    """An agent ended with an error that is no way to ask for a restart."""
+    """An agent ended with an error that is not a request for a restart."""
 
 
 @dataclass
 class ScheduledRun(Simulation):
-    """A run under a schedule. Tests break rules on purpose in subclasses."""
+    """A run under a schedule. Tests subclass it to break rules on purpose."""
 
     schedule: Schedule = field(kw_only=True)
     observer: Observer = field(default_factory=Observer)
     lives: list[FaultyBus] = field(default_factory=list)
     living: dict[str, Agent] = field(default_factory=dict)
-    """Agents that run, by id."""
+    """Running agents by id."""
     drained: set[str] = field(default_factory=set)
-    """Agents that were asked to end, and are to be started again."""
+    """Ids of agents that were drained and will be restarted."""
     ends: list[str] = field(default_factory=list)
-    """Errors that ended lives which were neither killed nor over."""
+    """Errors that ended the lives of agents."""
     left_running: list[str] = field(default_factory=list)
-    """Tasks that were left when all agents had ended."""
+    """Tasks that still run after all agents have ended."""
     over: asyncio.Event = field(default_factory=asyncio.Event)
-    """The run is over, and what is left is drained, as its supervisor would."""
+    """Set when the run is over. Dead agents are no longer restarted."""
     seconds: float = 0.0
-    """Virtual seconds that it took."""
+    """Duration of the run in virtual seconds."""
 
     def __post_init__(self) -> None:
         settings, seed = self.schedule.settings, self.schedule.seed
@@ -117,7 +117,7 @@ class ScheduledRun(Simulation):
         return any(begin <= now < end for begin, end in self.outages)
 
     def life(self, role: Role, name: str) -> FaultyBus:
-        """Return the connection of a new life of an agent."""
+        """Return the connection for a new life of an agent."""
 
         def on_end(how: str) -> None:
             agent = self.living[name]
@@ -129,23 +129,23 @@ class ScheduledRun(Simulation):
         self.lives.append(bus)
         return bus
 
-    # -- who takes part
+    # -- agents
 
     def new_runner(self, name: str) -> Agent:
-        """Return a runner."""
+        """Return a new runner."""
         bus = self.life("runner", name)
         stand_ins: dict[str, Any] = {"workflows": self.workflows, "isolated": self.pool}
         notes = CrashNotes(self.folder / f"{name}.at-work.json")
         return Runner(self.config, bus=bus, topology=self.topology, agent_id=name, crash_notes=notes, **stand_ins)
 
     def new_operator(self, name: str) -> Agent:
-        """Return an operator."""
+        """Return a new operator."""
         bus = self.life("operator", name)
         notes = CrashNotes(self.folder / f"{name}.at-work.json")
         return Operator(self.config, bus=bus, topology=self.topology, agent_id=name, crash_notes=notes)
 
     def new_explorer(self, name: str) -> Agent:
-        """Return an explorer on the run's folder, with the engines that its predecessor left."""
+        """Return a new explorer on the run's folder, with the engines that its predecessor left."""
         return Explorer(
             self.config,
             bus=self.life("explorer", name),
@@ -159,7 +159,7 @@ class ScheduledRun(Simulation):
         )
 
     def new_trainer(self, name: str) -> Agent:
-        """Return a trainer on the run's folder."""
+        """Return a new trainer on the run's folder."""
         bus = self.life("trainer", name)
         trainer = Trainer(
             self.config,
@@ -175,13 +175,13 @@ class ScheduledRun(Simulation):
         return trainer
 
     def new_host(self, name: str) -> Agent:
-        """Return a host of the engines that are not the explorer's."""
+        """Return a new host for the engines that do not belong to the explorer."""
         bus = self.life("engine", name)
         engines = list(self.engines.values())[2:]
         return EngineHosting(self.config, bus=bus, topology=self.topology, agent_id=name, engines=engines)
 
     async def keep(self, name: str, make: Callable[[str], Agent]) -> None:
-        """Run an agent, again after each death, until it ends by itself."""
+        """Run an agent and restart it after each death, until it ends by itself."""
         while True:
             agent = make(name)
             agent.run_folder = self.folder
@@ -208,10 +208,10 @@ class ScheduledRun(Simulation):
                 return
             await asyncio.sleep(self.faults.dice.choice(RESTART_SECONDS))
 
-    # -- what goes wrong at its time
+    # -- timed faults
 
     async def _at_their_time(self) -> None:
-        """Have the faults that come by time happen."""
+        """Inject the timed faults."""
         async with asyncio.TaskGroup() as group:
             for fault in self.schedule.faults:
                 if isinstance(fault, Drain | Cut | BrokerRestart | Alarm | EngineDeath):
@@ -243,11 +243,11 @@ class ScheduledRun(Simulation):
                 self.living[name].drain()
 
     async def suffer(self) -> None:
-        """Run to the end.
+        """Play the run to its end.
 
         Raises:
             AgentFailed: An agent ended with an error.
-            Hang: It was not over in :data:`LIMIT` virtual seconds.
+            Hang: The run was not over within :data:`LIMIT` virtual seconds.
         """
         await self.record_messages()
         deadline = asyncio.create_task(self._deadline())
@@ -272,7 +272,7 @@ class ScheduledRun(Simulation):
         return loop.tasks_of({bus.who for bus in self.lives if bus.dead})
 
     async def bury(self) -> None:
-        """End the tasks of killed agents, once nobody looks at the run: what they do now counts for nothing."""
+        """Cancel the tasks of killed agents after the run was judged, so that they cannot influence the verdict."""
         loop = asyncio.get_running_loop()
         assert isinstance(loop, VirtualTimeLoop)
         for bus in self.lives:
@@ -306,15 +306,15 @@ class ScheduledRun(Simulation):
                 self.broker.unblock()
 
     def surroundings(self) -> AbstractContextManager[None]:
-        """Return what is in place while it runs."""
+        """Return a context manager that is active during the run."""
         return nullcontext()
 
     def further(self, group: asyncio.TaskGroup) -> list[asyncio.Task[None]]:
-        """Begin what takes part beside the agents of every run; return what ends by itself."""
+        """Start additional parts of the run. Return the tasks that end by themselves."""
         return []
 
     def waiting(self) -> list[str]:
-        """Return who waits for what, and what lies in the queues."""
+        """Return lines on the agents, what each waits for, and the messages in the shared queues."""
         agents = [
             f"{name} is {agent.state} and waits for {agent.waits_for or 'nothing that it says'}"
             for name, agent in sorted(self.living.items())
@@ -323,11 +323,11 @@ class ScheduledRun(Simulation):
         shared = (f"{depth} in {name}" for name, depth in sorted(depths.items()) if depth and name in WORK)
         return [*agents, *shared]
 
-    # -- what came of it
+    # -- results
 
     @property
     def is_calm(self) -> bool:
-        """Whether nothing went wrong but what costs no agent its memory or its connection."""
+        """True if no fault cost an agent its memory or its connection."""
         return (
             not self.ends
             and len(self.lives) == len({bus.who.rstrip("'") for bus in self.lives})
@@ -335,7 +335,7 @@ class ScheduledRun(Simulation):
         )
 
     def processed(self) -> dict[int, tuple[BatchReady, ExperienceBatch]]:
-        """Return what decides each batch, from the stream alone: the first complete set of its ticket."""
+        """Return the set that decides each batch, from the stream alone: the first complete set of its ticket."""
         sets: defaultdict[tuple[str, str], dict[int, bytes]] = defaultdict(dict)
         decided: dict[int, tuple[BatchReady, ExperienceBatch]] = {}
         for stored in self.stream().messages:
@@ -357,7 +357,7 @@ WORK = ("tasks.train", "tasks.eval", "closed", "submitted", "dead")
 
 @contextmanager
 def drawn(seed: int) -> Iterator[None]:
-    """Draw also the library's jitter and its ids by the seed, so that a seed is a schedule."""
+    """Seed the library's jitter and its uuids, so that a seed determines the whole run."""
     dice = random.Random(seed)
     state = random.getstate()
     random.seed(seed)
@@ -373,13 +373,12 @@ def drawn(seed: int) -> Iterator[None]:
 
 
 def played(schedule: Schedule, judge: Callable[[ScheduledRun, BaseException | None], T], kind: type[ScheduledRun]) -> T:
-    """Play a schedule to its end.
+    """Play a schedule to its end and return the result of ``judge``.
 
     Args:
-        schedule: What happens.
-        judge: Is given the run, its folder still there, and what ended it, None where it is over; its answer is
-            returned.
-        kind: Of the run.
+        schedule: The schedule to play.
+        judge: Called with the run, whose folder still exists, and the error that ended it, or None.
+        kind: Class of the run.
     """
     memory = str(IN_MEMORY) if os.access(IN_MEMORY, os.W_OK) else None
     with tempfile.TemporaryDirectory(prefix="simulation-", dir=memory) as folder, drawn(schedule.seed), capture_logs():

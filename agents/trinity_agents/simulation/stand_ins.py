@@ -1,5 +1,5 @@
-"""Stand-ins of a scheduled run for engines, workflows, a learner and a transfer of weights. Each token shows the
-weights that an engine really held when it was sampled, apart from the version that the engine stamped on it.
+"""Stand-ins for the engines, workflows, learner and weight channel of a scheduled run. Each sampled token encodes the
+weights that the engine really held, independent of the version that the engine reported.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from trinity_mq.workflows import Task, TaskError
 from trinity_mq.workflows.sessions.recorded import RecordedSessionsWorkflow
 
 TOKENS = 2
-"""Tokens that a run samples."""
+"""Number of tokens that a run samples."""
 RETRY = 0.2
-"""Seconds after which a run whose engine was lost asks again."""
+"""Seconds after which a run that lost its engine retries."""
 READY_TIMEOUT = 5.0
-"""Seconds for which a request waits for an engine that serves nothing at present."""
+"""Seconds for which a request waits for an engine that currently serves nothing."""
 UNTRAINED: Version = (0, 0)
-"""Weights of an engine that was never given any."""
+"""Version of an engine that never received weights."""
 PROMPT = (3, 4)
 FIRST_TOKEN = 10
 STEPS = 1000
-"""More than the steps of a run: a token is a generation and a step."""
+"""Upper bound of the steps of a run. A token encodes a generation and a step."""
 
 
 def token_of(version: Version) -> int:
@@ -56,34 +56,34 @@ def weights_of(token: int) -> Version:
 
 
 class SimulatedEngine(FakeEngine):
-    """An engine that pauses as a real one does, by ``synchronizer.pause_mode``, and may die or keep its old weights.
+    """An engine that pauses like a real engine, by ``synchronizer.pause_mode``, and may die or keep its old weights.
 
     Args:
-        engine_id: Its id.
-        settings: Of the run.
-        keeps: Counts, from 1, of the weights it is given and does not use.
+        engine_id: Id of the engine.
+        settings: Settings of the run.
+        keeps: Numbers, from 1, of the weight transfers after which the engine keeps its old weights.
     """
 
     def __init__(self, engine_id: str, settings: Settings, keeps: Collection[int]) -> None:
         super().__init__(engine_id)
         self.snapshot = replace(self.snapshot, url=f"http://127.0.0.1:9/{engine_id}")
         self.held: Version | None = None
-        """Weights in its memory."""
+        """Version of the weights in the engine's memory. None: no weights."""
         self._mode, self._token_seconds, self._keeps = settings.pause_mode, settings.token_seconds, keeps
         self._life = self._receives = self._aborts = self._requests = self._sampling = 0
         self._changed = Notifier()
         self._working: set[asyncio.Task[Any]] = set()
-        """Requests under way."""
+        """Requests in progress."""
         self._transfer: asyncio.Task[dict[str, Any]] | None = None
 
     async def generate(self, pinned: Version | None) -> list[tuple[Version, Version]]:
-        """Return, for each token, the weights that sampled it and the version stamped on it.
+        """Return (version of the weights that sampled it, version stamped on it) for each token.
 
         Raises:
-            EngineLost: It died, serves nothing, or the request was aborted.
-            VersionMismatch: It holds other weights than those that the request is pinned to.
+            EngineLost: The engine died, serves nothing, or aborted the request.
+            VersionMismatch: The engine serves another version than the request is pinned to.
         """
-        # in the engine's process: it goes on where the runner that asks is killed or stands still
+        # The request belongs to the engine's process, so it continues if the runner that sent it is killed or frozen.
         work = asyncio.get_running_loop().create_task(self._generate(pinned), context=contextvars.Context())
         self._working.add(work)
         work.add_done_callback(self._working.discard)
@@ -93,7 +93,7 @@ class SimulatedEngine(FakeEngine):
             work.cancel()
 
     async def end(self) -> None:
-        """End what it still does for runners that were killed."""
+        """Cancel the requests of runners that were killed."""
         for work in self._working:
             work.cancel()
         await asyncio.gather(*self._working, return_exceptions=True)
@@ -125,7 +125,7 @@ class SimulatedEngine(FakeEngine):
             self._changed.notify()
 
     async def _serves(self, life: int) -> None:
-        """Return once it serves; raises EngineLost if it does not soon, or dies."""
+        """Wait until the engine serves. Raise EngineLost if it does not serve in time, or dies."""
         try:
             async with asyncio.timeout(READY_TIMEOUT):
                 await self._changed.until(
@@ -137,7 +137,7 @@ class SimulatedEngine(FakeEngine):
             raise EngineLost(f"{self.snapshot.id} is dead")
 
     async def pause(self, timeout: float) -> None:
-        """Stand still: requests end before (``wait``), are given up (``abort``), or stop between tokens (``keep``)."""
+        """Pause. Requests finish first (``wait``), are aborted (``abort``), or stop between tokens (``keep``)."""
         self.paused = True
         if self._mode == "abort":
             self._aborts += 1
@@ -145,7 +145,7 @@ class SimulatedEngine(FakeEngine):
             await self._changed.until(lambda: not (self._requests if self._mode == "wait" else self._sampling))
 
     async def receive(self, spec: dict[str, Any], timeout: float) -> dict[str, Any]:
-        """Take the weights in, one transfer at a time and while it is paused, as a real one does."""
+        """Receive weights, one transfer at a time and only while paused, like a real engine."""
         if not self.paused:
             raise ReceiveFailed("the engine is not paused", 409, "not_paused", touched=False)
         if self._transfer is not None and not self._transfer.done():
@@ -155,13 +155,13 @@ class SimulatedEngine(FakeEngine):
         try:
             await asyncio.wait({work})
         finally:
-            work.cancel()  # of use where the caller is cancelled: a real engine ends the transfer, too
+            work.cancel()  # needed if the caller is cancelled: a real engine ends the transfer too
         if work.cancelled():
             raise ReceiveFailed("the transfer was cut off", 409, "receive_aborted", touched=True)
         return work.result()
 
     async def _take_in(self, spec: dict[str, Any], timeout: float) -> dict[str, Any]:
-        """Take the weights in, unless it keeps its own this time, or the transfer breaks."""
+        """Receive weights, unless the engine is to keep its old weights this time or the transfer breaks."""
         life = self._life
         self._receives += 1
         answer = await super().receive(spec, timeout)
@@ -183,7 +183,7 @@ class SimulatedEngine(FakeEngine):
         self._changed.notify()
 
     async def resume(self) -> None:
-        """Cut a transfer off, and serve the previous version again if it is untouched."""
+        """Cancel a running transfer. Serve the previous version again if it is untouched."""
         if self._transfer is not None:
             self._transfer.cancel()
             await asyncio.wait({self._transfer})
@@ -191,7 +191,7 @@ class SimulatedEngine(FakeEngine):
         self._changed.notify()
 
     def die(self) -> None:
-        """End the process."""
+        """Kill the engine's process."""
         self._life += 1
         self.held, self.paused, self._received = None, False, None
         self.snapshot = replace(self.snapshot, alive=False, state="loading", version=None)
@@ -199,16 +199,16 @@ class SimulatedEngine(FakeEngine):
         self.on_change()
 
     def come_back(self) -> None:
-        """Be there again, without weights."""
+        """Restart the engine's process, without weights."""
         self.snapshot = replace(self.snapshot, alive=True, state="empty")
         self.on_change()
 
 
 class SimulatedChannel(FakeChannel):
-    """A broadcast that breaks now and then.
+    """A weight channel with broken broadcasts.
 
     Args:
-        breaks: Counts, from 1, of the offers whose broadcasts break.
+        breaks: Numbers, from 1, of the offers whose broadcasts break.
     """
 
     def __init__(self, breaks: Collection[int]) -> None:
@@ -229,13 +229,13 @@ class SimulatedChannel(FakeChannel):
 
 
 class SimulatedLearner(FakeLearner):
-    """Counts its steps, passes points within a step and within a save, and dies of some batches.
+    """A learner that passes fault points within a step and within a save, and is killed by deadly batches.
 
     Args:
         step_seconds: Seconds of a step.
-        point: Passes a point at which the process may die.
-        deadly: Batches on which it does not survive a step.
-        die: Ends the process.
+        point: Passes a fault point, at which the process may be killed.
+        deadly: Batches whose steps kill the process.
+        die: Kills the process.
     """
 
     def __init__(
@@ -257,21 +257,22 @@ class SimulatedLearner(FakeLearner):
         return metrics
 
     async def save(self, folder: Path) -> None:
-        """Write a file, so that there is a checkpoint."""
+        """Write a file, so that a checkpoint exists."""
         await self._point("in a save")
         await super().save(folder)
 
 
 class Workflows:
-    """In place of WorkflowRunner and ProcessPool: samples each run from an engine, fails where the schedule says so.
+    """Stand-in for WorkflowRunner and ProcessPool. It samples each run from an engine and fails as the schedule
+    determines.
 
     Args:
-        seed: Of the schedule: the same runs fail on each attempt.
-        settings: Of the run.
-        engines: By id.
-        is_away: Whether the sandbox is away.
+        seed: Seed of the schedule. The same runs fail on each attempt.
+        settings: Settings of the run.
+        engines: Engines by id.
+        is_away: Returns whether the sandbox is unavailable.
         dice: Draws durations and crashes.
-        is_pool: These have a process of their own each.
+        is_pool: True for the stand-in of ProcessPool, whose workflows run in child processes.
     """
 
     def __init__(
@@ -286,19 +287,21 @@ class Workflows:
         self._seed, self._settings, self._engines = seed, settings, engines
         self._is_away, self._dice, self._is_pool = is_away, dice, is_pool
         self.cut_short: set[tuple[str, int, int, frozenset[int]]] = set()
-        """Attempts that lack runs though no workflow failed: stopped, out of time, without a sandbox or on other
-        weights. Ticket, task and first run of the slice, and the runs that were done. A result names its first failure
-        only, which may be a workflow's.
+        """Attempts that lack runs although no workflow failed: cancelled, timed out, without a sandbox, or on other
+        weights.
+
+        Each entry is (ticket, task and first run of the slice, set of finished runs). A result cannot replace this
+        record because it names only the first failure, which may be a workflow failure.
         """
 
     def fails(self, batch: object, task: int, run: int) -> bool:
-        """Say whether this run's workflow fails; the same answer on each attempt."""
+        """Return whether this run's workflow fails. The answer is the same on each attempt."""
         return random.Random(f"{self._seed}/{batch}/{task}/{run}").random() < self._settings.failing
 
     async def run_slice(
         self, task_slice: TaskSlice, models: Callable[[], InferenceModel], results: RunResults | None = None
     ) -> SliceOutcome:
-        """Do the runs of a slice one after the other, within its time."""
+        """Execute the runs of a slice one after another, within the slice's time limit."""
         results = RunResults() if results is None else results
         loop = asyncio.get_running_loop()
         started = loop.time()
@@ -329,20 +332,20 @@ class Workflows:
         models: Callable[[], InferenceModel],
         results: RunResults | None = None,
     ) -> SliceOutcome:
-        """Do a slice as a ProcessPool does."""
+        """Execute a slice like a ProcessPool."""
         return await self.run_slice(task_slice, models, results)
 
     def blocks(self, task_slice: TaskSlice) -> bool:
-        """Say that no workflow is synchronous."""
+        """Return False: no workflow is synchronous."""
         return False
 
     async def close(self) -> None:
-        """Nothing to close."""
+        """Do nothing."""
 
     async def _run(
         self, task_slice: TaskSlice, run: int, models: Callable[[], InferenceModel], results: RunResults
     ) -> bool:
-        """Do a run; returns False where it failed though its workflow does not."""
+        """Execute a run. Return False if it failed for another reason than its workflow."""
         if self._is_away():
             results.add_failure(Failure("the sandbox is away", "sandbox"))
             return False
@@ -384,12 +387,12 @@ class Workflows:
 
 
 def experience_of(task_slice: TaskSlice, run: int, sampled: Sequence[tuple[Version, Version]]) -> Experience:
-    """Return the experience of a run, its reward differing between runs.
+    """Return the experience of a run. Its reward is the parity of the run number.
 
     Args:
-        task_slice: Its slice.
-        run: The run.
-        sampled: For each token, the weights that sampled it and the version stamped on it.
+        task_slice: The slice of the run.
+        run: Number of the run.
+        sampled: (Version of the weights that sampled it, version stamped on it) for each token.
     """
     versions: list[tuple[int, int, int]] = []
     for place, (_, stamp) in enumerate(sampled):

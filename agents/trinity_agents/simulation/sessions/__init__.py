@@ -1,1 +1,1 @@
-"""Runs in mode ``serve``: gateways, their users, and what must hold of their sessions."""
+"""Runs in mode ``serve``: gateways, their users, and the invariants of their sessions."""

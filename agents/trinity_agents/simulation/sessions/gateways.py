@@ -1,5 +1,5 @@
-"""Gateways of a simulated run: the real agent and its real routes, without a socket. A request is a task in the
-gateway's process, so that it is killed, frozen and cut off with it.
+"""Gateways of a simulated run: the real agent and its real routes, without a socket. A request runs as a task in the
+gateway's process, so it is killed, frozen and disconnected together with the gateway.
 """
 
 from __future__ import annotations
@@ -29,13 +29,15 @@ from trinity_mq.models.errors import EngineLost
 from trinity_mq.testing.virtual_time import OWNER
 
 ANSWERS = 100_000
-"""More than the tokens of :func:`token_of`: a token of a session is an answer and what its weights sample."""
+"""Larger than the tokens of :func:`token_of`. A session's token is ``answer number * ANSWERS + token of its
+weights``.
+"""
 USER_TOKEN = 5
 NOTHING: Mapping[str, str] = {}
 
 
 def answer_of(token: int) -> int:
-    """Return the number of the answer that a token belongs to."""
+    """Return the number of the answer that contains a token."""
     return token // ANSWERS
 
 
@@ -45,30 +47,30 @@ def version_of(token: int) -> Version:
 
 
 class SimulatedClients:
-    """In place of a gateway's connections to engines: asks the simulated ones, and numbers their answers.
+    """Stand-in for a gateway's connections to engines. It calls the simulated engines and numbers their answers.
 
     Args:
-        engines: By id.
+        engines: Engines by id.
     """
 
     def __init__(self, engines: Mapping[str, SimulatedEngine]) -> None:
         self._engines = engines
         self.answers: defaultdict[str, list[int]] = defaultdict(list)
-        """Numbers of answers, by the request's last message."""
+        """Answer numbers by the last message of the request."""
         self.asked: dict[int, str] = {}
-        """Last message of the request, by the number of its answer."""
+        """Last message of the request by answer number."""
 
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *about: object) -> None:
-        """Nothing to close."""
+        """Do nothing."""
 
     async def post_async(self, url: str, body: Mapping[str, Any], headers: Mapping[str, str], timeout: float) -> Any:
-        """Return an engine's answer, whose text is its tokens.
+        """Return an engine's answer. Its text lists its tokens.
 
         Raises:
-            EngineLost: There is no such engine, or it gave the request up.
+            EngineLost: The engine does not exist, or it aborted the request.
         """
         engine = next((one for name, one in self._engines.items() if name in url), None)
         if engine is None:
@@ -112,20 +114,20 @@ def _answer(number: int, messages: Sequence[Mapping[str, Any]], sampled: Sequenc
 
 @dataclass(frozen=True)
 class Reply:
-    """A gateway's answer to a request."""
+    """A gateway's response to a request."""
 
     status: int
     headers: Mapping[str, str]
     body: dict[str, Any] = field(default_factory=dict)
     tries: int = 1
-    """Times that the request was made."""
+    """Number of times that the request was made."""
 
 
 class SimulatedGateway(Gateway):
-    """A gateway whose routes are called by :meth:`request`."""
+    """A gateway whose routes are called through :meth:`request`."""
 
     life: FaultyBus
-    """Its connection."""
+    """The gateway's connection."""
     http: web.Application | None = None
     _under_way: set[asyncio.Task[web.StreamResponse]]
 
@@ -150,7 +152,7 @@ class SimulatedGateway(Gateway):
     async def request(
         self, method: str, path: str, body: Mapping[str, Any], headers: Mapping[str, str], timeout: float
     ) -> Reply | None:
-        """Return the answer to a request; None: the connection was refused or lost, or the client gave up."""
+        """Return the response to a request. None: the connection was refused or lost, or the client timed out."""
         if self.http is None:
             return None
         context = contextvars.Context()
@@ -167,7 +169,7 @@ class SimulatedGateway(Gateway):
             await asyncio.wait(ends, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
         finally:
             if not work.done():
-                work.cancel()  # as a server does when the client is gone
+                work.cancel()  # a server also cancels the handler of a disconnected client
         if not work.done() or work.cancelled():
             return None
         response = work.result()
@@ -177,7 +179,7 @@ class SimulatedGateway(Gateway):
 
 
 class _Protocol:
-    """The connection of a request, as far as a route asks for it."""
+    """The parts of a request's connection that routes use."""
 
     ssl_context, sockname = None, ("127.0.0.1", 2)
     peername = ("127.0.0.1", 1)
@@ -194,10 +196,10 @@ class _Protocol:
         return False
 
     def pause_reading(self, **how: bool) -> None:
-        """Nothing more comes."""
+        """Do nothing: the body is complete."""
 
     def resume_reading(self, **how: bool) -> None:
-        """Nothing more comes."""
+        """Do nothing: the body is complete."""
 
 
 def _request(method: str, path: str, body: Mapping[str, Any], headers: Mapping[str, str]) -> web.Request:

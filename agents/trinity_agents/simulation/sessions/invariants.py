@@ -1,4 +1,6 @@
-"""Invariants of a run with sessions: what its gateways, its users and its trainer say of each session agrees."""
+"""Invariants of a run with sessions: the reports of its gateways, its users and its trainer on each session must
+agree.
+"""
 
 from __future__ import annotations
 
@@ -30,22 +32,22 @@ class SessionEvidence(Evidence):
 
     @cached_property
     def oracle(self) -> Oracle:
-        """The sessions, from the whole log."""
+        """The sessions computed from the whole log."""
         return Oracle(self.run.log())
 
     @cached_property
     def learned(self) -> list[Experience]:
-        """What the final checkpoint was trained on, in order."""
+        """Experiences that the final checkpoint was trained on, one entry for each time."""
         try:
             uids = Counter(uid for entry in self.history for uid in invariants.uids_of(entry))
         except HistoryError:
-            return []  # said elsewhere
+            return []  # trained_once reports this error
         known = [one for _, experiences in self.processed.values() for one in experiences]
         return [one for one in known for _ in range(uids[one.eid.uid])]
 
     @cached_property
     def answers(self) -> Mapping[int, list[float]]:
-        """Rewards with which each answer was trained on, by its number."""
+        """Rewards of each trained answer, one for each time it was trained on, by answer number."""
         found: defaultdict[int, list[float]] = defaultdict(list)
         for one in self.learned:
             for number in sorted({answer_of(token) for token, _ in sampled(one)}):
@@ -60,21 +62,22 @@ class SessionEvidence(Evidence):
 
     @cached_property
     def requests(self) -> list[tuple[Diary, Asked]]:
-        """Every request that users made in sessions, and the session's diary."""
+        """Every request that users made in sessions, with the session's diary."""
         users = self.run.users
         return [] if users is None else [(diary, asked) for diary in users.diaries for asked in diary.asked]
 
 
 def sampled(one: Experience) -> list[tuple[int, int]]:
-    """Return the tokens of an experience that an engine sampled, and their places."""
+    """Return (token, place) for the tokens of an experience that an engine sampled."""
     tokens = [int(token) for token in one.tokens[one.prompt_length :]]
     mask = [True] * len(tokens) if one.action_mask is None else [bool(flag) for flag in one.action_mask]
     return [(token, place) for place, (token, is_own) in enumerate(zip(tokens, mask, strict=True)) if is_own]
 
 
 def sessions_settle(found: SessionEvidence) -> Faults:
-    """Each session of a user ends in one state that nothing changes any more, unless the run ended before. A gateway
-    that came back after the retention of the stream knows nothing of a session that was settled before.
+    """Check that each session of a user settles, unless the run ended before.
+
+    A gateway that was away for longer than the stream's retention does not know sessions that settled before.
     """
     waiting = [name for name in found.run.unsettled if not _is_settled(found, name)]
     if waiting:
@@ -90,7 +93,7 @@ def _is_settled(found: SessionEvidence, name: str) -> bool:
 
 
 def sessions_decided_once(found: SessionEvidence) -> Faults:
-    """A session has one decision, and the sessions of one decision are of one group and share it."""
+    """Check that each session has one decision, and that the sessions of one decision are of one group."""
     for name, members in found.oracle.tasks.items():
         decided = members[0].decided
         assert decided is not None
@@ -129,8 +132,9 @@ def gateways_agree(found: SessionEvidence) -> Faults:
 
 
 def trained_as_decided(found: SessionEvidence) -> Faults:
-    """A session that is trained was trained on with all its answers, each once and with its reward; another one was
-    not, and says why.
+    """Check that a trained session was trained on with each of its answers once, with the answer's reward.
+
+    No other session was trained on, and each dropped session has a reason.
     """
     for one in found.oracle.sessions.values():
         trained = {number: found.answers[number] for number in _numbers(one) if number in found.answers}
@@ -154,7 +158,9 @@ def _numbers(one: OracleSession) -> list[int]:
 
 
 def _merged(found: SessionEvidence, expected: Mapping[int, list[float]]) -> Mapping[int, list[float]]:
-    """Return the rewards of answers, as those have them that were merged: a turn has that of the last one."""
+    """Return the expected rewards with merged turns taken into account: each answer of a merged experience has the
+    reward of the last answer.
+    """
     merged = dict(expected)
     for one in found.learned:
         numbers = list(dict.fromkeys(answer_of(token) for token, _ in sampled(one)))
@@ -164,8 +170,10 @@ def _merged(found: SessionEvidence, expected: Mapping[int, list[float]]) -> Mapp
 
 
 def requests_trained_once(found: SessionEvidence) -> Faults:
-    """Of the answers to a request that was made again one is trained on at most, and where its client got one, that
-    one. What arrived as recorded is not lost.
+    """Check that at most one answer to a repeated request is trained on. If the client received an answer, it must be
+    that answer.
+
+    An answer that arrived marked as recorded must be trained on.
     """
     for diary, asked in found.requests:
         trained = [number for number in found.run.clients.answers[asked.text] if number in found.answers]
@@ -178,14 +186,15 @@ def requests_trained_once(found: SessionEvidence) -> Faults:
         if session is None or session.state != "trained" or session.reward is None:
             continue
         lost = [number for number, said in asked.answers.items() if said == "yes" and number not in found.answers]
-        # of equal requests, a later try may be taken for the repeat of the other
+        # with equal requests, a later try may count as a repetition of the other request
         if lost and asked.tries == asked.equal and not (asked.is_repeated and asked.equal > 1):
             yield f"{what} was answered with {lost} as recorded, which was not trained on"
 
 
 def rewards_as_accepted(found: SessionEvidence) -> Faults:
-    """A reward that its sender was told is accepted was taken, and one that was refused was not. Each session that was
-    made is on the stream, but for that of one call whose answer was given as not recorded.
+    """Check that rewards reported as accepted were taken, and that refused rewards were not.
+
+    Each created session is on the stream, except the session of a single call whose answer was marked as not recorded.
     """
     for diary in () if found.run.users is None else found.run.users.diaries:
         session = found.oracle.sessions.get(diary.id)
@@ -201,7 +210,7 @@ def rewards_as_accepted(found: SessionEvidence) -> Faults:
 
 
 def refused_are_dead(found: SessionEvidence) -> Faults:
-    """What other programs said and no session took is a dead letter; nothing else of sessions is one."""
+    """Check that each refused event of an external program is a dead letter, and that no accepted session event is."""
     refused = {name for name, _, _ in found.oracle.refused}
     outside = {name for name, _, key in found.oracle.refused if key == "session"}
     dead = {str(stored.message_id) for stored in found.run.waiting_in("dead")}
@@ -218,7 +227,7 @@ def refused_are_dead(found: SessionEvidence) -> Faults:
 
 
 def one_acts(found: SessionEvidence) -> Faults:
-    """Only a gateway that has held the lock decides and submits."""
+    """Check that only a gateway that has held the lock decides and submits."""
     yield from found.run.unlocked
 
 
@@ -231,7 +240,7 @@ def few_copies(found: SessionEvidence) -> Faults:
 
 
 def batch_is_its_sessions(found: SessionEvidence) -> Faults:
-    """The set that decides a batch holds experiences of all runs that its manifest lists, and of no others."""
+    """Check that the deciding set of a batch holds experiences of all runs in its manifest, and of no other runs."""
     least = found.run.config.algorithm.effective_min_group_runs if found.run.sessions.grouped else 1
     if sorted(found.processed) != sorted(found.manifest):
         yield f"batches that were decided: {sorted(found.processed)}"
@@ -248,7 +257,9 @@ def batch_is_its_sessions(found: SessionEvidence) -> Faults:
 
 
 def tokens_of_their_weights(found: SessionEvidence) -> Faults:
-    """Each token was sampled by the weights that its experience names, and a trainer had offered these."""
+    """Check that each token was sampled by the weights that its experience names, and that a trainer had offered these
+    weights.
+    """
     offered = {event.version for event in found.messages if isinstance(event, SyncEvent) and event.verb == "prepare"}
     for batch, (_, experiences) in found.processed.items():
         for one in experiences:
@@ -260,7 +271,7 @@ def tokens_of_their_weights(found: SessionEvidence) -> Faults:
 
 
 def dead_letters_accounted_for(found: SessionEvidence) -> Faults:
-    """Beside events of sessions, in ``dead`` are only slices reported as poisoned, and batches given up or skipped."""
+    """Check that, apart from session events, ``dead`` holds only poisoned slices, and batches given up or skipped."""
     poisoned = {result.ticket for result in found.results if result.outcome == "poisoned"}
     given_up = {one.ticket for one in found.messages if isinstance(one, BatchReady) and one.state in GIVEN_UP}
     skipped = {one.ticket for one in found.progress if one.outcome == "skipped"}
@@ -291,16 +302,16 @@ SESSION_INVARIANTS: Mapping[str, Callable[[SessionEvidence], Faults]] = {
     "dead letters accounted for": dead_letters_accounted_for,
     "queues are empty": invariants.queues_are_empty,
 }
-"""By name, in the order in which they are checked."""
+"""Invariant checks by name, in the order of checking."""
 
 
 def session_violations(found: SessionEvidence) -> list[tuple[str, str]]:
-    """Return what is violated, as :func:`trinity_agents.simulation.invariants.violations` does."""
+    """Return the violations, as :func:`trinity_agents.simulation.invariants.violations` does."""
     return [(name, text) for name, check in SESSION_INVARIANTS.items() for text in check(found)]
 
 
 def note_sessions(found: SessionEvidence) -> None:
-    """Note, for the coverage, through which states sessions went, and what happened to their events."""
+    """Record, for the coverage, the states that sessions passed through and the incidents of their events."""
     note, oracle = found.run.observer.note, found.oracle
     for one in oracle.sessions.values():
         for before, after in zip(("", *one.path), one.path, strict=False):

@@ -1,5 +1,5 @@
-"""Sessions worked out from the whole log of their stream, by the rules of docs/protocol.md and docs/serving.md and by
-none of the library's code: what gateways, which read what retention has left of it, are compared with.
+"""Sessions computed from the whole log of their stream, by the rules of docs/protocol.md and docs/serving.md and
+without the library's code. Gateways, which read only the part that retention has left, are compared with them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from trinity_mq.messages import (
 from trinity_mq.workflows.sessions.assembly import superseded_calls
 
 OUTSIDE: Mapping[str, type[Message]] = {"session_reward": SessionReward, "session_end": SessionEnd}
-"""Kinds that other programs than gateways may publish."""
+"""Kinds that programs other than gateways may publish."""
 Event = SessionCall | SessionReward | SessionEnd
 
 
@@ -36,24 +36,24 @@ class OracleSession:
     id: str
     opened: SessionOpened
     began: int
-    """Offset of its beginning."""
+    """Offset of the event that opened the session."""
     calls: dict[str, SessionCall] = field(default_factory=dict)
     reward: float | None = None
     call_rewards: dict[str, float] = field(default_factory=dict)
     accepted: list[float] = field(default_factory=list)
-    """Rewards that it took, in order."""
+    """Accepted rewards in order."""
     ends: list[str] = field(default_factory=list)
-    """Outcomes of its ends, in order."""
+    """Outcomes of its end events in order."""
     decided: SessionsDecided | None = None
     decided_at: int = -1
     batch: SubmissionOutcome | None = None
     trained: SessionsTrained | None = None
     path: list[str] = field(default_factory=lambda: ["open"])
-    """States that it went through."""
+    """States in the order in which the session passed through them."""
 
     @property
     def state(self) -> str:
-        """Its state, named as in docs/serving.md."""
+        """State of the session, named as in docs/serving.md."""
         if self.trained is not None and self.trained.outcome == "trained":
             return "trained"
         if self.decided is not None and not self.decided.submission:
@@ -66,13 +66,14 @@ class OracleSession:
 
     @property
     def is_settled(self) -> bool:
-        """Nothing is to be done about it."""
+        """True if the session's state is final."""
         return self.state in {"trained", "evaluated", "dropped"}
 
     @property
     def worth(self) -> dict[int, float]:
-        """The rewards of its answers, by number; without those that are not trained on."""
-        superseded = superseded_calls(list(self.calls.values()))  # tests/unit/gateway/test_repeats.py holds it
+        """Rewards of the trained answers by answer number."""
+        # tests/unit/gateway/test_repeats.py tests this function
+        superseded = superseded_calls(list(self.calls.values()))
         found: dict[int, float] = {}
         following = self.reward
         for name, call in reversed(self.calls.items()):
@@ -82,7 +83,7 @@ class OracleSession:
         return found
 
     def refuses(self, body: Event) -> bool:
-        """Return whether an event comes too late, or names a call that there is not."""
+        """Return whether an event is too late or names an unknown call."""
         if self.decided is not None:
             return True
         if isinstance(body, SessionEnd) and self.ends:
@@ -93,7 +94,7 @@ class OracleSession:
         return isinstance(body, SessionReward) and isinstance(body.call, str) and body.call not in self.calls
 
     def take(self, body: Event) -> None:
-        """Take an event in."""
+        """Apply an event."""
         if isinstance(body, SessionCall):
             self.calls.setdefault(body.call, body)
             self._end("done", unless=not self.opened.ended)
@@ -127,15 +128,15 @@ class Oracle:
     def __init__(self, log: Iterable[Stored]) -> None:
         self.sessions: dict[str, OracleSession] = {}
         self.refused: list[tuple[str, str, str]] = []
-        """Message id, kind and routing key of what no session took."""
+        """(message id, kind, routing key) of each event that no session took."""
         self.contradictions: list[str] = []
-        """Second decisions about a session."""
+        """Descriptions of repeated decisions about a session."""
         self.copies = 0
-        """Messages that repeat an earlier one."""
+        """Number of messages that repeat an earlier message."""
         self._known: set[tuple[str, bool]] = set()
-        """Message ids, and whether another program than a gateway chose them."""
+        """(message id, whether an external program chose it) of each message."""
         self._early: dict[str, list[tuple[Stored, Event]]] = {}
-        """Events of sessions that have not begun."""
+        """Events of sessions that are not open yet, by session."""
         self._trained: dict[str, SessionsTrained] = {}
         for stored in log:
             self._read(stored)
@@ -193,7 +194,7 @@ class Oracle:
             session.take(body)
 
     def _decided(self, stored: Stored, body: SessionsDecided) -> None:
-        """Of two decisions about a session the earlier one counts; the later one counts for none of its sessions."""
+        """Apply a decision. If any of its sessions is already decided, the whole decision is ignored."""
         members = [self.sessions[name] for name in body.sessions]
         if wrong := [one.id for one in members if one.decided is not None]:
             self.contradictions.append(f"{wrong} were decided before {body}")
@@ -206,7 +207,7 @@ class Oracle:
 
     @property
     def tasks(self) -> Mapping[str, list[OracleSession]]:
-        """Sessions by the submission that they became."""
+        """Sessions by their submission."""
         found: dict[str, list[OracleSession]] = {}
         for one in self.sessions.values():
             if one.decided is not None and one.decided.submission:

@@ -1,4 +1,4 @@
-"""A whole run in mode ``serve`` under a schedule: real gateways and their users beside the agents of every run."""
+"""A whole run in mode ``serve`` under a schedule: real gateways and their users next to the agents of every run."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from trinity_mq.messages import Progress, decode
 from trinity_mq.runtime.agent import Agent
 
 EPOCH = 1e9
-"""Seconds since the epoch at which a run begins."""
+"""Start of every run in seconds since the epoch."""
 LOG = "sessions-log"
-"""Name, behind the run's prefix, of the stream that keeps every event of sessions."""
+"""Name of the stream, without the run's prefix, that keeps every session event."""
 SETTLED_WITHIN = 500.0
 """Seconds after the end of all users within which their sessions are settled."""
 SETTLE_SECONDS = 12.0
@@ -46,10 +46,10 @@ class SessionRun(ScheduledRun):
     taskset: bool = False
     recorded: tuple[str, ...] = ("tasks", "batches", "results", "ready", "sync")
     gateways: list[SimulatedGateway] = field(default_factory=list)
-    """Every life of each."""
+    """Every life of every gateway."""
     users: Users | None = None
     unsettled: list[str] = field(default_factory=list)
-    """Sessions that were not settled in time."""
+    """Ids of sessions that were not settled in time."""
     unlocked: list[str] = field(default_factory=list)
     """Publishes of a gateway that never held the lock under which one acts."""
     ended_at: float | None = None
@@ -59,7 +59,7 @@ class SessionRun(ScheduledRun):
     consumed_at: dict[str, float] = field(default_factory=dict)
     """Times at which tickets were first reported as consumed."""
     submitted: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """Publishes of a task, by the life of the gateway and the task's id."""
+    """Number of publishes of a task, by (life of the gateway, id of the task)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -68,7 +68,7 @@ class SessionRun(ScheduledRun):
 
     @property
     def sessions(self) -> Sessions:
-        """Their part of the schedule."""
+        """The session part of the schedule."""
         assert self.schedule.sessions is not None
         return self.schedule.sessions
 
@@ -81,7 +81,7 @@ class SessionRun(ScheduledRun):
 
     @contextmanager
     def surroundings(self) -> Iterator[None]:
-        """Draw ids of sessions and keys by the seed, and have the explorer wait in virtual time."""
+        """Seed the ids of sessions and keys, and let the explorer wait in virtual time."""
         dice = random.Random(f"{self.schedule.seed}/ids")
 
         def drawn_id() -> str:
@@ -100,7 +100,7 @@ class SessionRun(ScheduledRun):
             yield
 
     def new_gateway(self, name: str) -> Agent:
-        """Return a gateway."""
+        """Return a new gateway."""
         life = self.life("gateway", name)
         life.on_publish = self._published
         epoch: Callable[[], float] = lambda: EPOCH + asyncio.get_running_loop().time()  # noqa: E731  # short
@@ -120,7 +120,7 @@ class SessionRun(ScheduledRun):
             self.unlocked.append(f"{life.who} published {envelope.kind} {envelope.message_id}")
 
     def new_explorer(self, name: str) -> Agent:
-        """Return an explorer, whose announcement of the end is noted."""
+        """Return a new explorer. Its announcement of the end is recorded."""
         explorer = super().new_explorer(name)
         self.lives[-1].on_publish = self._announced
         return explorer
@@ -141,7 +141,7 @@ class SessionRun(ScheduledRun):
             self.consumed_at.setdefault(progress.ticket, asyncio.get_running_loop().time())
 
     def living_gateways(self) -> Sequence[SimulatedGateway]:
-        """Return the gateways that take requests, those that stand still too."""
+        """Return the gateways that accept requests, including frozen gateways."""
         return [
             one
             for _, one in sorted(self.living.items())
@@ -149,7 +149,7 @@ class SessionRun(ScheduledRun):
         ]
 
     async def record_messages(self) -> None:
-        """Keep a copy of every message, and the whole log of sessions beside their stream, with the same offsets."""
+        """Record a copy of every message. Record the whole log of sessions in a second stream with the same offsets."""
         await super().record_messages()
         bus = await self.client()
         bindings = (Binding(self.topology.exchange("sessions"), "#"),)
@@ -158,16 +158,16 @@ class SessionRun(ScheduledRun):
         )
 
     def log(self) -> list[Stored]:
-        """Return all events of sessions, in order."""
+        """Return all session events in order."""
         queue = self.broker.queues[self.topology.prefix + LOG]
         assert isinstance(queue, StreamQueue)
         return queue.messages
 
-    # -- what came of it
+    # -- results
 
     @property
     def at_the_end(self) -> list[SimulatedGateway]:
-        """The last life of each gateway, where it ended by itself."""
+        """The last life of each gateway that ended by itself."""
         last = {gateway.id: gateway for gateway in self.gateways}
         return [gateway for gateway in last.values() if not gateway.life.dead and gateway.state == "finished"]
 
@@ -185,23 +185,23 @@ class SessionRun(ScheduledRun):
 
     @property
     def is_cut(self) -> bool:
-        """Whether retention has cut the beginning of the stream of sessions."""
+        """True if retention has cut the beginning of the session stream."""
         queue = self.broker.queues[self.topology.sessions.name]
         assert isinstance(queue, StreamQueue)
         return queue.end > queue.depth
 
     @property
     def gateways_ended_late(self) -> bool:
-        """No gateway ended by itself."""
+        """True if no gateway ended by itself."""
         return not self.at_the_end
 
     def further(self, group: asyncio.TaskGroup) -> list[asyncio.Task[None]]:
-        """Begin the gateways and their users."""
+        """Start the gateways and their users. Return the tasks of the gateways."""
         group.create_task(self._population())
         return [group.create_task(self.keep(f"gateway-{n}", self.new_gateway)) for n in range(self.sessions.gateways)]
 
     async def _population(self) -> None:
-        """Have users until the run is over."""
+        """Run the users until the run is over."""
         live, over = asyncio.create_task(self._live()), asyncio.create_task(self.over.wait())
         await asyncio.wait([live, over], return_when=asyncio.FIRST_COMPLETED)
         for task in (live, over):
@@ -232,7 +232,7 @@ class SessionRun(ScheduledRun):
                 beside.create_task(users.filler())
 
     async def _until_settled(self, users: Users) -> None:
-        """Wait until a gateway knows all sessions of users as settled."""
+        """Wait until each session of the users is settled at some gateway."""
         names = [diary.id for diary in users.diaries if diary.is_kept]
         deadline = asyncio.get_running_loop().time() + SETTLED_WITHIN
         while (left := self._unsettled(names)) and asyncio.get_running_loop().time() < deadline:

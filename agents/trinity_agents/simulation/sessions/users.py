@@ -1,5 +1,5 @@
-"""Users of a simulated run's gateways: programs that have sessions, ask again as an SDK does, and reward in every way.
-Each keeps a diary of what it was told, which the invariants compare with what was trained on.
+"""Users of a simulated run's gateways: programs that have sessions, retry like an SDK, and send rewards in every way.
+Each user keeps a diary of the responses, which the invariants compare with the trained experiences.
 """
 
 from __future__ import annotations
@@ -17,40 +17,42 @@ from trinity_agents.simulation.sessions.gateways import Reply, SimulatedGateway,
 from trinity_mq.bus import Bus, Envelope, Topology
 
 TRIES = 6
-"""Tries of a request, as an SDK makes with max_retries."""
+"""Maximum tries of a request, as an SDK makes with max_retries."""
 TIMEOUTS = (0.15, 1.0, 8.0, 40.0)
-"""Seconds after which users give a request up, and make it again."""
+"""Seconds after which users time out a request and retry it."""
 PAUSES = (0.0, 0.2, 1.0, 4.0)
 PADDING = 8000
 """Characters of a request that fills the stream."""
 WORTH = 1 / 64
-"""Rewards are multiples of it, each another one, so that a float holds them."""
+"""Unit of rewards. Each reward is a distinct multiple, exactly representable as a float."""
 REPEATED = frozenset({408, 429, 500, 502, 503, 504})
-"""Statuses after which an SDK asks again."""
+"""HTTP statuses after which an SDK retries."""
 
 
 @dataclass
 class Asked:
-    """A request to the model, and what its client got."""
+    """A request to the model, and the answers that its client received."""
 
     text: str
-    """Its last message, which no other request has."""
+    """The last message of the request. It is unique."""
     tries: int = 0
     is_repeated: bool = False
-    """A try said that it was not the first; the earlier ones may have found no gateway."""
+    """True if a request carried a retry count above 0. The earlier tries may not have reached a gateway."""
     equal: int = 1
-    """Equal requests at the same time."""
+    """Number of equal concurrent requests."""
     answers: dict[int, str] = field(default_factory=dict)
-    """Numbers of the answers that arrived, and whether they are recorded, as the gateway says."""
+    """The gateway's ``X-TMQ-Recorded`` header by number of each answer that arrived."""
 
 
 @dataclass
 class Said:
-    """A reward, and what its sender was told."""
+    """A reward, and the response to its sender."""
 
     reward: float
     accepted: bool | None = None
-    """None: no answer came, or it was said over AMQP."""
+    """Whether the reward was accepted. None: unknown, because no clear response arrived or the reward was sent over
+    AMQP.
+    """
     call: str | None = None
 
 
@@ -70,11 +72,13 @@ class Diary:
     call: str = ""
     """Id of the latest answer."""
     is_one_call: bool = False
-    """It was made by a call without a session."""
+    """True if the session was made by a call without a session."""
 
     @property
     def is_kept(self) -> bool:
-        """It is sure to be on the stream: an answer to a call without a session is given without it, if need be."""
+        """True if the session must be on the stream. An unrecorded answer to a call without a session may leave
+        none.
+        """
         return not self.is_one_call or "yes" in {said for asked in self.asked for said in asked.answers.values()}
 
 
@@ -82,12 +86,12 @@ class Users:
     """All users of a run.
 
     Args:
-        sessions: What they do.
-        dice: Draws it.
-        gateways: Returns the gateways that live.
-        bus: A client's connection, for what is said over AMQP.
-        topology: The run's names.
-        note: Is told of what happened, for the coverage.
+        sessions: Parameters of the users.
+        dice: Random generator for the users' decisions.
+        gateways: Returns the living gateways.
+        bus: A client's connection for events sent over AMQP.
+        topology: Names of the run's queues and exchanges.
+        note: Called with the name of each incident, for the coverage.
     """
 
     def __init__(
@@ -106,7 +110,7 @@ class Users:
         self._groups = itertools.count(1)
         self.diaries: list[Diary] = []
         self.wrong: list[str] = []
-        """Message ids of events over AMQP that no session can take."""
+        """Message ids of AMQP events that no session can take."""
         self._stories: Mapping[str, Callable[[Diary], Awaitable[None]]] = {
             "ends with a reward": self._ends_with_reward,
             "rewarded late": self._rewarded_late,
@@ -122,7 +126,7 @@ class Users:
         }
 
     async def user(self, number: int) -> None:
-        """Have sessions, one after the other."""
+        """Have sessions one after another."""
         await asyncio.sleep(self._dice.uniform(0.0, self._sessions.within))
         for n in range(self._sessions.sessions):
             if number < self._sessions.parked and not n:
@@ -134,13 +138,13 @@ class Users:
             await asyncio.sleep(self._dice.choice(PAUSES))
 
     async def filler(self) -> None:
-        """Have sessions that end with a reward, so that the run comes to its last batch."""
+        """Have sessions that end with a reward, so that the run reaches its last batch."""
         while True:
             await self._group_of(self._ends_with_reward)
             await asyncio.sleep(0.2)
 
     async def noise(self) -> None:
-        """Have sessions that are evaluated, and fill the stream."""
+        """Have evaluated sessions that fill the stream."""
         while True:
             diary = await self._open("eval", "")
             if diary is not None:
@@ -155,7 +159,7 @@ class Users:
         await self._stories[diary.story](diary)
 
     async def _group_of(self, story: Callable[[Diary], Awaitable[None]]) -> None:
-        """Have a session or, where sessions are compared, all those of a group at once."""
+        """Have a session or, if sessions are compared, all sessions of a group concurrently."""
         if not self._sessions.grouped:
             record = self._dice.choice(["train"] * 6 + ["eval", "off"]) if story == self._by_lot else "train"
             await self._have(record, "", story)
@@ -186,7 +190,7 @@ class Users:
         return Diary(reply.body["id"], record, group, "", reply.body["key"])
 
     async def _ask(self, diary: Diary, padding: int = 0) -> None:
-        """Ask the model; now and then twice the same at once."""
+        """Send a request to the model, occasionally two equal requests concurrently."""
         equal = 2 if not padding and self._dice.random() < 0.1 else 1
         text = f"request {next(self._requests)}" + " " * padding
         asked = Asked(text, equal=equal)
@@ -208,7 +212,7 @@ class Users:
             diary.messages = [*messages, {"role": "assistant", "content": said}]
 
     async def _one_call(self) -> None:
-        """Ask without a session, and reward the answer by its id."""
+        """Send a request without a session, and reward the answer by its id."""
         asked = Asked(f"request {next(self._requests)}")
         body = {"messages": [{"role": "user", "content": asked.text}]}
         reply = await self._send("POST", "/v1/chat/completions", body, {}, asked)
@@ -224,7 +228,7 @@ class Users:
         _note_answer(told, reply)
         self._note("one call, and feedback")
 
-    # -- how they end
+    # -- ends of sessions
 
     async def _ends_with_reward(self, diary: Diary) -> None:
         await self._end_with(diary)
@@ -236,7 +240,7 @@ class Users:
         self._note("rewarded late")
 
     async def _parked(self, diary: Diary) -> None:
-        """Be rewarded after the beginning of the stream has been cut."""
+        """Send the reward after retention has cut the beginning of the stream."""
         diary.story = "parked"
         await self._post(diary, "end", {})
         await asyncio.sleep(self._dice.choice([150.0, 220.0]))
@@ -321,7 +325,7 @@ class Users:
         return await self._send("POST", f"/s/{diary.id}/{what}", body, _key(diary))
 
     async def _publish(self, kind: str, **fields: Any) -> str:
-        """Say something as a program with a connection to the broker does; returns the message's id."""
+        """Publish an event like an external program with a broker connection. Return the message id."""
         name = f"outside-{next(self._requests)}"
         sent = Envelope(body=json.dumps(fields).encode(), kind=kind, content_type="application/json", message_id=name)
         await self._bus.publish(self._topology.exchange("sessions"), "session", sent)
@@ -330,7 +334,9 @@ class Users:
     async def _send(
         self, method: str, path: str, body: Mapping[str, Any], headers: Mapping[str, str], asked: Asked | None = None
     ) -> Reply | None:
-        """Make a request, again as an SDK does where no answer comes or it says so, perhaps at another gateway."""
+        """Make a request. Like an SDK, retry without a response or after certain statuses, possibly at another
+        gateway.
+        """
         chosen: SimulatedGateway | None = None
         sent_to = None
         for tries in range(TRIES):
@@ -358,6 +364,6 @@ def _key(diary: Diary) -> dict[str, str]:
 
 
 def _note_answer(told: Said, reply: Reply | None) -> None:
-    """Note what a sender knows now: that a repeat is refused says nothing about an earlier try without an answer."""
+    """Record the response to a reward. A refused retry says nothing about an earlier try without a response."""
     if reply is not None and (reply.status == 200 or reply.tries == 1):
         told.accepted = reply.status == 200
