@@ -179,8 +179,8 @@ def _run(argv: Sequence[str] | None) -> int:
 def expected_error(error: BaseException) -> BaseException | None:
     """Return the error that tells the user what to do, or None. Exception groups of concurrent tasks are unpacked."""
     if isinstance(error, BaseExceptionGroup):
-        found = [expected_error(inner) for inner in error.exceptions]
-        return found[0] if found and None not in found else None
+        problems = [expected_error(inner) for inner in error.exceptions]
+        return problems[0] if problems and None not in problems else None
     if _is_one_of(error, EXPECTED):
         return error
     from trinity_mq.runtime.process import disk_full
@@ -214,12 +214,12 @@ class _CommandParser(argparse.ArgumentParser):
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
         self.load()
-        known, rest = super().parse_known_args(args, namespace)
+        parsed, rest = super().parse_known_args(args, namespace)
         # argparse takes positional arguments only up to the first option; accept KEY=VALUE arguments after options too
-        if hasattr(known, "overrides"):
-            known.overrides += [word for word in rest if SETTING.match(word)]
+        if hasattr(parsed, "overrides"):
+            parsed.overrides += [word for word in rest if SETTING.match(word)]
             rest = [word for word in rest if not SETTING.match(word)]
-        return known, rest
+        return parsed, rest
 
 
 def _parser() -> argparse.ArgumentParser:

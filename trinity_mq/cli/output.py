@@ -26,14 +26,20 @@ def visible(text: str) -> str:
     """
     if text.replace("\n", "").replace("\t", "").isprintable():
         return text
-    return "".join(one if one in "\n\t" or _is_shown(one) else _spelled(one) for one in text)
+    return "".join(
+        character if character in "\n\t" or _is_shown(character) else _spelled(character) for character in text
+    )
 
 
 def one_line(text: str) -> str:
     """Return ``text`` as :func:`visible` does, with line ends and tabs escaped too, so that foreign text cannot imitate
     further lines of our output.
     """
-    return text if text.isprintable() else "".join(one if _is_shown(one) else _spelled(one) for one in text)
+    return (
+        text
+        if text.isprintable()
+        else "".join(character if _is_shown(character) else _spelled(character) for character in text)
+    )
 
 
 def indented(text: str) -> str:

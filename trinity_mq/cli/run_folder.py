@@ -148,12 +148,12 @@ class RunFolder(LockedFolder):
         changes = [] if before is None else _changes(before, now)
         # without total_steps, batch_size determines how many batches an epoch has
         fixed = NEW_RUN if now["buffer.total_steps"] is not None else (*NEW_RUN, "buffer.batch_size")
-        other = [line for key, line in changes if key.startswith(fixed)]
-        if other:
+        forbidden = [line for key, line in changes if key.startswith(fixed)]
+        if forbidden:
             raise ConfigError(
                 f"run {self.name!r} in {self.path} was started with other settings that it cannot go on without: "
-                f"{'; '.join(other)}. Put the old values back, start a run of another name (name=...), or train anew "
-                "with --fresh, which moves this folder aside"
+                f"{'; '.join(forbidden)}. Put the old values back, start a run of another name (name=...), or train "
+                "anew with --fresh, which moves this folder aside"
             )
         return [line for _, line in changes]
 
@@ -211,14 +211,14 @@ class RunFolder(LockedFolder):
 
 
 def _flat(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for key, value in data.items():
         name = f"{prefix}{key}"
         if isinstance(value, Mapping) and value:
-            found |= _flat(value, f"{name}.")
+            flat |= _flat(value, f"{name}.")
         else:
-            found[name] = value
-    return found
+            flat[name] = value
+    return flat
 
 
 def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple[str, str]]:

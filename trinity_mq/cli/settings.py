@@ -62,22 +62,25 @@ def settings(arguments: argparse.Namespace) -> int:
             raise CommandError(f"{arguments.out} cannot be written: {error.strerror or error}") from error
         return 0
     start = f"{arguments.section}." if arguments.section else ""
-    wanted = [one for one in all_settings() if f"{one.key}.".startswith(start)]
-    if not wanted:
-        known = ", ".join(title for title, _, _ in _tables(Config, "", {}) if title)
-        raise CommandError(f"there is no section or setting {arguments.section!r}; known sections: {known}")
-    for one in wanted:
-        default = one.default and f"default {one.default}"
-        print(f"{one.key}  ({', '.join(part for part in (one.type, one.unit, default) if part)})")
-        print(textwrap.fill(one.meaning.replace("`", ""), 100, initial_indent="    ", subsequent_indent="    "))
+    selection = [setting for setting in all_settings() if f"{setting.key}.".startswith(start)]
+    if not selection:
+        titles = ", ".join(title for title, _, _ in _tables(Config, "", {}) if title)
+        raise CommandError(f"there is no section or setting {arguments.section!r}; known sections: {titles}")
+    for setting in selection:
+        default = setting.default and f"default {setting.default}"
+        print(f"{setting.key}  ({', '.join(part for part in (setting.type, setting.unit, default) if part)})")
+        print(textwrap.fill(setting.meaning.replace("`", ""), 100, initial_indent="    ", subsequent_indent="    "))
     return 0
 
 
 def page() -> str:
     """Return the reference of all settings in Markdown."""
     parts = [HEAD]
-    for title, words, found in _tables(Config, "", {}):
-        rows = [f"| `{one.key}` | {one.type} | {one.default} | {one.unit} | {one.meaning} |" for one in found]
+    for title, words, section_settings in _tables(Config, "", {}):
+        rows = [
+            f"| `{setting.key}` | {setting.type} | {setting.default} | {setting.unit} | {setting.meaning} |"
+            for setting in section_settings
+        ]
         parts += [f"## {title or 'Top level'}\n", f"{words}\n", "| setting | type | default | unit | meaning |"]
         parts += ["|---|---|---|---|---|", *rows, ""]
     return "\n".join(parts)
@@ -89,20 +92,20 @@ NAMING = {"kind", "selector_type"}
 
 def all_settings() -> list[Setting]:
     """Return every setting of a configuration, section by section."""
-    return [one for _, _, found in _tables(Config, "", {}) for one in found]
+    return [setting for _, _, section_settings in _tables(Config, "", {}) for setting in section_settings]
 
 
 def _tables(
-    model: type[BaseModel], prefix: str, told: dict[type[BaseModel], str]
+    model: type[BaseModel], prefix: str, described: dict[type[BaseModel], str]
 ) -> Iterator[tuple[str, str, list[Setting]]]:
     """Yield (key prefix, description, settings) of a section and of its subsections.
 
     Args:
         model: The model class of the section.
         prefix: Prefix of the section's keys.
-        told: Key under which each model class was described first. Later uses of the class refer to that key.
+        described: Key under which each model class was described first. Later uses of the class refer to that key.
     """
-    meanings, own, inner = _docstrings(model), [], []
+    meanings, entries, inner = _docstrings(model), [], []
     for name, field in model.model_fields.items():
         if name in NAMING and len(get_args(field.annotation)) == 1:
             continue  # a discriminator with a single value is not a choice
@@ -111,22 +114,22 @@ def _tables(
             many = " each" if get_origin(field.annotation) is tuple else ""
             meaning = _plain(meanings.get(name, ""))
             by = _naming(kinds[0])
-            own.append(Setting(key, f"section{many}, by its `{by}`", _default(field), "", meaning))
-            own += [_kind_setting(key, one) for one in kinds]
+            entries.append(Setting(key, f"section{many}, by its `{by}`", _default(field), "", meaning))
+            entries += [_kind_setting(key, kind) for kind in kinds]
             continue
         if section is None:
-            own.append(_setting(key, field, meanings.get(name, "")))
+            entries.append(_setting(key, field, meanings.get(name, "")))
             continue
         is_list = get_origin(field.annotation) is tuple
-        is_new = section not in told
+        is_new = section not in described
         if is_new:
-            told[section] = key
+            described[section] = key
             inner.append((section, f"{key}.<n>." if is_list else f"{key}."))
         if is_list or not is_new or (not field.is_required() and field.get_default(call_default_factory=True) is None):
-            own.append(_setting(key, field, meanings.get(name, ""), told[section]))
-    yield prefix.rstrip("."), _plain(inspect.getdoc(model) or ""), own
+            entries.append(_setting(key, field, meanings.get(name, ""), described[section]))
+    yield prefix.rstrip("."), _plain(inspect.getdoc(model) or ""), entries
     for section, path in inner:
-        yield from _tables(section, path, told)
+        yield from _tables(section, path, described)
 
 
 def _kind_setting(key: str, model: type[BaseModel]) -> Setting:
@@ -171,15 +174,15 @@ def _default(field: FieldInfo) -> str:
 def _type(annotation: Any) -> str:
     origin, inner = get_origin(annotation), get_args(annotation)
     if origin in {Union, types.UnionType}:
-        return " or ".join(_type(one) for one in inner)
+        return " or ".join(_type(part) for part in inner)
     if origin is Literal:
-        return ", ".join(f"`{one}`" for one in inner)
+        return ", ".join(f"`{choice}`" for choice in inner)
     if origin is tuple:
         return f"list of {_type(inner[0])}" if inner[-1] is Ellipsis else f"list of {len(inner)} {_type(inner[0])}"
     if origin is dict:
         return f"map of {_type(inner[1])}"
     if origin is Annotated:
-        return ", ".join([_type(inner[0]), *_bounds(item for one in inner[1:] for item in one.metadata)])
+        return ", ".join([_type(inner[0]), *_bounds(item for constraint in inner[1:] for item in constraint.metadata)])
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return "section"
     name = str(getattr(annotation, "__name__", annotation))
@@ -187,8 +190,8 @@ def _type(annotation: Any) -> str:
 
 
 def _bounds(metadata: Iterable[Any]) -> list[str]:
-    found = [(sign, getattr(one, name, None)) for one in metadata for name, sign in BOUNDS.items()]
-    return [f"{sign} {limit:,}".replace(",", " ") for sign, limit in found if limit is not None]
+    limits = [(sign, getattr(constraint, name, None)) for constraint in metadata for name, sign in BOUNDS.items()]
+    return [f"{sign} {limit:,}".replace(",", " ") for sign, limit in limits if limit is not None]
 
 
 def _naming(model: type[BaseModel]) -> str:
@@ -199,26 +202,30 @@ def _kinds(annotation: Any) -> list[type[BaseModel]]:
     """Return the members of a union of sections that have a ``NAMING`` field, or an empty list if there are fewer than
     two.
     """
-    found = [model for model in sections_of(annotation) if NAMING & model.model_fields.keys()]
-    return found if len(found) > 1 else []
+    models = [model for model in sections_of(annotation) if NAMING & model.model_fields.keys()]
+    return models if len(models) > 1 else []
 
 
 def _section(annotation: Any) -> type[BaseModel] | None:
-    found = [one for one in (annotation, *get_args(annotation)) if isinstance(one, type) and issubclass(one, BaseModel)]
-    return found[0] if found else None
+    models = [
+        candidate
+        for candidate in (annotation, *get_args(annotation))
+        if isinstance(candidate, type) and issubclass(candidate, BaseModel)
+    ]
+    return models[0] if models else None
 
 
 def _docstrings(model: type[BaseModel]) -> dict[str, str]:
     """Return the attribute docs of a model and of its base models by field name."""
-    found: dict[str, str] = {}
-    for cls in reversed([one for one in model.__mro__ if issubclass(one, BaseModel) and one is not BaseModel]):
+    texts: dict[str, str] = {}
+    for cls in reversed([base for base in model.__mro__ if issubclass(base, BaseModel) and base is not BaseModel]):
         (declared,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
         assert isinstance(declared, ast.ClassDef)
         for field, text in zip(declared.body, declared.body[1:], strict=False):
             match field, text:
                 case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(words))):
-                    found[name] = words
-    return found
+                    texts[name] = words
+    return texts
 
 
 def _plain(text: str) -> str:

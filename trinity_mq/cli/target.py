@@ -83,11 +83,11 @@ def find_configuration(target: str, overrides: Sequence[str]) -> Config | None:
 
 
 def _of_folder(folder: Path, overrides: Sequence[str]) -> Config:
-    config, given = load_config(folder / CONFIG_FILE, overrides), {word.partition("=")[0] for word in overrides}
-    if "run_dir" in given:
+    config, keys = load_config(folder / CONFIG_FILE, overrides), {word.partition("=")[0] for word in overrides}
+    if "run_dir" in keys:
         return config
     # The folder may have been moved. A new name makes this configuration the pattern of another run, without a folder.
-    return config.model_copy(update={"run_dir": "" if "name" in given else str(folder.absolute())})
+    return config.model_copy(update={"run_dir": "" if "name" in keys else str(folder.absolute())})
 
 
 def broker_of_name(name: str, overrides: Sequence[str]) -> BrokerConfig:

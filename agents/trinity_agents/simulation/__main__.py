@@ -39,22 +39,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _play_one(options: argparse.Namespace) -> int:
     schedule = draw(options.seed, sessions=options.sessions)
     try:
-        one = play(schedule if options.faults is None else schedule.only(options.faults))
+        outcome = play(schedule if options.faults is None else schedule.only(options.faults))
     except ValueError as error:
         _say(f"{error}; see them with --seed {options.seed} alone")
         return 2
-    if one.violations and not options.no_shrink:
-        one = shrink(one)
-    _say(one.report())
-    return int(bool(one.violations))
+    if outcome.violations and not options.no_shrink:
+        outcome = shrink(outcome)
+    _say(outcome.report())
+    return int(bool(outcome.violations))
 
 
 def _play_many(options: argparse.Namespace) -> int:
     began = time.monotonic()
 
     def done(count: int, failed: list[Played]) -> None:
-        for one in failed:
-            _say((one if options.no_shrink else shrink(one)).report())
+        for failure in failed:
+            _say((failure if options.no_shrink else shrink(failure)).report())
         if sys.stderr.isatty():
             sys.stderr.write(f"\r{count} of {len(options.seeds)} seeds")
             sys.stderr.flush()
@@ -65,7 +65,7 @@ def _play_many(options: argparse.Namespace) -> int:
         options.table.write_text(table + "\n", encoding="utf-8")
     seconds = time.monotonic() - began
     _say(f"{table}\n\n{len(options.seeds)} seeds in {seconds:.0f} s, {1000 * seconds / len(options.seeds):.0f} ms each")
-    _say(f"failed: {', '.join(str(one.schedule.seed) for one in failed) if failed else 'none'}")
+    _say(f"failed: {', '.join(str(failure.schedule.seed) for failure in failed) if failed else 'none'}")
     return int(bool(failed))
 
 

@@ -106,7 +106,7 @@ class Coverage:
         for machine, states in self.states.items():
             for state in (*states, *sorted(self.reached(machine) - set(states))):
                 before = Counter({b or "begins": n for (m, b, a), n in self.seen.items() if (m, a) == (machine, state)})
-                origins = ", ".join(f"{one} {count}" for one, count in before.most_common())
+                origins = ", ".join(f"{origin} {count}" for origin, count in before.most_common())
                 yield machine, state, origins or "never"
 
     def table(self) -> str:
@@ -168,8 +168,8 @@ class _Reader:
 
     def read(self, message: Message) -> None:
         if isinstance(message, TaskSlice | TaskSlices):
-            for one in [message] if isinstance(message, TaskSlice) else message.slices:
-                self._published(one)
+            for task_slice in [message] if isinstance(message, TaskSlice) else message.slices:
+                self._published(task_slice)
         elif isinstance(message, TaskResult):
             key = (message.ticket, message.task_id, message.run_base)
             is_again = self._state("slice", key) not in {"", "published", "published again"}
@@ -187,11 +187,11 @@ class _Reader:
         elif isinstance(message, SyncEvent) and not message.epoch:
             self._fetch(message)
 
-    def _published(self, one: TaskSlice) -> None:
-        key = (one.ticket, one.task_id, one.run_base)
+    def _published(self, task_slice: TaskSlice) -> None:
+        key = (task_slice.ticket, task_slice.task_id, task_slice.run_base)
         is_again = bool(self._state("slice", key))
-        if is_again or not self._state("ticket", one.ticket):
-            self._go("ticket", one.ticket, "opened again" if is_again else "opened")
+        if is_again or not self._state("ticket", task_slice.ticket):
+            self._go("ticket", task_slice.ticket, "opened again" if is_again else "opened")
         self._go("slice", key, "published again" if is_again else "published")
 
     def _fetch(self, event: SyncEvent) -> None:
@@ -267,7 +267,7 @@ class _WatchedCircuit:
 
 
 def _state_of(circuit: Any) -> str:
-    kept = vars(circuit)
-    if kept.get("_until") is None:
+    attributes = vars(circuit)
+    if attributes.get("_until") is None:
         return "closed"
-    return "open" if kept.get("_probe") is None else "half-open"
+    return "open" if attributes.get("_probe") is None else "half-open"

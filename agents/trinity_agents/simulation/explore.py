@@ -68,33 +68,37 @@ def play(schedule: Schedule | int, kind: type[ScheduledRun] | None = None) -> Pl
 def _judge(run: ScheduledRun, error: BaseException | None) -> Played:
     evidence = SessionEvidence(run) if isinstance(run, SessionRun) else Evidence(run)
     if isinstance(error, Hang):
-        found = [(NO_HANG, f"not over after {run.seconds:.0f} virtual seconds: {error}")]
+        found_violations = [(NO_HANG, f"not over after {run.seconds:.0f} virtual seconds: {error}")]
     elif isinstance(error, AgentFailed):
-        found = [(NO_FAILURE, str(error))]
+        found_violations = [(NO_FAILURE, str(error))]
     elif error is not None:
-        found = [(NO_ERROR, f"{type(error).__name__}: {error!r}")]
+        found_violations = [(NO_ERROR, f"{type(error).__name__}: {error!r}")]
     else:
-        found = session_violations(evidence) if isinstance(evidence, SessionEvidence) else violations(evidence)
+        found_violations = (
+            session_violations(evidence) if isinstance(evidence, SessionEvidence) else violations(evidence)
+        )
     if isinstance(evidence, SessionEvidence):
         note_sessions(evidence)
     run.observer.read(evidence.messages)
     trail = [f"{time:9.3f} {who:<12} {text}" for time, who, text in run.faults.trail]
-    return Played(run.schedule, found, trail, run.observer.transitions, run.seconds)
+    return Played(run.schedule, found_violations, trail, run.observer.transitions, run.seconds)
 
 
 def shrink(failed: Played, kind: type[ScheduledRun] | None = None) -> Played:
     """Return the failure with a minimal set of faults that violates the same invariant. Single faults are removed until
     no further removal keeps the violation.
     """
-    left, before = failed, None
-    while before is not left:
-        before = left
+    smallest, before = failed, None
+    while before is not smallest:
+        before = smallest
         for place in before.schedule.places:
-            fewer = left.schedule.only([one for one in left.schedule.places if one != place])
+            fewer = smallest.schedule.only(
+                [kept_place for kept_place in smallest.schedule.places if kept_place != place]
+            )
             again = play(fewer, kind)
             if again.invariant == failed.invariant:
-                left = again
-    return left
+                smallest = again
+    return smallest
 
 
 def explore(seeds: Iterable[int], *, sessions: bool = False) -> tuple[Coverage, list[Played]]:
@@ -103,10 +107,10 @@ def explore(seeds: Iterable[int], *, sessions: bool = False) -> tuple[Coverage, 
     """
     coverage, failed = Coverage(states=ALL_STATES if sessions else STATES), []
     for seed in seeds:
-        one = play(draw(seed, sessions=sessions))
-        coverage.add(one.transitions)
-        if one.violations:
-            failed.append(one)
+        outcome = play(draw(seed, sessions=sessions))
+        coverage.add(outcome.transitions)
+        if outcome.violations:
+            failed.append(outcome)
     return coverage, failed
 
 

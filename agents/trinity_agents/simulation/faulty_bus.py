@@ -47,7 +47,7 @@ class Faults:
         """Number of passed points by role."""
         self._due: defaultdict[str, dict[int, list[PointFault]]] = defaultdict(dict)
         jitter = [fault for fault in schedule.faults if isinstance(fault, Jitter)]
-        self._late, self._mean = max(((one.share, one.mean) for one in jitter), default=(0.0, 1.0))
+        self._late, self._mean = max(((fault.share, fault.mean) for fault in jitter), default=(0.0, 1.0))
         self._repeated = max((fault.share for fault in schedule.faults if isinstance(fault, Repeats)), default=0.0)
         for fault in schedule.faults:
             if isinstance(fault, PointFault):
@@ -249,8 +249,8 @@ class LateConsumer(Consumer):
 
     def get_nowait(self) -> Delivery | None:
         """Return the next delivery that has arrived, or None."""
-        found = self._taken or self._consumer.get_nowait()
-        return None if found is None else self._hand_over(found)
+        delivery = self._taken or self._consumer.get_nowait()
+        return None if delivery is None else self._hand_over(delivery)
 
     async def stop(self) -> None:
         """Stop deliveries."""

@@ -241,12 +241,12 @@ class Simulation:
         """Return every published control message, in order. A message with several results is split into single
         results.
         """
-        found: list[Message] = []
+        messages: list[Message] = []
         for stored in self.waiting_in(RECORDED):
             if stored.content_type != EXPERIENCES and stored.headers.get("kind") not in NOT_MESSAGES:
                 message = decode_any(stored.body, stored.content_type)
-                found += message.results if isinstance(message, TaskResults) else [message]
-        return found
+                messages += message.results if isinstance(message, TaskResults) else [message]
+        return messages
 
     def dead_letters(self) -> list[Mapping[str, object]]:
         """Return the headers of all dead letters."""

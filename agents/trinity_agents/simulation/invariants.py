@@ -43,16 +43,16 @@ class Evidence:
     @cached_property
     def manifests(self) -> dict[int, list[BatchClosed]]:
         """The distinct manifests of each batch."""
-        found: defaultdict[int, list[BatchClosed]] = defaultdict(list)
+        by_batch: defaultdict[int, list[BatchClosed]] = defaultdict(list)
         for message in self.messages:
-            if isinstance(message, BatchClosed) and message not in found[int(message.batch)]:
-                found[int(message.batch)].append(message)
-        return dict(found)
+            if isinstance(message, BatchClosed) and message not in by_batch[int(message.batch)]:
+                by_batch[int(message.batch)].append(message)
+        return dict(by_batch)
 
     @cached_property
     def manifest(self) -> dict[int, BatchClosed]:
         """The first manifest of each batch."""
-        return {batch: found[0] for batch, found in self.manifests.items()}
+        return {batch: manifests[0] for batch, manifests in self.manifests.items()}
 
     @cached_property
     def processed(self) -> dict[int, tuple[BatchReady, ExperienceBatch]]:
@@ -62,11 +62,11 @@ class Evidence:
     @cached_property
     def slices(self) -> list[TaskSlice]:
         """Every published slice, including repetitions."""
-        found: list[TaskSlice] = []
+        slices: list[TaskSlice] = []
         for message in self.messages:
-            found += message.slices if isinstance(message, TaskSlices) else []
-            found += [message] if isinstance(message, TaskSlice) else []
-        return found
+            slices += message.slices if isinstance(message, TaskSlices) else []
+            slices += [message] if isinstance(message, TaskSlice) else []
+        return slices
 
     @cached_property
     def results(self) -> list[TaskResult]:
@@ -93,11 +93,11 @@ class Evidence:
         return self.settings.batch_timeout < SHORT or self.settings.cut_off != "never"
 
 
-def run_is_over(found: Evidence) -> Faults:
+def run_is_over(evidence: Evidence) -> Faults:
     """Check that the explorer has no open batch, the trainer has consumed every batch, and the last progress is
     reported.
     """
-    state, batches = found.state, found.settings.batches
+    state, batches = evidence.state, evidence.settings.batches
     if not state.finished:
         yield "the explorer has not finished"
     if state.tickets:
@@ -106,50 +106,52 @@ def run_is_over(found: Evidence) -> Faults:
         yield f"batches are not consumed at the end: {list(state.following.tickets)}"
     if (state.opened, state.closed) != (batches, batches):
         yield f"{batches} batches were wanted, {state.opened} opened and {state.closed} closed"
-    reached = max((one.progress for one in found.progress), default=0)
+    reached = max((report.progress for report in evidence.progress), default=0)
     if reached != batches:
         yield f"the trainer came to progress {reached} of {batches}"
 
 
-def no_task_is_left(found: Evidence) -> Faults:
+def no_task_is_left(evidence: Evidence) -> Faults:
     """Check that no asyncio task of the agents is left running after their end."""
-    yield from (f"left running: {name}" for name in found.run.left_running)
+    yield from (f"left running: {name}" for name in evidence.run.left_running)
 
 
-def one_manifest(found: Evidence) -> Faults:
+def one_manifest(evidence: Evidence) -> Faults:
     """Check that each batch has a single manifest content, however often the manifest was published."""
-    if sorted(found.manifests) != list(range(1, found.settings.batches + 1)):
-        yield f"batches with a manifest: {sorted(found.manifests)}"
-    for batch, manifests in found.manifests.items():
+    if sorted(evidence.manifests) != list(range(1, evidence.settings.batches + 1)):
+        yield f"batches with a manifest: {sorted(evidence.manifests)}"
+    for batch, manifests in evidence.manifests.items():
         if len(manifests) > 1:
-            tickets = sorted({one.ticket for one in manifests})
+            tickets = sorted({manifest.ticket for manifest in manifests})
             yield f"batch {batch} has {len(manifests)} different manifests, of tickets {tickets}"
 
 
-def one_outcome(found: Evidence) -> Faults:
+def one_outcome(evidence: Evidence) -> Faults:
     """Check that each slice has one outcome, and that each run that does not fail is accepted once or was cut off."""
-    settings, fails = found.settings, found.run.workflows.fails
-    cut_short = found.run.workflows.cut_short | found.run.pool.cut_short
+    settings, fails = evidence.settings, evidence.run.workflows.fails
+    cut_short = evidence.run.workflows.cut_short | evidence.run.pool.cut_short
     gave_up = {
         (result.ticket, result.task_id, result.run_base)
-        for result in found.results
+        for result in evidence.results
         if result.outcome == "poisoned"
         or (result.ticket, result.task_id, result.run_base, frozenset(result.runs)) in cut_short
     }
     per_task = -(-settings.repeat // settings.slice_runs)
-    for batch, manifest in found.manifest.items():
+    for batch, manifest in evidence.manifest.items():
         slices = {
-            (one.task_id, one.run_base): one.repeat_times for one in found.slices if one.ticket == manifest.ticket
+            (task_slice.task_id, task_slice.run_base): task_slice.repeat_times
+            for task_slice in evidence.slices
+            if task_slice.ticket == manifest.ticket
         }
         if (count := sum(manifest.outcomes.values())) != settings.tasks * per_task:
             yield f"batch {batch}: {count} outcomes of {settings.tasks * per_task} slices: {manifest.outcomes}"
-        listed = [(batch, one.task_id, run) for one in manifest.accepted for run in one.runs]
+        listed = [(batch, part.task_id, run) for part in manifest.accepted for run in part.runs]
         if twice := [run for run, times in Counter(listed).items() if times > 1]:
             yield f"batch {batch}: accepted twice: {twice}"
         if failed := [run for run in listed if fails(*run)]:
             yield f"batch {batch}: accepted though their workflow fails: {failed}"
-        wanted = {(batch, task, run) for task in range(settings.tasks) for run in range(settings.repeat)}
-        missing = {run for run in wanted - set(listed) if not fails(*run)}
+        expected = {(batch, task, run) for task in range(settings.tasks) for run in range(settings.repeat)}
+        missing = {run for run in expected - set(listed) if not fails(*run)}
         lost = {
             (task, base)
             for _, task, run in missing
@@ -157,13 +159,13 @@ def one_outcome(found: Evidence) -> Faults:
             if of == task and base <= run < base + runs and (manifest.ticket, task, base) not in gave_up
         }
         cancelled = manifest.outcomes.get("cancelled", 0)
-        if cancelled and not found.is_short:
+        if cancelled and not evidence.is_short:
             yield f"batch {batch}: {cancelled} slices were cut off, though batches have time"
         if len(lost) > cancelled and settings.cut_off != "whole tasks":
             yield f"batch {batch}: slices {sorted(lost)} lack runs, and {cancelled} were cut off"
 
 
-def tasks_once(found: Evidence) -> Faults:
+def tasks_once(evidence: Evidence) -> Faults:
     """Check that each batch is opened once and that each task of the taskset is in one batch.
 
     A task is in a second batch only if it was returned to the taskset, and at most once. No task is skipped, except
@@ -171,43 +173,50 @@ def tasks_once(found: Evidence) -> Faults:
     """
     tickets: defaultdict[int, set[str]] = defaultdict(set)
     places: defaultdict[int, dict[int, tuple[str, int]]] = defaultdict(dict)
-    for one in found.slices:
-        if one.lane == "train":
-            places[one.task.raw_task["n"]][int(one.batch)] = one.ticket, one.task_id
-            tickets[int(one.batch)].add(one.ticket)
+    for task_slice in evidence.slices:
+        if task_slice.lane == "train":
+            places[task_slice.task.raw_task["n"]][int(task_slice.batch)] = task_slice.ticket, task_slice.task_id
+            tickets[int(task_slice.batch)].add(task_slice.ticket)
     yield from (f"batch {batch} was opened as {sorted(of)}" for batch, of in tickets.items() if len(of) > 1)
-    published = {one.ticket for one in found.slices}
-    late = [one for one in found.manifest.values() if found.is_short and one.ticket not in published]
-    if len(set(range(max(places, default=-1))) - set(places)) > found.settings.tasks * len(late):
+    published = {task_slice.ticket for task_slice in evidence.slices}
+    late = [
+        manifest for manifest in evidence.manifest.values() if evidence.is_short and manifest.ticket not in published
+    ]
+    if len(set(range(max(places, default=-1))) - set(places)) > evidence.settings.tasks * len(late):
         yield f"tasks that were given out: {sorted(places)}"
-    stale = {(told.ticket, task) for told in found.progress for task in told.stale_tasks}
-    done = {(one.ticket, each.task_id) for one in found.manifest.values() for each in one.accepted if each.runs}
+    stale = {(report.ticket, task) for report in evidence.progress for task in report.stale_tasks}
+    done = {
+        (manifest.ticket, part.task_id)
+        for manifest in evidence.manifest.values()
+        for part in manifest.accepted
+        if part.runs
+    }
     for number, within in places.items():
         first = within[min(within)]
         if len(within) > 2 or (len(within) == 2 and first in done - stale):
             yield f"task {number} is in batches {sorted(within)}"
 
 
-def processed_as_listed(found: Evidence) -> Faults:
+def processed_as_listed(evidence: Evidence) -> Faults:
     """Check that the deciding set of a batch holds each experience listed in the manifest once, and no other
     experience.
     """
-    least = found.run.config.algorithm.effective_min_group_runs
-    if sorted(found.processed) != sorted(found.manifest):
-        yield f"batches that were decided: {sorted(found.processed)}"
-    for batch, (ready, experiences) in found.processed.items():
-        manifest = found.manifest.get(batch)
+    least = evidence.run.config.algorithm.effective_min_group_runs
+    if sorted(evidence.processed) != sorted(evidence.manifest):
+        yield f"batches that were decided: {sorted(evidence.processed)}"
+    for batch, (ready, experiences) in evidence.processed.items():
+        manifest = evidence.manifest.get(batch)
         if manifest is None or ready.ticket != manifest.ticket:
             yield f"batch {batch} was decided for ticket {ready.ticket}, closed for {manifest and manifest.ticket}"
             continue
         rids = Counter(experiences.ids("rid"))
         if ready.state in GIVEN_UP:
-            if found.settings.delivery_limit >= SHORT and found.settings.operator_deadline >= SHORT:
+            if evidence.settings.delivery_limit >= SHORT and evidence.settings.operator_deadline >= SHORT:
                 yield f"batch {batch} was given up: {ready.reason}"
             if rids:
                 yield f"batch {batch} was given up and has experiences"
             continue
-        runs = [(one.task_id, run) for one in manifest.accepted for run in one.runs]
+        runs = [(part.task_id, run) for part in manifest.accepted for run in part.runs]
         groups = Counter(task for task, _ in runs)
         expected = Counter(f"{batch}/{task}/{run}" for task, run in runs if groups[task] >= least)
         if rids != expected:
@@ -216,27 +225,27 @@ def processed_as_listed(found: Evidence) -> Faults:
             yield f"batch {batch}: {ready.experiences} experiences announced, {rids.total()} there"
 
 
-def trained_once(found: Evidence) -> Faults:
+def trained_once(evidence: Evidence) -> Faults:
     """Check that the lineage of the final checkpoint consumes each batch once and trains on each experience at most
     once.
 
     All trained experiences come from the set that decides their ticket.
     """
-    settings = found.settings
+    settings = evidence.settings
     try:
-        history = found.history
+        history = evidence.history
     except HistoryError as error:
         yield str(error)
         return
     batches = [entry["batch"] for entry in history if not entry.get("repaired")]
-    in_order = batches if settings.style == "fixed" else sorted(batches, key=lambda one: int(str(one)))
+    in_order = batches if settings.style == "fixed" else sorted(batches, key=lambda batch: int(str(batch)))
     if in_order != list(range(1, settings.batches + 1)):
         yield f"batches consumed in this order: {batches}"
     uids = Counter(uid for entry in history for uid in uids_of(entry))
     if twice := [uid for uid, times in uids.items() if times > 1]:
         yield f"trained on twice: {twice}"
     for entry in history:
-        yield from _entry(found, entry)
+        yield from _entry(evidence, entry)
 
 
 def uids_of(entry: Mapping[str, object]) -> list[str]:
@@ -246,13 +255,17 @@ def uids_of(entry: Mapping[str, object]) -> list[str]:
     return uids
 
 
-def _entry(found: Evidence, entry: Mapping[str, object]) -> Faults:
+def _entry(evidence: Evidence, entry: Mapping[str, object]) -> Faults:
     batch, outcome = int(str(entry["batch"])), entry["outcome"]
-    decided = found.processed.get(batch)
+    decided = evidence.processed.get(batch)
     if entry.get("repaired"):
-        own = [one["outcome"] for one in found.history if one["ticket"] == entry["ticket"] and not one.get("repaired")]
-        if own not in (["failed"], ["skipped"]):
-            yield f"batch {batch} was repaired, and is recorded as {own}"
+        outcomes = [
+            other_entry["outcome"]
+            for other_entry in evidence.history
+            if other_entry["ticket"] == entry["ticket"] and not other_entry.get("repaired")
+        ]
+        if outcomes not in (["failed"], ["skipped"]):
+            yield f"batch {batch} was repaired, and is recorded as {outcomes}"
         return
     if decided is None or (entry["ticket"], entry["op"]) != (decided[0].ticket, decided[0].op):
         yield f"batch {batch}: the trainer took {entry['ticket']}/{entry['op']}, decided is {decided and decided[0].op}"
@@ -263,7 +276,7 @@ def _entry(found: Evidence, entry: Mapping[str, object]) -> Faults:
             yield f"batch {batch} is recorded as {outcome}, and is {ready.state}"
         return
     if outcome == "skipped":
-        if len(found.run.trainers) < 3:
+        if len(evidence.run.trainers) < 3:
             yield f"batch {batch} was skipped, though it can have killed no two trainers"
         return
     rids = Counter(experiences.ids("rid"))
@@ -271,60 +284,62 @@ def _entry(found: Evidence, entry: Mapping[str, object]) -> Faults:
     left_out = rids - trained
     if trained - rids:
         yield f"batch {batch}: trained beyond what was decided: {dict(trained - rids)}"
-    if left_out.total() not in {told.dropped for told in found.progress if told.ticket == ready.ticket}:
+    if left_out.total() not in {report.dropped for report in evidence.progress if report.ticket == ready.ticket}:
         yield f"batch {batch}: {left_out.total()} experiences were left out, and nobody says so"
-    bound, before = found.run.config.synchronizer, [int(str(one["batch"])) for one in found.history]
+    bound, before = evidence.run.config.synchronizer, [int(str(earlier["batch"])) for earlier in evidence.history]
     # the batch was consumed after a batch that was opened later, so more steps lie between than the sync style implies
     is_overtaken = max(before[: before.index(batch) + 1]) > batch
     if (
         left_out
-        and found.run.is_calm
+        and evidence.run.is_calm
         and not is_overtaken
         and bound.effective_max_staleness >= bound.inherent_staleness
     ):
         yield f"batch {batch}: left out though nothing went wrong: {dict(left_out)}"
 
 
-def fresh_enough(found: Evidence) -> Faults:
+def fresh_enough(evidence: Evidence) -> Faults:
     """Check that no trained experience exceeds the staleness bound."""
     try:
-        history = found.history
+        history = evidence.history
     except HistoryError:
         return  # trained_once reports this error
-    bound, step = found.run.config.synchronizer.effective_max_staleness, 0
+    bound, step = evidence.run.config.synchronizer.effective_max_staleness, 0
     for entry in history:
         batch = int(str(entry["batch"]))
         trained = {"/".join(uid.split("/")[:3]) for uid in uids_of(entry)}
-        if batch in found.processed:
-            for one in found.processed[batch][1]:
-                oldest = min(one.versions or [(0, 0, step)], key=lambda row: row[1:])[2]
-                if one.eid.rid in trained and step - oldest > bound:
-                    yield f"batch {batch}: {one.eid.rid} is {step - oldest} steps old, allowed are {bound}"
+        if batch in evidence.processed:
+            for experience in evidence.processed[batch][1]:
+                oldest = min(experience.versions or [(0, 0, step)], key=lambda row: row[1:])[2]
+                if experience.eid.rid in trained and step - oldest > bound:
+                    yield f"batch {batch}: {experience.eid.rid} is {step - oldest} steps old, allowed are {bound}"
         step = int(str(entry["step"]))
 
 
-def tokens_of_their_weights(found: Evidence) -> Faults:
+def tokens_of_their_weights(evidence: Evidence) -> Faults:
     """Check that each token was sampled by the weights that its experience names, and that a trainer had offered these
     weights.
     """
-    offered = {event.version for event in found.messages if isinstance(event, SyncEvent) and event.verb == "prepare"}
-    for batch, (_, experiences) in found.processed.items():
-        for one in experiences:
-            for place, token in enumerate(int(token) for token in one.tokens[len(PROMPT) :]):
-                named = [(generation, step) for first, generation, step in one.versions or [] if first <= place]
+    offered = {event.version for event in evidence.messages if isinstance(event, SyncEvent) and event.verb == "prepare"}
+    for batch, (_, experiences) in evidence.processed.items():
+        for experience in experiences:
+            for place, token in enumerate(int(token) for token in experience.tokens[len(PROMPT) :]):
+                named = [(generation, step) for first, generation, step in experience.versions or [] if first <= place]
                 if not named or named[-1] != weights_of(token):
-                    yield f"batch {batch}: token {place} of {one.eid.rid} is of {weights_of(token)}, named {named}"
+                    yield (
+                        f"batch {batch}: token {place} of {experience.eid.rid} is of {weights_of(token)}, named {named}"
+                    )
                 elif named[-1] not in offered:
-                    yield f"batch {batch}: {one.eid.rid} names {named[-1]}, which no trainer offered"
+                    yield f"batch {batch}: {experience.eid.rid} names {named[-1]}, which no trainer offered"
 
 
-def versions_in_order(found: Evidence) -> Faults:
+def versions_in_order(evidence: Evidence) -> Faults:
     """Check that versions are committed and served in ascending order and that the steps of the lineage have no gap.
 
     The last committed version must be the version of the last step of the lineage.
     """
     commits = [
-        event for event in found.messages if isinstance(event, SyncEvent) and event.verb == "commit" and event.epoch
+        event for event in evidence.messages if isinstance(event, SyncEvent) and event.verb == "commit" and event.epoch
     ]
     highest = (0, 0)
     for event in commits:
@@ -332,16 +347,16 @@ def versions_in_order(found: Evidence) -> Faults:
         if version < highest and event.members:
             yield f"{version} was committed after {highest}"
         highest = max(highest, version)
-    for name, engine in found.run.engines.items():
+    for name, engine in evidence.run.engines.items():
         if engine.served != sorted(engine.served):
             yield f"{name} served {engine.served}"
     try:
-        history = found.history
+        history = evidence.history
     except HistoryError:
         return  # trained_once reports this error
     steps = [int(str(entry["step"])) for entry in history if not entry.get("repaired")]
     made = {entry["progress"] for entry in history if entry["outcome"] == "trained"}
-    expected = [sum(int(str(one)) <= progress for one in made) for progress in range(1, len(steps) + 1)]
+    expected = [sum(int(str(position)) <= progress for position in made) for progress in range(1, len(steps) + 1)]
     if steps != expected:
         yield f"steps of the lineage: {steps}, wanted {expected}"
     final = steps[-1] if steps else 0
@@ -349,37 +364,46 @@ def versions_in_order(found: Evidence) -> Faults:
         yield f"the last version is {highest}, and the lineage ends at step {final}"
 
 
-def dead_letters_accounted_for(found: Evidence) -> Faults:
+def dead_letters_accounted_for(evidence: Evidence) -> Faults:
     """Check that ``dead`` holds only slices reported as poisoned, and batches that were given up or skipped."""
-    poisoned = {result.ticket for result in found.results if result.outcome == "poisoned"}
-    given_up = {one.ticket for one in found.messages if isinstance(one, BatchReady) and one.state in GIVEN_UP}
-    skipped = {one.ticket for one in found.progress if one.outcome == "skipped"}
-    known: dict[str, set[str]] = {"task_slice": poisoned, "batch_closed": given_up, "batch_ready": skipped}
-    for headers in found.run.dead_letters():
+    poisoned = {result.ticket for result in evidence.results if result.outcome == "poisoned"}
+    given_up = {
+        message.ticket for message in evidence.messages if isinstance(message, BatchReady) and message.state in GIVEN_UP
+    }
+    skipped = {report.ticket for report in evidence.progress if report.outcome == "skipped"}
+    allowed: dict[str, set[str]] = {"task_slice": poisoned, "batch_closed": given_up, "batch_ready": skipped}
+    for headers in evidence.run.dead_letters():
         kind, ticket = str(headers.get("kind")), str(headers.get("ticket"))
-        if ticket not in known.get(kind, set()):
+        if ticket not in allowed.get(kind, set()):
             yield f"a {kind} of ticket {ticket}: {headers.get('dead-reason')}"
 
 
-def queues_are_empty(found: Evidence) -> Faults:
+def queues_are_empty(evidence: Evidence) -> Faults:
     """Check that ``closed`` holds only manifests of decided batches and that no batch queue holds parts.
 
     Batch queues may hold parts if the batch was given up, or if its operator died or was cut off before it deleted
     them. Such queues expire.
     """
-    decided = {ready.ticket for ready, _ in found.processed.values()}
-    left = {str(stored.headers.get("ticket")) for stored in found.run.waiting_in("closed")} - decided
-    if left:
-        yield f"manifests of {sorted(left)} wait in closed"
-    kept = _tickets_given_up(found)
-    for name, queue in found.run.broker.queues.items():
-        short = name.removeprefix(found.run.topology.prefix)
-        if short.startswith("batch.") and queue.depth and found.run.is_calm and short.rpartition(".")[2] not in kept:
+    decided = {ready.ticket for ready, _ in evidence.processed.values()}
+    undecided = {str(stored.headers.get("ticket")) for stored in evidence.run.waiting_in("closed")} - decided
+    if undecided:
+        yield f"manifests of {sorted(undecided)} wait in closed"
+    given_up = _tickets_given_up(evidence)
+    for name, queue in evidence.run.broker.queues.items():
+        short = name.removeprefix(evidence.run.topology.prefix)
+        if (
+            short.startswith("batch.")
+            and queue.depth
+            and evidence.run.is_calm
+            and short.rpartition(".")[2] not in given_up
+        ):
             yield f"{queue.depth} parts are left in {short}"
 
 
-def _tickets_given_up(found: Evidence) -> set[str]:
-    return {one.ticket for one in found.messages if isinstance(one, BatchReady) and one.state in GIVEN_UP}
+def _tickets_given_up(evidence: Evidence) -> set[str]:
+    return {
+        message.ticket for message in evidence.messages if isinstance(message, BatchReady) and message.state in GIVEN_UP
+    }
 
 
 INVARIANTS: Mapping[str, Callable[[Evidence], Faults]] = {
@@ -403,6 +427,6 @@ NO_ERROR = "the simulation works"
 """Names of failures that end a run before its invariants are checked."""
 
 
-def violations(found: Evidence) -> list[tuple[str, str]]:
+def violations(evidence: Evidence) -> list[tuple[str, str]]:
     """Return the violations as pairs of (invariant name, description)."""
-    return [(name, text) for name, check in INVARIANTS.items() for text in check(found)]
+    return [(name, text) for name, check in INVARIANTS.items() for text in check(evidence)]

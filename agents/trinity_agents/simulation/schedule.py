@@ -299,8 +299,8 @@ class Schedule:
             raise ValueError(
                 f"seed {self.seed} draws faults 0 to {len(drawn.faults) - 1}; there is no fault {wrong[0]}"
             )
-        kept = tuple(sorted(set(places)))
-        return replace(self, faults=tuple(drawn.faults[place] for place in kept), kept=kept)
+        indices = tuple(sorted(set(places)))
+        return replace(self, faults=tuple(drawn.faults[place] for place in indices), kept=indices)
 
     @property
     def places(self) -> tuple[int, ...]:
@@ -325,7 +325,7 @@ class Schedule:
 
 
 def _fields_of(part: Settings | Sessions) -> str:
-    return ", ".join(f"{one.name}={getattr(part, one.name)!r}" for one in fields(part))
+    return ", ".join(f"{part_field.name}={getattr(part, part_field.name)!r}" for part_field in fields(part))
 
 
 def draw(seed: int, *, sessions: bool = False) -> Schedule:
@@ -388,8 +388,8 @@ def _faults(dice: random.Random, settings: Settings) -> list[Fault]:
     def role() -> Role:
         return dice.choices(roles, weights)[0]
 
-    def point(one: Role) -> int:
-        return dice.randrange(POINTS[one])
+    def point(of_role: Role) -> int:
+        return dice.randrange(POINTS[of_role])
 
     def at() -> float:
         return round(dice.uniform(0.0, LENGTH), 2)
@@ -399,14 +399,21 @@ def _faults(dice: random.Random, settings: Settings) -> list[Fault]:
         faults.append(Jitter(dice.choice([0.05, 0.2, 0.5]), dice.choice([0.01, 0.1, 0.6])))
     if dice.random() < 0.4:
         faults.append(Repeats(dice.choice([0.05, 0.3])))
-    faults += [Kill(one, point(one)) for one in (role() for _ in range(dice.choice([0, 0, 1, 1, 2, 3, 5])))]
     faults += [
-        Freeze(one, point(one), dice.choice([0.5, 4.0, 15.0, 45.0]))
-        for one in (role() for _ in range(dice.choice([0, 0, 0, 1, 2])))
+        Kill(fault_role, point(fault_role))
+        for fault_role in (role() for _ in range(dice.choice([0, 0, 1, 1, 2, 3, 5])))
     ]
-    faults += [LostConfirm(one, point(one), dice.choice([0.0, 0.1, 3.0])) for one in (role() for _ in range(3))]
     faults += [
-        Delay(one, point(one), dice.choice([0.2, 2.0, 8.0])) for one in (role() for _ in range(dice.randrange(4)))
+        Freeze(fault_role, point(fault_role), dice.choice([0.5, 4.0, 15.0, 45.0]))
+        for fault_role in (role() for _ in range(dice.choice([0, 0, 0, 1, 2])))
+    ]
+    faults += [
+        LostConfirm(fault_role, point(fault_role), dice.choice([0.0, 0.1, 3.0]))
+        for fault_role in (role() for _ in range(3))
+    ]
+    faults += [
+        Delay(fault_role, point(fault_role), dice.choice([0.2, 2.0, 8.0]))
+        for fault_role in (role() for _ in range(dice.randrange(4)))
     ]
     faults += [Drain(role(), at()) for _ in range(dice.choice([0, 0, 0, 1, 2]))]
     faults += [Cut(role(), at(), dice.choice([0.3, 3.0, 15.0, 70.0])) for _ in range(dice.choice([0, 0, 1, 2]))]
@@ -488,8 +495,8 @@ def _session_faults(dice: random.Random, sessions: Sessions) -> list[Fault]:
     def role() -> Role:
         return dice.choices(roles, [10, 3, 1, 1, 2])[0]
 
-    def point(one: Role) -> int:
-        return dice.randrange(POINTS[one] * (2 if sessions.noise and one == "gateway" else 1))
+    def point(of_role: Role) -> int:
+        return dice.randrange(POINTS[of_role] * (2 if sessions.noise and of_role == "gateway" else 1))
 
     def at() -> float:
         return round(dice.uniform(0.0, SESSIONS_LENGTH * (3 if sessions.noise else 1)), 2)
@@ -502,10 +509,12 @@ def _session_faults(dice: random.Random, sessions: Sessions) -> list[Fault]:
         faults.append(Jitter(dice.choice([0.05, 0.2]), dice.choice([0.01, 0.1])))
     if dice.random() < 0.4:
         faults.append(Repeats(dice.choice([0.05, 0.3])))
-    faults += [Kill(one, point(one)) for one in some(0, 1, 1, 2, 3, 5)]
-    faults += [Freeze(one, point(one), dice.choice([0.5, 4.0, 15.0, 45.0])) for one in some(0, 0, 1, 2)]
-    faults += [LostConfirm(one, point(one), dice.choice([0.0, 0.1, 3.0])) for one in some(3)]
-    faults += [Delay(one, point(one), dice.choice([0.2, 2.0, 8.0])) for one in some(0, 1, 3, 6)]
+    faults += [Kill(fault_role, point(fault_role)) for fault_role in some(0, 1, 1, 2, 3, 5)]
+    faults += [
+        Freeze(fault_role, point(fault_role), dice.choice([0.5, 4.0, 15.0, 45.0])) for fault_role in some(0, 0, 1, 2)
+    ]
+    faults += [LostConfirm(fault_role, point(fault_role), dice.choice([0.0, 0.1, 3.0])) for fault_role in some(3)]
+    faults += [Delay(fault_role, point(fault_role), dice.choice([0.2, 2.0, 8.0])) for fault_role in some(0, 1, 3, 6)]
     faults += [Drain(role(), at()) for _ in range(dice.choice([0, 0, 0, 1]))]
     faults += [Cut(role(), at(), dice.choice([0.3, 3.0, 15.0, 40.0])) for _ in range(dice.choice([0, 1, 1, 2]))]
     if sessions.noise and dice.random() < 0.5:

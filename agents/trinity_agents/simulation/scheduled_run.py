@@ -95,15 +95,19 @@ class ScheduledRun(Simulation):
         self.batches, self.operators, self.step_seconds = settings.batches, settings.operators, settings.step_seconds
         if not settings.evaluates:
             self.eval_sets = {}
-        self.channel = SimulatedChannel([one.n for one in self.schedule.faults if isinstance(one, BrokenTransfer)])
-        kept = defaultdict(list)
+        self.channel = SimulatedChannel(
+            [fault.n for fault in self.schedule.faults if isinstance(fault, BrokenTransfer)]
+        )
+        failed_receives = defaultdict(list)
         for fault in self.schedule.faults:
             if isinstance(fault, KeptWeights):
-                kept[fault.engine].append(fault.n)
+                failed_receives[fault.engine].append(fault.n)
         names = [f"engine-{number}" for number in range(settings.engines)]
-        self.engines = {name: SimulatedEngine(name, settings, kept[n]) for n, name in enumerate(names)}
-        self.deadly = [one.batch for one in self.schedule.faults if isinstance(one, DeadlyBatch)]
-        self.outages = [(one.at, one.at + one.seconds) for one in self.schedule.faults if isinstance(one, Outage)]
+        self.engines = {name: SimulatedEngine(name, settings, failed_receives[n]) for n, name in enumerate(names)}
+        self.deadly = [fault.batch for fault in self.schedule.faults if isinstance(fault, DeadlyBatch)]
+        self.outages = [
+            (fault.at, fault.at + fault.seconds) for fault in self.schedule.faults if isinstance(fault, Outage)
+        ]
         self.workflows = Workflows(seed, settings, self.engines, self._is_away, self.faults.dice)
         self.pool = Workflows(seed, settings, self.engines, self._is_away, self.faults.dice, is_pool=True)
         super().__post_init__()
@@ -233,8 +237,8 @@ class ScheduledRun(Simulation):
             engine.die()
             await asyncio.sleep(fault.seconds)
             engine.come_back()
-        elif found := [bus for bus in living if bus.role == fault.role]:
-            bus = self.faults.dice.choice(found)
+        elif candidates := [bus for bus in living if bus.role == fault.role]:
+            bus = self.faults.dice.choice(candidates)
             if isinstance(fault, Cut):
                 self.broker.drop(bus, delay=fault.seconds)
             else:
@@ -263,8 +267,8 @@ class ScheduledRun(Simulation):
         await run
         for engine in self.engines.values():
             await engine.end()
-        left = asyncio.all_tasks() - self._of_the_dead() - {asyncio.current_task()}
-        self.left_running = sorted(f"{task.get_name()}: {task.get_coro()}" for task in left)
+        tasks = asyncio.all_tasks() - self._of_the_dead() - {asyncio.current_task()}
+        self.left_running = sorted(f"{task.get_name()}: {task.get_coro()}" for task in tasks)
 
     def _of_the_dead(self) -> set[asyncio.Task[Any]]:
         loop = asyncio.get_running_loop()

@@ -251,7 +251,7 @@ class SimulatedLearner(FakeLearner):
     async def step(self, experiences: Sequence[Experience], step_number: int) -> dict[str, float]:
         """Sleep for the duration of a step."""
         metrics = await super().step(experiences, step_number)
-        if self._deadly and any(one.eid.batch in self._deadly for one in experiences):
+        if self._deadly and any(experience.eid.batch in self._deadly for experience in experiences):
             self._die()
         await self._point("in a step")
         return metrics
@@ -376,13 +376,13 @@ class Workflows:
         )
         workflow.set_repeat_times(1, run)
         try:
-            found = await workflow.run_async()
+            experiences = await workflow.run_async()
         except TaskError as error:
             results.add_failure(Failure(str(error), "workflow"))
             return True
-        for experience in found:
+        for experience in experiences:
             experience.eid.batch, experience.eid.task = task_slice.batch, task_slice.task_id
-        results.keep(run, found, {"reward": float(found[-1].reward or 0.0)})
+        results.keep(run, experiences, {"reward": float(experiences[-1].reward or 0.0)})
         return True
 
 

@@ -47,9 +47,9 @@ def judge(content: str | None, max_age: float, clock: float) -> tuple[bool, str]
     if content is None:
         return False, "there is none: the agent has not begun yet, or has ended"
     try:
-        said = json.loads(content)
-        age, ready = clock - float(said["clock"]), bool(said["ready"])
-        who, state = str(said["agent"]), str(said["state"])
+        health_data = json.loads(content)
+        age, ready = clock - float(health_data["clock"]), bool(health_data["ready"])
+        who, state = str(health_data["agent"]), str(health_data["state"])
     except (ValueError, TypeError, KeyError):
         return False, "not a health file: remove it, or set another path"
     if not 0 <= age <= max_age:

@@ -28,18 +28,18 @@ def migrate_file(arguments: argparse.Namespace) -> int:
     """Write the converted configuration. Print on stderr its missing counterparts and whether it is valid."""
     source, out = arguments.source, arguments.out
     try:
-        found = migrate(read_file(source))
+        migration = migrate(read_file(source))
     except ConfigError as error:
         raise ConfigError(f"{source}: {error}") from None
     if out is not None and out.exists() and not arguments.force:
         raise CommandError(f"{out} is there already; give another name, or --force to overwrite it")
-    text = "".join(f"{line}\n" for line in _header(source)) + "\n" + as_yaml(found.settings, found.comments)
-    text += "".join(f"{line}\n" for line in _footer(found))
+    text = "".join(f"{line}\n" for line in _header(source)) + "\n" + as_yaml(migration.settings, migration.comments)
+    text += "".join(f"{line}\n" for line in _footer(migration))
     if out is None:
         print(text, end="")
     else:
         write_output(out, text)
-    return _report(found, yaml.safe_load(text), out)
+    return _report(migration, yaml.safe_load(text), out)
 
 
 def _header(source: Path) -> Iterator[str]:
@@ -47,18 +47,18 @@ def _header(source: Path) -> Iterator[str]:
     yield from comment_lines("Comments say what is called or set differently there; settings without one are the same.")
 
 
-def _footer(found: Migration) -> Iterator[str]:
-    for title, left in _groups(found.left_out):
+def _footer(migration: Migration) -> Iterator[str]:
+    for title, group in _groups(migration.left_out):
         yield ""
         yield from comment_lines(title)
-        for one in left:
-            yield from comment_lines(f"  {one.key}: {_short(one.value)} - {one.reason}")
+        for setting in group:
+            yield from comment_lines(f"  {setting.key}: {_short(setting.value)} - {setting.reason}")
 
 
 def _groups(left_out: Sequence[LeftOut]) -> Iterator[tuple[str, list[LeftOut]]]:
     for matters, title in ((True, "Has no counterpart here:"), (False, "Is not needed here:")):
-        if left := [one for one in left_out if one.matters == matters]:
-            yield title, left
+        if group := [entry for entry in left_out if entry.matters == matters]:
+            yield title, group
 
 
 def _short(value: Any) -> str:
@@ -66,14 +66,14 @@ def _short(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def _report(found: Migration, settings: dict[str, Any], out: Path | None) -> int:
+def _report(migration: Migration, settings: dict[str, Any], out: Path | None) -> int:
     """Print the settings that need attention. Return 1 if the converted configuration is not valid without an edit,
     else 0.
     """
     name = str(out) if out is not None else "the result"
-    for one in found.left_out:
-        if one.matters:
-            print(f"no counterpart: {one.key}: {_short(one.value)} - {one.reason}", file=sys.stderr)
+    for entry in migration.left_out:
+        if entry.matters:
+            print(f"no counterpart: {entry.key}: {_short(entry.value)} - {entry.reason}", file=sys.stderr)
     try:
         load_stages(settings) if STAGES in settings else load_config(settings)
     except ConfigError as error:

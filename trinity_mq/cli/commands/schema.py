@@ -51,8 +51,8 @@ def drifted(folder: Path) -> list[str]:
             lines.append(f"{path}: missing")
         elif path.read_text(encoding="utf-8") != text:
             lines.append(f"{path}: differs from the models")
-    known = {*texts(), *(f"{kind}.v{version}{SUFFIX}" for kind, version in UPGRADES)}
-    strays = sorted(path for path in folder.glob("*" + SUFFIX) if path.name not in known)
+    expected = {*texts(), *(f"{kind}.v{version}{SUFFIX}" for kind, version in UPGRADES)}
+    strays = sorted(path for path in folder.glob("*" + SUFFIX) if path.name not in expected)
     return lines + [f"{path}: of no body that is known" for path in strays]
 
 

@@ -103,20 +103,20 @@ class Replies:
         from trinity_mq.experience import DecodeError, Experience  # imports torch
 
         try:
-            bodies = [resolve(store, one.body, one.content_type) for one in self._parts.values()]
-            experiences = [one for body in bodies for one in Experience.deserialize_many(body)]
+            bodies = [resolve(store, part.body, part.content_type) for part in self._parts.values()]
+            experiences = [experience for body in bodies for experience in Experience.deserialize_many(body)]
         except (DecodeError, StoreUnavailable) as error:
             raise CommandError(f"the outcome came, and an answer cannot be read: {error}") from error
-        experiences.sort(key=lambda one: (one.eid.run, one.eid.step))
+        experiences.sort(key=lambda experience: (experience.eid.run, experience.eid.step))
         return [
             {
-                "run": one.eid.run,
-                "step": one.eid.step,
-                "text": one.response_text,
-                "reward": one.reward,
-                "expected": one.info.get(TRUTH),
+                "run": experience.eid.run,
+                "step": experience.eid.step,
+                "text": experience.response_text,
+                "reward": experience.reward,
+                "expected": experience.info.get(TRUTH),
             }
-            for one in experiences
+            for experience in experiences
         ]
 
 

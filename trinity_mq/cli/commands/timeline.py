@@ -37,8 +37,8 @@ def timeline(arguments: argparse.Namespace) -> int:
     """Write the run's timeline and print its path, or print the waterfall of one batch. Return 0."""
     folder = run_folder(arguments)
     if arguments.batch is not None:
-        found = batch_waterfall(folder, arguments.batch)
-        print(as_json(found) if arguments.json else as_text(found))
+        waterfall = batch_waterfall(folder, arguments.batch)
+        print(as_json(waterfall) if arguments.json else as_text(waterfall))
         return 0
     if arguments.json:
         raise CommandError("--json is for one batch: add --batch N")

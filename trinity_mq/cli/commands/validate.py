@@ -168,7 +168,7 @@ def check_tasksets(config: Config) -> list[str]:
         return [_check_tapped(config)]
     if config.mode == "train":
         return [_check_records(config.buffer.trainer_input.experience_buffer)]
-    found = []
+    lines = []
     for taskset in _tasksets(config):
         try:
             if taskset.reward_fn:  # if empty, the workflow brings its own reward function
@@ -177,14 +177,14 @@ def check_tasksets(config: Config) -> list[str]:
         except (UnknownNameError, RewardError) as error:
             raise ConfigError(f"taskset {taskset.name!r}: {error}") from error
         if taskset.storage_type == "queue":
-            found.append(f"taskset {taskset.name!r}: tasks submitted from outside")
+            lines.append(f"taskset {taskset.name!r}: tasks submitted from outside")
         else:
             with _calling(f"taskset {taskset.name!r}: selector {taskset.effective_selector.selector_type!r}"):
                 tasks = open_taskset(taskset, seed=config.seed, max_bytes=config.broker.max_task_bytes)
             kind = taskset.effective_selector.selector_type
             selector = "" if kind == taskset.selector else f", chosen by {kind}"
-            found.append(f"taskset {taskset.name!r}: {len(tasks)} tasks from {taskset.path}{selector}")
-    return found
+            lines.append(f"taskset {taskset.name!r}: {len(tasks)} tasks from {taskset.path}{selector}")
+    return lines
 
 
 def _check_tapped(config: Config) -> str:
@@ -241,7 +241,7 @@ def check_workflows(config: Config) -> list[str]:
         ConfigError: A workflow is not known, cannot be imported, does not accept its arguments, or needs recorded calls
             while recording is disabled.
     """
-    own = []
+    lines = []
     for taskset in _tasksets(config):
         if _is_plain(taskset):
             continue
@@ -266,8 +266,8 @@ def check_workflows(config: Config) -> list[str]:
                 "set explorer.rollout_model.enable_history: true"
             )
         if taskset.workflow not in WORKFLOWS:
-            own.append(f"taskset {taskset.name!r}: workflow {kind.__name__} from {inspect.getfile(kind)}")
-    return own
+            lines.append(f"taskset {taskset.name!r}: workflow {kind.__name__} from {inspect.getfile(kind)}")
+    return lines
 
 
 def check_outsiders(config: Config) -> list[str]:
@@ -315,8 +315,8 @@ def check_algorithm(config: Config) -> list[str]:
     Raises:
         ConfigError: A function cannot be imported, or does not accept its arguments.
     """
-    own = [] if config.mode == "bench" else _own_pieces(config)
-    if not own:
+    pieces = [] if config.mode == "bench" else _own_pieces(config)
+    if not pieces:
         return []
     from trinity_mq.algorithms.estimators.plugin import plugin_function  # imports torch
     from trinity_mq.algorithms.plugins import load_plugins
@@ -327,7 +327,7 @@ def check_algorithm(config: Config) -> list[str]:
             plugin_function(config.algorithm.estimator)
     except FatalError as error:
         raise ConfigError(f"algorithm: {error}") from error
-    return [f"algorithm: your own {piece.kind}" for piece in own]
+    return [f"algorithm: your own {piece.kind}" for piece in pieces]
 
 
 def check_models(config: Config) -> list[str]:
@@ -337,31 +337,31 @@ def check_models(config: Config) -> list[str]:
         ModelError: A folder does not exist or does not hold a model.
         ConfigError: The model has no chat template, which a workflow needs.
     """
-    found = []
+    lines = []
     for model in (config.model, *(auxiliary.model for auxiliary in config.explorer.auxiliary_models)):
         if model is None or model.model_path is None:
             continue
         folder = known_folder(model.model_path)
         if folder is None:
-            found.append(f"model {model.model_path}: a hub id, fetched when the run starts")
+            lines.append(f"model {model.model_path}: a hub id, fetched when the run starts")
         elif model is config.model and not has_chat_template(folder):
-            found += _check_without_template(config, f"model {model.model_path}")
+            lines += _check_without_template(config, f"model {model.model_path}")
     if config.model.tiny is not None and not config.model.tiny.chat_template:
-        found += _check_without_template(config, "model.tiny")
-    return found
+        lines += _check_without_template(config, "model.tiny")
+    return lines
 
 
 def _check_without_template(config: Config, model: str) -> list[str]:
     from trinity_mq.workflows import WORKFLOWS  # imports torch
 
-    known = f"{model} has no chat template, so it answers no chat requests"
+    remark = f"{model} has no chat template, so it answers no chat requests"
     for taskset in _tasksets(config):
         if taskset.storage_type != "queue" and taskset.workflow in WORKFLOWS:
             raise ConfigError(
-                f"{known}, and workflow {taskset.workflow!r} makes them: use an instruction-tuned model, or put a "
+                f"{remark}, and workflow {taskset.workflow!r} makes them: use an instruction-tuned model, or put a "
                 "chat_template.jinja into its folder"
             )
-    return [known]
+    return [remark]
 
 
 def check_devices(config: Config) -> list[str]:
@@ -466,7 +466,7 @@ def check_trackers(config: Config) -> list[str]:
     Raises:
         ConfigError: A library is not installed.
     """
-    for kind in (one.kind for one in config.monitor.trackers):
+    for kind in (tracker.kind for tracker in config.monitor.trackers):
         if importlib.util.find_spec(kind) is None:
             raise ConfigError(f"monitor.trackers: {kind} is not installed: pip install 'trinity-mq[{kind}]'")
     if config.monitor.otlp is not None and importlib.util.find_spec("opentelemetry") is None:

@@ -16,8 +16,8 @@ LISTED = 10
 """Maximum number of gaps shown as text. JSON lists all gaps of at least half a millisecond."""
 
 
-def batch_waterfall(folder: Path, wanted: str) -> Waterfall:
-    """Return the waterfall of batch ``wanted``, or the medians of several batches for ``FIRST-LAST``.
+def batch_waterfall(folder: Path, selection: str) -> Waterfall:
+    """Return the waterfall of batch ``selection``, or the medians of several batches for ``FIRST-LAST``.
 
     Raises:
         CommandError: The run has no trace, or the trace has no span of the batch.
@@ -27,17 +27,17 @@ def batch_waterfall(folder: Path, wanted: str) -> Waterfall:
         raise CommandError(
             f"{folder / TRACE_FOLDER} has no trace: the run was made without monitor.trace=true. Start one with it"
         )
-    known = batches_of(spans)
-    chosen = [wanted] if wanted in known else []
-    if not chosen and (match := re.fullmatch(r"(\d+)-(\d+)", wanted)):
-        chosen = [batch for batch in known if batch.isdecimal() and int(match[1]) <= int(batch) <= int(match[2])]
+    batches = batches_of(spans)
+    chosen = [selection] if selection in batches else []
+    if not chosen and (match := re.fullmatch(r"(\d+)-(\d+)", selection)):
+        chosen = [batch for batch in batches if batch.isdecimal() and int(match[1]) <= int(batch) <= int(match[2])]
     if not chosen:
         raise CommandError(
-            f"--batch is {wanted!r}, of which {folder / TRACE_FOLDER} has no span; wanted one of {known[0]} to "
-            f"{known[-1]}, or FIRST-LAST for the medians of several"
+            f"--batch is {selection!r}, of which {folder / TRACE_FOLDER} has no span; wanted one of {batches[0]} to "
+            f"{batches[-1]}, or FIRST-LAST for the medians of several"
         )
-    found = [lay_out(spans, batch) for batch in chosen]
-    return found[0] if len(found) == 1 else typical(found)
+    waterfalls = [lay_out(spans, batch) for batch in chosen]
+    return waterfalls[0] if len(waterfalls) == 1 else typical(waterfalls)
 
 
 def as_json(waterfall: Waterfall) -> str:
@@ -54,13 +54,13 @@ def as_text(waterfall: Waterfall) -> str:
     lines += [f"the longest times in which nobody worked on it (ms), {sum(gap.took for gap in listed):.0f} in all:"]
     for gap in sorted(listed, key=lambda gap: gap.start):
         lines.append(f"{gap.start:9.1f} {gap.took:8.1f}  between {gap.after!r} and {gap.before!r}")
-        for said, names in (("waiting", gap.waits), ("other batches", gap.meanwhile)):
+        for label, names in (("waiting", gap.waits), ("other batches", gap.meanwhile)):
             if names:
-                lines.append(f"{'':20}{said}: {', '.join(names)}")
+                lines.append(f"{'':20}{label}: {', '.join(names)}")
     lines += ["", "worked (ms)    on it   on other batches"]
     for role in dict.fromkeys([*waterfall.worked, *waterfall.worked_elsewhere]):
-        own, other = waterfall.worked.get(role, 0.0), waterfall.worked_elsewhere.get(role, 0.0)
-        lines.append(f"{role:10} {own:9.1f} {other:18.1f}")
+        own_ms, other_ms = waterfall.worked.get(role, 0.0), waterfall.worked_elsewhere.get(role, 0.0)
+        lines.append(f"{role:10} {own_ms:9.1f} {other_ms:18.1f}")
     return "\n".join(lines)
 
 

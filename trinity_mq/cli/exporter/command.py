@@ -52,8 +52,8 @@ async def _serve(arguments: argparse.Namespace, run: str, slots: int | None) -> 
     observatory = Observatory(run)
 
     def target() -> Target | None:
-        found = find_target(arguments)
-        return None if found.broker.url is None else found
+        run_target = find_target(arguments)
+        return None if run_target.broker.url is None else run_target
 
     find_target(arguments)  # fail at once if the run is not known
     app = new_application([from_this_site] if is_loopback(arguments.host) else [])

@@ -101,8 +101,8 @@ class RunCollector(Collector):
             role = beats[row.id][0].role
             up.add_metric(self._labels(role, row.id), float(row.alive))
             waits.add_metric(self._labels(role, row.id), row.waits_seconds)
-            for one in {*STATES, row.state}:
-                state.add_metric(self._labels(role, row.id, one), float(one == row.state))
+            for name in {*STATES, row.state}:
+                state.add_metric(self._labels(role, row.id, name), float(name == row.state))
         yield from (up, state, waits)
 
     def _queues(self) -> Iterator[Family]:
@@ -117,18 +117,18 @@ class RunCollector(Collector):
     def _progress(self, beats: Mapping[str, tuple[Heartbeat, float]]) -> Iterator[Family]:
         explorers = {name: beat.detail for name, (beat, _) in beats.items() if isinstance(beat.detail, ExplorerStatus)}
         trainers = {name: beat.detail for name, (beat, _) in beats.items() if isinstance(beat.detail, TrainerStatus)}
-        opened = max((one.opened for one in explorers.values()), default=0)
-        closed = max((one.closed for one in explorers.values()), default=0)
-        trained = max((one.progress or 0 for one in trainers.values()), default=0)
-        steps = max((one.step for one in trainers.values()), default=0)
+        opened = max((status.opened for status in explorers.values()), default=0)
+        closed = max((status.closed for status in explorers.values()), default=0)
+        trained = max((status.progress or 0 for status in trainers.values()), default=0)
+        steps = max((status.step for status in trainers.values()), default=0)
         yield self._counter("batches_opened", "Training batches that the explorer opened", opened)
         yield self._counter("batches_closed", "Training batches that were closed", closed)
         yield self._counter("batches_consumed", "Closed batches that the trainer consumed", trained)
         yield self._counter("train_steps", "Steps that changed the weights", steps)
-        total = next((one.total_batches for one in explorers.values() if one.total_batches), None)
+        total = next((status.total_batches for status in explorers.values() if status.total_batches), None)
         if total is not None:
             yield self._single("batches_wanted", "Training batches of the whole run", total)
-        failed = sum(failure.failed for one in explorers.values() for failure in one.failures)
+        failed = sum(failure.failed for status in explorers.values() for failure in status.failures)
         yield self._counter("slices_failed", "Slices that failed, of the most frequent kinds of failures", failed)
 
     def _runners(self, beats: Mapping[str, tuple[Heartbeat, float]]) -> Iterator[Family]:
@@ -137,19 +137,19 @@ class RunCollector(Collector):
             for name, (beat, age) in beats.items()
             if isinstance(beat.detail, RunnerStatus) and age < beat.lease and beat.state not in {"finished", "gone"}
         }
-        running = sum(one.running for one in runners.values())
-        slots = sum(one.slots for one in runners.values())
+        running = sum(status.running for status in runners.values())
+        slots = sum(status.slots for status in runners.values())
         family = self._gauge("runner_slots", "Slots of all runners for slices", "state")
         family.add_metric(self._labels("busy"), running)
         family.add_metric(self._labels("free"), max(0, slots - running))
         yield family
         done = self._counters("slices_done", "Slices whose result a runner published", "agent")
-        for name, one in runners.items():
-            done.add_metric(self._labels(name), self._rising.at(("slices_done", name), one.done))
+        for name, status in runners.items():
+            done.add_metric(self._labels(name), self._rising.at(("slices_done", name), status.done))
         yield done
         waiting = sum(self._view.depths.get(queue) or 0 for queue in ("tasks.train", "tasks.eval"))
-        each = self._slots or (round(slots / len(runners)) if runners else 0)
-        self._wanted.append(wanted_runners(waiting, running, each))
+        slots_per_runner = self._slots or (round(slots / len(runners)) if runners else 0)
+        self._wanted.append(wanted_runners(waiting, running, slots_per_runner))
         yield self._single(
             "wanted_runners", "Runners that would leave no slice waiting, for autoscalers", max(self._wanted)
         )

@@ -148,7 +148,7 @@ class Printer:
 
     def take(self, batches: Sequence[ExperienceBatch]) -> bool:
         """Print or keep matching experiences. Return True if no more are needed."""
-        for experience in (one for batch in batches for one in self._needed(batch)):
+        for experience in (item for batch in batches for item in self._needed(batch)):
             if self._kept is not None:
                 self._kept.append(experience)
             else:

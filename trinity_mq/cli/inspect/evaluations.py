@@ -21,24 +21,33 @@ def show_evaluations(arguments: argparse.Namespace) -> int:
     if config is None or not config.path.is_dir():
         raise CommandError(f"answers to evaluations are in the run's folder; {arguments.target!r} has none here")
     try:
-        kept = read_evaluations(config.path)
+        evaluations = read_evaluations(config.path)
     except OSError as error:
         raise CommandError(f"{config.path / EVALUATIONS_FOLDER} cannot be read: {error.strerror or error}") from error
-    chosen = chosen_of(kept, arguments.evaluation, arguments.step)
-    rows = [(one, question) for one in chosen for question in one.questions if _fits(question, arguments.task)]
+    chosen = chosen_of(evaluations, arguments.evaluation, arguments.step)
+    rows = [
+        (evaluation, question)
+        for evaluation in chosen
+        for question in evaluation.questions
+        if _fits(question, arguments.task)
+    ]
     shown = rows[-arguments.limit :] if arguments.last else rows[: arguments.limit]
     for evaluation, question in shown:
         _print(evaluation, question, as_json=arguments.json)
-    _note_rest(arguments, kept, len(rows), len(shown))
+    _note_rest(arguments, evaluations, len(rows), len(shown))
     return 0 if shown else 1
 
 
-def chosen_of(kept: Sequence[Evaluation], name: str, step: str | None) -> list[Evaluation]:
+def chosen_of(evaluations: Sequence[Evaluation], name: str, step: str | None) -> list[Evaluation]:
     """Return the evaluations of a set, or of all sets if ``name`` is empty: the evaluations at ``step``, or the last
     evaluation per set if ``step`` is None.
     """
-    fits = [one for one in kept if name in {"", one.set} and (step is None or str(one.label) == step)]
-    return fits if step is not None else list({one.set: one for one in fits}.values())
+    fits = [
+        evaluation
+        for evaluation in evaluations
+        if name in {"", evaluation.set} and (step is None or str(evaluation.label) == step)
+    ]
+    return fits if step is not None else list({evaluation.set: evaluation for evaluation in fits}.values())
 
 
 def _fits(question: Question, task: str | None) -> bool:
@@ -57,21 +66,26 @@ def _print(evaluation: Evaluation, question: Question, *, as_json: bool) -> None
     rule(console, f"{evaluation.set} at {evaluation.label}, question {question.task}", "cyan")
     line(console, "asked", question.question)
     line(console, "expected", "unknown" if question.expected is None else question.expected)
-    for one in question.answers:
-        reward = "none" if one.reward is None else f"{one.reward:g}"
-        line(console, f"run {one.run}", f"reward {reward}: {'(not kept)' if one.answer is None else one.answer}")
+    for answer in question.answers:
+        reward = "none" if answer.reward is None else f"{answer.reward:g}"
+        line(
+            console, f"run {answer.run}", f"reward {reward}: {'(not kept)' if answer.answer is None else answer.answer}"
+        )
     if question.failure is not None:
         line(console, "failure", question.failure)
 
 
-def _note_rest(arguments: argparse.Namespace, kept: Sequence[Evaluation], matching: int, shown: int) -> None:
+def _note_rest(arguments: argparse.Namespace, evaluations: Sequence[Evaluation], matching: int, shown: int) -> None:
     """Print on stderr how many questions are not shown, or why no question is shown."""
     if 0 < shown == matching:
         return
     if shown:
         words = f"{shown} of {matching} questions shown (--limit, --last, --task, --step)"
-    elif kept:
-        words = f"no question matches; answers are kept of: {', '.join(f'{one.set} at {one.label}' for one in kept)}"
+    elif evaluations:
+        words = (
+            "no question matches; answers are kept of: "
+            f"{', '.join(f'{evaluation.set} at {evaluation.label}' for evaluation in evaluations)}"
+        )
     else:
         words = "the run keeps no answers: none of its evaluations has ended, or monitor.eval_answers_max_bytes is 0"
     print(words, file=sys.stderr, flush=True)

@@ -156,10 +156,10 @@ def _table(console: Console, experience: Experience, response: list[int], texts:
     table.add_column("text", overflow="fold")
     for name in ("mask", *(TITLES.get(name, name.removesuffix("s")) for name in columns)):
         table.add_column(name, justify="right", no_wrap=True)
-    known = texts.of(response)
+    token_texts = texts.of(response)
     for row in range(rows):
         has_token = row < len(response)
-        text = known[row] if has_token else None
+        text = token_texts[row] if has_token else None
         trained = row < len(mask) and mask[row]
         table.add_row(
             str(experience.prompt_length + row),

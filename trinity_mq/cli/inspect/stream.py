@@ -43,17 +43,17 @@ class Choice:
     step: str | None = None
 
     def __str__(self) -> str:
-        given = {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
-        return ", ".join(f"{name} {value}" for name, value in given.items())
+        conditions = {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
+        return ", ".join(f"{name} {value}" for name, value in conditions.items())
 
     def of(self, experiences: ExperienceBatch) -> ExperienceBatch:
         """Return the matching experiences."""
-        left: set[int] = set(range(len(experiences)))
-        for name, wanted in dataclasses.asdict(self).items():
-            if wanted is not None:
+        matches: set[int] = set(range(len(experiences)))
+        for name, value in dataclasses.asdict(self).items():
+            if value is not None:
                 values = experiences.values(f"eid.{name}")
-                left = {place for place in left if str(values[place]) == wanted}
-        return experiences.select(sorted(left))
+                matches = {place for place in matches if str(values[place]) == value}
+        return experiences.select(sorted(matches))
 
 
 @dataclass
@@ -277,8 +277,10 @@ class ReadyReader:
         if ready.state != "ready":
             why = f": {ready.reason}" if ready.reason else ""
             self._note(f"batch {ready.batch} has no experiences, it is {ready.state}{why}")
-        found = [batch for n, chunk in enumerate(decision.chunks) if (batch := await self._decoded(decision, n, chunk))]
-        return await asyncio.to_thread(self._take, found)  # printing may block on a slow reader of our output
+        chunks = [
+            batch for n, chunk in enumerate(decision.chunks) if (batch := await self._decoded(decision, n, chunk))
+        ]
+        return await asyncio.to_thread(self._take, chunks)  # printing may block on a slow reader of our output
 
     async def _decoded(self, decision: Decision, n: int, chunk: Chunk) -> ExperienceBatch | None:
         try:

@@ -92,11 +92,11 @@ def _fields(text: str | None) -> list[str] | None:
         return None
     from trinity_mq.cli.inspect.show_experience import json_fields
 
-    wanted, known = [name.strip() for name in text.split(",") if name.strip()], json_fields()
-    unknown = [name for name in wanted if name.partition(".")[0] not in known]
-    if unknown or not wanted:
-        raise CommandError(f"--fields is {text!r}, wanted names with commas between, of: {', '.join(known)}")
-    return wanted
+    names, allowed = [name.strip() for name in text.split(",") if name.strip()], json_fields()
+    unknown = [name for name in names if name.partition(".")[0] not in allowed]
+    if unknown or not names:
+        raise CommandError(f"--fields is {text!r}, wanted names with commas between, of: {', '.join(allowed)}")
+    return names
 
 
 def _names_texts(fields: Sequence[str] | None) -> bool:
@@ -107,14 +107,14 @@ def selected(whole: Mapping[str, Any], fields: Sequence[str]) -> dict[str, Any]:
     """Return the named fields. The name ``a.b`` selects the part ``b`` of ``a``, or None if that part does not
     exist.
     """
-    found: dict[str, Any] = {}
+    selection: dict[str, Any] = {}
     for name in fields:
         value: Any = whole
         first, *rest = (name,) if name in whole else name.split(".")
         for part in (first, *rest):
             value = value.get(part) if isinstance(value, Mapping) else None
-        found[name] = value
-    return found
+        selection[name] = value
+    return selection
 
 
 class Lines:
@@ -243,7 +243,7 @@ async def _watch_output(out: TextIO) -> None:
         return
     poll = select.poll()
     poll.register(number, 0)
-    gone = select.POLLERR | select.POLLNVAL
-    while not any(event & gone for _, event in poll.poll(0)):  # noqa: ASYNC110  # a poll in a thread never ends
+    closed_events = select.POLLERR | select.POLLNVAL
+    while not any(event & closed_events for _, event in poll.poll(0)):  # noqa: ASYNC110  # a poll in a thread never ends
         await asyncio.sleep(LOOK_SECONDS)
     raise BrokenPipeError

@@ -61,8 +61,8 @@ def logs(arguments: argparse.Namespace) -> int:
         print(f"{folder / LOGS_FOLDER} is not there: no agent of this run has started on this machine", file=sys.stderr)
         return 1
     files = LogFiles(folder)
-    found = (line for line in files.merged() if chosen.takes(line))
-    for line in found if arguments.lines is None else deque(found, maxlen=arguments.lines):
+    matches = (line for line in files.merged() if chosen.takes(line))
+    for line in matches if arguments.lines is None else deque(matches, maxlen=arguments.lines):
         show(line)
     if arguments.follow:
         sys.stdout.flush()

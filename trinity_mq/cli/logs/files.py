@@ -37,14 +37,14 @@ class LogFiles:
 
         Lines of a file whose clock was set back stay in file order.
         """
-        found = self._sizes()
+        sizes = self._sizes()
         yield from heapq.merge(
-            *(self._lines(path, inode, size) for path, inode, size in found), key=lambda line: line.time
+            *(self._lines(path, inode, size) for path, inode, size in sizes), key=lambda line: line.time
         )
 
     def appended(self) -> tuple[list[LogLine], bool]:
         """Return (the lines appended since the last read in time order, whether more lines may be available)."""
-        found: list[LogLine] = []
+        new_lines: list[LogLine] = []
         more = False
         sizes = self._sizes()
         there = {inode for _, inode, _ in sizes}
@@ -54,19 +54,19 @@ class LogFiles:
             if size < place.offset:
                 place.offset = 0
             lines, full = _read(path, place)
-            found += _parsed(lines)
+            new_lines += _parsed(lines)
             more |= full
-        return sorted(found, key=lambda line: line.time), more
+        return sorted(new_lines, key=lambda line: line.time), more
 
     def _sizes(self) -> list[tuple[Path, int, int]]:
-        found = []
+        sizes = []
         for path in sorted(self._folder.glob("*.jsonl")):
             try:
                 status = path.stat()
             except OSError:  # renamed or deleted after the listing
                 continue
-            found.append((path, status.st_ino, status.st_size))
-        return found
+            sizes.append((path, status.st_ino, status.st_size))
+        return sizes
 
     def _lines(self, path: Path, inode: int, end: int) -> Iterator[LogLine]:
         try:
@@ -102,6 +102,6 @@ def _read(path: Path, place: _Place) -> tuple[list[bytes], bool]:
 
 def _parsed(lines: Iterable[bytes]) -> Iterator[LogLine]:
     for line in lines:
-        found = parse(line.decode(errors="replace").rstrip("\n"))
-        if found is not None:
-            yield found
+        event = parse(line.decode(errors="replace").rstrip("\n"))
+        if event is not None:
+            yield event

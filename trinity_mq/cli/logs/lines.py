@@ -105,7 +105,7 @@ def _value(value: object) -> str:
     if len(text) > LONGEST_VALUE:
         text = f"{text[: LONGEST_VALUE - 3]}..."
     if isinstance(value, str) and (
-        not text or any(one.isspace() or not one.isprintable() or one in "\"'=" for one in text)
+        not text or any(character.isspace() or not character.isprintable() or character in "\"'=" for character in text)
     ):
         return one_line(json.dumps(text, ensure_ascii=False))
     return one_line(text)

@@ -50,11 +50,11 @@ class Curves:
     def pictures(self) -> list[dict[str, Any]]:
         """Return title, description and curves of each picture that has data."""
         points = self.points()
-        found = []
+        pictures = []
         for picture in PICTURES:
             if chosen := drawn(points, picture):
-                found.append({"title": picture.title, "about": picture.about, "curves": chosen})
-        return found
+                pictures.append({"title": picture.title, "about": picture.about, "curves": chosen})
+        return pictures
 
     def named(self, name: str) -> list[tuple[int, float]]:
         """Return the curve of the named metric, or an empty list for an unknown metric."""

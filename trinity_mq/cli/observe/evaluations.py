@@ -16,13 +16,15 @@ PREVIEW = 96
 def sets_of(evaluations: Sequence[Evaluation]) -> list[dict[str, Any]]:
     """Return the sets with their labels and questions. Each question has its mean reward at each label."""
     return [
-        _set(name, [one for one in evaluations if one.set == name])
-        for name in dict.fromkeys(one.set for one in evaluations)
+        _set(name, [evaluation for evaluation in evaluations if evaluation.set == name])
+        for name in dict.fromkeys(evaluation.set for evaluation in evaluations)
     ]
 
 
 def _set(name: str, evaluations: Sequence[Evaluation]) -> dict[str, Any]:
-    by_label = {one.label: {question.task: question for question in one.questions} for one in evaluations}
+    by_label = {
+        evaluation.label: {question.task: question for question in evaluation.questions} for evaluation in evaluations
+    }
     last = {task: question for questions in by_label.values() for task, question in questions.items()}
     rows = [
         {
@@ -38,16 +40,18 @@ def _set(name: str, evaluations: Sequence[Evaluation]) -> dict[str, Any]:
 
 def mean_reward(question: Question | None) -> float | None:
     """Return the mean reward of the answers to a question, or None if no answer has a reward."""
-    rewards = [one.reward for one in question.answers if one.reward is not None] if question is not None else []
+    rewards = (
+        [answer.reward for answer in question.answers if answer.reward is not None] if question is not None else []
+    )
     return round(sum(rewards) / len(rewards), 6) if rewards else None
 
 
 def answers_to(evaluations: Sequence[Evaluation], name: str, task: int) -> list[dict[str, Any]]:
     """Return a question with its answers, once per label at which it was asked."""
     return [
-        {"label": one.label, "time": one.time, **question.model_dump(exclude={"task"})}
-        for one in evaluations
-        if one.set == name
-        for question in one.questions
+        {"label": evaluation.label, "time": evaluation.time, **question.model_dump(exclude={"task"})}
+        for evaluation in evaluations
+        if evaluation.set == name
+        for question in evaluation.questions
         if question.task == task
     ]

@@ -44,17 +44,17 @@ class Intervals:
 
     def observe(self, states: Iterable[AgentState], now: float) -> None:
         """Record the current states of all agents. ``now`` is in seconds since the epoch."""
-        for one in states:
-            self._roles[one.agent] = one.role
-            own = self._by_agent.setdefault(one.agent, collections.deque(maxlen=MOST))
-            if own and (own[-1].state, own[-1].waits_for) == (one.state, one.waits_for):
-                own[-1].end = now
+        for state in states:
+            self._roles[state.agent] = state.role
+            intervals = self._by_agent.setdefault(state.agent, collections.deque(maxlen=MOST))
+            if intervals and (intervals[-1].state, intervals[-1].waits_for) == (state.state, state.waits_for):
+                intervals[-1].end = now
             else:
-                if own:
-                    own[-1].end = now
-                own.append(Interval(now, now, one.state, one.waits_for))
-            while own and own[0].end < now - KEPT_SECONDS:
-                own.popleft()
+                if intervals:
+                    intervals[-1].end = now
+                intervals.append(Interval(now, now, state.state, state.waits_for))
+            while intervals and intervals[0].end < now - KEPT_SECONDS:
+                intervals.popleft()
 
     def since(self, start: float) -> list[dict[str, Any]]:
         """Return the lanes of all agents from ``start`` on, ordered by role. ``start`` is in seconds since the
@@ -66,9 +66,9 @@ class Intervals:
                 "agent": name,
                 "role": self._roles[name],
                 "intervals": [
-                    [round(max(one.start, start), 2), round(one.end, 2), one.state, one.waits_for]
-                    for one in self._by_agent[name]
-                    if one.end >= start
+                    [round(max(interval.start, start), 2), round(interval.end, 2), interval.state, interval.waits_for]
+                    for interval in self._by_agent[name]
+                    if interval.end >= start
                 ],
             }
             for name in order
@@ -77,13 +77,13 @@ class Intervals:
     def busy(self, seconds: float, now: float) -> dict[str, float]:
         """Return, by role, the fraction of the last ``seconds`` in which its agents worked without waiting."""
         spent: dict[str, list[float]] = {}
-        for name, own in self._by_agent.items():
+        for name, intervals in self._by_agent.items():
             worked = total = 0.0
-            for one in own:
-                overlap = min(one.end, now) - max(one.start, now - seconds)
+            for interval in intervals:
+                overlap = min(interval.end, now) - max(interval.start, now - seconds)
                 if overlap > 0:
                     total += overlap
-                    worked += overlap if one.state == "working" and one.waits_for is None else 0.0
+                    worked += overlap if interval.state == "working" and interval.waits_for is None else 0.0
             if total:
                 spent.setdefault(self._roles[name], []).append(worked / total)
         return {role: sum(shares) / len(shares) for role, shares in spent.items()}

@@ -141,7 +141,7 @@ class Observatory:
 
     def _news(self) -> list[list[Any]]:
         """Return the news in time order. News without a time precede the start of this observatory."""
-        ordered = sorted(self.news, key=lambda one: self._began if one[0] is None else one[0])
+        ordered = sorted(self.news, key=lambda item: self._began if item[0] is None else item[0])
         return [[None if at is None else round(at, 1), text] for at, text in ordered]
 
     def _states(self, now: float) -> list[AgentState]:
@@ -160,18 +160,18 @@ class Observatory:
         elif isinstance(detail, TrainerStatus) and detail.progress is not None:
             counters = {"progress": detail.progress}
         for name, value in counters.items():
-            own = self._counters.setdefault((heartbeat.id, name), collections.deque(maxlen=256))
-            if own and value < own[-1][1]:
-                own.clear()  # a restarted process counts from zero
-            own.append((now, float(value)))
+            points = self._counters.setdefault((heartbeat.id, name), collections.deque(maxlen=256))
+            if points and value < points[-1][1]:
+                points.clear()  # a restarted process counts from zero
+            points.append((now, float(value)))
 
     def rate(self, name: str, now: float) -> float:
         """Return a counter's increase per second, summed over all agents."""
         total = 0.0
-        for (_, counter), own in self._counters.items():
+        for (_, counter), points in self._counters.items():
             if counter != name:
                 continue
-            recent = [(at, value) for at, value in own if at >= now - RATE_SECONDS]
+            recent = [(at, value) for at, value in points if at >= now - RATE_SECONDS]
             if len(recent) > 1 and recent[-1][0] > recent[0][0]:
                 total += (recent[-1][1] - recent[0][1]) / (recent[-1][0] - recent[0][0])
         return total
@@ -197,7 +197,7 @@ class Observatory:
     def _is_here(beats: Mapping[str, tuple[Heartbeat, float]]) -> bool:
         """Return whether explorer and trainer report that they run on this machine."""
         details = [beat.detail for beat, _ in beats.values()]
-        places = [one.place for one in details if isinstance(one, ExplorerStatus | TrainerStatus)]
+        places = [detail.place for detail in details if isinstance(detail, ExplorerStatus | TrainerStatus)]
         return bool(places) and all(place.startswith(f"{socket.gethostname()}:") for place in places)
 
     def state(self) -> dict[str, Any]:
@@ -217,19 +217,19 @@ class Observatory:
             for row in view.agents(now)
         ]
         observation = self._judge(now)
-        limit, found = (self._limit.shown, self._finding.shown) if self.is_live else (None, None)
+        limit, finding = (self._limit.shown, self._finding.shown) if self.is_live else (None, None)
         return {
             "run": view.run,
             "now": round(now, 2),
             "live": self.is_live,
             "connection": self.connection,
-            "over": bool(agents) and not any(one["alive"] for one in agents),
+            "over": bool(agents) and not any(agent["alive"] for agent in agents),
             "step": view.step or self._progress,
             "total": view.total,
-            "figures": [list(one) for one in figures(view, now)],
+            "figures": [list(figure) for figure in figures(view, now)],
             "agents": agents,
             "flow": self._flow(now, agents, observation.busy if limit is None else limit.busy),
-            "finding": None if found is None else _as_map(found),
+            "finding": None if finding is None else _as_map(finding),
             "bottleneck": None if limit is None else _as_map(limit),
             "sync": {
                 "version": version_text(view.gate.version),
@@ -240,12 +240,12 @@ class Observatory:
                 },
                 "trouble": view.gate.trouble,
                 "members": {
-                    name: {"version": version_text(one.version), "state": one.state}
-                    for name, one in sorted(view.gate.members.items())
+                    name: {"version": version_text(member.version), "state": member.state}
+                    for name, member in sorted(view.gate.members.items())
                 },
             },
             "sessions": None if view.sessions is None else view.sessions.as_map(),
-            "failures": [one.line() for one in view.failures],
+            "failures": [failure.line() for failure in view.failures],
             "news": self._news(),
             "problems": list(self.problems),
             "reviews": self.reviews,
@@ -258,15 +258,15 @@ class Observatory:
         nodes = [
             {
                 "role": role,
-                "alive": sum(one["alive"] for one in agents if one["role"] == role),
-                "count": sum(one["role"] == role for one in agents),
+                "alive": sum(agent["alive"] for agent in agents if agent["role"] == role),
+                "count": sum(agent["role"] == role for agent in agents),
                 "busy": None if role not in busy else round(busy[role], 3),
-                "item": _item(role, [one["detail"] for one in agents if one["role"] == role and one["alive"]]),
+                "item": _item(role, [agent["detail"] for agent in agents if agent["role"] == role and agent["alive"]]),
             }
             for role in FLOW
-            if any(one["role"] == role for one in agents)
+            if any(agent["role"] == role for agent in agents)
         ]
-        in_hand = sum(len(one["detail"].get("in_hand", ())) for one in agents if one["role"] == "trainer")
+        in_hand = sum(len(agent["detail"].get("in_hand", ())) for agent in agents if agent["role"] == "trainer")
         tasks = [depths.get("tasks.train"), depths.get("tasks.eval")]
         arrows = [
             {
@@ -303,13 +303,13 @@ def _state_of(row: AgentRow, heartbeat: Heartbeat) -> AgentState:
     return AgentState(row.id, heartbeat.role, state, row.waits_for)
 
 
-def _as_map(found: Any) -> dict[str, Any]:
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(found).items()}
+def _as_map(verdict: Any) -> dict[str, Any]:
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(verdict).items()}
 
 
 def _sum(values: list[int | None]) -> int | None:
-    known = [value for value in values if value is not None]
-    return sum(known) if known else None
+    numbers = [value for value in values if value is not None]
+    return sum(numbers) if numbers else None
 
 
 def _item(role: str, details: list[dict[str, Any]]) -> str:
@@ -320,7 +320,7 @@ def _item(role: str, details: list[dict[str, Any]]) -> str:
 
     match role:
         case "explorer":
-            return f"{len([one for detail in details for one in detail.get('open', ())])} open"
+            return f"{len([batch for detail in details for batch in detail.get('open', ())])} open"
         case "runner":
             return f"{total('running'):.0f} slices"
         case "engine":

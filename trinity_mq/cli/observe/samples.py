@@ -71,7 +71,7 @@ def decoded(body: bytes, step: int | None, workflows: Mapping[str, str]) -> Deco
     from trinity_mq.experience import ExperienceBatch
 
     experiences = ExperienceBatch.decode(body).settle().to_list()
-    return DecodedSamples(body, {one.eid.uid: _row(one, step, workflows) for one in experiences})
+    return DecodedSamples(body, {experience.eid.uid: _row(experience, step, workflows) for experience in experiences})
 
 
 def decoded_latest(
@@ -84,19 +84,19 @@ def decoded_latest(
         bodies: Encoded batches, each with the train step that used it, oldest first.
         workflows: Workflow name by taskset name.
     """
-    found: list[DecodedSamples] = []
+    batches: list[DecodedSamples] = []
     problems: list[str] = []
     uids: set[str] = set()
     for body, step in reversed(bodies):
         if len(uids) >= MOST_ROWS:
             break
         try:
-            found.append(decoded(body, step, workflows))
+            batches.append(decoded(body, step, workflows))
         except DecodeError as error:
             problems.append(f"samples of step {step} cannot be read: {error}")
         else:
-            uids.update(found[-1].rows)
-    return found[::-1], problems[::-1]
+            uids.update(batches[-1].rows)
+    return batches[::-1], problems[::-1]
 
 
 class SampleStore:
@@ -141,14 +141,14 @@ class SampleStore:
             if not self._pending:
                 return []
             last, bodies = self.seen, list(self._pending)
-            found, problems = await asyncio.to_thread(decoded_latest, bodies, self._workflows)
+            batches, problems = await asyncio.to_thread(decoded_latest, bodies, self._workflows)
             # Remove bodies only after decoding, because the caller may be cancelled. Bodies that arrived during
             # decoding stay for the next call.
             for _ in range(len(self._pending) - (self.seen - last)):
                 body, _ = self._pending.popleft()
                 self._pending_bytes -= len(body)
-            for one in found:
-                self.add(one)
+            for batch in batches:
+                self.add(batch)
         return problems
 
     def add(self, samples: DecodedSamples) -> int:
@@ -177,12 +177,12 @@ class SampleStore:
 
     def rows(self, after: int = 0) -> list[list[Any]]:
         """Return the rows with a number above ``after``, oldest first."""
-        found: list[list[Any]] = []
+        newest_first: list[list[Any]] = []
         for row in reversed(self._rows.values()):
             if row[0] <= after:
                 break
-            found.append(row)
-        return found[::-1]
+            newest_first.append(row)
+        return newest_first[::-1]
 
     def body_of(self, uid: str) -> tuple[bytes, int] | None:
         """Return (the body that holds an experience, its index in the body), or None if it is no longer kept."""
@@ -197,14 +197,14 @@ def experience_at(body: bytes, place: int) -> Experience:
     return ExperienceBatch.decode(body).settle()[place]
 
 
-def _row(one: Experience, step: int | None, workflows: Mapping[str, str]) -> list[Any]:
+def _row(experience: Experience, step: int | None, workflows: Mapping[str, str]) -> list[Any]:
     from trinity_mq.experience.rules import ENGINE
 
-    eid = one.eid
-    versions = [(generation, of_step) for _, generation, of_step in one.versions or ()]
+    eid = experience.eid
+    versions = [(generation, of_step) for _, generation, of_step in experience.versions or ()]
     oldest = min(versions, default=None)
     texts = sorted({f"{generation}.{of_step}" for generation, of_step in versions})
-    text = one.response_text or ""
+    text = experience.response_text or ""
     return [
         eid.uid,
         step,
@@ -212,17 +212,17 @@ def _row(one: Experience, step: int | None, workflows: Mapping[str, str]) -> lis
         eid.task,
         eid.run,
         eid.step,
-        one.taskset,
-        workflows.get(one.taskset or ""),
-        None if one.reward is None else round(one.reward, 6),
-        _mean(one.advantages, one.action_mask),
-        one.prompt_length,
-        max(0, len(one.tokens) - one.prompt_length),
-        one.truncate_status,
+        experience.taskset,
+        workflows.get(experience.taskset or ""),
+        None if experience.reward is None else round(experience.reward, 6),
+        _mean(experience.advantages, experience.action_mask),
+        experience.prompt_length,
+        max(0, len(experience.tokens) - experience.prompt_length),
+        experience.truncate_status,
         " ".join(texts) or None,
         None if step is None or oldest is None else max(0, step - 1 - oldest[1]),
-        _mean(one.logprobs, one.action_mask),
-        one.info.get(ENGINE),
+        _mean(experience.logprobs, experience.action_mask),
+        experience.info.get(ENGINE),
         text[:PREVIEW] + ("…" if len(text) > PREVIEW else ""),
     ]
 
@@ -231,8 +231,8 @@ def _mean(values: Tensor | None, mask: Tensor | None) -> float | None:
     """Return the mean over the trained tokens, or over all values if no token is trained. None: no values."""
     if values is None or not len(values):
         return None
-    found = values.float().numpy()  # numpy needs a tenth of torch's time for many small arrays
+    array = values.float().numpy()  # numpy needs a tenth of torch's time for many small arrays
     if mask is not None and len(mask) == len(values):
         trained = mask.numpy()
-        found = found[trained] if trained.any() else found
-    return round(float(found.mean()), 6)
+        array = array[trained] if trained.any() else array
+    return round(float(array.mean()), 6)

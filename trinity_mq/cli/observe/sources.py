@@ -121,8 +121,8 @@ class BrokerSource:
 
     async def _follow(self, target: Target) -> None:
         async with connected(target.run, target.broker, "dash") as (bus, topology):
-            wanted = "#" if "metrics" in self._takes else "beat.#"
-            queue = topology.listener("dash", uuid.uuid4().hex[:12], "telemetry", wanted)
+            pattern = "#" if "metrics" in self._takes else "beat.#"
+            queue = topology.listener("dash", uuid.uuid4().hex[:12], "telemetry", pattern)
             self.bus, self.topology, self._observatory.is_live = bus, topology, True
             try:
                 async with asyncio.TaskGroup() as group:

@@ -79,7 +79,7 @@ def regrade(arguments: argparse.Namespace) -> int:
             run_to_the_end(_of_stream(find_target(arguments, arguments.blob_store), arguments.batch, regrading))
     figures = all_figures(arguments.reward, regrading, grader)
     if config.operator.operators:
-        names = ", ".join(one.name for one in config.operator.operators)
+        names = ", ".join(operator.name for operator in config.operator.operators)
         figures["remarks"].append(f"old rewards are those after the run's operators ({names}), new ones are not")
     if arguments.json == "-":
         print(json.dumps(figures, ensure_ascii=False, indent=1))
@@ -104,14 +104,14 @@ def _grader(config: Config, arguments: argparse.Namespace) -> Grader:
     from trinity_mq.runtime.plugins import add_plugins
 
     try:
-        given = json.loads(arguments.reward_args)
+        reward_args = json.loads(arguments.reward_args)
     except ValueError as error:
         raise CommandError(f"--reward-args is {arguments.reward_args!r:.200}, which is no JSON: {error}") from error
-    if not isinstance(given, dict):
+    if not isinstance(reward_args, dict):
         raise CommandError(f"--reward-args is {arguments.reward_args!r:.200}, wanted an object such as '{{\"a\": 1}}'")
     add_plugins(config.plugin_dirs)
     try:
-        function = create_reward(arguments.reward, given)
+        function = create_reward(arguments.reward, reward_args)
     except (UnknownNameError, RewardError) as error:
         raise CommandError(f"--reward: {error}") from error
     return Grader(function, Tasks(config), arguments.timeout)

@@ -68,27 +68,27 @@ class Comparison:
     def add(self, experiences: Sequence[Graded]) -> None:
         """Add the experiences of whole groups."""
         by_group: dict[str, list[Graded]] = {}
-        for one in experiences:
-            by_group.setdefault(one.group, []).append(one)
-            self._add_one(one)
+        for experience in experiences:
+            by_group.setdefault(experience.group, []).append(experience)
+            self._add_one(experience)
         for members in by_group.values():
             self._add_group(members)
 
-    def _add_one(self, one: Graded) -> None:
-        self.old.append(one.old)
-        self.new.append(one.new)
-        self.changed += one.old != one.new
-        self.pairs[one.old, one.new] += {one.old, one.new} <= BINARY
-        before, after = one.old_advantage or 0.0, one.new_advantage or 0.0
-        if one.old_advantage is not None and one.new_advantage is not None:
+    def _add_one(self, graded: Graded) -> None:
+        self.old.append(graded.old)
+        self.new.append(graded.new)
+        self.changed += graded.old != graded.new
+        self.pairs[graded.old, graded.new] += {graded.old, graded.new} <= BINARY
+        before, after = graded.old_advantage or 0.0, graded.new_advantage or 0.0
+        if graded.old_advantage is not None and graded.new_advantage is not None:
             self.old_advantages.append(abs(before))
             self.new_advantages.append(abs(after))
         self.sign_flips += before * after < 0
         self.advantages_appear += not before and bool(after)
         self.advantages_vanish += bool(before) and not after
-        difference = abs(one.new - one.old)
+        difference = abs(graded.new - graded.old)
         if difference or before != after:
-            entry = (difference, abs(after - before), -next(self._numbers), one)
+            entry = (difference, abs(after - before), -next(self._numbers), graded)
             (heapq.heappush if len(self._most) < SHOWN else heapq.heappushpop)(self._most, entry)
 
     def _add_group(self, members: Sequence[Graded]) -> None:
@@ -102,7 +102,7 @@ class Comparison:
             self.compared_pairs += 1
         self.inverted_pairs += inverted
         self.inverted_groups += inverted > 0
-        had, has = len({one.old for one in members}) > 1, len({one.new for one in members}) > 1
+        had, has = len({member.old for member in members}) > 1, len({member.new for member in members}) > 1
         self.gain_spread += has and not had
         self.lose_spread += had and not has
 
@@ -145,12 +145,12 @@ class Comparison:
             },
             "most_changed": [
                 {
-                    "uid": one.uid,
-                    "reward": {"old": one.old, "new": one.new},
-                    "advantage": {"old": one.old_advantage, "new": one.new_advantage},
-                    "response_text": one.text,
+                    "uid": graded.uid,
+                    "reward": {"old": graded.old, "new": graded.new},
+                    "advantage": {"old": graded.old_advantage, "new": graded.new_advantage},
+                    "response_text": graded.text,
                 }
-                for one in self.most
+                for graded in self.most
             ],
         }
 

@@ -49,7 +49,7 @@ class Tasks:
 
     def __init__(self, config: Config) -> None:
         buffer = config.buffer
-        self._known = {one.name: one for one in (*buffer.training_tasksets, *buffer.eval_tasksets)}
+        self._known = {taskset.name: taskset for taskset in (*buffer.training_tasksets, *buffer.eval_tasksets)}
         self._seed = config.seed
         self._records: dict[str, list[Record] | NotGradable] = {}
 
@@ -76,10 +76,10 @@ class Tasks:
                 self._records[taskset.name] = read_tasks(taskset, seed=self._seed)[0]
             except TasksetError as error:
                 self._records[taskset.name] = NotGradable(str(error))
-        found = self._records[taskset.name]
-        if isinstance(found, NotGradable):
-            raise NotGradable(str(found))
-        return found
+        records = self._records[taskset.name]
+        if isinstance(records, NotGradable):
+            raise NotGradable(str(records))
+        return records
 
 
 @dataclass
@@ -161,7 +161,9 @@ def answer_of(experience: Experience) -> str:
     """
     if experience.response_text is not None:
         return experience.response_text
-    answers: list[Any] = [one.get("content") for one in experience.messages or () if one.get("role") == "assistant"]
+    answers: list[Any] = [
+        message.get("content") for message in experience.messages or () if message.get("role") == "assistant"
+    ]
     if answers and isinstance(answers[-1], str):
         return answers[-1]
     raise NotGradable("it keeps no text of the response")

@@ -57,47 +57,52 @@ class Regrading:
         self.seen += len(batch)
         self.batches += 1
         new: list[float] = []
-        kept: list[Experience] = []
-        for one in await asyncio.to_thread(batch.to_list):
-            if one.reward is None:
+        regraded: list[Experience] = []
+        for experience in await asyncio.to_thread(batch.to_list):
+            if experience.reward is None:
                 self._grader.failures["it had no reward before"] += 1
-            elif (reward := await self._grader.grade(one)) is not None:
+            elif (reward := await self._grader.grade(experience)) is not None:
                 new.append(reward)
-                kept.append(one)
-        self.comparison.add(await asyncio.to_thread(self._compared, kept, new))
+                regraded.append(experience)
+        self.comparison.add(await asyncio.to_thread(self._compared, regraded, new))
         return self._left <= 0
 
-    def _compared(self, kept: Sequence[Experience], new: Sequence[float]) -> list[Graded]:
-        advantages = self._new_advantages(kept, new)
+    def _compared(self, regraded: Sequence[Experience], new: Sequence[float]) -> list[Graded]:
+        advantages = self._new_advantages(regraded, new)
         return [
             Graded(
-                uid=one.eid.uid,
-                group=one.eid.tid,
-                old=float(one.reward or 0.0),
+                uid=experience.eid.uid,
+                group=experience.eid.tid,
+                old=float(experience.reward or 0.0),
                 new=reward,
-                old_advantage=None if self._advantages is None else _mean_of(one.advantages, one.action_mask),
-                new_advantage=advantages.get(one.eid.uid),
-                text=(one.response_text or "")[:TEXT],
+                old_advantage=None
+                if self._advantages is None
+                else _mean_of(experience.advantages, experience.action_mask),
+                new_advantage=advantages.get(experience.eid.uid),
+                text=(experience.response_text or "")[:TEXT],
             )
-            for one, reward in zip(kept, new, strict=True)
+            for experience, reward in zip(regraded, new, strict=True)
         ]
 
-    def _new_advantages(self, kept: Sequence[Experience], new: Sequence[float]) -> dict[str, float | None]:
+    def _new_advantages(self, regraded: Sequence[Experience], new: Sequence[float]) -> dict[str, float | None]:
         """Return the mean advantages under the new rewards by uid. Experiences that the algorithm filters out are
         missing.
         """
-        if self._advantages is None or not kept:
+        if self._advantages is None or not regraded:
             return {}
-        before = ExperienceBatch.of(kept)
+        before = ExperienceBatch.of(regraded)
         nothing: list[Any] = [None] * len(before)
         # token-level rewards come from the old function
         graded = before.replace(reward=list(new), advantages=nothing, returns=nothing, token_level_reward=nothing)
         try:
-            left, _ = self._advantages.apply(graded)
+            estimated, _ = self._advantages.apply(graded)
         except ValueError as error:
             self.problems[f"no advantages: {error}"] += 1
             return {}
-        return {one.eid.uid: _mean_of(one.advantages, one.action_mask) for one in left.to_list()}
+        return {
+            experience.eid.uid: _mean_of(experience.advantages, experience.action_mask)
+            for experience in estimated.to_list()
+        }
 
 
 def _mean_of(advantages: Tensor | None, mask: Tensor | None) -> float | None:

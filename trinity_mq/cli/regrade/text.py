@@ -18,8 +18,8 @@ def show(figures: Mapping[str, Any], out: TextIO) -> None:
     def say(name: str, value: str) -> None:
         line(console, name, value)
 
-    count, seen = figures["experiences"], figures["seen"]
-    say("regraded", f"{count} of {seen} experiences in {figures['batches']} batches, by {figures['reward_function']}")
+    count, total = figures["experiences"], figures["seen"]
+    say("regraded", f"{count} of {total} experiences in {figures['batches']} batches, by {figures['reward_function']}")
     for why, number in figures["not_regraded"].items():
         say("not", f"{number}: {why}")
     seconds = figures["seconds"]
@@ -88,9 +88,9 @@ def _most(most: list[dict[str, Any]]) -> Any:
 
     table = _table("experience", "reward", "advantage")
     table.add_column("response", overflow="ellipsis", no_wrap=True, max_width=TEXT)
-    for one in most:
-        reward, advantage = one["reward"], one["advantage"]
+    for change in most:
+        reward, advantage = change["reward"], change["advantage"]
         shown = ["-" if value is None else f"{value:+.3f}" for value in (advantage["old"], advantage["new"])]
-        text = visible(" ".join(one["response_text"].split()))
-        table.add_row(one["uid"], f"{reward['old']:g} -> {reward['new']:g}", " -> ".join(shown), Text(text))
+        text = visible(" ".join(change["response_text"].split()))
+        table.add_row(change["uid"], f"{reward['old']:g} -> {reward['new']:g}", " -> ".join(shown), Text(text))
     return table

@@ -61,8 +61,8 @@ PICTURES = (
 def drawn(curves: Mapping[str, Sequence[Point]], picture: Picture) -> dict[str, list[Point]]:
     """Return the curves of a picture by metric name, averaged to at most :data:`MOST_POINTS` points each."""
     names = [name for pattern in picture.patterns for name in sorted(fnmatch.filter(curves, pattern))]
-    found = {name: thinned(curves[name]) for name in dict.fromkeys(names)}
-    return dict([(name, points) for name, points in found.items() if points][:MOST_CURVES])
+    all_points = {name: thinned(curves[name]) for name in dict.fromkeys(names)}
+    return dict([(name, points) for name, points in all_points.items() if points][:MOST_CURVES])
 
 
 def thinned(points: Sequence[Point], most: int = MOST_POINTS) -> list[Point]:
@@ -136,4 +136,4 @@ def _embedded(svg: str, number: int) -> str:
     body = svg[svg.index("<svg") :].replace(INK, "currentColor")
     names = set(re.findall(r'\bid="([^"]+)"', body))
     pattern = re.compile(r'(\bid="|href="#|url\(#)([^")]+)')
-    return pattern.sub(lambda found: f"{found[1]}p{number}-{found[2]}" if found[2] in names else found[0], body)
+    return pattern.sub(lambda match: f"{match[1]}p{number}-{match[2]}" if match[2] in names else match[0], body)

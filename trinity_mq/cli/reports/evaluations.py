@@ -27,7 +27,9 @@ class EvaluationTable:
         if not self.rows:
             return []
         head = ["step", *(f"{taskset} {figure}" for taskset, figure in self.columns)]
-        body = [[str(step), *("-" if one is None else f"{one:.3f}" for one in row)] for step, row in self.rows.items()]
+        body = [
+            [str(step), *("-" if value is None else f"{value:.3f}" for value in row)] for step, row in self.rows.items()
+        ]
         widths = [max(map(len, column)) for column in zip(head, *body, strict=True)]
         return [
             "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in (head, *body)

@@ -16,12 +16,12 @@ def evaluations(values: Mapping[str, Any]) -> dict[str, float]:
 
     The result is the accuracy, or the reward if the workflow reports no accuracy.
     """
-    found: dict[str, dict[str, float]] = {"reward": {}, "accuracy": {}}
+    results: dict[str, dict[str, float]] = {"reward": {}, "accuracy": {}}
     for name, value in values.items():
         match = _EVALUATION.fullmatch(name)
-        if match and match["key"] in found and isinstance(value, int | float):
-            found[match["key"]][match["taskset"]] = float(value)
-    return {**found["reward"], **found["accuracy"]}
+        if match and match["key"] in results and isinstance(value, int | float):
+            results[match["key"]][match["taskset"]] = float(value)
+    return {**results["reward"], **results["accuracy"]}
 
 
 def duration(seconds: float) -> str:

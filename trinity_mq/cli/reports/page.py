@@ -108,13 +108,13 @@ def _facts(config: Config, folder: Path) -> list[tuple[str, str]]:
 
 
 def _versions() -> list[str]:
-    found = [f"Python {platform.python_version()}"]
+    versions = [f"Python {platform.python_version()}"]
     for name in LIBRARIES:
         try:
-            found.append(f"{name} {version(name)}")
+            versions.append(f"{name} {version(name)}")
         except PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 def _settings(config: Config) -> str:

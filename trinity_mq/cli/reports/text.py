@@ -100,7 +100,7 @@ def write_evaluations(run_dir: Path) -> list[str]:
 def save_failures(run_dir: Path, failures: Sequence[FailureStatus]) -> None:
     """Store the slice failures that the explorer reported, for reports after the end of the run."""
     if failures:
-        write_atomic(run_dir / FAILURES_FILE, json.dumps([one.as_map() for one in failures], indent=1).encode())
+        write_atomic(run_dir / FAILURES_FILE, json.dumps([failure.as_map() for failure in failures], indent=1).encode())
     else:
         (run_dir / FAILURES_FILE).unlink(missing_ok=True)
 
@@ -108,7 +108,7 @@ def save_failures(run_dir: Path, failures: Sequence[FailureStatus]) -> None:
 def load_failures(run_dir: Path) -> list[FailureStatus]:
     """Return the failures stored by :func:`save_failures`, or an empty list if the file is missing or unreadable."""
     with contextlib.suppress(OSError, ValueError):
-        return [FailureStatus.model_validate(one) for one in json.loads((run_dir / FAILURES_FILE).read_bytes())]
+        return [FailureStatus.model_validate(entry) for entry in json.loads((run_dir / FAILURES_FILE).read_bytes())]
     return []
 
 

@@ -60,14 +60,14 @@ def list_reviews(arguments: argparse.Namespace) -> int:
     async def look(reviews: ReviewStream) -> list[Review]:
         return list(reviews.ledger) if arguments.all else reviews.pending()
 
-    found = _with_reviews(arguments, look)
+    selection = _with_reviews(arguments, look)
     now = time.time()
     if arguments.json:
-        print(json.dumps([as_dict(review, now) for review in found], ensure_ascii=False))
-    elif not found:
+        print(json.dumps([as_dict(review, now) for review in selection], ensure_ascii=False))
+    elif not selection:
         print("no run waits for a verdict")
     else:
-        print("\n".join(line for review in found for line in in_short(review, now)))
+        print("\n".join(line for review in selection for line in in_short(review, now)))
     return 0
 
 
@@ -165,8 +165,8 @@ def _head(review: Review, now: float) -> str:
         state = f"decided: {in_words(review.closed)}"
     elif review.verdict is not None:
         state = f"has a verdict: {in_words(review.verdict)}"
-    elif (left := request.deadline - now) > 0:
-        state = f"{left:.0f} s left, then {default}"
+    elif (remaining_s := request.deadline - now) > 0:
+        state = f"{remaining_s:.0f} s left, then {default}"
     else:
         state = f"its time is over: {default} counts once an operator takes the batch up"
     return f"batch {request.batch}, {reward}; {state}"
@@ -176,18 +176,18 @@ def _begin(text: str) -> str:
     return text if len(text) <= SHOWN_TEXT else f"{text[: SHOWN_TEXT - 3]}..."
 
 
-def _find(reviews: ReviewStream, wanted: str) -> Review:
-    """Return the review whose id begins with ``wanted``.
+def _find(reviews: ReviewStream, prefix: str) -> Review:
+    """Return the review whose id begins with ``prefix``.
 
     Raises:
         CommandError: No review or several reviews match.
     """
-    found = [review for review in reviews.ledger if review.request.request.startswith(wanted)]
-    if len(found) == 1:
-        return found[0]
-    if found:
-        raise CommandError(f"{wanted!r} begins {len(found)} requests: give more of it (`trinity-mq review list`)")
-    raise CommandError(f"no request {wanted!r} is known: `trinity-mq review list --all` names those that are")
+    matches = [review for review in reviews.ledger if review.request.request.startswith(prefix)]
+    if len(matches) == 1:
+        return matches[0]
+    if matches:
+        raise CommandError(f"{prefix!r} begins {len(matches)} requests: give more of it (`trinity-mq review list`)")
+    raise CommandError(f"no request {prefix!r} is known: `trinity-mq review list --all` names those that are")
 
 
 def _user() -> str:

@@ -191,8 +191,8 @@ def sync_line(gate: GateStatus) -> str:
     non-zero counts.
     """
     phases = ", ".join(f"{name} {value:.0f} ms" for name, value in gate.phases.items())
-    known = {name.replace("_", " "): getattr(gate, name) for name in SYNC_COUNTS}
-    counts = ", ".join(f"{count} {name}" for name, count in known.items() if count)
+    values = {name.replace("_", " "): getattr(gate, name) for name in SYNC_COUNTS}
+    counts = ", ".join(f"{count} {name}" for name, count in values.items() if count)
     return f"{version_text(gate.version)}: {phases}" + (f"   ({counts})" if counts else "")
 
 
@@ -213,18 +213,20 @@ def _gauges_hold(view: RunView, now: float) -> bool:
 def figures(view: RunView, now: float) -> Sequence[tuple[str, str]]:
     """Return the main figures of a run: learning signal, evaluations, rates, remaining time."""
     tokens = next((view.metrics[name] for name in TOKENS_PER_SECOND if name in view.metrics), None)
-    left = view.seconds_left(now)
-    learnt = next((one for one in INSTEAD_OF_REWARD if one[1] in view.metrics), ("reward", REWARD))
-    found = [
-        (learnt[0], _number(view.metrics.get(learnt[1]), ".3f")),
+    remaining_s = view.seconds_left(now)
+    learning_signal = next((signal for signal in INSTEAD_OF_REWARD if signal[1] in view.metrics), ("reward", REWARD))
+    all_figures = [
+        (learning_signal[0], _number(view.metrics.get(learning_signal[1]), ".3f")),
         *((f"{taskset} accuracy", f"{value:.3f} (step {step})") for taskset, (step, value) in view.results.items()),
         ("tokens/s", _number(tokens, ",.0f")),
         ("policy", view.version or "-"),
         ("staleness", _number(view.metrics.get(STALENESS), "g")),
-        ("left", "-" if left is None else duration(left)),
+        ("left", "-" if remaining_s is None else duration(remaining_s)),
     ]
     gauges = {"tokens/s", "staleness", "left"}
-    return found if _gauges_hold(view, now) else [(name, text) for name, text in found if name not in gauges]
+    return (
+        all_figures if _gauges_hold(view, now) else [(name, text) for name, text in all_figures if name not in gauges]
+    )
 
 
 def _number(value: float | None, form: str) -> str:

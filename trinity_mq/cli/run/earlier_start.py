@@ -52,10 +52,10 @@ def _more_checkpoints(config: Config) -> str | None:
     from trinity_agents.explorer.state import StateFile
 
     done = StateFile.of(config.path).load().benchmarked
-    left = [label for label, one in checksums(config).items() if done.get(str(label)) != one]
-    if not left:
+    labels = [label for label, checksum in checksums(config).items() if done.get(str(label)) != checksum]
+    if not labels:
         return None
-    return f"checkpoints {', '.join(map(str, left))} are new or have changed since they were evaluated, and are next"
+    return f"checkpoints {', '.join(map(str, labels))} are new or have changed since they were evaluated, and are next"
 
 
 def go_back(config: Config, name: str) -> list[str]:
@@ -102,7 +102,7 @@ def check_data(config: Config) -> None:
     if not checkpoints or (config.mode == "train" and config.source.tap):
         return
     source, data = checkpoints[0].state.source, config.buffer.trainer_input
-    positions = [(one, source.get("experts", {})) for one in data.auxiliary_buffers.values()]
+    positions = [(records, source.get("experts", {})) for records in data.auxiliary_buffers.values()]
     for records, position in [(data.experience_buffer, source)] if config.mode == "train" else positions:
         if "identity" in position:
             _check_records(records, position["identity"])

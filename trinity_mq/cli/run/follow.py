@@ -102,10 +102,10 @@ async def depths(bus: Bus, topology: Topology, names: Sequence[str]) -> dict[str
     """Return the depths of the run's queues by their short names. None: the queue does not exist, or the broker is not
     available.
     """
-    found: dict[str, int | None] = {}
+    depth_by_name: dict[str, int | None] = {}
     for name in names:
         try:
-            found[name] = await bus.depth(topology.prefix + name)
+            depth_by_name[name] = await bus.depth(topology.prefix + name)
         except BusUnavailable:
-            found[name] = None
-    return found
+            depth_by_name[name] = None
+    return depth_by_name

@@ -46,13 +46,13 @@ def list_runs(arguments: argparse.Namespace) -> int:
     top = Path(arguments.folder)
     if not top.is_dir() and arguments.folder != str(RUNS):
         raise CommandError(f"{top} is no folder; give one that holds run folders, such as {RUNS}")
-    found = found_runs(top)
-    if not found:
+    folders = found_runs(top)
+    if not folders:
         print(f"no run has left a folder below {top.absolute()}", file=sys.stderr)
         return 1
-    rows = [(row(folder), folder) for folder in found]
+    rows = [(row(folder), folder) for folder in folders]
     table = [
-        (one.name, one.state, one.step, one.accuracy, one.reward, _ago(one.age), str(folder)) for one, folder in rows
+        (run.name, run.state, run.step, run.accuracy, run.reward, _ago(run.age), str(folder)) for run, folder in rows
     ]
     for line in aligned([COLUMNS, *table]):
         print(line)
@@ -63,8 +63,8 @@ def found_runs(top: Path) -> list[Path]:
     """Return the run folders below ``top``."""
     # Agents without ``trinity-mq run`` write metrics but no configuration. A run that has just started has a
     # configuration but no metrics.
-    found = sorted({path.parent for name in (METRICS_FILE, CONFIG_FILE) for path in top.glob(f"**/{name}")})
-    return [folder for folder in found if (folder / METRICS_FILE).exists() or (folder / LOCK_FILE).exists()]
+    folders = sorted({path.parent for name in (METRICS_FILE, CONFIG_FILE) for path in top.glob(f"**/{name}")})
+    return [folder for folder in folders if (folder / METRICS_FILE).exists() or (folder / LOCK_FILE).exists()]
 
 
 def row(folder: Path) -> RunRow:

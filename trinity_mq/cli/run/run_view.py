@@ -120,8 +120,8 @@ class RunView:
                     self.add_news(f"evaluation at step {message.step}: {taskset} accuracy {value:.3f}")
 
     def _receive_heartbeat(self, heartbeat: Heartbeat, now: float) -> None:
-        known, _ = self._heartbeats.get(heartbeat.id, (None, 0.0))
-        if known and known.incarnation == heartbeat.incarnation and known.seq >= heartbeat.seq:
+        previous, _ = self._heartbeats.get(heartbeat.id, (None, 0.0))
+        if previous and previous.incarnation == heartbeat.incarnation and previous.seq >= heartbeat.seq:
             return
         self._heartbeats[heartbeat.id] = (heartbeat, now)
         if isinstance(heartbeat.detail, ExplorerStatus):
@@ -289,7 +289,7 @@ class RunView:
         """The session counts that the active gateway reports. None: no gateway has reported."""
         details = (heartbeat.detail for heartbeat, _ in self._heartbeats.values() if heartbeat.state not in OVER)
         gateways = [detail for detail in details if isinstance(detail, GatewayStatus) and detail.url]
-        return max(gateways, key=lambda one: one.acting, default=None)
+        return max(gateways, key=lambda gateway: gateway.acting, default=None)
 
     def _trainers(self) -> list[TrainerStatus]:
         details = (heartbeat.detail for heartbeat, _ in self._heartbeats.values())
@@ -301,8 +301,8 @@ class RunView:
             return None
         (first, step), (last, now_step) = self._passed[0], self._passed[-1]
         a_step = (last - first) / (now_step - step)
-        left = (self.total - now_step) * a_step - (now - last)
-        return left if left > 0 else 0.0 if now_step >= self.total else None
+        remaining_s = (self.total - now_step) * a_step - (now - last)
+        return remaining_s if remaining_s > 0 else 0.0 if now_step >= self.total else None
 
 
 def _said(event: ProcessEvent) -> str:

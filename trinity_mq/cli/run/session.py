@@ -72,8 +72,8 @@ class Session:
         self._fork_server = fork_server
         self._leader = f"{AGENTS[config.mode].ends}-0"
         """Name of the agent whose end is the end of the run."""
-        given = Addresses.of(config.broker)
-        self._in_file = url is not None and given is not None and given.from_file
+        addresses = Addresses.of(config.broker)
+        self._in_file = url is not None and addresses is not None and addresses.from_file
         """True if the URL is read from a file at each connect. Agents then read the file too."""
         self.run_view = RunView(config.name, config.buffer.total_steps)
         self.signal: signal.Signals | None = None
@@ -276,10 +276,10 @@ def agents(
     does.
     """
     forking = {} if fork_server is None else {ADDRESS_VARIABLE: str(fork_server.path)}
-    wanted = {"explorer": config.explorer.rollout_model.num_threads, "trainer": config.trainer.num_threads}
-    threads = {role: cpu_threads(config, number) for role, number in wanted.items()}
+    thread_settings = {"explorer": config.explorer.rollout_model.num_threads, "trainer": config.trainer.num_threads}
+    threads = {role: cpu_threads(config, number) for role, number in thread_settings.items()}
     # set in the process environment, because some variables are read when the runner's libraries are loaded
-    own = dict(config.runner.env)
+    runner_env = dict(config.runner.env)
     counts = {
         "operator": config.operator.num_operators,
         "runner": config.runner.num_runners,
@@ -291,8 +291,8 @@ def agents(
             name=name,
             role=role,
             argv=(sys.executable, "-m", "trinity_mq.cli.main", role, str(config_file), "--id", name),
-            env={**forking, **_environment(url, threads.get(role, 1)), **(own if role == "runner" else {})},
-            starts_anew=role == "runner" and bool(own),
+            env={**forking, **_environment(url, threads.get(role, 1)), **(runner_env if role == "runner" else {})},
+            starts_anew=role == "runner" and bool(runner_env),
         )
         for role, name in names
     ]

@@ -108,8 +108,8 @@ def run_stages(stages: Sequence[Stage], arguments: argparse.Namespace, fork_serv
         with fork_server() as server:
             code = run_configured(stage.config, once, server, stage.name)
         if code != TRAINED:
-            left = ", ".join(later.name for later in stages[number:])
-            print(f"{title}: not finished" + (f"; stages not begun: {left}" if left else ""))
+            remaining = ", ".join(later.name for later in stages[number:])
+            print(f"{title}: not finished" + (f"; stages not begun: {remaining}" if remaining else ""))
             return code
         trained = model_hash(models[stage.name]) if stage.config.mode in TRAINING_MODES else None
         StageRecord(stage.name, began_with, trained, finished=True).save(stage.config.path)

@@ -104,10 +104,10 @@ async def _listen(target: Target, bus: Bus, topology: Topology, seconds: float) 
         trouble = await broker_trouble(bus, topology)
 
     async def look() -> Finding:
-        found = await depths(bus, topology, QUEUES) if not trouble else {}
+        queue_depths = await depths(bus, topology, QUEUES) if not trouble else {}
         observation = watch.observation(
             loop.time(),
-            depths=found,
+            depths=queue_depths,
             broker=trouble,
             expected=expected_agents(target.config),
             limits=limits(target.config),

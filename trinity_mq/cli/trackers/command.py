@@ -47,7 +47,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def track(arguments: argparse.Namespace) -> int:
     """Send the unsent metrics and spans of a run and print their location. Return 0."""
     config = configuration(arguments)
-    kinds = arguments.to or [*(one.kind for one in config.monitor.trackers), *([OTLP] if config.monitor.otlp else [])]
+    kinds = arguments.to or [
+        *(tracker.kind for tracker in config.monitor.trackers),
+        *([OTLP] if config.monitor.otlp else []),
+    ]
     trackers = opened(config, [kind for kind in kinds if kind != OTLP]) if kinds != [OTLP] else []
     collector = collector_of(config, arguments.endpoint) if OTLP in kinds else None
     if not config.path.is_dir():
@@ -100,9 +103,9 @@ def collector_of(config: Config, endpoint: str | None = None) -> Collector:
     """
     settings = config.monitor.otlp
     if endpoint is not None:
-        known = {} if settings is None else settings.model_dump()
+        configured = {} if settings is None else settings.model_dump()
         try:
-            settings = OtlpConfig.model_validate({**known, "endpoint": endpoint})
+            settings = OtlpConfig.model_validate({**configured, "endpoint": endpoint})
         except ValueError as error:
             raise CommandError(f"--endpoint is {endpoint!r}, wanted a URL such as http://localhost:4318") from error
     if settings is None:
@@ -119,18 +122,18 @@ def opened(config: Config, kinds: Sequence[str] | None = None) -> list[Tracker]:
     Raises:
         CommandError: No tracker is configured, or the library of a tracker is not installed.
     """
-    known: dict[str, TrackerConfig] = {one.kind: one for one in config.monitor.trackers}
-    names = known if kinds is None else kinds
-    wanted = [known.get(kind) or TrackerConfig.model_validate({"kind": kind}) for kind in names]
-    if not wanted:
+    configured: dict[str, TrackerConfig] = {tracker.kind: tracker for tracker in config.monitor.trackers}
+    names = configured if kinds is None else kinds
+    tracker_configs = [configured.get(kind) or TrackerConfig.model_validate({"kind": kind}) for kind in names]
+    if not tracker_configs:
         raise CommandError("the run has no monitor.trackers: name a service with --to, one of " + ", ".join(KINDS))
     try:
         return [
             open_tracker(
-                one.kind, config.name, Path(config.path), shown(config),
-                project=one.project, group=one.group, offline=one.offline,
+                tracker.kind, config.name, Path(config.path), shown(config),
+                project=tracker.project, group=tracker.group, offline=tracker.offline,
             )
-            for one in wanted
+            for tracker in tracker_configs
         ]  # fmt: skip
     except TrackerError as error:
         raise CommandError(str(error)) from error
@@ -140,5 +143,5 @@ def shown(config: Config) -> dict[str, Any]:
     """Return the settings that services show next to metrics. They determine the result and contain nothing about the
     broker.
     """
-    kept = ("seed", "mode", "algorithm", "model", "buffer", "explorer", "operator", "trainer", "synchronizer")
-    return config.model_dump(mode="json", include=set(kept))
+    sections = ("seed", "mode", "algorithm", "model", "buffer", "explorer", "operator", "trainer", "synchronizer")
+    return config.model_dump(mode="json", include=set(sections))

@@ -84,16 +84,16 @@ class Forwarder:
                 whole, newline, _ = file.read().rpartition(b"\n")
         except FileNotFoundError:
             return []
-        found = []
+        lines = []
         for line in (whole + newline).splitlines(keepends=True):
             offset += len(line)
-            found.append((line, offset))
-        return found
+            lines.append((line, offset))
+        return lines
 
     def _load(self) -> dict[str, dict[str, Any]]:
         try:
-            found = json.loads(self._state_file.read_text(encoding="utf-8"))
-            return {kind: {"id": str(one["id"]), "offset": int(one["offset"])} for kind, one in found.items()}
+            entries = json.loads(self._state_file.read_text(encoding="utf-8"))
+            return {kind: {"id": str(entry["id"]), "offset": int(entry["offset"])} for kind, entry in entries.items()}
         except FileNotFoundError:
             return {}
         except (ValueError, KeyError, TypeError, AttributeError) as error:

@@ -25,7 +25,7 @@ class TrackerProcess:
 
     def __init__(self, config: Config, folder: RunFolder, tell: Callable[[str], None]) -> None:
         self._senders: list[_Sender] = []
-        if kinds := [one.kind for one in config.monitor.trackers]:
+        if kinds := [tracker.kind for tracker in config.monitor.trackers]:
             self._senders.append(_Sender("metrics", kinds, ", ".join(kinds), FINISH_SECONDS, folder, tell))
         if (otlp := config.monitor.otlp) is not None:
             self._senders.append(_Sender("spans", ["otlp"], otlp.endpoint, otlp.flush_timeout, folder, tell))

@@ -166,8 +166,8 @@ class MlflowTracker:
             if run_id:
                 self._api.update_run(run_id, status="RUNNING")
             else:
-                found = self._api.get_experiment_by_name(self._project)
-                experiment = found.experiment_id if found else self._api.create_experiment(self._project)
+                existing = self._api.get_experiment_by_name(self._project)
+                experiment = existing.experiment_id if existing else self._api.create_experiment(self._project)
                 run_id = self._api.create_run(experiment, run_name=self._name).info.run_id
                 flat = list(_flat(self._settings))
                 params = [self._entities.Param(key, value[: self.PARAMETER_CHARACTERS]) for key, value in flat]

@@ -72,7 +72,7 @@ class SimulatedClients:
         Raises:
             EngineLost: The engine does not exist, or it aborted the request.
         """
-        engine = next((one for name, one in self._engines.items() if name in url), None)
+        engine = next((simulated for name, simulated in self._engines.items() if name in url), None)
         if engine is None:
             raise EngineLost(f"{url} is no engine")
         sampled = await engine.generate(None)
@@ -87,8 +87,8 @@ def _answer(number: int, messages: Sequence[Mapping[str, Any]], sampled: Sequenc
     tokens = [number * ANSWERS + token_of(held) for held, _ in sampled]
     prompt = list(PROMPT)
     for message in messages[:-1]:
-        said = str(message["content"])
-        prompt += [int(one) for one in said.split()] if message["role"] == "assistant" else [USER_TOKEN]
+        content = str(message["content"])
+        prompt += [int(token) for token in content.split()] if message["role"] == "assistant" else [USER_TOKEN]
     rows = [[place, *stamp] for place, (_, stamp) in enumerate(sampled) if not place or stamp != sampled[place - 1][1]]
     text = " ".join(map(str, tokens))
     choice = {
@@ -144,9 +144,9 @@ class SimulatedGateway(Gateway):
             await self.woken.until(lambda: self.draining.is_set() or self.peers.explorer.finished)
         finally:
             self.http = None
-            if left := set(self._under_way):
-                await asyncio.wait(left, timeout=self._shutdown_seconds)
-            for task in left:
+            if pending := set(self._under_way):
+                await asyncio.wait(pending, timeout=self._shutdown_seconds)
+            for task in pending:
                 task.cancel()
 
     async def request(
@@ -174,8 +174,8 @@ class SimulatedGateway(Gateway):
             return None
         response = work.result()
         assert isinstance(response, web.Response)
-        said = json.loads(response.text or "{}")
-        return Reply(response.status, dict(response.headers), said if isinstance(said, dict) else {})
+        content = json.loads(response.text or "{}")
+        return Reply(response.status, dict(response.headers), content if isinstance(content, dict) else {})
 
 
 class _Protocol:
@@ -204,12 +204,12 @@ class _Protocol:
 
 def _request(method: str, path: str, body: Mapping[str, Any], headers: Mapping[str, str]) -> web.Request:
     sent = json.dumps(body).encode()
-    given: dict[str, str] = {
+    default_headers: dict[str, str] = {
         hdrs.HOST: "127.0.0.1",
         hdrs.CONTENT_TYPE: "application/json",
         hdrs.CONTENT_LENGTH: str(len(sent)),
     }
-    fields = CIMultiDictProxy(CIMultiDict[str]({**given, **headers}))
+    fields = CIMultiDictProxy(CIMultiDict[str]({**default_headers, **headers}))
     raw = tuple((name.encode(), value.encode()) for name, value in fields.items())
     message = RawRequestMessage(method, path, HttpVersion11, fields, raw, False, None, False, False, URL(path))
     loop = asyncio.get_running_loop()

@@ -42,17 +42,17 @@ class SessionEvidence(Evidence):
             uids = Counter(uid for entry in self.history for uid in invariants.uids_of(entry))
         except HistoryError:
             return []  # trained_once reports this error
-        known = [one for _, experiences in self.processed.values() for one in experiences]
-        return [one for one in known for _ in range(uids[one.eid.uid])]
+        all_experiences = [experience for _, experiences in self.processed.values() for experience in experiences]
+        return [experience for experience in all_experiences for _ in range(uids[experience.eid.uid])]
 
     @cached_property
     def answers(self) -> Mapping[int, list[float]]:
         """Rewards of each trained answer, one for each time it was trained on, by answer number."""
-        found: defaultdict[int, list[float]] = defaultdict(list)
-        for one in self.learned:
-            for number in sorted({answer_of(token) for token, _ in sampled(one)}):
-                found[number].append(float(one.reward or 0.0))
-        return dict(found)
+        rewards: defaultdict[int, list[float]] = defaultdict(list)
+        for experience in self.learned:
+            for number in sorted({answer_of(token) for token, _ in sampled(experience)}):
+                rewards[number].append(float(experience.reward or 0.0))
+        return dict(rewards)
 
     @cached_property
     def told_late(self) -> set[str]:
@@ -67,40 +67,42 @@ class SessionEvidence(Evidence):
         return [] if users is None else [(diary, asked) for diary in users.diaries for asked in diary.asked]
 
 
-def sampled(one: Experience) -> list[tuple[int, int]]:
+def sampled(experience: Experience) -> list[tuple[int, int]]:
     """Return (token, place) for the tokens of an experience that an engine sampled."""
-    tokens = [int(token) for token in one.tokens[one.prompt_length :]]
-    mask = [True] * len(tokens) if one.action_mask is None else [bool(flag) for flag in one.action_mask]
+    tokens = [int(token) for token in experience.tokens[experience.prompt_length :]]
+    mask = [True] * len(tokens) if experience.action_mask is None else [bool(flag) for flag in experience.action_mask]
     return [(token, place) for place, (token, is_own) in enumerate(zip(tokens, mask, strict=True)) if is_own]
 
 
-def sessions_settle(found: SessionEvidence) -> Faults:
+def sessions_settle(evidence: SessionEvidence) -> Faults:
     """Check that each session of a user settles, unless the run ended before.
 
     A gateway that was away for longer than the stream's retention does not know sessions that settled before.
     """
-    waiting = [name for name in found.run.unsettled if not _is_settled(found, name)]
+    waiting = [name for name in evidence.run.unsettled if not _is_settled(evidence, name)]
     if waiting:
-        states = {name: found.oracle.sessions[name].state for name in waiting if name in found.oracle.sessions}
+        states = {name: evidence.oracle.sessions[name].state for name in waiting if name in evidence.oracle.sessions}
         yield f"sessions that were not settled in time: {states or waiting}"
-    for one in found.oracle.sessions.values():
-        if one.path[-1] == "queued" and not found.run.ended_before(one.decided_at):
-            yield f"session {one.id} is queued for ever"
+    for session in evidence.oracle.sessions.values():
+        if session.path[-1] == "queued" and not evidence.run.ended_before(session.decided_at):
+            yield f"session {session.id} is queued for ever"
 
 
-def _is_settled(found: SessionEvidence, name: str) -> bool:
-    return name in found.oracle.sessions and found.oracle.sessions[name].is_settled
+def _is_settled(evidence: SessionEvidence, name: str) -> bool:
+    return name in evidence.oracle.sessions and evidence.oracle.sessions[name].is_settled
 
 
-def sessions_decided_once(found: SessionEvidence) -> Faults:
+def sessions_decided_once(evidence: SessionEvidence) -> Faults:
     """Check that each session has one decision, and that the sessions of one decision are of one group."""
-    for name, members in found.oracle.tasks.items():
+    for name, members in evidence.oracle.tasks.items():
         decided = members[0].decided
         assert decided is not None
-        if sorted(decided.sessions) != sorted(one.id for one in members):
-            yield f"{name} was decided about {decided.sessions}, and is of {[one.id for one in members]}"
-        if len({one.opened.group for one in members}) > 1 or (len(members) > 1 and not members[0].opened.group):
-            yield f"{name} compares sessions of other groups: {[(one.id, one.opened.group) for one in members]}"
+        if sorted(decided.sessions) != sorted(member.id for member in members):
+            yield f"{name} was decided about {decided.sessions}, and is of {[member.id for member in members]}"
+        if len({member.opened.group for member in members}) > 1 or (len(members) > 1 and not members[0].opened.group):
+            yield (
+                f"{name} compares sessions of other groups: {[(member.id, member.opened.group) for member in members]}"
+            )
         if len(members) > members[0].opened.group_size:
             yield f"{name} has {len(members)} sessions, a group {members[0].opened.group_size}"
 
@@ -114,9 +116,9 @@ def gateways_agree(found: SessionEvidence) -> Faults:
         book = gateway.book
         if book is None or not book.is_ready():
             continue
-        oracle = Oracle(log[: found.run.read_by(gateway)])
-        for one in oracle.sessions.values():
-            session = book.ledger.get(one.id)
+        oracle = Oracle(log[: evidence.run.read_by(gateway)])
+        for expected in oracle.sessions.values():
+            session = book.ledger.get(expected.id)
             if session is None:
                 if not one.is_settled:
                     yield f"{gateway.life.who} does not know session {one.id}, which is {one.state}"
@@ -126,109 +128,117 @@ def gateways_agree(found: SessionEvidence) -> Faults:
                 session.reward != one.reward and not (one.is_settled and found.run.is_cut)
             ):
                 yield (
-                    f"{gateway.life.who} has session {one.id} as {session.state} with reward {session.reward}, it is "
-                    f"{one.state} with {one.reward} ({' > '.join(one.path)})"
+                    f"{gateway.life.who} has session {expected.id} as {session.state} with reward {session.reward}, it "
+                    f"is {expected.state} with {expected.reward} ({' > '.join(expected.path)})"
                 )
 
 
-def trained_as_decided(found: SessionEvidence) -> Faults:
+def trained_as_decided(evidence: SessionEvidence) -> Faults:
     """Check that a trained session was trained on with each of its answers once, with the answer's reward.
 
     No other session was trained on, and each dropped session has a reason.
     """
-    for one in found.oracle.sessions.values():
-        trained = {number: found.answers[number] for number in _numbers(one) if number in found.answers}
-        if one.state == "trained":
-            expected = {number: [worth] for number, worth in one.worth.items()}
-            if {number: sorted(rewards) for number, rewards in trained.items()} != _merged(found, expected):
-                yield f"session {one.id} was trained on as {trained}, wanted {expected}"
-        elif trained and not (one.state == "batched" and one.batch and one.batch.ticket in found.told_late):
-            yield f"session {one.id} is {one.state}, and was trained on: {trained}"
-    unknown = set(found.answers) - {number for one in found.oracle.sessions.values() for number in _numbers(one)}
+    for session in evidence.oracle.sessions.values():
+        trained = {number: evidence.answers[number] for number in _numbers(session) if number in evidence.answers}
+        if session.state == "trained":
+            expected = {number: [worth] for number, worth in session.worth.items()}
+            if {number: sorted(rewards) for number, rewards in trained.items()} != _merged(evidence, expected):
+                yield f"session {session.id} was trained on as {trained}, wanted {expected}"
+        elif trained and not (
+            session.state == "batched" and session.batch and session.batch.ticket in evidence.told_late
+        ):
+            yield f"session {session.id} is {session.state}, and was trained on: {trained}"
+    unknown = set(evidence.answers) - {
+        number for session in evidence.oracle.sessions.values() for number in _numbers(session)
+    }
     if unknown:
         yield f"answers {sorted(unknown)} were trained on, and belong to no session"
-    for gateway in found.run.at_the_end:
-        for session in () if gateway.book is None else gateway.book.ledger:
-            if session.state == "dropped" and not session.why:
-                yield f"{gateway.life.who} does not say why session {session.id} was dropped"
+    for gateway in evidence.run.at_the_end:
+        for entry in () if gateway.book is None else gateway.book.ledger:
+            if entry.state == "dropped" and not entry.why:
+                yield f"{gateway.life.who} does not say why session {entry.id} was dropped"
 
 
-def _numbers(one: OracleSession) -> list[int]:
-    return [answer_of(call.choices[0].ids[0]) for call in one.calls.values()]
+def _numbers(session: OracleSession) -> list[int]:
+    return [answer_of(call.choices[0].ids[0]) for call in session.calls.values()]
 
 
-def _merged(found: SessionEvidence, expected: Mapping[int, list[float]]) -> Mapping[int, list[float]]:
+def _merged(evidence: SessionEvidence, expected: Mapping[int, list[float]]) -> Mapping[int, list[float]]:
     """Return the expected rewards with merged turns taken into account: each answer of a merged experience has the
     reward of the last answer.
     """
     merged = dict(expected)
-    for one in found.learned:
-        numbers = list(dict.fromkeys(answer_of(token) for token, _ in sampled(one)))
+    for experience in evidence.learned:
+        numbers = list(dict.fromkeys(answer_of(token) for token, _ in sampled(experience)))
         if numbers[-1] in expected:
             merged |= {number: expected[numbers[-1]] for number in numbers if number in expected}
     return merged
 
 
-def requests_trained_once(found: SessionEvidence) -> Faults:
+def requests_trained_once(evidence: SessionEvidence) -> Faults:
     """Check that at most one answer to a repeated request is trained on. If the client received an answer, it must be
     that answer.
 
     An answer that arrived marked as recorded must be trained on.
     """
-    for diary, asked in found.requests:
-        trained = [number for number in found.run.clients.answers[asked.text] if number in found.answers]
+    for diary, asked in evidence.requests:
+        trained = [number for number in evidence.run.clients.answers[asked.text] if number in evidence.answers]
         what = f"session {diary.id}: {asked.text}, made {asked.tries} times,"
         if len(trained) > asked.equal:
             yield f"{what} was trained on with the answers {trained}"
         if asked.equal == 1 and asked.answers and set(trained) - set(asked.answers):
             yield f"{what} was answered with {list(asked.answers)}, trained on was {trained}"
-        session = found.oracle.sessions.get(diary.id)
+        session = evidence.oracle.sessions.get(diary.id)
         if session is None or session.state != "trained" or session.reward is None:
             continue
-        lost = [number for number, said in asked.answers.items() if said == "yes" and number not in found.answers]
+        lost = [
+            number for number, recorded in asked.answers.items() if recorded == "yes" and number not in evidence.answers
+        ]
         # with equal requests, a later try may count as a repetition of the other request
         if lost and asked.tries == asked.equal and not (asked.is_repeated and asked.equal > 1):
             yield f"{what} was answered with {lost} as recorded, which was not trained on"
 
 
-def rewards_as_accepted(found: SessionEvidence) -> Faults:
+def rewards_as_accepted(evidence: SessionEvidence) -> Faults:
     """Check that rewards reported as accepted were taken, and that refused rewards were not.
 
     Each created session is on the stream, except the session of a single call whose answer was marked as not recorded.
     """
-    for diary in () if found.run.users is None else found.run.users.diaries:
-        session = found.oracle.sessions.get(diary.id)
+    for diary in () if evidence.run.users is None else evidence.run.users.diaries:
+        session = evidence.oracle.sessions.get(diary.id)
         if session is None:
             if diary.is_kept:
                 yield f"session {diary.id} was made, and is not on the stream"
             continue
-        for told in diary.rewards:
-            if told.accepted is True and told.reward not in session.accepted:
-                yield f"session {diary.id}: reward {told.reward} was accepted, taken were {session.accepted}"
-            if told.accepted is False and told.reward in session.accepted:
-                yield f"session {diary.id}: reward {told.reward} was refused, and taken"
+        for sent in diary.rewards:
+            if sent.accepted is True and sent.reward not in session.accepted:
+                yield f"session {diary.id}: reward {sent.reward} was accepted, taken were {session.accepted}"
+            if sent.accepted is False and sent.reward in session.accepted:
+                yield f"session {diary.id}: reward {sent.reward} was refused, and taken"
 
 
-def refused_are_dead(found: SessionEvidence) -> Faults:
+def refused_are_dead(evidence: SessionEvidence) -> Faults:
     """Check that each refused event of an external program is a dead letter, and that no accepted session event is."""
-    refused = {name for name, _, _ in found.oracle.refused}
-    outside = {name for name, _, key in found.oracle.refused if key == "session"}
-    dead = {str(stored.message_id) for stored in found.run.waiting_in("dead")}
+    refused = {name for name, _, _ in evidence.oracle.refused}
+    outside = {name for name, _, key in evidence.oracle.refused if key == "session"}
+    dead = {str(stored.message_id) for stored in evidence.run.waiting_in("dead")}
     dead_of_sessions = {
-        str(stored.message_id) for stored in found.run.waiting_in("dead") if stored.headers.get("kind") in OF_SESSIONS
+        str(stored.message_id)
+        for stored in evidence.run.waiting_in("dead")
+        if stored.headers.get("kind") in OF_SESSIONS
     }
-    if found.run.unsettled or found.run.gateways_ended_late:
+    if evidence.run.unsettled or evidence.run.gateways_ended_late:
         return
-    late = {str(stored.message_id) for stored in found.run.log() if found.run.ended_before(stored.offset or 0)}
-    if lost := sorted(name for name in outside - late if not any(name in one for one in dead)):
+    late = {str(stored.message_id) for stored in evidence.run.log() if evidence.run.ended_before(stored.offset or 0)}
+    if lost := sorted(name for name in outside - late if not any(name in dead_id for dead_id in dead)):
         yield f"refused, and no dead letters: {lost}"
-    if wrong := sorted(one for one in dead_of_sessions if not any(name in one for name in refused)):
+    if wrong := sorted(dead_id for dead_id in dead_of_sessions if not any(name in dead_id for name in refused)):
         yield f"dead letters though a session took them: {wrong}"
 
 
-def one_acts(found: SessionEvidence) -> Faults:
+def one_acts(evidence: SessionEvidence) -> Faults:
     """Check that only a gateway that has held the lock decides and submits."""
-    yield from found.run.unlocked
+    yield from evidence.run.unlocked
 
 
 def few_copies(found: SessionEvidence) -> Faults:
@@ -239,46 +249,50 @@ def few_copies(found: SessionEvidence) -> Faults:
             yield f"{who} submitted {name} {times} times"
 
 
-def batch_is_its_sessions(found: SessionEvidence) -> Faults:
+def batch_is_its_sessions(evidence: SessionEvidence) -> Faults:
     """Check that the deciding set of a batch holds experiences of all runs in its manifest, and of no other runs."""
-    least = found.run.config.algorithm.effective_min_group_runs if found.run.sessions.grouped else 1
-    if sorted(found.processed) != sorted(found.manifest):
-        yield f"batches that were decided: {sorted(found.processed)}"
-    for batch, (ready, experiences) in found.processed.items():
-        manifest = found.manifest.get(batch)
+    least = evidence.run.config.algorithm.effective_min_group_runs if evidence.run.sessions.grouped else 1
+    if sorted(evidence.processed) != sorted(evidence.manifest):
+        yield f"batches that were decided: {sorted(evidence.processed)}"
+    for batch, (ready, experiences) in evidence.processed.items():
+        manifest = evidence.manifest.get(batch)
         if manifest is None or ready.ticket != manifest.ticket:
             yield f"batch {batch} was decided for ticket {ready.ticket}, closed for {manifest and manifest.ticket}"
         elif ready.state not in GIVEN_UP:
-            runs = [(one.task_id, run) for one in manifest.accepted for run in one.runs]
+            runs = [(part.task_id, run) for part in manifest.accepted for run in part.runs]
             groups = Counter(task for task, _ in runs)
             expected = {f"{batch}/{task}/{run}" for task, run in runs if groups[task] >= least}
             if (rids := set(experiences.ids("rid"))) != expected:
                 yield f"batch {batch}: beyond the manifest {sorted(rids - expected)}, missing {sorted(expected - rids)}"
 
 
-def tokens_of_their_weights(found: SessionEvidence) -> Faults:
+def tokens_of_their_weights(evidence: SessionEvidence) -> Faults:
     """Check that each token was sampled by the weights that its experience names, and that a trainer had offered these
     weights.
     """
-    offered = {event.version for event in found.messages if isinstance(event, SyncEvent) and event.verb == "prepare"}
-    for batch, (_, experiences) in found.processed.items():
-        for one in experiences:
-            assert list(one.tokens[: len(PROMPT)]) == list(PROMPT)
-            for token, place in sampled(one):
-                named = [(generation, step) for first, generation, step in one.versions or [] if first <= place]
+    offered = {event.version for event in evidence.messages if isinstance(event, SyncEvent) and event.verb == "prepare"}
+    for batch, (_, experiences) in evidence.processed.items():
+        for experience in experiences:
+            assert list(experience.tokens[: len(PROMPT)]) == list(PROMPT)
+            for token, place in sampled(experience):
+                named = [(generation, step) for first, generation, step in experience.versions or [] if first <= place]
                 if not named or named[-1] != version_of(token) or named[-1] not in offered:
-                    yield f"batch {batch}: token {place} of {one.eid.rid} is of {version_of(token)}, named {named}"
+                    yield (
+                        f"batch {batch}: token {place} of {experience.eid.rid} is of {version_of(token)}, named {named}"
+                    )
 
 
-def dead_letters_accounted_for(found: SessionEvidence) -> Faults:
+def dead_letters_accounted_for(evidence: SessionEvidence) -> Faults:
     """Check that, apart from session events, ``dead`` holds only poisoned slices, and batches given up or skipped."""
-    poisoned = {result.ticket for result in found.results if result.outcome == "poisoned"}
-    given_up = {one.ticket for one in found.messages if isinstance(one, BatchReady) and one.state in GIVEN_UP}
-    skipped = {one.ticket for one in found.progress if one.outcome == "skipped"}
-    known: dict[str, set[str]] = {"task_slice": poisoned, "batch_closed": given_up, "batch_ready": skipped}
-    for headers in found.run.dead_letters():
+    poisoned = {result.ticket for result in evidence.results if result.outcome == "poisoned"}
+    given_up = {
+        message.ticket for message in evidence.messages if isinstance(message, BatchReady) and message.state in GIVEN_UP
+    }
+    skipped = {report.ticket for report in evidence.progress if report.outcome == "skipped"}
+    allowed: dict[str, set[str]] = {"task_slice": poisoned, "batch_closed": given_up, "batch_ready": skipped}
+    for headers in evidence.run.dead_letters():
         kind, ticket = str(headers.get("kind")), str(headers.get("ticket"))
-        if kind not in OF_SESSIONS and ticket not in known.get(kind, set()):
+        if kind not in OF_SESSIONS and ticket not in allowed.get(kind, set()):
             yield f"a {kind} of ticket {ticket}: {headers.get('dead-reason')}"
 
 
@@ -305,25 +319,25 @@ SESSION_INVARIANTS: Mapping[str, Callable[[SessionEvidence], Faults]] = {
 """Invariant checks by name, in the order of checking."""
 
 
-def session_violations(found: SessionEvidence) -> list[tuple[str, str]]:
+def session_violations(evidence: SessionEvidence) -> list[tuple[str, str]]:
     """Return the violations, as :func:`trinity_agents.simulation.invariants.violations` does."""
-    return [(name, text) for name, check in SESSION_INVARIANTS.items() for text in check(found)]
+    return [(name, text) for name, check in SESSION_INVARIANTS.items() for text in check(evidence)]
 
 
-def note_sessions(found: SessionEvidence) -> None:
+def note_sessions(evidence: SessionEvidence) -> None:
     """Record, for the coverage, the states that sessions passed through and the incidents of their events."""
-    note, oracle = found.run.observer.note, found.oracle
-    for one in oracle.sessions.values():
-        for before, after in zip(("", *one.path), one.path, strict=False):
+    note, oracle = evidence.run.observer.note, evidence.oracle
+    for session in oracle.sessions.values():
+        for before, after in zip(("", *session.path), session.path, strict=False):
             note("session", before, after)
-    calls = [call for one in oracle.sessions.values() for call in one.calls.values()]
-    acting = [gateway.life.who for gateway in found.run.gateways if gateway.lock is not None]
+    calls = [call for session in oracle.sessions.values() for call in session.calls.values()]
+    acting = [gateway.life.who for gateway in evidence.run.gateways if gateway.lock is not None]
     for what, happened in (
         ("published again", oracle.copies),
         ("refused", oracle.refused),
-        ("cut by retention", found.run.is_cut),
+        ("cut by retention", evidence.run.is_cut),
         ("answer superseded", any(call.supersedes for call in calls)),
-        ("call not received", any(not asked.answers for _, asked in found.requests)),
+        ("call not received", any(not asked.answers for _, asked in evidence.requests)),
         ("decided twice", oracle.contradictions),
         ("acted after another", len(acting) > 1),
     ):

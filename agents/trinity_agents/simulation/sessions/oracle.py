@@ -74,13 +74,13 @@ class OracleSession:
         """Rewards of the trained answers by answer number."""
         # tests/unit/gateway/test_repeats.py tests this function
         superseded = superseded_calls(list(self.calls.values()))
-        found: dict[int, float] = {}
+        rewards: dict[int, float] = {}
         following = self.reward
         for name, call in reversed(self.calls.items()):
             worth = self.call_rewards.get(name, following)
             if name not in superseded and worth is not None:
-                found[answer_of(call.choices[0].ids[0])] = following = worth
-        return found
+                rewards[answer_of(call.choices[0].ids[0])] = following = worth
+        return rewards
 
     def refuses(self, body: Event) -> bool:
         """Return whether an event is too late or names an unknown call."""
@@ -106,12 +106,12 @@ class OracleSession:
             self.call_rewards[str(body.call)] = body.reward
             self.accepted.append(body.reward)
         else:
-            self._rewarded(body.reward + (self.reward or 0.0) if body.how == "add" else body.reward, said=body.reward)
+            self._rewarded(body.reward + (self.reward or 0.0) if body.how == "add" else body.reward, amount=body.reward)
             self._end("done", unless=not body.final)
 
-    def _rewarded(self, reward: float, said: float | None = None) -> None:
+    def _rewarded(self, reward: float, amount: float | None = None) -> None:
         self.reward = reward
-        self.accepted.append(reward if said is None else said)
+        self.accepted.append(reward if amount is None else amount)
 
     def _end(self, outcome: str, *, unless: bool) -> None:
         if not unless and not (self.ends and outcome == "done"):
@@ -158,9 +158,9 @@ class Oracle:
             return
         self._known.add(name)
         self._apply(stored, body)
-        for one in self.sessions.values():
-            if one.state != one.path[-1]:
-                one.path.append(one.state)
+        for session in self.sessions.values():
+            if session.state != session.path[-1]:
+                session.path.append(session.state)
 
     def _apply(self, stored: Stored, body: Message) -> None:
         match body:
@@ -173,14 +173,14 @@ class Oracle:
             case SessionsDecided():
                 self._decided(stored, body)
             case SubmissionOutcome():
-                for one in self._of_submission(body.submission_id):
-                    one.batch = one.batch or body
-                    one.trained = one.trained or self._trained.get(one.batch.ticket)
+                for session in self._of_submission(body.submission_id):
+                    session.batch = session.batch or body
+                    session.trained = session.trained or self._trained.get(session.batch.ticket)
             case SessionsTrained():
                 self._trained[body.ticket] = body
-                for one in self.sessions.values():
-                    if one.batch is not None and one.batch.ticket == body.ticket:
-                        one.trained = body
+                for session in self.sessions.values():
+                    if session.batch is not None and session.batch.ticket == body.ticket:
+                        session.trained = body
             case _:
                 pass
 
@@ -196,23 +196,27 @@ class Oracle:
     def _decided(self, stored: Stored, body: SessionsDecided) -> None:
         """Apply a decision. If any of its sessions is already decided, the whole decision is ignored."""
         members = [self.sessions[name] for name in body.sessions]
-        if wrong := [one.id for one in members if one.decided is not None]:
+        if wrong := [member.id for member in members if member.decided is not None]:
             self.contradictions.append(f"{wrong} were decided before {body}")
             return
-        for one in members:
-            one.decided, one.decided_at = body, stored.offset or 0
+        for member in members:
+            member.decided, member.decided_at = body, stored.offset or 0
 
     def _of_submission(self, submission: str) -> list[OracleSession]:
-        return [one for one in self.sessions.values() if one.decided and one.decided.submission == submission]
+        return [
+            session
+            for session in self.sessions.values()
+            if session.decided and session.decided.submission == submission
+        ]
 
     @property
     def tasks(self) -> Mapping[str, list[OracleSession]]:
         """Sessions by their submission."""
-        found: dict[str, list[OracleSession]] = {}
-        for one in self.sessions.values():
-            if one.decided is not None and one.decided.submission:
-                found.setdefault(one.decided.submission, []).append(one)
-        return found
+        by_submission: dict[str, list[OracleSession]] = {}
+        for session in self.sessions.values():
+            if session.decided is not None and session.decided.submission:
+                by_submission.setdefault(session.decided.submission, []).append(session)
+        return by_submission
 
 
 def _decoded(stored: Stored) -> Message:

@@ -74,10 +74,10 @@ class SessionRun(ScheduledRun):
 
     def settings(self) -> dict[str, Any]:
         """Return the schedule's configuration."""
-        found, sessions = super().settings(), self.sessions
+        config, sessions = super().settings(), self.sessions
         if not sessions.grouped:
-            found["algorithm"] |= UNGROUPED
-        return {**found, "mode": "serve", "gateway": sessions.gateway(self.schedule.settings.repeat)}
+            config["algorithm"] |= UNGROUPED
+        return {**config, "mode": "serve", "gateway": sessions.gateway(self.schedule.settings.repeat)}
 
     @contextmanager
     def surroundings(self) -> Iterator[None]:
@@ -114,7 +114,7 @@ class SessionRun(ScheduledRun):
         self.log_lengths.append((asyncio.get_running_loop().time(), len(self.log())))
         if envelope.kind == "task_submission":
             self.submitted[life.who, str(envelope.message_id)] += 1
-        gateway = next(one for one in self.gateways if one.life is life)
+        gateway = next(candidate for candidate in self.gateways if candidate.life is life)
         acts = envelope.kind in {"task_submission", "sessions_decided", "sessions_trained", "session_refused"}
         if acts and gateway.lock is None:
             self.unlocked.append(f"{life.who} published {envelope.kind} {envelope.message_id}")
@@ -143,9 +143,9 @@ class SessionRun(ScheduledRun):
     def living_gateways(self) -> Sequence[SimulatedGateway]:
         """Return the gateways that accept requests, including frozen gateways."""
         return [
-            one
-            for _, one in sorted(self.living.items())
-            if isinstance(one, SimulatedGateway) and one.http is not None and not one.life.dead
+            agent
+            for _, agent in sorted(self.living.items())
+            if isinstance(agent, SimulatedGateway) and agent.http is not None and not agent.life.dead
         ]
 
     async def record_messages(self) -> None:
@@ -235,10 +235,10 @@ class SessionRun(ScheduledRun):
         """Wait until each session of the users is settled at some gateway."""
         names = [diary.id for diary in users.diaries if diary.is_kept]
         deadline = asyncio.get_running_loop().time() + SETTLED_WITHIN
-        while (left := self._unsettled(names)) and asyncio.get_running_loop().time() < deadline:
-            names = left
+        while (unsettled := self._unsettled(names)) and asyncio.get_running_loop().time() < deadline:
+            names = unsettled
             await asyncio.sleep(1.0)
-        self.unsettled = left
+        self.unsettled = unsettled
 
     def _unsettled(self, names: Sequence[str]) -> list[str]:
         books = [gateway.book for gateway in self.living_gateways() if gateway.book is not None]

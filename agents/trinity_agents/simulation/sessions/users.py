@@ -79,7 +79,9 @@ class Diary:
         """True if the session must be on the stream. An unrecorded answer to a call without a session may leave
         none.
         """
-        return not self.is_one_call or "yes" in {said for asked in self.asked for said in asked.answers.values()}
+        return not self.is_one_call or "yes" in {
+            recorded for asked in self.asked for recorded in asked.answers.values()
+        }
 
 
 class Users:
@@ -206,10 +208,10 @@ class Users:
         for reply in await asyncio.gather(*[once() for _ in range(equal)]):
             if reply is None or reply.status != 200:
                 continue
-            said = reply.body["choices"][0]["message"]["content"]
-            asked.answers[answer_of(int(said.split()[0]))] = reply.headers.get("X-TMQ-Recorded", "")
+            content = reply.body["choices"][0]["message"]["content"]
+            asked.answers[answer_of(int(content.split()[0]))] = reply.headers.get("X-TMQ-Recorded", "")
             diary.call = reply.body["id"]
-            diary.messages = [*messages, {"role": "assistant", "content": said}]
+            diary.messages = [*messages, {"role": "assistant", "content": content}]
 
     async def _one_call(self) -> None:
         """Send a request without a session, and reward the answer by its id."""
@@ -219,13 +221,13 @@ class Users:
         if reply is None or reply.status != 200:
             return
         diary = Diary(reply.body["id"], "train", "", "one call", asked=[asked], is_one_call=True)
-        said = reply.body["choices"][0]["message"]["content"]
-        asked.answers[answer_of(int(said.split()[0]))] = reply.headers.get("X-TMQ-Recorded", "")
+        content = reply.body["choices"][0]["message"]["content"]
+        asked.answers[answer_of(int(content.split()[0]))] = reply.headers.get("X-TMQ-Recorded", "")
         self.diaries.append(diary)
         await asyncio.sleep(self._dice.choice(PAUSES))
-        told = self._new_reward(diary)
-        reply = await self._send("POST", "/feedback", {"reward": told.reward, "msg_ids": [diary.id]}, {})
-        _note_answer(told, reply)
+        sent = self._new_reward(diary)
+        reply = await self._send("POST", "/feedback", {"reward": sent.reward, "msg_ids": [diary.id]}, {})
+        _note_answer(sent, reply)
         self._note("one call, and feedback")
 
     # -- ends of sessions
@@ -265,9 +267,9 @@ class Users:
         self._note("an answer rewarded")
 
     async def _over_amqp(self, diary: Diary) -> None:
-        told = self._new_reward(diary)
+        sent = self._new_reward(diary)
         final = self._dice.random() < 0.5
-        await self._publish("session_reward", session=diary.id, reward=told.reward, final=final)
+        await self._publish("session_reward", session=diary.id, reward=sent.reward, final=final)
         if not final:
             await self._post(diary, "end", {})
         self._note("rewarded over AMQP")
@@ -278,8 +280,8 @@ class Users:
         if self._dice.random() < 0.5:
             await self._reward(diary)
         else:
-            told = self._new_reward(diary)
-            await self._publish("session_reward", session=diary.id, reward=told.reward)
+            sent = self._new_reward(diary)
+            await self._publish("session_reward", session=diary.id, reward=sent.reward)
         self._note("rewarded after the end")
 
     async def _wrongly(self, diary: Diary) -> None:
@@ -308,18 +310,18 @@ class Users:
     # -- requests
 
     def _new_reward(self, diary: Diary, call: str | None = None) -> Said:
-        told = Said(next(self._rewards) * WORTH, call=call)
-        diary.rewards.append(told)
-        return told
+        sent = Said(next(self._rewards) * WORTH, call=call)
+        diary.rewards.append(sent)
+        return sent
 
     async def _reward(self, diary: Diary, call: str | None = None, how: str = "replace") -> None:
-        told = self._new_reward(diary, call)
-        body = {"reward": told.reward, "key": f"{told.reward}", "how": how, **({} if call is None else {"call": call})}
-        _note_answer(told, await self._post(diary, "reward", body))
+        sent = self._new_reward(diary, call)
+        body = {"reward": sent.reward, "key": f"{sent.reward}", "how": how, **({} if call is None else {"call": call})}
+        _note_answer(sent, await self._post(diary, "reward", body))
 
     async def _end_with(self, diary: Diary) -> None:
-        told = self._new_reward(diary)
-        _note_answer(told, await self._post(diary, "end", {"reward": told.reward}))
+        sent = self._new_reward(diary)
+        _note_answer(sent, await self._post(diary, "end", {"reward": sent.reward}))
 
     async def _post(self, diary: Diary, what: str, body: Mapping[str, Any]) -> Reply | None:
         return await self._send("POST", f"/s/{diary.id}/{what}", body, _key(diary))
@@ -363,7 +365,7 @@ def _key(diary: Diary) -> dict[str, str]:
     return {"Authorization": f"Bearer {diary.key}"}
 
 
-def _note_answer(told: Said, reply: Reply | None) -> None:
+def _note_answer(sent: Said, reply: Reply | None) -> None:
     """Record the response to a reward. A refused retry says nothing about an earlier try without a response."""
     if reply is not None and (reply.status == 200 or reply.tries == 1):
-        told.accepted = reply.status == 200
+        sent.accepted = reply.status == 200

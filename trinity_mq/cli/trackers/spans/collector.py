@@ -83,12 +83,14 @@ class Collector:
                 f"{self.url} does not answer ({error or type(error).__name__}): is monitor.otlp.endpoint right, and a "
                 "collector there that takes OTLP over HTTP?"
             ) from error
-        said = " ".join(response.text[:SHOWN].split()) if response.is_error else ""
+        reason = " ".join(response.text[:SHOWN].split()) if response.is_error else ""
         if response.status_code in REFUSED:
-            raise SpansRefused(f"{self.url} refuses {len(spans)} spans with {response.status_code}: {said}", len(spans))
+            raise SpansRefused(
+                f"{self.url} refuses {len(spans)} spans with {response.status_code}: {reason}", len(spans)
+            )
         if not response.is_success:
             raise TrackerError(
-                f"{self.url} answers {response.status_code}, wanted 200: {said or 'nothing more'}; 401 and 403 want "
+                f"{self.url} answers {response.status_code}, wanted 200: {reason or 'nothing more'}; 401 and 403 want "
                 "other headers (monitor.otlp.headers_env), 404 another endpoint"
             )
         self._note_partial(response.content)
@@ -108,29 +110,29 @@ class Collector:
         """Return the body of a request with ``spans``."""
         request = self._requests.ExportTraceServiceRequest()
         by_agent: dict[tuple[str, str], list[TreeSpan]] = defaultdict(list)
-        for one in spans:
-            by_agent[one.role, one.agent].append(one)
-        for (role, agent), own in by_agent.items():
-            found = request.resource_spans.add()
+        for span in spans:
+            by_agent[span.role, span.agent].append(span)
+        for (role, agent), agent_spans in by_agent.items():
+            resource_spans = request.resource_spans.add()
             resource = {"service.name": f"trinity_mq.{role}", "service.instance.id": agent}
-            _fill(found.resource.attributes, resource)
-            scope = found.scope_spans.add()
+            _fill(resource_spans.resource.attributes, resource)
+            scope = resource_spans.scope_spans.add()
             scope.scope.name = "trinity_mq"
-            for one in own:
-                self._add(scope.spans.add(), one)
+            for span in agent_spans:
+                self._add(scope.spans.add(), span)
         body: bytes = request.SerializeToString()
         return body
 
-    def _add(self, message: Any, one: TreeSpan) -> None:
-        message.trace_id, message.span_id = bytes.fromhex(one.trace), bytes.fromhex(one.id)
-        message.parent_span_id = bytes.fromhex(one.parent)
-        message.name, message.flags = one.name, 1
-        calls = "gen_ai.operation.name" in one.attributes
+    def _add(self, message: Any, span: TreeSpan) -> None:
+        message.trace_id, message.span_id = bytes.fromhex(span.trace), bytes.fromhex(span.id)
+        message.parent_span_id = bytes.fromhex(span.parent)
+        message.name, message.flags = span.name, 1
+        calls = "gen_ai.operation.name" in span.attributes
         kinds = self._messages.Span
         message.kind = kinds.SPAN_KIND_CLIENT if calls else kinds.SPAN_KIND_INTERNAL
-        message.start_time_unix_nano, message.end_time_unix_nano = _nanoseconds(one.start), _nanoseconds(one.end)
-        _fill(message.attributes, one.attributes)
-        if outside := read_traceparent(str(one.attributes.get(LINK, ""))):
+        message.start_time_unix_nano, message.end_time_unix_nano = _nanoseconds(span.start), _nanoseconds(span.end)
+        _fill(message.attributes, span.attributes)
+        if outside := read_traceparent(str(span.attributes.get(LINK, ""))):
             link = message.links.add()
             link.trace_id, link.span_id = map(bytes.fromhex, outside)
 
@@ -145,15 +147,15 @@ def headers_of(text: str, name: str) -> dict[str, str]:
     Raises:
         TrackerError: The text is not a list of headers. The message does not show the text, which may be secret.
     """
-    found = {}
-    for number, one in enumerate(filter(None, (part.strip() for part in text.split(","))), 1):
-        key, equals, value = one.partition("=")
+    headers = {}
+    for number, entry in enumerate(filter(None, (part.strip() for part in text.split(","))), 1):
+        key, equals, value = entry.partition("=")
         if not equals or not key.strip():
             raise TrackerError(
                 f"entry {number} of the environment variable {name} is no name=value, wanted e.g. a=b,c=d"
             )
-        found[key.strip()] = unquote(value.strip())
-    return found
+        headers[key.strip()] = unquote(value.strip())
+    return headers
 
 
 def _nanoseconds(seconds: float) -> int:

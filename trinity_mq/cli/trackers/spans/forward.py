@@ -60,16 +60,16 @@ class SpanForwarder:
     def __init__(self, folder: Path, name: str, sink: SpanSink, sample: float = 1.0) -> None:
         self._sink = sink
         self._state_file = folder / FOLDER / STATE_FILE
-        known = self._load()
+        state = self._load()
         try:
             (folder / TRACE_FOLDER).mkdir(parents=True, exist_ok=True)
             key = trace_key(folder / TRACE_FOLDER)
         except OSError as error:
             raise TrackerError(f"{folder / TRACE_FOLDER} cannot be used: {error.strerror or error}") from error
         try:
-            self._tail = TraceTail(folder, known.get("tail"), batches=Sampled(key, sample))
-            self._tree = TraceTree(name, key, sample, known.get("tree"))
-            self.sent, self.lost = int(known.get("sent", 0)), int(known.get("lost", 0))
+            self._tail = TraceTail(folder, state.get("tail"), batches=Sampled(key, sample))
+            self._tree = TraceTree(name, key, sample, state.get("tree"))
+            self.sent, self.lost = int(state.get("sent", 0)), int(state.get("lost", 0))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise TrackerError(self._rubbish(error)) from error
         self._unsent: list[TreeSpan] = []
@@ -130,17 +130,17 @@ class SpanForwarder:
 
     def _load(self) -> dict[str, Any]:
         try:
-            found = json.loads(self._state_file.read_text(encoding="utf-8"))
+            state = json.loads(self._state_file.read_text(encoding="utf-8"))
         except FileNotFoundError:
             return {}
         except ValueError as error:
             raise TrackerError(self._rubbish(error)) from error
-        if not isinstance(found, dict):
-            raise TrackerError(self._rubbish(found))
-        return found
+        if not isinstance(state, dict):
+            raise TrackerError(self._rubbish(state))
+        return state
 
-    def _rubbish(self, seen: object) -> str:
-        return f"{self._state_file} does not say how far spans were sent ({seen!r}): remove it to send all again"
+    def _rubbish(self, content: object) -> str:
+        return f"{self._state_file} does not say how far spans were sent ({content!r}): remove it to send all again"
 
     def _save(self) -> None:
         state = {"tail": self._tail.state, "tree": self._tree.state, "sent": self.sent, "lost": self.lost}

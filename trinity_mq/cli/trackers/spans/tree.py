@@ -88,15 +88,15 @@ class TraceTree:
 
     def __init__(self, run: str, key: str, sample: float = 1.0, state: Mapping[str, Any] | None = None) -> None:
         self._run, self._key, self._sampled = run, key, Sampled(key, sample)
-        known = state or {}
-        self._open = {name: _Batch(**one) for name, one in known.get("open", {}).items()}
-        self._over: dict[str, None] = dict.fromkeys(known.get("over", ()))
-        self._made: dict[str, str] = dict(known.get("made", {}))
+        memory = state or {}
+        self._open = {name: _Batch(**batch) for name, batch in memory.get("open", {}).items()}
+        self._over: dict[str, None] = dict.fromkeys(memory.get("over", ()))
+        self._made: dict[str, str] = dict(memory.get("made", {}))
         """The batch whose train step made a weight version, by version. ``weights <version>``: no batch made the
         version.
         """
-        self._held = [TraceSpan(**one) for one in known.get("held", ())]
-        self._now = float(known.get("now", 0.0))
+        self._held = [TraceSpan(**span) for span in memory.get("held", ())]
+        self._now = float(memory.get("now", 0.0))
         """The latest end of a span, in seconds since the epoch."""
 
     @property
@@ -104,123 +104,125 @@ class TraceTree:
         """The tree's memory as JSON-serializable data."""
         return {
             "open": {
-                name: {"phases": one.phases, "tasks": one.tasks, "version": one.version}
-                for name, one in self._open.items()
+                name: {"phases": batch.phases, "tasks": batch.tasks, "version": batch.version}
+                for name, batch in self._open.items()
             },
             "over": list(self._over),
             "made": self._made,
-            "held": [{name: getattr(one, name) for name in TraceSpan.__slots__} for one in self._held],
+            "held": [{name: getattr(span, name) for name in TraceSpan.__slots__} for span in self._held],
             "now": self._now,
         }
 
     def add(self, spans: Sequence[TraceSpan]) -> list[TreeSpan]:
         """Return the spans to export after these spans were recorded."""
-        found: list[TreeSpan] = []
-        for one in spans:
-            self._now = max(self._now, one.end)
-            if one.version is not None and one.batch is not None:
-                self._made[one.version] = str(one.batch)
+        exported: list[TreeSpan] = []
+        for span in spans:
+            self._now = max(self._now, span.end)
+            if span.version is not None and span.batch is not None:
+                self._made[span.version] = str(span.batch)
         held, self._held = self._held, []
-        for one in (*held, *spans):
-            batch = self._batch_of(one)
+        for span in (*held, *spans):
+            batch = self._batch_of(span)
             if batch is not None:
-                found.extend(self._recorded(one, batch))
+                exported.extend(self._recorded(span, batch))
             else:
-                self._held.append(one)
-        return found + self._summaries(self._settled())
+                self._held.append(span)
+        return exported + self._summaries(self._settled())
 
     def finish(self) -> list[TreeSpan]:
         """Return the held spans and the summaries of unfinished batches, at the end of the run."""
         held, self._held = self._held, []
-        found = [span for one in held for span in self._recorded(one, self._own_trace(one))]
-        return found + self._summaries(list(self._open))
+        exported = [span for held_span in held for span in self._recorded(held_span, self._own_trace(held_span))]
+        return exported + self._summaries(list(self._open))
 
-    def _batch_of(self, one: TraceSpan) -> str | None:
+    def _batch_of(self, span: TraceSpan) -> str | None:
         """Return the batch of a span, or None if the batch is not known yet."""
-        if one.batch is not None:
-            return str(one.batch)
-        made = self._made.get(one.version or "")
-        if made is None and (one.end < self._now - HELD_SECONDS or len(self._held) >= MOST_HELD):
-            return self._own_trace(one)
+        if span.batch is not None:
+            return str(span.batch)
+        made = self._made.get(span.version or "")
+        if made is None and (span.end < self._now - HELD_SECONDS or len(self._held) >= MOST_HELD):
+            return self._own_trace(span)
         return made
 
-    def _own_trace(self, one: TraceSpan) -> str:
+    def _own_trace(self, span: TraceSpan) -> str:
         """Return the name of the separate trace for a weight version that no batch made, such as the initial
         version.
         """
-        return self._made.setdefault(one.version or "", f"weights {one.version}")
+        return self._made.setdefault(span.version or "", f"weights {span.version}")
 
-    def _recorded(self, one: TraceSpan, batch: str) -> Iterable[TreeSpan]:
+    def _recorded(self, span: TraceSpan, batch: str) -> Iterable[TreeSpan]:
         if batch not in self._sampled:
             return
         trace = trace_id(self._key, batch)
-        phase: str = "sync" if one.batch is None else PHASES.get(one.role, "rollout")
+        phase: str = "sync" if span.batch is None else PHASES.get(span.role, "rollout")
         if batch not in self._over:
-            known = self._open.setdefault(batch, _Batch())
-            _extend(known.phases, phase, one)
-            if one.task is not None:
-                _extend(known.tasks, str(one.task), one)
-            known.version = one.version or known.version
-        parent = phase_span(trace, phase) if one.task is None else task_span(trace, one.task)
+            open_batch = self._open.setdefault(batch, _Batch())
+            _extend(open_batch.phases, phase, span)
+            if span.task is not None:
+                _extend(open_batch.tasks, str(span.task), span)
+            open_batch.version = span.version or open_batch.version
+        parent = phase_span(trace, phase) if span.task is None else task_span(trace, span.task)
         optional: dict[str, Attribute | None] = {
-            "tmq.task": one.task,
-            "tmq.first_run": one.first_run,
-            "tmq.version": one.version,
-            "tmq.cpu_seconds": one.cpu,
-            "tmq.bytes": one.bytes or None,
+            "tmq.task": span.task,
+            "tmq.first_run": span.first_run,
+            "tmq.version": span.version,
+            "tmq.cpu_seconds": span.cpu,
+            "tmq.bytes": span.bytes or None,
         }
         attributes = {
             **self._attributes(batch),
-            "tmq.role": one.role,
-            "tmq.agent": one.agent,
-            "tmq.wait": one.wait,
-            "tmq.count": one.count,
+            "tmq.role": span.role,
+            "tmq.agent": span.agent,
+            "tmq.wait": span.wait,
+            "tmq.count": span.count,
             **{name: value for name, value in optional.items() if value is not None},
-            **(one.attributes or {}),
+            **(span.attributes or {}),
         }
-        task = None if one.task is None or one.first_run is None else (one.task, one.first_run)
-        own = recorded_span(trace, one.agent, one.what, task, one.ticks)
-        yield TreeSpan(trace, own, parent, one.what, one.start, one.end, one.role, one.agent, attributes)
+        task = None if span.task is None or span.first_run is None else (span.task, span.first_run)
+        span_id = recorded_span(trace, span.agent, span.what, task, span.ticks)
+        yield TreeSpan(trace, span_id, parent, span.what, span.start, span.end, span.role, span.agent, attributes)
 
     def _settled(self) -> list[str]:
         return [
             name
-            for name, one in self._open.items()
-            if one.end < self._now - (SETTLED_SECONDS if one.version else FORGOTTEN_SECONDS)
+            for name, batch in self._open.items()
+            if batch.end < self._now - (SETTLED_SECONDS if batch.version else FORGOTTEN_SECONDS)
         ]
 
     def _summaries(self, batches: Sequence[str]) -> list[TreeSpan]:
         """Return the spans of finished batches, of their phases and of their tasks."""
-        found: list[TreeSpan] = []
+        summaries: list[TreeSpan] = []
         for name in batches:
-            one = self._open.pop(name)
+            batch = self._open.pop(name)
             self._over[name] = None
             trace = trace_id(self._key, name)
             root = batch_span(trace)
             common = self._attributes(name)
-            if one.version:
-                common["tmq.version"] = one.version
-            start = min(first for first, _ in one.phases.values())
+            if batch.version:
+                common["tmq.version"] = batch.version
+            start = min(first for first, _ in batch.phases.values())
             title = name if name.startswith("weights ") else f"batch {name}"
-            found.append(TreeSpan(trace, root, "", title, start, one.end, "run", self._run, common))
-            for phase, (first, last) in one.phases.items():
-                found.append(
+            summaries.append(TreeSpan(trace, root, "", title, start, batch.end, "run", self._run, common))
+            for phase, (first, last) in batch.phases.items():
+                summaries.append(
                     TreeSpan(trace, phase_span(trace, phase), root, phase, first, last, "run", self._run, common)
                 )
-            above = "rollout" if "rollout" in one.phases else next(iter(one.phases))
-            for task, (first, last) in one.tasks.items():
+            above = "rollout" if "rollout" in batch.phases else next(iter(batch.phases))
+            for task, (first, last) in batch.tasks.items():
                 of_task = {**common, "tmq.task": int(task)}
-                own, parent = task_span(trace, int(task)), phase_span(trace, above)
-                found.append(TreeSpan(trace, own, parent, f"task {task}", first, last, "run", self._run, of_task))
+                span_id, parent = task_span(trace, int(task)), phase_span(trace, above)
+                summaries.append(
+                    TreeSpan(trace, span_id, parent, f"task {task}", first, last, "run", self._run, of_task)
+                )
         for memory in (self._over, self._made):
             while len(memory) > MOST_KNOWN:
                 del memory[next(iter(memory))]
-        return found
+        return summaries
 
     def _attributes(self, batch: str) -> dict[str, Attribute]:
         return {"tmq.run": self._run, "tmq.batch": batch}
 
 
-def _extend(known: dict[str, list[float]], name: str, one: TraceSpan) -> None:
-    first, last = known.get(name, (one.start, one.end))
-    known[name] = [min(first, one.start), max(last, one.end)]
+def _extend(periods: dict[str, list[float]], name: str, span: TraceSpan) -> None:
+    first, last = periods.get(name, (span.start, span.end))
+    periods[name] = [min(first, span.start), max(last, span.end)]
