@@ -34,8 +34,8 @@ def _counted(config: Config, taskset: TasksetConfig, records: Sequence[Record]) 
     if length is None:
         return []
     count = sum(length(text) > limit for text in candidates[:MOST_COUNTED])
-    among = f"of the first {MOST_COUNTED} of {len(candidates)} long ones" if len(candidates) > MOST_COUNTED else ""
-    return [_line(taskset.name, count, among or f"of {len(records)}", limit)] if count else []
+    total = f"of the first {MOST_COUNTED} of {len(candidates)} long ones" if len(candidates) > MOST_COUNTED else ""
+    return [_line(taskset.name, count, total or f"of {len(records)}", limit)] if count else []
 
 
 def _system_prompt(taskset: TasksetConfig) -> str:
@@ -44,9 +44,9 @@ def _system_prompt(taskset: TasksetConfig) -> str:
     return taskset.format.system_prompt or getattr(load_workflow(taskset.workflow), "default_system_prompt", None) or ""
 
 
-def _line(name: str, count: int, among: str, limit: int) -> str:
+def _line(name: str, count: int, total: str, limit: int) -> str:
     return (
-        f"taskset {name!r}: the prompts of {count} {among} records have more than {limit} tokens, and these tasks will "
+        f"taskset {name!r}: the prompts of {count} {total} records have more than {limit} tokens, and these tasks will "
         "fail: leave them out, or raise model.max_prompt_tokens and model.max_model_len"
     )
 

@@ -232,9 +232,12 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=_CommandParser)
     parsers = {
         name: commands.add_parser(
-            name, help=words, description=words[0].upper() + words[1:] + ".", target=f"trinity_mq.cli.{target}"
+            name,
+            help=help_text,
+            description=help_text[0].upper() + help_text[1:] + ".",
+            target=f"trinity_mq.cli.{target}",
         )
-        for name, target, words in COMMANDS
+        for name, target, help_text in COMMANDS
     }
     if "_ARGCOMPLETE" in os.environ:  # the shell requests completions only
         import argcomplete

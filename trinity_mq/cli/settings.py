@@ -76,12 +76,12 @@ def settings(arguments: argparse.Namespace) -> int:
 def page() -> str:
     """Return the reference of all settings in Markdown."""
     parts = [HEAD]
-    for title, words, section_settings in _tables(Config, "", {}):
+    for title, description, section_settings in _tables(Config, "", {}):
         rows = [
             f"| `{setting.key}` | {setting.type} | {setting.default} | {setting.unit} | {setting.meaning} |"
             for setting in section_settings
         ]
-        parts += [f"## {title or 'Top level'}\n", f"{words}\n", "| setting | type | default | unit | meaning |"]
+        parts += [f"## {title or 'Top level'}\n", f"{description}\n", "| setting | type | default | unit | meaning |"]
         parts += ["|---|---|---|---|---|", *rows, ""]
     return "\n".join(parts)
 
@@ -111,10 +111,10 @@ def _tables(
             continue  # a discriminator with a single value is not a choice
         section, key = _section(field.annotation), f"{prefix}{name}"
         if kinds := _kinds(field.annotation):
-            many = " each" if get_origin(field.annotation) is tuple else ""
+            per_item = " each" if get_origin(field.annotation) is tuple else ""
             meaning = _plain(meanings.get(name, ""))
-            by = _naming(kinds[0])
-            entries.append(Setting(key, f"section{many}, by its `{by}`", _default(field), "", meaning))
+            discriminator = _naming(kinds[0])
+            entries.append(Setting(key, f"section{per_item}, by its `{discriminator}`", _default(field), "", meaning))
             entries += [_kind_setting(key, kind) for kind in kinds]
             continue
         if section is None:
@@ -134,12 +134,14 @@ def _tables(
 
 def _kind_setting(key: str, model: type[BaseModel]) -> Setting:
     """Return the entry for one member of a union of sections."""
-    by = _naming(model)
-    fields = {name: field for name, field in model.model_fields.items() if name != by}
-    kind = model.model_fields[by]
+    discriminator = _naming(model)
+    fields = {name: field for name, field in model.model_fields.items() if name != discriminator}
+    kind = model.model_fields[discriminator]
     name = "a dotted path" if kind.is_required() else kind.default
     shown = [f"`{name}` {_setting(name, field, '').type} (default {_default(field)})" for name, field in fields.items()]
-    return Setting(f"{key}.{by}={name}", "; ".join(shown) or "no fields", "", "", _plain(inspect.getdoc(model) or ""))
+    return Setting(
+        f"{key}.{discriminator}={name}", "; ".join(shown) or "no fields", "", "", _plain(inspect.getdoc(model) or "")
+    )
 
 
 def _setting(key: str, field: FieldInfo, meaning: str, section: str = "") -> Setting:
@@ -157,8 +159,8 @@ def _setting(key: str, field: FieldInfo, meaning: str, section: str = "") -> Set
 
 def _unit(meaning: str) -> str:
     """Return the unit named in the first sentence of a description, or an empty string."""
-    first = re.sub(r"``.*?``", "", meaning).lower().split(". ")[0]
-    return next((word for word in re.findall(r"[a-z]+", first) if word in UNITS), "")
+    first_sentence = re.sub(r"``.*?``", "", meaning).lower().split(". ")[0]
+    return next((word for word in re.findall(r"[a-z]+", first_sentence) if word in UNITS), "")
 
 
 def _default(field: FieldInfo) -> str:
@@ -223,8 +225,8 @@ def _docstrings(model: type[BaseModel]) -> dict[str, str]:
         assert isinstance(declared, ast.ClassDef)
         for field, text in zip(declared.body, declared.body[1:], strict=False):
             match field, text:
-                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(words))):
-                    texts[name] = words
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(docstring))):
+                    texts[name] = docstring
     return texts
 
 

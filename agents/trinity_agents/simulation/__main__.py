@@ -79,9 +79,9 @@ def _range(text: str) -> range:
 def _places(text: str) -> list[int]:
     if text == "none":
         return []
-    if not all(place.isdecimal() for place in text.split(",")):
+    if not all(index.isdecimal() for index in text.split(",")):
         raise argparse.ArgumentTypeError(f"{text!r} are no places of faults; write them as 0,3, or none")
-    return [int(place) for place in text.split(",")]
+    return [int(index) for index in text.split(",")]
 
 
 def _say(text: str) -> None:

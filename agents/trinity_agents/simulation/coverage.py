@@ -133,14 +133,16 @@ class Observer:
     def watching(self) -> Iterator[None]:
         """Record all state changes of the watched machines during the ``with`` block."""
         with ExitStack() as stack:
-            for watched, name, noted in (
+            for watched, name, describe in (
                 (Coordinator, "phase", lambda _: ("gate: coordinator", lambda phase: phase.value)),
                 (Member, "stage", lambda _: ("gate: member", lambda stage: stage.value)),
                 (CoordinatedMember, "quarantined", lambda _: ("gate: trust in an engine", _trust)),
                 (Agent, "state", lambda agent: (agent.role, str)),
                 (WorkUnderWay, "_kind", lambda _: ("work of trainer and operator", lambda kind: kind or "none")),
             ):
-                stack.enter_context(mock.patch.object(watched, name, _Watched(watched, name, noted, self), create=True))
+                stack.enter_context(
+                    mock.patch.object(watched, name, _Watched(watched, name, describe, self), create=True)
+                )
             for name in ("_until", "_probe"):
                 stack.enter_context(mock.patch.object(Circuit, name, _WatchedCircuit(name, self), create=True))
             yield
@@ -172,27 +174,27 @@ class _Reader:
                 self._published(task_slice)
         elif isinstance(message, TaskResult):
             key = (message.ticket, message.task_id, message.run_base)
-            is_again = self._state("slice", key) not in {"", "published", "published again"}
-            self._go("slice", key, "done again" if is_again else message.outcome)
+            is_repeated = self._state("slice", key) not in {"", "published", "published again"}
+            self._go("slice", key, "done again" if is_repeated else message.outcome)
         elif isinstance(message, BatchClosed):
-            is_again = self._state("ticket", message.ticket).startswith("closed")
+            is_repeated = self._state("ticket", message.ticket).startswith("closed")
             cut_off = ", cut off" if message.outcomes.get("cancelled") else ""
-            self._go("ticket", message.ticket, "closed again" if is_again else f"closed{cut_off}")
+            self._go("ticket", message.ticket, "closed again" if is_repeated else f"closed{cut_off}")
         elif isinstance(message, BatchReady):
-            is_again = self._state("ticket", message.ticket) in {*get_args(BatchState), "decided again"}
-            self._go("ticket", message.ticket, "decided again" if is_again else message.state)
+            is_repeated = self._state("ticket", message.ticket) in {*get_args(BatchState), "decided again"}
+            self._go("ticket", message.ticket, "decided again" if is_repeated else message.state)
         elif isinstance(message, Progress):
-            is_again = self._state("ticket", message.ticket).startswith("consumed")
-            self._go("ticket", message.ticket, "consumed again" if is_again else f"consumed: {message.outcome}")
+            is_repeated = self._state("ticket", message.ticket).startswith("consumed")
+            self._go("ticket", message.ticket, "consumed again" if is_repeated else f"consumed: {message.outcome}")
         elif isinstance(message, SyncEvent) and not message.epoch:
             self._fetch(message)
 
     def _published(self, task_slice: TaskSlice) -> None:
         key = (task_slice.ticket, task_slice.task_id, task_slice.run_base)
-        is_again = bool(self._state("slice", key))
-        if is_again or not self._state("ticket", task_slice.ticket):
-            self._go("ticket", task_slice.ticket, "opened again" if is_again else "opened")
-        self._go("slice", key, "published again" if is_again else "published")
+        is_repeated = bool(self._state("slice", key))
+        if is_repeated or not self._state("ticket", task_slice.ticket):
+            self._go("ticket", task_slice.ticket, "opened again" if is_repeated else "opened")
+        self._go("slice", key, "published again" if is_repeated else "published")
 
     def _fetch(self, event: SyncEvent) -> None:
         """Track the fetches of the committed version by members. These events have epoch 0."""
@@ -221,14 +223,14 @@ class _Watched:
     Args:
         owner: The class with the attribute.
         name: Name of the attribute.
-        noted: Returns, for an object, (the name of its machine, a function that names a value).
+        describe: Returns, for an object, (the name of its machine, a function that names a value).
         observer: Records the changes.
     """
 
     def __init__(
-        self, owner: type, name: str, noted: Callable[[Any], tuple[str, Callable[[Any], str]]], observer: Observer
+        self, owner: type, name: str, describe: Callable[[Any], tuple[str, Callable[[Any], str]]], observer: Observer
     ) -> None:
-        self._slot, self._name, self._noted, self._observer = vars(owner).get(name), name, noted, observer
+        self._slot, self._name, self._noted, self._observer = vars(owner).get(name), name, describe, observer
 
     def __get__(self, instance: Any, owner: type) -> Any:
         if instance is None:

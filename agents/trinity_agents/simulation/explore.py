@@ -91,13 +91,13 @@ def shrink(failed: Played, kind: type[ScheduledRun] | None = None) -> Played:
     smallest, before = failed, None
     while before is not smallest:
         before = smallest
-        for place in before.schedule.places:
+        for index in before.schedule.places:
             fewer = smallest.schedule.only(
-                [kept_place for kept_place in smallest.schedule.places if kept_place != place]
+                [kept_place for kept_place in smallest.schedule.places if kept_place != index]
             )
-            again = play(fewer, kind)
-            if again.invariant == failed.invariant:
-                smallest = again
+            replayed = play(fewer, kind)
+            if replayed.invariant == failed.invariant:
+                smallest = replayed
     return smallest
 
 
@@ -129,13 +129,13 @@ def explore_in_processes(
     chunks = [list(chunk) for chunk in _chunks(seeds)]
     with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
         try:
-            for chunk, (reached, wrong) in zip(
+            for chunk, (reached, chunk_failed) in zip(
                 chunks, pool.map(partial(explore, sessions=sessions), chunks), strict=True
             ):
                 coverage.merge(reached)
-                failed += wrong
+                failed += chunk_failed
                 count += len(chunk)
-                done(count, wrong)
+                done(count, chunk_failed)
         except BaseException:
             pool.shutdown(cancel_futures=True)  # on interruption, wait only for the chunks in progress
             raise

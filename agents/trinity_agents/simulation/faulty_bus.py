@@ -59,9 +59,9 @@ class Faults:
 
     def next_point(self, role: str) -> list[PointFault]:
         """Count a point of a role and return the faults that happen there."""
-        place = self.passed[role]
-        self.passed[role] = place + 1
-        return self._due[role].pop(place, [])
+        point = self.passed[role]
+        self.passed[role] = point + 1
+        return self._due[role].pop(point, [])
 
     def lateness(self) -> float:
         """Return the delay of the next operation in seconds, mostly 0."""
@@ -187,11 +187,11 @@ class FaultyBus(MemoryBus):
         if routing_key not in UNTOLD:
             self.faults.note(self.who, f"published {envelope.kind} {routing_key} {envelope.message_id or ''}")
         await self.point(f"published {envelope.kind}")
-        again = self._unconfirmed.pop() if self._unconfirmed else None
-        if again is None and self.faults.is_repeated():
-            again = self.faults.dice.choice(REPEAT_SECONDS)
-        if again is not None:
-            await asyncio.sleep(again)
+        repeat_after = self._unconfirmed.pop() if self._unconfirmed else None
+        if repeat_after is None and self.faults.is_repeated():
+            repeat_after = self.faults.dice.choice(REPEAT_SECONDS)
+        if repeat_after is not None:
+            await asyncio.sleep(repeat_after)
             routed = await super().publish(exchange, routing_key, envelope, timeout=timeout)
         await self._dawdle()
         await self.point(f"{envelope.kind} confirmed")

@@ -130,7 +130,7 @@ def one_outcome(evidence: Evidence) -> Faults:
     """Check that each slice has one outcome, and that each run that does not fail is accepted once or was cut off."""
     settings, fails = evidence.settings, evidence.run.workflows.fails
     cut_short = evidence.run.workflows.cut_short | evidence.run.pool.cut_short
-    gave_up = {
+    incomplete = {
         (result.ticket, result.task_id, result.run_base)
         for result in evidence.results
         if result.outcome == "poisoned"
@@ -146,8 +146,8 @@ def one_outcome(evidence: Evidence) -> Faults:
         if (count := sum(manifest.outcomes.values())) != settings.tasks * per_task:
             yield f"batch {batch}: {count} outcomes of {settings.tasks * per_task} slices: {manifest.outcomes}"
         listed = [(batch, part.task_id, run) for part in manifest.accepted for run in part.runs]
-        if twice := [run for run, times in Counter(listed).items() if times > 1]:
-            yield f"batch {batch}: accepted twice: {twice}"
+        if duplicates := [run for run, times in Counter(listed).items() if times > 1]:
+            yield f"batch {batch}: accepted twice: {duplicates}"
         if failed := [run for run in listed if fails(*run)]:
             yield f"batch {batch}: accepted though their workflow fails: {failed}"
         expected = {(batch, task, run) for task in range(settings.tasks) for run in range(settings.repeat)}
@@ -155,8 +155,8 @@ def one_outcome(evidence: Evidence) -> Faults:
         lost = {
             (task, base)
             for _, task, run in missing
-            for (of, base), runs in slices.items()
-            if of == task and base <= run < base + runs and (manifest.ticket, task, base) not in gave_up
+            for (task_id, base), runs in slices.items()
+            if task_id == task and base <= run < base + runs and (manifest.ticket, task, base) not in incomplete
         }
         cancelled = manifest.outcomes.get("cancelled", 0)
         if cancelled and not evidence.is_short:
@@ -177,7 +177,9 @@ def tasks_once(evidence: Evidence) -> Faults:
         if task_slice.lane == "train":
             places[task_slice.task.raw_task["n"]][int(task_slice.batch)] = task_slice.ticket, task_slice.task_id
             tickets[int(task_slice.batch)].add(task_slice.ticket)
-    yield from (f"batch {batch} was opened as {sorted(of)}" for batch, of in tickets.items() if len(of) > 1)
+    yield from (
+        f"batch {batch} was opened as {sorted(opened_as)}" for batch, opened_as in tickets.items() if len(opened_as) > 1
+    )
     published = {task_slice.ticket for task_slice in evidence.slices}
     late = [
         manifest for manifest in evidence.manifest.values() if evidence.is_short and manifest.ticket not in published
@@ -191,10 +193,10 @@ def tasks_once(evidence: Evidence) -> Faults:
         for part in manifest.accepted
         if part.runs
     }
-    for number, within in places.items():
-        first = within[min(within)]
-        if len(within) > 2 or (len(within) == 2 and first in done - stale):
-            yield f"task {number} is in batches {sorted(within)}"
+    for number, placements in places.items():
+        first = placements[min(placements)]
+        if len(placements) > 2 or (len(placements) == 2 and first in done - stale):
+            yield f"task {number} is in batches {sorted(placements)}"
 
 
 def processed_as_listed(evidence: Evidence) -> Faults:
@@ -242,8 +244,8 @@ def trained_once(evidence: Evidence) -> Faults:
     if in_order != list(range(1, settings.batches + 1)):
         yield f"batches consumed in this order: {batches}"
     uids = Counter(uid for entry in history for uid in uids_of(entry))
-    if twice := [uid for uid, times in uids.items() if times > 1]:
-        yield f"trained on twice: {twice}"
+    if duplicates := [uid for uid, times in uids.items() if times > 1]:
+        yield f"trained on twice: {duplicates}"
     for entry in history:
         yield from _entry(evidence, entry)
 
@@ -323,11 +325,14 @@ def tokens_of_their_weights(evidence: Evidence) -> Faults:
     offered = {event.version for event in evidence.messages if isinstance(event, SyncEvent) and event.verb == "prepare"}
     for batch, (_, experiences) in evidence.processed.items():
         for experience in experiences:
-            for place, token in enumerate(int(token) for token in experience.tokens[len(PROMPT) :]):
-                named = [(generation, step) for first, generation, step in experience.versions or [] if first <= place]
+            for position, token in enumerate(int(token) for token in experience.tokens[len(PROMPT) :]):
+                named = [
+                    (generation, step) for first, generation, step in experience.versions or [] if first <= position
+                ]
                 if not named or named[-1] != weights_of(token):
                     yield (
-                        f"batch {batch}: token {place} of {experience.eid.rid} is of {weights_of(token)}, named {named}"
+                        f"batch {batch}: token {position} of {experience.eid.rid} is of {weights_of(token)}, "
+                        f"named {named}"
                     )
                 elif named[-1] not in offered:
                     yield f"batch {batch}: {experience.eid.rid} names {named[-1]}, which no trainer offered"
@@ -355,8 +360,10 @@ def versions_in_order(evidence: Evidence) -> Faults:
     except HistoryError:
         return  # trained_once reports this error
     steps = [int(str(entry["step"])) for entry in history if not entry.get("repaired")]
-    made = {entry["progress"] for entry in history if entry["outcome"] == "trained"}
-    expected = [sum(int(str(position)) <= progress for position in made) for progress in range(1, len(steps) + 1)]
+    trained_progress = {entry["progress"] for entry in history if entry["outcome"] == "trained"}
+    expected = [
+        sum(int(str(trained)) <= progress for trained in trained_progress) for progress in range(1, len(steps) + 1)
+    ]
     if steps != expected:
         yield f"steps of the lineage: {steps}, wanted {expected}"
     final = steps[-1] if steps else 0
@@ -390,14 +397,14 @@ def queues_are_empty(evidence: Evidence) -> Faults:
         yield f"manifests of {sorted(undecided)} wait in closed"
     given_up = _tickets_given_up(evidence)
     for name, queue in evidence.run.broker.queues.items():
-        short = name.removeprefix(evidence.run.topology.prefix)
+        short_name = name.removeprefix(evidence.run.topology.prefix)
         if (
-            short.startswith("batch.")
+            short_name.startswith("batch.")
             and queue.depth
             and evidence.run.is_calm
-            and short.rpartition(".")[2] not in given_up
+            and short_name.rpartition(".")[2] not in given_up
         ):
-            yield f"{queue.depth} parts are left in {short}"
+            yield f"{queue.depth} parts are left in {short_name}"
 
 
 def _tickets_given_up(evidence: Evidence) -> set[str]:

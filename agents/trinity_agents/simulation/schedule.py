@@ -295,12 +295,12 @@ class Schedule:
             ValueError: The seed does not have a fault at one of the indices.
         """
         drawn = draw(self.seed, sessions=self.sessions is not None)
-        if wrong := sorted(place for place in places if not 0 <= place < len(drawn.faults)):
+        if invalid := sorted(index for index in places if not 0 <= index < len(drawn.faults)):
             raise ValueError(
-                f"seed {self.seed} draws faults 0 to {len(drawn.faults) - 1}; there is no fault {wrong[0]}"
+                f"seed {self.seed} draws faults 0 to {len(drawn.faults) - 1}; there is no fault {invalid[0]}"
             )
         indices = tuple(sorted(set(places)))
-        return replace(self, faults=tuple(drawn.faults[place] for place in indices), kept=indices)
+        return replace(self, faults=tuple(drawn.faults[index] for index in indices), kept=indices)
 
     @property
     def places(self) -> tuple[int, ...]:
@@ -321,7 +321,7 @@ class Schedule:
     def lines(self) -> list[str]:
         """Return the schedule for a person: the settings, and each fault with its index."""
         shown = [_fields_of(self.settings), *([] if self.sessions is None else [_fields_of(self.sessions)])]
-        return [*shown, *(f"{place:>3}  {fault}" for place, fault in zip(self.places, self.faults, strict=True))]
+        return [*shown, *(f"{index:>3}  {fault}" for index, fault in zip(self.places, self.faults, strict=True))]
 
 
 def _fields_of(part: Settings | Sessions) -> str:

@@ -123,9 +123,9 @@ class ScheduledRun(Simulation):
     def life(self, role: Role, name: str) -> FaultyBus:
         """Return the connection for a new life of an agent."""
 
-        def on_end(how: str) -> None:
+        def on_end(event: str) -> None:
             agent = self.living[name]
-            self.observer.note(role, "frozen" if how == "thawed" else agent.state, how)
+            self.observer.note(role, "frozen" if event == "thawed" else agent.state, event)
 
         number = sum(bus.who.partition("'")[0] == name for bus in self.lives)
         who = name + "'" * number

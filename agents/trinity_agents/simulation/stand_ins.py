@@ -370,9 +370,9 @@ class Workflows:
 
     async def _recorded(self, task_slice: TaskSlice, run: int, results: RunResults) -> bool:
         """Make the experiences of a session as its workflow does."""
-        nothing: Any = None
+        no_model: Any = None
         workflow = RecordedSessionsWorkflow(
-            task=Task.from_body(task_slice.task, task_slice.batch, task_slice.task_id), model=nothing
+            task=Task.from_body(task_slice.task, task_slice.batch, task_slice.task_id), model=no_model
         )
         workflow.set_repeat_times(1, run)
         try:
@@ -395,9 +395,9 @@ def experience_of(task_slice: TaskSlice, run: int, sampled: Sequence[tuple[Versi
         sampled: (Version of the weights that sampled it, version stamped on it) for each token.
     """
     versions: list[tuple[int, int, int]] = []
-    for place, (_, stamp) in enumerate(sampled):
+    for position, (_, stamp) in enumerate(sampled):
         if not versions or versions[-1][1:] != stamp:
-            versions.append((place, *stamp))
+            versions.append((position, *stamp))
     return Experience(
         eid=EID(batch=task_slice.batch, task=task_slice.task_id, run=run),
         tokens=torch.tensor([*PROMPT, *(token_of(held) for held, _ in sampled)], dtype=torch.int32),

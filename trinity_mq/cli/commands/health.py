@@ -49,18 +49,18 @@ def judge(content: str | None, max_age: float, clock: float) -> tuple[bool, str]
     try:
         health_data = json.loads(content)
         age, ready = clock - float(health_data["clock"]), bool(health_data["ready"])
-        who, state = str(health_data["agent"]), str(health_data["state"])
+        agent, state = str(health_data["agent"]), str(health_data["state"])
     except (ValueError, TypeError, KeyError):
         return False, "not a health file: remove it, or set another path"
     if not 0 <= age <= max_age:
         written = f"{age:.0f} s ago" if age >= 0 else "before this machine started"
         return (
             False,
-            f"{who} wrote it {written}, wanted at most {max_age:g} s: its event loop is blocked, or it was killed",
+            f"{agent} wrote it {written}, wanted at most {max_age:g} s: its event loop is blocked, or it was killed",
         )
     if not ready:
-        return False, f"{who} starts: {state}"
-    return True, f"{who}: {state}"
+        return False, f"{agent} starts: {state}"
+    return True, f"{agent}: {state}"
 
 
 def _content(path: Path) -> str | None:

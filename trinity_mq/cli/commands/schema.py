@@ -39,7 +39,7 @@ def schema(arguments: argparse.Namespace) -> int:
 
 def texts() -> dict[str, str]:
     """Return the file contents by file name."""
-    return {name + SUFFIX: json.dumps(made, indent=2) + "\n" for name, made in json_schemas().items()}
+    return {name + SUFFIX: json.dumps(json_schema, indent=2) + "\n" for name, json_schema in json_schemas().items()}
 
 
 def drifted(folder: Path) -> list[str]:

@@ -140,8 +140,8 @@ def read_task(text: str) -> TaskBody:
         raise CommandError(f"the task is a {type(fields).__name__}, wanted an object like {EXAMPLE}")
     for key in fields:
         if key not in TaskBody.model_fields:
-            near = difflib.get_close_matches(key, TaskBody.model_fields, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(TaskBody.model_fields)}"
+            suggestions = difflib.get_close_matches(key, TaskBody.model_fields, n=1)
+            hint = f"did you mean {suggestions[0]!r}?" if suggestions else f"known: {', '.join(TaskBody.model_fields)}"
             raise CommandError(f"the task has an unknown key {key!r}; {hint}")
     try:
         check_value(fields, finite=True)
@@ -149,9 +149,9 @@ def read_task(text: str) -> TaskBody:
     except ContentError as error:
         raise CommandError(f"the task's {error}") from error
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise CommandError(f"the task's {where}: {first['msg']}, got {first['input']!r}") from error
+        problem = error.errors()[0]
+        location = ".".join(str(part) for part in problem["loc"])
+        raise CommandError(f"the task's {location}: {problem['msg']}, got {problem['input']!r}") from error
 
 
 async def _submit(target: Target, submission: TaskSubmission, wait: float | None) -> Replies | None:

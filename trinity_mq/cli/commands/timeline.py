@@ -55,10 +55,12 @@ def write_timeline(folder: Path, out: Path | None = None, steps: tuple[int, int]
         CommandError: The metrics hold no durations, or the file cannot be written.
     """
     metrics, out = folder / METRICS_FILE, out or folder / TIMELINE_FILE
-    every = spans(read_metrics(metrics))
-    chosen = [span for span in every if steps is None or steps[0] <= span.step <= steps[1]]
+    all_spans = spans(read_metrics(metrics))
+    chosen = [span for span in all_spans if steps is None or steps[0] <= span.step <= steps[1]]
     if not chosen:
-        missing = f"no batch from {steps[0]} to {steps[1]}" if steps and every else "no line that says how long it took"
+        missing = (
+            f"no batch from {steps[0]} to {steps[1]}" if steps and all_spans else "no line that says how long it took"
+        )
         raise CommandError(f"{metrics} has {missing}: nothing to show; wait for the run's first batch, or look there")
     try:
         write_atomic(out, chrome_trace(chosen).encode())

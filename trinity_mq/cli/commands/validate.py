@@ -60,10 +60,10 @@ def _is_trained(stage: Stage) -> bool:
     return stage.config.model.model_path is not None and Path(stage.config.model.model_path).is_dir()
 
 
-def _print_valid(where: str, config: Config, lines: Sequence[str]) -> None:
+def _print_valid(subject: str, config: Config, lines: Sequence[str]) -> None:
     for line in lines:
         print(line)
-    print(f"{where} run {config.name!r} is valid; it would use {config.path}")
+    print(f"{subject} run {config.name!r} is valid; it would use {config.path}")
 
 
 def check_all(config: Config, *, needs_model: bool = True) -> list[str]:
@@ -104,7 +104,7 @@ def check_all(config: Config, *, needs_model: bool = True) -> list[str]:
 
 
 @contextlib.contextmanager
-def _calling(what: str, *explained: type[Exception]) -> Iterator[None]:
+def _calling(subject: str, *explained: type[Exception]) -> Iterator[None]:
     """Turn an error of user code in the ``with`` block into a ConfigError that names the code and the line. Errors that
     explain themselves, such as those in ``explained``, pass unchanged.
     """
@@ -114,7 +114,7 @@ def _calling(what: str, *explained: type[Exception]) -> Iterator[None]:
     except stays:
         raise
     except (Exception, SystemExit) as error:  # user code can raise any error
-        raise ConfigError(f"{what} cannot be used: {described(error)}") from error
+        raise ConfigError(f"{subject} cannot be used: {described(error)}") from error
 
 
 def imports_torch(config: Config) -> bool:
@@ -391,13 +391,14 @@ def check_devices(config: Config) -> list[str]:
         "torch sees no GPU here": not count,
         "this torch is built without NCCL": not distributed.is_nccl_available(),
     }
-    if why := next((words for words, holds in missing.items() if holds), None):
+    if reason := next((words for words, holds in missing.items() if holds), None):
         raise ConfigError(
-            f"synchronizer.backend is nccl, which sends weights between GPUs, and {why}; use synchronizer.backend=gloo"
+            f"synchronizer.backend is nccl, which sends weights between GPUs, and {reason}; use "
+            "synchronizer.backend=gloo"
         )
     members = 1 + config.explorer.rollout_model.engine_num
-    enough = f"backend nccl: the trainer and each engine need a GPU of their own, {members} in all; here are {count}"
-    return [enough] if count < members else []
+    warning = f"backend nccl: the trainer and each engine need a GPU of their own, {members} in all; here are {count}"
+    return [warning] if count < members else []
 
 
 def check_optimizer(config: Config) -> list[str]:

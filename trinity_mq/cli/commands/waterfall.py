@@ -70,5 +70,5 @@ HEAD = f"{'start ms':>9} {'took ms':>8} {'times':>5} {'sum ms':>8} {'cpu ms':>7}
 def _row(row: Row) -> str:
     cpu = "" if row.cpu is None else f"{row.cpu:.1f}"
     size = f"{row.bytes:.0f}" if row.bytes else ""
-    what = f"{row.who}: {row.what}" + (" (waits)" if row.wait else "")
-    return f"{row.start:9.1f} {row.took:8.1f} {row.times:5.0f} {row.total:8.1f} {cpu:>7} {size:>8}  {what}"
+    activity = f"{row.who}: {row.what}" + (" (waits)" if row.wait else "")
+    return f"{row.start:9.1f} {row.took:8.1f} {row.times:5.0f} {row.total:8.1f} {cpu:>7} {size:>8}  {activity}"

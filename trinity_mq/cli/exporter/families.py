@@ -187,13 +187,13 @@ class RunCollector(Collector):
         for state in ("open", "parked", "waiting"):
             sessions.add_metric(self._labels(state), getattr(status, state))
         yield sessions
-        for name, words in (
+        for name, help_text in (
             ("calls", "Requests that the gateway answered"),
             ("unrecorded", "Answers that the broker had not confirmed in time"),
             ("trained", "Sessions that were trained on"),
             ("dropped", "Sessions that were dropped"),
         ):
-            yield self._counter(f"sessions_{name}", words, getattr(status, name))
+            yield self._counter(f"sessions_{name}", help_text, getattr(status, name))
 
     # -- learning
 
@@ -214,18 +214,18 @@ class RunCollector(Collector):
     def _labels(self, *values: str) -> list[str]:
         return [self._view.run, *values]
 
-    def _gauge(self, name: str, words: str, *labels: str) -> GaugeMetricFamily:
-        return GaugeMetricFamily(f"tmq_{name}", f"{words}.", labels=["run", *labels])
+    def _gauge(self, name: str, help_text: str, *labels: str) -> GaugeMetricFamily:
+        return GaugeMetricFamily(f"tmq_{name}", f"{help_text}.", labels=["run", *labels])
 
-    def _counters(self, name: str, words: str, *labels: str) -> CounterMetricFamily:
-        return CounterMetricFamily(f"tmq_{name}", f"{words}.", labels=["run", *labels])
+    def _counters(self, name: str, help_text: str, *labels: str) -> CounterMetricFamily:
+        return CounterMetricFamily(f"tmq_{name}", f"{help_text}.", labels=["run", *labels])
 
-    def _single(self, name: str, words: str, value: float) -> GaugeMetricFamily:
-        family = self._gauge(name, words)
+    def _single(self, name: str, help_text: str, value: float) -> GaugeMetricFamily:
+        family = self._gauge(name, help_text)
         family.add_metric(self._labels(), value)
         return family
 
-    def _counter(self, name: str, words: str, value: float) -> CounterMetricFamily:
-        family = self._counters(name, words)
+    def _counter(self, name: str, help_text: str, value: float) -> CounterMetricFamily:
+        family = self._counters(name, help_text)
         family.add_metric(self._labels(), self._rising.at((name,), value))
         return family

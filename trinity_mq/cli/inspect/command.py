@@ -160,8 +160,8 @@ class Printer:
         memory.
         """
         last = self._kept is not None
-        room = self._limit if last else self._limit - self.printed
-        part = batch[-room:] if last else batch[:room]
+        limit = self._limit if last else self._limit - self.printed
+        part = batch[-limit:] if last else batch[:limit]
         self._seen += len(batch)
         yield from part.to_list()
 
@@ -181,23 +181,23 @@ class Printer:
         show(open_console(self._out), experience, self._texts)
 
 
-def _verdict(summary: StreamSummary, printer: Printer, choice: Choice, where: str) -> int:
+def _verdict(summary: StreamSummary, printer: Printer, choice: Choice, location: str) -> int:
     """Print on stderr why experiences are missing, and return the exit code."""
     if printer.printed:
         if printer.more:
             note(f"{printer.printed} shown; there are more (--limit, --last, --batch, --task, --run, --step)")
         return 0
     if summary.experiences:
-        words = f"none of {summary.experiences} experiences matches {choice}"
+        explanation = f"none of {summary.experiences} experiences matches {choice}"
     elif summary.batches and choice.batch is not None and choice.batch not in summary.batches:
-        words = f"{where} has no batch {choice.batch}; it has {_span(summary.batches)}"
+        explanation = f"{location} has no batch {choice.batch}; it has {_span(summary.batches)}"
     elif summary.batches:
-        words = f"{where} has no experiences in {_span(summary.batches)}"
+        explanation = f"{location} has no experiences in {_span(summary.batches)}"
     else:
-        words = f"{where} holds no processed batch yet"
+        explanation = f"{location} holds no processed batch yet"
     if summary.incomplete:
-        words += f"; under way: {_span(summary.incomplete)}"
-    note(words)
+        explanation += f"; under way: {_span(summary.incomplete)}"
+    note(explanation)
     return 1
 
 

@@ -59,8 +59,8 @@ def _print(evaluation: Evaluation, question: Question, *, as_json: bool) -> None
     from trinity_mq.telemetry.jsonline import dump_line
 
     if as_json:
-        place = {"set": evaluation.set, "label": evaluation.label, "time": evaluation.time}
-        print(dump_line({**place, **question.model_dump()}), flush=True)
+        header = {"set": evaluation.set, "label": evaluation.label, "time": evaluation.time}
+        print(dump_line({**header, **question.model_dump()}), flush=True)
         return
     console = open_console(sys.stdout)
     rule(console, f"{evaluation.set} at {evaluation.label}, question {question.task}", "cyan")
@@ -80,12 +80,12 @@ def _note_rest(arguments: argparse.Namespace, evaluations: Sequence[Evaluation],
     if 0 < shown == matching:
         return
     if shown:
-        words = f"{shown} of {matching} questions shown (--limit, --last, --task, --step)"
+        remark = f"{shown} of {matching} questions shown (--limit, --last, --task, --step)"
     elif evaluations:
-        words = (
+        remark = (
             "no question matches; answers are kept of: "
             f"{', '.join(f'{evaluation.set} at {evaluation.label}' for evaluation in evaluations)}"
         )
     else:
-        words = "the run keeps no answers: none of its evaluations has ended, or monitor.eval_answers_max_bytes is 0"
-    print(words, file=sys.stderr, flush=True)
+        remark = "the run keeps no answers: none of its evaluations has ended, or monitor.eval_answers_max_bytes is 0"
+    print(remark, file=sys.stderr, flush=True)

@@ -52,7 +52,7 @@ class Choice:
         for name, value in dataclasses.asdict(self).items():
             if value is not None:
                 values = experiences.values(f"eid.{name}")
-                matches = {place for place in matches if str(values[place]) == value}
+                matches = {index for index in matches if str(values[index]) == value}
         return experiences.select(sorted(matches))
 
 
@@ -178,16 +178,16 @@ class ReadyReader:
         offset at which to resume, else None.
         """
         stream = dataclasses.replace(self._topology.ready, redeclare=False)  # reading must not create the stream
-        first = offset is not None
+        is_first = offset is not None
         async with await self._bus.consume(stream, offset=offset) as subscription:
             try:
                 while (delivery := await self._next(subscription, quiet)) is not None:
-                    if first and delivery.offset:
+                    if is_first and delivery.offset:
                         self._note(
                             f"the stream begins at offset {delivery.offset}: what came before was cut by its retention "
                             "(broker.ready_max_bytes)"
                         )
-                    first = False
+                    is_first = False
                     if self._bus.is_foreign(delivery):
                         self.summary.foreign += 1
                     elif await self._is_last(delivery):
@@ -275,8 +275,8 @@ class ReadyReader:
         self._open.pop(ready.ticket, None)
         self._settle(ready)
         if ready.state != "ready":
-            why = f": {ready.reason}" if ready.reason else ""
-            self._note(f"batch {ready.batch} has no experiences, it is {ready.state}{why}")
+            reason = f": {ready.reason}" if ready.reason else ""
+            self._note(f"batch {ready.batch} has no experiences, it is {ready.state}{reason}")
         chunks = [
             batch for n, chunk in enumerate(decision.chunks) if (batch := await self._decoded(decision, n, chunk))
         ]

@@ -47,8 +47,8 @@ class LogFiles:
         new_lines: list[LogLine] = []
         more = False
         sizes = self._sizes()
-        there = {inode for _, inode, _ in sizes}
-        self._places = {inode: place for inode, place in self._places.items() if inode in there}
+        present = {inode for _, inode, _ in sizes}
+        self._places = {inode: place for inode, place in self._places.items() if inode in present}
         for path, inode, size in sizes:
             place = self._places.setdefault(inode, _Place())
             if size < place.offset:

@@ -90,8 +90,8 @@ def in_words(line: LogLine, *, colour: bool = False) -> str:
     rest = [f"{one_line(key)}={_value(value)}" for key, value in fields.items() if key not in _SHOWN_APART]
     if error := str(fields.get("exception") or "").strip():
         rest.append(f"error={_value(error.splitlines()[-1])}")
-    who = one_line(str(fields.get("agent", "?")))
-    text = " ".join([f"{when} {one_line(level):7} {who:12}", event, *of_batch, *rest])
+    agent = one_line(str(fields.get("agent", "?")))
+    text = " ".join([f"{when} {one_line(level):7} {agent:12}", event, *of_batch, *rest])
     code = _COLOURS.get(level)
     return f"\x1b[{code}m{text}\x1b[0m" if colour and code else text
 

@@ -190,11 +190,11 @@ class SampleStore:
         return None if owner is None else (owner.body, list(owner.rows).index(uid))
 
 
-def experience_at(body: bytes, place: int) -> Experience:
+def experience_at(body: bytes, index: int) -> Experience:
     """Return one experience of an encoded batch."""
     from trinity_mq.experience import ExperienceBatch
 
-    return ExperienceBatch.decode(body).settle()[place]
+    return ExperienceBatch.decode(body).settle()[index]
 
 
 def _row(experience: Experience, step: int | None, workflows: Mapping[str, str]) -> list[Any]:

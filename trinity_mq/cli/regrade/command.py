@@ -157,10 +157,10 @@ async def _of_file(config: Config, path: str, batch: str | None, regrading: Regr
 
     data = ExperienceBufferConfig(storage_type="file", path=path, name=Path(path).name)
     whole: ExperienceBatch = Choice(batch=batch).of((await asyncio.to_thread(recorded, data))[0])
-    places: dict[str, list[int]] = {}
-    for place, number in enumerate(whole.values("eid.batch")):
-        places.setdefault(str(number), []).append(place)
-    for chosen in places.values():
+    indices: dict[str, list[int]] = {}
+    for index, number in enumerate(whole.values("eid.batch")):
+        indices.setdefault(str(number), []).append(index)
+    for chosen in indices.values():
         if await regrading.take(whole.select(chosen)):
             return
 
@@ -180,6 +180,9 @@ def all_figures(reward: str, regrading: Regrading, grader: Grader) -> dict[str, 
             "mean": time.total / time.calls if time.calls else None,
             "longest": time.longest,
         },
-        "remarks": [*regrading.remarks, *(f"{count} batches: {why}" for why, count in regrading.problems.items())],
+        "remarks": [
+            *regrading.remarks,
+            *(f"{count} batches: {reason}" for reason, count in regrading.problems.items()),
+        ],
         **regrading.comparison.figures(),
     }

@@ -102,9 +102,12 @@ class Comparison:
             self.compared_pairs += 1
         self.inverted_pairs += inverted
         self.inverted_groups += inverted > 0
-        had, has = len({member.old for member in members}) > 1, len({member.new for member in members}) > 1
-        self.gain_spread += has and not had
-        self.lose_spread += had and not has
+        had_spread, has_spread = (
+            len({member.old for member in members}) > 1,
+            len({member.new for member in members}) > 1,
+        )
+        self.gain_spread += has_spread and not had_spread
+        self.lose_spread += had_spread and not has_spread
 
     @property
     def most(self) -> list[Graded]:
@@ -168,7 +171,7 @@ def _mean(values: Sequence[float]) -> float | None:
 
 def _quantile(ordered: Sequence[float], share: float) -> float:
     """Return the quantile with linear interpolation."""
-    place = share * (len(ordered) - 1)
-    below = int(place)
+    position = share * (len(ordered) - 1)
+    below = int(position)
     above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
+    return ordered[below] + (ordered[above] - ordered[below]) * (position - below)

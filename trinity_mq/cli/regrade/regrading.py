@@ -91,9 +91,11 @@ class Regrading:
         if self._advantages is None or not regraded:
             return {}
         before = ExperienceBatch.of(regraded)
-        nothing: list[Any] = [None] * len(before)
+        empty_column: list[Any] = [None] * len(before)
         # token-level rewards come from the old function
-        graded = before.replace(reward=list(new), advantages=nothing, returns=nothing, token_level_reward=nothing)
+        graded = before.replace(
+            reward=list(new), advantages=empty_column, returns=empty_column, token_level_reward=empty_column
+        )
         try:
             estimated, _ = self._advantages.apply(graded)
         except ValueError as error:

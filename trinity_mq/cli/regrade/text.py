@@ -20,8 +20,8 @@ def show(figures: Mapping[str, Any], out: TextIO) -> None:
 
     count, total = figures["experiences"], figures["seen"]
     say("regraded", f"{count} of {total} experiences in {figures['batches']} batches, by {figures['reward_function']}")
-    for why, number in figures["not_regraded"].items():
-        say("not", f"{number}: {why}")
+    for reason, number in figures["not_regraded"].items():
+        say("not", f"{number}: {reason}")
     seconds = figures["seconds"]
     if seconds["calls"]:
         say(

@@ -63,10 +63,10 @@ def page(config: Config) -> str:
         CommandError: The run has no metrics, or a library is not installed.
     """
     folder = config.path
-    every = read_metrics(folder / METRICS_FILE)
-    if not every:
+    all_lines = read_metrics(folder / METRICS_FILE)
+    if not all_lines:
         raise CommandError(f"run {config.name!r} has no metrics yet in {folder / METRICS_FILE}")
-    lines = distinct(every)
+    lines = distinct(all_lines)
     names = sorted({name for line in lines for name in line if name not in LINE_FIELDS})
     curves = {name: points for name in names if (points := curve(lines, name))}
     pictures = []

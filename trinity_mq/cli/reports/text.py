@@ -59,10 +59,10 @@ Point = tuple[int, float]
 
 def make_report(run: str, run_dir: Path, mode: Mode = "both") -> str:
     """Return the report on the run folder ``run_dir`` as several lines of text."""
-    every = read_metrics(run_dir / METRICS_FILE)
-    if not every:
+    all_lines = read_metrics(run_dir / METRICS_FILE)
+    if not all_lines:
         return f"run {run}: no metrics yet in {run_dir / METRICS_FILE}"
-    lines = distinct(every)
+    lines = distinct(all_lines)
     results: dict[str, list[Point]] = {}
     for line in lines:
         for taskset, value in evaluations(line).items():
@@ -76,12 +76,12 @@ def make_report(run: str, run_dir: Path, mode: Mode = "both") -> str:
         rows.append(("reward", _rise(curves[-1])))
     if not any(map(_moved, curves)) and (name := next((n for n in OTHERS if _moved(curve(lines, n))), None)):
         rows.append((name, _rise(curve(lines, name))))
-    rows.append(("lost", ", ".join(f"{count} {words}" for words, count in lost(lines).items()) or "nothing"))
+    rows.append(("lost", ", ".join(f"{count} {label}" for label, count in lost(lines).items()) or "nothing"))
     rows += [("failures", failure.line()) for failure in load_failures(run_dir)]
     rows += [(name, text) for name, text in _places(run_dir) if mode != "bench" or name not in {"model", "checkpoint"}]
     steps = max((line["step"] for line in lines if line["role"] == "trainer"), default=0)
     unit = "checkpoint" if mode == "bench" else "step"
-    times = [line["time"] for line in every if isinstance(line.get("time"), int | float)]
+    times = [line["time"] for line in all_lines if isinstance(line.get("time"), int | float)]
     took = duration(max(times) - min(times)) if times else "an unknown time"
     head = f"run {run}: {steps} {unit}{'' if steps == 1 else 's'}, {took} from first to last"
     return "\n".join([head, *(f"  {name:<11} {text}" for name, text in rows)])
@@ -141,8 +141,8 @@ def curve(lines: Sequence[Mapping[str, Any]], name: str) -> list[Point]:
 
 def lost(lines: Sequence[Mapping[str, Any]]) -> dict[str, int]:
     """Return the non-zero counts of :data:`LOST` by their names in reports."""
-    sums = {words: round(sum(value for _, value in curve(lines, name))) for name, words in LOST.items()}
-    return {words: count for words, count in sums.items() if count}
+    sums = {label: round(sum(value for _, value in curve(lines, name))) for name, label in LOST.items()}
+    return {label: count for label, count in sums.items() if count}
 
 
 def _moved(points: Sequence[Point]) -> bool:
@@ -170,5 +170,5 @@ def _places(run_dir: Path) -> list[tuple[str, str]]:
 def newest_checkpoint(run_dir: Path) -> Path | None:
     """Return the checkpoint from which a trainer would resume, or None if no checkpoint exists."""
     folder = run_dir / "checkpoints"
-    whole = find_checkpoints(folder)[0] if folder.is_dir() else []
-    return whole[0].path if whole else None
+    checkpoints = find_checkpoints(folder)[0] if folder.is_dir() else []
+    return checkpoints[0].path if checkpoints else None

@@ -102,8 +102,8 @@ def give(arguments: argparse.Namespace) -> int:
         return review, "" if applied.taken == "new" else applied.reason
 
     review, reason = _with_reviews(arguments, send)
-    lost = review.closed is not None and (review.closed.verdict, review.closed.reward) != (verdict, reward)
-    if not reason and lost and review.closed is not None:
+    is_overridden = review.closed is not None and (review.closed.verdict, review.closed.reward) != (verdict, reward)
+    if not reason and is_overridden and review.closed is not None:
         reason = f"it was closed meanwhile: {in_words(review.closed)}"
     if arguments.json:
         print(json.dumps({**as_dict(review, time.time()), "counts": not reason, "reason": reason}, ensure_ascii=False))

@@ -103,9 +103,9 @@ def check(config: Config, arguments: argparse.Namespace, stage: str | None = Non
     if not imports_torch(config):
         check_all(config)
         return
-    words = ["validate", *(["--stage", stage] if stage else []), arguments.target, *arguments.overrides]
+    argv = ["validate", *(["--stage", stage] if stage else []), arguments.target, *arguments.overrides]
     done = subprocess.run(
-        [sys.executable, "-m", "trinity_mq.cli.main", *words],
+        [sys.executable, "-m", "trinity_mq.cli.main", *argv],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
@@ -139,14 +139,14 @@ def _run(
     except OSError as error:  # such as a full disk: the report is printed anyway
         print(f"warning: {disk_full(error) or error}", file=sys.stderr)
     _print_report(config, folder)
-    again = shlex.join(["trinity-mq", "run", arguments.target, *arguments.overrides])
+    command = shlex.join(["trinity-mq", "run", arguments.target, *arguments.overrides])
     code = (
         128 + session.signal
         if session.signal
         else exit_code(finished=session.finished, steps=session.steps, trains=_trains(config))
     )
     curable = all(failure.code != EXIT_FATAL for failure in session.failures)
-    if (line := closing_line(code, again, finished=session.finished, curable=curable)) is not None:
+    if (line := closing_line(code, command, finished=session.finished, curable=curable)) is not None:
         print(line)
     return code
 
@@ -173,5 +173,5 @@ def _trains(config: Config) -> bool:
 
 
 def _failure_report(failure: ProcessEvent, logs: Path) -> str:
-    words, code = f"\n  {failure.output}" if failure.output else "", failure.code
-    return f"{failure.name} failed for good (exit code {code}): {failure.reason}; see {logs / failure.name}.*{words}"
+    output, code = f"\n  {failure.output}" if failure.output else "", failure.code
+    return f"{failure.name} failed for good (exit code {code}): {failure.reason}; see {logs / failure.name}.*{output}"

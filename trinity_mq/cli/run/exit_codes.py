@@ -25,12 +25,12 @@ def exit_code(*, finished: bool, steps: int | None, trains: bool = True) -> int:
     return ENDED_EARLY if steps else TRAINED_NOTHING
 
 
-def closing_line(code: int, again: str, *, finished: bool, curable: bool = True) -> str | None:
+def closing_line(code: int, command: str, *, finished: bool, curable: bool = True) -> str | None:
     """Return a line on what to do after a run that ended with ``code``, or None after success.
 
     Args:
         code: Exit code of the run.
-        again: Command line of the run.
+        command: Command line of the run.
         finished: True if the run reached its end.
         curable: True if no agent failed with an error that would recur after a restart.
     """
@@ -42,10 +42,12 @@ def closing_line(code: int, again: str, *, finished: bool, curable: bool = True)
             "was. When the cause is mended, train anew with --fresh"
         )
     if code == TRAINED_NOTHING:
-        return f"trained nothing (exit code {code}); when the cause is mended, start it with the same command: {again}"
+        return (
+            f"trained nothing (exit code {code}); when the cause is mended, start it with the same command: {command}"
+        )
     if not curable:
         return (
             f"not finished (exit code {code}); the same command would fail again. When the cause is mended it goes "
-            f"on with the run: {again}"
+            f"on with the run: {command}"
         )
-    return f"not finished (exit code {code}); resume with the same command: {again}"
+    return f"not finished (exit code {code}); resume with the same command: {command}"

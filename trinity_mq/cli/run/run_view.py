@@ -225,14 +225,14 @@ class RunView:
         self.finding = finding
         if not {finding.culprit, finding.lever} & self._told_culprits:
             self._told_culprits |= {finding.culprit, finding.lever}
-            what = f"; what to do: {finding.lever}" if finding.lever else ""
-            self.add_news(f"nothing has moved for {self.still(now):.0f} s: {finding.sentence}{what}")
+            remedy = f"; what to do: {finding.lever}" if finding.lever else ""
+            self.add_news(f"nothing has moved for {self.still(now):.0f} s: {finding.sentence}{remedy}")
 
     def add_event(self, event: ProcessEvent) -> None:
         """Add news of a process event, if the event is worth a line."""
         if event.what == "restarting":
-            again = f"starts again in {event.delay:g} s (restart {event.restarts})"
-            self.add_news(f"{event.name} died and {again}; see logs/{event.name}.*{_said(event)}")
+            restart = f"starts again in {event.delay:g} s (restart {event.restarts})"
+            self.add_news(f"{event.name} died and {restart}; see logs/{event.name}.*{_said(event)}")
         elif event.what == "killed":
             self.add_news(f"{event.name} did not end in time and was killed")
         elif event.what == "failed":
@@ -300,8 +300,8 @@ class RunView:
         if self.total is None or len(self._passed) < 2:
             return None
         (first, step), (last, now_step) = self._passed[0], self._passed[-1]
-        a_step = (last - first) / (now_step - step)
-        remaining_s = (self.total - now_step) * a_step - (now - last)
+        seconds_per_step = (last - first) / (now_step - step)
+        remaining_s = (self.total - now_step) * seconds_per_step - (now - last)
         return remaining_s if remaining_s > 0 else 0.0 if now_step >= self.total else None
 
 

@@ -108,8 +108,8 @@ class Session:
             loop.add_signal_handler(number, self._on_signal, number, task)
         if self._attached:
             loop.add_reader(sys.stdin.fileno(), self._on_input, loop, task)
-        where = "a private RabbitMQ" if self._url is None else "the given broker"
-        self.run_view.add_news(f"run {self._config.name!r} in {self._folder.path}, on {where}")
+        broker_name = "a private RabbitMQ" if self._url is None else "the given broker"
+        self.run_view.add_news(f"run {self._config.name!r} in {self._folder.path}, on {broker_name}")
         self._draw()
         try:
             async with self._broker() as url:

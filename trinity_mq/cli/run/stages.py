@@ -95,7 +95,7 @@ def run_stages(stages: Sequence[Stage], arguments: argparse.Namespace, fork_serv
         for stage in stages:
             for line in start_anew(stage.config, RunFolder(stage.config)):
                 print(line)
-    once = argparse.Namespace(**{**vars(arguments), "fresh": False})
+    stage_arguments = argparse.Namespace(**{**vars(arguments), "fresh": False})
     models = {stage.name: final_model(stage.config) for stage in stages}
     for number, stage in enumerate(stages, start=1):
         began_with = None if stage.begins_with is None else model_hash(models[stage.begins_with])
@@ -106,7 +106,7 @@ def run_stages(stages: Sequence[Stage], arguments: argparse.Namespace, fork_serv
         print(f"{title}: {_beginning(stage)}\n{_shown(stage.config)}", flush=True)
         StageRecord(stage.name, began_with).save(stage.config.path)
         with fork_server() as server:
-            code = run_configured(stage.config, once, server, stage.name)
+            code = run_configured(stage.config, stage_arguments, server, stage.name)
         if code != TRAINED:
             remaining = ", ".join(later.name for later in stages[number:])
             print(f"{title}: not finished" + (f"; stages not begun: {remaining}" if remaining else ""))

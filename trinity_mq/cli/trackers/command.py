@@ -72,8 +72,8 @@ def track(arguments: argparse.Namespace) -> int:
         forwarder.send()
         if spans is not None:
             spans.send()
-    for place in forwarder.finish():
-        print(f"run {config.name!r}: {place}")
+    for location in forwarder.finish():
+        print(f"run {config.name!r}: {location}")
     problems = dict(forwarder.problems)
     if spans is not None and collector is not None:
         # while a run is live, its unfinished batches must stay open
@@ -83,8 +83,8 @@ def track(arguments: argparse.Namespace) -> int:
         if spans.problem:
             problems[OTLP] = spans.problem
     if problems:
-        again = f"What was not sent is sent by `trinity-mq track {config.path}`"
-        raise CommandError(". ".join([*problems.values(), again]))
+        remedy = f"What was not sent is sent by `trinity-mq track {config.path}`"
+        raise CommandError(". ".join([*problems.values(), remedy]))
     return 0
 
 

@@ -62,14 +62,14 @@ class Forwarder:
     def finish(self) -> list[str]:
         """Send the rest and end the run at each service. Return the location of each run."""
         self.send()
-        places = []
+        locations = []
         for tracker in self._trackers:
             if tracker.kind in self._begun:
                 try:
-                    places.append(tracker.finish())
+                    locations.append(tracker.finish())
                 except TrackerError as error:
                     self._note(tracker, error)
-        return places
+        return locations
 
     def _note(self, tracker: Tracker, error: TrackerError) -> None:
         if self.problems.get(tracker.kind) != str(error):

@@ -66,12 +66,24 @@ class _Sender:
 
     async def start(self) -> None:
         """Start the process."""
-        to = [word for kind in self._kinds for word in ("--to", kind)]
-        words = ["-m", "trinity_mq.cli.main", "track", str(self._folder.config_file), *to, "--follow"]
+        service_arguments = [word for kind in self._kinds for word in ("--to", kind)]
+        arguments = [
+            "-m",
+            "trinity_mq.cli.main",
+            "track",
+            str(self._folder.config_file),
+            *service_arguments,
+            "--follow",
+        ]
         self._folder.logs.mkdir(parents=True, exist_ok=True)
         with self._output.open("ab") as out:
             self._process = await asyncio.create_subprocess_exec(
-                sys.executable, *words, stdin=asyncio.subprocess.PIPE, stdout=out, stderr=out, start_new_session=True
+                sys.executable,
+                *arguments,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=out,
+                stderr=out,
+                start_new_session=True,
             )
 
     async def end(self) -> None:
@@ -89,9 +101,9 @@ class _Sender:
             code = None
         self._process = None
         if code != 0:
-            how = f"did not end within {self._finish_seconds:g} s" if code is None else f"ended with {code}"
+            outcome = f"did not end within {self._finish_seconds:g} s" if code is None else f"ended with {code}"
             self._tell(
-                f"{self._what} were not all sent to {self._where}: the process {how}, see {self._output}; "
+                f"{self._what} were not all sent to {self._where}: the process {outcome}, see {self._output}; "
                 f"`trinity-mq track {self._folder.path}` sends the rest"
             )
 

@@ -98,9 +98,9 @@ class WandbTracker:
     def finish(self) -> str:
         """Wait until everything is sent. Return the run's URL or path."""
         with _explained(self.kind, self.ADVICE):
-            where = self._run.url or f"{self._folder / 'wandb'}, for `wandb sync`"
+            location = self._run.url or f"{self._folder / 'wandb'}, for `wandb sync`"
             self._run.finish()
-            return str(where)
+            return str(location)
 
 
 class SwanlabTracker:
@@ -119,7 +119,7 @@ class SwanlabTracker:
 
     def begin(self, run_id: str) -> str:
         """Start the run. Online, an earlier run is resumed."""
-        again = {"id": run_id, "resume": "allow"} if run_id and not self._offline else {}
+        resume_arguments = {"id": run_id, "resume": "allow"} if run_id and not self._offline else {}
         with _explained(self.kind, self.ADVICE):
             self._run = self._swanlab.init(
                 project=self._project,
@@ -128,7 +128,7 @@ class SwanlabTracker:
                 logdir=str(self._folder),
                 config=self._settings,
                 mode="offline" if self._offline else "cloud",
-                **again,
+                **resume_arguments,
             )
             return str(getattr(self._run, "id", "") or run_id)
 

@@ -89,7 +89,11 @@ def _answer(number: int, messages: Sequence[Mapping[str, Any]], sampled: Sequenc
     for message in messages[:-1]:
         content = str(message["content"])
         prompt += [int(token) for token in content.split()] if message["role"] == "assistant" else [USER_TOKEN]
-    rows = [[place, *stamp] for place, (_, stamp) in enumerate(sampled) if not place or stamp != sampled[place - 1][1]]
+    rows = [
+        [position, *stamp]
+        for position, (_, stamp) in enumerate(sampled)
+        if not position or stamp != sampled[position - 1][1]
+    ]
     text = " ".join(map(str, tokens))
     choice = {
         "index": 0,
@@ -133,13 +137,13 @@ class SimulatedGateway(Gateway):
 
     async def _serve_http(self, app: GatewayApp) -> None:
         app._draw = random.Random(self.id)  # noqa: SLF001  # a seed is a schedule
-        made = app.application()
-        made.freeze()
+        application = app.application()
+        application.freeze()
         self._under_way = set()
         self.url = f"http://{self.id}.test"
         self.set_state("working")
         self.heartbeat_now()
-        self.http = made
+        self.http = application
         try:
             await self.woken.until(lambda: self.draining.is_set() or self.peers.explorer.finished)
         finally:

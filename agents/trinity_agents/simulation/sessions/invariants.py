@@ -71,7 +71,7 @@ def sampled(experience: Experience) -> list[tuple[int, int]]:
     """Return (token, place) for the tokens of an experience that an engine sampled."""
     tokens = [int(token) for token in experience.tokens[experience.prompt_length :]]
     mask = [True] * len(tokens) if experience.action_mask is None else [bool(flag) for flag in experience.action_mask]
-    return [(token, place) for place, (token, is_own) in enumerate(zip(tokens, mask, strict=True)) if is_own]
+    return [(token, position) for position, (token, is_own) in enumerate(zip(tokens, mask, strict=True)) if is_own]
 
 
 def sessions_settle(evidence: SessionEvidence) -> Faults:
@@ -183,11 +183,11 @@ def requests_trained_once(evidence: SessionEvidence) -> Faults:
     """
     for diary, asked in evidence.requests:
         trained = [number for number in evidence.run.clients.answers[asked.text] if number in evidence.answers]
-        what = f"session {diary.id}: {asked.text}, made {asked.tries} times,"
+        subject = f"session {diary.id}: {asked.text}, made {asked.tries} times,"
         if len(trained) > asked.equal:
-            yield f"{what} was trained on with the answers {trained}"
+            yield f"{subject} was trained on with the answers {trained}"
         if asked.equal == 1 and asked.answers and set(trained) - set(asked.answers):
-            yield f"{what} was answered with {list(asked.answers)}, trained on was {trained}"
+            yield f"{subject} was answered with {list(asked.answers)}, trained on was {trained}"
         session = evidence.oracle.sessions.get(diary.id)
         if session is None or session.state != "trained" or session.reward is None:
             continue
@@ -196,7 +196,7 @@ def requests_trained_once(evidence: SessionEvidence) -> Faults:
         ]
         # with equal requests, a later try may count as a repetition of the other request
         if lost and asked.tries == asked.equal and not (asked.is_repeated and asked.equal > 1):
-            yield f"{what} was answered with {lost} as recorded, which was not trained on"
+            yield f"{subject} was answered with {lost} as recorded, which was not trained on"
 
 
 def rewards_as_accepted(evidence: SessionEvidence) -> Faults:
@@ -232,8 +232,8 @@ def refused_are_dead(evidence: SessionEvidence) -> Faults:
     late = {str(stored.message_id) for stored in evidence.run.log() if evidence.run.ended_before(stored.offset or 0)}
     if lost := sorted(name for name in outside - late if not any(name in dead_id for dead_id in dead)):
         yield f"refused, and no dead letters: {lost}"
-    if wrong := sorted(dead_id for dead_id in dead_of_sessions if not any(name in dead_id for name in refused)):
-        yield f"dead letters though a session took them: {wrong}"
+    if unexpected := sorted(dead_id for dead_id in dead_of_sessions if not any(name in dead_id for name in refused)):
+        yield f"dead letters though a session took them: {unexpected}"
 
 
 def one_acts(evidence: SessionEvidence) -> Faults:
@@ -274,11 +274,14 @@ def tokens_of_their_weights(evidence: SessionEvidence) -> Faults:
     for batch, (_, experiences) in evidence.processed.items():
         for experience in experiences:
             assert list(experience.tokens[: len(PROMPT)]) == list(PROMPT)
-            for token, place in sampled(experience):
-                named = [(generation, step) for first, generation, step in experience.versions or [] if first <= place]
+            for token, position in sampled(experience):
+                named = [
+                    (generation, step) for first, generation, step in experience.versions or [] if first <= position
+                ]
                 if not named or named[-1] != version_of(token) or named[-1] not in offered:
                     yield (
-                        f"batch {batch}: token {place} of {experience.eid.rid} is of {version_of(token)}, named {named}"
+                        f"batch {batch}: token {position} of {experience.eid.rid} is of {version_of(token)}, "
+                        f"named {named}"
                     )
 
 
@@ -332,7 +335,7 @@ def note_sessions(evidence: SessionEvidence) -> None:
             note("session", before, after)
     calls = [call for session in oracle.sessions.values() for call in session.calls.values()]
     acting = [gateway.life.who for gateway in evidence.run.gateways if gateway.lock is not None]
-    for what, happened in (
+    for incident, happened in (
         ("published again", oracle.copies),
         ("refused", oracle.refused),
         ("cut by retention", evidence.run.is_cut),
@@ -342,4 +345,4 @@ def note_sessions(evidence: SessionEvidence) -> None:
         ("acted after another", len(acting) > 1),
     ):
         if happened:
-            note("events of sessions", "", what)
+            note("events of sessions", "", incident)

@@ -196,8 +196,8 @@ class Oracle:
     def _decided(self, stored: Stored, body: SessionsDecided) -> None:
         """Apply a decision. If any of its sessions is already decided, the whole decision is ignored."""
         members = [self.sessions[name] for name in body.sessions]
-        if wrong := [member.id for member in members if member.decided is not None]:
-            self.contradictions.append(f"{wrong} were decided before {body}")
+        if already_decided := [member.id for member in members if member.decided is not None]:
+            self.contradictions.append(f"{already_decided} were decided before {body}")
             return
         for member in members:
             member.decided, member.decided_at = body, stored.offset or 0

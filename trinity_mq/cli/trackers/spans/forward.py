@@ -104,13 +104,13 @@ class SpanForwarder:
         return False
 
     def _send_unsent(self) -> bool:
-        while some := self._unsent[:AT_ONCE]:
+        while chunk := self._unsent[:AT_ONCE]:
             try:
-                self._sink.send(some)
-                self.sent += len(some)
+                self._sink.send(chunk)
+                self.sent += len(chunk)
             except SpansRefused as error:
                 self.lost += error.count
-                self.sent += len(some) - error.count
+                self.sent += len(chunk) - error.count
                 self._note(str(error))
             except TrackerError as error:
                 self._note(str(error))
@@ -120,7 +120,7 @@ class SpanForwarder:
             else:
                 self.problem = ""
             self._pause, self._not_before = FIRST_PAUSE, 0.0
-            del self._unsent[: len(some)]
+            del self._unsent[: len(chunk)]
         return True
 
     def _note(self, reason: str) -> None:

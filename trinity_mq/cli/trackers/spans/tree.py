@@ -139,10 +139,10 @@ class TraceTree:
         """Return the batch of a span, or None if the batch is not known yet."""
         if span.batch is not None:
             return str(span.batch)
-        made = self._made.get(span.version or "")
-        if made is None and (span.end < self._now - HELD_SECONDS or len(self._held) >= MOST_HELD):
+        batch = self._made.get(span.version or "")
+        if batch is None and (span.end < self._now - HELD_SECONDS or len(self._held) >= MOST_HELD):
             return self._own_trace(span)
-        return made
+        return batch
 
     def _own_trace(self, span: TraceSpan) -> str:
         """Return the name of the separate trace for a weight version that no batch made, such as the initial
@@ -207,10 +207,10 @@ class TraceTree:
                 summaries.append(
                     TreeSpan(trace, phase_span(trace, phase), root, phase, first, last, "run", self._run, common)
                 )
-            above = "rollout" if "rollout" in batch.phases else next(iter(batch.phases))
+            task_phase = "rollout" if "rollout" in batch.phases else next(iter(batch.phases))
             for task, (first, last) in batch.tasks.items():
                 of_task = {**common, "tmq.task": int(task)}
-                span_id, parent = task_span(trace, int(task)), phase_span(trace, above)
+                span_id, parent = task_span(trace, int(task)), phase_span(trace, task_phase)
                 summaries.append(
                     TreeSpan(trace, span_id, parent, f"task {task}", first, last, "run", self._run, of_task)
                 )
