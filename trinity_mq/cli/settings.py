@@ -113,7 +113,7 @@ def _tables(
         if kinds := _kinds(field.annotation):
             per_item = " each" if get_origin(field.annotation) is tuple else ""
             meaning = _plain(meanings.get(name, ""))
-            discriminator = _naming(kinds[0])
+            discriminator = _discriminator(kinds[0])
             entries.append(Setting(key, f"section{per_item}, by its `{discriminator}`", _default(field), "", meaning))
             entries += [_kind_setting(key, kind) for kind in kinds]
             continue
@@ -134,7 +134,7 @@ def _tables(
 
 def _kind_setting(key: str, model: type[BaseModel]) -> Setting:
     """Return the entry for one member of a union of sections."""
-    discriminator = _naming(model)
+    discriminator = _discriminator(model)
     fields = {name: field for name, field in model.model_fields.items() if name != discriminator}
     kind = model.model_fields[discriminator]
     name = "a dotted path" if kind.is_required() else kind.default
@@ -196,7 +196,7 @@ def _bounds(metadata: Iterable[Any]) -> list[str]:
     return [f"{sign} {limit:,}".replace(",", " ") for sign, limit in limits if limit is not None]
 
 
-def _naming(model: type[BaseModel]) -> str:
+def _discriminator(model: type[BaseModel]) -> str:
     return next(name for name in model.model_fields if name in NAMING)
 
 

@@ -72,7 +72,7 @@ def find_configuration(target: str, overrides: Sequence[str]) -> Config | None:
     if not path.is_file():
         folders = [folder for folder in (path, RUNS / target) if (folder / CONFIG_FILE).is_file()]
         if folders:
-            return _of_folder(folders[0], overrides)
+            return _configuration_of_folder(folders[0], overrides)
         if RUN_NAME.fullmatch(target):
             return None
         if path.is_dir():
@@ -82,7 +82,7 @@ def find_configuration(target: str, overrides: Sequence[str]) -> Config | None:
     return load_config(path, overrides)
 
 
-def _of_folder(folder: Path, overrides: Sequence[str]) -> Config:
+def _configuration_of_folder(folder: Path, overrides: Sequence[str]) -> Config:
     config, keys = load_config(folder / CONFIG_FILE, overrides), {word.partition("=")[0] for word in overrides}
     if "run_dir" in keys:
         return config

@@ -23,7 +23,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = parser.add_mutually_exclusive_group(required=True)
     chosen.add_argument("--seed", type=int, help="play one seed, and show its schedule and its last events")
     chosen.add_argument("--seeds", type=_range, metavar="FIRST:END", help="play the seeds from FIRST to END - 1")
-    parser.add_argument("--faults", type=_places, help="with --seed: only these of its faults, such as 0,3, or none")
+    parser.add_argument(
+        "--faults", type=_fault_numbers, help="with --seed: only these of its faults, such as 0,3, or none"
+    )
     parser.add_argument("--sessions", action="store_true", help="runs in mode serve, with gateways and their users")
     parser.add_argument("--no-shrink", action="store_true", help="do not look for fewer faults that fail as well")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes (all cores)")
@@ -41,11 +43,11 @@ def _play_one(options: argparse.Namespace) -> int:
     try:
         outcome = play(schedule if options.faults is None else schedule.only(options.faults))
     except ValueError as error:
-        _say(f"{error}; see them with --seed {options.seed} alone")
+        _print(f"{error}; see them with --seed {options.seed} alone")
         return 2
     if outcome.violations and not options.no_shrink:
         outcome = shrink(outcome)
-    _say(outcome.report())
+    _print(outcome.report())
     return int(bool(outcome.violations))
 
 
@@ -54,7 +56,7 @@ def _play_many(options: argparse.Namespace) -> int:
 
     def done(count: int, failed: list[Played]) -> None:
         for failure in failed:
-            _say((failure if options.no_shrink else shrink(failure)).report())
+            _print((failure if options.no_shrink else shrink(failure)).report())
         if sys.stderr.isatty():
             sys.stderr.write(f"\r{count} of {len(options.seeds)} seeds")
             sys.stderr.flush()
@@ -64,8 +66,10 @@ def _play_many(options: argparse.Namespace) -> int:
     if options.table is not None:
         options.table.write_text(table + "\n", encoding="utf-8")
     seconds = time.monotonic() - began
-    _say(f"{table}\n\n{len(options.seeds)} seeds in {seconds:.0f} s, {1000 * seconds / len(options.seeds):.0f} ms each")
-    _say(f"failed: {', '.join(str(failure.schedule.seed) for failure in failed) if failed else 'none'}")
+    _print(
+        f"{table}\n\n{len(options.seeds)} seeds in {seconds:.0f} s, {1000 * seconds / len(options.seeds):.0f} ms each"
+    )
+    _print(f"failed: {', '.join(str(failure.schedule.seed) for failure in failed) if failed else 'none'}")
     return int(bool(failed))
 
 
@@ -76,7 +80,7 @@ def _range(text: str) -> range:
     return range(int(first), int(end))
 
 
-def _places(text: str) -> list[int]:
+def _fault_numbers(text: str) -> list[int]:
     if text == "none":
         return []
     if not all(index.isdecimal() for index in text.split(",")):
@@ -84,7 +88,7 @@ def _places(text: str) -> list[int]:
     return [int(index) for index in text.split(",")]
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     sys.stdout.write(text + "\n")
     sys.stdout.flush()
 

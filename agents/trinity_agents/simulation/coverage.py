@@ -175,17 +175,17 @@ class _Reader:
         elif isinstance(message, TaskResult):
             key = (message.ticket, message.task_id, message.run_base)
             is_repeated = self._state("slice", key) not in {"", "published", "published again"}
-            self._go("slice", key, "done again" if is_repeated else message.outcome)
+            self._enter("slice", key, "done again" if is_repeated else message.outcome)
         elif isinstance(message, BatchClosed):
             is_repeated = self._state("ticket", message.ticket).startswith("closed")
             cut_off = ", cut off" if message.outcomes.get("cancelled") else ""
-            self._go("ticket", message.ticket, "closed again" if is_repeated else f"closed{cut_off}")
+            self._enter("ticket", message.ticket, "closed again" if is_repeated else f"closed{cut_off}")
         elif isinstance(message, BatchReady):
             is_repeated = self._state("ticket", message.ticket) in {*get_args(BatchState), "decided again"}
-            self._go("ticket", message.ticket, "decided again" if is_repeated else message.state)
+            self._enter("ticket", message.ticket, "decided again" if is_repeated else message.state)
         elif isinstance(message, Progress):
             is_repeated = self._state("ticket", message.ticket).startswith("consumed")
-            self._go("ticket", message.ticket, "consumed again" if is_repeated else f"consumed: {message.outcome}")
+            self._enter("ticket", message.ticket, "consumed again" if is_repeated else f"consumed: {message.outcome}")
         elif isinstance(message, SyncEvent) and not message.epoch:
             self._fetch(message)
 
@@ -193,8 +193,8 @@ class _Reader:
         key = (task_slice.ticket, task_slice.task_id, task_slice.run_base)
         is_repeated = bool(self._state("slice", key))
         if is_repeated or not self._state("ticket", task_slice.ticket):
-            self._go("ticket", task_slice.ticket, "opened again" if is_repeated else "opened")
-        self._go("slice", key, "published again" if is_repeated else "published")
+            self._enter("ticket", task_slice.ticket, "opened again" if is_repeated else "opened")
+        self._enter("slice", key, "published again" if is_repeated else "published")
 
     def _fetch(self, event: SyncEvent) -> None:
         """Track the fetches of the committed version by members. These events have epoch 0."""
@@ -203,12 +203,12 @@ class _Reader:
             if event.verb == "prepare":
                 self._fetches[member] = event.attempt
             if self._fetches.get(member) == event.attempt:
-                self._go("gate: catch-up fetch", member, str(after))
+                self._enter("gate: catch-up fetch", member, str(after))
 
     def _state(self, machine: str, key: object) -> str:
         return self._states.get((machine, key), "")
 
-    def _go(self, machine: str, key: object, state: str) -> None:
+    def _enter(self, machine: str, key: object, state: str) -> None:
         self._note(machine, self._state(machine, key), state)
         self._states[machine, key] = state
 
@@ -230,7 +230,7 @@ class _Watched:
     def __init__(
         self, owner: type, name: str, describe: Callable[[Any], tuple[str, Callable[[Any], str]]], observer: Observer
     ) -> None:
-        self._slot, self._name, self._noted, self._observer = vars(owner).get(name), name, describe, observer
+        self._slot, self._name, self._describe, self._observer = vars(owner).get(name), name, describe, observer
 
     def __get__(self, instance: Any, owner: type) -> Any:
         if instance is None:
@@ -243,7 +243,7 @@ class _Watched:
             raise AttributeError(self._name) from None
 
     def __set__(self, instance: Any, value: Any) -> None:
-        machine, named = self._noted(instance)
+        machine, named = self._describe(instance)
         before = getattr(instance, self._name, None)
         if self._slot is not None:
             self._slot.__set__(instance, value)

@@ -47,8 +47,8 @@ class Faults:
         """Number of passed points by role."""
         self._due: defaultdict[str, dict[int, list[PointFault]]] = defaultdict(dict)
         jitter = [fault for fault in schedule.faults if isinstance(fault, Jitter)]
-        self._late, self._mean = max(((fault.share, fault.mean) for fault in jitter), default=(0.0, 1.0))
-        self._repeated = max((fault.share for fault in schedule.faults if isinstance(fault, Repeats)), default=0.0)
+        self._late_share, self._mean_delay = max(((fault.share, fault.mean) for fault in jitter), default=(0.0, 1.0))
+        self._repeat_share = max((fault.share for fault in schedule.faults if isinstance(fault, Repeats)), default=0.0)
         for fault in schedule.faults:
             if isinstance(fault, PointFault):
                 self._due[fault.role].setdefault(fault.point, []).append(fault)
@@ -65,11 +65,15 @@ class Faults:
 
     def lateness(self) -> float:
         """Return the delay of the next operation in seconds, mostly 0."""
-        return self.dice.expovariate(1 / self._mean) if self._late and self.dice.random() < self._late else 0.0
+        return (
+            self.dice.expovariate(1 / self._mean_delay)
+            if self._late_share and self.dice.random() < self._late_share
+            else 0.0
+        )
 
     def is_repeated(self) -> bool:
         """Return whether the next publish loses its confirm."""
-        return bool(self._repeated) and self.dice.random() < self._repeated
+        return bool(self._repeat_share) and self.dice.random() < self._repeat_share
 
 
 class FaultyBus(MemoryBus):
@@ -136,10 +140,10 @@ class FaultyBus(MemoryBus):
         loop.freeze(self.who)
         outside = contextvars.Context()
         if seconds > NOTICED:
-            loop.call_later(NOTICED, self._lose, context=outside)
+            loop.call_later(NOTICED, self._drop_connection, context=outside)
         loop.call_later(seconds, self._thaw, loop, context=outside)
 
-    def _lose(self) -> None:
+    def _drop_connection(self) -> None:
         if self.lives:
             self._broker.drop(self, delay=None)
 
@@ -157,11 +161,11 @@ class FaultyBus(MemoryBus):
         for fault in self.faults.next_point(self.role):
             if self.lives:
                 self.faults.note(self.who, f"{fault} happens: {name}")
-                await self._suffer(fault, name)
+                await self._inject(fault, name)
         if self.dead:
             await forever()
 
-    async def _suffer(self, fault: PointFault, name: str) -> None:
+    async def _inject(self, fault: PointFault, name: str) -> None:
         if isinstance(fault, Kill):
             self.died_at = name
             self.kill()
@@ -180,7 +184,7 @@ class FaultyBus(MemoryBus):
         if envelope.kind in QUIET:
             return await super().publish(exchange, routing_key, envelope, timeout=timeout)
         await self.point(f"before publishing {envelope.kind}")
-        await self._dawdle()
+        await self._delay()
         if self.on_publish is not None:
             self.on_publish(self, envelope)
         routed = await super().publish(exchange, routing_key, envelope, timeout=timeout)
@@ -193,7 +197,7 @@ class FaultyBus(MemoryBus):
         if repeat_after is not None:
             await asyncio.sleep(repeat_after)
             routed = await super().publish(exchange, routing_key, envelope, timeout=timeout)
-        await self._dawdle()
+        await self._delay()
         await self.point(f"{envelope.kind} confirmed")
         return routed
 
@@ -222,9 +226,9 @@ class FaultyBus(MemoryBus):
 
     async def _step(self, name: str, queue: Queue | None) -> None:
         await self.point(name if queue is None else f"{name} {queue.name}")
-        await self._dawdle()
+        await self._delay()
 
-    async def _dawdle(self) -> None:
+    async def _delay(self) -> None:
         if seconds := self.faults.lateness():
             await asyncio.sleep(seconds)
 
@@ -236,20 +240,20 @@ class LateConsumer(Consumer):
 
     def __init__(self, bus: FaultyBus, consumer: Consumer) -> None:
         self._bus, self._consumer = bus, consumer
-        self._taken: Delivery | None = None
+        self._pending: Delivery | None = None
         """A delivery that was received but not handed over, because the waiting caller was cancelled."""
 
     async def __anext__(self) -> Delivery:
-        if self._taken is None:
+        if self._pending is None:
             if seconds := self._bus.faults.lateness():
                 await asyncio.sleep(min(MOST_LATE, seconds))
-            self._taken = await self._consumer.__anext__()
-        await self._bus.point(f"received {self._taken.kind}")
-        return self._hand_over(self._taken)
+            self._pending = await self._consumer.__anext__()
+        await self._bus.point(f"received {self._pending.kind}")
+        return self._hand_over(self._pending)
 
     def get_nowait(self) -> Delivery | None:
         """Return the next delivery that has arrived, or None."""
-        delivery = self._taken or self._consumer.get_nowait()
+        delivery = self._pending or self._consumer.get_nowait()
         return None if delivery is None else self._hand_over(delivery)
 
     async def stop(self) -> None:
@@ -261,7 +265,7 @@ class LateConsumer(Consumer):
         await self._consumer.close()
 
     def _hand_over(self, delivery: Delivery) -> Delivery:
-        self._taken = None
+        self._pending = None
         if delivery.offset is None:
             delivery.ack = _acknowledging(self._bus, delivery)  # type: ignore[method-assign]  # passes points
         return delivery

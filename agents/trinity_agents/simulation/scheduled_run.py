@@ -108,15 +108,15 @@ class ScheduledRun(Simulation):
         self.outages = [
             (fault.at, fault.at + fault.seconds) for fault in self.schedule.faults if isinstance(fault, Outage)
         ]
-        self.workflows = Workflows(seed, settings, self.engines, self._is_away, self.faults.dice)
-        self.pool = Workflows(seed, settings, self.engines, self._is_away, self.faults.dice, is_pool=True)
+        self.workflows = Workflows(seed, settings, self.engines, self._is_sandbox_down, self.faults.dice)
+        self.pool = Workflows(seed, settings, self.engines, self._is_sandbox_down, self.faults.dice, is_pool=True)
         super().__post_init__()
 
     def settings(self) -> dict[str, Any]:
         """Return the schedule's configuration."""
         return super().settings() | self.schedule.settings.sections()
 
-    def _is_away(self) -> bool:
+    def _is_sandbox_down(self) -> bool:
         now = asyncio.get_running_loop().time()
         return any(begin <= now < end for begin, end in self.outages)
 
@@ -214,14 +214,14 @@ class ScheduledRun(Simulation):
 
     # -- timed faults
 
-    async def _at_their_time(self) -> None:
+    async def _inject_timed_faults(self) -> None:
         """Inject the timed faults."""
         async with asyncio.TaskGroup() as group:
             for fault in self.schedule.faults:
                 if isinstance(fault, Drain | Cut | BrokerRestart | Alarm | EngineDeath):
-                    group.create_task(self._happens(fault))
+                    group.create_task(self._inject(fault))
 
-    async def _happens(self, fault: Drain | Cut | BrokerRestart | Alarm | EngineDeath) -> None:
+    async def _inject(self, fault: Drain | Cut | BrokerRestart | Alarm | EngineDeath) -> None:
         await asyncio.sleep(fault.at)
         self.faults.note("", f"{fault} happens")
         living = [bus for bus in self.lives if bus.lives]
@@ -267,10 +267,10 @@ class ScheduledRun(Simulation):
         await run
         for engine in self.engines.values():
             await engine.end()
-        tasks = asyncio.all_tasks() - self._of_the_dead() - {asyncio.current_task()}
+        tasks = asyncio.all_tasks() - self._tasks_of_killed_agents() - {asyncio.current_task()}
         self.left_running = sorted(f"{task.get_name()}: {task.get_coro()}" for task in tasks)
 
-    def _of_the_dead(self) -> set[asyncio.Task[Any]]:
+    def _tasks_of_killed_agents(self) -> set[asyncio.Task[Any]]:
         loop = asyncio.get_running_loop()
         assert isinstance(loop, VirtualTimeLoop)
         return loop.tasks_of({bus.who for bus in self.lives if bus.dead})
@@ -281,7 +281,7 @@ class ScheduledRun(Simulation):
         assert isinstance(loop, VirtualTimeLoop)
         for bus in self.lives:
             loop.thaw(bus.who)
-        while tasks := self._of_the_dead():
+        while tasks := self._tasks_of_killed_agents():
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -301,7 +301,7 @@ class ScheduledRun(Simulation):
             if settings.engines > 2:
                 others.append(group.create_task(self.keep("host-0", self.new_host)))
             others += self.further(group)
-            beside = group.create_task(self._at_their_time())
+            beside = group.create_task(self._inject_timed_faults())
             await asyncio.wait(explorers)
             await asyncio.wait(others, timeout=END_PATIENCE)
             self.over.set()

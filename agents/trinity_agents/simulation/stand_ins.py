@@ -69,7 +69,7 @@ class SimulatedEngine(FakeEngine):
         self.snapshot = replace(self.snapshot, url=f"http://127.0.0.1:9/{engine_id}")
         self.held: Version | None = None
         """Version of the weights in the engine's memory. None: no weights."""
-        self._mode, self._token_seconds, self._keeps = settings.pause_mode, settings.token_seconds, keeps
+        self._mode, self._token_seconds, self._ignored_receives = settings.pause_mode, settings.token_seconds, keeps
         self._life = self._receives = self._aborts = self._requests = self._sampling = 0
         self._changed = Notifier()
         self._working: set[asyncio.Task[Any]] = set()
@@ -100,7 +100,7 @@ class SimulatedEngine(FakeEngine):
 
     async def _generate(self, pinned: Version | None) -> list[tuple[Version, Version]]:
         life, aborts = self._life, self._aborts
-        await self._serves(life)
+        await self._wait_until_serving(life)
         if pinned is not None and self.snapshot.version != pinned:
             raise VersionMismatch("other weights", pinned, self.snapshot.version)
         self._requests += 1
@@ -108,7 +108,7 @@ class SimulatedEngine(FakeEngine):
             sampled = []
             for _ in range(TOKENS):
                 if self._mode == "keep":
-                    await self._serves(life)
+                    await self._wait_until_serving(life)
                 self._sampling += 1
                 try:
                     await asyncio.sleep(self._token_seconds)
@@ -124,7 +124,7 @@ class SimulatedEngine(FakeEngine):
             self._requests -= 1
             self._changed.notify()
 
-    async def _serves(self, life: int) -> None:
+    async def _wait_until_serving(self, life: int) -> None:
         """Wait until the engine serves. Raise EngineLost if it does not serve in time, or dies."""
         try:
             async with asyncio.timeout(READY_TIMEOUT):
@@ -150,7 +150,9 @@ class SimulatedEngine(FakeEngine):
             raise ReceiveFailed("the engine is not paused", 409, "not_paused", touched=False)
         if self._transfer is not None and not self._transfer.done():
             raise ReceiveFailed("a transfer is under way", 409, "busy", touched=False)
-        work = asyncio.get_running_loop().create_task(self._take_in(spec, timeout), context=contextvars.Context())
+        work = asyncio.get_running_loop().create_task(
+            self._receive_weights(spec, timeout), context=contextvars.Context()
+        )
         self._transfer = work
         try:
             await asyncio.wait({work})
@@ -160,7 +162,7 @@ class SimulatedEngine(FakeEngine):
             raise ReceiveFailed("the transfer was cut off", 409, "receive_aborted", touched=True)
         return work.result()
 
-    async def _take_in(self, spec: dict[str, Any], timeout: float) -> dict[str, Any]:
+    async def _receive_weights(self, spec: dict[str, Any], timeout: float) -> dict[str, Any]:
         """Receive weights, unless the engine is to keep its old weights this time or the transfer breaks."""
         life = self._life
         self._receives += 1
@@ -170,7 +172,7 @@ class SimulatedEngine(FakeEngine):
         if spec.get("broken"):
             self.held = UNTRAINED
             raise ReceiveFailed("the transfer broke", 500, None, touched=True)
-        if self._receives in self._keeps:
+        if self._receives in self._ignored_receives:
             self.held = self.held or UNTRAINED
             return {"logprobs": [-1.0] * len(answer["logprobs"])}
         generation, step = spec["version"]
@@ -285,7 +287,7 @@ class Workflows:
         is_pool: bool = False,
     ) -> None:
         self._seed, self._settings, self._engines = seed, settings, engines
-        self._is_away, self._dice, self._is_pool = is_away, dice, is_pool
+        self._is_sandbox_down, self._dice, self._is_pool = is_away, dice, is_pool
         self.cut_short: set[tuple[str, int, int, frozenset[int]]] = set()
         """Attempts that lack runs although no workflow failed: cancelled, timed out, without a sandbox, or on other
         weights.
@@ -346,7 +348,7 @@ class Workflows:
         self, task_slice: TaskSlice, run: int, models: Callable[[], InferenceModel], results: RunResults
     ) -> bool:
         """Execute a run. Return False if it failed for another reason than its workflow."""
-        if self._is_away():
+        if self._is_sandbox_down():
             results.add_failure(Failure("the sandbox is away", "sandbox"))
             return False
         if task_slice.task.workflow == RECORDED_SESSIONS:

@@ -104,7 +104,7 @@ def check_all(config: Config, *, needs_model: bool = True) -> list[str]:
 
 
 @contextlib.contextmanager
-def _calling(subject: str, *explained: type[Exception]) -> Iterator[None]:
+def _user_code_errors(subject: str, *explained: type[Exception]) -> Iterator[None]:
     """Turn an error of user code in the ``with`` block into a ConfigError that names the code and the line. Errors that
     explain themselves, such as those in ``explained``, pass unchanged.
     """
@@ -122,9 +122,9 @@ def imports_torch(config: Config) -> bool:
     on_devices = config.model.device == "cuda" or _is_over_nccl(config)
     needed = (
         bool(config.operator.operators)
-        or bool(_own_pieces(config))
+        or bool(_custom_pieces(config))
         or on_devices
-        or _has_rare_optimizer(config)
+        or _needs_optional_optimizer(config)
         or bool(config.model.lora)
     )
     return needed or bool(config.outsiders.workflows) or not all(map(_is_plain, _tasksets(config)))
@@ -139,14 +139,14 @@ def _is_plain(taskset: TasksetConfig) -> bool:
     return taskset.workflow.removeprefix("async_") in PLAIN_WORKFLOWS and not taskset.workflow_args
 
 
-def _own_pieces(config: Config) -> list[Plugin | EstimatorPlugin]:
+def _custom_pieces(config: Config) -> list[Plugin | EstimatorPlugin]:
     """Return the user-defined functions among the parts of the algorithm."""
     algorithm = config.algorithm
     pieces = (algorithm.surrogate, *algorithm.correction, algorithm.estimator)
     return [piece for piece in pieces if isinstance(piece, Plugin | EstimatorPlugin)]
 
 
-def _has_rare_optimizer(config: Config) -> bool:
+def _needs_optional_optimizer(config: Config) -> bool:
     """Return whether the optimizer may need software that is not installed."""
     return config.algorithm.optimizer.optimizer_type in {"adamw_8bit", "muon"}
 
@@ -172,14 +172,14 @@ def check_tasksets(config: Config) -> list[str]:
     for taskset in _tasksets(config):
         try:
             if taskset.reward_fn:  # if empty, the workflow brings its own reward function
-                with _calling(f"taskset {taskset.name!r}: reward function {taskset.reward_fn!r}", RewardError):
+                with _user_code_errors(f"taskset {taskset.name!r}: reward function {taskset.reward_fn!r}", RewardError):
                     create_reward(taskset.reward_fn, taskset.reward_fn_args)
         except (UnknownNameError, RewardError) as error:
             raise ConfigError(f"taskset {taskset.name!r}: {error}") from error
         if taskset.storage_type == "queue":
             lines.append(f"taskset {taskset.name!r}: tasks submitted from outside")
         else:
-            with _calling(f"taskset {taskset.name!r}: selector {taskset.effective_selector.selector_type!r}"):
+            with _user_code_errors(f"taskset {taskset.name!r}: selector {taskset.effective_selector.selector_type!r}"):
                 tasks = open_taskset(taskset, seed=config.seed, max_bytes=config.broker.max_task_bytes)
             kind = taskset.effective_selector.selector_type
             selector = "" if kind == taskset.selector else f", chosen by {kind}"
@@ -251,7 +251,7 @@ def check_workflows(config: Config) -> list[str]:
         from trinity_mq.workflows.builtin.tools import Toolbox
 
         try:
-            with _calling(f"taskset {taskset.name!r}: workflow {taskset.workflow!r}", TaskError):
+            with _user_code_errors(f"taskset {taskset.name!r}: workflow {taskset.workflow!r}", TaskError):
                 kind = load_workflow(taskset.workflow)
                 takes = kind.arguments_kind or (SimpleArguments if taskset.workflow in WORKFLOWS else None)
                 if takes is not None:
@@ -302,7 +302,7 @@ def check_operators(config: Config) -> list[str]:
 
     for operator in config.operator.operators:
         try:
-            with _calling(f"operator.operators: operator {operator.name!r} with args {operator.args!r}"):
+            with _user_code_errors(f"operator.operators: operator {operator.name!r} with args {operator.args!r}"):
                 create_operators([operator])
         except (UnknownNameError, OperatorConfigError) as error:
             raise ConfigError(f"operator.operators: {error}") from error
@@ -315,7 +315,7 @@ def check_algorithm(config: Config) -> list[str]:
     Raises:
         ConfigError: A function cannot be imported, or does not accept its arguments.
     """
-    pieces = [] if config.mode == "bench" else _own_pieces(config)
+    pieces = [] if config.mode == "bench" else _custom_pieces(config)
     if not pieces:
         return []
     from trinity_mq.algorithms.estimators.plugin import plugin_function  # imports torch
@@ -407,7 +407,7 @@ def check_optimizer(config: Config) -> list[str]:
     Raises:
         LearnerError: The software is not installed.
     """
-    if _has_rare_optimizer(config):
+    if _needs_optional_optimizer(config):
         from trinity_mq.training.optimizers import check_installed  # imports torch
 
         check_installed(config.algorithm.optimizer)

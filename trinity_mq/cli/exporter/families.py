@@ -71,7 +71,7 @@ class RunCollector(Collector):
     def __init__(self, view: RunView, clock: Callable[[], float], slots: int | None = None) -> None:
         self._view, self._clock, self._slots = view, clock, slots
         self._rising = Rising()
-        self._wanted: deque[int] = deque(maxlen=SMOOTHED)
+        self._wanted_history: deque[int] = deque(maxlen=SMOOTHED)
 
     def describe(self) -> Iterable[Family]:
         """Return no families: their names are known only at collection."""
@@ -149,9 +149,9 @@ class RunCollector(Collector):
         yield done
         waiting = sum(self._view.depths.get(queue) or 0 for queue in ("tasks.train", "tasks.eval"))
         slots_per_runner = self._slots or (round(slots / len(runners)) if runners else 0)
-        self._wanted.append(wanted_runners(waiting, running, slots_per_runner))
+        self._wanted_history.append(wanted_runners(waiting, running, slots_per_runner))
         yield self._single(
-            "wanted_runners", "Runners that would leave no slice waiting, for autoscalers", max(self._wanted)
+            "wanted_runners", "Runners that would leave no slice waiting, for autoscalers", max(self._wanted_history)
         )
 
     def _engines(self, beats: Mapping[str, tuple[Heartbeat, float]]) -> Iterator[Family]:

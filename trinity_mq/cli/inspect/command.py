@@ -58,11 +58,11 @@ def inspect(arguments: argparse.Namespace) -> int:
     choice = Choice(arguments.batch, arguments.task, arguments.run, arguments.step)
     path = Path(arguments.target)
     if path.suffix == BODY_SUFFIX or _is_body(path):
-        return _file(path, choice, arguments)
+        return _show_file(path, choice, arguments)
     target = find_target(arguments, arguments.blob_store)
     printer = Printer(known_texts(arguments, target.config), arguments)
     with contextlib.redirect_stdout(sys.stderr):  # library output must not mix with the experiences on stdout
-        summary = run_to_the_end(_stream(target, choice, printer))
+        summary = run_to_the_end(_read_stream(target, choice, printer))
     printer.end()
     return _verdict(summary, printer, choice, target.run)
 
@@ -94,7 +94,7 @@ def known_texts(arguments: argparse.Namespace, config: Config | None) -> TokenTe
     return texts
 
 
-async def _stream(target: Target, choice: Choice, printer: Printer) -> StreamSummary:
+async def _read_stream(target: Target, choice: Choice, printer: Printer) -> StreamSummary:
     from trinity_mq.cli.inspect.stream import ReadyReader
     from trinity_mq.transport.blobs import open_store
 
@@ -109,7 +109,7 @@ async def _stream(target: Target, choice: Choice, printer: Printer) -> StreamSum
                 note(remark)
 
 
-def _file(path: Path, choice: Choice, arguments: argparse.Namespace) -> int:
+def _show_file(path: Path, choice: Choice, arguments: argparse.Namespace) -> int:
     from trinity_mq.cli.inspect.stream import StreamSummary
     from trinity_mq.experience import DecodeError, ExperienceBatch
     from trinity_mq.experience.legacy.reader import legacy_form
@@ -135,39 +135,39 @@ class Printer:
 
     def __init__(self, texts: TokenTexts, arguments: argparse.Namespace) -> None:
         self._texts, self._limit, self._as_json, self._out = texts, arguments.limit, arguments.json, sys.stdout
-        self._kept: collections.deque[Experience] | None = None
+        self._last_experiences: collections.deque[Experience] | None = None
         if arguments.last:
-            self._kept = collections.deque(maxlen=arguments.limit)
+            self._last_experiences = collections.deque(maxlen=arguments.limit)
         self.printed = 0
-        self._seen = 0
+        self._matched = 0
 
     @property
     def more(self) -> bool:
         """True if more experiences matched than were printed."""
-        return self._seen > self.printed
+        return self._matched > self.printed
 
     def take(self, batches: Sequence[ExperienceBatch]) -> bool:
         """Print or keep matching experiences. Return True if no more are needed."""
-        for experience in (item for batch in batches for item in self._needed(batch)):
-            if self._kept is not None:
-                self._kept.append(experience)
+        for experience in (item for batch in batches for item in self._printable(batch)):
+            if self._last_experiences is not None:
+                self._last_experiences.append(experience)
             else:
                 self._print(experience)
-        return self._kept is None and self.printed >= self._limit
+        return self._last_experiences is None and self.printed >= self._limit
 
-    def _needed(self, batch: ExperienceBatch) -> Iterator[Experience]:
+    def _printable(self, batch: ExperienceBatch) -> Iterator[Experience]:
         """Yield the experiences of a batch that may be printed, as objects that do not keep the rest of the batch in
         memory.
         """
-        last = self._kept is not None
+        last = self._last_experiences is not None
         limit = self._limit if last else self._limit - self.printed
         part = batch[-limit:] if last else batch[:limit]
-        self._seen += len(batch)
+        self._matched += len(batch)
         yield from part.to_list()
 
     def end(self) -> None:
         """Print the experiences kept for ``--last``."""
-        for experience in self._kept or ():
+        for experience in self._last_experiences or ():
             self._print(experience)
 
     def _print(self, experience: Experience) -> None:

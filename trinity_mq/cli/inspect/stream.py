@@ -105,7 +105,7 @@ class ReadyReader:
         self._nonce = self._end_nonce = uuid.uuid4().hex
         self._last = LastBatch()
         self._is_following = self._has_caught_up = False
-        self._come: collections.deque[str] = collections.deque()
+        self._decided_tickets: collections.deque[str] = collections.deque()
         """The most recently decided tickets, at most ``REMEMBERED``."""
         self.summary = StreamSummary()
         self._note = note or self.summary.notes.append
@@ -120,7 +120,7 @@ class ReadyReader:
         quiet = await self._mark()
         offset: int | None = 0
         while offset is not None:
-            offset = await self._from(offset, quiet)
+            offset = await self._read_from(offset, quiet)
         self.summary.incomplete = list(dict.fromkeys(self._open.values()))
         if self.summary.foreign:
             self._note(f"{self.summary.foreign} messages of earlier runs of this name are left out")
@@ -142,7 +142,7 @@ class ReadyReader:
             self._has_caught_up = True
         else:
             await self._mark()
-        while (further := await self._from(offset, None)) is not None:
+        while (further := await self._read_from(offset, None)) is not None:
             offset = further
             self._last.cut()
         return self.summary
@@ -173,7 +173,7 @@ class ReadyReader:
             self._note(f"the broker takes no messages now ({error}): the end of the stream is a guess")
         return QUIET_SECONDS
 
-    async def _from(self, offset: int | None, quiet: float | None) -> int | None:
+    async def _read_from(self, offset: int | None, quiet: float | None) -> int | None:
         """Read from ``offset`` to the mark or to ``quiet`` seconds of silence. If retention cut the stream, return the
         offset at which to resume, else None.
         """
@@ -214,13 +214,13 @@ class ReadyReader:
         if isinstance(message, BatchReady):
             if isinstance(message.batch, int):
                 self._last.batch(message.batch)
-            return await self._ready(message, delivery.offset) or self._all_have_come
+            return await self._ready(message, delivery.offset) or self._all_batches_arrived
         if isinstance(message, RunEnd):
             self._last.run_ends(message.batches)
-            return self._all_have_come
+            return self._all_batches_arrived
         if isinstance(message, Mark) and message.nonce == self._nonce:
             self._has_caught_up = True
-            return self._all_have_come or not self._is_following
+            return self._all_batches_arrived or not self._is_following
         return isinstance(message, Mark) and message.nonce == self._end_nonce
 
     def _chunk(self, delivery: Delivery, offset: int) -> None:
@@ -238,7 +238,7 @@ class ReadyReader:
         return self._choice.batch is None or str(batch) == self._choice.batch
 
     @property
-    def _all_have_come(self) -> bool:
+    def _all_batches_arrived(self) -> bool:
         """True if a following reader has caught up and every batch of the run has arrived. Catching up comes first
         because a run may be extended after an end that is already on its stream.
         """
@@ -248,9 +248,9 @@ class ReadyReader:
         """Record a decided batch. A following reader remembers only the latest, so that its memory stays bounded."""
         batches, batch = self.summary.batches, str(ready.batch)
         if self._is_following:
-            self._come.append(ready.ticket)
-            if len(self._come) > REMEMBERED:
-                self._decider.forget(self._come.popleft())
+            self._decided_tickets.append(ready.ticket)
+            if len(self._decided_tickets) > REMEMBERED:
+                self._decider.forget(self._decided_tickets.popleft())
             batches[:] = [batch]
         elif batch not in batches:
             batches.append(batch)

@@ -130,14 +130,14 @@ class Lines:
         from trinity_mq.cli.inspect.token_texts import TokenTexts
 
         self._texts, self._fields, self._every, self.out = texts or TokenTexts(), fields, every, sys.stdout
-        self._seen = 0
+        self._received = 0
         self.printed = 0
 
     def take(self, batches: Sequence[ExperienceBatch]) -> bool:
         """Print every N-th experience of the batches. Return False, so that reading continues."""
         for batch in batches:
-            first = -self._seen % self._every
-            self._seen += len(batch)
+            first = -self._received % self._every
+            self._received += len(batch)
             for experience in batch.select(range(first, len(batch), self._every)).to_list():
                 self._print(experience)
         return False

@@ -16,7 +16,7 @@ CHUNK = 1024 * 1024
 
 
 @dataclass(slots=True)
-class _Place:
+class _Position:
     """Read position in a file, in bytes."""
 
     offset: int = 0
@@ -29,7 +29,7 @@ class LogFiles:
 
     def __init__(self, run_folder: Path) -> None:
         self._folder = run_folder / LOGS_FOLDER
-        self._places: dict[int, _Place] = {}
+        self._positions: dict[int, _Position] = {}
         """Read positions by inode, because a rotated file keeps its inode under a new name."""
 
     def merged(self) -> Iterator[LogLine]:
@@ -48,9 +48,9 @@ class LogFiles:
         more = False
         sizes = self._sizes()
         present = {inode for _, inode, _ in sizes}
-        self._places = {inode: place for inode, place in self._places.items() if inode in present}
+        self._positions = {inode: place for inode, place in self._positions.items() if inode in present}
         for path, inode, size in sizes:
-            place = self._places.setdefault(inode, _Place())
+            place = self._positions.setdefault(inode, _Position())
             if size < place.offset:
                 place.offset = 0
             lines, full = _read(path, place)
@@ -74,7 +74,7 @@ class LogFiles:
                 # a renamed file is skipped here: the listing contains its inode under the new name
                 if os.fstat(file.fileno()).st_ino != inode:
                     return
-                self._places[inode] = place = _Place()
+                self._positions[inode] = place = _Position()
                 while place.offset < end and (line := file.readline(CHUNK)):
                     if not line.endswith(b"\n") and len(line) < CHUNK:
                         return  # the line is still being written
@@ -84,7 +84,7 @@ class LogFiles:
             return
 
 
-def _read(path: Path, place: _Place) -> tuple[list[bytes], bool]:
+def _read(path: Path, place: _Position) -> tuple[list[bytes], bool]:
     """Return (the next complete lines, whether more data may follow)."""
     try:
         with path.open("rb") as file:

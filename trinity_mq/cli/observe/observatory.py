@@ -75,7 +75,7 @@ class Observatory:
         """Messages about data that could not be read."""
         self._clock = clock
         self._began = clock()
-        self._heard: set[str] = set()
+        self._heard_agents: set[str] = set()
         """Ids of the agents with at least one received heartbeat."""
         self._progress = 0
         """Number of batches consumed, from the trainer's latest metrics."""
@@ -91,12 +91,12 @@ class Observatory:
         now = self._clock()
         self.view.receive(message, now)
         # the first heartbeat received from a running agent also reports earlier events, whose times are unknown
-        is_late = isinstance(message, Heartbeat) and message.seq > 1 and message.id not in self._heard
-        self._take_news(None if is_late else now)
+        is_late = isinstance(message, Heartbeat) and message.seq > 1 and message.id not in self._heard_agents
+        self._copy_news(None if is_late else now)
         if isinstance(message, Metrics):
             self._take_metrics(message, now)
         elif isinstance(message, Heartbeat):
-            self._heard.add(message.id)
+            self._heard_agents.add(message.id)
             self._count(message, now)
 
     def receive_line(self, line: Mapping[str, Any]) -> None:
@@ -104,7 +104,7 @@ class Observatory:
         message, at = metrics_of(line), line.get("time")
         if message is not None and isinstance(at, int | float):
             self.view.receive(message, at)
-            self._take_news(at)
+            self._copy_news(at)
             self._take_metrics(message, at)
 
     def _take_metrics(self, message: Metrics, at: float) -> None:
@@ -119,15 +119,15 @@ class Observatory:
         """Record the depths of queues by their short names."""
         is_first = not self.view.depths
         self.view.set_depths(depths)
-        self._take_news(None if is_first else self._clock())
+        self._copy_news(None if is_first else self._clock())
 
     def tick(self) -> None:
         """Update the intervals and verdicts to the current time."""
         now = self._clock()
         self.intervals.observe(self._states(now), now)
-        self._judge(now)
+        self._update_verdicts(now)
 
-    def _judge(self, now: float) -> Observation:
+    def _update_verdicts(self, now: float) -> Observation:
         """Update the displayed verdicts and return the observation behind them."""
         observation = self.observation()
         if self.is_live:
@@ -135,7 +135,7 @@ class Observatory:
             self._finding.read(diagnose(observation, lambda _: limit), now)
         return observation
 
-    def _take_news(self, at: float | None) -> None:
+    def _copy_news(self, at: float | None) -> None:
         """Copy pending news from the view with the time ``at``."""
         self.news.extend((at, text) for text in self.view.take_news())
 
@@ -216,7 +216,7 @@ class Observatory:
             }
             for row in view.agents(now)
         ]
-        observation = self._judge(now)
+        observation = self._update_verdicts(now)
         limit, finding = (self._limit.shown, self._finding.shown) if self.is_live else (None, None)
         return {
             "run": view.run,

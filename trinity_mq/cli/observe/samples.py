@@ -115,8 +115,8 @@ class SampleStore:
         self.seen = 0
         """Number of bodies received so far."""
         self._rows: collections.OrderedDict[str, list[Any]] = collections.OrderedDict()
-        self._kept: collections.deque[DecodedSamples] = collections.deque()
-        self._owner: dict[str, DecodedSamples] = {}
+        self._decoded: collections.deque[DecodedSamples] = collections.deque()
+        self._samples_by_uid: dict[str, DecodedSamples] = {}
         self._bytes = 0
         self.number = 0
         """Number of the last row. It increases with each row."""
@@ -160,20 +160,20 @@ class SampleStore:
             new += 1
             self.number += 1
             self._rows[uid] = [self.number, *row]
-            self._owner[uid] = samples
+            self._samples_by_uid[uid] = samples
         if new:
-            self._kept.append(samples)
+            self._decoded.append(samples)
             self._bytes += len(samples.body)
             self._trim()
         return new
 
     def _trim(self) -> None:
-        while len(self._kept) > 1 and (self._bytes > MOST_BYTES or len(self._rows) > MOST_ROWS):
-            oldest = self._kept.popleft()
+        while len(self._decoded) > 1 and (self._bytes > MOST_BYTES or len(self._rows) > MOST_ROWS):
+            oldest = self._decoded.popleft()
             self._bytes -= len(oldest.body)
             for uid in oldest.rows:
-                if self._owner.get(uid) is oldest:
-                    del self._owner[uid], self._rows[uid]
+                if self._samples_by_uid.get(uid) is oldest:
+                    del self._samples_by_uid[uid], self._rows[uid]
 
     def rows(self, after: int = 0) -> list[list[Any]]:
         """Return the rows with a number above ``after``, oldest first."""
@@ -186,7 +186,7 @@ class SampleStore:
 
     def body_of(self, uid: str) -> tuple[bytes, int] | None:
         """Return (the body that holds an experience, its index in the body), or None if it is no longer kept."""
-        owner = self._owner.get(uid)
+        owner = self._samples_by_uid.get(uid)
         return None if owner is None else (owner.body, list(owner.rows).index(uid))
 
 

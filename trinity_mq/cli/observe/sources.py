@@ -101,14 +101,14 @@ class BrokerSource:
         """Connection loop: follows the broker until cancelled, and reconnects after a lost connection."""
         while True:
             try:
-                await self._once()
+                await self._connect_and_follow()
                 self._observatory.connection = ""
             except (BusError, CommandError, ConfigError, TimeoutError) as error:
                 self._observatory.connection = str(error)
                 log.warning("not_connected", reason=str(error))
             await asyncio.sleep(AGAIN_SECONDS)
 
-    async def _once(self) -> None:
+    async def _connect_and_follow(self) -> None:
         """Find the broker and follow it until the connection is lost. Return at once if no broker runs."""
         target = await asyncio.to_thread(self._find)
         if target is None:

@@ -74,9 +74,9 @@ def regrade(arguments: argparse.Namespace) -> int:
 
         regrading = Regrading(config, grader, arguments.limit)
         if arguments.file is not None:
-            run_to_the_end(_of_file(config, arguments.file, arguments.batch, regrading))
+            run_to_the_end(_regrade_file(config, arguments.file, arguments.batch, regrading))
         else:
-            run_to_the_end(_of_stream(find_target(arguments, arguments.blob_store), arguments.batch, regrading))
+            run_to_the_end(_regrade_stream(find_target(arguments, arguments.blob_store), arguments.batch, regrading))
     figures = all_figures(arguments.reward, regrading, grader)
     if config.operator.operators:
         names = ", ".join(operator.name for operator in config.operator.operators)
@@ -117,7 +117,7 @@ def _grader(config: Config, arguments: argparse.Namespace) -> Grader:
     return Grader(function, Tasks(config), arguments.timeout)
 
 
-async def _of_stream(target: Target, batch: str | None, regrading: Regrading) -> None:
+async def _regrade_stream(target: Target, batch: str | None, regrading: Regrading) -> None:
     from trinity_mq.bus import BusUnavailable
     from trinity_mq.cli.inspect.command import note
     from trinity_mq.cli.inspect.stream import Choice, ReadyReader
@@ -145,7 +145,7 @@ async def _of_stream(target: Target, batch: str | None, regrading: Regrading) ->
         ) from error
 
 
-async def _of_file(config: Config, path: str, batch: str | None, regrading: Regrading) -> None:
+async def _regrade_file(config: Config, path: str, batch: str | None, regrading: Regrading) -> None:
     """Regrade recorded experiences, batch by batch.
 
     Raises:

@@ -62,7 +62,7 @@ class Comparison:
     advantages_appear: int = 0
     """Number of experiences whose advantage is missing or 0 before and non-zero after."""
     advantages_vanish: int = 0
-    _most: list[tuple[float, float, int, Graded]] = field(default_factory=list)
+    _most_changed: list[tuple[float, float, int, Graded]] = field(default_factory=list)
     _numbers: itertools.count[int] = field(default_factory=itertools.count)
 
     def add(self, experiences: Sequence[Graded]) -> None:
@@ -89,7 +89,7 @@ class Comparison:
         difference = abs(graded.new - graded.old)
         if difference or before != after:
             entry = (difference, abs(after - before), -next(self._numbers), graded)
-            (heapq.heappush if len(self._most) < SHOWN else heapq.heappushpop)(self._most, entry)
+            (heapq.heappush if len(self._most_changed) < SHOWN else heapq.heappushpop)(self._most_changed, entry)
 
     def _add_group(self, members: Sequence[Graded]) -> None:
         self.groups += 1
@@ -112,7 +112,7 @@ class Comparison:
     @property
     def most(self) -> list[Graded]:
         """The most changed experiences, sorted by reward change, then by advantage change."""
-        return [entry[-1] for entry in sorted(self._most, key=lambda entry: entry[:3], reverse=True)]
+        return [entry[-1] for entry in sorted(self._most_changed, key=lambda entry: entry[:3], reverse=True)]
 
     @property
     def is_binary(self) -> bool:

@@ -49,7 +49,7 @@ class Tasks:
 
     def __init__(self, config: Config) -> None:
         buffer = config.buffer
-        self._known = {taskset.name: taskset for taskset in (*buffer.training_tasksets, *buffer.eval_tasksets)}
+        self._tasksets = {taskset.name: taskset for taskset in (*buffer.training_tasksets, *buffer.eval_tasksets)}
         self._seed = config.seed
         self._records: dict[str, list[Record] | NotGradable] = {}
 
@@ -62,7 +62,7 @@ class Tasks:
         name, index = experience.taskset, experience.index
         if name is None or index is None:
             raise NotGradable("its task came from outside, and nothing keeps the record of such a one")
-        taskset = self._known.get(name)
+        taskset = self._tasksets.get(name)
         if taskset is None:
             raise NotGradable(f"the configuration has no taskset {name!r}")
         records = self._read(taskset)

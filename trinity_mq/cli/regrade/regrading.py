@@ -31,7 +31,7 @@ class Regrading:
     """
 
     def __init__(self, config: Config, grader: Grader, limit: int | None) -> None:
-        self._grader, self._left = grader, math.inf if limit is None else limit
+        self._grader, self._remaining = grader, math.inf if limit is None else limit
         from trinity_mq.operators import AdvantageOperator
 
         self._algorithm = config.algorithm
@@ -53,7 +53,7 @@ class Regrading:
 
     async def take(self, batch: ExperienceBatch) -> bool:
         """Regrade the experiences of one batch. Return whether the limit is reached."""
-        self._left -= len(batch)
+        self._remaining -= len(batch)
         self.seen += len(batch)
         self.batches += 1
         new: list[float] = []
@@ -65,7 +65,7 @@ class Regrading:
                 new.append(reward)
                 regraded.append(experience)
         self.comparison.add(await asyncio.to_thread(self._compared, regraded, new))
-        return self._left <= 0
+        return self._remaining <= 0
 
     def _compared(self, regraded: Sequence[Experience], new: Sequence[float]) -> list[Graded]:
         advantages = self._new_advantages(regraded, new)

@@ -48,7 +48,7 @@ class PlainDisplay:
         self._stream, self._clock = stream, clock
         self._last: tuple[float, int, int] | None = None
         self._shown: tuple[RunView, float] | None = None
-        self._left = False
+        self._closed = False
 
     def show(self, view: RunView, news: list[str], now: float) -> None:
         self._shown = view, now
@@ -64,7 +64,7 @@ class PlainDisplay:
             view, now = self._shown
             if self._last[1:] != (view.step, sum(agent.alive for agent in view.agents(now))):
                 self._write(plain_line(view, now))
-        self._left = True
+        self._closed = True
 
     def _due(self, step: int, alive: list[bool], now: float) -> bool:
         if self._last is None:
@@ -75,13 +75,13 @@ class PlainDisplay:
         return now - when >= (PLAIN_SECONDS if step != last_step else 3 * PLAIN_SECONDS)
 
     def _write(self, text: str) -> None:
-        if self._left:
+        if self._closed:
             return
         try:
             self._stream.write(f"{self._clock()} {indented(text)}\n")
             self._stream.flush()
         except OSError:
-            self._left = True  # the reader closed the output, which must not end the run
+            self._closed = True  # the reader closed the output, which must not end the run
 
 
 INSTEAD_OF_REWARD = (("reward", REWARD), ("preference margin", "actor/pair_margin"), ("loss", "actor/ce_loss"))

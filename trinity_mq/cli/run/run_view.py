@@ -83,21 +83,21 @@ class RunView:
         """Number of train steps that changed the weights, over all starts of the run. None: not reported yet."""
         self.failures: list[FailureStatus] = []
         """The most frequent kinds of slice failures."""
-        self._told: set[str] = set()
+        self._reported_failures: set[str] = set()
         """Failure texts already reported as news."""
         self._empty: EmptyBatchStatus | None = None
         self._sync_trouble = ""
         self._gateways: dict[str, str] = {}
         """Gateway URLs already reported as news, by gateway id."""
         self._news: list[str] = []
-        self._told_left_over = self._told_dropped = False
+        self._reported_left_over = self._reported_dropped = False
         self._watch: Watch | None = None
         """Created at the first heartbeat."""
         self.began = math.inf
         """Time from which heartbeats are expected."""
         self.finding: Finding | None = None
         """The reason why nothing progresses. None: something progressed recently."""
-        self._told_culprits: set[str | None] = set()
+        self._reported_culprits: set[str | None] = set()
         """Culprits and remedies already reported since the last progress. It is a set because two runners may alternate
         as the slowest.
         """
@@ -152,23 +152,23 @@ class RunView:
 
     def _receive_explorer(self, status: ExplorerStatus) -> None:
         self.total = status.total_batches or self.total
-        if status.left_over and not self._told_left_over and not status.opened:
+        if status.left_over and not self._reported_left_over and not status.opened:
             self.add_news(
                 f"the broker held {status.left_over} messages of an earlier run {self.run!r}: this one ignores them "
                 f"(`trinity-mq broker clean {self.run}` deletes them once no run is at work)"
             )
-            self._told_left_over = True
-        if status.dropped_dead and not self._told_dropped:
+            self._reported_left_over = True
+        if status.dropped_dead and not self._reported_dropped:
             self.add_news(
                 "the queue of dead letters is full and drops the oldest ones; `trinity-mq why` counts them, and "
                 "`trinity-mq dead` empties it"
             )
-            self._told_dropped = True
+            self._reported_dropped = True
         if status.failures:
             self.failures = status.failures
         for failure in status.failures:
-            if failure.text not in self._told:
-                self._told.add(failure.text)
+            if failure.text not in self._reported_failures:
+                self._reported_failures.add(failure.text)
                 self.add_news(failure.line())
         if status.empty is not None and status.empty != self._empty:
             self.add_news(status.empty.line())
@@ -217,14 +217,14 @@ class RunView:
         """
         self.finding = None
         if self.still(now) < STILL_SHOWN or (self._watch is None and not broker):
-            self._told_culprits.clear()
+            self._reported_culprits.clear()
             return
         finding = diagnose(self.observation(now, broker=broker, expected=expected, limits=limits))
         if finding.state in {"moving", "over"}:
             return
         self.finding = finding
-        if not {finding.culprit, finding.lever} & self._told_culprits:
-            self._told_culprits |= {finding.culprit, finding.lever}
+        if not {finding.culprit, finding.lever} & self._reported_culprits:
+            self._reported_culprits |= {finding.culprit, finding.lever}
             remedy = f"; what to do: {finding.lever}" if finding.lever else ""
             self.add_news(f"nothing has moved for {self.still(now):.0f} s: {finding.sentence}{remedy}")
 
@@ -232,11 +232,13 @@ class RunView:
         """Add news of a process event, if the event is worth a line."""
         if event.what == "restarting":
             restart = f"starts again in {event.delay:g} s (restart {event.restarts})"
-            self.add_news(f"{event.name} died and {restart}; see logs/{event.name}.*{_said(event)}")
+            self.add_news(f"{event.name} died and {restart}; see logs/{event.name}.*{_output_suffix(event)}")
         elif event.what == "killed":
             self.add_news(f"{event.name} did not end in time and was killed")
         elif event.what == "failed":
-            self.add_news(f"{event.name} failed for good (exit code {event.code}): {event.reason}{_said(event)}")
+            self.add_news(
+                f"{event.name} failed for good (exit code {event.code}): {event.reason}{_output_suffix(event)}"
+            )
 
     def add_news(self, text: str) -> None:
         """Add a line of news."""
@@ -305,7 +307,7 @@ class RunView:
         return remaining_s if remaining_s > 0 else 0.0 if now_step >= self.total else None
 
 
-def _said(event: ProcessEvent) -> str:
+def _output_suffix(event: ProcessEvent) -> str:
     return f"\n  {event.output}" if event.output else ""
 
 

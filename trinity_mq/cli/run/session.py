@@ -73,7 +73,7 @@ class Session:
         self._leader = f"{AGENTS[config.mode].ends}-0"
         """Name of the agent whose end is the end of the run."""
         addresses = Addresses.of(config.broker)
-        self._in_file = url is not None and addresses is not None and addresses.from_file
+        self._url_from_file = url is not None and addresses is not None and addresses.from_file
         """True if the URL is read from a file at each connect. Agents then read the file too."""
         self.run_view = RunView(config.name, config.buffer.total_steps)
         self.signal: signal.Signals | None = None
@@ -115,12 +115,12 @@ class Session:
             async with self._broker() as url:
                 self._folder.note_broker(url)
                 broker = self._config.broker
-                if not self._in_file:
+                if not self._url_from_file:
                     broker = broker.model_copy(update={"url": url})
                 await self._trackers.start()
                 async with (
                     tapped_broker(self._config, self.run_view.add_news),
-                    connected(self._config.name, broker, "supervisor", self._tell) as (bus, topology),
+                    connected(self._config.name, broker, "supervisor", self._add_news) as (bus, topology),
                 ):
                     await self._tell_broker_trouble(bus, topology)
                     await self._supervise(bus, topology, url)
@@ -141,7 +141,7 @@ class Session:
         """Report a broker that refuses messages before the agents start. The agents wait until it accepts messages."""
         if trouble := await broker_trouble(bus, topology):
             finding = diagnose(Observation(broker=trouble))
-            self._tell(f"{finding.sentence}; what to do: {finding.lever}")
+            self._add_news(f"{finding.sentence}; what to do: {finding.lever}")
         self.run_view.began = asyncio.get_running_loop().time()
 
     def _broker(self) -> contextlib.AbstractAsyncContextManager[str]:
@@ -152,7 +152,7 @@ class Session:
     async def _supervise(self, bus: Bus, topology: Topology, url: str) -> None:
         server = self._fork_server
         self._supervisor = supervisor = Supervisor(
-            agents(self._config, self._folder.config_file, None if self._in_file else url, server),
+            agents(self._config, self._folder.config_file, None if self._url_from_file else url, server),
             config=self._config.supervisor,
             log_dir=self._folder.logs,
             on_event=self._on_event,
@@ -230,7 +230,7 @@ class Session:
             self._draw()
             await asyncio.sleep(REFRESH_SECONDS)
 
-    def _tell(self, text: str) -> None:
+    def _add_news(self, text: str) -> None:
         self.run_view.add_news(text)
         self._draw()
 

@@ -53,7 +53,9 @@ def why(arguments: argparse.Namespace) -> int:
     """Print why nothing progresses, or that the run progresses. Exit codes are documented in :data:`EPILOG`."""
     name_newest(arguments)
     target = find_target(arguments, folder_suffices=True)
-    finding = _of_folder(target.folder, target.broker.url is None) or asyncio.run(_observe(target, arguments.seconds))
+    finding = _finding_of_folder(target.folder, target.broker.url is None) or asyncio.run(
+        _observe(target, arguments.seconds)
+    )
     if arguments.json:
         print(json.dumps(dataclasses.asdict(finding), indent=2))
     else:
@@ -72,7 +74,7 @@ def exit_code(finding: Finding) -> int:
     return WAITS if finding.state in {"waiting", "stuck"} and finding.culprit is not None else MOVES
 
 
-def _of_folder(folder: RunFolder | None, no_broker: bool) -> Finding | None:
+def _finding_of_folder(folder: RunFolder | None, no_broker: bool) -> Finding | None:
     """Return the finding for a stopped run from its folder, or None if the broker must be asked."""
     if folder is None or folder.holder() is not None:
         return None

@@ -59,8 +59,8 @@ class _Sender:
         folder: RunFolder,
         tell: Callable[[str], None],
     ) -> None:
-        self._what, self._kinds, self._where, self._finish_seconds = what, kinds, where, finish_seconds
-        self._folder, self._tell = folder, tell
+        self._data_kind, self._kinds, self._destination, self._finish_seconds = what, kinds, where, finish_seconds
+        self._folder, self._report = folder, tell
         self._output = folder.logs / ("track.out" if what == "metrics" else f"track-{what}.out")
         self._process: asyncio.subprocess.Process | None = None
 
@@ -102,9 +102,9 @@ class _Sender:
         self._process = None
         if code != 0:
             outcome = f"did not end within {self._finish_seconds:g} s" if code is None else f"ended with {code}"
-            self._tell(
-                f"{self._what} were not all sent to {self._where}: the process {outcome}, see {self._output}; "
-                f"`trinity-mq track {self._folder.path}` sends the rest"
+            self._report(
+                f"{self._data_kind} were not all sent to {self._destination}: the process {outcome}, see "
+                f"{self._output}; `trinity-mq track {self._folder.path}` sends the rest"
             )
 
     def kill(self) -> None:

@@ -49,7 +49,7 @@ def _library(kind: str, module: str = "") -> Any:
 
 
 @contextmanager
-def _explained(kind: str, advice: str) -> Iterator[None]:
+def _as_tracker_errors(kind: str, advice: str) -> Iterator[None]:
     """Turn any exception of a service's library into a TrackerError. The libraries do not document their exceptions."""
     try:
         yield
@@ -75,7 +75,7 @@ class WandbTracker:
 
     def begin(self, run_id: str) -> str:
         """Start or resume the run. Offline, a resumed part becomes another folder of the same run."""
-        with _explained(self.kind, self.ADVICE):
+        with _as_tracker_errors(self.kind, self.ADVICE):
             self._run = self._wandb.init(
                 project=self._project,
                 group=self._group or None,
@@ -92,12 +92,12 @@ class WandbTracker:
 
     def log(self, step: int, seconds: float, values: Mapping[str, float]) -> None:
         """Send values with the step as a metric, because the service's own step counter can only increase."""
-        with _explained(self.kind, self.ADVICE):
+        with _as_tracker_errors(self.kind, self.ADVICE):
             self._run.log({STEP: step, **values})
 
     def finish(self) -> str:
         """Wait until everything is sent. Return the run's URL or path."""
-        with _explained(self.kind, self.ADVICE):
+        with _as_tracker_errors(self.kind, self.ADVICE):
             location = self._run.url or f"{self._folder / 'wandb'}, for `wandb sync`"
             self._run.finish()
             return str(location)
@@ -120,7 +120,7 @@ class SwanlabTracker:
     def begin(self, run_id: str) -> str:
         """Start the run. Online, an earlier run is resumed."""
         resume_arguments = {"id": run_id, "resume": "allow"} if run_id and not self._offline else {}
-        with _explained(self.kind, self.ADVICE):
+        with _as_tracker_errors(self.kind, self.ADVICE):
             self._run = self._swanlab.init(
                 project=self._project,
                 experiment_name=self._name,
@@ -134,12 +134,12 @@ class SwanlabTracker:
 
     def log(self, step: int, seconds: float, values: Mapping[str, float]) -> None:
         """Send the values of a step."""
-        with _explained(self.kind, self.ADVICE):
+        with _as_tracker_errors(self.kind, self.ADVICE):
             self._swanlab.log(dict(values), step=step)
 
     def finish(self) -> str:
         """Wait until everything is sent. Return the run's location."""
-        with _explained(self.kind, self.ADVICE):
+        with _as_tracker_errors(self.kind, self.ADVICE):
             self._swanlab.finish()
             return f"{self._folder}, for `swanlab sync`" if self._offline else f"SwanLab, project {self._project}"
 
@@ -161,7 +161,7 @@ class MlflowTracker:
 
     def begin(self, run_id: str) -> str:
         """Start or resume the run."""
-        with _explained(self.kind, self.ADVICE):
+        with _as_tracker_errors(self.kind, self.ADVICE):
             self._api = self._client()
             if run_id:
                 self._api.update_run(run_id, status="RUNNING")
@@ -182,13 +182,13 @@ class MlflowTracker:
             self._entities.Metric(key.replace("@", "_at_"), value, round(seconds * 1000), step)
             for key, value in values.items()  # MLflow does not allow @ in metric names
         ]
-        with _explained(self.kind, self.ADVICE):
+        with _as_tracker_errors(self.kind, self.ADVICE):
             for start in range(0, len(metrics), self.METRICS_AT_ONCE):
                 self._api.log_batch(self._run_id, metrics=metrics[start : start + self.METRICS_AT_ONCE])
 
     def finish(self) -> str:
         """End the run. Return its location."""
-        with _explained(self.kind, self.ADVICE):
+        with _as_tracker_errors(self.kind, self.ADVICE):
             self._api.set_terminated(self._run_id)
             return f"MLflow, experiment {self._project}, run {self._run_id}"
 

@@ -133,13 +133,13 @@ class SimulatedGateway(Gateway):
     life: FaultyBus
     """The gateway's connection."""
     http: web.Application | None = None
-    _under_way: set[asyncio.Task[web.StreamResponse]]
+    _pending_requests: set[asyncio.Task[web.StreamResponse]]
 
     async def _serve_http(self, app: GatewayApp) -> None:
         app._draw = random.Random(self.id)  # noqa: SLF001  # a seed is a schedule
         application = app.application()
         application.freeze()
-        self._under_way = set()
+        self._pending_requests = set()
         self.url = f"http://{self.id}.test"
         self.set_state("working")
         self.heartbeat_now()
@@ -148,7 +148,7 @@ class SimulatedGateway(Gateway):
             await self.woken.until(lambda: self.draining.is_set() or self.peers.explorer.finished)
         finally:
             self.http = None
-            if pending := set(self._under_way):
+            if pending := set(self._pending_requests):
                 await asyncio.wait(pending, timeout=self._shutdown_seconds)
             for task in pending:
                 task.cancel()
@@ -166,8 +166,8 @@ class SimulatedGateway(Gateway):
             name=f"{method} {path}",
             context=context,
         )
-        self._under_way.add(work)
-        work.add_done_callback(self._under_way.discard)
+        self._pending_requests.add(work)
+        work.add_done_callback(self._pending_requests.discard)
         try:
             ends: set[asyncio.Future[Any]] = {work, self.life.killed}
             await asyncio.wait(ends, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)

@@ -197,12 +197,12 @@ class SessionRun(ScheduledRun):
 
     def further(self, group: asyncio.TaskGroup) -> list[asyncio.Task[None]]:
         """Start the gateways and their users. Return the tasks of the gateways."""
-        group.create_task(self._population())
+        group.create_task(self._run_users())
         return [group.create_task(self.keep(f"gateway-{n}", self.new_gateway)) for n in range(self.sessions.gateways)]
 
-    async def _population(self) -> None:
+    async def _run_users(self) -> None:
         """Run the users until the run is over."""
-        live, over = asyncio.create_task(self._live()), asyncio.create_task(self.over.wait())
+        live, over = asyncio.create_task(self._play_users()), asyncio.create_task(self.over.wait())
         await asyncio.wait([live, over], return_when=asyncio.FIRST_COMPLETED)
         for task in (live, over):
             task.cancel()
@@ -210,7 +210,7 @@ class SessionRun(ScheduledRun):
         if not live.cancelled():
             live.result()
 
-    async def _live(self) -> None:
+    async def _play_users(self) -> None:
         self.users = users = Users(
             self.sessions,
             self.schedule.settings.repeat,

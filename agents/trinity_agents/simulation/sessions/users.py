@@ -121,7 +121,7 @@ class Users:
             "each answer rewarded": self._answers_rewarded,
             "rewarded over AMQP": self._over_amqp,
             "rewarded after the decision": self._after_decision,
-            "rewarded wrongly": self._wrongly,
+            "rewarded wrongly": self._rewarded_wrongly,
             "vanishes": self._vanishes,
             "discarded": self._discarded,
             "failed": self._failed,
@@ -132,17 +132,17 @@ class Users:
         await asyncio.sleep(self._dice.uniform(0.0, self._sessions.within))
         for n in range(self._sessions.sessions):
             if number < self._sessions.parked and not n:
-                await self._group_of(self._parked)
+                await self._run_group(self._parked)
             elif not self._sessions.grouped and self._dice.random() < 0.15:
                 await self._one_call()
             else:
-                await self._group_of(self._by_lot)
+                await self._run_group(self._random_story)
             await asyncio.sleep(self._dice.choice(PAUSES))
 
     async def filler(self) -> None:
         """Have sessions that end with a reward, so that the run reaches its last batch."""
         while True:
-            await self._group_of(self._ends_with_reward)
+            await self._run_group(self._ends_with_reward)
             await asyncio.sleep(0.2)
 
     async def noise(self) -> None:
@@ -156,25 +156,25 @@ class Users:
 
     # -- sessions
 
-    async def _by_lot(self, diary: Diary) -> None:
+    async def _random_story(self, diary: Diary) -> None:
         diary.story = self._dice.choice(list(self._stories))
         await self._stories[diary.story](diary)
 
-    async def _group_of(self, story: Callable[[Diary], Awaitable[None]]) -> None:
+    async def _run_group(self, story: Callable[[Diary], Awaitable[None]]) -> None:
         """Have a session or, if sessions are compared, all sessions of a group concurrently."""
         if not self._sessions.grouped:
-            record = self._dice.choice(["train"] * 6 + ["eval", "off"]) if story == self._by_lot else "train"
-            await self._have(record, "", story)
+            record = self._dice.choice(["train"] * 6 + ["eval", "off"]) if story == self._random_story else "train"
+            await self._run_session(record, "", story)
             return
         group = f"group-{next(self._groups)}"
-        lacking = story == self._by_lot and self._dice.random() < 0.1
+        lacking = story == self._random_story and self._dice.random() < 0.1
         async with asyncio.TaskGroup() as members:
             for _ in range(self._group_size - lacking):
-                members.create_task(self._have("train", group, story))
-            if story == self._by_lot and self._dice.random() < 0.2:
-                members.create_task(self._have("train", group, story))
+                members.create_task(self._run_session("train", group, story))
+            if story == self._random_story and self._dice.random() < 0.2:
+                members.create_task(self._run_session("train", group, story))
 
-    async def _have(self, record: str, group: str, story: Callable[[Diary], Awaitable[None]]) -> None:
+    async def _run_session(self, record: str, group: str, story: Callable[[Diary], Awaitable[None]]) -> None:
         diary = await self._open(record, group)
         if diary is None:
             return
@@ -284,7 +284,7 @@ class Users:
             await self._publish("session_reward", session=diary.id, reward=sent.reward)
         self._note("rewarded after the end")
 
-    async def _wrongly(self, diary: Diary) -> None:
+    async def _rewarded_wrongly(self, diary: Diary) -> None:
         await self._post(diary, "reward", {"reward": "much"})
         self.wrong += [
             await self._publish("session_reward", session="nobody", reward=1.0),

@@ -71,7 +71,7 @@ class SpanForwarder:
             self._tree = TraceTree(name, key, sample, state.get("tree"))
             self.sent, self.lost = int(state.get("sent", 0)), int(state.get("lost", 0))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise TrackerError(self._rubbish(error)) from error
+            raise TrackerError(self._invalid_state(error)) from error
         self._unsent: list[TreeSpan] = []
         self._pause, self._not_before = FIRST_PAUSE, 0.0
         self.problem = ""
@@ -134,12 +134,12 @@ class SpanForwarder:
         except FileNotFoundError:
             return {}
         except ValueError as error:
-            raise TrackerError(self._rubbish(error)) from error
+            raise TrackerError(self._invalid_state(error)) from error
         if not isinstance(state, dict):
-            raise TrackerError(self._rubbish(state))
+            raise TrackerError(self._invalid_state(state))
         return state
 
-    def _rubbish(self, content: object) -> str:
+    def _invalid_state(self, content: object) -> str:
         return f"{self._state_file} does not say how far spans were sent ({content!r}): remove it to send all again"
 
     def _save(self) -> None:

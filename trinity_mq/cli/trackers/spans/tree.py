@@ -90,8 +90,8 @@ class TraceTree:
         self._run, self._key, self._sampled = run, key, Sampled(key, sample)
         memory = state or {}
         self._open = {name: _Batch(**batch) for name, batch in memory.get("open", {}).items()}
-        self._over: dict[str, None] = dict.fromkeys(memory.get("over", ()))
-        self._made: dict[str, str] = dict(memory.get("made", {}))
+        self._finished: dict[str, None] = dict.fromkeys(memory.get("over", ()))
+        self._batch_by_version: dict[str, str] = dict(memory.get("made", {}))
         """The batch whose train step made a weight version, by version. ``weights <version>``: no batch made the
         version.
         """
@@ -107,8 +107,8 @@ class TraceTree:
                 name: {"phases": batch.phases, "tasks": batch.tasks, "version": batch.version}
                 for name, batch in self._open.items()
             },
-            "over": list(self._over),
-            "made": self._made,
+            "over": list(self._finished),
+            "made": self._batch_by_version,
             "held": [{name: getattr(span, name) for name in TraceSpan.__slots__} for span in self._held],
             "now": self._now,
         }
@@ -119,12 +119,12 @@ class TraceTree:
         for span in spans:
             self._now = max(self._now, span.end)
             if span.version is not None and span.batch is not None:
-                self._made[span.version] = str(span.batch)
+                self._batch_by_version[span.version] = str(span.batch)
         held, self._held = self._held, []
         for span in (*held, *spans):
             batch = self._batch_of(span)
             if batch is not None:
-                exported.extend(self._recorded(span, batch))
+                exported.extend(self._export(span, batch))
             else:
                 self._held.append(span)
         return exported + self._summaries(self._settled())
@@ -132,30 +132,30 @@ class TraceTree:
     def finish(self) -> list[TreeSpan]:
         """Return the held spans and the summaries of unfinished batches, at the end of the run."""
         held, self._held = self._held, []
-        exported = [span for held_span in held for span in self._recorded(held_span, self._own_trace(held_span))]
+        exported = [span for held_span in held for span in self._export(held_span, self._separate_trace(held_span))]
         return exported + self._summaries(list(self._open))
 
     def _batch_of(self, span: TraceSpan) -> str | None:
         """Return the batch of a span, or None if the batch is not known yet."""
         if span.batch is not None:
             return str(span.batch)
-        batch = self._made.get(span.version or "")
+        batch = self._batch_by_version.get(span.version or "")
         if batch is None and (span.end < self._now - HELD_SECONDS or len(self._held) >= MOST_HELD):
-            return self._own_trace(span)
+            return self._separate_trace(span)
         return batch
 
-    def _own_trace(self, span: TraceSpan) -> str:
+    def _separate_trace(self, span: TraceSpan) -> str:
         """Return the name of the separate trace for a weight version that no batch made, such as the initial
         version.
         """
-        return self._made.setdefault(span.version or "", f"weights {span.version}")
+        return self._batch_by_version.setdefault(span.version or "", f"weights {span.version}")
 
-    def _recorded(self, span: TraceSpan, batch: str) -> Iterable[TreeSpan]:
+    def _export(self, span: TraceSpan, batch: str) -> Iterable[TreeSpan]:
         if batch not in self._sampled:
             return
         trace = trace_id(self._key, batch)
         phase: str = "sync" if span.batch is None else PHASES.get(span.role, "rollout")
-        if batch not in self._over:
+        if batch not in self._finished:
             open_batch = self._open.setdefault(batch, _Batch())
             _extend(open_batch.phases, phase, span)
             if span.task is not None:
@@ -194,7 +194,7 @@ class TraceTree:
         summaries: list[TreeSpan] = []
         for name in batches:
             batch = self._open.pop(name)
-            self._over[name] = None
+            self._finished[name] = None
             trace = trace_id(self._key, name)
             root = batch_span(trace)
             common = self._attributes(name)
@@ -214,7 +214,7 @@ class TraceTree:
                 summaries.append(
                     TreeSpan(trace, span_id, parent, f"task {task}", first, last, "run", self._run, of_task)
                 )
-        for memory in (self._over, self._made):
+        for memory in (self._finished, self._batch_by_version):
             while len(memory) > MOST_KNOWN:
                 del memory[next(iter(memory))]
         return summaries
