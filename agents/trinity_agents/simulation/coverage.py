@@ -254,7 +254,9 @@ class _Watched:
 
 
 class _WatchedCircuit:
-    """In place of an attribute of a circuit: keeps its value, and notes changes of the circuit's state."""
+    """Descriptor that replaces an attribute of a circuit: stores its value and records changes of the circuit's
+    state.
+    """
 
     def __init__(self, name: str, observer: Observer) -> None:
         self._name, self._observer = name, observer

@@ -1,1 +1,1 @@
-"""Commands that fit into one module each."""
+"""Commands that consist of a single module each."""

@@ -1,1 +1,1 @@
-"""``trinity-mq exporter``: the state of a run as metrics for Prometheus."""
+"""``trinity-mq exporter``: serves the state of a run as Prometheus metrics."""

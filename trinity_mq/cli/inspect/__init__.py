@@ -1,1 +1,1 @@
-"""``trinity-mq inspect``: experiences as the trainer reads them."""
+"""``trinity-mq inspect``: shows experiences as the trainer reads them."""
