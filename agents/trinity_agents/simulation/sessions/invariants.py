@@ -56,7 +56,7 @@ class SessionEvidence(Evidence):
 
     @cached_property
     def told_late(self) -> set[str]:
-        """Tickets that were consumed so late that gateways may have ended before they told."""
+        """Tickets consumed so late that the gateways may have ended before they published the result."""
         ended_at = math.inf if self.run.ended_at is None else self.run.ended_at
         return {ticket for ticket, at in self.run.consumed_at.items() if at > ended_at - SETTLE_SECONDS}
 
@@ -107,12 +107,13 @@ def sessions_decided_once(evidence: SessionEvidence) -> Faults:
             yield f"{name} has {len(members)} sessions, a group {members[0].opened.group_size}"
 
 
-def gateways_agree(found: SessionEvidence) -> Faults:
-    """Each gateway that ended by itself knows the sessions as its events, all of them from the first one, make them.
-    Of a settled session, retention may have cut the reward.
+def gateways_agree(evidence: SessionEvidence) -> Faults:
+    """Check that each gateway that ended by itself has the session states that the whole event log implies.
+
+    The reward of a settled session may be missing after retention has cut the stream.
     """
-    log = found.run.log()
-    for gateway in found.run.at_the_end:
+    log = evidence.run.log()
+    for gateway in evidence.run.at_the_end:
         book = gateway.book
         if book is None or not book.is_ready():
             continue
@@ -120,13 +121,13 @@ def gateways_agree(found: SessionEvidence) -> Faults:
         for expected in oracle.sessions.values():
             session = book.ledger.get(expected.id)
             if session is None:
-                if not one.is_settled:
-                    yield f"{gateway.life.who} does not know session {one.id}, which is {one.state}"
-            elif session.lost and one.is_settled:
-                continue  # it says that it does not know how
-            elif session.state != one.state or (
-                session.reward != one.reward and not (one.is_settled and found.run.is_cut)
-            ):
+                if not expected.is_settled:
+                    yield f"{gateway.life.who} does not know session {expected.id}, which is {expected.state}"
+                continue
+            if session.lost and expected.is_settled:
+                continue  # the gateway reports the state of this session as lost
+            may_miss_reward = expected.is_settled and evidence.run.is_cut
+            if session.state != expected.state or (session.reward != expected.reward and not may_miss_reward):
                 yield (
                     f"{gateway.life.who} has session {expected.id} as {session.state} with reward {session.reward}, it "
                     f"is {expected.state} with {expected.reward} ({' > '.join(expected.path)})"
@@ -241,11 +242,11 @@ def one_acts(evidence: SessionEvidence) -> Faults:
     yield from evidence.run.unlocked
 
 
-def few_copies(found: SessionEvidence) -> Faults:
-    """A life of a gateway submits a task once in the time of a run, and again after each loss of its connection."""
-    losses = sum(isinstance(fault, Cut | BrokerRestart | Freeze) for fault in found.run.schedule.faults)
-    for (who, name), times in found.run.submitted.items():
-        if times > 1 + losses + found.run.seconds // 600:
+def few_copies(evidence: SessionEvidence) -> Faults:
+    """Check that a life of a gateway submits a task once per run, and once more after each loss of its connection."""
+    losses = sum(isinstance(fault, Cut | BrokerRestart | Freeze) for fault in evidence.run.schedule.faults)
+    for (who, name), times in evidence.run.submitted.items():
+        if times > 1 + losses + evidence.run.seconds // 600:
             yield f"{who} submitted {name} {times} times"
 
 

@@ -32,8 +32,8 @@ LOG = "sessions-log"
 SETTLED_WITHIN = 500.0
 """Seconds after the end of all users within which their sessions are settled."""
 SETTLE_SECONDS = 12.0
-"""Seconds before the end of a run after which the faults of a gateway may keep it from acting: a delay, a lost confirm
-and a restart take so long together.
+"""Seconds before the end of a run in which faults may keep the gateways from acting. A delay, a lost confirm and a
+restart together take less.
 """
 FILLERS = 3
 UNGROUPED = {"estimator": {"kind": "group", "baseline": "none", "scale": "none"}}
@@ -53,11 +53,11 @@ class SessionRun(ScheduledRun):
     unlocked: list[str] = field(default_factory=list)
     """Publishes of a gateway that never held the lock under which one acts."""
     ended_at: float | None = None
-    """Time at which the explorer announced the end of the run; None: it did not."""
+    """Virtual time in seconds at which the explorer announced the end of the run, None before."""
     log_lengths: list[tuple[float, int]] = field(default_factory=list)
-    """Times of the publishes of gateways, and the number of events of sessions then."""
+    """(virtual time in seconds, length of the log of session events) at each publish of a gateway."""
     consumed_at: dict[str, float] = field(default_factory=dict)
-    """Times at which tickets were first reported as consumed."""
+    """Virtual time in seconds of the first report that a ticket was consumed, by ticket."""
     submitted: Counter[tuple[str, str]] = field(default_factory=Counter)
     """Number of publishes of a task, by (life of the gateway, id of the task)."""
 
@@ -130,7 +130,7 @@ class SessionRun(ScheduledRun):
             self.ended_at = asyncio.get_running_loop().time()
 
     def new_trainer(self, name: str) -> Agent:
-        """Return a trainer, whose reports of consumed tickets are noted."""
+        """Return a trainer. The times of its progress reports are recorded."""
         trainer = super().new_trainer(name)
         self.lives[-1].on_publish = self._consumed
         return trainer
