@@ -1,4 +1,4 @@
-"""The base of every control-plane body: a frozen, named-field record with a kind and a version."""
+"""The base class of every control-plane body: a frozen record with named fields, a kind and a version."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Version = tuple[int, int]
 trainer."""
 
 BatchId = int | str
-"""An int (training) or a string that starts with one, such as ``"3/gsm8k"`` (evaluation)."""
+"""An int (training), or a string that begins with an int, such as ``"3/gsm8k"`` (evaluation)."""
 
 
 SchemaRange = tuple[int, int]
@@ -25,7 +25,7 @@ Role = Literal["explorer", "scheduler", "runner", "operator", "trainer", "engine
 class Message(BaseModel):
     """A control-plane body.
 
-    Evolution: a field added with a default keeps the version; readers ignore fields they do not know. Anything else
+    Evolution: a field added with a default keeps the version; readers ignore fields they do not know. Any other change
     gets a new version and a function in :data:`trinity_mq.messages.codec.UPGRADES`.
     """
 

@@ -1,4 +1,4 @@
-"""Bodies that carry a batch from the explorer through an operator to the trainer, and the counters that go back."""
+"""Bodies that carry a batch from the explorer through an operator to the trainer, and the trainer's progress."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ StepOutcome = Literal["trained", "empty", "failed", "gone", "dropped", "skipped"
 
 
 class Accepted(Message):
-    """An attempt at a slice whose experiences are part of the batch."""
+    """An attempt at a slice; its experiences are part of the batch."""
 
     kind: ClassVar[str] = "accepted"
 
@@ -51,7 +51,9 @@ class BatchClosed(Message):
 
 
 class BatchReady(Message):
-    """A processed batch is complete on the stream: ``chunks`` chunks under ``(ticket, op)``. Decides the ticket."""
+    """A processed batch is complete on the stream: ``chunks`` chunks under ``(ticket, op)``. This message decides the
+    ticket.
+    """
 
     kind: ClassVar[str] = "batch_ready"
 
@@ -65,20 +67,22 @@ class BatchReady(Message):
     metrics: dict[str, float] = Field(default_factory=dict)
     reason: str | None = None
     filtered_groups: int = Field(default=0, ge=0)
-    """Groups that came into the operator chain and of which it kept no experience."""
+    """Groups that entered the operator chain and lost all their experiences there."""
     other_chain: bool = False
-    """The operator's configuration of operators and estimator was not the explorer's, as in another run of the name."""
+    """True if the operator's configuration of operators and estimator differs from the explorer's. Both then belong to
+    different runs of the same name."""
 
 
 class ExperienceReference(Message):
-    """Stands for an experience part or chunk whose one experience is over the size limit of messages: the body lies in
-    the blob store. Content type ``application/vnd.trinity-mq.reference``; headers and message id are those of the body.
+    """Stands for an experience part or chunk with a single experience that exceeds the size limit of messages. The
+    experience body lies in the blob store. Content type ``application/vnd.trinity-mq.reference``. Headers and message
+    id equal the headers and message id of the experience body.
     """
 
     kind: ClassVar[str] = "experience_reference"
 
     url: str
-    """Under ``broker.blob_store``; a reader opens no other."""
+    """URL under ``broker.blob_store``; a reader does not open any other URL."""
     bytes: int = Field(ge=1)
     """Size of the experience body."""
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
@@ -88,8 +92,8 @@ class ExperienceReference(Message):
 
 
 class Mark(Message):
-    """A marker that a reader publishes on a stream: when it arrives, everything before it has been read. In a batch
-    queue it is the owner's probe of whether the queue answers. Other readers skip it.
+    """A marker that a reader publishes on a stream: when the marker arrives, the reader has read every message before
+    it. In a batch queue the marker is the owner's probe of whether the queue answers. Other readers skip it.
     """
 
     kind: ClassVar[str] = "mark"
@@ -98,12 +102,12 @@ class Mark(Message):
 
 
 class Progress(Message):
-    """The trainer has consumed one closed batch, in whatever state."""
+    """The trainer has consumed one closed batch, whatever the outcome."""
 
     kind: ClassVar[str] = "progress"
 
     progress: int
-    """Closed batches consumed, this one included."""
+    """Closed batches consumed, including this batch."""
     generation: int
     step: int
     """Train steps that changed the weights."""
@@ -113,12 +117,12 @@ class Progress(Message):
     dropped: int = 0
     """Experiences dropped before the step (stale groups)."""
     stale_tasks: list[int] = Field(default_factory=list)
-    """Tasks of the batch whose groups were too old to train on; under ``stale: requeue`` the explorer gives them to
-    another batch."""
+    """Tasks of the batch whose groups were too old to train on. Under ``stale: requeue`` the explorer puts these tasks
+    into another batch."""
     reason: str | None = None
     filtered_groups: int = Field(default=0, ge=0)
-    """As in the ``batch_ready`` that decided the ticket. Under ``explorer.refill`` the explorer puts as many further
-    tasks into later batches."""
+    """Copied from the ``batch_ready`` that decided the ticket. Under ``explorer.refill`` the explorer adds the same
+    number of tasks to later batches."""
 
 
 class RunEnd(Message):

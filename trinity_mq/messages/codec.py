@@ -1,4 +1,4 @@
-"""Encodes control-plane bodies as msgpack maps with named fields and decodes them; JSON is read too."""
+"""Encodes control-plane bodies as msgpack maps with named fields. Decodes msgpack and JSON."""
 
 from __future__ import annotations
 
@@ -77,27 +77,27 @@ CATALOGUE: Mapping[tuple[str, int], type[Message]] = {
         ControlEvent,
     )
 }
-"""Every body that travels by itself, by kind and version, each kind in its newest version."""
+"""Every body that is a message by itself, by kind and version. Each kind is listed in its newest version."""
 
 UPGRADES: dict[tuple[str, int], Callable[[dict[str, Any]], dict[str, Any]]] = {}
-"""Functions that turn the fields of a body into those of the next version, by kind and old version."""
+"""Functions that convert the fields of a body to the next version, by kind and old version."""
 
 
 LONG_NUMBER = re.compile(rb"\d[\d_]{18}")
-"""Digits in text of which pydantic may make an integer beyond 64 bits."""
+"""Digits in a text that pydantic may convert to an integer beyond 64 bits."""
 
 
 class DecodeError(ValueError):
-    """A body that cannot be decoded; the message names what was seen and what was expected."""
+    """A body that cannot be decoded; the message names the received and the expected content."""
 
 
 class NewerBodyError(DecodeError):
-    """A body of a version that only a newer release reads."""
+    """A body in a version that only newer releases read."""
 
 
 def encode(message: Message) -> bytes:
     """Return the msgpack body of ``message``: its fields by name plus ``kind`` and ``version_number``. Every reader
-    takes the body: what :func:`decode` refuses is refused here.
+    accepts the result: a message that :func:`decode` would refuse raises here.
 
     Raises:
         ContentError: The message holds a value that cannot travel.
@@ -109,7 +109,7 @@ def encode(message: Message) -> bytes:
     except ContentError as error:
         error.path.insert(0, message.kind)
         raise
-    except (ValueError, RecursionError) as error:  # pydantic, at values that contain themselves
+    except (ValueError, RecursionError) as error:  # pydantic raises these for values that contain themselves
         raise ContentError(f"{message.kind} cannot be written: {error}") from error
 
 
@@ -132,11 +132,11 @@ def decode(body: bytes, expect: type[M], content_type: str | None = CONTENT_TYPE
 
     Args:
         body: The bytes received.
-        expect: The only class that belongs there; its kind may be left out of the body, and so may version 1.
-        content_type: JSON where it says so, else msgpack.
+        expect: The expected class. The body may omit its kind, and also version 1.
+        content_type: JSON if this is the JSON content type, else msgpack.
 
     Raises:
-        DecodeError: The bytes are no map, are of another kind or a newer version, or a field is wrong.
+        DecodeError: The bytes are not a map, have another kind or a newer version, or a field is wrong.
     """
     fields, checked = _fields(body, content_type)
     kind = fields.get("kind", expect.kind)
@@ -146,10 +146,10 @@ def decode(body: bytes, expect: type[M], content_type: str | None = CONTENT_TYPE
 
 
 def decode_any(body: bytes, content_type: str | None = CONTENT_TYPE) -> Message:
-    """Return the message in ``body``, its class chosen by its own ``kind``.
+    """Return the message in ``body``of the class that the body's ``kind`` names.
 
     Raises:
-        DecodeError: As :func:`decode`, or the kind is not in the catalogue.
+        DecodeError: In the same cases as :func:`decode`, and if the kind is not in the catalogue.
     """
     fields, checked = _fields(body, content_type)
     found = fields.get("kind")
@@ -190,7 +190,7 @@ def _message(fields: dict[str, Any], cls: type[M], checked: bool) -> M:
 
 
 def _fields(body: bytes, content_type: str | None) -> tuple[dict[str, Any], bool]:
-    """Return the fields in a body, and whether no number in them can become too long."""
+    """Return the fields in a body, and True if none of their numbers can exceed 64 bits."""
     format_name, read = ("JSON", _from_json) if content_type == JSON_CONTENT_TYPE else ("msgpack", _from_msgpack)
     try:
         fields, packed = read(body)
@@ -204,13 +204,13 @@ def _fields(body: bytes, content_type: str | None) -> tuple[dict[str, Any], bool
 
 
 def _from_msgpack(body: bytes) -> tuple[Any, bytes]:
-    containers = container_bytes(body)  # at the most
+    containers = container_bytes(body)  # upper bound
     if containers <= MAX_NESTING:
         with contextlib.suppress(ValueError):
             return _unpack(body, QUICK_ARRAY_LENGTH), body
     if containers > MAX_CONTAINERS or not is_whole(body):
-        scan(body)  # raises where it nests too deep, holds too many lists and maps or less than it claims
-    fields = _unpack(body, len(body))  # no length in it asks for more memory than it may
+        scan(body)  # raises if the body nests too deep, has too many containers or is shorter than it claims
+    fields = _unpack(body, len(body))  # a claimed length over the body's length cannot allocate memory
     if containers > MAX_NESTING and not is_plain(fields, MAX_NESTING):
         scan(body)
     return fields, body
@@ -232,7 +232,7 @@ def _from_json(body: bytes) -> tuple[Any, bytes]:
         raise DecodeError(f"more than {MAX_CONTAINERS} opening brackets in one body; send it as msgpack")
     fields = json.loads(body, object_pairs_hook=_distinct, parse_constant=_no_number, parse_float=_finite)
     try:
-        return fields, _packed(fields)  # what comes in as JSON goes on as msgpack
+        return fields, _packed(fields)  # a JSON body may be forwarded as msgpack
     except ContentError as error:
         raise DecodeError(f"the body cannot travel on: {error}") from error
 

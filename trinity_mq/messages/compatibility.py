@@ -1,4 +1,4 @@
-"""The releases that can work in one run: each reads the message schema that the other writes."""
+"""Tests whether releases can work in one run: each release must read the message schema that the other writes."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from trinity_mq.messages.telemetry import Heartbeat
 from trinity_mq.release import VERSION
 
 EXPERIENCES_VERSION = 1
-"""Version of experience bodies, as ``trinity_mq.experience.codec`` writes them."""
+"""Version of the experience bodies that ``trinity_mq.experience.codec`` writes."""
 NEWEST = EXPERIENCES_VERSION + sum(version - 1 for _, version in CATALOGUE)
-"""The message schema of this release: rises by one with each new version of a message. A new field, which readers
-ignore, does not change it."""
+"""The message schema of this release. It rises by 1 with each new version of a message. A new field does not change it,
+because readers ignore unknown fields."""
 OLDEST = 1
-"""The oldest message schema that this release reads; rises where an upgrade function is removed."""
+"""The oldest message schema that this release reads. It rises when an upgrade function is removed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,15 +32,17 @@ class Compatibility:
 
     @classmethod
     def of(cls, beat: Heartbeat) -> Compatibility:
-        """Return what an agent says of itself."""
+        """Return the compatibility that an agent's heartbeat reports."""
         return cls(beat.release, beat.reads, beat.writes)
 
     def fields(self, uptime: float) -> dict[str, Any]:
-        """Return the fields of a heartbeat that say it, with the seconds since the agent's first one."""
+        """Return the heartbeat fields of this compatibility; ``uptime`` is the seconds since the agent's first
+        heartbeat.
+        """
         return {"release": self.release, "reads": self.reads, "writes": self.writes, "uptime": uptime}
 
     def fits(self, other: Compatibility) -> bool:
-        """Return whether each reads what the other writes."""
+        """Return whether each of the two releases reads the schema that the other writes."""
         return _within(self.writes, other.reads) and _within(other.writes, self.reads)
 
     def __str__(self) -> str:
@@ -51,12 +53,12 @@ class Compatibility:
 
 
 OWN = Compatibility(VERSION, (OLDEST, NEWEST), NEWEST)
-"""That of this release."""
+"""Compatibility of this release."""
 
 
 def misfit(own: Compatibility, name: str, other: Compatibility) -> str:
-    """Return a sentence that says why agent ``name`` of another release cannot work with one of ``own``, and which of
-    them to upgrade first.
+    """Return a sentence that says why agent ``name`` of release ``other`` cannot work with an agent of release ``own``,
+    and which of the two to upgrade first.
     """
     which = f"upgrade {name}" if other.writes < own.writes else "upgrade this one"
     return (
@@ -66,7 +68,7 @@ def misfit(own: Compatibility, name: str, other: Compatibility) -> str:
 
 
 def mixture(beats: Iterable[Heartbeat]) -> dict[Compatibility, list[str]]:
-    """Return the ids of agents by what they read and write, in the order of the releases' names."""
+    """Return the ids of agents grouped by their compatibility, sorted by release."""
     found: defaultdict[Compatibility, list[str]] = defaultdict(list)
     for beat in beats:
         found[Compatibility.of(beat)].append(beat.id)
@@ -74,12 +76,12 @@ def mixture(beats: Iterable[Heartbeat]) -> dict[Compatibility, list[str]]:
 
 
 def releases_line(mixed: Mapping[Compatibility, Sequence[str]]) -> str:
-    """Return who is of which release, in one line."""
+    """Return the agent ids of each release, in one line."""
     return "; ".join(f"{one.release}: {', '.join(names)}" for one, names in mixed.items())
 
 
 def conflicts(mixed: Mapping[Compatibility, Sequence[str]]) -> list[str]:
-    """Return a sentence for each two releases that cannot work in one run."""
+    """Return a sentence for each pair of releases that cannot work in one run."""
     pairs = ((one, other) for one, other in itertools.combinations(mixed, 2) if not one.fits(other))
     return [
         f"{', '.join(mixed[one])}: {one}; {', '.join(mixed[other])}: {other}. They cannot work in one run: upgrade "

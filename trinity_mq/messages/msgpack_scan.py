@@ -1,9 +1,9 @@
-"""Limits of the content of messages: counts the containers of a msgpack document and their nesting without building any
-of it, and names the path of a value that no message can hold.
+"""Limits on the content of messages. Counts the containers of a msgpack document and their nesting without building
+values, and names the path of a value that a message cannot hold.
 
-A msgpack reader allocates what an array claims to hold before it reads the items, level after level, so a few kilobytes
-of nested claims cost gigabytes. Documents with few containers are safe as they are: :func:`measure` tells them apart at
-the speed of C and walks the others.
+A msgpack reader allocates the claimed length of an array before it reads the items, level after level. So a few
+kilobytes of nested claims cost gigabytes. Documents with few containers are safe: :func:`measure` detects them at the
+speed of C and walks all other documents.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Any
 import msgpack
 
 MAX_NESTING = 64
-"""Containers within containers."""
+"""Maximum depth of containers within containers."""
 
 MAX_CONTAINERS = 1 << 18
-"""Containers in one document: each costs a reader far more memory than its one byte."""
+"""Maximum number of containers in one document: each costs a reader far more memory than its single byte."""
 
 QUICK_ARRAY_LENGTH = 256
-"""Arrays up to this length need no walk: :data:`MAX_NESTING` claims of it are 128 KiB."""
+"""Arrays up to this length are safe without a walk: :data:`MAX_NESTING` nested arrays of this length claim 128 KiB."""
 
 _SCALAR, _ARRAY, _MAP, _INVALID = range(4)
 
@@ -37,7 +37,7 @@ def _table() -> list[tuple[int, int, int]]:
     table[0xC1] = (_INVALID, 0, 0)
     sizes = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xD9: 1, 0xDA: 2, 0xDB: 4}  # bin and str
     table[0xC4:0xC7] = [(_SCALAR, sizes[byte], 0) for byte in range(0xC4, 0xC7)]
-    table[0xC7:0xCA] = [(_SCALAR, size, 1) for size in (1, 2, 4)]  # ext: one more byte, its type
+    table[0xC7:0xCA] = [(_SCALAR, size, 1) for size in (1, 2, 4)]  # ext: one more byte for its type
     table[0xCA:0xCC] = [(_SCALAR, 0, size) for size in (4, 8)]  # float
     table[0xCC:0xD4] = [(_SCALAR, 0, size) for size in (1, 2, 4, 8) * 2]  # uint, int
     table[0xD4:0xD9] = [(_SCALAR, 0, size + 1) for size in (1, 2, 4, 8, 16)]  # fixext
@@ -51,13 +51,13 @@ _NO_CONTAINER = bytes(byte for byte in range(256) if _TABLE[byte][0] not in {_AR
 
 
 def container_bytes(document: bytes) -> int:
-    """Return how many bytes look like the first one of a list or map: never fewer than there are of those."""
+    """Return how many bytes look like the first byte of a list or map. This is an upper bound of their number."""
     return len(document.translate(None, _NO_CONTAINER))
 
 
 def is_whole(document: bytes) -> bool:
-    """Return whether these bytes are exactly one msgpack document that holds all it claims to hold, at the speed of C
-    and without building any of it. It may nest deeper than :data:`MAX_NESTING`.
+    """Return whether these bytes are exactly one complete msgpack document, at the speed of C and without building
+    values. The document may nest deeper than :data:`MAX_NESTING`.
     """
     reader = msgpack.Unpacker(max_buffer_size=len(document) + 1)
     reader.feed(document)
@@ -72,8 +72,8 @@ def measure(document: bytes) -> int:
     """Return an upper bound of the containers in a msgpack document.
 
     Raises:
-        ValueError: It nests deeper than :data:`MAX_NESTING`, or is no complete document; not looked for where the
-            document has at most that many containers.
+        ValueError: The document nests deeper than :data:`MAX_NESTING`, or is not complete. Documents with at most
+            :data:`MAX_NESTING` containers are not checked.
     """
     bound = container_bytes(document)
     return bound if bound <= MAX_NESTING else scan(document)
@@ -83,12 +83,12 @@ def scan(document: bytes | memoryview) -> int:
     """Return the number of containers in exactly one msgpack document.
 
     Raises:
-        ValueError: It nests deeper than :data:`MAX_NESTING`, has more than :data:`MAX_CONTAINERS`, is cut short, claims
-            more than it has or is followed by more.
+        ValueError: The document nests deeper than :data:`MAX_NESTING`, has more than :data:`MAX_CONTAINERS`, is cut
+            short, claims more items than it has or is followed by other bytes.
     """
     size, position, containers = len(document), 0, 0
-    left = owed = 1  # items still to come on this level, on all levels
-    above: list[int] = []  # the same of the levels above
+    left = owed = 1  # remaining items: on this level, on all levels
+    above: list[int] = []  # remaining items of the outer levels
     while left or above:
         if not left:
             left = above.pop()
@@ -127,13 +127,13 @@ def scan(document: bytes | memoryview) -> int:
 LEAST_INTEGER, GREATEST_INTEGER = -(1 << 63), (1 << 64) - 1
 """Range of integers that MessagePack holds."""
 LONGEST_NAME = 40
-"""Characters of a name that the path of a value shows."""
+"""Maximum characters of each name in the path of a value."""
 ATOMS = frozenset({str, bytes, int, float, bool, type(None)})
-"""Types of most values that hold no other values."""
+"""The common types that do not contain other values."""
 
 
 class ContentError(ValueError):
-    """A value that no message can hold, or content that is not taken; the text names the path of the value."""
+    """A value that a message cannot hold, or content that a reader refuses. The text names the path of the value."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message)
@@ -141,11 +141,11 @@ class ContentError(ValueError):
 
     @property
     def where(self) -> str:
-        """Path of the value, such as ``messages.0.content``; empty: the body itself."""
+        """Path of the value, such as ``messages.0.content``; empty for the body itself."""
         return ".".join(self.path)
 
     def __str__(self) -> str:
-        """Return the problem after the path."""
+        """Return the path and the problem."""
         return f"{self.where}: {super().__str__()}" if self.path else super().__str__()
 
 
@@ -154,12 +154,12 @@ def check_value(value: Any, depth: int = MAX_NESTING, *, finite: bool = False) -
 
     Args:
         value: The value.
-        depth: Levels of lists and maps that it may have.
-        finite: Refuse numbers that are not finite: JSON has none.
+        depth: Maximum levels of lists and maps.
+        finite: Refuse numbers that are not finite, because JSON cannot hold them.
 
     Raises:
-        ContentError: It holds an integer beyond 64 bits, half a surrogate pair, a key that is not text, a value of a
-            type that does not travel, more than ``depth`` levels, or a number that ``finite`` refuses.
+        ContentError: The value contains an integer beyond 64 bits, half a surrogate pair, a key that is not text, a
+            value of a type that messages cannot hold, more than ``depth`` levels, or a number that ``finite`` refuses.
     """
     if isinstance(value, str):
         _check_text(value)
@@ -191,8 +191,8 @@ def _check_items(value: dict[Any, Any] | list[Any] | tuple[Any, ...], depth: int
 
 
 def mended(text: str) -> str:
-    r"""Return a text with the two halves of a surrogate pair as the character that they are, and U+FFFD for a half
-    without the other, so that it can be encoded.
+    r"""Return an encodable text: each surrogate pair becomes its character, and each lone half of a pair becomes
+    U+FFFD.
 
     >>> mended("\ud83d\ude00, \ud83d")
     '\U0001f600, \ufffd'
@@ -212,8 +212,8 @@ def _check_text(text: str) -> None:
 
 
 def is_plain(value: Any, depth: int) -> bool:
-    """Return whether a value that msgpack packed has at most ``depth`` levels, and text or bytes as keys only. A value
-    of which this is False may still pass :func:`check_value`, which is slower.
+    """Return whether a value that msgpack packed has at most ``depth`` levels, and only text or bytes as keys. If
+    False, the value may still pass the slower :func:`check_value`.
     """
     if not isinstance(value, dict | list | tuple):
         return True

@@ -1,7 +1,7 @@
-"""Human review: a run of a task that waits for a person's verdict, the verdict, and what counted in the end.
+"""Human review: the request for a person's verdict on a run of a task, the verdict, and the final decision.
 
-All of them are on one stream, ``tmq.<run>.review``. Verdicts may be published there by any program, as JSON or
-MessagePack, with the routing key ``verdict``.
+All of these messages are on one stream, ``tmq.<run>.review``. Any program may publish verdicts there, as JSON or
+MessagePack with the routing key ``verdict``.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from trinity_mq.messages.base import BatchId, Message
 
 Verdict = Literal["keep", "drop", "reward"]
-"""``keep`` the run as it is, ``drop`` it, or give it another ``reward``."""
+"""``keep`` the run unchanged, ``drop`` it, or replace its ``reward``."""
 REVIEW_ID = r"^[0-9a-f]{16}$"
 LONGEST_NAME = 200
-"""Characters of the name of who gave a verdict."""
+"""Maximum characters of the name of the verdict's author."""
 LONGEST_NOTE = 2000
-"""Characters of the note on a verdict."""
+"""Maximum characters of the note on a verdict."""
 
 
 class ReviewedCall(BaseModel):
-    """One step of a run: what the model was asked and what it answered."""
+    """One step of a run: the prompt and the model's response."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", use_attribute_docstrings=True)
 
@@ -30,16 +30,16 @@ class ReviewedCall(BaseModel):
     response: str = ""
     reward: float | None = None
     truncated: bool = False
-    """The answer reached its limit of tokens."""
+    """True if the answer reached its token limit."""
 
 
 class ReviewRequest(Message):
-    """A run of a task waits for a verdict, up to ``deadline``. The first request of an id counts."""
+    """A run of a task waits for a verdict until ``deadline``. The first request with an id counts."""
 
     kind: ClassVar[str] = "review_request"
 
     request: str = Field(pattern=REVIEW_ID)
-    """Id that follows from the ticket and the experience, so that a repeated request has the same."""
+    """Id derived from the ticket and the experience, so that a repeated request has the same id."""
     batch: BatchId
     ticket: str
     uid: str
@@ -47,36 +47,36 @@ class ReviewRequest(Message):
     calls: list[ReviewedCall] = Field(default_factory=list)
     """The steps of the run, in order."""
     expected: str | None = None
-    """The expected answer of the task; null: not known."""
+    """The expected answer of the task; null: unknown."""
     reward: float | None = None
-    """Reward of the run, which is that of its last step."""
+    """Reward of the run: the reward of its last step."""
     parts: dict[str, float] = Field(default_factory=dict)
-    """Metrics that came with the reward, such as the scores it was made of."""
+    """Metrics that came with the reward, such as its component scores."""
     reasons: list[str] = Field(default_factory=list)
-    """Why it was chosen, each in one line."""
+    """Why the run was selected for review, one line for each reason."""
     asked: float
-    """Seconds since the epoch."""
+    """Time of the request in seconds since the epoch."""
     deadline: float
-    """Seconds since the epoch at which the default counts."""
+    """Time at which the default takes effect, in seconds since the epoch."""
     default: Verdict = "keep"
-    """Counts where no verdict comes in time."""
+    """Verdict that takes effect if none arrives in time."""
     default_reward: float | None = Field(default=None, allow_inf_nan=False)
-    """The reward of the default ``reward``."""
+    """The new reward if ``default`` is ``reward``."""
 
 
 class ReviewVerdict(Message):
-    """A verdict on a run that waits for one. The first for a request counts; later ones are refused."""
+    """A verdict on a run that waits for review. The first verdict on a request counts; later verdicts are refused."""
 
     kind: ClassVar[str] = "review_verdict"
 
     request: str = Field(pattern=REVIEW_ID)
     verdict: Verdict
     reward: float | None = Field(default=None, allow_inf_nan=False)
-    """The new reward, with the verdict ``reward``; null with the others."""
+    """The new reward for the verdict ``reward``; null for the other verdicts."""
     by: str = Field(default="", max_length=LONGEST_NAME)
-    """Name of the person or program that gave it."""
+    """Name of the person or program that gave the verdict."""
     note: str = Field(default="", max_length=LONGEST_NOTE)
-    """For people."""
+    """Free text for people."""
 
     @model_validator(mode="after")
     def _has_its_reward(self) -> Self:
@@ -89,7 +89,7 @@ class ReviewVerdict(Message):
 
 
 class ReviewClosed(Message):
-    """The decision about a request. The first one of a request decides it; verdicts after it come too late."""
+    """The decision about a request. The first decision counts; later verdicts have no effect."""
 
     kind: ClassVar[str] = "review_closed"
 
@@ -99,6 +99,7 @@ class ReviewClosed(Message):
     verdict: Verdict
     reward: float | None = Field(default=None, allow_inf_nan=False)
     how: Literal["verdict", "timeout"]
-    """``verdict``: somebody gave it. ``timeout``: nobody did in time, and it is the default."""
+    """``verdict``: a person or program gave the verdict. ``timeout``: the deadline passed, and the default took
+    effect."""
     by: str = ""
     note: str = ""

@@ -1,4 +1,4 @@
-"""JSON Schemas (draft 2020-12) of the control-plane bodies, made from their models."""
+"""JSON Schemas (draft 2020-12) of the control-plane bodies, generated from their models."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class _Generator(GenerateJsonSchema):
 def json_schemas() -> dict[str, dict[str, Any]]:
     """Return the schema of every body in the catalogue, by ``<kind>.v<version>``.
 
-    They describe what to write. Readers also take what they do not name, and in JSON text for a number that JSON or the
-    writer's language cannot hold.
+    The schemas describe what a writer may send. Readers also accept unknown fields. In JSON they accept text for a
+    number that JSON or the writer's language cannot hold.
     """
     return {f"{kind}.v{version}": _schema(cls) for (kind, version), cls in CATALOGUE.items()}
 
@@ -55,13 +55,13 @@ def _schema(cls: type[Message]) -> dict[str, Any]:
 
 
 def _open(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return an object's schema that says what readers do: ignore what they do not know."""
+    """Return an object's schema that permits unknown properties, because readers ignore them."""
     first = {key: schema[key] for key in ("title", "description", "type") if key in schema}
     return first | schema | {"additionalProperties": True}
 
 
 def _plain_words(part: Any) -> Any:
-    """Return a part of a schema with descriptions that need no Python to be read: no markup, on one line."""
+    """Return a part of a schema with its descriptions on one line and without Python markup."""
     if isinstance(part, list):
         return [_plain_words(item) for item in part]
     if not isinstance(part, dict):

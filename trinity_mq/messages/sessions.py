@@ -1,7 +1,7 @@
-"""Events of sessions: an agent's conversation with the model through the gateway, its rewards, and what became of it.
+"""Events of sessions: an agent's conversation with the model through the gateway, its rewards, and its outcome.
 
-All of them are on one stream, ``tmq.<run>.sessions``, from which every gateway works out the same state. Rewards and
-ends may be published there by any program, as JSON or MessagePack, with the routing key ``session``.
+All of these messages are on one stream, ``tmq.<run>.sessions``. Every gateway derives the same state from it. Any
+program may publish rewards and ends there, as JSON or MessagePack with the routing key ``session``.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from trinity_mq.messages.base import Message, Version
 Record = Literal["train", "eval", "off"]
 Scope = Literal["call", "reward", "end", "read"]
 KeyScope = Literal["call", "reward", "end", "read", "replay"]
-"""Scopes that a key may be given over HTTP; ``replay`` is a field of its own in the message."""
+"""Scopes that a key can get over HTTP; the message has a separate field for ``replay``."""
 SCOPES: tuple[Scope, ...] = ("call", "reward", "end", "read")
-"""Scopes of a key that is given none. Replays need to be granted by name."""
+"""Scopes of a key by default. ``replay`` must be granted explicitly."""
 SESSION_ID = r"^[A-Za-z0-9_-]{1,64}$"
 OF_SESSIONS = "sessions-"
-"""Beginning of the ids of submissions that a gateway makes of sessions; no outsider may use it."""
+"""Prefix of the ids of submissions that a gateway makes from sessions. Other submitters may not use it."""
 LONGEST_LABEL = 200
-"""Characters of a label, a group's name or a call's id."""
+"""Maximum characters of a label, a group's name or a call's id."""
 
 Drop = Literal["discarded", "failed", "evaluation", "no reward", "no answers", "not recorded", "group not full"]
-"""Reasons why sessions do not become a task. Those of an evaluation were never meant to."""
+"""Reasons why sessions do not become a task. Sessions of an evaluation are not meant to become a task."""
 
 
 class SessionOpened(Message):
@@ -37,164 +37,169 @@ class SessionOpened(Message):
     opened: float
     """Seconds since the epoch."""
     key_hash: str = ""
-    """SHA-256 of the session's key, in hexadecimal digits; empty: it has none."""
+    """SHA-256 of the session's key, in hexadecimal digits; empty: the session does not have a key."""
     scopes: list[Scope] = Field(default_factory=lambda: list(SCOPES))
     """Scopes of the key."""
     may_replay: bool = False
-    """The key may end the session with a replay: the scope ``replay`` of ``POST /sessions``."""
+    """The key may end the session with a replay (scope ``replay`` of ``POST /sessions``)."""
     record: Record = "train"
-    """``train``: its answers are trained on. ``eval``: its rewards are reported. ``off``: nothing is kept."""
+    """``train``: the answers are trained on. ``eval``: the rewards are reported. ``off``: the session is not
+    recorded."""
     sampled_out: bool = False
-    """``train`` was asked for, and training is so far behind that this one is not recorded."""
+    """True if ``train`` was requested, but training is so far behind that this session is not recorded."""
     task: dict[str, Any] = Field(default_factory=dict)
-    """The task's record, for whoever replays it."""
+    """The task's record, for replays."""
     group: str = Field(default="", max_length=LONGEST_LABEL)
-    """Sessions with the same one are compared with each other. Empty: none."""
+    """Sessions with the same group are compared with each other. Empty: no group."""
     group_size: int = Field(default=1, ge=1)
-    """Sessions of a group."""
+    """Number of sessions in the group."""
     labels: dict[str, str] = Field(default_factory=dict)
     idle_ttl: float = Field(gt=0)
-    """Seconds without a call or a reward after which the session ends by itself."""
+    """Seconds without a call or a reward after which the session ends automatically."""
     reward_ttl: float = Field(gt=0)
-    """Seconds for which it waits for a reward, and for the others of its group, after its end."""
+    """Seconds for which the session waits, after its end, for a reward and for the other sessions of its group."""
     ended: bool = False
-    """It is one call, and ends with it."""
+    """True if the session is a single call and ends with it."""
 
 
 class SampledChoice(BaseModel):
-    """One answer of an engine, as it was sampled."""
+    """One sampled answer of an engine."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", use_attribute_docstrings=True)
 
     ids: list[int] = Field(default_factory=list)
     """Token ids."""
     logprobs: list[float | None] = Field(default_factory=list)
-    """One for each; null where the engine gave none."""
+    """One logprob for each token; null where the engine did not report it."""
     text: str = ""
     finish_reason: str | None = None
     versions: list[tuple[int, int, int]] = Field(default_factory=list)
-    """First token, generation and step of each version of the weights, in the order in which they sampled."""
+    """First token, generation and step of each weight version, in the order in which the versions sampled."""
 
 
 class SessionCall(Message):
-    """A request of a session and its answer."""
+    """A request of a session and the answer."""
 
     kind: ClassVar[str] = "session_call"
 
     session: str
     call: str
-    """Id of the answer, as its caller has it."""
+    """Id of the answer that the client received."""
     at: float
-    """Seconds since the epoch."""
+    """Time in seconds since the epoch."""
     path: str = ""
     """Route of the request, such as ``/v1/chat/completions``."""
     temperature: float = 1.0
     continues: str = ""
-    """The call whose prompt and answer this prompt begins with, token by token; empty: none that is known."""
+    """The call whose prompt and answer are a prefix of this prompt, token by token; empty: no such call is known."""
     choice: int = 0
-    """Index of the answer among those of that call."""
+    """Index of the continued answer among the choices of that call."""
     prompt: list[int] = Field(default_factory=list)
-    """Token ids of the prompt, without those of the call that it continues."""
+    """Token ids of the prompt, without the tokens of the call that it continues."""
     prompt_text: str = ""
-    """Text that the template rendered; with ``continues`` only its new part, where that is known."""
+    """Text that the template rendered; with ``continues``, only the new part if it is known."""
     choices: list[SampledChoice] = Field(default_factory=list)
     version: Version | None = None
-    """Version of the weights, where the choices do not say."""
+    """Weight version, if the choices do not contain versions."""
     supersedes: str = ""
-    """A call that its client gave up and repeated with this one: it is not trained on."""
+    """A call that its client abandoned and repeated with this call. The abandoned call is not trained on."""
     break_cause: str = ""
-    """Why the prompt does not continue an earlier call: ``new``, ``template``, ``retoken`` or ``temperature``; empty:
-    it does, or is the first."""
+    """Why the prompt does not continue an earlier call: ``new``, ``template``, ``retoken`` or ``temperature``. Empty:
+    it continues a call or is the first."""
     request: dict[str, Any] = Field(default_factory=dict)
-    """``messages`` and ``tools``, or ``prompt``, of the first request, for a replay; empty: not kept."""
+    """``messages`` and ``tools``, or ``prompt``, of the first request, for a replay; empty: not recorded."""
     digest: str = ""
-    """Text that is the same for the same request, by which any gateway knows a repeat; empty: not known."""
+    """Digest that is equal for equal requests, so that any gateway recognizes a repeated request; empty: unknown."""
     retry: int = 0
-    """Number of times that the client sent the request before, as the client says; 0 also if those tries are known."""
+    """How often the client sent the request before, according to the client; also 0 if those attempts are known
+    calls."""
     began: float = 0.0
-    """Arrival of the request in seconds since the epoch; 0: not known."""
+    """Arrival of the request in seconds since the epoch; 0: unknown."""
     siblings: list[str] = Field(default_factory=list)
-    """Calls with the same request that were under way at the same gateway at the same time: other requests."""
+    """Calls with the same request that were in progress at the same gateway at the same time. They are not repeats."""
     traceparent: str = ""
-    """Header of the request (W3C Trace Context), by which its trace and that of the batch are linked; empty: none."""
+    """``traceparent`` header of the request (W3C Trace Context), which links its trace to the batch's trace; empty:
+    none."""
 
     @property
     def message_id(self) -> str:
-        """The id of its message."""
+        """Id of the message that carries this call."""
         return f"call-{self.session}-{self.call}"
 
 
 class SessionReward(Message):
-    """A reward of a session or of one of its answers. The last one counts, unless it is added to those before."""
+    """A reward of a session or of one of its answers. The last reward counts, unless it is added to the earlier
+    rewards.
+    """
 
     kind: ClassVar[str] = "session_reward"
 
     session: str
     reward: float = Field(allow_inf_nan=False)
     call: str | int | None = None
-    """Id of the answer, or its number from 0; null: the whole session."""
+    """Id of the answer, or its number counted from 0; null: the whole session."""
     choice: int | None = Field(default=None, ge=0)
-    """One of several answers to the same request."""
+    """Index of the answer if the request has several."""
     how: Literal["replace", "add"] = "replace"
     metrics: dict[str, float] = Field(default_factory=dict)
     final: bool = False
-    """It ends the session."""
+    """True if this reward ends the session."""
     group: str = Field(default="", max_length=LONGEST_LABEL)
-    """The group of a session that was begun without one."""
+    """Group of a session that was opened without a group."""
 
 
 class SessionReplay(BaseModel):
-    """The first request of a session, put to the model again as a task of its own."""
+    """The first request of a session, sent to the model again as a separate task."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     workflow: str = Field(min_length=1)
     """Registered name or dotted path."""
     runs: int = Field(ge=1, le=4096)
-    """Runs of the task: they are a group."""
+    """Number of runs of the task; they form a group."""
     workflow_args: dict[str, Any] = Field(default_factory=dict)
 
 
 class SessionEnd(Message):
-    """A session ends: no answer comes any more, a reward may."""
+    """A session ends: no further answers are accepted, but a reward may still arrive."""
 
     kind: ClassVar[str] = "session_end"
 
     session: str
     outcome: Literal["done", "failed", "discard"] = "done"
-    """``failed`` without a reward, and ``discard``, are not trained on."""
+    """A session that is ``failed`` without a reward or ``discard`` is not trained on."""
     reward: float | None = Field(default=None, allow_inf_nan=False)
-    """As a reward of the whole session."""
+    """Reward of the whole session."""
     metrics: dict[str, float] = Field(default_factory=dict)
     replay: SessionReplay | None = None
-    """Train on these runs in place of the session."""
+    """Train on the runs of this replay instead of the session."""
     reason: str = Field(default="", max_length=1000)
-    """In one line, for people."""
+    """Reason in one line, for people."""
 
 
 class SessionsCommitted(Message):
-    """Groups that have enough members to be compared wait no longer for further ones."""
+    """Groups with enough members for a comparison stop waiting for further members."""
 
     kind: ClassVar[str] = "sessions_committed"
 
 
 class SessionsDecided(Message):
-    """A decision about sessions that are over, by the gateway that acts for the run."""
+    """A decision about sessions that are over, made by the gateway that acts for the run."""
 
     kind: ClassVar[str] = "sessions_decided"
 
     sessions: list[str]
-    """All those of one task."""
+    """All sessions of one task."""
     submission: str = ""
-    """Id of the task that they become; empty: they are dropped."""
+    """Id of the task made from the sessions; empty: the sessions are dropped."""
     dropped: Drop | None = None
-    """Why they do not become one."""
+    """Why the sessions do not become a task."""
     reason: str = ""
-    """In one line, for people."""
+    """Reason in one line, for people."""
 
 
 class SessionsTrained(Message):
-    """The trainer has consumed the batch of some sessions."""
+    """The trainer has consumed the batch with these sessions."""
 
     kind: ClassVar[str] = "sessions_trained"
 
@@ -202,14 +207,14 @@ class SessionsTrained(Message):
     outcome: str
     generation: int
     step: int
-    """Train step that learned from them, where ``outcome`` is ``trained``."""
+    """Train step that trained on the sessions, if ``outcome`` is ``trained``."""
     reason: str = ""
     offset: int = 0
     """Position on the results stream up to which the trainer's progress was read."""
 
 
 class SessionRefused(Message):
-    """An event that no session takes, such as a reward for one that is not known."""
+    """An event that no session accepts, such as a reward for an unknown session."""
 
     kind: ClassVar[str] = "session_refused"
 

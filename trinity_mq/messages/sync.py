@@ -12,34 +12,36 @@ SyncVerb = Literal["join", "leave", "prepare", "ready", "wait", "go", "applied",
 
 
 class SyncEvent(Message):
-    """One event of the gate. Coordinator to members: prepare, go, commit, abort. Members to coordinator: the others."""
+    """One event of the gate. The coordinator sends ``prepare``, ``go``, ``commit`` and ``abort``; the members send the
+    other verbs.
+    """
 
     kind: ClassVar[str] = "sync_event"
 
     verb: SyncVerb
     sender: str
     life: str = ""
-    """From members: identifies the engine's process; a new process has never been in the group."""
+    """From members: identifies the engine's process. A new process has not been in the group before."""
     version: Version | None = None
     epoch: int = 0
-    """Number of the membership: rises whenever engines join or leave."""
+    """Membership number; it rises when engines join or leave."""
     attempt: int = 0
-    """Attempt at this version, so that late answers to an aborted attempt are recognized."""
+    """Attempt at this version; it identifies late answers to an aborted attempt."""
     members: list[str] = Field(default_factory=list)
-    """prepare, commit: the members addressed, in rank order (rank 0 is the coordinator)."""
+    """prepare, commit: the addressed members in rank order (rank 0 is the coordinator)."""
     manifest: list[tuple[str, str, list[int]]] = Field(default_factory=list)
-    """prepare: ``(name, dtype, shape)`` of every tensor, in the order in which they are sent."""
+    """prepare: ``(name, dtype, shape)`` of every tensor, in sending order."""
     rendezvous: dict[str, Any] = Field(default_factory=dict)
-    """prepare: ``method``, and the parameters with which a member fetches or joins by it."""
+    """prepare: ``method``, and its parameters for members that fetch or join."""
     pull: bool = False
-    """prepare: fetch the committed version alone, without go and barrier, and answer applied."""
+    """prepare: fetch the committed version individually, without ``go`` and barrier, and answer ``applied``."""
     progress: int | None = None
-    """prepare, commit: closed batches behind these weights."""
+    """prepare, commit: closed batches that the trainer had consumed when it made these weights."""
     seconds: float | None = None
-    """prepare, go: deadline; wait: how much longer; join: lease."""
+    """Seconds. prepare, go: deadline; wait: additional time; join: lease."""
     canary: dict[str, Any] = Field(default_factory=dict)
-    """prepare: ``tokens`` of the canary prompt; applied: their ``logprobs``."""
+    """prepare: ``tokens`` of the canary prompt; applied: the ``logprobs`` of these tokens."""
     reason: str | None = None
     detail: dict[str, Any] = Field(default_factory=dict)
-    """join: ``fingerprint``, ``resume``; ready: ``pause``; applied: ``receive``, ``apply``; all but the first in
-    seconds."""
+    """join: ``fingerprint``, ``resume``; ready: ``pause``; applied: ``receive``, ``apply``. All values except
+    ``fingerprint`` are in seconds."""

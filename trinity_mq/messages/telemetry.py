@@ -1,4 +1,6 @@
-"""Heartbeats, metrics and control events. A heartbeat carries the whole state, so a lost one costs one interval."""
+"""Heartbeats, metrics and control events. A heartbeat carries the whole state, so a lost heartbeat delays news by one
+interval only.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ def _status_class(fields: dict[str, Any]) -> type[AnyStatus]:
 
 
 class Heartbeat(Message):
-    """An agent's state, every two seconds and on change."""
+    """An agent's state, sent every two seconds and on each change."""
 
     model_config = ConfigDict(title="Beat")
     kind: ClassVar[str] = "beat"
@@ -26,25 +28,25 @@ class Heartbeat(Message):
     seq: int
     """Rises with each heartbeat of this process."""
     incarnation: str
-    """Identifies the process: a new one means that the agent was restarted."""
+    """Identifies the process: a new value means that the agent was restarted."""
     lease: float
-    """Seconds after which the agent is taken for dead, unless another heartbeat comes."""
+    """Seconds without a heartbeat after which the agent counts as dead."""
     state: str
-    """starting, working, idle, holding, paused, draining, finished or gone."""
+    """``starting``, ``working``, ``idle``, ``holding``, ``paused``, ``draining``, ``finished`` or ``gone``."""
     waits_for: str | None = None
-    """Condition that the agent waits for, in words; null while it works."""
+    """Condition that the agent waits for, in plain text; null while it works."""
     waits_seconds: float = 0.0
-    """Seconds that it has waited for it."""
+    """Seconds that the agent has waited for this condition."""
     foreign: int = 0
-    """Messages of another run of the same name that it dropped since it started."""
+    """Messages of another run of the same name that the agent has dropped since it started."""
     release: str = FIRST
-    """Release of trinity-mq that the agent runs; 0.1.0 left it out."""
+    """Release of trinity-mq that the agent runs; release 0.1.0 omits the field."""
     reads: SchemaRange = (1, 1)
-    """Oldest and newest message schema that it reads: see docs/upgrading.md."""
+    """Oldest and newest message schema that the agent reads; see docs/upgrading.md."""
     writes: int = 1
-    """Message schema that it writes."""
+    """Message schema that the agent writes."""
     uptime: float | None = None
-    """Seconds since its first heartbeat; null: not known, as of release 0.1.0."""
+    """Seconds since the agent's first heartbeat; null: unknown, as for release 0.1.0."""
     detail: AnyStatus = Field(default_factory=lambda fields: _status_class(fields)())
     """The status of the agent's role."""
 
@@ -74,7 +76,7 @@ class Metrics(Message):
 
 
 class ControlEvent(Message):
-    """A command to one agent (``target``) or to all of a role."""
+    """A command to one agent (``target``) or to all agents of a role."""
 
     kind: ClassVar[str] = "control_event"
 
