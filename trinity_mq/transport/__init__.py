@@ -1,1 +1,3 @@
-"""Experiences on the wire: message parts, batched publishing, and the blob store for what no message can carry."""
+"""Experiences on the wire: message parts, batched publishing, and the blob store for experiences that exceed a
+message.
+"""

@@ -1,4 +1,6 @@
-"""Blobs of experience parts and chunks: written before what refers to them is sent, removed with their batch queue."""
+"""Blobs of experience parts and chunks. A blob is written before its reference is sent, and removed with its batch
+queue.
+"""
 
 from __future__ import annotations
 
@@ -16,34 +18,35 @@ from trinity_mq.transport.blobs import CHUNKS, PARTS, BlobStore, StoreUnavailabl
 log = structlog.get_logger(__name__)
 
 Content = bytes | ExperienceReference
-"""Content of an experience message: the body, or a reference to a body that is too large."""
+"""Content of an experience message: the body, or a reference to the blob of a body that is too large."""
 
 SWEEP_INTERVAL = 600.0
 GRACE = 3600.0
-"""Seconds that blobs stay when their batch queue was found gone: a submitter may have been sent references to them."""
+"""Seconds for which blobs stay after their batch queue was first missing, because a submitter may hold references to
+them."""
 DELETE_PATIENCE = 10.0
-"""Seconds to wait for a delete; the sweep, or the next checkpoint, removes what is left."""
+"""Seconds to wait for a delete. The sweep, or the next checkpoint, removes the remaining blobs."""
 
 
 def part_name(ticket: str, attempt: str, part: int) -> str:
-    """Return the blob of an experience part."""
+    """Return the blob name of an experience part."""
     return f"{PARTS}/{ticket}/{attempt}-{part}.tmqx"
 
 
 def chunk_name(ticket: str, op: str, n: int) -> str:
-    """Return the blob of a processed chunk."""
+    """Return the blob name of a processed chunk."""
     return f"{CHUNKS}/{ticket}/{op}-{n}.tmqx"
 
 
 async def stored(
     store: BlobStore | None, bodies: Sequence[bytes], max_bytes: int, name: Callable[[int], str]
 ) -> list[Content]:
-    """Write those of ``bodies`` that no message takes into the store, each under the name of its number; return what
-    to send.
+    """Write each body over ``max_bytes`` into the store, under the name for its index. Return the message contents in
+    order.
 
     Raises:
-        DecodeError: A name is none of a blob: the ticket is not what a ticket looks like.
-        StoreUnavailable: The store did not answer for as long as we have patience.
+        DecodeError: A name is not a valid blob name, because the ticket is malformed.
+        StoreUnavailable: The store did not answer within ``STORE_PATIENCE`` seconds.
     """
     contents: list[Content] = []
     for n, body in enumerate(bodies):
@@ -55,7 +58,7 @@ async def stored(
 
 
 async def delete_blobs(store: BlobStore | None, *names: str) -> None:
-    """Remove blobs or folders of blobs; what fails now is left to the sweep."""
+    """Remove blobs or folders of blobs. Failed deletes are left to the sweep."""
     if store is not None:
         await _delete(store.delete, *names)
 
@@ -68,12 +71,13 @@ async def _delete(delete: Callable[..., None], *names: str) -> None:
 
 
 class ChunkBlobs:
-    """Removes the blobs of processed chunks once every kept checkpoint has their tickets behind it. A trainer that
-    resumes from one reads the stream again from its offset, but opens no chunk of a ticket that was consumed before it.
+    """Removes the blobs of processed chunks after every retained checkpoint has consumed their tickets. A trainer that
+    resumes from a checkpoint reads the stream again from its offset, but does not open chunks of tickets that the
+    checkpoint has consumed.
 
     Args:
-        store: None: there are no blobs.
-        keep: How many checkpoints are kept: the newest may turn out damaged, and then an older one is resumed from.
+        store: The blob store. None: the run does not use blobs.
+        keep: Number of retained checkpoints. If the newest is damaged, training resumes from an older one.
     """
 
     def __init__(self, store: BlobStore | None, keep: int) -> None:
@@ -81,26 +85,28 @@ class ChunkBlobs:
         self._consumed: deque[frozenset[str]] = deque(maxlen=keep)
 
     async def saved(self, consumed: Iterable[str], *, last: bool = False) -> None:
-        """A checkpoint was made with these tickets ``consumed``; ``last``: the run is over, no older one counts."""
+        """Record a checkpoint with these tickets ``consumed``, and delete the blobs that are no longer needed.
+        ``last``: the run is over, so older checkpoints do not count.
+        """
         if self._store is None:
             return
         self._consumed.append(frozenset(consumed))
-        is_full = len(self._consumed) == self._consumed.maxlen  # else older ones, of an earlier trainer, are not known
+        is_full = len(self._consumed) == self._consumed.maxlen  # else the checkpoints of an earlier trainer are unknown
         if is_full or last:
             tickets = self._consumed[-1 if last else 0]
             await _delete(functools.partial(_delete_tickets, self._store, tickets), CHUNKS)
 
 
 def _delete_tickets(store: BlobStore, tickets: Collection[str], kind: str) -> None:
-    # those that have any: nearly all of a run's tickets have none
+    # Most tickets do not have blobs, so list the folders instead of deleting by each ticket.
     store.delete(*(f"{kind}/{ticket}" for ticket in store.folders(kind) if ticket in tickets))
 
 
 class Sweep:
-    """Removes the blobs of batches whose queue is gone, whoever died before doing so.
+    """Removes the blobs of batches whose queue no longer exists, for example after a crash.
 
-    A queue is there before the first slice of its batch is published, so blobs without one are no longer needed; they
-    are removed once that was seen for ``GRACE`` seconds.
+    A queue exists before the first slice of its batch is published, so blobs without a queue are no longer needed. They
+    are removed after the queue has been missing for ``GRACE`` seconds.
     """
 
     def __init__(self, bus: Bus, topology: Topology, store: BlobStore) -> None:
@@ -117,11 +123,11 @@ class Sweep:
             await asyncio.sleep(SWEEP_INTERVAL)
 
     async def once(self) -> None:
-        """Check every ticket that has blobs once.
+        """Check every ticket with blobs once.
 
         Raises:
             StoreUnavailable: The store does not answer.
-            BusError: The broker does not.
+            BusError: The broker does not answer.
         """
         now = asyncio.get_running_loop().time()
         tickets = await patiently(self._store.folders, PARTS)

@@ -13,12 +13,13 @@ Answer = TypeVar("Answer")
 
 
 class BatchedPublish(Generic[Key, Item, Answer]):
-    """Batches items per key: items that arrive during a call are sent with the next one. A single item goes at once.
+    """Batches items per key: items that arrive during a call are sent with the next call. A single item is sent at
+    once.
 
     Args:
-        call: Processes some items of one key and returns an answer for each, or an exception to raise for it. An
-            exception of its own is raised for each item.
-        max_batch_size: Total size of the items of one call, at most; a single item may be larger.
+        call: Processes several items of one key. It returns an answer or an exception for each item. If it raises, its
+            exception is raised for every item.
+        max_batch_size: Maximum total size of the items of one call. A single item may be larger.
         size_of: Returns the size of an item.
         linger_seconds: Returns the seconds to wait for further items before a call.
     """
@@ -37,7 +38,7 @@ class BatchedPublish(Generic[Key, Item, Answer]):
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def publish(self, key: Key, item: Item) -> Answer:
-        """Process ``item`` in a batch and return its answer. A cancelled caller does not learn what became of it."""
+        """Process ``item`` in a batch and return its answer. A cancelled caller does not learn the outcome."""
         future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         if key in self._waiting:
             self._waiting[key].append((item, future))

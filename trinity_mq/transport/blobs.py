@@ -1,4 +1,4 @@
-"""Blob store for experiences that are too large for a message, and the references sent in their place.
+"""Blob store for experiences that are too large for a message, and the references sent instead of them.
 
 Names are ``batch/<ticket>/<attempt>-<part>.tmqx`` (parts, removed with the batch's queue) and
 ``ready/<ticket>/<op>-<n>.tmqx`` (chunks, removed by the trainer), all under ``<broker.blob_store>/<run>``.
@@ -32,36 +32,37 @@ T = TypeVar("T")
 PARTS, CHUNKS = "batch", "ready"
 """Folders of a run: experience parts and processed chunks."""
 STORE_PATIENCE = 120.0
-"""Seconds that a delivery waits for a store that does not answer before it is requeued."""
+"""Seconds for which a delivery waits for a store that does not answer, before it is returned to the queue."""
 MARK = "store"
-"""A file of each run. A blob that is not found where this is missing too is not lost: the store is not there."""
+"""Name of a marker file in each run's folder. If a blob and this file are both missing, the store is unavailable and
+the blob is not lost."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*(?:/[A-Za-z0-9][A-Za-z0-9_.-]*)*")
-"""No empty word, none that begins with a dot, no escapes: nothing that leads out of the folder."""
+"""Names without empty parts, parts that begin with a dot, or escapes, so that a name cannot lead out of the folder."""
 
 
 class BlobRefused(DecodeError):
-    """A name or URL that is not one of this run's blobs, or a size that no reader takes."""
+    """A name or URL that does not denote a blob of this run, or a size over the limit of readers."""
 
 
 class BlobDamaged(DecodeError):
-    """A blob that is not what its reference says."""
+    """A blob that does not match its reference."""
 
 
 class BlobGone(DecodeError):
-    """There is no such blob, in a store that is there."""
+    """A blob that does not exist in an available store."""
 
 
 class StoreUnavailable(Exception):
-    """The store does not answer; what was asked may work later."""
+    """The store does not answer; a retry may succeed."""
 
 
 class BlobStore:
-    """The blobs of one run. Everything here blocks: call it in a thread, :func:`patiently`.
+    """The blobs of one run. All methods block: call them in a thread with :func:`patiently`.
 
     Args:
         url: ``broker.blob_store``, without a slash at its end.
-        run: The run's name; nothing outside of its folder is ever opened.
-        max_bytes: Size above which no blob is read.
+        run: The run's name. Files outside its folder are never opened.
+        max_bytes: Maximum size of a blob to read.
     """
 
     def __init__(self, url: str, run: str, max_bytes: int) -> None:
@@ -71,10 +72,10 @@ class BlobStore:
         self._signed = False
 
     def check(self) -> None:
-        """Find the library that speaks to such a store.
+        """Check that a library for this kind of store is installed.
 
         Raises:
-            FatalError: It is not installed, or there is none.
+            FatalError: The library is not installed, or the URL scheme is unknown.
         """
         import fsspec
 
@@ -84,11 +85,11 @@ class BlobStore:
             raise FatalError(f"broker.blob_store: no library opens {self._scheme}:// URLs here: {error}") from error
 
     def put(self, name: str, body: bytes) -> ExperienceReference:
-        """Write a blob, whole or not at all, and return what to send in its place.
+        """Write a blob atomically, and return the reference to send instead of the body.
 
         Raises:
-            BlobRefused: The name is none of ours.
-            StoreUnavailable: It could not be written.
+            BlobRefused: The name is not a valid blob name.
+            StoreUnavailable: The blob could not be written.
         """
         path = self._path(name)
         with self._asking(name):
@@ -100,13 +101,14 @@ class BlobStore:
         return ExperienceReference(url=f"{self.url}/{name}", bytes=len(body), sha256=hashlib.sha256(body).hexdigest())
 
     def get(self, reference: ExperienceReference) -> bytes:
-        """Return the blob, whose size is looked at before it is read.
+        """Return the content of a blob. Its size is checked before it is read.
 
         Raises:
-            BlobRefused: The reference leads elsewhere than to a blob of this run, or is over ``max_bytes``.
-            BlobDamaged: Size or checksum are not what the reference says.
-            BlobGone: It does not exist.
-            StoreUnavailable: The store does not answer, or is not the one it was (such as a disk not mounted).
+            BlobRefused: The reference does not point to a blob of this run, or its size is over ``max_bytes``.
+            BlobDamaged: Size or checksum differ from the reference.
+            BlobGone: The blob does not exist.
+            StoreUnavailable: The store does not answer, or its marker file is missing (such as a disk that is not
+                mounted).
         """
         name = self._name_of(reference)
         path = self._path(name)
@@ -139,25 +141,23 @@ class BlobStore:
         return sorted(name for name in names if _NAME.fullmatch(name))
 
     def delete(self, *names: str) -> None:
-        """Remove blobs or folders of blobs; none of that name is fine.
+        """Remove blobs or folders of blobs. Missing names are ignored.
 
         Raises:
-            BlobRefused: A name is none of ours.
+            BlobRefused: A name is not a valid blob name.
             StoreUnavailable: The store does not answer.
         """
         for name in names:
             self._remove(name, self._path(name))
 
     def delete_run(self) -> None:
-        """Remove all that the run has there.
+        """Remove all blobs of the run.
 
         Raises:
             StoreUnavailable: The store does not answer.
         """
         self._signed = False
         self._remove("all blobs", self._root)
-
-    # -- inside
 
     @functools.cached_property
     def _opened(self) -> tuple[Any, str]:
@@ -207,7 +207,8 @@ class BlobStore:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
             write_atomic(Path(path), body)
             return
-        # object stores show an object when all of it is there; elsewhere nobody knows the name before we return
+        # Object stores publish an object atomically. In other stores the name is unknown to readers until this call
+        # returns.
         try:
             self._fs.pipe_file(path, body)
         except FileNotFoundError:
@@ -225,7 +226,9 @@ class BlobStore:
 
     @contextmanager
     def _asking(self, name: str) -> Iterator[None]:
-        """Make one error of all that a store's library may raise: they have no common root."""
+        """Convert every error of a store's library to StoreUnavailable, because the libraries do not share a base
+        exception.
+        """
         try:
             yield
         except (DecodeError, StoreUnavailable):
@@ -237,7 +240,7 @@ class BlobStore:
 
 
 def open_store(broker: BrokerConfig, run: str) -> BlobStore | None:
-    """Return the run's blob store, None where none is configured. Nothing is asked of it yet.
+    """Return the run's blob store, None if none is configured. The store is not contacted yet.
 
     Raises:
         FatalError: No library for it is installed.
@@ -250,10 +253,10 @@ def open_store(broker: BrokerConfig, run: str) -> BlobStore | None:
 
 
 async def patiently(function: Callable[..., T], *args: Any, seconds: float = STORE_PATIENCE) -> T:
-    """Run ``function`` in a thread, again while the store is unavailable.
+    """Run ``function`` in a thread, and retry while the store is unavailable.
 
     Raises:
-        StoreUnavailable: It was for ``seconds``.
+        StoreUnavailable: The store was unavailable for ``seconds``.
     """
     last: BaseException | None = None
 
@@ -270,10 +273,10 @@ async def patiently(function: Callable[..., T], *args: Any, seconds: float = STO
 
 
 def resolve(store: BlobStore | None, body: bytes, content_type: str | None) -> bytes:
-    """Return the experience body that was sent: ``body`` itself, or the blob that it refers to.
+    """Return the experience body: ``body`` itself, or the blob that it refers to.
 
     Raises:
-        DecodeError: It refers to nothing that may be read, that is there, and that is whole.
+        DecodeError: The reference is not permitted, or its blob is missing or damaged.
         StoreUnavailable: The store does not answer.
     """
     if content_type != REFERENCE:
@@ -287,7 +290,9 @@ def resolve(store: BlobStore | None, body: bytes, content_type: str | None) -> b
 
 
 def carried_bytes(store: BlobStore | None, body: bytes, content_type: str | None) -> int:
-    """Return how much a body takes once it is resolved; one that will be refused takes only what it is."""
+    """Return the bytes that a body takes after its reference is resolved. A reference that will be refused counts with
+    its own size.
+    """
     if content_type == REFERENCE and store is not None:
         try:
             claimed = decode(body, ExperienceReference).bytes

@@ -2,8 +2,8 @@
 
 An experience part belongs to one attempt, named in the headers ``attempt``, ``part`` and ``parts``. A *shared* part
 holds all experiences of several attempts at slices of one ticket, one attempt after the other; its header ``attempts``
-lists them: ``<attempt>:<experiences>,<attempt>:<experiences>,...``. Each counts as part 0 of 1 of its attempt, and is
-taken or dropped by the manifest like any other.
+lists them: ``<attempt>:<experiences>,<attempt>:<experiences>,...``. Each entry counts as part 0 of 1 of its attempt.
+The manifest accepts or drops it like any other part.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class Member:
     attempt: str
     experiences: Sequence[Experience]
     size: int
-    """Upper bound of its encoded bytes."""
+    """Upper bound of the size of its encoded experiences in bytes."""
     oldest: Version | None
-    """The oldest weights in it."""
+    """The oldest weight version in the contribution."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,15 +45,15 @@ class AttemptRows:
 
     key: PartKey
     rows: slice | None = None
-    """None: all of them."""
+    """Rows of this attempt; None: all rows."""
     total: int = 0
-    """All that the attempts in the part have, where ``rows`` are a part of them."""
+    """Experiences of all attempts in the part, if ``rows`` is set."""
 
     def of(self, batch: ExperienceBatch) -> ExperienceBatch:
-        """Return the experiences of this attempt, ``batch`` being those of the part.
+        """Return the experiences of this attempt from the part's experiences ``batch``.
 
         Raises:
-            DecodeError: The part holds more or less than its header says.
+            DecodeError: The number of experiences in the part differs from its header.
         """
         if self.rows is None:
             return batch
@@ -61,7 +61,7 @@ class AttemptRows:
         return batch[self.rows]
 
     def check(self, experiences: int) -> None:
-        """Raise DecodeError if so many are not what the header of the part says."""
+        """Raise DecodeError if the number of ``experiences`` differs from the part's header."""
         if self.rows is not None and self.total != experiences:
             raise DecodeError(f"header attempts lists {self.total} experiences, the body holds {experiences}")
 
@@ -70,7 +70,7 @@ def attempt_rows_of(incoming: Incoming) -> list[AttemptRows]:
     """Return the attempts whose experiences a part holds, with their rows.
 
     Raises:
-        DecodeError: Its headers do not say so.
+        DecodeError: The headers are missing or malformed.
     """
     attempt, part, attempts = (incoming.headers.get(name) for name in ("attempt", "part", "attempts"))
     if isinstance(attempt, str) and isinstance(part, int):

@@ -1,4 +1,4 @@
-"""Messages of experiences: parts from runners and chunks from operators, split to the size of a message."""
+"""Messages of experiences: parts from runners and chunks from operators, split to the maximum message size."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def split_to_size(
     compression: Literal["none", "zstd"] = "none",
     store: BlobStore | None = None,
 ) -> list[bytes]:
-    """Return bodies that hold the experiences in order, of at most ``max_bytes`` each; with a ``store`` a single
-    experience may be a larger one, to be sent by reference.
+    """Return bodies that hold the experiences in order, each of at most ``max_bytes``. With a ``store``, the body of a
+    single experience may be larger, for sending by reference.
 
     Raises:
-        EncodeError: An experience holds what cannot travel.
+        EncodeError: An experience holds a value that cannot be encoded.
         MessageTooLarge: A single experience is over the limit.
     """
     if not experiences:
@@ -58,14 +58,14 @@ def split_to_size(
 def part_message(
     task_slice: TaskSlice, attempt: str, part: int, parts: int, content: Content, oldest: Version | None = None
 ) -> Envelope:
-    """Return one experience part of an attempt at a slice; ``oldest`` are the oldest weights in it."""
+    """Return one experience part of an attempt at a slice; ``oldest`` is the oldest weight version in it."""
     headers = _part_headers(task_slice, oldest, attempt=attempt, part=part, parts=parts)
     return _message("experience_part", f"{attempt}-{part}", content, headers)
 
 
 def shared_part_message(members: Sequence[Member], body: bytes) -> Envelope:
-    """Return the part of ``members`` of one ticket; ``body`` holds their experiences in this order. That of a single
-    one is an ordinary part.
+    """Return the part for ``members`` of one ticket; ``body`` holds their experiences in this order. A single member
+    gets an ordinary part.
     """
     first = members[0]
     if len(members) == 1:
@@ -99,7 +99,7 @@ def _message(kind: str, message_id: str, content: Content, headers: dict[str, He
 
 @dataclass(frozen=True)
 class Part:
-    """Received experiences of one attempt: a message, or some rows of one."""
+    """Received experiences of one attempt: a message, or some rows of a message."""
 
     incoming: Incoming
     share: AttemptRows
@@ -108,8 +108,8 @@ class Part:
 def requested_parts(manifest: BatchClosed, parts: Mapping[PartKey, Part]) -> Iterable[tuple[str, Envelope]]:
     """Yield ``(reply_to, part)`` for the submitters who asked for the experiences of their task.
 
-    A reference goes as it is: a submitter without access to the store gets no more than that, and one with access has
-    an hour to fetch what it names.
+    A reference is sent unresolved. A submitter without access to the store gets only the reference. A submitter with
+    access has an hour to fetch the blob.
     """
     for wanted in manifest.wanted:
         for accepted in manifest.accepted:
@@ -123,7 +123,7 @@ def requested_parts(manifest: BatchClosed, parts: Mapping[PartKey, Part]) -> Ite
                 found = parts[accepted.attempt, part]
                 body = _own_body(found)
                 if body is None:
-                    continue  # it is parked where the batch is processed
+                    continue  # the part is parked when the batch is processed
                 yield (
                     wanted.reply_to,
                     Envelope(
@@ -138,7 +138,7 @@ def requested_parts(manifest: BatchClosed, parts: Mapping[PartKey, Part]) -> Ite
 
 
 def _own_body(part: Part) -> bytes | None:
-    """Return the body that holds the experiences of this attempt alone; None if they do not decode."""
+    """Return a body with the experiences of this attempt only; None if the part does not decode."""
     body = part.incoming.body
     if part.share.rows is None:
         return body
@@ -156,7 +156,7 @@ def decode_parts(parts: Iterable[Part], store: BlobStore | None) -> tuple[Experi
     """
     bodies: dict[int, ExperienceBatch] = {}
     first: dict[int, int] = {}
-    """Number of each body's first experience among those of all bodies."""
+    """Index of each body's first experience in the concatenation of all bodies."""
     rows: list[range] = []
     total = 0
     bad: dict[int, tuple[Incoming, str]] = {}
@@ -164,7 +164,7 @@ def decode_parts(parts: Iterable[Part], store: BlobStore | None) -> tuple[Experi
         incoming = part.incoming
         try:
             if id(incoming) not in bodies and id(incoming) not in bad:
-                # all of it is opened here: what comes from others is judged where it can be parked
+                # decode everything now: a malformed part from another program can still be parked here
                 whole = ExperienceBatch.decode(resolve(store, incoming.body, incoming.content_type)).settle()
                 part.share.check(len(whole))
                 bodies[id(incoming)], first[id(incoming)] = whole, total
