@@ -1,4 +1,4 @@
-"""Names the agent that a run waits for, and the stage that limits its throughput, from heartbeats. Pure."""
+"""Names the agent that a run waits for, and the stage that limits its throughput, from heartbeats. Pure functions."""
 
 from trinity_mq.diagnosis.limits import bottleneck
 from trinity_mq.diagnosis.records import Bottleneck, Edge, Finding, Observation, Room, Stage, State

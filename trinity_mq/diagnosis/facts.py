@@ -1,4 +1,4 @@
-"""Lookups over an observation, and the edges from agents that wait to what they wait for."""
+"""Lookups in an observation, and the edges from waiting agents to the agents that they wait for."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ from trinity_mq.messages import (
 S = TypeVar("S", bound=Status)
 
 SILENT_SECONDS = 6.0
-"""Three heartbeats left out: the process is dead, frozen, or its event loop is blocked."""
+"""Seconds without a heartbeat after which an agent is silent: three missed heartbeats. Its process is dead or frozen,
+or its event loop is blocked."""
 YOUNG_BEATS = 30
-"""Heartbeats of an agent's first minute: others of a run that starts may not be there yet."""
+"""Heartbeats in an agent's first minute. Other agents of a starting run may not be up yet."""
 ROLES: tuple[Role, ...] = ("explorer", "trainer", "operator", "runner", "engine", "gateway", "scheduler")
-"""The order in which silent agents are blamed: an explorer's silence is its engines' too."""
+"""The order in which silent agents are blamed. An explorer comes first, because its silence includes its engines."""
 
 
 def text_of(seconds: float) -> str:
@@ -45,16 +46,12 @@ def text_of(seconds: float) -> str:
 
 
 def counted(number: int, thing: str, plural: str = "") -> str:
-    """Return a number of things in words.
-
-    >>> counted(1, "slice"), counted(2, "batch", "batches")
-    ('1 slice', '2 batches')
-    """
+    """Return a count with its noun, in singular or plural."""
     return f"{number} {thing if number == 1 else plural or thing + 's'}"
 
 
 class Facts:
-    """One observation, by role."""
+    """Lookups in one observation, by role."""
 
     def __init__(self, observation: Observation) -> None:
         self.observation = observation
@@ -63,7 +60,7 @@ class Facts:
             (beat, age) for beat, age in beats.values() if beat.state not in OVER and age < SILENT_SECONDS
         ]
         self.silent = self._silent(beats)
-        """Agents that are silent, in the order in which they are blamed."""
+        """Silent agents, in the order of blame."""
         self.explorer = self.first("explorer", ExplorerStatus)
         self.trainer = self.first("trainer", TrainerStatus)
 
@@ -88,7 +85,9 @@ class Facts:
         return sorted(found.values(), key=lambda one: (order.get(one.role, len(order)), -one.seconds, one.id))  # type: ignore[call-overload]
 
     def of_role(self, role: str) -> list[tuple[Heartbeat, float]]:
-        """Return the heartbeats of a role's living agents with their ages; hosts of engines are no engines."""
+        """Return the heartbeats of a role's living agents with their ages in seconds. Hosts of engines are not
+        engines.
+        """
         return [
             (beat, age)
             for beat, age in self.living
@@ -101,12 +100,12 @@ class Facts:
         return next(((beat, beat.detail) for beat, _ in found if isinstance(beat.detail, status)), None)
 
     def depth(self, queue: str) -> int:
-        """Return the ready messages of a queue, 0 where that is not known."""
+        """Return the number of ready messages of a queue; 0 if unknown."""
         return self.observation.depths.get(queue) or 0
 
     @property
     def is_starting(self) -> bool:
-        """Return whether nothing was done yet, and every agent that is heard has started a moment ago."""
+        """Return whether no work was done yet, and every living agent has started recently."""
         explorer = self.explorer[1] if self.explorer else None
         done = explorer is not None and bool(explorer.opened or explorer.closed)
         done = done or bool(self.trainer and self.trainer[1].progress)
@@ -114,7 +113,7 @@ class Facts:
 
     @property
     def unprocessed(self) -> bool:
-        """Return whether a closed batch has not come to the trainer yet."""
+        """Return whether the trainer has not received a closed batch yet."""
         if self.depth("closed"):
             return True
         following = self.explorer[1].following if self.explorer else []
@@ -131,8 +130,8 @@ class Facts:
         return tuple(sorted(found, key=lambda edge: (-edge.seconds, edge.waiter)))
 
     def _leads_to(self, beat: Heartbeat) -> str | None:
-        """Return the agent or role that a waiting agent waits for. It follows from what the others report, so that it
-        holds for any wording.
+        """Return the agent or role that a waiting agent waits for. The result is derived from the other agents'
+        statuses, so it does not depend on wording.
         """
         detail = beat.detail
         match beat.role:
@@ -170,7 +169,7 @@ class Facts:
         return self._holder() if self.explorer_waits_for_rollouts else None
 
     def _source_of_batches(self) -> str:
-        """Return who makes the next closed batch: the runner with the oldest slice, else the explorer."""
+        """Return the source of the next closed batch: the runner with the oldest slice, else the explorer."""
         return self._holder() if self.explorer_waits_for_rollouts else self._one("explorer")
 
     @property
@@ -180,8 +179,8 @@ class Facts:
 
     @property
     def slices_are_nowhere(self) -> bool:
-        """Return whether batches are open, and neither a task queue nor a runner has a slice. Every runner must say
-        which slices it has.
+        """Return whether batches are open, but neither a task queue nor a runner has a slice. This requires that every
+        runner reports its slices.
         """
         queues = [self.observation.depths.get(name, 1) for name in ("tasks.train", "tasks.eval")]
         holds = [one.holds for beat, _ in self.of_role("runner") if isinstance(one := beat.detail, RunnerStatus)]
@@ -198,5 +197,5 @@ class Facts:
 
 
 def slices_of(beat: Heartbeat) -> list[tuple[str, int, int, float]]:
-    """Return the oldest slices in flight of a runner."""
+    """Return the oldest slices in flight of a runner; empty for other agents."""
     return beat.detail.slices if isinstance(beat.detail, RunnerStatus) else []

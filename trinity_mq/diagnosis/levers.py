@@ -68,7 +68,7 @@ LEVERS = {
     "slow_sync": "raise synchronizer.sync_interval, or choose another synchronizer.sync_method",
     "slow_sessions": "open more sessions at the gateway: a batch needs buffer.batch_size groups of gateway.group_size",
 }
-"""Remedies by cause; ``{id}`` is the culprit."""
+"""Remedies by cause; ``{id}`` stands for the culprit."""
 
 
 MORE: dict[str, tuple[Room, str]] = {
@@ -78,7 +78,7 @@ MORE: dict[str, tuple[Room, str]] = {
     "slow_runner": ("cores", "raise runner.num_runners"),
     "slow_operator": ("cores", "raise operator.num_operators"),
 }
-"""Remedies by cause that need a free device or core, and so are for a machine that has one."""
+"""Remedies by cause that need a free device or core on the machine."""
 FREE: dict[Room, str] = {"devices": "cores or GPUs", "cores": "cores"}
 
 
@@ -88,7 +88,8 @@ def lever(cause: str, culprit: str = "", room: frozenset[Room] | None = None) ->
     Args:
         cause: A key of :data:`LEVERS`.
         culprit: Id of the agent to blame.
-        room: Free resources of the run's machine; None: not known, and what needs them is advised under this condition.
+        room: Free resources of the run's machine. None: unknown; advice that needs a resource then names it as a
+            condition.
     """
     text = LEVERS[cause].replace("{id}", culprit)
     if cause not in MORE:

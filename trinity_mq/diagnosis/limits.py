@@ -1,4 +1,6 @@
-"""Names the stage that limits the throughput of a run that moves, from busy shares, queue depths and metrics. Pure."""
+"""Names the stage that limits the throughput of a moving run, from busy shares, queue depths and metrics. Pure
+functions.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +11,19 @@ from trinity_mq.diagnosis.records import Bottleneck, Observation, Stage
 from trinity_mq.messages import GatewayStatus
 
 HIGH = 0.8
-"""Share of the time from which a stage counts as always at work."""
+"""Busy share, 0 to 1, above which a stage counts as always busy."""
 SYNC_HIGH = 0.3
-"""Share of a step from which weight syncs are named: they keep engines and trainer from working at the same time."""
+"""Share of a step above which weight syncs are the limit. They keep engines and trainer from working at the
+same time."""
 ENGINE_HIGH = 0.7
-"""Share of the heartbeats with sequences to generate from which engines count as always at work."""
+"""Share of an engine's heartbeats with sequences to generate, above which engines count as always busy."""
 
 
 def bottleneck(observation: Observation) -> Bottleneck | None:
-    """Return the stage that limits throughput; None where nothing tells, as in the first seconds of a run.
+    """Return the stage that limits throughput; None if unknown, as in the first seconds of a run.
 
-    The trainer's shares come from ``trainer/idle_frac`` and ``time/*`` where they are there, since short steps lie
-    between two heartbeats; those of the others from samples of heartbeats.
+    The trainer's shares come from ``trainer/idle_frac`` and ``time/*`` if available, because short steps fall between
+    two heartbeats. The shares of the other stages come from samples of heartbeats.
     """
     busy = _shares(observation)
     if not busy:
@@ -31,7 +34,7 @@ def bottleneck(observation: Observation) -> Bottleneck | None:
 
 
 def _limits(observation: Observation, busy: Mapping[str, float]) -> Iterator[tuple[Stage, str]]:
-    """Yield the stages that may limit, and how one sees it; the first one does."""
+    """Yield the candidate stages with their evidence; the first candidate is the limit."""
     sync, trainer, operator = (busy.get(stage, 0.0) for stage in ("sync", "trainer", "operator"))
     engine, runner, explorer = (busy.get(stage) for stage in ("engine", "runner", "explorer"))
     closed, slices = (observation.depths.get(queue) or 0 for queue in ("closed", "tasks.train"))

@@ -1,4 +1,4 @@
-"""Observation of a run, and the findings that are made of it."""
+"""Observation of a run, and the findings made from it."""
 
 from __future__ import annotations
 
@@ -11,78 +11,79 @@ from trinity_mq.messages import Heartbeat
 State = Literal["moving", "waiting", "stuck", "over", "silent"]
 Stage = Literal["explorer", "runner", "engine", "operator", "trainer", "sync", "sessions"]
 Room = Literal["devices", "cores"]
-"""Free resource of a machine: a device for a further engine or trainer process, a core for a further small process."""
+"""Free resource of a machine: a device for another engine or trainer process, a core for another small process."""
 
 BROKER = "broker"
-"""The culprit where the broker is."""
+"""The culprit if the broker is to blame."""
 OVER = ("finished", "gone")
 """States after which no heartbeats are expected."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """Everything known about a run at one moment."""
+    """All known facts about a run at one moment."""
 
     heartbeats: Mapping[str, tuple[Heartbeat, float]] = field(default_factory=dict)
-    """The last heartbeat of each agent by id, and the seconds since it was received."""
+    """The last heartbeat of each agent by id, with the seconds since it was received."""
     depths: Mapping[str, int | None] = field(default_factory=dict)
-    """Ready messages of queues by short name (``closed``, ``tasks.train``); None: there is no queue, or no answer."""
+    """Ready messages of queues by short name (``closed``, ``tasks.train``); None: the queue is missing or did not
+    answer."""
     broker: str = ""
-    """Trouble with the broker, in words: not reachable, or an alarm; empty where there is none."""
+    """Problem with the broker, in words: unreachable, or an alarm; empty: no problem."""
     still: float = 0.0
-    """Seconds since anything progressed."""
+    """Seconds since the last progress."""
     listened: float = 60.0
-    """Seconds for which heartbeats have been received: an agent of which none came is missing only after a while."""
+    """Seconds for which heartbeats have been received. An agent without heartbeats is missing only after some time."""
     expected: Mapping[str, int] = field(default_factory=dict)
-    """Number of agents that the configuration asks for, by role; empty where it is not known."""
+    """Number of agents that the configuration requires, by role; empty: unknown."""
     limits: Mapping[str, float] = field(default_factory=dict)
-    """Settings in seconds that are named where they will end a wait, by key, such as ``explorer.max_timeout``."""
+    """Settings in seconds that bound a wait, by key, such as ``explorer.max_timeout``; findings name them."""
     busy: Mapping[str, float] = field(default_factory=dict)
-    """Share of the last minute, 0 to 1, in which a stage was at work."""
+    """Share of the last minute, 0 to 1, in which a stage was busy."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Mean of each metric over the last minute, else its latest value."""
     room: frozenset[Room] | None = None
-    """Free resources of the machine on which the run works; None: not known."""
+    """Free resources of the machine that runs the agents; None: unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """An agent that waits, and for what."""
+    """A waiting agent and the target of its wait."""
 
     waiter: str
-    """Id of the agent."""
+    """Id of the waiting agent."""
     waits_for: str
-    """The condition that it waits for, in its words."""
+    """The condition that it waits for, as it reports it."""
     seconds: float
     on: str | None = None
-    """Id of the agent, or role, that this leads to; None: not known, or outside of the run."""
+    """Id of the agent, or role, that it waits for; None: unknown, or outside the run."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The reason why a run does not move, or that it does."""
+    """The reason why a run does not move, or the statement that it moves."""
 
     state: State
-    """``moving``; ``waiting``: work is under way that takes longer than usual, or input from outside is awaited;
-    ``stuck``: nothing will come without the culprit; ``over``: the run has ended; ``silent``: no agent is heard."""
+    """``moving``; ``waiting``: current work takes longer than usual, or external input is awaited; ``stuck``: the run
+    cannot continue without the culprit; ``over``: the run has ended; ``silent``: no agent sends heartbeats."""
     sentence: str
     """The finding in one sentence."""
     culprit: str | None = None
-    """Id of an agent, a role of which no agent lives, ``broker``; None: nobody is to blame."""
+    """Id of an agent, a role without a living agent, or ``broker``; None: no culprit."""
     evidence: tuple[str, ...] = ()
-    """Facts behind it, a line each."""
+    """Facts that support the finding, one line each."""
     lever: str = ""
-    """The remedy: a command, or settings; empty where nothing is to be done."""
+    """The remedy: a command, or settings; empty if no action is needed."""
     edges: tuple[Edge, ...] = ()
     """All waits that agents report, longest first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bottleneck:
-    """The stage that limits the throughput of a run that moves."""
+    """The stage that limits the throughput of a moving run."""
 
     stage: Stage
     sentence: str
     lever: str
     busy: Mapping[str, float] = field(default_factory=dict)
-    """Share of the time, 0 to 1, in which each stage is at work, where known."""
+    """Share of the time, 0 to 1, in which each known stage is busy."""

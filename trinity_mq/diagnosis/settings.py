@@ -1,4 +1,4 @@
-"""Facts for a diagnosis that only the run's configuration and its machine know."""
+"""Facts for a diagnosis that come from the run's configuration and machine."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ def expected_agents(config: Config | None) -> Mapping[str, int]:
 
 
 def limits(config: Config | None) -> Mapping[str, float]:
-    """Return the settings in seconds that end waits, by key."""
+    """Return the settings in seconds that bound waits, by key."""
     return {} if config is None else {"explorer.max_timeout": config.explorer.max_timeout}
 
 
 def free_resources(config: Config | None, cores: int, gpus: int) -> frozenset[Room] | None:
-    """Return the free resources of a machine on which all agents of a run work; None without a configuration. Threads
-    that are ``auto`` take all cores.
+    """Return the free resources of a machine that hosts all agents of a run; None without a configuration. A thread
+    count of ``auto`` takes all cores.
 
     Args:
-        config: The run's.
+        config: The run's configuration.
         cores: Cores of the machine that the run may use.
         gpus: GPUs of the machine.
     """

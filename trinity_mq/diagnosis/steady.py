@@ -1,4 +1,6 @@
-"""Verdicts that do not flicker: another one is shown once it has mostly been read for some time. Pure."""
+"""Verdicts that do not flicker: a new verdict is shown after most readings have agreed on it for some time.
+Pure logic.
+"""
 
 from __future__ import annotations
 
@@ -11,21 +13,22 @@ from trinity_mq.diagnosis.records import Bottleneck, Finding
 T = TypeVar("T")
 
 LIMIT_SECONDS = 30.0
-"""Seconds over which a stage must mostly be the limit before it is named."""
+"""Seconds over which a stage must be the limit in most readings before it is named."""
 FINDING_SECONDS = 5.0
-"""Seconds over which a run must mostly wait for somebody else, or move again, before it is said."""
+"""Seconds over which most readings must name the same culprit, or progress, before the finding is shown."""
 MOSTLY = 2 / 3
-"""Share of the readings of that time. A reading that comes up less often than that does not change what is shown."""
+"""Share of the readings in that time that must agree. Rarer readings do not change the shown verdict."""
 
 
 class Steady(Generic[T]):
-    """The verdict to show. Time is an argument, in seconds of any clock.
+    """Selects the verdict to show. Time is an argument, in seconds of any clock.
 
     Args:
-        shown: The verdict at the beginning.
-        key: Returns the part of a verdict that must not flicker; the words are always those of the last such reading.
-        seconds: Time over which another verdict must mostly be read before it is shown.
-        at_once: Returns whether a verdict, the second argument, takes the place of the one shown without that.
+        shown: The initial verdict.
+        key: Returns the part of a verdict that must not flicker. The shown text is always from the last reading with
+            this key.
+        seconds: Time over which most readings must agree on another verdict before it is shown.
+        at_once: Returns whether the second argument replaces the shown verdict, the first argument, without this delay.
     """
 
     def __init__(self, shown: T, key: Callable[[T], Hashable], seconds: float, at_once: Callable[[T, T], bool]) -> None:
@@ -36,7 +39,7 @@ class Steady(Generic[T]):
         """Time of the first reading."""
 
     def read(self, verdict: T, now: float) -> T:
-        """Take in the verdict at ``now``, and return the one to show."""
+        """Record the verdict at ``now``, and return the verdict to show."""
         key = self._key(verdict)
         self._began = now if self._began is None else self._began
         self._readings.append((now, key))
@@ -50,12 +53,12 @@ class Steady(Generic[T]):
 
 
 def steady_limit() -> Steady[Bottleneck | None]:
-    """Return the stage to show as the limit of a run; none at first."""
+    """Return the filter for the limiting stage of a run; initially None."""
     return Steady[Bottleneck | None](None, lambda one: one and one.stage, LIMIT_SECONDS, lambda _shown, _read: False)
 
 
 def steady_finding() -> Steady[Finding | None]:
-    """Return the finding to show; the first one, and the end of the run, at once."""
+    """Return the filter for the finding. The first finding and the end of the run are shown at once."""
 
     def at_once(shown: Finding | None, read: Finding | None) -> bool:
         return shown is None or (read is not None and read.state == "over")

@@ -1,4 +1,4 @@
-"""Names the culprit for whom a run waits. Pure: one observation in, one finding out."""
+"""Names the culprit that a run waits for. Pure functions: one observation in, one finding out."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from trinity_mq.diagnosis.records import BROKER, Bottleneck, Edge, Finding, Obse
 from trinity_mq.messages import EngineStatus, ExplorerStatus, OperatorStatus, RunnerStatus, SilentAgent, TrainerStatus
 
 MOVING_SECONDS = 4.0
-"""Seconds without progress up to which a run counts as moving: two heartbeats."""
+"""Seconds without progress up to which a run counts as moving: two heartbeat intervals."""
 OVERDUE_SECONDS = 8.0
-"""Work shorter than this is never blamed."""
+"""Seconds; shorter work is never blamed."""
 OVERDUE_TIMES = 3.0
-"""Times of the usual duration from which work is blamed."""
+"""Multiple of the usual duration above which work is blamed."""
 UNANSWERED_SECONDS = 5.0
-"""Seconds without an answer from which an engine counts as frozen."""
+"""Seconds without an answer after which an engine counts as frozen."""
 SUSPECT_SECONDS = 1.0
-"""The same from which nobody is blamed for what an engine may delay: a living one answers at once."""
+"""Seconds without an answer after which an engine is suspected. Other agents are then not blamed for delays that the
+engine may cause. A healthy engine answers at once."""
 MISSING_SECONDS = 9.0
-"""Seconds of listening after which a role of which no heartbeat came is missing. By then the explorer has reported one
-that has fallen silent.
-"""
+"""Seconds of listening after which a role without heartbeats is missing. By then the explorer has reported agents that
+became silent."""
 REDELIVERED_SECONDS = 180.0
-"""Seconds after which the work of a silent agent has gone to another one of its role: the broker has noticed."""
+"""Seconds after which the broker has redelivered a silent agent's work to another agent of its role."""
 STILL_SECONDS = 30.0
-"""Seconds without progress from which the longest wait is named although nobody takes longer than usual."""
+"""Seconds without progress after which the longest wait is named, even if no agent takes longer than usual."""
 WAIT_SHOWN, MOST_WAITS = 2.0, 6
-"""Seconds from which a wait is evidence, and the number of waits that are."""
+"""Minimum seconds for a wait to count as evidence, and maximum number of such waits."""
 NO_TASKS = "tasks to be submitted"
-"""The explorer's reason where a taskset gives no more."""
+"""The explorer's reported wait if the taskset does not provide more tasks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +45,12 @@ class _Cause:
 
 
 def diagnose(observation: Observation, limit_of: Callable[[Observation], Bottleneck | None] = bottleneck) -> Finding:
-    """Return who the run waits for, with evidence and remedy; it never raises, whatever the heartbeats say.
+    """Return the culprit that the run waits for, with evidence and remedy. Never raises, even for inconsistent
+    heartbeats.
 
     Args:
-        observation: Everything known about the run.
-        limit_of: Returns the stage to name where the run moves.
+        observation: All known facts about the run.
+        limit_of: Returns the limiting stage to name if the run moves.
     """
     facts = Facts(observation)
     edges = facts.edges()
@@ -82,7 +83,7 @@ def diagnose(observation: Observation, limit_of: Callable[[Observation], Bottlen
     return Finding("moving", sentence, None, (*evidence, *_heard(facts)), "" if limit is None else limit.lever, edges)
 
 
-# -- the rules, in the order in which they are asked; each yields causes, worst first
+# -- rules in the order of evaluation; each yields causes, worst first
 
 
 def _frozen_engine(facts: Facts) -> Iterator[_Cause]:
@@ -243,7 +244,7 @@ def _overdue_slice(facts: Facts) -> Iterator[_Cause]:
         for _, task, first, seconds in slices_of(beat)
     ]
     if _engine_suspected(facts):
-        return  # the slice may wait for its answer
+        return  # the slice may wait for an answer of the suspected engine
     for seconds, name, task, first, usual in sorted(held, key=lambda item: (-item[0], item[1:]))[:1]:
         if _overdue(seconds, usual):
             words = f"task {task} (from run {first}) runs on {name} for {text_of(seconds)}; {_median(usual)}"
@@ -274,7 +275,7 @@ RULES: tuple[Callable[[Facts], Iterator[_Cause]], ...] = (
 
 
 def _longest_wait(facts: Facts, edges: tuple[Edge, ...]) -> _Cause | None:
-    """Follow the waits from the trainer, or the longest one, to an agent that waits for nobody."""
+    """Follow the waits from the trainer, or from the longest wait, to an agent that does not wait for another agent."""
     if facts.observation.still < STILL_SECONDS:
         return None
     by_waiter = {edge.waiter: edge for edge in edges}
@@ -295,7 +296,7 @@ def _longest_wait(facts: Facts, edges: tuple[Edge, ...]) -> _Cause | None:
 
 
 def _engine_suspected(facts: Facts) -> bool:
-    """Return whether an engine leaves a question unanswered, not yet for long enough to be called frozen."""
+    """Return whether an engine has not answered its host for some time, but not long enough to count as frozen."""
     engines = [beat.detail for beat, _ in facts.of_role("engine") if isinstance(beat.detail, EngineStatus)]
     return any(SUSPECT_SECONDS <= one.unanswered < UNANSWERED_SECONDS for one in engines)
 
@@ -309,7 +310,7 @@ def _median(usual: float) -> str:
 
 
 def _engines_fine(facts: Facts) -> tuple[str, ...]:
-    """Return that the engines answer and have nothing to do, so that the workflow itself takes the time."""
+    """Return a line if all engines are idle, because then the workflow itself takes the time."""
     engines = [beat.detail for beat, _ in facts.of_role("engine") if isinstance(beat.detail, EngineStatus)]
     if engines and all(one.load == 0 for one in engines):
         return ("no engine generates anything: the workflow or its reward function takes the time",)
@@ -317,7 +318,7 @@ def _engines_fine(facts: Facts) -> tuple[str, ...]:
 
 
 def _has_ended(facts: Facts, role: str) -> bool:
-    """Return whether an agent of the role has ended in order, as at the end of a run."""
+    """Return whether an agent of the role has finished normally, as at the end of a run."""
     ended = any(b.role == role and b.state == "finished" for b, _ in facts.observation.heartbeats.values())
     return ended and role != "runner"
 
@@ -327,12 +328,12 @@ def _is_over(facts: Facts) -> bool:
     explorers = [beat for beat in beats if isinstance(beat.detail, ExplorerStatus)]
     if explorers or "explorer" in facts.observation.expected:
         return any(isinstance(one.detail, ExplorerStatus) and one.detail.finished for one in explorers)
-    # a trainer alone; the goodbye of another agent says nothing about the run
+    # a trainer without an explorer; the last heartbeats of other agents do not tell whether the run is over
     return any(isinstance(beat.detail, TrainerStatus) and beat.detail.finished for beat in beats) and not facts.living
 
 
 def _who_waits(edges: tuple[Edge, ...], culprit: str | None) -> str:
-    """Return the beginning of the sentence: the trainer's wait, else the explorer's."""
+    """Return the beginning of the sentence: the trainer's wait, else the explorer's, else an empty text."""
     waits = [edge for edge in edges if edge.waiter != culprit and edge.waiter.startswith(("trainer", "explorer"))]
     if not waits or culprit is None:
         return ""
@@ -341,7 +342,7 @@ def _who_waits(edges: tuple[Edge, ...], culprit: str | None) -> str:
 
 
 def _heard(facts: Facts) -> tuple[str, ...]:
-    """Return lines about waits of some length, and queues that are not empty."""
+    """Return lines about long waits, non-empty queues, dropped dead letters and missing agents."""
     waits = [edge for edge in facts.edges() if not edge.seconds < WAIT_SHOWN][:MOST_WAITS]
     lines = [f"{edge.waiter} waits {text_of(edge.seconds)} for {edge.waits_for}" for edge in waits]
     depths = {name: depth for name, depth in facts.observation.depths.items() if depth}

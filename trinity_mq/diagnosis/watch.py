@@ -1,4 +1,4 @@
-"""Collects heartbeats over time and makes observations of them: what moves, since when, how busy each stage is."""
+"""Collects heartbeats over time and makes observations from them: progress, its time, and how busy each stage is."""
 
 from __future__ import annotations
 
@@ -21,30 +21,31 @@ from trinity_mq.messages import (
 WINDOW = 60.0
 """Seconds over which busy shares are measured."""
 MIN_SAMPLES = 5
-"""Heartbeats of a stage in the window below which its share is not known."""
+"""Minimum heartbeats of a stage in the window; with fewer, its busy share is unknown."""
 METRICS = frozenset({"trainer/idle_frac", "time/batch", "time/sync"})
-"""Metrics that tell how busy a stage is: those of a single step say little."""
+"""Metrics that measure how busy a stage is. They are averaged, because values of a single step vary."""
 
 
 class Watch:
-    """The latest heartbeat of each agent, and what has changed since. Time is an argument, in seconds of any clock.
+    """Keeps the latest heartbeat of each agent and the time of the last progress. Time is an argument, in seconds of
+    any clock.
 
     Args:
-        now: The time at which listening begins.
+        now: The time at which the watch starts.
     """
 
     def __init__(self, now: float) -> None:
         self._began = self.moved_at = now
         """Time of the last progress."""
         self.moves = 0
-        """Changes of progress that were seen."""
+        """Number of progress changes seen."""
         self._heartbeats: dict[str, tuple[Heartbeat, float]] = {}
         self._progress: dict[str, tuple[Any, ...]] = {}
         self._busy: dict[str, collections.deque[tuple[float, float]]] = {}
         self._metrics: dict[str, collections.deque[tuple[float, float]]] = {}
 
     def receive(self, message: object, now: float) -> None:
-        """Take in a heartbeat or metrics; other messages are ignored."""
+        """Record a heartbeat or metrics; other messages are ignored."""
         if isinstance(message, Metrics):
             for name in METRICS & message.values.keys():
                 _add(self._metrics, name, message.values[name], now)
@@ -72,7 +73,7 @@ class Watch:
         limits: Mapping[str, float] | None = None,
         room: frozenset[Room] | None = None,
     ) -> Observation:
-        """Return what is known at ``now``; the arguments are those of :class:`Observation`."""
+        """Return the observation at ``now``; the arguments are fields of :class:`Observation`."""
         recent = {
             stage: [share for at, share in samples if at >= now - WINDOW] for stage, samples in self._busy.items()
         }
@@ -93,7 +94,7 @@ class Watch:
 
 
 def _add(window: dict[str, collections.deque[tuple[float, float]]], name: str, value: float, now: float) -> None:
-    """Add a sample, and remove those older than the window."""
+    """Add a sample, and remove samples older than the window."""
     samples = window.setdefault(name, collections.deque())
     samples.append((now, value))
     while samples[0][0] < now - WINDOW:
@@ -101,7 +102,7 @@ def _add(window: dict[str, collections.deque[tuple[float, float]]], name: str, v
 
 
 def _progress(beat: Heartbeat) -> tuple[Any, ...]:
-    """Return the parts of a heartbeat that change when the agent gets on."""
+    """Return the values of a heartbeat that change when the agent makes progress."""
     match beat.detail:
         case ExplorerStatus() as one:
             return beat.incarnation, one.opened, one.closed, one.evaluating, one.finished
@@ -120,7 +121,7 @@ def _progress(beat: Heartbeat) -> tuple[Any, ...]:
 
 
 def _busy(beat: Heartbeat) -> list[tuple[str, float]]:
-    """Return the stages that a heartbeat tells about, and the share of each that is at work at that moment."""
+    """Return the stages that a heartbeat describes, each with its busy share, 0 to 1, at that moment."""
     if beat.state in OVER:
         return []
     match beat.detail:
