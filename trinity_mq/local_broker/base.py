@@ -20,9 +20,8 @@ ELECT = (
     "[(catch ra:trigger_election(amqqueue:get_pid(Q))) || Q <- rabbit_amqqueue:list(), "
     "amqqueue:get_type(Q) =:= rabbit_quorum_queue], ok."
 )
-"""Erlang expression that triggers an election in every quorum queue of the node; queues with a leader keep working. An
-agent may delete one of them meanwhile, which must not leave the others without.
-"""
+"""Erlang expression that triggers an election in every quorum queue of the node; queues with a leader keep working.
+``catch`` protects the other queues if an agent deletes one of them at the same time."""
 READY_TIMEOUT = 180.0
 
 
@@ -30,24 +29,24 @@ class NodeOptions(TypedDict, total=False):
     """Optional arguments of every local broker."""
 
     name: str
-    """First part of the node's name, ``tmq`` by default."""
+    """First part of the node's name; default ``tmq``."""
     port: int | None
-    """Fixed AMQP port, None for a free one."""
+    """Fixed AMQP port; None: a free port."""
     user: str
-    """Name of the broker's only user, ``tmq`` by default."""
+    """Name of the broker's only user; default ``tmq``."""
     password: str | None
-    """None for a random one, kept in the node's folder."""
+    """Password; None: a random password, stored in the node's folder."""
     plugins: Sequence[str]
     """Names of RabbitMQ plugins to enable."""
     config: str
-    """Further lines for ``rabbitmq.conf``."""
+    """Additional lines for ``rabbitmq.conf``."""
 
 
 class LocalNode(ABC):
-    """RabbitMQ on loopback, with a folder that keeps its ports and password for the next start.
+    """RabbitMQ server on loopback. Its folder stores ports and password for the next start.
 
     Args:
-        base: The folder; made with mode 0700. Keep it short and on a local disk.
+        base: The folder; created with mode 0700. Use a short path on a local disk.
         options: See :class:`NodeOptions`.
     """
 
@@ -59,24 +58,24 @@ class LocalNode(ABC):
         self._lock = FolderLock(self.base / "lock")
         self._state: NodeState | None = None
         self._recovers = False
-        """The node starts on data of an earlier start and was not ready yet."""
+        """True if the node starts on data of an earlier start and is not ready yet."""
 
     @property
     def url(self) -> str:
-        """``amqp://user:password@host:port/vhost``. Only once started."""
+        """``amqp://user:password@host:port/vhost``. Available after the start."""
         state = self._known_state()
         return f"amqp://{state.user}:{state.password}@{LOOPBACK}:{state.ports['amqp']}/%2F"
 
     @property
     def ports(self) -> dict[str, int]:
-        """Ports by use, the broker's own as ``amqp``. Only once started."""
+        """Ports by purpose; the broker's own port is ``amqp``. Available after the start."""
         return dict(self._known_state().ports)
 
     def attach(self) -> None:
-        """Load the state of the node that another process has started in this folder: URL, ports and tools.
+        """Load the state of a node that another process started in this folder: URL, ports and tools.
 
         Raises:
-            NodeError: None was ever started in it.
+            NodeError: No broker was ever started in this folder.
         """
         file = self.base / "node.json"
         if not file.exists():
@@ -86,21 +85,21 @@ class LocalNode(ABC):
     @property
     @abstractmethod
     def pid(self) -> int | None:
-        """The server's process id, None when it does not run."""
+        """Process id of the server; None if it does not run."""
 
     @abstractmethod
     async def start(self) -> None:
-        """Launch the server; :meth:`wait_ready` tells when it can be used.
+        """Launch the server; :meth:`wait_ready` waits until it is usable.
 
         Raises:
-            NodeError: It cannot be run here, or the folder or the port is in use.
+            NodeError: The server cannot run here, or the folder or the port is in use.
         """
 
     async def wait_ready(self, timeout: float = READY_TIMEOUT) -> None:
         """Return when the broker accepts connections; ``timeout`` in seconds.
 
         Raises:
-            NodeError: The server died or was not ready in time; carries the end of its log.
+            NodeError: The server died or was not ready in time; the message contains the end of its log.
         """
         port = self._known_state().ports["amqp"]
         try:
@@ -108,7 +107,7 @@ class LocalNode(ABC):
                 while not await speaks_amqp(port):
                     if self.pid is None:
                         raise NodeError(await self._failure())
-                    await asyncio.sleep(POLL_SECONDS)  # nothing signals that a listener opens
+                    await asyncio.sleep(POLL_SECONDS)  # a listener that opens does not send a signal
                 if self._recovers:
                     await self._elect()
         except TimeoutError:
@@ -116,22 +115,22 @@ class LocalNode(ABC):
 
     @abstractmethod
     async def stop(self) -> None:
-        """Stop cleanly, so that everything is on disk; kill what does not stop in time."""
+        """Stop cleanly, so that all data is on disk. Kill processes that do not stop in time."""
 
     @abstractmethod
     async def kill(self) -> None:
-        """End everything at once, as a crash would. The data stays."""
+        """Kill all processes at once, as in a crash. The data stays."""
 
     @abstractmethod
     async def ctl(self, *arguments: str) -> str:
-        """Run ``rabbitmqctl`` on this node and return what it prints (0.5 to 1 s a call).
+        """Run ``rabbitmqctl`` on this node and return its output. A call takes 0.5 to 1 s.
 
         Raises:
-            NodeError: It failed; carries its output.
+            NodeError: The command failed; the message contains its output.
         """
 
     async def launch(self) -> None:
-        """Start and wait until ready; nothing is left behind when that fails. Raises NodeError."""
+        """Start and wait until ready. If this fails, all processes are killed. Raises NodeError."""
         await self.start()
         try:
             await self.wait_ready()
@@ -140,21 +139,22 @@ class LocalNode(ABC):
             raise
 
     async def __aenter__(self) -> Self:
-        """Launch."""
+        """Launch the broker."""
         await self.launch()
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Stop."""
+        """Stop the broker."""
         await self.stop()
 
     async def _elect(self) -> None:
         """Trigger an election in every quorum queue.
 
-        A queue that was declared just before a crash may come back without its log (seen on 3.10 and 4.0): RabbitMQ
-        takes it for a new one, waits for an election that nobody triggers, and answers no request.
+        A queue that was declared just before a crash may lack its log after the restart (seen on 3.10 and 4.0).
+        RabbitMQ then treats it as a new queue, waits for an election that is never triggered, and does not answer
+        requests.
         """
         try:
             await self.ctl("eval", ELECT)
@@ -164,7 +164,7 @@ class LocalNode(ABC):
 
     @abstractmethod
     async def _failure(self) -> str:
-        """Say why the server is not ready, with the end of its log."""
+        """Return why the server is not ready, with the end of its log."""
 
     def _known_state(self) -> NodeState:
         if self._state is None:

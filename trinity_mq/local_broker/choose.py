@@ -15,7 +15,7 @@ async def own_kind() -> type[PrivateNode | DockerNode]:
     """Return the kind of broker that :func:`local_broker` starts on this machine.
 
     Raises:
-        NodeError: None can be started; the message says what to do.
+        NodeError: Neither kind can be started; the message says what to do.
     """
     if find_rabbitmq() is not None:
         epmd_command()
@@ -26,10 +26,10 @@ async def own_kind() -> type[PrivateNode | DockerNode]:
 
 
 async def local_broker(base: Path) -> LocalNode:
-    """Start a broker of our own in ``base`` and return it, ready: the installed RabbitMQ, else Docker.
+    """Start a local broker in ``base`` and return it when ready: the installed RabbitMQ, else Docker.
 
     Raises:
-        NodeError: Neither is there, or it did not start; the message says what to do.
+        NodeError: Neither is available, or the broker did not start; the message says what to do.
     """
     kind = await own_kind()
     node = kind(base)

@@ -30,15 +30,15 @@ IMAGE_VARIABLE = "TRINITY_MQ_RABBITMQ_IMAGE"
 DEFAULT_IMAGE = "rabbitmq:4-management"
 LABEL = "trinity-mq.broker"
 ENGINE_TIMEOUT = 60.0
-"""Seconds that the engine may take for a request."""
+"""Maximum seconds for a request to the Docker engine."""
 STOP_SECONDS = 20
 LOG_LINES = 200
 COLOUR = re.compile(r"\x1b\[[\d;]*m")
 HOME = "/var/lib/rabbitmq"
 OPEN_FILES = 16384
-"""Limit of open files: Erlang allocates a table of this size, and some engines allow a thousand million files."""
+"""Limit of open files. Erlang allocates a table of this size, and some engines allow 1,000,000,000 files."""
 ERLANG = "+S 2:2 +sbwt none +sbwtdcpu none +sbwtdio none"
-"""Erlang arguments: two schedulers that sleep when idle, since the cores belong to the model."""
+"""Erlang arguments: two schedulers that sleep when idle, to leave the cores to the model."""
 GUARD = """
 import os, sys, threading
 from trinity_mq.local_broker.container import connect
@@ -48,7 +48,8 @@ if sys.stdin.read() != "released":
     container.remove(force=True, v=True)
 os._exit(0)
 """
-"""Program of the guard process: ends with the container, and removes it when the owner's end of the pipe closes."""
+"""Program of the guard process. It ends with the container. If the owner's end of the pipe closes, it removes the
+container."""
 
 
 async def docker_answers() -> bool:
@@ -61,14 +62,14 @@ async def docker_answers() -> bool:
 
 
 class DockerNode(LocalNode):
-    """Container with a RabbitMQ server; takes the arguments of its base class, and an image.
+    """Container with a RabbitMQ server; takes the arguments of its base class and an image.
 
-    Its port is published on loopback only. It is removed when it is stopped and when the process that started it ends,
-    even if that is killed. Its data is in a volume, which stays: the volume has the container's name, and its label
-    ``trinity-mq.broker`` is the folder ``base``.
+    The port is published on loopback only. The container is removed when it is stopped and when the process that
+    started it ends, even if that process is killed. The data is in a persistent volume with the container's name. The
+    label ``trinity-mq.broker`` of the volume is the folder ``base``.
 
     Args:
-        image: None for ``TRINITY_MQ_RABBITMQ_IMAGE``, else the official image.
+        image: Image name. None: ``TRINITY_MQ_RABBITMQ_IMAGE`` if set, else the official image.
     """
 
     def __init__(self, base: Path, *, image: str | None = None, **options: Unpack[NodeOptions]) -> None:
@@ -80,20 +81,21 @@ class DockerNode(LocalNode):
 
     @property
     def pid(self) -> int | None:
-        """Process id of a guard that ends when the container does; None when it does not run.
+        """Process id of the guard that ends with the container; None if it does not run.
 
-        The container's own processes may belong to a virtual machine or a name space, where their ids mean nothing.
+        The container's own processes may belong to a virtual machine or another namespace, so their ids are not valid
+        here.
         """
         return self._guard.pid if self._guard is not None and self._guard.poll() is None else None
 
     @property
     def container(self) -> str:
-        """Name of the container, and of the volume with its data. Only once started."""
+        """Name of the container and of the volume with its data. Available after the start."""
         return f"{self._name}-{self._known_state().identity}"
 
     async def start(self) -> None:
         if self._guard is not None and self.pid is None:
-            await self.kill()  # clears the remains of a container that ended
+            await self.kill()  # removes the remains of a container that ended
         self.base.mkdir(parents=True, exist_ok=True, mode=0o700)
         await self._lock.take()
         try:
@@ -106,7 +108,7 @@ class DockerNode(LocalNode):
             state.choose_ports(("amqp",), {} if self._port is None else {"amqp": self._port})
             state.save(state_file)
             self._state = state
-            await self._remove()  # a container that a killed start has left: we hold the folder's lock
+            await self._remove()  # a container left by a killed start: this process holds the folder's lock
             await self._ask("create", self._create)
             await self._ask("start", lambda engine: self._found(engine).start())
             self._guard = _start_guard(self.container)
@@ -116,24 +118,24 @@ class DockerNode(LocalNode):
 
     async def stop(self) -> None:
         if self._guard is not None:
-            with contextlib.suppress(NodeError):  # a container that ended by itself can only be removed
+            with contextlib.suppress(NodeError):  # a container that has already ended can only be removed
                 await self._ask("stop", lambda engine: self._found(engine).stop(timeout=STOP_SECONDS))
         await self.kill()
 
     async def kill(self) -> None:
-        if self._engine is not None:  # otherwise the container may be that of another process, which holds the folder
+        if self._engine is not None:  # otherwise the container may belong to another process that holds the folder
             if self._state is not None:
                 await self._remove()
             await asyncio.to_thread(self._engine.close)
             self._engine = None
         if self._guard is not None:
-            with contextlib.suppress(BrokenPipeError):  # it has ended with the container
+            with contextlib.suppress(BrokenPipeError):  # the guard has ended with the container
                 await asyncio.to_thread(self._guard.communicate, b"released")
             self._guard = None
         self._lock.free()
 
     async def ctl(self, *arguments: str) -> str:
-        # Not as root: before the server wrote its cookie, that would leave one which the server cannot read.
+        # Not as root: before the server writes its cookie, root would create a cookie that the server cannot read.
         command = ["rabbitmqctl", "-q", *arguments]
         code, output = await self._ask("exec", lambda engine: self._found(engine).exec_run(command, user="rabbitmq"))
         printed: str = output.decode(errors="replace")
@@ -180,7 +182,7 @@ class DockerNode(LocalNode):
             self.image,
             name=self.container,
             labels=labels,
-            hostname="tmq",  # part of the node's name, by which the node finds its data again
+            hostname="tmq",  # part of the node's name, which locates the node's data after a restart
             ports={"5672/tcp": (LOOPBACK, state.ports["amqp"])},
             environment={
                 "RABBITMQ_DEFAULT_USER": state.user,
@@ -213,7 +215,7 @@ class DockerNode(LocalNode):
         return f"container {self.container} of {self.image} {ended}\n{await self._log_tail()}"
 
     async def _log_tail(self) -> str:
-        """Return the part of the log that says why the server did not start, else the end of the log."""
+        """Return the part of the log that explains why the server did not start, else the end of the log."""
         try:
             log = await self._ask("logs", lambda engine: self._found(engine).logs(tail=LOG_LINES))
         except NodeError as error:
@@ -222,10 +224,10 @@ class DockerNode(LocalNode):
         return "\n".join(boot_failure(lines) or lines[-EXCERPT_LINES:])
 
     async def _ask(self, action: str, work: Callable[[DockerClient], T]) -> T:
-        """Run requests to the engine in a thread, to their end also when cancelled.
+        """Run requests to the engine in a thread. A cancelled call waits until the requests end.
 
         Raises:
-            NodeError: The engine refused or did not answer; carries its answer.
+            NodeError: The engine refused or did not answer; the message contains its answer.
         """
         if self._engine is None:
             raise NodeError(f"the broker in {self.base} was not started")
@@ -240,7 +242,8 @@ class DockerNode(LocalNode):
 
 
 def connect(timeout: float | None = ENGINE_TIMEOUT) -> DockerClient:
-    """Connect to the engine of ``DOCKER_HOST``, else of Docker's current context; ``timeout`` in seconds a request.
+    """Connect to the engine of ``DOCKER_HOST``, else of Docker's current context; ``timeout`` is in seconds per
+    request.
 
     Raises:
         NodeError: No engine answers.

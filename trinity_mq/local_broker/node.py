@@ -51,15 +51,15 @@ EPMD_TIMEOUT = 10.0
 
 
 UNLESS_ORPHANED = ("sh", "-c", '[ "$PPID" = "$1" ] && shift && exec "$@"', "sh")
-"""Shell prefix before a parent's process id and a command: runs the command unless that parent has already ended,
-since a parent that ends before its child asked for the parent-death signal sends none."""
+"""Shell prefix before a parent's process id and a command. It runs the command unless that parent has already ended. A
+parent that ends before its child requests the parent-death signal does not cause one."""
 
 
 def find_rabbitmq() -> Path | None:
-    """Return the ``rabbitmq-server`` script of an installed RabbitMQ, None where there is none.
+    """Return the ``rabbitmq-server`` script of an installed RabbitMQ; None if it is not installed.
 
-    ``RABBITMQ_HOME``, a folder with ``sbin/rabbitmq-server`` and ``sbin/rabbitmqctl``, comes before the usual places.
-    Debian's wrapper on the path is never returned, since it changes user and folder.
+    ``RABBITMQ_HOME``, a folder with ``sbin/rabbitmq-server`` and ``sbin/rabbitmqctl``, is searched before the usual
+    places. Debian's wrapper on the path is never returned, because it changes user and folder.
     """
     places = [os.environ["RABBITMQ_HOME"]] if "RABBITMQ_HOME" in os.environ else []
     for pattern in (*places, *HOMES):
@@ -89,21 +89,23 @@ def epmd_command(*arguments: str) -> list[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterMembership:
-    """Settings that the nodes of one cluster share. All start at once: on RabbitMQ 4 each waits for the others."""
+    """Settings shared by the nodes of one cluster. All nodes must start together: on RabbitMQ 4 each node waits for the
+    others.
+    """
 
     cookie: str
     epmd_port: int
-    """Port of an epmd that the caller starts and stops."""
+    """Port of an epmd process that the caller starts and stops."""
 
 
 class PrivateNode(LocalNode):
     """Server process of the installed RabbitMQ; takes the arguments of its base class.
 
-    Data, Erlang cookie and password are kept in ``base``, and an epmd of its own runs beside it. Where ``setpriv``
-    exists, the node dies with the process that started it, even if that is killed.
+    Data, Erlang cookie and password are stored in ``base``. The node has a separate epmd process. If ``setpriv`` is
+    installed, the node dies with the process that started it, even if that process is killed.
 
     Args:
-        cluster: Settings shared with the other nodes of its cluster, None for a single node.
+        cluster: Settings shared with the other nodes of its cluster; None: a single node.
     """
 
     def __init__(self, base: Path, *, cluster: ClusterMembership | None = None, **options: Unpack[NodeOptions]) -> None:
@@ -120,11 +122,12 @@ class PrivateNode(LocalNode):
     async def start(self) -> None:
         script = _script()
         if self._server is not None and self._server.poll() is not None:
-            await self.kill()  # clears the remains of a server that died
+            await self.kill()  # removes the remains of a server that died
         self.base.mkdir(parents=True, exist_ok=True, mode=0o700)
         await self._lock.take()
         try:
-            self._recovers = (self.base / "data").exists() and self._cluster is None  # a cluster elects by itself
+            # a cluster elects leaders without help
+            self._recovers = (self.base / "data").exists() and self._cluster is None
             environment = await self._prepare()
             if self._cluster is None:
                 epmd = epmd_command("-port", environment["ERL_EPMD_PORT"], "-address", LOOPBACK)
@@ -168,11 +171,11 @@ class PrivateNode(LocalNode):
         return printed
 
     async def _prepare(self) -> dict[str, str]:
-        """Write the folder's files and return the server's environment."""
+        """Write the folder's files and return the server's environment variables."""
         state_file = self.base / "node.json"
         state = NodeState.load(state_file, self._user, self._password)
         if self._cluster is None and (left_over := state.ports.get("epmd")) and not is_free(left_over):
-            # that of an earlier start; one that still serves a node refuses to end and keeps its port
+            # the epmd of an earlier start; an epmd that still serves a node refuses to end and keeps its port
             await asyncio.to_thread(
                 subprocess.run, epmd_command("-port", str(left_over), "-kill"), capture_output=True, check=False
             )
@@ -193,7 +196,7 @@ class PrivateNode(LocalNode):
             "advanced.config": server_user(state),
             "enabled_plugins": f"[{','.join(self.plugins)}].\n",
             "console.log": "",
-            "env.conf": "",  # else /etc/rabbitmq/rabbitmq-env.conf is read
+            "env.conf": "",  # without this file, /etc/rabbitmq/rabbitmq-env.conf is read
             BEFORE_BOOT: before_boot(rabbit_only=not self.plugins),
         }
         for name, text in files.items():
@@ -203,13 +206,13 @@ class PrivateNode(LocalNode):
         }
         if not self.plugins:
             own = self.base / "plugins"
-            shutil.rmtree(own, ignore_errors=True)  # the link of an earlier start may be to another release
+            shutil.rmtree(own, ignore_errors=True)  # an earlier start may have linked another release
             own.mkdir()
             environment[PLUGINS_VARIABLE] = str(own)
         return environment
 
     async def _wait_for_epmd(self) -> None:
-        """Wait until epmd answers: otherwise the server starts one of its own, which nobody stops."""
+        """Wait until epmd answers. Otherwise the server would start another epmd that is never stopped."""
         port = self._known_state().ports["epmd"]
         try:
             async with asyncio.timeout(EPMD_TIMEOUT):
@@ -224,7 +227,8 @@ class PrivateNode(LocalNode):
     def _spawn(
         self, command: list[str], environment: dict[str, str], pass_fds: Sequence[int] = ()
     ) -> subprocess.Popen[bytes]:
-        # The kernel sends the parent-death signal when the forking thread ends: ask for it from the main thread only.
+        # The kernel sends the parent-death signal when the forking thread ends, so request it from the main thread
+        # only.
         guard = shutil.which("setpriv") if threading.current_thread() is threading.main_thread() else None
         with (self.base / "console.log").open("ab") as console:
             return subprocess.Popen(

@@ -27,19 +27,20 @@ PLUGIN_LISTENERS: Mapping[str, Sequence[str]] = {
         "stream.advertised_port = {port}",
     ),
 }
-"""Plugins that listen on all interfaces unless told otherwise."""
+"""Listener settings of plugins that listen on all interfaces by default."""
 
 CONSUMER_TIMEOUT = f"consumer_timeout = {7 * 24 * 3600 * 1000}"
-"""Line of ``rabbitmq.conf``: a week, in milliseconds. The agents end what takes too long themselves."""
+"""Line of ``rabbitmq.conf``: one week, in milliseconds. The agents have their own timeouts."""
 PLUGINS_VARIABLE = "RABBITMQ_PLUGINS_DIR"
 BEFORE_BOOT = "before_boot"
-"""File in the server's working folder, named as an Erlang atom: quotes would not outlive the shells on its way."""
+"""File in the server's working folder. Its name is an Erlang atom without quotes, because the shells in between would
+remove quotes."""
 SEARCHED_FIRST = (
     *("kernel", "stdlib", "rabbit", "ssl", "rabbit_common", "inets", "compiler", "ra", "xmerl", "mnesia", "cuttlefish"),
     *("rabbitmq_prelaunch", "sasl", "ranch", "tools", "osiris", "khepri", "observer_cli", "public_key", "syslog"),
     *("syntax_tools", "jsx", "os_mon"),
 )
-"""Erlang applications that RabbitMQ always loads, those with the most modules first."""
+"""Erlang applications that RabbitMQ always loads, applications with the most modules first."""
 HELPERS_END_SECONDS = 5.0
 POLL_SECONDS = 0.05
 LOG_PREFIX = re.compile(r"^\S+ \S+ \[\w+\] <[\d.]+> ?")
@@ -47,25 +48,25 @@ EXCERPT_LINES = 16
 
 
 class NodeError(BusError):
-    """A broker could not be started; the message says why and what to do."""
+    """A broker could not be started; the message gives the reason and a remedy."""
 
 
 @dataclass(slots=True, kw_only=True)
 class NodeState:
-    """Remembered between starts on the same folder, readable by the owner only."""
+    """State stored between starts in the same folder, readable by the owner only."""
 
     user: str
     password: str
     ports: dict[str, int] = field(default_factory=dict)
     identity: str = field(default_factory=lambda: secrets.token_hex(6))
-    """Tells the broker of this folder from those of others, where they share a name space."""
+    """Distinguishes the broker of this folder from other brokers in a shared namespace."""
 
     @classmethod
     def load(cls, path: Path, user: str, password: str | None) -> NodeState:
-        """Return what ``path`` remembers, else a new state with a random password.
+        """Return the state stored in ``path``, else a new state with ``password`` or a random password.
 
         Raises:
-            NodeError: The broker in this folder was made with another user or password.
+            NodeError: The broker in this folder was created with another user or password.
         """
         try:
             known = cls(**json.loads(path.read_text()))
@@ -85,7 +86,7 @@ class NodeState:
         write_atomic(path, json.dumps(asdict(self)).encode(), mode=0o600)
 
     def choose_ports(self, names: Sequence[str], fixed: Mapping[str, int]) -> None:
-        """Give each name a free port: the fixed one, else the remembered one where it is free, else a new one.
+        """Assign each name a free port: the fixed port, else the stored port if it is free, else a new port.
 
         Raises:
             NodeError: A fixed port is in use.
@@ -99,7 +100,9 @@ class NodeState:
 
 
 class FolderLock:
-    """An advisory lock on a node's folder, inherited by the server: it is free only when both of us are gone."""
+    """An advisory lock on a node's folder, inherited by the server. It is free when both this process and the server
+    have ended or closed it.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -107,13 +110,13 @@ class FolderLock:
 
     @property
     def fd(self) -> int:
-        """The descriptor to pass on. Only while taken."""
+        """The file descriptor to pass to the server. Available while the lock is taken."""
         if self._fd is None:
             raise RuntimeError("the lock is not taken")
         return self._fd
 
     async def take(self) -> None:
-        """Lock, or raise NodeError that names the holder."""
+        """Take the lock, or raise NodeError that names the holder."""
         if self._fd is not None:
             raise NodeError(f"the broker in {self._path.parent} is already started by this process")
         fd = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600)
@@ -126,7 +129,8 @@ class FolderLock:
                             f"a broker already runs in {self._path.parent} (process {holder}): "
                             "stop it, or use another folder"
                         )
-                    await asyncio.sleep(POLL_SECONDS)  # a killed server's helpers share the lock a moment longer
+                    # helper processes of a killed server hold the lock a moment longer
+                    await asyncio.sleep(POLL_SECONDS)
         except BaseException as error:
             os.close(fd)
             if isinstance(error, TimeoutError):
@@ -135,7 +139,7 @@ class FolderLock:
         self._fd = fd
 
     def note(self, pid: int | None) -> None:
-        """Write the server's pid into the file, for the message of the next one."""
+        """Write the server's process id into the file, for the error message of a later :meth:`take`."""
         os.ftruncate(self.fd, 0)
         os.pwrite(self.fd, f"{pid or os.getpid()}\n".encode(), 0)
 
@@ -155,7 +159,9 @@ def _lock(fd: int) -> bool:
 
 
 def boot_failure(lines: Sequence[str]) -> list[str]:
-    """Return the lines of a server's output that say why it did not start; none where it does not say that."""
+    """Return the lines of a server's output that explain why it did not start; empty if the output does not contain
+    them.
+    """
     bare = [LOG_PREFIX.sub("", line).rstrip() for line in lines]
     if "BOOT FAILED" not in bare:
         return []
@@ -164,7 +170,7 @@ def boot_failure(lines: Sequence[str]) -> list[str]:
 
 
 def failure_excerpt(base: Path) -> str:
-    """Return the part of a server's output that says why it did not start, else the ends of its output and logs."""
+    """Return the part of a server's output that explains why it did not start, else the ends of its output and logs."""
     console = base / "console.log"
     logs = sorted((base / "log").glob("*.log"), key=lambda path: path.stat().st_mtime)
     ends = [line for path in (console, *logs) for line in _lines(path)[-EXCERPT_LINES:] if line.strip()]
@@ -176,14 +182,15 @@ def _lines(path: Path) -> list[str]:
 
 
 def server_config(state: NodeState, plugins: Sequence[str], extra: str) -> str:
-    """Return ``rabbitmq.conf``: loopback only, small."""
+    """Return ``rabbitmq.conf``: loopback only, low memory use."""
     lines = [
         f"listeners.tcp.1 = {LOOPBACK}:{state.ports['amqp']}",
         "loopback_users.guest = true",
         "default_vhost = /",
         "vm_memory_high_watermark.relative = 0.4",
         "disk_free_limit.absolute = 50MB",
-        # quorum queues keep in memory what is in their write-ahead log, up to three times its size: 512 MiB by default
+        # quorum queues keep the content of their write-ahead log in memory, up to three times its size; the default
+        # size is 512 MiB
         "raft.wal_max_size_bytes = 67108864",
         "log.file.level = info",
         "log.console = false",
@@ -195,19 +202,22 @@ def server_config(state: NodeState, plugins: Sequence[str], extra: str) -> str:
 
 
 def server_user(state: NodeState) -> str:
-    """Return ``advanced.config`` with our own user: ``rabbitmq.conf`` of 4.0 takes what is before a colon for a tag."""
+    """Return ``advanced.config`` with the broker's user. ``rabbitmq.conf`` of 4.0 would treat text before a colon as a
+    tag.
+    """
     values = {"default_user": state.user, "default_pass": state.password}
     terms = [f"{{{name},<<{','.join(map(str, value.encode()))}>>}}" for name, value in values.items()]
     return f"[{{rabbit,[{','.join(terms)}]}}].\n"
 
 
 def before_boot(*, rabbit_only: bool) -> str:
-    """Return Erlang expressions that the server evaluates before RabbitMQ boots: they halve the processor time of that.
+    """Return Erlang expressions that the server evaluates before RabbitMQ boots. They halve the processor time of the
+    boot.
 
-    Erlang looks for each of a thousand modules in one folder after the other, about a hundred of them, most of plugins
-    that nobody enables. So the folders of what is always loaded come first, and from Erlang 26 on it remembers what is
-    in them. RabbitMQ puts its plugins' folders before them again: with ``rabbit_only`` its folder of plugins holds a
-    link to RabbitMQ itself, whose settings are described there, and nothing else.
+    Erlang searches about a hundred folders in order for each of a thousand modules, and most folders belong to disabled
+    plugins. So the expressions put the folders of always loaded applications first. From Erlang 26 on, they also cache
+    the folders' contents. RabbitMQ later puts its plugins' folders first again. So with ``rabbit_only`` the plugin
+    folder holds only a link to RabbitMQ itself, which contains the schema of its settings.
     """
     lines = [
         f"Applications = [{', '.join(SEARCHED_FIRST)}].",
@@ -228,7 +238,9 @@ def before_boot(*, rabbit_only: bool) -> str:
 
 
 def server_environment(base: Path, node: str, state: NodeState) -> dict[str, str]:
-    """Return the environment of the server and its tools: all paths below ``base``, nothing of a system-wide broker."""
+    """Return the environment variables of the server and its tools. All paths are below ``base``, separate from a
+    system-wide broker.
+    """
     return {
         "PATH": os.environ.get("PATH", os.defpath),
         "LANG": "C.UTF-8",
@@ -252,13 +264,13 @@ def server_environment(base: Path, node: str, state: NodeState) -> dict[str, str
         "ERL_CRASH_DUMP": str(base / "erl_crash.dump"),
         "ERL_EPMD_PORT": str(state.ports["epmd"]),
         "ERL_EPMD_ADDRESS": LOOPBACK,
-        # Two schedulers that sleep when idle and are not pinned: the cores belong to the model.
+        # Two schedulers that sleep when idle and are not pinned, to leave the cores to the model.
         "RABBITMQ_SCHEDULER_BIND_TYPE": "u",
         "RABBITMQ_SERVER_ADDITIONAL_ERL_ARGS": (
             "-start_epmd false -kernel inet_dist_use_interface {127,0,0,1} "
             "+S 2:2 +sbwt none +sbwtdcpu none +sbwtdio none"
         ),
         "RABBITMQ_CTL_ERL_ARGS": "-start_epmd false -kernel inet_dist_use_interface {127,0,0,1}",
-        # The start script then becomes the server instead of waiting for it: our child is the broker itself.
+        # The start script then execs the server instead of waiting for it, so the child process is the broker itself.
         "RUNNING_UNDER_SYSTEMD": "true",
     }

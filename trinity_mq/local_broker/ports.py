@@ -1,4 +1,4 @@
-"""Free ports on loopback, and the question whether an AMQP broker answers on one."""
+"""Finds free ports on loopback, and checks whether an AMQP broker answers on a port."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ AMQP_HEADER = b"AMQP\x00\x00\x09\x01"
 METHOD_FRAME = b"\x01"
 FIRST_CANDIDATE = 20_000
 MOST_HELD = 64
-"""Ports that are held at a time; who was given an earlier one listens by now."""
+"""Maximum number of ports held at a time. By then the user of an older port listens on it."""
 _reserved: set[int] = set()
-"""Ports that this process was given: their users may not listen yet."""
+"""Ports assigned in this process. Their users may not listen yet."""
 _held: deque[socket.socket] = deque()
-"""Sockets bound to the latest of them, so that no other process is given one before its user listens."""
+"""Sockets bound to the newest assigned ports, so that another process cannot get such a port before its user
+listens."""
 
 
 def is_free(port: int) -> bool:
-    """Return whether nobody listens on ``port``; connections that linger from an earlier listener do not count."""
+    """Return whether no process listens on ``port``. Lingering connections of an earlier listener do not count."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -35,8 +36,8 @@ def is_free(port: int) -> bool:
 
 
 def free_ports(count: int) -> list[int]:
-    """Return ``count`` free ports, below the ephemeral range, so that no outgoing connection takes one meanwhile. On
-    Linux no other process that asks here is given them either, though their users may take long to listen.
+    """Return ``count`` free ports. They are below the ephemeral range, so that outgoing connections do not take them.
+    On Linux other processes that call this function do not get the same ports, even if the users listen late.
     """
     end = _ephemeral_start()
     candidate = FIRST_CANDIDATE + secrets.randbelow(max(1, end - FIRST_CANDIDATE - 2000))
@@ -51,7 +52,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def _bound_alone(port: int) -> socket.socket | None:
-    """Return a socket bound to ``port``, None where any other is bound to it, whether it listens or not."""
+    """Return a socket bound to ``port``; None if another socket is bound to it, whether it listens or not."""
     holder = socket.socket()
     try:
         holder.bind((LOOPBACK, port))
@@ -62,8 +63,8 @@ def _bound_alone(port: int) -> socket.socket | None:
 
 
 def _hold(holder: socket.socket) -> None:
-    """Keep a socket bound, and let its port's user bind beside it: Linux does where both say ``SO_REUSEADDR``, as
-    servers do, and neither listens. Elsewhere the port is given up.
+    """Keep a socket bound, and let the port's user bind to it as well. Linux allows this if both sockets set
+    ``SO_REUSEADDR``, as servers do, and neither listens. On other systems the socket is closed.
     """
     if sys.platform != "linux":
         holder.close()
@@ -87,7 +88,7 @@ def _ephemeral_start() -> int:
 
 
 async def accepts(port: int) -> bool:
-    """Return whether something accepts connections on ``port``."""
+    """Return whether a process accepts connections on ``port``."""
     try:
         _, writer = await asyncio.open_connection(LOOPBACK, port)
     except OSError:
@@ -99,7 +100,9 @@ async def accepts(port: int) -> bool:
 
 
 async def speaks_amqp(port: int) -> bool:
-    """Return whether the protocol header gets Connection.Start: RabbitMQ is ready, it opens this listener last."""
+    """Return whether the protocol header is answered with Connection.Start. RabbitMQ is then ready, because it opens
+    this listener last.
+    """
     try:
         reader, writer = await asyncio.open_connection(LOOPBACK, port)
     except OSError:
