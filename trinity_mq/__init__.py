@@ -1,6 +1,6 @@
 """Reinforcement fine-tuning of language models as a message-queue event-driven actor system on RabbitMQ.
 
-The public names are found here, each loaded when it is first used: ``import trinity_mq`` alone imports no torch.
+The public names are available here. Each is loaded on first use, so ``import trinity_mq`` alone does not import torch.
 """
 
 from __future__ import annotations
@@ -74,15 +74,15 @@ _NAMES: Mapping[str, str] = {
     ),
 }
 _HOMES = {name: f"trinity_mq.{package}" for package, names in _NAMES.items() for name in names.split()}
-_HOMES["Explorer"] = "trinity_agents.explorer"  # the one name that lives with its daemon
+_HOMES["Explorer"] = "trinity_agents.explorer"  # the only public name that is defined in trinity_agents
 
 __all__ = ["__version__", *_HOMES]  # noqa: PLE0604 - strings all, which the table above says once
 
 
-if not TYPE_CHECKING:  # a type checker knows the names above, and tells of others
+if not TYPE_CHECKING:  # a type checker sees the imports above, and reports unknown names
 
     def __getattr__(name: str) -> Any:
-        """Import a public name from its home and keep it."""
+        """Import a public name from its module and cache it."""
         if name not in _HOMES:
             raise AttributeError(f"module 'trinity_mq' has no attribute {name!r}")
         found = getattr(importlib.import_module(_HOMES[name]), name)
@@ -91,5 +91,5 @@ if not TYPE_CHECKING:  # a type checker knows the names above, and tells of othe
 
 
 def __dir__() -> list[str]:
-    """Return the public names beside what is loaded."""
+    """Return the public names and the names already loaded."""
     return sorted({*globals(), *_HOMES})

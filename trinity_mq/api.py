@@ -1,7 +1,7 @@
 """Runs from Python: starts a run from a notebook or a script, follows its metrics, stops it.
 
-The run is ``trinity-mq run`` in a process of its own, with all its agents: what holds there holds here. It drains when
-the interpreter that started it ends, however that ends, since then the pipe that it reads from closes.
+The run is a ``trinity-mq run`` process with all its agents, and behaves in the same way. It drains when the interpreter
+that started it ends, whatever the cause, because the pipe to its standard input then closes.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ from trinity_mq.runtime.process import write_atomic
 from trinity_mq.telemetry import METRICS_FILE, read_metrics
 
 LOOK_AGAIN = 0.2
-"""Seconds between two looks at the metrics file, which other processes write."""
+"""Seconds between two reads of the metrics file, which other processes write."""
 STOP_SECONDS = 60.0
-"""Seconds that a run may take to stop when asked to, before its processes are killed."""
+"""Seconds that a run may take to stop after a request, before its processes are killed."""
 
 
 class RunError(RuntimeError):
-    """A run that could not be started or did not finish; the message ends with what it printed last."""
+    """A run that could not be started or did not finish; the message ends with its last output."""
 
 
 @dataclass(frozen=True, slots=True)
 class MetricsLine:
-    """The metrics that an agent reported of one step."""
+    """The metrics that an agent reported for one step."""
 
     role: str
     """Role of the agent."""
     step: int
-    """Batch, or number of closed batches for evaluations."""
+    """Batch number; for evaluations, the number of closed batches."""
     values: Mapping[str, float]
-    """By name, as docs/metrics.md lists them."""
+    """Metric values by name, as listed in docs/metrics.md."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,37 +56,37 @@ class RunResult:
     """A run that has ended."""
 
     code: int
-    """Exit code: 0 done as asked, 3 ended early, 4 trained nothing, 130 or 143 stopped."""
+    """Exit code: 0 finished, 3 ended early, 4 trained on nothing, 130 or 143 stopped."""
     folder: Path
     """Folder of the run: metrics, logs, checkpoints."""
     model: Path | None
-    """The trained model, a Hugging Face folder; None where there is none."""
+    """The trained model, a Hugging Face folder; None if the run did not write one."""
     evaluations: Mapping[str, Sequence[tuple[int, float]]]
     """``(step, accuracy)`` of each evaluation, by taskset."""
     report: str
-    """The report that ``trinity-mq run`` ends with."""
+    """The report that ``trinity-mq run`` prints at the end."""
 
     @property
     def finished(self) -> bool:
-        """Whether it did all that was asked."""
+        """Whether the run finished everything that was requested."""
         return self.code == 0
 
 
 @dataclass(slots=True, weakref_slot=True)
 class RunHandle:
-    """A run under way, to be used as a context manager too: leaving it stops the run. Keep it: a run whose handle is
-    gone is stopped as well.
+    """A running run. As a context manager it stops the run on exit. Keep a reference: a run whose handle is deleted
+    stops too.
 
-    Made by :func:`run`.
+    Created by :func:`run`.
     """
 
     config: Config
     """The configuration of the run."""
     process: subprocess.Popen[bytes]
-    """``trinity-mq run``."""
+    """The ``trinity-mq run`` process."""
     _tail: MetricsTail
     _files: Path
-    """Folder of the configuration as it was given and of what was printed; removed with the handle."""
+    """Folder with the configuration as passed and the printed output; removed with the handle."""
     _latest: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -99,12 +99,12 @@ class RunHandle:
 
     @property
     def running(self) -> bool:
-        """Whether the run goes on."""
+        """Whether the run is still running."""
         return self.process.poll() is None
 
     @property
     def latest(self) -> Mapping[str, float]:
-        """The newest value of every metric that was read by :meth:`metrics`."""
+        """The newest value of every metric that :meth:`metrics` has read."""
         return dict(self._latest)
 
     @property
@@ -113,7 +113,7 @@ class RunHandle:
         return (self._files / "output.txt").read_text(errors="replace")
 
     def metrics(self) -> Iterator[MetricsLine]:
-        """Yield what the agents report, as it comes, until the run has ended; every line once in all."""
+        """Yield reported metrics as they arrive, until the run has ended. Each line is yielded once over all calls."""
         while True:
             is_over = not self.running
             yield from self._read()
@@ -122,7 +122,7 @@ class RunHandle:
             time.sleep(LOOK_AGAIN)
 
     async def __aiter__(self) -> AsyncIterator[MetricsLine]:
-        """Yield the same for ``async for line in handle``; the event loop is not blocked."""
+        """Yield the lines of :meth:`metrics` for ``async for line in handle``, without blocking the event loop."""
         while True:
             is_over = not self.running
             for line in await asyncio.to_thread(self._read):
@@ -135,11 +135,11 @@ class RunHandle:
         """Return the result once the run has ended.
 
         Args:
-            timeout: Seconds to wait; None: as long as it takes.
+            timeout: Seconds to wait; None: without limit.
 
         Raises:
-            TimeoutError: It goes on.
-            RunError: It has ended before it did anything.
+            TimeoutError: The run has not ended in time.
+            RunError: The run has failed before it wrote metrics.
         """
         try:
             code = self.process.wait(timeout)
@@ -150,17 +150,17 @@ class RunHandle:
         return self._result(code)
 
     def stop(self, timeout: float = STOP_SECONDS) -> RunResult:
-        """Have the run finish what it has in hand and end; :func:`run` with the same configuration goes on with it.
+        """Make the run finish its current work and end. :func:`run` with the same configuration resumes it.
 
         Args:
-            timeout: Seconds after which its processes are killed; what they had in hand is done again then.
+            timeout: Seconds after which its processes are killed. The interrupted work is repeated after a resume.
         """
         if self.running:
             self.process.send_signal(signal.SIGINT)
             try:
                 self.process.wait(timeout)
             except subprocess.TimeoutExpired:
-                self.process.send_signal(signal.SIGINT)  # the second time it kills its agents
+                self.process.send_signal(signal.SIGINT)  # the second interrupt makes the run kill its agents
         return self.wait()
 
     def __enter__(self) -> Self:
@@ -170,7 +170,7 @@ class RunHandle:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Stop the run if it goes on."""
+        """Stop the run if it is still running."""
         if self.running:
             self.stop()
 
@@ -198,16 +198,16 @@ def run(
 ) -> RunHandle:
     """Start a run and return its handle at once.
 
-    A run of the same name or folder that was stopped goes on, and one that has finished is over at once, as with
-    ``trinity-mq run``. It works inside and outside of a running event loop.
+    As with ``trinity-mq run``, a stopped run of the same name or folder resumes, and a finished run ends at once. The
+    function works inside and outside a running event loop.
 
     Args:
-        config: A configuration, the same as a mapping, or a YAML file.
-        overrides: ``section.key=value`` words over it.
-        fresh: Train anew; an earlier run's folder is kept beside.
+        config: A configuration, a mapping with its settings, or a YAML file.
+        overrides: ``section.key=value`` texts that override settings.
+        fresh: Start from scratch. The folder of an earlier run is kept under another name.
 
     Raises:
-        ConfigError: The configuration cannot be used, or describes stages.
+        ConfigError: The configuration is not usable, or contains stages.
     """
     given: Mapping[str, Any] | Path
     given = config.model_dump(mode="json") if isinstance(config, Config) else config  # type: ignore[assignment]
@@ -218,11 +218,11 @@ def run(
     checked = load_config(given, overrides)
     folder = Path(tempfile.mkdtemp(prefix="trinity-mq-"))
     file, output = folder / "config.yaml", folder / "output.txt"
-    # readable by the owner only, as a run's own is: it may hold what an environment variable said
+    # readable by the owner only, like the run's own file: it may hold values of environment variables
     write_atomic(file, yaml.safe_dump(literal(checked.model_dump(mode="json")), sort_keys=False).encode(), 0o600)
     tail = MetricsTail(checked.path)
     if not fresh:
-        tail.read()  # of earlier starts
+        tail.read()  # skip the lines of earlier starts
     command = [sys.executable, "-m", "trinity_mq.cli.main", "run", "--plain", "--attached"]
     with output.open("wb") as printed:
         process = subprocess.Popen(
@@ -230,7 +230,7 @@ def run(
             stdin=subprocess.PIPE,
             stdout=printed,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # an interrupt of the notebook is not one of the run
+            start_new_session=True,  # an interrupt of the notebook must not interrupt the run
         )
     return RunHandle(checked, process, tail, folder)
 

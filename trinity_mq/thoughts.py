@@ -20,16 +20,16 @@ class ThoughtFormat(NamedTuple):
 
 
 FORMATS = (ThoughtFormat("<think>", "</think>"),)
-"""Formats by model family: DeepSeek-R1 and its distilled models, QwQ, Qwen3. A family with other tags adds a row."""
+"""Formats by model family: DeepSeek-R1 and its distilled models, QwQ, Qwen3. Add a row for a family with other tags."""
 
 PROMPT_END = 100
-"""Characters at the end of a prompt in which an opening tag is looked for."""
+"""Number of characters at the end of a prompt that are searched for an opening tag."""
 _CALL = r"<tool_call>\s*\{(?:(?!<tool_call>).)*?</tool_call>"
-"""A whole tool call. Its arguments are data: a tag in them neither begins nor ends thoughts."""
+"""A complete tool call. Its arguments are data: a tag in them neither begins nor ends thoughts."""
 
 
 def _written(tag: str) -> str:
-    """Return the pattern of a tag that is not only named, as in: I close with `</think>`."""
+    """Return a pattern for a tag that is used, not quoted as in: I close with `</think>`."""
     return rf"(?!(?<=[\s(:][\"'`]){re.escape(tag)}[\"'`]){re.escape(tag)}"
 
 
@@ -43,17 +43,18 @@ _TAG = re.compile(
 
 
 def opened_by(prompt_end: str | None) -> str:
-    """Return the opening tag with which a prompt ends, an empty text if it ends with none."""
+    """Return the opening tag at the end of a prompt; an empty text if the prompt does not end with one."""
     end = (prompt_end or "")[-PROMPT_END:].rstrip()
     return next((thoughts.opening for thoughts in FORMATS if end.endswith(thoughts.opening)), "")
 
 
 def answer_spans(text: str, prompt_end: str | None = None) -> list[tuple[int, int]]:
-    """Return start and end of each part of a response that is not thoughts, in order. Takes time linear in the text.
+    """Return start and end of each part of a response outside thoughts, in order. Takes time linear in the length of
+    the text.
 
     Args:
         text: The response.
-        prompt_end: The prompt, or its last characters. None: not known.
+        prompt_end: The prompt, or its last characters. None: unknown.
     """
     spans: list[tuple[int, int]] = []
     start, opening = 0, opened_by(prompt_end)
@@ -73,7 +74,8 @@ def answer_spans(text: str, prompt_end: str | None = None) -> list[tuple[int, in
 def after_thoughts(text: str, prompt_end: str | None = None) -> str:
     r"""Return the text after the thoughts of a response, without white space before it.
 
-    The whole response if it holds no thoughts. An empty text if its thoughts have no end: there is no answer yet.
+    Returns the whole response if it does not contain thoughts. Returns an empty text if its thoughts do not end,
+    because the answer is missing.
 
     Args:
         text: The response.
