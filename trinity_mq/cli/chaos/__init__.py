@@ -1,1 +1,3 @@
-"""Faults in a running run, on a schedule that a seed repeats, and the invariants that must hold all the same."""
+"""Injects faults into a running run, on a schedule drawn from a seed, and checks the invariants that must still
+hold.
+"""

@@ -1,4 +1,4 @@
-"""``trinity-mq chaos``: kills, freezes, cuts off and restarts parts of a run, and checks its invariants."""
+"""``trinity-mq chaos``: kills, freezes, disconnects and restarts parts of a run, and checks its invariants."""
 
 from __future__ import annotations
 
@@ -92,12 +92,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def chaos(arguments: argparse.Namespace) -> int:
-    """Do faults to a run and print what they cost and whether the invariants hold; 1 where one does not."""
+    """Inject faults into a run. Print the recovery times and whether the invariants hold. Return 1 if an invariant is
+    violated.
+    """
     _check(arguments)
     if arguments.seed is None:
         arguments.seed = random.SystemRandom().randrange(1 << 16)
     given = list(arguments.overrides)
-    with contextlib.redirect_stdout(sys.stderr):  # what the library logs must not get between
+    with contextlib.redirect_stdout(sys.stderr):  # keep the library's log output out of the report
         outcome, folder = run_to_the_end(_play(arguments))
         schedule, again = folder / "schedule.json", _again(arguments, given, outcome.schedule)
         text = "\n".join(lines(outcome, schedule, again))
@@ -132,12 +134,12 @@ async def _play(arguments: argparse.Namespace) -> tuple[Outcome, Path]:
 
 
 def tell(line: str) -> None:
-    """Print a line for a person who watches."""
+    """Print a line for a person who watches the trial."""
     print(line, file=sys.stderr, flush=True)
 
 
 def _again(arguments: argparse.Namespace, overrides: Sequence[str], schedule: Schedule) -> str:
-    """Return the command that does the same faults once more."""
+    """Return the command that repeats the same faults."""
     words = ["trinity-mq", "chaos"]
     if arguments.attach is None:
         words += [arguments.target]
@@ -158,10 +160,10 @@ def _again(arguments: argparse.Namespace, overrides: Sequence[str], schedule: Sc
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    """Refuse what cannot be meant.
+    """Check the arguments, and apply the overrides of ``--attach``.
 
     Raises:
-        CommandError: Says what, and what was wanted.
+        CommandError: An argument is not valid; the message names it and the expected values.
     """
     if arguments.target is None and arguments.attach is None:
         raise CommandError("name a run: a YAML file to start one, or --attach RUN_FOLDER")

@@ -1,4 +1,4 @@
-"""Does the faults of a schedule to a run, one after the other, and notes when it has recovered from each."""
+"""Injects the faults of a schedule into a run in order, and records when the run has recovered from each."""
 
 from __future__ import annotations
 
@@ -16,52 +16,52 @@ from trinity_mq.cli.chaos.witness import Beat, Witness
 from trinity_mq.cli.errors import CommandError
 
 POINT_SECONDS = 30.0
-"""Seconds for which a marked point is waited for; the fault is done all the same then."""
+"""Seconds to wait for a marked point; after that the fault is injected anyway."""
 FIND_SECONDS = 0.5
-"""Seconds between two looks for a living process of a role."""
+"""Seconds between two searches for a living process of a role."""
 POINT_MISSED = "its point did not come"
 TRIES = 5
-"""Victims that may end under our hands before a fault is given up."""
+"""Victims that may end before they are struck, until the fault is skipped."""
 
 
 @dataclass
 class Done:
-    """A fault, and what came of it. Times in seconds of the event loop's clock."""
+    """A fault and its outcome. Times are in seconds of the event loop's clock."""
 
     fault: Fault
     at: float | None = None
-    """When it was done; None: it was not."""
+    """Time of the fault; None: it was not injected."""
     victim: Victim | None = None
     note: str = ""
-    """Why it was not done; or that its marked point did not come."""
+    """Why the fault was not injected, or that its marked point was not reached."""
     ended: float | None = None
-    """When a fault that lasts was ended by us."""
+    """Time at which the injector ended a lasting fault."""
     is_inside: bool = False
-    """Its victim had stopped itself at the fault's point."""
+    """True if its victim had stopped itself at the fault's point."""
     known: frozenset[tuple[str, str]] = frozenset()
-    """Agents and lives that were known when it was done."""
+    """Agents and lives that were known at the time of the fault."""
     back: float | None = None
-    """When the victim, or what took its place, sent a heartbeat again."""
+    """Time of the next heartbeat of the victim, or of its replacement."""
     recovered: float | None = None
-    """When the trainer consumed a batch after that, or the run was over."""
+    """Time at which the trainer consumed a batch after that, or the run was over."""
 
     @property
     def is_open(self) -> bool:
-        """It was done, and the run has not recovered from it yet."""
+        """True if the fault was injected and the run has not recovered from it yet."""
         return self.at is not None and self.recovered is None
 
 
 class Injector:
-    """Does faults to a run that a witness observes.
+    """Injects faults into a run that a witness observes.
 
     Args:
-        targets: Where the run's processes are.
+        targets: Access to the run's processes.
         witness: Observes the run.
-        timeout: Seconds in which the run must have recovered from a fault.
-        tell: Called with a line for each act.
-        budget: By role, how many times a process may be ended within so many seconds, where its supervisor gives up
-            after more; None: any number.
-        marks: Arms points inside agents; None: the run was started without, and none of them comes.
+        timeout: Maximum seconds for the recovery from a fault.
+        tell: Called with a line of text for each action.
+        budget: Maximum number of ends of a process and the time window in seconds. After more ends its supervisor gives
+            up. None: without limit.
+        marks: Arms points inside agents. None: the run was started without them, so such points are never reached.
     """
 
     def __init__(
@@ -86,8 +86,8 @@ class Injector:
         witness.on_beat, witness.on_step = self._beat, self._step
 
     async def run(self, faults: Iterable[Fault], *, over: Callable[[], bool]) -> None:
-        """Do the faults, until they are done, the run is over, or it does not recover. Nothing is frozen or cut off
-        any more on return.
+        """Inject the faults until all are done, the run is over, or it does not recover. On return all victims are
+        thawed and reconnected.
         """
         try:
             async with asyncio.TaskGroup() as group:
@@ -105,7 +105,7 @@ class Injector:
             await self._relieve_all()
 
     async def _due(self, fault: Fault, over: Callable[[], bool]) -> bool:
-        """Wait until it is time for a fault; False: it never will be."""
+        """Wait until a fault is due. Return False if it will not become due."""
         if not fault.together and not await self._recovered(over):
             return False
         with contextlib.suppress(TimeoutError):
@@ -114,7 +114,7 @@ class Injector:
         return not over()
 
     async def _recovered(self, over: Callable[[], bool]) -> bool:
-        """Return whether the run has recovered from all faults so far; waits for it."""
+        """Wait until the run has recovered from all faults so far. Return whether it has."""
 
         def settled() -> bool:
             return over() or not any(done.is_open for done in self.done)
@@ -128,7 +128,7 @@ class Injector:
             return False
         now = self._clock()
         for done in self.done:
-            if done.is_open:  # its end is its recovery
+            if done.is_open:  # the end of the run counts as recovery
                 done.back = done.back or now
                 done.recovered = now
         return True
@@ -152,14 +152,14 @@ class Injector:
             done.victim, done.at = victim, self._clock()
             try:
                 await self._strike(done, victim)
-            except NotOursError as error:  # it ended while we waited: another one, at once
+            except NotOursError as error:  # the victim ended in the meantime: choose another victim at once
                 done.at, done.victim = None, None
                 self._tell(str(error))
                 continue
             except CommandError as error:
                 done.at, done.note = None, str(error)
                 self._tell(f"fault {fault.number} was not done: {error}")
-                if self._lasts(fault):  # a part of it may have been
+                if self._lasts(fault):  # a part of the fault may have taken effect
                     await self._relieve(victim, fault.kind)
                 return
             self._struck(done, group)
@@ -184,18 +184,18 @@ class Injector:
         return fault.kind in {"freeze", "cut"}
 
     async def _choose(self, fault: Fault, over: Callable[[], bool]) -> Victim | None:
-        """Return the victim that a fault picks among those that are there; waits until one is."""
+        """Return the victim that a fault selects among the living processes of its role. Wait until one exists."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._timeout):
                 while not over():
                     found = [one for one in await self._targets.find(fault.role) if one.identity not in self._lasting]
                     if found:
                         return found[min(int(fault.pick * len(found)), len(found) - 1)]
-                    await asyncio.sleep(FIND_SECONDS)  # processes tell nobody that they have started
+                    await asyncio.sleep(FIND_SECONDS)  # a started process does not announce itself
         return None
 
     async def _strike(self, done: Done, victim: Victim) -> None:
-        """Do the fault, and have a victim that stopped itself at its point go on where it outlives that."""
+        """Inject the fault. If the victim has stopped itself at its point and survives the fault, resume it."""
         try:
             await self._targets.strike(victim, done.fault.kind)
         finally:
@@ -203,8 +203,8 @@ class Injector:
                 await self._relieve(victim, "freeze")
 
     async def _at_point(self, done: Done, chosen: Victim, over: Callable[[], bool]) -> Victim | None:
-        """Wait for the marked point of a fault, and return its victim: the chosen one, or the one that has stopped
-        itself at a point inside. None: the point did not come.
+        """Wait for the marked point of a fault, and return its victim: the chosen victim, or the process that has
+        stopped itself at an inside point. None: the point was not reached.
         """
         fault = done.fault
         if fault.point is None or fault.point not in INSIDE:
@@ -221,7 +221,7 @@ class Injector:
         return next((one for one in there if one.agent == hit.agent and _is_process(one, hit.pid)), None)
 
     async def _passed(self, fault: Fault, over: Callable[[], bool]) -> bool:
-        """Wait for the marked point of a fault; False: it did not come."""
+        """Wait for the marked point of a fault. Return False if it was not reached."""
         counted, point = self._witness.points.passed, fault.point
         assert point is not None
         wanted = counted[point] + fault.occurrence
@@ -250,13 +250,12 @@ class Injector:
             await self._targets.relieve(victim, kind)
         except CommandError as error:
             self._tell(f"{victim.name} could not be relieved of {kind}: {error}")
-        self._lasting.pop(victim.identity, None)  # not where this was cancelled: it is tried again at the end
+        # not reached if this was cancelled: the relief is then retried at the end
+        self._lasting.pop(victim.identity, None)
 
     async def _relieve_all(self) -> None:
         for victim, kind in tuple(self._lasting.values()):
             await self._relieve(victim, kind)
-
-    # -- recovery
 
     def _beat(self, beat: Beat) -> None:
         for done in self.done:
@@ -269,14 +268,14 @@ class Injector:
                 done.recovered = at
 
     def _is_back(self, done: Done, beat: Beat) -> bool:
-        """Return whether a heartbeat shows that the victim, or what took its place, works again."""
+        """Return whether a heartbeat shows that the victim, or its replacement, works again."""
         victim, kind = done.victim, done.fault.kind
         assert victim is not None
         assert done.at is not None
         if done.ended is None or beat.at <= done.ended:
             return False
         if victim.role == "broker":
-            # what passed it before it was ended may arrive after
+            # messages that passed the broker before it was ended may arrive later
             through = kind not in ENDS or victim.shared or self._witness.broker_back > done.at
             return through and self._witness.reachable and beat.role == "trainer"
         if beat.role != victim.role or not beat.serves:
@@ -289,7 +288,7 @@ class Injector:
 
 
 def by_role(done: Iterable[Done]) -> dict[str, int]:
-    """Return how many faults were done to each role that end or interrupt it."""
+    """Return the number of injected faults for each role."""
     return dict(Counter(one.fault.role for one in done if one.at is not None))
 
 

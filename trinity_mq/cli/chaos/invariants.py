@@ -1,4 +1,4 @@
-"""Invariants of a run, judged from what was seen from the outside. Pure: records in, verdicts out."""
+"""Invariants of a run, judged from external observations. Pure functions: records in, verdicts out."""
 
 from __future__ import annotations
 
@@ -17,33 +17,34 @@ Key = TypeVar("Key")
 Result = Literal["holds", "violated", "not checked"]
 MOST_EVIDENCE = 5
 HAVE_RUNS = {"finished", "partial", "cancelled"}
-"""Outcomes whose finished runs may be part of a batch."""
+"""Outcomes that may contribute finished runs to a batch."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """One invariant."""
+    """The verdict on one invariant."""
 
     name: str
     result: Result
     text: str
-    """The finding: what holds, with numbers; or why it was not checked; or how many violations there are."""
+    """The finding: the statement that holds, with numbers; the reason why it was not checked; or the number of
+    violations."""
     evidence: tuple[str, ...] = ()
-    """The first violations."""
+    """The first violations, one line each."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Expected:
-    """The promises of the run's settings; None: they do not say."""
+    """Expectations that follow from the run's settings."""
 
     tasks: int | None = None
-    """Tasks of each batch."""
+    """Number of tasks in each batch; None: not fixed by the settings."""
     keeps_all: bool = True
-    """No operator of the user's adds or drops experiences."""
+    """True if no user operator adds or drops experiences."""
 
 
 def judged(name: str, violations: Iterable[str], holds: str) -> Verdict:
-    """Return the verdict on an invariant from its violations, and the text for where there are none."""
+    """Return the verdict on an invariant from its violations, and the text for the case without violations."""
     found = list(violations)
     if found:
         count = f"{len(found)} violation{'s' if len(found) > 1 else ''}"
@@ -52,8 +53,8 @@ def judged(name: str, violations: Iterable[str], holds: str) -> Verdict:
 
 
 def lineage(progress: Sequence[Progress]) -> list[Progress]:
-    """Return the progress that made the last weights: what a generation consumed after the checkpoint from which the
-    next one went on is left out. Repeated messages count once.
+    """Return the progress that led to the last weights. Progress of a generation after the checkpoint from which the
+    next generation resumed is left out. Repeated messages count once.
     """
     line: dict[int, Progress] = {}
     generation = 0
@@ -70,7 +71,7 @@ def lineage(progress: Sequence[Progress]) -> list[Progress]:
 
 
 def one_outcome(record: Record, expected: Expected) -> Verdict:
-    """Each task of a decided batch has one outcome, and each run that counts is in the batch once."""
+    """Check that each task of a decided batch has one outcome, and that each counted run is in the batch once."""
     name = "one outcome for each task"
     if record.results_begin or record.ready_begin:
         return Verdict(name, "not checked", "retention has cut the beginning of the streams")
@@ -83,7 +84,7 @@ def one_outcome(record: Record, expected: Expected) -> Verdict:
 
 
 def _first_results(results: Iterable[TaskResult]) -> dict[str, dict[tuple[int, int], TaskResult]]:
-    """Return, by ticket, the result that decides each slice (task and first run): its first one."""
+    """Return, by ticket, the deciding result of each slice (task and first run): its first result."""
     found: defaultdict[str, dict[tuple[int, int], TaskResult]] = defaultdict(dict)
     for result in results:
         if result.outcome != "late":
@@ -124,7 +125,9 @@ def _of_ticket(one: ProcessedSet, slices: Mapping[tuple[int, int], TaskResult], 
 
 
 def trained_once(record: Record) -> Verdict:
-    """Each experience is trained on at most once in a lineage, and no batch of it is missing or there twice."""
+    """Check that each experience is trained on at most once in a lineage, and that no batch of it is missing or
+    repeated.
+    """
     name = "each experience trained on once"
     line = lineage(record.progress[: record.settled])
     if not line:
@@ -159,12 +162,12 @@ def trained_once(record: Record) -> Verdict:
 
 def _gaps(line: Sequence[Progress]) -> list[int]:
     numbers = {int(one.batch) for one in line if str(one.batch).isdecimal()}
-    # the trainer may take batches in another order, so only what lies below all that are missing counts
+    # The trainer may consume batches in another order, so only gaps below the number of consumed batches count.
     return sorted(set(range(1, len(numbers) + 1)) - numbers) if len(numbers) == len(line) else []
 
 
 def _steps(one: ProcessedSet) -> Iterator[str]:
-    """Name runs that are in a set twice, where a run has one experience a step as a rule."""
+    """Yield a line for each repeated step of a run in a set, unless runs have several experiences for each step."""
     counted = Counter(one.runs)
     if counted and counted.most_common()[-1][1] == 1:
         for (_, task, run, step), times in _double(counted):
@@ -181,7 +184,7 @@ def _generations(record: Record) -> int:
 def versions_rise(
     record: Record, commits: Sequence[VersionSeen], committed: Sequence[VersionSeen], served: Sequence[VersionSeen]
 ) -> Verdict:
-    """Committed versions and the trainer's steps never go back, nor does what one life of an engine serves."""
+    """Check that committed versions, the trainer's steps and the versions served by each engine life never decrease."""
     violations = [*_falls("committed", commits), *_falls("in the trainer's heartbeats", committed)]
     by_life: defaultdict[str, list[VersionSeen]] = defaultdict(list)
     for one in served:
@@ -211,7 +214,7 @@ def _falls(what: str, seen: Sequence[VersionSeen]) -> Iterator[str]:
 
 
 def versions_existed(record: Record) -> Verdict:
-    """Each version that tokens name is one that the trainer had: its steps in that generation, or where it began."""
+    """Check that each version named by tokens existed in the trainer: as a step of its generation, or as its start."""
     name = "tokens name versions that were there"
     named = {version: one for one in record.sets for version in one.versions}
     if not named:
@@ -228,8 +231,8 @@ def versions_existed(record: Record) -> Verdict:
 
 
 def _had(progress: Sequence[Progress]) -> set[Version]:
-    """Return the versions that trainers had. A generation begins with the step of the checkpoint that it goes on from;
-    one that was killed before its first batch has said nothing.
+    """Return the versions that the trainers had. A generation starts at the step of the checkpoint that it resumes
+    from. A generation that was killed before its first batch has not reported its step.
     """
     had: set[Version] = set()
     last = max((one.generation for one in progress), default=0)
@@ -238,7 +241,7 @@ def _had(progress: Sequence[Progress]) -> set[Version]:
     for one in progress:
         told[one.generation].add(one.step)
     for generation in range(1, last + 2):
-        # what it began with is not told: any step that was there before
+        # the starting step is not reported, so allow every earlier step
         began = min(told[generation]) if told[generation] else max(steps)
         had |= {(generation, step) for step in steps if step <= began}
         had |= {(generation, step) for step in told[generation]}
@@ -250,22 +253,22 @@ def _had(progress: Sequence[Progress]) -> set[Version]:
 
 @dataclass(frozen=True)
 class Strikes:
-    """Number of faults that hit each role, of those that end or interrupt it."""
+    """Number of faults that struck each role."""
 
     by_role: Mapping[str, int]
 
     def of(self, *roles: str) -> int:
-        """Return those of some roles together; the broker's interrupt everybody."""
+        """Return the number of faults that struck these roles. Faults of the broker count for every role."""
         return sum(self.by_role.get(role, 0) for role in (*roles, "broker"))
 
 
 def dead_letters_explained(letters: Sequence[Incoming], total: int, struck: Strikes, limit: int) -> Verdict:
-    """No dead letter but what the faults explain: a slice or batch whose agents were ended as often as the limit says.
+    """Check that the faults explain every dead letter: its slice or batch lost its agents as often as the limit allows.
 
     Args:
-        letters: Those that were read.
-        total: How many there are.
-        struck: The faults.
+        letters: The dead letters that were read.
+        total: Number of all dead letters.
+        struck: Number of faults by role.
         limit: ``broker.delivery_limit``.
     """
     name = "dead letters accounted for"
@@ -279,7 +282,7 @@ def dead_letters_explained(letters: Sequence[Incoming], total: int, struck: Stri
         deliveries = letter.headers.get("dead-deliveries")
         by_limit = isinstance(deliveries, int) and deliveries >= limit
         role = {"task_slice": "runner", "task_slices": "runner", "batch_closed": "operator"}.get(kind)
-        if kind == "batch_ready" and struck.of("trainer") >= 2:  # the restarts that a batch has
+        if kind == "batch_ready" and struck.of("trainer") >= 2:  # a batch is dead-lettered after two interrupted steps
             explained["batches in whose step the trainer was ended twice"] += 1
         elif role is not None and by_limit and struck.of(role) >= limit:
             explained[f"{kind} delivered {limit} times and more"] += 1
@@ -290,7 +293,7 @@ def dead_letters_explained(letters: Sequence[Incoming], total: int, struck: Stri
 
 
 def nothing_left(left: Sequence[str] | None, *, over: bool) -> Verdict:
-    """No process of the run is left after its end."""
+    """Check that no process of the run is left after its end."""
     name = "no process left"
     if not over:
         return Verdict(name, "not checked", "the run goes on")
@@ -300,7 +303,7 @@ def nothing_left(left: Sequence[str] | None, *, over: bool) -> Verdict:
 
 
 def decodes(record: Record) -> Verdict:
-    """Everything on the streams can be read."""
+    """Check that every message on the streams is readable."""
     return judged("streams can be read", record.undecodable, f"{len(record.results)} results, {len(record.sets)} sets")
 
 

@@ -23,32 +23,32 @@ from trinity_mq.runtime.processes.marked_points import POINTS_VARIABLE
 from trinity_mq.testing.tcp_proxy import CuttingProxy
 
 RESTARTS = ("supervisor.max_restarts=100000", "supervisor.restart_window=5")
-"""Settings of a run that is started for faults: its supervisor would take so many for a reason to give up, and wait
-longer before each restart."""
+"""Settings of a run that is started for faults. By default its supervisor would give up after so many restarts, and
+wait longer before each restart."""
 OUTPUT_FILE = "chaos-run.out"
 END_SECONDS = 120.0
-"""Seconds that a run may take to end once it was asked to."""
+"""Seconds that a run may take to end after a request."""
 
 
 @dataclass
 class Launched:
-    """A run that was started."""
+    """A run started by the trial."""
 
     process: asyncio.subprocess.Process
     url: str
-    """The broker's own."""
+    """URL of the broker itself, not of the proxy."""
     mark: str
     proxy: CuttingProxy | None
     is_private: bool
-    """The broker is a private node of this process."""
+    """True if the broker is a private node started by this process."""
 
     @property
     def code(self) -> int | None:
-        """Exit code of ``trinity-mq run``, None while it runs."""
+        """Exit code of ``trinity-mq run``; None while it runs."""
         return self.process.returncode
 
     async def stop(self) -> None:
-        """Have the run end: drained, and killed where that takes too long."""
+        """End the run: drain it, and kill it if draining takes too long."""
         if self.process.returncode is not None:
             return
         self.process.terminate()
@@ -61,7 +61,9 @@ class Launched:
 
 
 def settings(overrides: Sequence[str]) -> list[str]:
-    """Return the settings of the run: those of the command line, and ours where it says nothing else."""
+    """Return the settings of the run: the command line's overrides, and defaults for the trial if they are not
+    overridden.
+    """
     given = {word.partition("=")[0] for word in overrides}
     ours = [word for word in RESTARTS if word.partition("=")[0] not in given]
     return [*overrides, *ours, "broker.url=null", "broker.url_file=null"]
@@ -71,17 +73,17 @@ def settings(overrides: Sequence[str]) -> list[str]:
 async def launched(
     config: Config, words: Sequence[str], url: str | None, points: Path, tell: Callable[[str], None]
 ) -> AsyncIterator[Launched]:
-    """Start a run, and end it on leaving.
+    """Start a run, and end it on exit from the context.
 
     Args:
-        config: The run's, with :func:`settings`.
-        words: The command line of ``trinity-mq run``.
-        url: Of the broker; None: a private node in the run's folder.
-        points: Folder in which points inside its agents are armed.
-        tell: Called with a line for a person.
+        config: The run's configuration, including :func:`settings`.
+        words: Arguments of ``trinity-mq run``.
+        url: URL of the broker. None: start a private node in the run's folder.
+        points: Folder for arming points inside its agents.
+        tell: Called with a line of text for a person.
 
     Raises:
-        CommandError: The run runs already, or has finished.
+        CommandError: The run is already running, or has finished.
         NodeError: The broker cannot be started.
     """
     folder = RunFolder(config)
@@ -101,7 +103,7 @@ async def launched(
         output = stack.enter_context((folder.logs / OUTPUT_FILE).open("ab"))
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "trinity_mq.cli.main", "run", *words, "--plain", "--attached",
-            stdin=subprocess.PIPE,  # it drains when we end, however we do
+            stdin=subprocess.PIPE,  # the run drains when this process ends, whatever the cause
             stdout=output,
             stderr=subprocess.STDOUT,
             env={
@@ -110,7 +112,7 @@ async def launched(
                 POINTS_VARIABLE: str(points.absolute()),
                 URL_VARIABLE: url if proxy is None else proxy.url,
             },
-            start_new_session=True,  # Ctrl-C is ours
+            start_new_session=True,  # Ctrl-C must reach only this process
         )  # fmt: skip
         run = Launched(process, url, mark, proxy, is_private)
         tell(f"run {config.name!r} in {folder.path}, its output in {folder.logs / OUTPUT_FILE}")

@@ -1,4 +1,4 @@
-"""Marked points of a running run, as an observer of its messages sees them. Pure: messages in, names out."""
+"""Marked points of a running run, as an observer of its messages sees them. Pure logic: messages in, names out."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from trinity_mq.messages import (
 
 @dataclass(frozen=True)
 class Point:
-    """A moment at which a fault is likely to hurt."""
+    """A moment at which a fault is likely to cause damage."""
 
     text: str
-    """The moment, in words."""
+    """Description of the moment."""
     roles: tuple[str, ...]
-    """Roles that are in the middle of something then, or hold what the next one waits for."""
+    """Roles that are in the middle of work at this moment, or that hold work for the next role."""
 
 
 POINTS: Mapping[str, Point] = {
@@ -56,16 +56,16 @@ POINTS: Mapping[str, Point] = {
 
 @dataclass(frozen=True)
 class InsidePoint:
-    """A moment inside an agent, which no message shows: it stops itself there
+    """A moment inside an agent that is not visible in messages. The agent stops itself there
     (:mod:`trinity_mq.runtime.processes.marked_points`).
     """
 
     text: str
-    """The moment, in words."""
+    """Description of the moment."""
     role: str
-    """The role whose agents pass it."""
+    """The role that passes the point."""
     passed: str
-    """Names of the points: ``confirmed KIND``, ``acknowledging KIND``, or a name given by the agent."""
+    """Name of the point in the agent: ``confirmed KIND``, ``acknowledging KIND``, or a name defined by the agent."""
 
 
 INSIDE: Mapping[str, InsidePoint] = {
@@ -109,7 +109,7 @@ INSIDE: Mapping[str, InsidePoint] = {
         "what the trainer made of sessions is confirmed", "gateway", "confirmed sessions_trained"
     ),
 }
-"""Points between the confirm of a publish and the acknowledgement of the delivery that it answers."""
+"""Points between the confirm of a publish and the acknowledgement of the delivery that caused it."""
 SYNC_POINTS = {"prepare": "sync_prepare", "go": "sync_go", "applied": "sync_applied", "commit": "sync_commit"}
 
 SHOWN_BY: Mapping[type, str] = {
@@ -122,15 +122,15 @@ SHOWN_BY: Mapping[type, str] = {
     SessionsDecided: "sessions_decided",
     SessionsTrained: "sessions_trained",
 }
-"""Points by the kind of message that shows them."""
+"""Points by the type of the message that shows them."""
 
 
 class PointWatch:
-    """Names the marked points that a message shows; each occurrence once, however often it is repeated."""
+    """Names the marked points that messages show. Each occurrence counts once, even if its message is repeated."""
 
     def __init__(self) -> None:
         self.passed: Counter[str] = Counter()
-        """Occurrences so far."""
+        """Occurrences so far, by point."""
         self._opened: int | None = None
         self._evaluating: int | None = None
         self._incarnations: dict[str, str] = {}
@@ -142,7 +142,7 @@ class PointWatch:
         return self._counted(self._of(message))
 
     def receive_chunk(self, ticket: object, processing: object) -> list[str]:
-        """Return the same for a chunk of a processed batch, of which only the headers are looked at."""
+        """Return the points that a chunk of a processed batch passes. Only the headers are used."""
         if (ticket, processing) in self._processings:
             return []
         self._processings.add((ticket, processing))
@@ -187,7 +187,7 @@ class PointWatch:
 
 
 def points_for(role: str) -> list[str]:
-    """Return the names of the points at which a fault of ``role`` makes sense, in the table's order."""
+    """Return the names of the points at which a fault of ``role`` is useful, in the table's order."""
     return [name for name, point in POINTS.items() if role in point.roles]
 
 

@@ -1,4 +1,4 @@
-"""The content of a run's streams, read from the outside: results, processed batches, the trainer's progress."""
+"""The content of a run's streams, read as an external observer: results, processed batches, the trainer's progress."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ from trinity_mq.runtime.deliveries import EXPERIENCES, REFERENCE, new_mark
 from trinity_mq.transport.blobs import BlobStore, StoreUnavailable, resolve
 
 SAMPLES = 32
-"""Experiences of a version that are kept, for a look at their tokens."""
+"""Maximum sampled experiences for each version, for the check of their tokens."""
 
 RunKey = tuple[str, str, int]
-"""Batch, task and run of an experience, as texts and a number."""
+"""Batch, task and run of an experience."""
 
 
 @dataclass(frozen=True)
 class ProcessedSet:
-    """A complete set of chunks and the message that closes it; the first of a ticket decides that."""
+    """A complete set of chunks with its closing message. The first set of a ticket decides the ticket."""
 
     ready: BatchReady
     offset: int
     is_first: bool
-    """It is the first complete one of its ticket."""
+    """True if it is the first complete set of its ticket."""
     uids: tuple[str, ...] = ()
     runs: tuple[tuple[str, str, int, int], ...] = ()
     """Batch, task, run and step of each experience."""
     versions: frozenset[Version] = frozenset()
-    """Versions of the weights that its tokens name."""
+    """Weight versions named by its tokens."""
     unread: int = 0
-    """Chunks that could not be read."""
+    """Number of unreadable chunks."""
     sessions: tuple[tuple[str, tuple[int, ...]], ...] = ()
-    """Session and tokens of each experience that a gateway's session became."""
+    """Session and tokens of each experience that came from a gateway's session."""
 
 
 @dataclass
@@ -48,35 +48,35 @@ class Record:
     """The content of a run's streams."""
 
     results: list[TaskResult] = field(default_factory=list)
-    """In the order of the stream, repeats under one message id left out."""
+    """Results in stream order, without repeated message ids."""
     sets: list[ProcessedSet] = field(default_factory=list)
     progress: list[Progress] = field(default_factory=list)
     settled: int | None = None
-    """Number of messages in ``progress`` that were published before the sets were read; None: all. Of a run that goes
-    on, later ones may be about sets that came later."""
+    """Number of messages in ``progress`` that were published before the sets were read; None: all. In a running run,
+    later messages may refer to later sets."""
     results_begin: int = 0
     ready_begin: int = 0
-    """The first offsets that retention has left."""
+    """First offsets that retention has kept: of the results stream and the ready stream."""
     undecodable: list[str] = field(default_factory=list)
     samples: dict[Version, list[Experience]] = field(default_factory=dict)
-    """By version, some experiences all of whose tokens it sampled; of the versions asked for."""
+    """Some experiences by requested version; the version sampled all their tokens."""
 
     @property
     def deciding(self) -> dict[str, ProcessedSet]:
-        """By ticket, the set that decides it."""
+        """The deciding set by ticket."""
         return {one.ready.ticket: one for one in self.sets if one.is_first}
 
 
 async def read_record(
     bus: Bus, topology: Topology, store: BlobStore | None = None, versions: Collection[Version] = ()
 ) -> Record:
-    """Read both streams of a run from their beginnings to their present ends; nothing is taken from anybody.
+    """Read both streams of a run from their beginnings to their current ends, without removing messages.
 
     Args:
         bus: A connected bus.
-        topology: The run's names.
-        store: Where large bodies are.
-        versions: Those of which experiences are kept.
+        topology: The run's topology.
+        store: Blob store of large bodies.
+        versions: Versions to sample experiences of.
 
     Raises:
         BusUnavailable: A stream does not answer.
@@ -86,14 +86,16 @@ async def read_record(
     record.results_begin, end = await _read(bus, topology.results, 0, reader.take_result)
     record.settled = len(record.progress)
     record.ready_begin, _ = await _read(bus, topology.ready, 0, reader.take_ready)
-    # of a run that goes on: the results behind the sets that were read last
+    # in a running run, this reads the results of the most recently read sets
     await _read(bus, topology.results, end, reader.take_result)
     return record
 
 
 async def _read(bus: Bus, queue: Queue, offset: int, take: Callable[[Delivery], Awaitable[None]]) -> tuple[int, int]:
-    """Read a stream from ``offset`` to its present end; return its first offset and the one behind its last."""
-    stream = dataclasses.replace(queue, redeclare=False)  # looking must not make it
+    """Read a stream from ``offset`` to its current end. Return its first offset and the offset after its last
+    message.
+    """
+    stream = dataclasses.replace(queue, redeclare=False)  # an observer must not create the stream
     first, last = offset, offset
     async for delivery in read_up_to_now(bus, stream, new_mark(), offset=offset):
         assert delivery.offset is not None
@@ -114,7 +116,7 @@ class _Reader:
         self._decided: set[str] = set()
 
     async def take_result(self, delivery: Delivery) -> None:
-        """Take in a delivery of the results stream."""
+        """Process a delivery of the results stream."""
         if delivery.message_id is not None:
             if delivery.message_id in self._ids:
                 return
@@ -128,7 +130,7 @@ class _Reader:
                 self.record.progress.append(progress)
 
     async def take_ready(self, delivery: Delivery) -> None:
-        """Take in a delivery of the ready stream."""
+        """Process a delivery of the ready stream."""
         assert delivery.offset is not None
         if delivery.content_type in {EXPERIENCES, REFERENCE}:
             ticket, op, n = (delivery.headers.get(name) for name in ("ticket", "op", "n"))
@@ -182,7 +184,7 @@ class _Reader:
         self.record.sets.append(found)
 
     def _keep(self, batch: ExperienceBatch, place: int, named: set[Version]) -> None:
-        """Keep an experience of a wanted version, of which there are not enough yet."""
+        """Keep an experience of a requested version until it has enough samples."""
         if len(named) != 1 or not named <= self._versions:
             return
         kept = self.record.samples.setdefault(next(iter(named)), [])

@@ -1,4 +1,4 @@
-"""The report of a trial: faults, verdicts and how to repeat it, as text and as JSON."""
+"""The report of a trial: faults, verdicts and the command to repeat it, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def lines(outcome: Outcome, schedule: Path, again: str) -> Iterator[str]:
     """Yield the report for a person.
 
     Args:
-        outcome: Of the trial.
-        schedule: The file of its schedule.
-        again: The command that repeats it.
+        outcome: Outcome of the trial.
+        schedule: File with its schedule.
+        again: Command that repeats the trial.
     """
     yield from _table([HEADS, *(_row(done, outcome.began) for done in outcome.done)])
     yield ""
@@ -43,7 +43,7 @@ def lines(outcome: Outcome, schedule: Path, again: str) -> Iterator[str]:
 
 
 def as_json(outcome: Outcome, schedule: Path, again: str) -> Mapping[str, Any]:
-    """Return the report for programs; times in seconds since the beginning of the trial."""
+    """Return the report for programs. Times are in seconds since the start of the trial."""
     return {
         "holds": outcome.holds,
         "where": outcome.where,
@@ -96,7 +96,7 @@ def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
 
 
 def _counts(outcome: Outcome) -> Iterator[str]:
-    """Yield how many faults were done to whom, at which points, and what clients were told."""
+    """Yield the number of faults by role, kind and point, and the counts of the clients."""
     for role, (kinds, points) in _by_role(outcome).items():
         at = ", ".join(f"{count} at {point}" for point, count in points.items())
         yield f"{role:<9}  {', '.join(f'{count} {kind}' for kind, count in kinds.items())}{'; ' if at else ''}{at}"
@@ -106,7 +106,7 @@ def _counts(outcome: Outcome) -> Iterator[str]:
 
 
 def _by_role(outcome: Outcome) -> dict[str, tuple[dict[str, int], dict[str, int]]]:
-    """Return, by role, the faults that were done by kind, and at which marked points."""
+    """Return, by role, the counts of injected faults by kind and by marked point."""
     kinds: defaultdict[str, Counter[str]] = defaultdict(Counter)
     points: defaultdict[str, Counter[str]] = defaultdict(Counter)
     for done in _struck(outcome):

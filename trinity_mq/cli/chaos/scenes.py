@@ -1,4 +1,4 @@
-"""A trial of a run that is started for it, of one that runs here, and of one in containers or pods."""
+"""Trials of a run started for the trial, of a running local run, and of a run in containers or pods."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ from trinity_mq.runtime.deliveries import envelope
 from trinity_mq.transport.blobs import open_store
 
 FOLDER = "chaos"
-"""Below the run's folder: schedule and report."""
+"""Subfolder of the run's folder for schedule and report."""
 FURTHER_STEPS = 5
-"""Train steps after the last fault of a run that was not started for the trial."""
+"""Train steps after the last fault if the run was not started for the trial."""
 POINTS_FOLDER = "points"
-"""Below that folder: points inside agents that are armed."""
+"""Subfolder for armed points inside agents."""
 INSIDE_SHARE = 0.5
 """Share of the faults at points inside agents, in mode ``serve``."""
 RESTART_SECONDS = 10.0
-"""Seconds in which the broker must take a request for a restart."""
+"""Maximum seconds for publishing a restart request."""
 END_SECONDS = 90.0
-"""Seconds from the explorer's last heartbeat to the end of the run's own process."""
+"""Maximum seconds between the explorer's last heartbeat and the end of the run's own process."""
 DRAINED = (0, 128 + signal.SIGTERM)
 """Exit codes of a run that was asked to end."""
 
@@ -52,7 +52,7 @@ Tell = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Wishes:
-    """The options that a person asked for."""
+    """The options of the command line."""
 
     count: int
     seed: int
@@ -64,16 +64,16 @@ class Wishes:
     after: int
     further: int | None
     inside: float | None
-    """Share of the faults at points inside agents; None: the mode's."""
+    """Share of the faults at points inside agents; None: the default of the mode."""
     clients: int
-    """Agents that hold sessions, in mode ``serve``."""
+    """Number of session clients, in mode ``serve``."""
 
 
 async def started(arguments: argparse.Namespace, wishes: Wishes, tell: Tell) -> tuple[Outcome, Path]:
-    """Start the run of TARGET, do faults to it, and see it end; return what was seen, and the folder for the report.
+    """Start the run of TARGET, inject faults and wait for its end. Return the outcome and the folder for the report.
 
     Raises:
-        CommandError: It cannot be started, or makes no train steps.
+        CommandError: The run cannot be started, or does not make train steps.
         NodeError: Its broker cannot be started.
     """
     if staged(arguments):
@@ -91,7 +91,7 @@ async def started(arguments: argparse.Namespace, wishes: Wishes, tell: Tell) -> 
         broker = config.broker.model_copy(update={"url": run.url, "url_file": None})
         async with connected(config.name, broker, "chaos") as (bus, topology):
             targets = _local(config, run.process.pid, bus, topology, run)
-            serves = config.mode == "serve"  # nothing ends it
+            serves = config.mode == "serve"  # a serving run does not end by itself
             further = FURTHER_STEPS if serves else None
             plan = _plan(wishes, targets, config, config.path / FOLDER, tell, further, marks=marks)
             weights = _weights(config)
@@ -123,7 +123,7 @@ async def started(arguments: argparse.Namespace, wishes: Wishes, tell: Tell) -> 
 
 
 async def attached(arguments: argparse.Namespace, wishes: Wishes, tell: Tell) -> tuple[Outcome, Path]:
-    """Do faults to a run of this machine that runs, and leave it running; returns and raises as :func:`started`."""
+    """Inject faults into a running local run, and leave it running. Returns and raises the same as :func:`started`."""
     config = configuration(arguments)
     folder = RunFolder(config)
     supervisor = folder.holder()
@@ -146,7 +146,7 @@ async def attached(arguments: argparse.Namespace, wishes: Wishes, tell: Tell) ->
             tell=tell,
             weights=weights,
         )
-    # a private broker ends with its run, and is started again to be read
+    # a private broker ends with its run, and is restarted for reading
     async with reached(find_target(arguments), "chaos") as (bus, topology):
         store = open_store(target.broker, target.run)
         await judge(
@@ -165,7 +165,9 @@ async def attached(arguments: argparse.Namespace, wishes: Wishes, tell: Tell) ->
 async def elsewhere(
     arguments: argparse.Namespace, wishes: Wishes, targets: Targets, tell: Tell
 ) -> tuple[Outcome, Path]:
-    """Do faults to a run in containers or pods, and leave it running; returns and raises as :func:`started`."""
+    """Inject faults into a run in containers or pods, and leave it running. Returns and raises the same as
+    :func:`started`.
+    """
     config, target = configuration(arguments), find_target(arguments)
     folder = Path(f"{FOLDER}-{config.name}")
     async with reached(target, "chaos") as (bus, topology):
@@ -181,7 +183,7 @@ def _weights(config: Config) -> KeptWeights:
 
 
 def _local(config: Config, supervisor: int, bus: Bus, topology: Topology, run: Launched | None = None) -> LocalTargets:
-    """Return the processes of a run of this machine; ``run``: it was started by us."""
+    """Return the processes of a local run; ``run`` is set if this trial started it."""
     if run is None:
         is_private = Addresses.of(config.broker) is None
         return LocalTargets(
@@ -201,7 +203,7 @@ def _local(config: Config, supervisor: int, bus: Bus, topology: Topology, run: L
 
 
 def _restarter(bus: Bus, topology: Topology) -> Callable[[str], Awaitable[None]]:
-    """Return what asks the supervisor of an agent for a fresh process of it."""
+    """Return a function that asks an agent's supervisor for a new process of the agent."""
 
     async def restart(agent: str) -> None:
         event = envelope(ControlEvent(verb="restart", target=agent, reason="trinity-mq chaos"))
@@ -226,7 +228,7 @@ def _plan(
     """Return the plan of a trial, and write its schedule into ``folder``.
 
     Raises:
-        CommandError: Nothing of what was asked for is possible here, or the schedule cannot be read.
+        CommandError: None of the requested faults is possible here, or the schedule cannot be read.
     """
     roles = {*AGENTS[config.mode].roles, "broker", *(["engine"] if "explorer" in AGENTS[config.mode].roles else [])}
     possible = {

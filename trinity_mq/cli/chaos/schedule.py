@@ -1,4 +1,4 @@
-"""The schedule of faults: drawn from a seed, written to a file, read from one. Pure but for the file."""
+"""The schedule of faults: drawn from a seed, written to a file, or read from a file."""
 
 from __future__ import annotations
 
@@ -21,23 +21,24 @@ KINDS: Mapping[str, str] = {
 }
 ROLES = ("explorer", "runner", "operator", "trainer", "engine", "broker", "gateway")
 WEIGHTS: Mapping[str, int] = {"kill": 5, "freeze": 2, "cut": 2, "restart": 1}
-"""Relative frequency at which each kind is drawn."""
+"""Relative frequency of each kind of fault."""
 BROKER_SHARE = 0.4
-"""Relative frequency at which the broker is drawn; each other role has 1. Each of its faults holds up everybody."""
+"""Relative frequency of the broker; each other role has 1. Each fault of the broker delays all agents."""
 MARKED_SHARE = 0.6
 """Share of the faults that wait for a marked point."""
 TOGETHER_SHARE = 0.2
-"""Share of the faults that do not wait until the run has recovered from the one before."""
+"""Share of the faults that do not wait for the recovery from the previous fault."""
 SHORT, LONG = (0.5, 4.0), (12.0, 25.0)
-"""Seconds for which a process is frozen or a broker refuses: below its peers' patience, and beyond."""
+"""Seconds for which a process is frozen or a broker refuses connections: shorter and longer than the timeouts of its
+peers."""
 LONG_SHARE = 0.15
 MOST_OCCURRENCES = 3
 ENDS = ("kill", "restart")
-"""Kinds of faults after which a new process takes the victim's place."""
+"""Kinds of faults after which a new process replaces the victim."""
 AGENT_BACK = "agent_back"
-"""The point that follows from the fault before: it comes once, and only then."""
+"""The point that follows from the previous fault. It is passed once, and only after that fault."""
 RARE = (AGENT_BACK, "evaluating")
-"""Points whose first occurrence is meant."""
+"""Points for which only the first occurrence is used."""
 FORMAT = 1
 
 
@@ -47,24 +48,24 @@ class Fault:
 
     number: int
     wait: float
-    """Seconds from the recovery of the one before, or, where they come together, from that one itself."""
+    """Seconds from the recovery from the previous fault. With ``together``, seconds from the previous fault itself."""
     role: str
     kind: str
     pick: float
-    """From 0 to 1: which of the living ones of its role, in the order of their names."""
+    """Selects the victim among the living processes of its role, sorted by name, as a fraction from 0 to 1."""
     point: str | None = None
-    """The marked point at which it strikes; None: at once after ``wait``."""
+    """The marked point of the fault; None: right after ``wait``."""
     occurrence: int = 1
-    """At the how manieth occurrence of the point after ``wait``."""
+    """Occurrence of the point after ``wait`` that triggers the fault, counted from 1."""
     seconds: float = 0.0
-    """Seconds that a freeze lasts, or that a cut broker refuses connections."""
+    """Seconds that a freeze or a cut lasts."""
     together: bool = False
-    """It does not wait until the run has recovered from the one before."""
+    """True if the fault does not wait for the recovery from the previous fault."""
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Faults in their order, and what they were drawn from."""
+    """Faults in order, with the arguments that they were drawn from."""
 
     faults: Sequence[Fault]
     seed: int | None = None
@@ -72,17 +73,17 @@ class Schedule:
 
 
 def draw(seed: int, count: int, possible: Mapping[str, Sequence[str]], every: float, inside: float = 0.0) -> Schedule:
-    """Return the schedule of a seed: the same arguments give the same one, on every machine.
+    """Return the schedule of a seed. Equal arguments give equal schedules on every machine.
 
     Args:
         seed: Any number.
-        count: How many faults.
-        possible: By role, the kinds of faults that can be done to it.
+        count: Number of faults.
+        possible: By role, the possible kinds of faults.
         every: Mean seconds from the recovery of one fault to the next.
-        inside: Share of the faults that strike at a point inside an agent, of those to roles that have some.
+        inside: Share of the faults at a point inside an agent, for roles with such points.
 
     Raises:
-        ValueError: Nothing is possible.
+        ValueError: No fault is possible.
     """
     roles = [role for role in ROLES if possible.get(role)]
     if not roles:
@@ -99,8 +100,11 @@ def draw(seed: int, count: int, possible: Mapping[str, Sequence[str]], every: fl
 
 
 def _inside(faults: Sequence[Fault], seed: int, share: float) -> list[Fault]:
-    """Return the faults, some of them moved to points inside agents: each point of a role before one comes again."""
-    dice = random.Random(f"trinity-mq chaos {FORMAT} {seed} inside")  # of its own: the others stay as they were
+    """Return the faults, with some of them moved to points inside agents. Each point of a role is used before one
+    repeats.
+    """
+    # a separate generator, so that the other values stay the same
+    dice = random.Random(f"trinity-mq chaos {FORMAT} {seed} inside")
     left: dict[str, list[str]] = {}
     moved: list[Fault] = []
     for fault in faults:
@@ -125,11 +129,11 @@ def _draw_one(
     *,
     ended: bool,
 ) -> Fault:
-    """Draw one fault; ``ended``: the one before ends a process, whose return is a point too."""
+    """Draw one fault; ``ended``: the previous fault ends a process, so its return is a possible point."""
     role = dice.choices(roles, [BROKER_SHARE if role == "broker" else 1.0 for role in roles])[0]
     kinds = [kind for kind in KINDS if kind in possible[role]]
     kind = dice.choices(kinds, [WEIGHTS[kind] for kind in kinds])[0]
-    # every number is drawn for each fault, so that one of them can change without changing all that follow
+    # Draw every number for each fault, so that a change of one fault does not change the following faults.
     wait, pick, share, length = (dice.random() for _ in range(4))
     point, occurrence, together = dice.choice(points_for(role)), dice.randint(1, MOST_OCCURRENCES), dice.random()
     low, high = LONG if dice.random() < LONG_SHARE else SHORT
@@ -150,10 +154,10 @@ def _draw_one(
 
 
 def save(schedule: Schedule, path: Path) -> None:
-    """Write a schedule as JSON, a line for each fault.
+    """Write a schedule as JSON, with one line for each fault.
 
     Raises:
-        OSError: It cannot be written.
+        OSError: The file cannot be written.
     """
     head = {"format": FORMAT, "seed": schedule.seed, "drawn_from": schedule.drawn_from}
     lines = ",\n".join(f"  {json.dumps(asdict(fault))}" for fault in schedule.faults)
@@ -165,7 +169,7 @@ def load(path: Path) -> Schedule:
     """Read a schedule that :func:`save` or a person wrote.
 
     Raises:
-        CommandError: It cannot be read; says where and what was wanted.
+        CommandError: The file is not readable or not valid; the message names the place and the expected value.
     """
     try:
         data = json.loads(path.read_text(encoding="utf-8"))

@@ -1,4 +1,6 @@
-"""Tokens against the weights that they name: weights of a run score what their version is said to have sampled."""
+"""Compares tokens with the weights that they name: the weights of a version score the tokens that it claims to have
+sampled.
+"""
 
 from __future__ import annotations
 
@@ -19,28 +21,30 @@ from trinity_mq.models.model_folder import no_progress_bar
 from trinity_mq.training.checkpoints.checkpoint import find_checkpoints
 
 TOLERANCE = {"float32": 2e-3, "bfloat16": 0.1}
-"""Nats by which a recorded logprob may differ from that of the same weights, on average over an experience: other
-kernels and batch shapes round otherwise. Early train steps move it by more, which is looked at too."""
+"""Maximum mean difference, in nats, between recorded logprobs of an experience and logprobs of the same weights. Other
+kernels and batch shapes round differently. Early train steps change logprobs by more, which is also checked."""
 MOST_KEPT = 8
 NAME = "tokens were sampled by the weights they name"
 
 
 class KeptWeights:
-    """Weights of a run's first and newest versions, kept beyond the checkpoints that the trainer deletes.
+    """Weights of a run's first and newest versions, kept after the trainer deletes the checkpoints.
 
     Args:
         checkpoints: The run's folder of checkpoints.
-        folder: Where they are kept, as hard links, which take no room while the checkpoint is there.
+        folder: Folder for hard links to the weights, which take no space while the checkpoint exists.
     """
 
     def __init__(self, checkpoints: Path, folder: Path) -> None:
         self._checkpoints, self._folder = checkpoints, folder
         self._seen: set[str] = set()
         self.folders: dict[Version, Path] = {}
-        """By version, a folder for ``transformers``."""
+        """Model folder for ``transformers`` by version."""
 
     def look(self) -> None:
-        """Keep the weights of checkpoints that are new since the last look; one that vanishes meanwhile is left out."""
+        """Keep the weights of checkpoints that are new since the last call. Checkpoints deleted during the call are
+        skipped.
+        """
         with contextlib.suppress(OSError):
             names = {path.name for path in self._checkpoints.iterdir()}
             new, self._seen = names - self._seen, names
@@ -52,13 +56,13 @@ class KeptWeights:
                     self._keep(version, one.path / "model")
 
     def clear(self) -> None:
-        """Remove what is kept."""
+        """Remove the kept weights."""
         shutil.rmtree(self._folder, ignore_errors=True)
         self.folders.clear()
 
     def _keep(self, version: Version, model: Path) -> None:
         kept = self._folder / f"{version[0]}-{version[1]}"
-        with contextlib.suppress(OSError):  # the trainer has deleted it
+        with contextlib.suppress(OSError):  # the trainer has deleted the checkpoint
             shutil.copytree(model, kept, copy_function=os.link, dirs_exist_ok=True)
             self.folders[version] = kept
         if len(self.folders) > MOST_KEPT:
@@ -69,12 +73,13 @@ class KeptWeights:
 def check_tokens(
     config: Config, weights: Mapping[Version, Path], samples: Mapping[Version, Sequence[Experience]]
 ) -> Verdict:
-    """Score experiences with the weights of their version, and compare the recorded logprobs; blocks.
+    """Score experiences with the weights of their version, and compare the logprobs with the recorded values. This call
+    blocks.
 
     Args:
-        config: The run's.
-        weights: By version, a folder for ``transformers``.
-        samples: By version, experiences all of whose tokens it is said to have sampled.
+        config: The run's configuration.
+        weights: By version, a model folder for ``transformers``.
+        samples: By version, experiences whose tokens all name this version.
     """
     usable = {
         version: comparable
@@ -123,7 +128,7 @@ def _is_comparable(experience: Experience) -> bool:
 
 
 def _differences(config: Config, folder: Path, found: Sequence[Experience]) -> list[float]:
-    """Return the mean absolute difference of the logprobs of each experience, in nats."""
+    """Return the mean absolute logprob difference of each experience, in nats."""
     from transformers import AutoModelForCausalLM
 
     with no_progress_bar():

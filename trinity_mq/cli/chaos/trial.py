@@ -1,4 +1,4 @@
-"""One trial: a run is watched, faults are done to it, and what it left is judged."""
+"""One trial: watches a run, injects faults, and judges the results."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from trinity_mq.training.checkpoints.checkpoint import Checkpoint, find_checkpoi
 from trinity_mq.transport.blobs import BlobStore
 
 START_SECONDS = 300.0
-"""Seconds until a run that was just started has made its first train steps."""
+"""Maximum seconds until a new run has made its first train steps."""
 LOOK_SECONDS = 0.5
-"""Seconds between two looks at whether the run still runs."""
+"""Seconds between two checks whether the run is still running."""
 AUDITS = 5
-"""Checkpoints that may be deleted while they are read."""
+"""Checkpoints that may be deleted during reading before the audit is skipped."""
 MOST_LETTERS = 1000
-"""Dead letters that are read at most."""
+"""Maximum number of dead letters to read."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,46 +46,46 @@ class Plan:
 
     schedule: Schedule
     timeout: float
-    """Seconds in which the run must have recovered from a fault, and must go on after the last one."""
+    """Maximum seconds for the recovery from a fault, and for each further train step after the last fault."""
     after: int
     """Train steps before the first fault."""
     further: int | None
-    """Train steps after the last fault; None: to the run's end."""
+    """Train steps after the last fault; None: until the run's end."""
     budget: tuple[int, float] | None = None
     marks: Marks | None = None
     """Arms points inside agents."""
     clients: Clients | None = None
-    """Hold sessions meanwhile, in mode ``serve``."""
+    """Clients that hold sessions during the trial, in mode ``serve``."""
 
 
 @dataclass
 class Outcome:
-    """The outcome of a trial. Times in seconds since its beginning."""
+    """The outcome of a trial."""
 
     schedule: Schedule
     where: str
     witness: Witness
     done: list[Done] = field(default_factory=list)
     began: float = 0.0
-    """The event loop's time at the beginning."""
+    """Time of the event loop at the start of the trial, in seconds."""
     rate_before: float | None = None
-    """Train steps a minute before the first fault."""
+    """Train steps per minute before the first fault."""
     rate_while: float | None = None
-    """The same from the first fault to the last recovery."""
+    """Train steps per minute from the first fault to the last recovery."""
     steps: int = 0
-    """Train steps that were seen."""
+    """Number of observed train steps."""
     seconds: float = 0.0
     verdicts: list[Verdict] = field(default_factory=list)
     over: bool = False
-    """The run came to its end."""
+    """True if the run came to its end."""
     traffic: Traffic | None = None
-    """Answers that clients of sessions got."""
+    """Answers that the clients of sessions got."""
     stands_still: bool = False
-    """It had recovered from all faults, and then made no train step in time."""
+    """True if the run recovered from all faults, but then did not make further train steps in time."""
 
     @property
     def holds(self) -> bool:
-        """No invariant is violated."""
+        """True if no invariant is violated."""
         return all(verdict.result != "violated" for verdict in self.verdicts)
 
 
@@ -99,19 +99,19 @@ async def play(
     tell: Callable[[str], None],
     weights: KeptWeights | None = None,
 ) -> Outcome:
-    """Watch a run, do the faults, and go on watching until the run is over or has made its further steps.
+    """Watch a run, inject the faults, and keep watching until the run is over or has made its further steps.
 
     Args:
-        bus: A connection that no fault cuts.
-        topology: The run's names.
-        targets: Where its processes are.
-        plan: What is done.
-        ended: Whether the run's own process has ended, where that is known.
-        tell: Called with a line for each act.
-        weights: Keeps the run's weights meanwhile; None: its folder is elsewhere.
+        bus: A connection that the faults do not cut.
+        topology: The run's topology.
+        targets: Access to the run's processes.
+        plan: The plan of the trial.
+        ended: Returns whether the run's own process has ended, if known.
+        tell: Called with a line of text for each action.
+        weights: Keeps the run's weights during the trial. None: its folder is not on this machine.
 
     Raises:
-        CommandError: The run makes no train steps to begin with.
+        CommandError: The run does not make its first train steps.
     """
     loop = asyncio.get_running_loop()
     witness = Witness()
@@ -144,8 +144,8 @@ async def play(
 
 
 async def _look(witness: Witness, weights: KeptWeights | None) -> None:
-    """Keep new weights, and have those who wait for a change look again: a run whose processes have all ended says
-    nothing.
+    """Keep new weights, and wake waiting tasks regularly, because a run whose processes have all ended does not send
+    messages.
     """
     while True:
         await asyncio.sleep(LOOK_SECONDS)
@@ -155,10 +155,10 @@ async def _look(witness: Witness, weights: KeptWeights | None) -> None:
 
 
 async def _first_steps(witness: Witness, count: int, over: Callable[[], bool]) -> None:
-    """Return once the run has made so many train steps.
+    """Return after the run has made ``count`` train steps.
 
     Raises:
-        CommandError: It has ended before, or takes too long.
+        CommandError: The run has ended before, or takes too long.
     """
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(START_SECONDS):
@@ -172,7 +172,7 @@ async def _first_steps(witness: Witness, count: int, over: Callable[[], bool]) -
 
 
 async def _go_on(witness: Witness, plan: Plan, over: Callable[[], bool]) -> bool:
-    """Return once the run is over, or has made its further steps; False: it stands still."""
+    """Wait until the run is over, or has made its further steps. Return False if it makes no steps in time."""
     wanted = None if plan.further is None else len(witness.steps) + plan.further
     while not over() and (wanted is None or len(witness.steps) < wanted):
         try:
@@ -188,7 +188,7 @@ async def _further_step(witness: Witness, seen: int, over: Callable[[], bool]) -
 
 
 def _rates(done: Sequence[Done], witness: Witness) -> tuple[float | None, float | None]:
-    """Return train steps a minute before the first fault, and from there to the last recovery."""
+    """Return train steps per minute before the first fault, and from there to the last recovery."""
     struck = [one.at for one in done if one.at is not None]
     if not struck or not witness.steps:
         return None, None
@@ -198,12 +198,12 @@ def _rates(done: Sequence[Done], witness: Witness) -> tuple[float | None, float 
 
 def _rate(witness: Witness, begin: float, end: float) -> float | None:
     batches = [progress for at, progress in witness.steps if begin <= at <= end]
-    if len(batches) < 2 or end <= begin:  # from one to the next
+    if len(batches) < 2 or end <= begin:  # a rate needs an interval between two steps
         return None
     return 60.0 * (batches[-1] - batches[0]) / (end - begin)
 
 
-# -- the verdict
+# -- verdicts
 
 
 async def judge(
@@ -218,18 +218,18 @@ async def judge(
     store: BlobStore | None = None,
     code: int | None = None,
 ) -> None:
-    """Read what the run left on the broker and in its folder, and add the verdicts to the outcome.
+    """Read the run's data on the broker and in its folder, and add the verdicts to the outcome.
 
     Args:
         bus: A connection.
-        topology: The run's names.
-        config: The run's.
-        outcome: Of the trial.
-        run_dir: The run's folder, None where it is not on this machine.
-        targets: Where the run's processes are, or were.
-        weights: The run's, as they were kept.
-        store: Holds large bodies.
-        code: Exit code of the run, where it was started by us and came to its end.
+        topology: The run's topology.
+        config: The run's configuration.
+        outcome: Outcome of the trial.
+        run_dir: The run's folder. None: it is not on this machine.
+        targets: Access to the run's processes.
+        weights: The kept weights of the run.
+        store: Blob store of large bodies.
+        code: Exit code of the run, if the trial started it and it came to its end.
     """
     add, witness = outcome.verdicts.append, outcome.witness
     bus.run_id = witness.run_id or (saved_run_id(run_dir) if run_dir is not None else None)
@@ -272,7 +272,7 @@ def _checkpoints(run_dir: Path | None) -> list[Checkpoint]:
 
 
 def _tasks(config: Config) -> int | None:
-    """Return the tasks of each batch, None where they may be more or fewer."""
+    """Return the number of tasks in each batch; None if it varies."""
     fixed = config.mode == "both" and not config.max_refill and config.buffer.total_steps is not None
     return config.buffer.batch_size if fixed else None
 
@@ -295,7 +295,7 @@ def _recovered(outcome: Outcome, code: int | None) -> Verdict:
 
 
 def _points_passed(outcome: Outcome) -> Verdict:
-    """Each point inside an agent that the schedule asks for was hit, by one of its faults at least."""
+    """Check that each inside point in the schedule was hit by at least one of its faults."""
     asked = Counter(fault.point for fault in outcome.schedule.faults if fault.point in INSIDE)
     hit = Counter(done.fault.point for done in outcome.done if done.is_inside)
     missed = [f"{point} ({INSIDE[str(point)].text}): asked for {times} times" for point, times in asked.items()]
@@ -307,7 +307,7 @@ def _points_passed(outcome: Outcome) -> Verdict:
 
 
 async def _audited(bus: Bus, topology: Topology, run_dir: Path, store: BlobStore | None) -> Verdict:
-    """Return what ``trinity-mq audit`` says of the newest checkpoint."""
+    """Return the verdict of ``trinity-mq audit`` on the newest checkpoint."""
     from trinity_agents.trainer.audit import Auditor
     from trinity_mq.cli.commands.audit import read_content
 
@@ -318,7 +318,7 @@ async def _audited(bus: Bus, topology: Topology, run_dir: Path, store: BlobStore
             break
         auditor = Auditor(run_dir, newest)
         await asyncio.to_thread(auditor.check_folder, bus.run_id)
-        if newest.path.exists():  # else the trainer of a run that goes on has deleted it under our eyes
+        if newest.path.exists():  # else the trainer of the running run deleted it during the audit
             auditor.check_stream(await read_content(bus, topology, store))
             faults = [f"{check.name}: {check.text}" for check in auditor.checks if check.result == "fault"]
             text = f"{newest.title}: {len(auditor.uids)} experiences"

@@ -1,4 +1,4 @@
-"""An observer of a running run: heartbeats, syncs, manifests and streams as they pass."""
+"""An observer of a running run: heartbeats, syncs, manifests and streams."""
 
 from __future__ import annotations
 
@@ -30,25 +30,25 @@ LISTENS = (
     ("telemetry", "beat.#"),
     *((name, "#") for name in ("sync", "batches", "results", "ready", "sessions")),
 )
-"""Exchanges and routing patterns that are listened to."""
+"""Exchanges and routing patterns to listen to."""
 
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """The last heartbeat of an agent."""
+    """One heartbeat of an agent, reduced."""
 
     role: str
     agent: str
     life: str
-    """Names the process: its incarnation; of an engine also how often it was started."""
+    """Identifies the process: its incarnation; for an engine also its number of restarts."""
     at: float
     serves: bool = True
-    """Whether it has weights, if it is an engine."""
+    """For an engine: whether it has weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class VersionSeen:
-    """A version that somebody announced or served."""
+    """An announced or served weight version."""
 
     at: float
     who: str
@@ -58,28 +58,29 @@ class VersionSeen:
 
 @dataclass
 class Witness:
-    """The observations so far. Times are the event loop's, in seconds."""
+    """The observations so far. Times are in seconds of the event loop's clock."""
 
     points: PointWatch = field(default_factory=PointWatch)
     beats: dict[str, Beat] = field(default_factory=dict)
     lives: set[tuple[str, str]] = field(default_factory=set)
-    """Agents and lives that were heard of."""
+    """Agents and lives that have sent heartbeats."""
     progress: int = 0
-    """Batches that the trainer has consumed, the most that it ever said."""
+    """Maximum number of batches that the trainer has reported as consumed."""
     steps: list[tuple[float, int]] = field(default_factory=list)
-    """When the trainer consumed a batch, also once more after a restart, and the progress then."""
+    """Times at which the trainer consumed a batch, with the progress then. A batch repeated after a restart counts
+    again."""
     commits: list[VersionSeen] = field(default_factory=list)
     committed: list[VersionSeen] = field(default_factory=list)
-    """The committed version in trainers' heartbeats, where it changed."""
+    """Changes of the committed version in trainers' heartbeats."""
     served: list[VersionSeen] = field(default_factory=list)
-    """The version that each engine's life serves, where it changed."""
+    """Changes of the version that each engine life serves."""
     run_id: str | None = None
-    """Id of the run, as its explorer says."""
+    """Id of the run, reported by its explorer."""
     finished: bool = False
-    """The explorer says that the run is over."""
+    """True if the explorer has reported that the run is over."""
     reachable: bool = True
     broker_back: float = 0.0
-    """When the broker was reached again the last time."""
+    """Time of the last reconnection of the broker."""
     changed: Notifier = field(default_factory=Notifier)
     on_beat: Callable[[Beat], None] = lambda _beat: None
     on_step: Callable[[float], None] = lambda _at: None
@@ -89,7 +90,7 @@ class Witness:
     """The trainer's generation and progress."""
 
     def receive(self, message: object, at: float) -> None:
-        """Take in a decoded message."""
+        """Process a decoded message."""
         match message:
             case Heartbeat():
                 self._beat(message, at)
@@ -101,12 +102,12 @@ class Witness:
         self.changed.notify()
 
     def receive_chunk(self, ticket: object, processing: object) -> None:
-        """Take in the headers of a chunk of a processed batch."""
+        """Process the headers of a chunk of a processed batch."""
         self.points.receive_chunk(ticket, processing)
         self.changed.notify()
 
     def bus_changed(self, usable: bool, at: float) -> None:
-        """Note that the broker is away or back."""
+        """Record that the broker became unavailable or available."""
         if usable and not self.reachable:
             self.broker_back = at
         self.reachable = usable
@@ -115,7 +116,7 @@ class Witness:
     def _beat(self, beat: Heartbeat, at: float) -> None:
         status, key = beat.detail, (beat.id, beat.incarnation)
         if beat.seq < self._seq.get(key, -1):
-            return  # a repeated publish that came late
+            return  # a repeated publish that arrived late
         self._seq[key] = beat.seq
         life, serves = beat.incarnation, True
         if isinstance(status, EngineStatus):
@@ -148,7 +149,7 @@ class Witness:
 
 
 async def watch(bus: Bus, topology: Topology, witness: Witness) -> None:
-    """Pass on what is published, until cancelled; what passes while the broker is away is not seen."""
+    """Pass published messages to the witness until cancelled. Messages during a broker outage are not seen."""
     loop = asyncio.get_running_loop()
     bus.on_change(lambda: witness.bus_changed(bus.usable, loop.time()))
     life = uuid.uuid4().hex[:12]
@@ -168,6 +169,7 @@ async def _listen(bus: Bus, queue: Queue, witness: Witness) -> None:
                     if delivery.content_type in {EXPERIENCES, REFERENCE}:
                         witness.receive_chunk(delivery.headers.get("ticket"), delivery.headers.get("op"))
                     else:
-                        with contextlib.suppress(DecodeError):  # the invariants tell of it, from the streams
+                        # the invariants report undecodable messages when they read the streams
+                        with contextlib.suppress(DecodeError):
                             witness.receive(decode_any(delivery.body, delivery.content_type), clock())
                     await acknowledge(delivery)

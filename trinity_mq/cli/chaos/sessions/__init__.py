@@ -1,1 +1,1 @@
-"""Sessions of a trial in mode ``serve``: the clients that hold them, their stream, and their invariants."""
+"""Sessions of a trial in mode ``serve``: their clients, their stream, and their invariants."""

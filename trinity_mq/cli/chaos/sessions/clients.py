@@ -1,4 +1,6 @@
-"""Agents for a trial of mode ``serve``: they hold sessions through all gateways, and note what they were told."""
+"""Clients for a trial in mode ``serve``: they hold sessions through all gateways, and record the answers that
+they get.
+"""
 
 from __future__ import annotations
 
@@ -21,60 +23,60 @@ from trinity_mq.gateway.session import SETTLED
 from trinity_mq.gateway.settings import AppSettings
 
 AGAIN_SECONDS = 0.25
-"""Until a request that found nobody is sent again."""
+"""Seconds until a request that failed is sent again."""
 REQUEST_SECONDS = 8.0
-"""Longest wait for an answer: a gateway may be frozen."""
+"""Maximum seconds to wait for an answer, because a gateway may be frozen."""
 PAUSE_SECONDS = 0.4
-"""Mean time between two sessions of one client."""
+"""Mean seconds between two sessions of one client."""
 IDLE_TTL, REWARD_TTL = 120.0, 90.0
-"""Seconds that are asked for with each session: longer than an outage."""
+"""Seconds requested for each session: longer than an outage."""
 PASSING = {429, 502, 503, 504}
 UNKNOWN = {401, 403, 404}
-"""Answers of a gateway that does not know a session: where they stay, the session is lost."""
+"""Statuses of a gateway that does not know a session. If they persist, the session is lost."""
 UNKNOWN_SECONDS = 45.0
 WAYS = ("with the end", "with the end", "before", "late", "twice", "of the call", "none", "discard")
 LOST_SHARE, GROUP_SHARE, TURNS = 0.15, 0.25, 2
 
 
 class TrafficOver(Exception):
-    """No request is sent any more."""
+    """No further requests are sent."""
 
 
 @dataclass
 class Asked:
-    """One request to the model, however often it was sent."""
+    """One request to the model, including its retries."""
 
     tries: int = 0
     call: str = ""
-    """Id of the answer that its client has; empty: it has none."""
+    """Id of the answer that the client has; empty: no answer."""
     recorded: str = ""
-    """The gateway's word: ``yes``, ``no`` or ``off``."""
+    """The gateway's report whether the answer is recorded: ``yes``, ``no`` or ``off``."""
 
 
 @dataclass
 class Told:
-    """A session as its client knows it."""
+    """A session as known to its client."""
 
     id: str
     key: str
     group: str = ""
     recorded: bool = True
-    """The gateway said so when it was opened."""
+    """The gateway's report at the opening whether the session is recorded."""
     asked: list[Asked] = field(default_factory=list)
     reward: float | None = None
-    """The last one of the whole session that was accepted."""
+    """The last accepted reward of the whole session."""
     rewarded: bool = False
-    """A reward of it or of a call was accepted."""
+    """True if a reward of the session or of a call was accepted."""
     ended: bool = False
     discarded: bool = False
     unsure: list[str] = field(default_factory=list)
-    """Requests whose effect its client cannot know: refused after a try whose answer was lost."""
+    """Requests with an unknown effect: refused after an attempt whose answer was lost."""
     state: str = ""
-    """The state that a gateway told last."""
+    """The state that a gateway reported last."""
 
     @property
     def must_train(self) -> bool:
-        """All of it was answered as done: it becomes training data, or somebody says why not."""
+        """True if all requests succeeded, so that the session must become training data or get a stated reason."""
         is_whole = self.recorded and self.rewarded and self.ended and not (self.discarded or self.unsure)
         return is_whole and any(one.recorded == "yes" for one in self.asked)
 
@@ -85,11 +87,11 @@ class Traffic:
 
     sessions: list[Told] = field(default_factory=list)
     failures: Counter[str] = field(default_factory=Counter)
-    """Requests that found nobody, by status or error."""
+    """Failed requests, by status or error."""
     refused: list[str] = field(default_factory=list)
-    """Requests that no client should have been refused."""
+    """Requests that should not have been refused."""
     settled: bool = False
-    """Every session that must be was settled in time after the last request."""
+    """True if every session that must be trained on was settled in time after the last request."""
 
     @property
     def counts(self) -> Mapping[str, int]:
@@ -107,12 +109,12 @@ class Traffic:
 
 
 class Clients:
-    """Agents that hold sessions until they are asked to finish.
+    """Clients that hold sessions until they are asked to finish.
 
     Args:
-        config: The run's, of mode ``serve``.
-        seed: Draws what they do.
-        at_once: Number of agents.
+        config: The run's configuration, in mode ``serve``.
+        seed: Seed of the clients' random choices.
+        at_once: Number of clients.
     """
 
     def __init__(self, config: Config, seed: int, at_once: int) -> None:
@@ -122,7 +124,7 @@ class Clients:
         self.urls = [f"{scheme}://{host}:{gateway.port + number}" for number in range(gateway.num_gateways)]
         self._tls = ssl.create_default_context(cafile=gateway.cert_file) if gateway.cert_file else None
         if self._tls is not None:
-            self._tls.check_hostname = False  # it is made for the address that strangers use
+            self._tls.check_hostname = False  # the certificate is issued for the external address
         self._key = _first_key(gateway.key_file)
         self._grouped, self._size = settings.compares_runs, max(settings.group_size, 2)
         self._seed, self._at_once = seed, at_once
@@ -130,7 +132,7 @@ class Clients:
         self.traffic = Traffic()
 
     async def work(self) -> None:
-        """Hold sessions until :meth:`finish`; those that have begun are held to their end."""
+        """Hold sessions until :meth:`finish`. Sessions in progress are held to their end."""
         connector = aiohttp.TCPConnector(ssl=self._tls if self._tls is not None else True, limit=0)
         limit = aiohttp.ClientTimeout(total=REQUEST_SECONDS)
         async with aiohttp.ClientSession(connector=connector, timeout=limit) as self._http:
@@ -141,7 +143,7 @@ class Clients:
             await self._settle()
 
     async def finish(self, working: asyncio.Task[None], seconds: float) -> None:
-        """Begin no further session, and wait so long until all are settled."""
+        """Start no further session, and wait up to ``seconds`` until all are settled."""
         self._stopping.set()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
@@ -191,10 +193,10 @@ class Clients:
             await self._reward(dice, told, {"reward": reward})
 
     async def _ask(self, dice: random.Random, told: Told, number: int) -> None:
-        """Ask the model; some clients give up at once, and repeat the request as an SDK does."""
+        """Send a request to the model. Some clients give up at once, and repeat the request as an SDK does."""
         asked = Asked()
         told.asked.append(asked)
-        # a turn has other digits than the one before: an SDK's repeat has the same
+        # each turn has new digits, so that only an SDK's retry repeats a request
         question = f"{number},{dice.randrange(10)},{dice.randrange(10)}="
         body = {"model": "any", "messages": [{"role": "user", "content": question}]}
         patience = dice.uniform(0.0, 0.03) if dice.random() < LOST_SHARE else None
@@ -212,7 +214,7 @@ class Clients:
         if status == 200:
             told.rewarded = True
             told.reward = body["reward"] if "call" not in body else told.reward
-        elif status == 409:  # decided meanwhile; refused after a lost try, it may have counted
+        elif status == 409:  # the session is already decided; a refused retry of a lost request may have counted
             told.unsure += ["reward"] if tries.tries > 1 else []
         else:
             self._note_refusal(told, "reward", status, answer)
@@ -245,10 +247,10 @@ class Clients:
         asked: Asked | None = None,
         patience: float | None = None,
     ) -> tuple[int, Any, Mapping[str, str]]:
-        """Return status, answer and headers; what finds nobody is sent again, to the next gateway.
+        """Send a request, and return status, answer and headers. A failed request is sent again to the next gateway.
 
         Raises:
-            TrafficOver: It is too late for that.
+            TrafficOver: The clients are finished.
         """
         asked = asked or Asked()
         first, clock = dice.randrange(len(self.urls)), asyncio.get_running_loop().time
@@ -278,10 +280,8 @@ class Clients:
         async with self._http.request(method, url, json=body, headers=headers) as response:
             return response.status, await response.json(content_type=None), dict(response.headers)
 
-    # -- the end
-
     async def _settle(self) -> None:
-        """Ask about every session until nothing is to be done about it any more."""
+        """Query every session that must be trained on until all are settled."""
         dice = random.Random(self._seed)
         waiting: Sequence[Told] = [told for told in self.traffic.sessions if told.must_train]
         with contextlib.suppress(TrafficOver):
@@ -298,7 +298,7 @@ class Clients:
 
 
 def clients_of(config: Config, seed: int, at_once: int, tell: Callable[[str], None]) -> Clients | None:
-    """Return the clients of a run; None: it serves nobody, or at a port that nobody knows here."""
+    """Return the clients of a run; None: the run does not serve sessions, or its port is unknown here."""
     if config.mode != "serve" or at_once == 0:
         return None
     if config.gateway.port == 0:
@@ -308,6 +308,6 @@ def clients_of(config: Config, seed: int, at_once: int, tell: Callable[[str], No
 
 
 def _first_key(path: str | None) -> str:
-    """Return the first key of a run's key file, as whoever makes sessions has it."""
+    """Return the first key of a run's key file, for opening sessions."""
     lines = [] if path is None else Path(path).read_text(encoding="utf-8").splitlines()
     return next((line.strip() for line in lines if line.strip()), "")

@@ -1,4 +1,4 @@
-"""The sessions of a run, read anew from their stream: every event, and the ledger that follows from them."""
+"""The sessions of a run, read again from their stream: every event, and the resulting ledger."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from trinity_mq.runtime.deliveries import new_mark
 
 READ_SECONDS = 120.0
 EVENT_KEY = "event"
-"""Routing key of what gateways publish: a mark of another key would be a dead letter of theirs."""
+"""Routing key of the gateways' own events. A marker with another key would be dead-lettered by a gateway."""
 
 
 @dataclass
 class SessionRecord:
-    """Content of the stream of sessions."""
+    """Content of the sessions stream."""
 
     ledger: Ledger = field(default_factory=Ledger)
-    """As a gateway works it out that reads all of it."""
+    """The ledger that a gateway derives from the whole stream."""
     calls: defaultdict[str, dict[str, SessionCall]] = field(default_factory=lambda: defaultdict(dict))
     """Answers by session and id, the first copy of each."""
     decisions: list[SessionsDecided] = field(default_factory=list)
-    """In the order of the stream, repeats under one message id left out."""
+    """Decisions in stream order, without repeated message ids."""
     begin: int = 0
-    """The first offset that retention has left."""
+    """First offset that retention has kept."""
     undecodable: list[str] = field(default_factory=list)
 
 
 async def read_sessions(bus: Bus, topology: Topology) -> SessionRecord:
-    """Read the stream from its beginning to its present end.
+    """Read the stream from its beginning to its current end.
 
     Raises:
-        BusUnavailable: It does not answer.
+        BusUnavailable: The stream does not answer.
     """
     from trinity_agents.gateway.stream_book import StreamBook
 

@@ -1,4 +1,4 @@
-"""Invariants of sessions: what their clients were told against what is on the streams. Pure."""
+"""Invariants of sessions: compares the answers that clients got with the streams. Pure functions."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from trinity_mq.messages import SessionCall
 
 Tokens = tuple[int, ...]
 LAWFUL_DROPS = {"group not full"}
-"""Decisions that may leave out a session whose reward was accepted."""
+"""Decisions that may drop a session with an accepted reward."""
 
 
 def trained_sessions(record: Record) -> Mapping[str, Mapping[str, list[Tokens]]]:
-    """Return, by session and ticket, the tokens of its experiences in what the last weights were trained on."""
+    """Return, by session and ticket, the tokens of its experiences that the last weights were trained on."""
     found: defaultdict[str, defaultdict[str, list[Tokens]]] = defaultdict(lambda: defaultdict(list))
     deciding = record.deciding
     for one in lineage(record.progress[: record.settled]):
@@ -31,7 +31,7 @@ def trained_sessions(record: Record) -> Mapping[str, Mapping[str, list[Tokens]]]
 
 
 def judge_sessions(traffic: Traffic | None, sessions: SessionRecord, record: Record) -> Iterator[Verdict]:
-    """Yield the verdicts on the sessions of a run; ``traffic`` None: its clients are not ours."""
+    """Yield the verdicts on the sessions of a run; ``traffic`` is None if the trial does not hold sessions."""
     trained = trained_sessions(record)
     yield in_one_batch(trained, sessions)
     yield decided_once(sessions)
@@ -43,7 +43,7 @@ def judge_sessions(traffic: Traffic | None, sessions: SessionRecord, record: Rec
 
 
 def in_one_batch(trained: Mapping[str, Mapping[str, list[Tokens]]], sessions: SessionRecord) -> Verdict:
-    """No session is in two batches that were trained on, and the ledger knows of each that is in one."""
+    """Check that no session is in two trained batches, and that the ledger agrees about each trained session."""
     violations = [
         f"session {name} is in {len(tickets)} batches that were trained on: {', '.join(tickets)}"
         for name, tickets in trained.items()
@@ -53,13 +53,13 @@ def in_one_batch(trained: Mapping[str, Mapping[str, list[Tokens]]], sessions: Se
         for name in trained:
             session = sessions.ledger.get(name)
             state = "unknown" if session is None else session.state
-            if state not in {"trained", "batched", "queued"}:  # the last steps may not have been told yet
+            if state not in {"trained", "batched", "queued"}:  # the events of the last steps may not be published yet
                 violations.append(f"session {name} was trained on, and the ledger says that it is {state}")
     return judged("no session trained on twice", violations, f"{len(trained)} sessions")
 
 
 def decided_once(sessions: SessionRecord) -> Verdict:
-    """It was decided once about each session."""
+    """Check that each session has one decision."""
     found: defaultdict[str, set[tuple[object, ...]]] = defaultdict(set)
     for one in sessions.decisions:
         for name in one.sessions:
@@ -75,7 +75,9 @@ def decided_once(sessions: SessionRecord) -> Verdict:
 def recorded_sessions_count(
     traffic: Traffic, sessions: SessionRecord, trained: Mapping[str, Mapping[str, list[Tokens]]]
 ) -> Verdict:
-    """Each session that was answered as recorded, rewarded and ended is trained on, or somebody says why not."""
+    """Check that each session with recorded answers, an accepted reward and an accepted end is trained on, or has a
+    stated reason.
+    """
     name = "recorded sessions are trained on"
     if not traffic.sessions:
         return Verdict(name, "not checked", "no client of ours has asked")
@@ -98,7 +100,9 @@ def recorded_sessions_count(
 
 
 def _reason(session: Session | None) -> str | None:
-    """Return why a session that counts was not trained on, as its batch, task or group says; None: nobody does."""
+    """Return why a complete session was not trained on, according to its batch, task or group; None: no stated
+    reason.
+    """
     if session is None or session.state != "dropped":
         return None
     decided = session.decided
@@ -114,7 +118,9 @@ def _where(session: Session | None) -> str:
 def answers_trained_once(
     traffic: Traffic, sessions: SessionRecord, trained: Mapping[str, Mapping[str, list[Tokens]]]
 ) -> Verdict:
-    """Each recorded answer is trained on once, and no answer in place of which its client got another."""
+    """Check that each recorded answer is trained on once, and that no answer is trained on that its client replaced by
+    a retry.
+    """
     name = "answers trained on once"
     if not traffic.sessions or sessions.begin:
         return Verdict(name, "not checked", "retention has cut the stream" if sessions.begin else "no client has asked")
@@ -131,7 +137,7 @@ def answers_trained_once(
 
 
 def _of_answers(told: Told, calls: Mapping[str, SessionCall], experiences: Sequence[Tokens]) -> tuple[list[str], int]:
-    """Return the violations of one trained session, and how many of its answers were trained on."""
+    """Return the violations of one trained session, and the number of its recorded answers."""
     whole = {name: _tokens(calls, call) for name, call in calls.items()}
     kept = [whole[one.call] for one in told.asked if one.call in whole]
     certain = [whole[one.call] for one in told.asked if one.recorded == "yes" and one.call in whole]
@@ -156,7 +162,7 @@ def _begins(tokens: Tokens, beginning: Tokens) -> bool:
 
 
 def _tokens(calls: Mapping[str, SessionCall], call: SessionCall) -> Tokens:
-    """Return a call's prompt and its first answer; empty where a call that it continues is missing."""
+    """Return the tokens of a call's prompt and first answer; empty if a call that it continues is missing."""
     try:
         prompt = Answers(list(calls.values())).prompt(call)
     except ValueError:
@@ -165,7 +171,7 @@ def _tokens(calls: Mapping[str, SessionCall], call: SessionCall) -> Tokens:
 
 
 def told_is_kept(traffic: Traffic, sessions: SessionRecord) -> Verdict:
-    """Answers to clients agree with the stream: sessions, recorded answers, rewards, ends."""
+    """Check that the answers to clients agree with the stream: sessions, recorded answers, rewards, ends."""
     name = "clients were told the truth"
     if not traffic.sessions or sessions.begin:
         return Verdict(name, "not checked", "retention has cut the stream" if sessions.begin else "no client has asked")
@@ -194,7 +200,7 @@ def _untrue(told: Told, session: Session, calls: Mapping[str, SessionCall]) -> I
 
 
 def nothing_waits(traffic: Traffic, sessions: SessionRecord) -> Verdict:
-    """Every session of a client that is over is settled some time after the last request."""
+    """Check that every complete session of a client is settled after the last request."""
     name = "no session waits for ever"
     if not traffic.sessions:
         return Verdict(name, "not checked", "no client of ours has asked")

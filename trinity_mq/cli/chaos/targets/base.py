@@ -1,4 +1,4 @@
-"""Processes that faults can be done to, wherever a run is."""
+"""Interface to the processes of a run for fault injection, for every kind of deployment."""
 
 from __future__ import annotations
 
@@ -8,57 +8,57 @@ from typing import Protocol
 
 
 class NotOursError(Exception):
-    """The process has ended, or is another one by now, or is not the run's: nothing was done to it."""
+    """The process has ended, was replaced, or does not belong to the run. No fault was injected."""
 
 
 @dataclass(frozen=True, slots=True)
 class Victim:
-    """Something that a fault can be done to: a process, a container or a pod."""
+    """A target of a fault: a process, a container or a pod."""
 
     role: str
     name: str
-    """For people; unique within the role."""
+    """Name for people; unique within the role."""
     identity: str
-    """Names this life of it: process id and start, the id of a container or of a pod."""
+    """Identifies this life of the victim: process id and start time, or the id of a container or pod."""
     agent: str | None = None
-    """The id in its heartbeats; None: not known."""
+    """The agent id in its heartbeats; None: unknown."""
     shared: bool = False
-    """Whether a broker is one node of several, of which the others go on."""
+    """True if a broker is one of several nodes, so that the other nodes keep working."""
 
 
 class Targets(Protocol):
-    """The processes of a run, wherever they are, and the means to do faults to them."""
+    """The processes of a run in any deployment, and the means to inject faults."""
 
     where: str
-    """For people, such as ``compose project trinity-mq``."""
+    """Description for people, such as ``compose project trinity-mq``."""
     is_local: bool
-    """Its processes are on this machine, and its gateways can be reached from here."""
+    """True if the processes are on this machine and the gateways are reachable from here."""
 
     @property
     def possible(self) -> Mapping[str, Sequence[str]]:
-        """By role, the kinds of faults that can be done to it."""
+        """Possible kinds of faults by role."""
 
     async def find(self, role: str) -> list[Victim]:
-        """Return the living ones of a role, in the order of their names.
+        """Return the living victims of a role, sorted by name.
 
         Raises:
-            CommandError: They cannot be listed.
+            CommandError: The processes cannot be listed.
         """
 
     async def strike(self, victim: Victim, kind: str) -> None:
-        """Do a fault of this kind, after making sure that the victim is the run's and in the same life.
+        """Inject a fault of this kind, after a check that the victim belongs to the run and is in the same life.
 
         Raises:
-            NotOursError: It is not; nothing was done.
-            CommandError: It could not be done.
+            NotOursError: The check failed; no fault was injected.
+            CommandError: The fault could not be injected.
         """
 
     async def relieve(self, victim: Victim, kind: str) -> None:
-        """End a fault that lasts: thaw it, or give it its network back. One that has ended meanwhile is fine.
+        """End a lasting fault: thaw the victim, or reconnect its network. A victim that has ended is ignored.
 
         Raises:
-            CommandError: It could not be done.
+            CommandError: The fault could not be ended.
         """
 
     async def left_over(self) -> list[str] | None:
-        """Return what still runs after the run's end, a line each; None: it cannot be known here."""
+        """Return the processes that still run after the run's end, one line each; None: they cannot be listed here."""

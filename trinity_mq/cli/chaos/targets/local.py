@@ -19,16 +19,16 @@ from trinity_mq.models.engines.host.ready_file import ReadyFile
 from trinity_mq.testing.tcp_proxy import CuttingProxy
 
 MARK_VARIABLE = "TRINITY_MQ_CHAOS_MARK"
-"""In the environment of every process of a run that ``trinity-mq chaos`` started."""
+"""Environment variable of every process of a run that ``trinity-mq chaos`` started."""
 AGENT = re.compile(r"\btrinity_mq\.cli\.main (explorer|runner|operator|trainer|gateway) .*--id (\S+)")
 ENDING_SECONDS, LOOK_SECONDS = 15.0, 0.2
-"""Seconds that processes may take to end after their run, and between two looks."""
+"""Seconds that processes may take to end after their run, and seconds between two checks."""
 SIGNALS = {"kill": signal.SIGKILL, "freeze": signal.SIGSTOP, "restart": signal.SIGTERM}
 
 
 def start_ticks(pid: int) -> int | None:
-    """Return when a process started, in clock ticks since the boot; with the pid it names one process. None: it has
-    ended.
+    """Return the start time of a process, in clock ticks since boot. Together with the pid it identifies the process.
+    None: the process has ended.
     """
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
@@ -44,13 +44,14 @@ class LocalTargets:
     Args:
         run_dir: The run's folder.
         supervisor: Process id of ``trinity-mq run``.
-        restart: Asks the supervisor for a fresh process of an agent, by its id.
-        mark: Value of :data:`MARK_VARIABLE` in the environment of the run's processes; None: it was started without.
-        proxy: Between agents and broker; None: connections cannot be cut.
-        broker_parent: Process id of who started the private broker; None: the broker is not ours to harm.
+        restart: Asks the supervisor for a new process of an agent, by the agent's id.
+        mark: Value of :data:`MARK_VARIABLE` in the environment of the run's processes; None: the run was started
+            without a mark.
+        proxy: Proxy between agents and broker. None: connections cannot be cut.
+        broker_parent: Process id of the starter of the private broker. None: the broker must not be harmed.
 
     Raises:
-        CommandError: This system cannot name processes safely (not Linux).
+        CommandError: The system is not Linux, so processes cannot be identified safely.
     """
 
     is_local = True
@@ -72,15 +73,15 @@ class LocalTargets:
         self._supervisor, self._supervisor_start = supervisor, start_ticks(supervisor)
         self._broker_parent = broker_parent
         self._cut_off: set[int] = set()
-        """Processes whose new connections are refused."""
+        """Process ids whose new connections are refused."""
         if proxy is not None:
             proxy.refuses = self._is_cut_off
         self._seen: dict[int, int] = {}
-        """Start by process id of all that were found."""
+        """Start times by process id, of all processes found so far."""
 
     @property
     def possible(self) -> Mapping[str, Sequence[str]]:
-        """By role, the kinds of faults."""
+        """Possible kinds of faults by role."""
         cut = ("cut",) if self._proxy is not None else ()
         agent = ("kill", "freeze", *cut, "restart")
         agents = dict.fromkeys(("explorer", "runner", "operator", "trainer", "gateway"), agent)
@@ -91,7 +92,7 @@ class LocalTargets:
         }
 
     async def find(self, role: str) -> list[Victim]:
-        """Return the living ones of a role."""
+        """Return the living victims of a role."""
         self._note_all()
         if role == "broker":
             return list(self._broker())
@@ -99,30 +100,30 @@ class LocalTargets:
         return sorted(found, key=lambda victim: victim.name)
 
     async def strike(self, victim: Victim, kind: str) -> None:
-        """Do a fault to a verified process."""
+        """Inject a fault into a verified process."""
         if victim.role == "broker" and kind == "cut":
             assert self._proxy is not None
             self._proxy.refuse()
         elif kind == "cut":
             self._cut(victim)
         elif kind == "restart" and victim.agent is not None and victim.role not in {"engine", "broker"}:
-            self._verified(victim)  # its supervisor takes an exit on SIGTERM alone for the end of its work
+            self._verified(victim)  # a supervisor treats an exit after a plain SIGTERM as the end of the agent's work
             await self._restart(victim.agent)
         else:
             self._signal(victim, SIGNALS[kind])
 
     async def relieve(self, victim: Victim, kind: str) -> None:
-        """Thaw a process, or let connections through again."""
+        """Thaw a process, or accept its connections again."""
         if kind == "cut" and victim.role == "broker" and self._proxy is not None:
             self._proxy.accept()
         elif kind == "cut":
             self._cut_off.discard(_pid_of(victim))
         elif kind == "freeze":
-            with contextlib.suppress(NotOursError):  # somebody has replaced it meanwhile
+            with contextlib.suppress(NotOursError):  # the process was already replaced
                 self._signal(victim, signal.SIGCONT)
 
     async def left_over(self) -> list[str]:
-        """Return the processes of the run that are still there some seconds after its end."""
+        """Return the processes of the run that are still alive some seconds after its end."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(ENDING_SECONDS):
                 while self._living():  # noqa: ASYNC110  # they are nobody's children that could be waited for
@@ -130,7 +131,7 @@ class LocalTargets:
         return [f"process {pid}: {_command(pid)}" for pid in sorted(self._living())]
 
     def end_left_over(self) -> None:
-        """Kill what :meth:`left_over` names."""
+        """Kill the processes that :meth:`left_over` returns."""
         for pid in self._living():
             with contextlib.suppress(ProcessLookupError, NotOursError):
                 fd = os.pidfd_open(pid)
@@ -140,14 +141,14 @@ class LocalTargets:
                 finally:
                     os.close(fd)
 
-    # -- which processes are the run's
+    # -- identification of the run's processes
 
     def _agents(self, role: str) -> Iterator[Victim]:
         config = str(self._run_dir / "config.yaml")
         for pid in self._tree():
             line = _command(pid)
             match = AGENT.search(line)
-            # each is the leader of a session of its own; children that it forked have its command line too
+            # each agent leads its own session; its forked children have the same command line
             if match is not None and match[1] == role and config in line and _leads_session(pid):
                 yield from self._victim(role, match[2], pid, match[2])
 
@@ -172,7 +173,7 @@ class LocalTargets:
             yield Victim(role, name, f"{pid}@{start}", agent)
 
     def _signal(self, victim: Victim, number: signal.Signals) -> None:
-        """Signal a process by a descriptor that was opened before it was verified, so that it can be no other one."""
+        """Signal a process through a descriptor opened before the verification, so that a reused process id is safe."""
         pid = _pid_of(victim)
         try:
             fd = os.pidfd_open(pid)
@@ -187,10 +188,10 @@ class LocalTargets:
             os.close(fd)
 
     def _verified(self, victim: Victim) -> int:
-        """Return the process id of a victim that lives the same life and is the run's.
+        """Return the process id of a victim that is in the same life and belongs to the run.
 
         Raises:
-            NotOursError: It does not, or is not.
+            NotOursError: The victim has ended, or does not belong to the run.
         """
         pid, start = map(int, victim.identity.split("@"))
         if start_ticks(pid) != start:
@@ -212,11 +213,11 @@ class LocalTargets:
         self._proxy.cut_clients(self._ports(pid))
 
     def _is_cut_off(self, port: int) -> bool:
-        """Return whether a client of the proxy is a process that is cut off."""
+        """Return whether a client port of the proxy belongs to a disconnected process."""
         return any(port in self._ports(pid) for pid in self._cut_off)
 
     def _ports(self, pid: int) -> set[int]:
-        """Return the ports from which a process is connected to the proxy."""
+        """Return the local ports of a process that are connected to the proxy."""
         assert self._proxy is not None
         with contextlib.suppress(psutil.Error):
             connections = psutil.Process(pid).net_connections("tcp")
@@ -224,7 +225,7 @@ class LocalTargets:
         return set()
 
     def _tree(self) -> set[int]:
-        """Return the processes below the supervisor."""
+        """Return the descendants of the supervisor."""
         if start_ticks(self._supervisor) != self._supervisor_start:
             return set()
         with contextlib.suppress(psutil.Error):
@@ -240,7 +241,7 @@ class LocalTargets:
             self._seen[pid] = start
 
     def _living(self) -> set[int]:
-        """Return the processes of the run that live, whoever their parent is by now."""
+        """Return the living processes of the run, whatever their current parent."""
         known = {pid for pid, start in self._seen.items() if start_ticks(pid) == start}
         marked = {pid for pid in psutil.pids() if self._is_marked(pid) and start_ticks(pid) is not None}
         return known | marked | ({self._supervisor} if self._supervisor_lives() else set())

@@ -1,4 +1,4 @@
-"""Points inside agents, armed by files: the agent that passes an armed one stops itself and says so."""
+"""Points inside agents, armed by files. An agent that passes an armed point reports it and stops itself."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trinity_mq.cli.chaos.points import INSIDE
 from trinity_mq.runtime.processes.marked_points import ARMED, HIT
 
 LOOK_SECONDS = 0.02
-"""Seconds between two looks for a process that has stopped."""
+"""Seconds between two checks for a stopped process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class Marks:
     """Arms points inside the agents of a run that was started with the same folder.
 
     Args:
-        folder: Of its own, for nothing else.
+        folder: Folder that is used only for marks.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -39,7 +39,9 @@ class Marks:
             path.unlink()
 
     async def hit(self, point: str, occurrence: int, over: Callable[[], bool], seconds: float) -> Hit | None:
-        """Arm a point and wait until an agent has stopped there; None: none has in time, and none will."""
+        """Arm a point and wait until an agent has stopped there. None: no agent has stopped in time; the point is then
+        disarmed.
+        """
         token = f"t{next(self._numbers)}"
         armed = self.folder / f"{INSIDE[point].role} {INSIDE[point].passed}{ARMED}"
         new = self.folder / f"{token}.new"
@@ -49,7 +51,7 @@ class Marks:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(seconds):
                     while (found := self._found(token)) is None and not over():  # noqa: ASYNC110
-                        await asyncio.sleep(LOOK_SECONDS)  # a process that has stopped tells nobody
+                        await asyncio.sleep(LOOK_SECONDS)  # a stopped process does not notify anyone
                     return found
         finally:
             armed.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Containers of docker compose and pods of Kubernetes as targets, by their labels."""
+"""Containers of docker compose and pods of Kubernetes as targets, selected by their labels."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from trinity_mq.cli.chaos.targets.base import NotOursError, Victim
 from trinity_mq.cli.errors import CommandError
 
 COMMAND_SECONDS = 60.0
-"""Seconds that ``docker`` or ``kubectl`` may take."""
+"""Maximum seconds for a ``docker`` or ``kubectl`` command."""
 AGENT_ROLES = ("explorer", "runner", "operator", "trainer", "gateway")
 PROJECT_LABEL, SERVICE_LABEL = "com.docker.compose.project", "com.docker.compose.service"
 SHORT_ID = 12
-"""Digits of a container's id in its host name, which is in the ids of its agents."""
+"""Digits of a container id in its host name, which is part of its agents' ids."""
 COMPONENT_LABEL = "app.kubernetes.io/component"
 SELECTORS = ("app.kubernetes.io/part-of=trinity-mq", "app.kubernetes.io/component=rabbitmq")
-"""Pods of the agents, and those that RabbitMQ's cluster operator makes."""
+"""Selectors of the agents' pods and of the pods that RabbitMQ's cluster operator creates."""
 COMPONENTS = {**{role: role for role in AGENT_ROLES}, "engines": "engine", "rabbitmq": "broker"}
-"""Roles by the component of a pod's label: ``engines`` hosts engines beside the explorer."""
+"""Roles by the component label of a pod. Pods with ``engines`` host engines in addition to the explorer's."""
 SIGNAL_ALL = """\
 signalled=
 for folder in /proc/[0-9]*; do
@@ -30,14 +30,15 @@ for folder in /proc/[0-9]*; do
 done
 [ -n "$signalled" ] || { echo "process 1 of a container, which no signal from inside stops" >&2; exit 1; }
 """
-"""A pod's processes but the first, which a kernel lets nobody inside stop."""
+"""Shell script that signals all processes of a pod except process 1, which the kernel protects against signals from
+inside."""
 
 
 async def output_of(*command: str) -> str:
-    """Return what a command prints.
+    """Return the output of a command.
 
     Raises:
-        CommandError: There is none, it failed, or took too long; carries what it said.
+        CommandError: The command does not exist, failed, or took too long; the message contains its error output.
     """
     try:
         process = await asyncio.create_subprocess_exec(
@@ -64,9 +65,9 @@ async def output_of(*command: str) -> str:
 
 
 class ComposeTargets:
-    """The containers of one project of docker compose whose services are named as in docker-compose.yml.
+    """The containers of one docker compose project with the service names of docker-compose.yml.
 
-    A killed container is started again by us: after ``docker kill`` Docker itself takes it for stopped by a person.
+    A killed container is started again here, because Docker treats ``docker kill`` as a stop by a person.
 
     Args:
         project: The project's name.
@@ -78,11 +79,11 @@ class ComposeTargets:
         self.where = f"compose project {project}"
         self._project = project
         self._networks: dict[str, dict[str, Any]] = {}
-        """By container, the networks that it was taken off."""
+        """Disconnected networks by container id."""
 
     @property
     def possible(self) -> Mapping[str, Sequence[str]]:
-        """By role, the kinds of faults."""
+        """Possible kinds of faults by role."""
         return dict.fromkeys((*AGENT_ROLES, "broker"), ("kill", "freeze", "cut", "restart"))
 
     async def find(self, role: str) -> list[Victim]:
@@ -94,7 +95,7 @@ class ComposeTargets:
         )
 
     async def strike(self, victim: Victim, kind: str) -> None:
-        """Do a fault to a container that is still of the project."""
+        """Inject a fault into a container that still belongs to the project."""
         await self._verify(victim)
         match kind:
             case "kill":
@@ -108,9 +109,9 @@ class ComposeTargets:
                 await self._cut(victim)
 
     async def relieve(self, victim: Victim, kind: str) -> None:
-        """Let a container go on, or put it back on its networks under its names there."""
+        """Resume a container, or reconnect its networks with its aliases."""
         if kind == "freeze":
-            with contextlib.suppress(CommandError):  # it was killed meanwhile
+            with contextlib.suppress(CommandError):  # the container was killed in the meantime
                 await output_of("docker", "unpause", victim.identity)
         left = self._networks.get(victim.identity, {})
         for network, settings in tuple(left.items()):
@@ -159,9 +160,10 @@ class ComposeTargets:
 
 
 class KubernetesTargets:
-    """The pods of a namespace whose label ``app.kubernetes.io/component`` is a role, or RabbitMQ's.
+    """The pods of a namespace whose label ``app.kubernetes.io/component`` is a role or RabbitMQ.
 
-    A pod is killed by deleting it without grace, restarted by deleting it with; what it belongs to makes another one.
+    A pod is killed by deletion without a grace period, and restarted by deletion with one. Its controller creates a new
+    pod.
 
     Args:
         namespace: The pods' namespace.
@@ -177,7 +179,7 @@ class KubernetesTargets:
 
     @property
     def possible(self) -> Mapping[str, Sequence[str]]:
-        """By role, the kinds of faults."""
+        """Possible kinds of faults by role."""
         return dict.fromkeys((*AGENT_ROLES, "engine", "broker"), ("kill", "freeze", "restart"))
 
     async def find(self, role: str) -> list[Victim]:
@@ -186,7 +188,7 @@ class KubernetesTargets:
         return sorted((_victim(role, pod) for pod in pods), key=lambda victim: victim.name)
 
     async def strike(self, victim: Victim, kind: str) -> None:
-        """Do a fault to a pod that is still the same one."""
+        """Inject a fault into a pod that was not replaced."""
         await self._verify(victim)
         match kind:
             case "kill":
@@ -198,9 +200,9 @@ class KubernetesTargets:
                 await self._signal(victim, "STOP")
 
     async def relieve(self, victim: Victim, kind: str) -> None:
-        """Let a pod go on."""
+        """Resume a pod."""
         if kind == "freeze":
-            with contextlib.suppress(NotOursError):  # it was replaced meanwhile
+            with contextlib.suppress(NotOursError):  # the pod was replaced in the meantime
                 await self._verify(victim)
                 await self._signal(victim, "CONT")
 
