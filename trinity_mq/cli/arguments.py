@@ -1,4 +1,4 @@
-"""Arguments that several commands share."""
+"""Arguments shared by several commands."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Run = Callable[[argparse.Namespace], int]
 
 
 def add_target(parser: argparse.ArgumentParser, also: str = "", *, optional: bool = False) -> None:
-    """Add ``TARGET``, which names a run (``also`` something else), and the settings over those of its configuration."""
+    """Add ``TARGET``, which names a run (or what ``also`` describes), and settings that override its configuration."""
     target = parser.add_argument(
         "target",
         metavar="TARGET",
@@ -38,7 +38,7 @@ def complete_target(prefix: str, **_: Any) -> Iterator[str]:
 
 
 def complete_setting(**_: Any) -> Iterator[str]:
-    """Yield the beginnings of settings; those of items of lists are for the first item."""
+    """Yield the beginnings of settings. Settings of list items are for the first item."""
     from trinity_mq.cli.settings import all_settings
 
     for setting in all_settings():
@@ -46,7 +46,7 @@ def complete_setting(**_: Any) -> Iterator[str]:
 
 
 def add_broker(parser: argparse.ArgumentParser, *more: str) -> None:
-    """Add ``--broker``, and ``more`` names for it."""
+    """Add ``--broker``, with ``more`` as alternative names."""
     parser.add_argument(
         "--broker",
         *more,
@@ -58,7 +58,9 @@ def add_broker(parser: argparse.ArgumentParser, *more: str) -> None:
 def add_actions(
     parser: argparse.ArgumentParser, *, required: bool = True
 ) -> Callable[[str, str, Run], argparse.ArgumentParser]:
-    """Give ``parser`` actions of its own; return the function that adds one: its name, its help and what it runs."""
+    """Add subcommands to ``parser``, and return the function that adds one action: its name, its help and its
+    function.
+    """
     actions = parser.add_subparsers(
         dest="action", metavar="ACTION", required=required, parser_class=argparse.ArgumentParser
     )

@@ -1,4 +1,4 @@
-"""``trinity-mq broker clean``: deletes the queues, exchanges and blobs of a run that is over for good."""
+"""``trinity-mq broker clean``: deletes the queues, exchanges and blobs of a run that will not resume."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from trinity_mq.runtime.deliveries import new_mark
 from trinity_mq.transport.blobs import PARTS, BlobStore, StoreUnavailable, open_store
 
 QUIET_SECONDS = 3.0
-"""Seconds without a message after which a queue holds no more: others may take some meanwhile."""
+"""Seconds without a message after which a queue counts as read. Other consumers may have taken some messages."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``trinity-mq clean``, which is ``trinity-mq broker clean`` too."""
+    """Add the arguments of ``trinity-mq clean``, which is also ``trinity-mq broker clean``."""
     add_target(parser)
     add_broker(parser)
     parser.add_argument(
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def clean(arguments: argparse.Namespace) -> int:
-    """Delete the queues, exchanges and blobs of a run that nobody works on."""
+    """Delete the queues, exchanges and blobs of a run without working agents."""
     found = find_target(arguments, arguments.blob_store)
     tickets = [] if found.config is None else saved_tickets(found.config)
     for line in run_to_the_end(delete_run(found, tickets)):
@@ -41,7 +41,7 @@ def clean(arguments: argparse.Namespace) -> int:
 
 
 def saved_tickets(config: Config) -> list[str]:
-    """Return the tickets that have a queue, as far as the explorer's state in the run folder knows."""
+    """Return the tickets with a queue, according to the explorer's state in the run folder."""
     from trinity_agents.explorer.state import StateFile
 
     state = StateFile.of(config.path).load()
@@ -49,14 +49,14 @@ def saved_tickets(config: Config) -> list[str]:
 
 
 async def delete_run(found: Target, tickets: Sequence[str]) -> list[str]:
-    """Delete everything of a run on its broker and in its blob store; return lines for a person.
+    """Delete all data of a run on its broker and in its blob store. Return lines of text for a person.
 
     Args:
         found: The run and its broker.
-        tickets: Tickets whose batch queues may exist, besides those that messages on the broker name.
+        tickets: Tickets whose batch queues may exist, in addition to the tickets named by messages on the broker.
 
     Raises:
-        CommandError: Somebody works on the run, or the blob store does not answer.
+        CommandError: An agent works on the run, or the blob store does not answer.
     """
     run = found.run
     try:
@@ -73,15 +73,17 @@ async def delete_run(found: Target, tickets: Sequence[str]) -> list[str]:
 
 
 async def _delete_queues(bus: Bus, topology: Topology, tickets: set[str]) -> int:
-    """Delete those that exist, while nobody can begin to use them; return how many.
+    """Delete the existing queues, while locks prevent agents from using them. Return their number.
 
-    The batch queues come first: an interrupted deletion, done again, still finds the messages that name them.
+    The batch queues are deleted first, so that a retry of an interrupted deletion still finds the messages that name
+    them.
     """
     for role in ("explorer", "trainer"):
         await bus.lock(topology.lock(role))  # held until the connection closes
-    streams = (topology.sessions, topology.review)  # of runs that use them
+    streams = (topology.sessions, topology.review)  # not every run uses them
     durable = [queue for queue in (*topology.durable, *streams) if await bus.depth(queue.name) is not None]
-    named = [queue for queue in durable if queue != topology.ready]  # whose tickets have no queue any more
+    # tickets on the ready stream no longer have a queue
+    named = [queue for queue in durable if queue != topology.ready]
     tickets |= {ticket for queue in named async for ticket in _tickets_in(bus, queue)}
     names = [topology.batch_queue(0, ticket).name for ticket in tickets]
     found = [name for name in names if await bus.depth(name) is not None] + [queue.name for queue in durable]
@@ -91,7 +93,7 @@ async def _delete_queues(bus: Bus, topology: Topology, tickets: set[str]) -> int
 
 
 async def _tickets_in(bus: Bus, queue: Queue) -> AsyncIterator[str]:
-    """Yield the tickets that the messages of a queue name: a broker does not list its queues over AMQP."""
+    """Yield the tickets named by the messages of a queue, because a broker does not list its queues over AMQP."""
     messages = read_up_to_now(bus, queue, new_mark(), offset=0) if queue.kind == "stream" else _waiting(bus, queue)
     async for message in messages:
         named = message.headers.get("ticket")
@@ -104,7 +106,7 @@ async def _tickets_in(bus: Bus, queue: Queue) -> AsyncIterator[str]:
 
 
 async def _waiting(bus: Bus, queue: Queue) -> AsyncIterator[Delivery]:
-    """Yield the messages that wait in a work queue; they go back to it at the end."""
+    """Yield the waiting messages of a work queue. They are returned to the queue at the end."""
     left = await bus.depth(queue.name) or 0
     async with await bus.consume(queue) as messages:
         while left and (delivery := await next_or_quiet(bus, messages, QUIET_SECONDS)) is not None:

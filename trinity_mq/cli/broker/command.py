@@ -81,7 +81,7 @@ async def _serve(home: LockedFolder, ready_fd: int | None) -> int:
 
 
 def start(arguments: argparse.Namespace) -> int:
-    """Start a broker in the background and print its URL, also when it runs already."""
+    """Start a broker in the background and print its URL. If it already runs, print its URL."""
     home = broker_folder(arguments.folder)
     if (url := home.live_broker()) is None:
         url = _spawn(home)
@@ -99,7 +99,7 @@ def _spawn(home: LockedFolder) -> str:
             argv, stdin=subprocess.DEVNULL, stdout=file, stderr=file, pass_fds=(write_end,), start_new_session=True
         )
         os.close(write_end)
-        url = pipe.read().decode()  # to its end: the URL, or nothing from one that has failed
+        url = pipe.read().decode()  # reads until the pipe closes: the URL, or nothing if the broker failed
     if not url:
         lines = output.read_text(errors="replace").strip().splitlines()
         reasons = [line for line in lines if line.startswith("trinity-mq")] or lines[-1:] or [f"see {output}"]
@@ -108,7 +108,7 @@ def _spawn(home: LockedFolder) -> str:
 
 
 def stop(arguments: argparse.Namespace) -> int:
-    """Stop the broker of a folder and wait until its data is on disk."""
+    """Stop the broker of a folder and wait for its process to end with all data on disk."""
     home = broker_folder(arguments.folder)
     pid = home.holder()
     if pid is None:
@@ -129,7 +129,7 @@ async def _wait_for_exit(pid: int) -> None:
 
 
 def status(arguments: argparse.Namespace) -> int:
-    """Print the URL of a folder's broker; 1 when none runs."""
+    """Print the URL of a folder's broker. Return 1 if no broker runs."""
     home = broker_folder(arguments.folder)
     url = home.live_broker()
     print(f"runs as process {home.holder()}: {url}" if url else f"no broker runs in {home.path}")
@@ -137,12 +137,12 @@ def status(arguments: argparse.Namespace) -> int:
 
 
 def broker_folder(path: str | Path) -> LockedFolder:
-    """Return a folder with a broker that outlives the command: who serves it, and its URL."""
+    """Return the folder of a broker that outlives the command, with its lock and URL files."""
     return LockedFolder(Path(path), "serve.lock", "serve.url", mode=0o700)
 
 
 def show_permissions(arguments: argparse.Namespace) -> int:
-    """Print ``rabbitmqctl`` lines; nothing is done."""
+    """Print ``rabbitmqctl`` lines without running them."""
     if arguments.replies and arguments.role != "agent":
         raise CommandError(f"--replies is for agents, who answer submitters; role {arguments.role} answers nobody")
     if arguments.taps and arguments.role != "agent":

@@ -23,17 +23,17 @@ from trinity_mq.config import BrokerConfig, Config
 from trinity_mq.runtime.errors import FatalError
 
 TROUBLE_LOOK, TROUBLE_INTERVAL = 0.5, 10.0
-"""Seconds between two looks at what keeps a bus from connecting, and between two lines about it."""
+"""Seconds between two checks for connection problems, and between two reports about them."""
 COMMAND_CONNECT_TIMEOUT = 10.0
-"""Seconds: a person waits for a command, no daemon."""
+"""Seconds; shorter than for daemons, because a person waits for the command."""
 
 
 def known_broker(config: Config, environ: Mapping[str, str] = os.environ) -> str | None:
-    """Return the broker's URL: of the configuration, else of the environment, else of the run that runs here, else
-    None. Several have commas between. A file that a killed run left behind does not count.
+    """Return the broker's URL from the configuration, else from the environment, else from the run that runs on this
+    machine, else None. Several URLs are separated by commas. A URL file left by a killed run is ignored.
 
     Raises:
-        AddressError: It is in a file that cannot be read.
+        AddressError: The file with the URL cannot be read.
     """
     given = Addresses.of(config.broker, environ)
     return RunFolder(config).live_broker() if given is None else given.text()
@@ -45,29 +45,29 @@ class Target:
 
     run: str
     broker: BrokerConfig
-    """Without a URL where it is a private one that does not run now."""
+    """Address of the broker; its URL is None for a private broker that does not run now."""
     config: Config | None = None
-    """None: only the run's name is known."""
+    """Configuration of the run; None: only the run's name is known."""
 
     @property
     def folder(self) -> RunFolder | None:
-        """The run's folder, None where there is none on this machine."""
+        """The run's folder; None if it does not exist on this machine."""
         return RunFolder(self.config) if self.config is not None and self.config.path.is_dir() else None
 
 
 def find_target(
     arguments: argparse.Namespace, blob_store: str | None = None, *, folder_suffices: bool = False
 ) -> Target:
-    """Return the run that TARGET and its settings name, and its broker: that of ``--broker``, else its own.
+    """Return the run that TARGET and its settings name, and its broker: ``--broker`` if set, else the run's broker.
 
     Args:
-        arguments: Those of the command.
+        arguments: Arguments of the command.
         blob_store: Replaces the blob store of the configuration.
-        folder_suffices: Of a run that does not run now, the command needs the folder and no broker.
+        folder_suffices: If the run does not run now, the command needs only its folder, not its broker.
 
     Raises:
-        CommandError: No broker is known, or TARGET names no run.
-        ConfigError: The configuration cannot be used.
+        CommandError: No broker is known, or TARGET does not name a run.
+        ConfigError: The configuration is not usable.
     """
     config = find_configuration(arguments.target, arguments.overrides)
     name = arguments.target if config is None else config.name
@@ -89,7 +89,7 @@ def find_target(
 
 
 def saved_run_id(run_folder: Path) -> str | None:
-    """Return the id of the run as its explorer saved it, None where that cannot be read."""
+    """Return the run id saved by the explorer; None if it cannot be read."""
     from trinity_agents.explorer.state import StateFile
 
     with contextlib.suppress(FatalError):
@@ -99,12 +99,12 @@ def saved_run_id(run_folder: Path) -> str | None:
 
 @asynccontextmanager
 async def reached(target: Target, who: str) -> AsyncIterator[tuple[Bus, Topology]]:
-    """Open a bus to the run's broker. The private one of a run that does not run now is started, and stopped at the
+    """Open a bus to the run's broker. The private broker of a run that does not run now is started, and stopped at the
     end.
 
     Raises:
-        CommandError: The run's folder is in use, or its name does not fit.
-        BusRefused, BusUnavailable: The broker does not let us in, or is not there.
+        CommandError: The run's folder is in use, or its name is not valid.
+        BusRefused, BusUnavailable: The broker refuses the connection, or is not reachable.
         NodeError: The private broker cannot be started.
     """
     if target.broker.url is not None:
@@ -128,11 +128,11 @@ def _note(line: str) -> None:
 async def connected(
     run: str, broker: BrokerConfig, who: str, waiting: Callable[[str], None] | None = None
 ) -> AsyncIterator[tuple[Bus, Topology]]:
-    """Open a bus to the run's broker; ``waiting`` is called with a line whenever it has to be waited for.
+    """Open a bus to the run's broker; ``waiting`` is called with a line of text during waits for the broker.
 
     Raises:
-        CommandError: The run's name does not fit.
-        BusRefused, BusUnavailable: The broker does not let us in, or is not there.
+        CommandError: The run's name is not valid.
+        BusRefused, BusUnavailable: The broker refuses the connection, or is not reachable.
     """
     try:
         topology = Topology.on(run, broker)
@@ -151,7 +151,7 @@ async def connected(
 
 
 async def _tell_trouble(bus: Bus, seconds: float, waiting: Callable[[str], None]) -> None:
-    """Call ``waiting`` at the first trouble, and then every ten seconds, until cancelled."""
+    """Call ``waiting`` at the first connection problem, and then every ten seconds, until cancelled."""
     loop = asyncio.get_running_loop()
     began, told = loop.time(), -TROUBLE_INTERVAL
     while True:

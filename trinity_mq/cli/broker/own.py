@@ -1,4 +1,4 @@
-"""A private broker that is kept alive during a run."""
+"""A private broker that is kept running during a run."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from trinity_mq.runtime.process import disk_full, wait_exit
 
 @contextlib.asynccontextmanager
 async def own_broker(folder: Path, config: SupervisorConfig, report: Callable[[str], None]) -> AsyncIterator[str]:
-    """Run a private broker and give its URL; one that dies is started again, on the same data and port.
+    """Run a private broker and yield its URL. If it dies, it is restarted with the same data and port.
 
     Args:
-        folder: Its data, ports and password.
-        config: Limits of restarts within a window.
-        report: Called with a line for a person.
+        folder: Folder with its data, ports and password.
+        config: Settings with the maximum restarts in a time window.
+        report: Called with a line of text for a person.
 
     Raises:
-        NodeError: It could not be started, or died too often.
+        NodeError: The broker could not be started, or died too often.
     """
     node = await local_broker(folder)
     try:
@@ -48,7 +48,7 @@ async def _keep(node: LocalNode, folder: Path, config: SupervisorConfig, report:
         if len(crashes) > config.max_restarts:
             raise NodeError(f"the broker died {len(crashes)} times within {config.restart_window:g} s")
         report("the broker died and is started again")
-        await node.kill()  # clears away what is left of it
+        await node.kill()  # removes the remains of the dead broker
         try:
             await node.launch()
         except OSError as error:

@@ -1,4 +1,4 @@
-"""A message that finds out whether a broker takes messages."""
+"""A test message that checks whether a broker accepts messages."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ import uuid
 from trinity_mq.bus import Bus, BusRefused, BusUnavailable, Envelope, Topology
 
 PROBE_TIMEOUT = 4.0
-"""Seconds for the broker to confirm a message; longer than the bus takes to notice that publishers are blocked."""
+"""Seconds for the broker to confirm a message; longer than the bus needs to detect blocked publishers."""
 
 
 async def broker_trouble(bus: Bus, topology: Topology) -> str:
-    """Return what is wrong with the broker, empty where nothing is.
+    """Return the problem of the broker; empty if it works.
 
-    A broker with an alarm says so only to connections that publish, so a message is published that no queue takes.
+    A broker reports an alarm only to connections that publish, so this publishes a message without a matching queue.
     """
     probe = Envelope(body=b"{}", kind="probe", content_type="application/json", message_id=f"probe-{uuid.uuid4().hex}")
     try:
-        # the keys of commands have a dot: no queue is bound to this one
+        # routing keys of commands contain a dot, so no queue is bound to this key
         await bus.publish(topology.exchange("control"), "probe", probe, timeout=PROBE_TIMEOUT)
     except BusRefused:
-        return ""  # a user who may only read: the broker answers
+        return ""  # a user with read permission only: the broker answers
     except BusUnavailable as error:
         return bus.trouble or str(error)
     return bus.trouble or ""

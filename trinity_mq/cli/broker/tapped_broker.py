@@ -1,4 +1,4 @@
-"""The private broker of a run that another one trains on, while nobody else keeps it."""
+"""The private broker of a tapped run, kept running while that run does not run itself."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ from trinity_mq.cli.run_folder import RunFolder
 from trinity_mq.config import Config
 
 LOOK_SECONDS = 1.0
-"""Seconds between looks at whether the other run still keeps its broker."""
+"""Seconds between two checks whether the tapped run keeps its broker running."""
 
 
 @contextlib.asynccontextmanager
 async def tapped_broker(config: Config, report: Callable[[str], None]) -> AsyncIterator[None]:
-    """Keep the private broker of the run that ``source.tap`` names whenever that run does not run itself, so that its
-    stream can be read to the end. Does nothing for a run on another broker, or without ``source.tap``.
+    """Keep the private broker of the run in ``source.tap`` running while that run does not run itself, so that its
+    stream can be read to the end. Do nothing without ``source.tap``, or if the tapped run does not use a private
+    broker.
 
     Args:
-        config: Of the run that trains.
-        report: Called with a line for a person.
+        config: Configuration of the training run.
+        report: Called with a line of text for a person.
 
     Raises:
-        FatalError: ``source.tap`` names no run.
+        FatalError: ``source.tap`` does not name a run.
         NodeError: The broker could not be started, or died too often.
     """
     folder = _folder(config)
@@ -39,7 +40,7 @@ async def tapped_broker(config: Config, report: Callable[[str], None]) -> AsyncI
 
 
 def _folder(config: Config) -> RunFolder | None:
-    """Return the folder of a tapped run with a private broker."""
+    """Return the folder of a tapped run with a private broker; None if there is no such run."""
     if config.mode != "train" or not config.source.tap:
         return None
     from trinity_agents.trainer.sources.tapped_run import TappedRun
@@ -53,7 +54,7 @@ def _folder(config: Config) -> RunFolder | None:
 async def _keep(folder: RunFolder, config: Config, report: Callable[[str], None]) -> None:
     while True:
         if folder.holder() is None:
-            with contextlib.suppress(CommandError):  # somebody was faster
+            with contextlib.suppress(CommandError):  # another process took the folder first
                 await _serve(folder, config, report)
         await asyncio.sleep(LOOK_SECONDS)
 

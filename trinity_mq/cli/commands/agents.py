@@ -1,4 +1,4 @@
-"""``trinity-mq explorer|runner|operator|trainer|gateway``: one agent by itself."""
+"""``trinity-mq explorer|runner|operator|trainer|gateway``: runs a single agent."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trinity_mq.cli.target import configuration
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of an agent, whose role is the last word of ``parser.prog``."""
+    """Add the arguments of an agent. The last word of ``parser.prog`` is its role."""
     add_target(parser)
     role = parser.prog.rpartition(" ")[2]
     parser.add_argument("--id", help=f"its name among the agents of the run (default: {role}-0)")
@@ -34,7 +34,7 @@ def run_agent(arguments: argparse.Namespace) -> int:
     config = configuration(arguments)
     if Addresses.of(config.broker) is None and (url := RunFolder(config).known_broker()) is not None:
         os.environ[URL_VARIABLE] = url
-    # by name: the command line must not import the daemons, which import torch
+    # imported by name, because the command line must not import the daemons, which import torch
     if getattr(arguments, "engines_only", False):
         module = importlib.import_module("trinity_agents.explorer.engine_hosting")
         return cast("int", module.host_engines(config, agent_id(arguments.id or "engines-{host}")))
@@ -43,8 +43,8 @@ def run_agent(arguments: argparse.Namespace) -> int:
 
 
 def agent_id(pattern: str) -> str:
-    """Return ``pattern`` with this machine's name for ``{host}``: the same after a restart, another on another machine
-    or in another container.
+    """Return ``pattern`` with this machine's host name for ``{host}``. The result is the same after a restart, and
+    different on another machine or in another container.
     """
     host = re.sub("[^a-z0-9]+", "-", socket.gethostname().lower()).strip("-")[:40]
     return pattern.replace("{host}", host or "host")

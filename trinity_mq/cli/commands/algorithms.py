@@ -1,4 +1,4 @@
-"""``trinity-mq algorithms``: the algorithms there are, and what each of them computes."""
+"""``trinity-mq algorithms``: lists the available algorithms and their computations."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trinity_mq.config.algorithm.presets import ALIASES, PRESETS
 from trinity_mq.config.algorithm.resolve import preset_of
 
 PIECES = ("anchor", "ratio", "surrogate", "correction", "kl", "regularisers", "reduction")
-"""Pieces of the policy loss, in the order in which they are shown."""
+"""Pieces of the policy loss, in display order."""
 NEEDS = {
     "ref": "a reference model, which the trainer holds",
     "old": "a forward pass before each train step",
@@ -36,7 +36,7 @@ NEEDS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the actions of ``trinity-mq algorithms``; without one it lists them."""
+    """Add the actions of ``trinity-mq algorithms``. Without an action it lists the algorithms."""
     parser.set_defaults(function=list_algorithms)
     add = add_actions(parser, required=False)
     action = add("show", "print the formula, the pieces and the settings of one", show)
@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def list_algorithms(arguments: argparse.Namespace) -> int:
-    """Print a line or two for each algorithm: what it is, its pieces and what it needs."""
+    """Print the summary of each algorithm, its pieces and its requirements."""
     width = max(60, shutil.get_terminal_size((100, 24)).columns - 1)
     for name, preset in sorted(PRESETS.items()):
         config = AlgorithmConfig.model_validate({"algorithm_type": name})
@@ -57,7 +57,7 @@ def list_algorithms(arguments: argparse.Namespace) -> int:
 
 
 def show(arguments: argparse.Namespace) -> int:
-    """Print all there is to say about one algorithm."""
+    """Print all details of one algorithm."""
     try:
         preset = preset_of(arguments.name)
     except ValueError as error:
@@ -91,7 +91,7 @@ def show(arguments: argparse.Namespace) -> int:
 
 
 def line_of(config: AlgorithmConfig) -> str:
-    """Return the pieces of an algorithm that are not the defaults, in one line."""
+    """Return the pieces of an algorithm that differ from the defaults, in one line."""
     plain, parts = LossConfig(), [_short(config.estimator)]
     for name in PIECES:
         value = getattr(config, name)
@@ -113,7 +113,7 @@ def _short(piece: Any) -> str:
 
 
 def needs_of(config: AlgorithmConfig) -> list[str]:
-    """Return what an algorithm needs besides tokens, logprobs and rewards, as keys of :data:`NEEDS`."""
+    """Return the requirements of an algorithm in addition to tokens, logprobs and rewards, as keys of :data:`NEEDS`."""
     known = components(config)
     found = ["runs"] if config.estimator.compares_runs else []
     found += config.estimator.needs

@@ -1,4 +1,4 @@
-"""``trinity-mq audit``: proves which experiences made a checkpoint, each once."""
+"""``trinity-mq audit``: proves which experiences a checkpoint was trained on, and that each was used once."""
 
 from __future__ import annotations
 
@@ -42,7 +42,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def audit(arguments: argparse.Namespace) -> int:
-    """Check checkpoints of a run against its history and the ``ready`` stream, and print what holds."""
+    """Check checkpoints of a run against its history and the ``ready`` stream, and print the results. Return 1 if a
+    fault was found.
+    """
     from trinity_agents.trainer.audit import Auditor, as_json, verdict
 
     config = configuration(arguments)
@@ -50,7 +52,7 @@ def audit(arguments: argparse.Namespace) -> int:
     audits = [Auditor(config.path, one) for one in _checkpoints(config.path, arguments.checkpoint)]
     for one in audits:
         one.check_folder(run_id)
-    with contextlib.redirect_stdout(sys.stderr):  # what the library logs must not get between
+    with contextlib.redirect_stdout(sys.stderr):  # keep the library's log output out of the report
         content, reason = _stream_content(arguments, run_id)
     for one in audits:
         if content is None:
@@ -67,10 +69,10 @@ def audit(arguments: argparse.Namespace) -> int:
 
 
 def _checkpoints(run_folder: Path, name: str | None) -> list[Checkpoint]:
-    """Return the checkpoints to look at, the newest first.
+    """Return the checkpoints to check, newest first.
 
     Raises:
-        CommandError: There is none.
+        CommandError: There is no checkpoint.
     """
     folder = run_folder / "checkpoints"
     try:
@@ -101,7 +103,7 @@ def _print(one: Auditor) -> None:
 
 
 def _stream_content(arguments: argparse.Namespace, run_id: str | None) -> tuple[StreamContent | None, str]:
-    """Return what the run's ``ready`` stream holds, or None and why that is not known."""
+    """Return the content of the run's ``ready`` stream, or None and the reason why it is not available."""
     if arguments.offline:
         return None, "not asked for (--offline)"
     try:
@@ -122,7 +124,7 @@ async def _read(target: Target, run_id: str | None) -> StreamContent:
 
 
 async def read_content(bus: Bus, topology: Topology, store: BlobStore | None) -> StreamContent:
-    """Return what a run's ``ready`` stream holds now; of chunks only ids are kept.
+    """Return the current content of a run's ``ready`` stream. Only the experience ids of chunks are kept.
 
     Raises:
         BusUnavailable: The stream does not answer.
@@ -131,7 +133,7 @@ async def read_content(bus: Bus, topology: Topology, store: BlobStore | None) ->
     from trinity_mq.runtime.deliveries import new_mark
 
     reader = StreamReader(store)
-    stream = dataclasses.replace(topology.ready, redeclare=False)  # looking must not make it
+    stream = dataclasses.replace(topology.ready, redeclare=False)  # an audit must not create the stream
     async for delivery in read_up_to_now(bus, stream, new_mark(), offset=0):
         if not bus.is_foreign(delivery):
             await reader.take(delivery)
@@ -139,7 +141,7 @@ async def read_content(bus: Bus, topology: Topology, store: BlobStore | None) ->
 
 
 class StreamReader:
-    """Collects the complete sets of a stream, delivery by delivery; of chunks only ids are kept."""
+    """Collects the complete sets of a stream, delivery by delivery. Only the experience ids of chunks are kept."""
 
     def __init__(self, store: BlobStore | None) -> None:
         from trinity_agents.trainer.audit import StreamContent
@@ -151,7 +153,7 @@ class StreamReader:
         self._tickets: set[str] = set()
 
     async def take(self, delivery: Delivery) -> None:
-        """Take in the next delivery."""
+        """Process the next delivery."""
         from trinity_agents.trainer.audit import StreamSet
         from trinity_mq.messages import BatchReady, DecodeError, decode_any
         from trinity_mq.runtime.deliveries import EXPERIENCES, REFERENCE
@@ -169,7 +171,7 @@ class StreamReader:
         try:
             message = decode_any(delivery.body, delivery.content_type)
         except DecodeError:
-            return  # the trainer has reported it
+            return  # the trainer has already reported it
         if not isinstance(message, BatchReady):
             return
         key = message.ticket, message.op
@@ -183,7 +185,7 @@ class StreamReader:
         self._tickets.add(message.ticket)
 
     async def _uids(self, delivery: Delivery) -> list[str] | None:
-        """Return the ids in a chunk, None where it cannot be read."""
+        """Return the experience ids in a chunk; None if it cannot be read."""
         from trinity_mq.experience import DecodeError, ExperienceBatch
         from trinity_mq.transport.blobs import StoreUnavailable, resolve
 

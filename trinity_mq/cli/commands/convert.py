@@ -1,4 +1,4 @@
-"""``trinity-mq convert-experiences``: files that Trinity wrote become experience bodies (``.tmqx``)."""
+"""``trinity-mq convert-experiences``: converts experience files of Trinity to experience bodies (``.tmqx``)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 SUFFIX = ".tmqx"
 SHOWN = 10
-"""Upper bound of the reasons printed per file; the others are only counted."""
+"""Maximum number of reasons printed per file; further reasons are only counted."""
 
 
 @dataclass
@@ -27,11 +27,11 @@ class Outcome:
     read: int = 0
     written: int = 0
     skipped: list[str] = field(default_factory=list)
-    """A reason for each experience that was left out."""
+    """One reason for each skipped experience."""
 
 
 class SkippedError(Exception):
-    """A file yields nothing; the message says why."""
+    """No experiences could be converted from a file; the message gives the reason."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def convert(arguments: argparse.Namespace) -> int:
-    """Convert each file and report on it; 1 when anything was left out."""
+    """Convert each file and report on it. Return 1 if an experience or file was skipped."""
     inputs = [Path(name) for name in arguments.inputs]
     outputs = targets(inputs, Path(arguments.out), is_folder=arguments.out.endswith(os.sep))
     complete = True
@@ -65,10 +65,11 @@ def convert(arguments: argparse.Namespace) -> int:
 
 
 def targets(inputs: Sequence[Path], out: Path, *, is_folder: bool = False) -> list[Path]:
-    """Return where each of ``inputs`` goes: to ``out`` if that ends in ``.tmqx``, else to a file of its name in there.
+    """Return the target path of each input: ``out`` if it ends in ``.tmqx``, else a file of the input's name in
+    ``out``.
 
     Raises:
-        CommandError: Two would go to one file, or one to where an input lies.
+        CommandError: Two inputs have the same target, or a target is an input.
     """
     if out.suffix == SUFFIX and not is_folder and not out.is_dir():
         if len(inputs) > 1:
@@ -87,13 +88,13 @@ def targets(inputs: Sequence[Path], out: Path, *, is_folder: bool = False) -> li
 
 
 def convert_file(source: Path, target: Path, compression: Literal["none", "zstd"], *, strict: bool) -> Outcome:
-    """Write the experiences of one file to another, if there are any that can be.
+    """Convert the experiences of one file to another file.
 
     Args:
-        source: A body of any kind, legacy or not.
-        target: Appears complete or not at all.
-        compression: Of the new body.
-        strict: Write nothing if an experience would be left out.
+        source: A file with a body of any format, legacy or current.
+        target: File to write atomically.
+        compression: Compression of the new body.
+        strict: Do not write the target if an experience is skipped.
 
     Raises:
         SkippedError: The file as a whole cannot be read or written.
@@ -103,7 +104,7 @@ def convert_file(source: Path, target: Path, compression: Literal["none", "zstd"
     outcome, good = _read(source)
     try:
         body = encode(good, compression=compression)
-        # a file of none becomes a body of none, one that lost all its own becomes nothing
+        # a file without experiences becomes an empty body; a file whose experiences were all skipped is not written
         if outcome.skipped and (strict or not good):
             return outcome
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -117,7 +118,9 @@ def convert_file(source: Path, target: Path, compression: Literal["none", "zstd"
 
 
 def _read(source: Path) -> tuple[Outcome, list[Experience]]:
-    """Return the experiences of a file that a body can hold; the outcome has the reasons of the others."""
+    """Return the experiences of a file that a body can hold. The outcome contains the reasons for the skipped
+    experiences.
+    """
     from trinity_mq.experience import DecodeError, EncodeError, decode, encode
     from trinity_mq.experience.legacy.reader import legacy_form, read_legacy_each
 

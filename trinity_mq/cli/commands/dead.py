@@ -1,4 +1,4 @@
-"""``trinity-mq dead``: lists dead letters, and publishes batches among them again."""
+"""``trinity-mq dead``: lists dead letters, and publishes dead-lettered batches again."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from trinity_mq.messages import BatchClosed, BatchReady, DecodeError, decode
 from trinity_mq.runtime.deliveries import EXPERIENCES, OFFSETS_HEADER, envelope
 
 QUIET_SECONDS = 2.0
-"""Seconds without another letter after which the list ends, if the queue holds fewer than it reported."""
+"""Seconds without another letter after which the list ends, if the queue holds fewer letters than it reported."""
 BACK_LOOKS, BACK_LOOK = 40, 0.05
-"""Looks whether letters that were read are back in their queue, and seconds between two of them."""
+"""Maximum checks whether the read letters were returned to their queue, and seconds between two checks."""
 COLUMNS = ("queue", "kind", "reason", "operator", "batch", "bytes", "message_id")
 
 
@@ -49,7 +49,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def list_dead(arguments: argparse.Namespace) -> int:
-    """Print dead letters, oldest first, and leave them there: as paragraphs on a terminal, else as lines with tabs."""
+    """Print dead letters, oldest first, without removing them: as paragraphs on a terminal, else as tab-separated
+    lines.
+    """
     target = find_target(arguments)
     letters, total = run_to_the_end(_letters(target, arguments.limit))
     if not total:
@@ -69,7 +71,9 @@ def list_dead(arguments: argparse.Namespace) -> int:
 
 
 def paragraph(number: int, cells: Sequence[str], width: int) -> list[str]:
-    """Return one letter for a terminal: what it is, its reason, and its message id, in lines of at most ``width``."""
+    """Return one letter for a terminal: kind and origin, reason, and message id, in lines of at most ``width``
+    characters.
+    """
     letter = dict(zip(COLUMNS, cells, strict=True))
     parts = [f"{name} {letter[name]}" for name in ("batch", "operator") if letter[name] != "-"]
     head = ", ".join([f"{number}. {letter['kind']} from {letter['queue']}", *parts, f"{letter['bytes']} bytes"])
@@ -80,7 +84,7 @@ def paragraph(number: int, cells: Sequence[str], width: int) -> list[str]:
 
 
 def row(letter: Incoming) -> tuple[str, ...]:
-    """Return the table row of one letter, from our own headers, else from the broker's."""
+    """Return the table row of one letter, from the headers of trinity-mq, else from the broker's headers."""
     headers = letter.headers
     queue, reason = headers.get("dead-queue"), headers.get("dead-reason")
     if reason is None:
@@ -91,7 +95,7 @@ def row(letter: Incoming) -> tuple[str, ...]:
 
 
 def replay(arguments: argparse.Namespace) -> int:
-    """Publish dead batches again; return 1 if one could not be published."""
+    """Publish dead batches again. Return 1 if a batch could not be published."""
     target = find_target(arguments)
     republished, problems, kept = run_to_the_end(_replay(target, set(arguments.batch)))
     for line in (*republished, *problems):
@@ -115,14 +119,15 @@ async def _replay(target: Target, batches: set[str]) -> tuple[list[str], list[st
 
 
 async def republish_batches(bus: Bus, topology: Topology, batches: set[str]) -> tuple[list[str], list[str], int]:
-    """Publish again the batches among the dead letters, all or those of ``batches``: manifests for the operators,
-    processed batches for the trainer.
+    """Publish dead-lettered batches again, all of them or only ``batches``: manifests to the operators, processed
+    batches to the trainer.
 
     Returns:
-        A line for each batch that was published, one for each that could not be, and the number of letters left.
+        A line for each published batch, a line for each batch that could not be published, and the number of remaining
+        letters.
 
     Raises:
-        CommandError: The queue that a batch goes to does not exist.
+        CommandError: The target queue of a batch does not exist.
     """
     republished: list[str] = []
     problems: list[str] = []
@@ -150,7 +155,7 @@ async def republish_batches(bus: Bus, topology: Topology, batches: set[str]) -> 
 
 
 class _Lost(Exception):
-    """The experiences of a batch are not there any more."""
+    """The experiences of a batch no longer exist."""
 
 
 async def _to_operators(bus: Bus, topology: Topology, manifest: BatchClosed, letter: Incoming) -> str:
@@ -162,8 +167,8 @@ async def _to_operators(bus: Bus, topology: Topology, manifest: BatchClosed, let
 
 
 async def _to_trainer(bus: Bus, topology: Topology, ready: BatchReady, letter: Incoming) -> str:
-    """Publish the chunks of a processed batch again, from where they are on the ready stream, under an id of their own:
-    the trainer counts its starts on them anew.
+    """Publish the chunks of a processed batch again, read from their offsets on the ready stream. The new processing id
+    makes the trainer count its starts on the batch from zero.
     """
     op, key = uuid.uuid4().hex, batch_key(ready.batch)
     listed = str(letter.headers.get(OFFSETS_HEADER) or "")
@@ -198,7 +203,7 @@ _REPUBLISH: dict[str, tuple[type[BatchClosed] | type[BatchReady], Callable[..., 
     BatchClosed.kind: (BatchClosed, _to_operators),
     BatchReady.kind: (BatchReady, _to_trainer),
 }
-"""By kind of the dead letter."""
+"""Message class and republish function by kind of the dead letter."""
 
 
 async def _publish(bus: Bus, topology: Topology, exchange: str, key: str, message: Envelope) -> None:
@@ -212,12 +217,12 @@ async def _letters(target: Target, limit: int) -> tuple[Sequence[Incoming], int]
 
 
 async def letters(bus: Bus, topology: Topology, most: int) -> tuple[list[Incoming], int]:
-    """Return the oldest dead letters, at most so many, and how many there are. They stay where they are: the broker has
-    put them back when this returns, or does so a moment later where that takes long.
+    """Return the oldest dead letters, at most ``most``, and the number of all. They stay in the queue: the broker
+    returns them before this call ends, or a moment later if that takes long.
     """
     total = await bus.depth(topology.dead.name) or 0
     found: list[Incoming] = [letter async for letter in _each(bus, topology, min(total, most))]
-    for _ in range(BACK_LOOKS):  # the broker tells nobody that it has put them back
+    for _ in range(BACK_LOOKS):  # the broker does not announce that it has returned the letters
         if (await bus.depth(topology.dead.name) or 0) >= total:
             break
         await asyncio.sleep(BACK_LOOK)
@@ -225,7 +230,7 @@ async def letters(bus: Bus, topology: Topology, most: int) -> tuple[list[Incomin
 
 
 async def _each(bus: Bus, topology: Topology, count: int) -> AsyncIterator[Delivery]:
-    """Yield so many letters, oldest first; those that are not acknowledged go back at the end."""
+    """Yield ``count`` letters, oldest first. Letters that are not acknowledged are returned to the queue at the end."""
     if not count:
         return
     async with await bus.consume(topology.dead, prefetch=count) as subscription:
