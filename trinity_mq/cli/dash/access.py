@@ -1,4 +1,4 @@
-"""Access to the page: everybody on this machine may look; who acts, or looks from elsewhere, needs the key."""
+"""Access to the page: users of this machine may view it. Actions, and views from other machines, need the key."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-"""Content security policy: nothing is loaded from, or sent to, any other address."""
+"""Content security policy: the page does not load from, or send to, other addresses."""
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class PageAccess:
-    """The rules.
+    """Checks the access of each request.
 
     Args:
-        host: Address that is listened on.
-        operate: Requests may change the run.
+        host: Address that the server listens on.
+        operate: Whether requests may change the run.
     """
 
     def __init__(self, host: str, *, operate: bool) -> None:
@@ -34,12 +34,12 @@ class PageAccess:
 
     @property
     def needs_key(self) -> bool:
-        """The page's address has the key in it."""
+        """Whether the page's address contains the key."""
         return self.operate or not self._is_local
 
     @web.middleware
     async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Refuse what is not allowed, and add the headers of security to all that is answered."""
+        """Refuse forbidden requests, and add security headers to all responses."""
         given = request.query.get(KEY_PARAMETER) or request.cookies.get(KEY_COOKIE) or ""
         knows = self._is_key(given)
         if self._is_local:

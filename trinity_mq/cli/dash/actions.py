@@ -19,26 +19,26 @@ from trinity_mq.runtime.errors import first_leaf
 
 Verb = Literal["restart", "drain", "pause", "resume"]
 LISTED = 200
-"""Dead letters that are listed at most."""
+"""Maximum number of listed dead letters."""
 
 
 class ActionError(Exception):
-    """The request cannot be done; the message says why, and what to do."""
+    """The request cannot be carried out; the message gives the reason and a remedy."""
 
 
 class Actions:
     """Requests to the broker.
 
     Args:
-        source: Holds the connection, while there is one.
-        stopped: Returns the run with its private broker, where that does not run now.
+        source: Holds the connection, if connected.
+        stopped: Returns the run if its private broker does not run now, else None.
     """
 
     def __init__(self, source: BrokerSource, stopped: Callable[[], Target | None] = lambda: None) -> None:
         self._source, self._stopped = source, stopped
         self._starting = asyncio.Lock()
         self._kept: tuple[int, list[dict[str, Any]]] | None = None
-        """Dead letters of a broker that was started for them, and the time of the last start in the run's folder."""
+        """Dead letters of a broker that was started to read them, with the last start time in the run's folder."""
 
     def _connection(self) -> tuple[Bus, Topology]:
         if self._source.bus is None or self._source.topology is None:
@@ -49,8 +49,8 @@ class Actions:
 
     @contextlib.asynccontextmanager
     async def _reached(self, target: Target | None) -> AsyncIterator[tuple[Bus, Topology]]:
-        """Open a bus to the private broker of a run that does not run now, which is started for it, else to the run's
-        broker.
+        """Open a bus to the run's broker. For ``target``, a run that does not run now, start its private broker and
+        open a bus to it.
         """
         if target is None:
             yield self._connection()
@@ -65,8 +65,8 @@ class Actions:
         return await asyncio.to_thread(self._stopped) if self._source.bus is None else None
 
     async def dead_letters(self) -> list[dict[str, Any]]:
-        """Return dead letters, oldest first; they stay where they are. Those of a run that does not run now are read
-        once: they change with a start of the run alone.
+        """Return dead letters, oldest first, without removing them. Dead letters of a run that does not run now are
+        cached, because they change only when the run starts.
 
         Raises:
             ActionError: There is no connection, and no private broker to start.
@@ -82,14 +82,14 @@ class Actions:
             return rows
 
     async def runs(self) -> dict[str, Any]:
-        """Return the runs on the same broker, or why they are not known."""
+        """Return the runs on the same broker, or why they are unknown."""
         if self._source.url is None:
             return {"broker": [], "unknown": "no broker of this run is at work"}
         found, unknown = await broker_runs(self._source.url)
         return {"broker": found, "unknown": unknown}
 
     async def replay(self, batches: set[str]) -> dict[str, Any]:
-        """Publish dead batches again, all or those of ``batches``.
+        """Publish dead batches again, all of them or only ``batches``.
 
         Raises:
             ActionError: There is no connection, and no private broker to start.
@@ -99,7 +99,7 @@ class Actions:
         return {"republished": republished, "problems": problems, "kept": kept}
 
     def reviews(self) -> list[dict[str, Any]]:
-        """Return the runs that wait for a verdict, in the order in which they were asked about."""
+        """Return the runs that wait for a verdict, in order of their requests."""
         if self._source.reviews is None:
             return []
         return [review.request.model_dump(mode="json") for review in self._source.reviews.pending()]
@@ -108,8 +108,8 @@ class Actions:
         """Give a verdict on a run, and return its effect.
 
         Raises:
-            ActionError: Nobody is asked.
-            ValueError: The verdict is none.
+            ActionError: The run does not ask for verdicts.
+            ValueError: The verdict is not valid.
         """
         if self._source.reviews is None:
             raise ActionError("no operator of this run asks for verdicts (operator human_review)")
@@ -123,7 +123,7 @@ class Actions:
         """Send a command to an agent.
 
         Raises:
-            ActionError: There is no connection, or no such command.
+            ActionError: There is no connection, the command does not exist, or the agent does not listen.
         """
         if verb not in get_args(Verb):
             raise ActionError(f"verb is {verb!r}, wanted one of {', '.join(get_args(Verb))}")
@@ -135,6 +135,6 @@ class Actions:
 
 
 def _last_start(target: Target) -> int:
-    """Return the time at which a process last took the run's folder, in nanoseconds since the epoch."""
+    """Return the time at which a process last locked the run's folder, in nanoseconds since the epoch."""
     folder = target.folder
     return 0 if folder is None else folder.last_taken()

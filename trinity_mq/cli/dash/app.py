@@ -1,4 +1,4 @@
-"""HTTP routes of the page: its files, the state as server-sent events, and JSON of what is looked at closely."""
+"""HTTP routes of the page: its files, the state as server-sent events, and details as JSON."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from trinity_mq.telemetry.timeline import Span
 log = structlog.get_logger(__name__)
 
 EVENT_SECONDS = 1.0
-"""Seconds between two states that are sent to a page."""
+"""Seconds between two states sent to a page."""
 MOST_SPANS = 3000
 PAGE_FILES: Mapping[str, str] = {
     "index.html": "text/html",
@@ -51,13 +51,13 @@ class DashApp:
     """All routes over one observatory.
 
     Args:
-        observatory: What is shown.
-        actions: What can be asked of the broker.
-        access: Who may do what.
-        texts: Returns the texts of tokens, as far as they are known by now.
-        runs: Returns a row for each run that is known here.
-        evaluations: Returns the evaluations whose answers are kept; raises OSError.
-        others: Curves of other runs to be drawn beside, by their names.
+        observatory: Holds the displayed data.
+        actions: Requests to the broker.
+        access: Checks the access of each request.
+        texts: Returns the known texts of tokens.
+        runs: Returns a row for each run known on this machine.
+        evaluations: Returns the evaluations with stored answers; may raise OSError.
+        others: Curves of other runs to draw for comparison, by run name.
     """
 
     def __init__(
@@ -110,19 +110,19 @@ class DashApp:
         self._changed.notify()
 
     async def tick(self) -> None:
-        """Make the state anew for all pages, every second, until cancelled."""
+        """Update the state of all pages every second, until cancelled."""
         while True:
             self.renew()
             await asyncio.sleep(EVENT_SECONDS)
 
     def renew(self) -> None:
-        """Take in that time has passed, and send all pages the state as it is now."""
+        """Advance the observatory to the current time, and send the state to all pages."""
         self._observatory.tick()
         self._state = ""
         self._changed.notify()
 
     def _current(self) -> str:
-        """Return the state as JSON; it is made once a second where somebody looks, and else not at all."""
+        """Return the state as JSON. It is computed at most once a second, and only on request."""
         self._state = self._state or dump_line(self._observatory.state() | {"operate": self._access.operate})
         return self._state
 
@@ -139,21 +139,19 @@ class DashApp:
         except ValueError as error:
             return _json({"error": str(error)}, status=400)
 
-    # -- the page
-
     async def page(self, _: web.Request) -> web.Response:
-        """Return the page."""
+        """Return the HTML page."""
         return _file("index.html")
 
     async def static(self, request: web.Request) -> web.Response:
-        """Return a file that the page is made of."""
+        """Return a static file of the page."""
         name = request.match_info["name"]
         if name not in PAGE_FILES:
             raise web.HTTPNotFound
         return _file(name)
 
     async def events(self, request: web.Request) -> web.StreamResponse:
-        """Send the state each second as server-sent events."""
+        """Send the state every second as server-sent events."""
         response = web.StreamResponse(
             headers={"Content-Type": "text/event-stream", "Cache-Control": "no-store", "X-Accel-Buffering": "no"}
         )
@@ -162,18 +160,16 @@ class DashApp:
             while not self._closing:
                 await response.write(f"event: state\ndata: {self._current()}\n\n".encode())
                 await self._changed.wait()
-        except ConnectionResetError:  # the page was closed
+        except ConnectionResetError:  # the browser closed the page
             log.debug("page_closed")
         return response
 
-    # -- JSON
-
     async def state(self, _: web.Request) -> web.Response:
-        """Return the state once."""
+        """Return the current state."""
         return web.Response(text=self._current(), content_type="application/json")
 
     async def timeline(self, request: web.Request) -> web.Response:
-        """Return what agents did and waited for in the last ``seconds``."""
+        """Return the activities and waits of agents in the last ``seconds``."""
         seconds, found = _number(request, "seconds", 120.0), self._observatory.activities
         end = round(time.time() if self._observatory.is_live or not found else found[-1].end, 2)
         start = end - seconds
@@ -182,7 +178,7 @@ class DashApp:
         return _json({"start": start, "end": end, "lanes": lanes, "spans": shown})
 
     async def samples(self, request: web.Request) -> web.Response:
-        """Return the rows of samples with a number above ``after``."""
+        """Return the rows of samples numbered above ``after``."""
         after = int(_number(request, "after", 0))
         store = self._observatory.samples
         seen = store.seen
@@ -190,7 +186,7 @@ class DashApp:
         return _json({"columns": COLUMNS, "last": store.number, "seen": seen, "rows": store.rows(after)})
 
     async def sample(self, request: web.Request) -> web.Response:
-        """Return one sample token by token, by its ``uid``."""
+        """Return one sample token by token, selected by ``uid``."""
         uid = request.query.get("uid", "")
         self._observatory.problems.extend(await self._observatory.samples.decode())
         found = self._observatory.samples.body_of(uid)
@@ -199,22 +195,22 @@ class DashApp:
         return _json(await asyncio.to_thread(lambda: as_json(experience_at(*found), self._texts())))
 
     async def curves(self, _: web.Request) -> web.Response:
-        """Return the curves of the page, those of other runs beside them."""
+        """Return the curves of the page and of the other runs."""
         curves = self._observatory.curves
         others = {name: one.pictures() for name, one in self._others.items()}
         return _json({"pictures": curves.pictures(), "names": curves.names, "others": others})
 
     async def curve(self, request: web.Request) -> web.Response:
-        """Return the curve of one metric, by its ``name``."""
+        """Return the curve of one metric, selected by ``name``."""
         name = request.query.get("name", "")
         return _json({"name": name, "points": self._observatory.curves.named(name)})
 
     async def evaluations(self, _: web.Request) -> web.Response:
-        """Return the questions of all sets, each with its mean reward at each label."""
+        """Return the questions of all sets, each with its mean reward by label."""
         return _json({"sets": sets_of(await asyncio.to_thread(self._evaluations))})
 
     async def evaluation(self, request: web.Request) -> web.Response:
-        """Return one question, by its ``set`` and ``task``, with its answers at each label."""
+        """Return one question, selected by ``set`` and ``task``, with its answers by label."""
         name, task = request.query.get("set", ""), int(_number(request, "task", 0))
         answers = answers_to(await asyncio.to_thread(self._evaluations), name, task)
         if not answers:
@@ -222,7 +218,7 @@ class DashApp:
         return _json({"set": name, "task": task, "evaluations": answers})
 
     async def runs(self, _: web.Request) -> web.Response:
-        """Return the runs that are known here."""
+        """Return the known runs."""
         return _json({"runs": await asyncio.to_thread(self._runs), **await self._actions.runs()})
 
     async def dead(self, _: web.Request) -> web.Response:

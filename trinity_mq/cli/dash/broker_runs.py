@@ -1,4 +1,4 @@
-"""The runs that share a broker, from the names of its queues, which its management API lists."""
+"""The runs that share a broker, derived from the queue names in its management API."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ QUEUE = re.compile(r"tmq\.(?P<run>[a-z0-9-]{1,40})\.(?P<name>.+)")
 
 
 def runs_of(queues: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return a row for each run among queues: its name, its messages by queue, and how many consumers it has.
+    """Return a row for each run among queues: its name, and its numbers of messages, dead letters, consumers and
+    queues.
 
-    A run without a consumer is not at work: it is over, or has stopped.
+    A run without consumers is over or stopped.
     """
     found: dict[str, dict[str, Any]] = {}
     for queue in queues:
@@ -35,10 +36,10 @@ def runs_of(queues: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 async def broker_runs(url: str) -> tuple[list[dict[str, Any]], str]:
-    """Return the runs on a broker's virtual host, or none and why they are not known.
+    """Return the runs on a broker's virtual host, or an empty list and why they are unknown.
 
     Args:
-        url: AMQP URL of the broker; the first one where several have commas between.
+        url: AMQP URL of the broker. Of several comma-separated URLs the first is used.
     """
     first = url.split(",", maxsplit=1)[0]
     parts = urlsplit(first)

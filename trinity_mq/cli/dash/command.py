@@ -53,10 +53,10 @@ def dash(arguments: argparse.Namespace) -> int:
 
 
 def _find_broker(arguments: argparse.Namespace, config: Config | None) -> Target | None:
-    """Return the run and its broker, None where that does not run and the run's folder says what there is.
+    """Return the run and its broker; None if the broker does not run and the run's folder provides the data.
 
     Raises:
-        CommandError: There is no folder either.
+        CommandError: Neither a broker nor a run folder exists.
     """
     from trinity_mq.cli.broker.connection import find_target
 
@@ -70,7 +70,7 @@ def _find_broker(arguments: argparse.Namespace, config: Config | None) -> Target
 
 
 def _stopped(arguments: argparse.Namespace, config: Config | None) -> Target | None:
-    """Return the run with its private broker, where that does not run now; None: it runs, or there is none."""
+    """Return the run if it has a private broker that does not run now, else None."""
     from trinity_mq.cli.broker.connection import find_target
     from trinity_mq.cli.run_folder import RunFolder
 
@@ -146,10 +146,10 @@ async def _serve(arguments: argparse.Namespace, config: Config | None, others: d
 
 
 class _Texts:
-    """The texts of a run's tokens, which are not known before its model is there.
+    """The texts of a run's tokens. They are unknown until the model folder exists.
 
     Args:
-        config: The run's, None where that is not known.
+        config: The run's configuration; None: unknown.
     """
 
     def __init__(self, config: Config | None) -> None:
@@ -157,7 +157,7 @@ class _Texts:
         self._found: TokenTexts | None = None
 
     def known(self) -> TokenTexts:
-        """Return them as far as they are known by now."""
+        """Return the known texts; retry loading if it failed before."""
         from trinity_mq.cli.inspect.token_texts import TokenTexts, tokenizer_folder
 
         if self._found is None or self._found.problem:
