@@ -1,1 +1,1 @@
-"""``trinity-mq debug``: one run of one task without a broker."""
+"""``trinity-mq debug``: runs one task once, or an algorithm on a small batch, without a broker."""

@@ -1,5 +1,5 @@
-"""``trinity-mq debug algorithm``: runs a configuration's algorithm on a small batch, and shows and checks what it
-does.
+"""``trinity-mq debug algorithm``: runs a configuration's algorithm on a small batch, and shows and checks the
+result.
 """
 
 from __future__ import annotations
@@ -26,16 +26,18 @@ from trinity_mq.runtime.plugins import add_plugins
 
 TASKS, RUNS, TOKENS = 2, 4, 6
 MASKED = (2, 3)
-"""Tokens of an answer that are a tool's and not trained on, in every second run."""
+"""Positions of tool tokens, which are not trained on, in the answer of every second run."""
 REWARDS = ((1.0, 0.0, 0.5, 0.0), (0.0, 1.0, 1.0, 0.25))
 GARBAGE = -37.0
-"""Value at masked tokens in the second look: any number that no policy gave."""
+"""Value at masked tokens in the second evaluation: an arbitrary number that differs from every policy's value."""
 SMALL = 1e-5
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A batch of answers, and what the policies say about their tokens: ``[answers, tokens]`` each, in nats."""
+    """A batch of answers with the policies' values for their tokens. Each tensor is ``[answers, tokens]``; logprobs and
+    entropies are in nats.
+    """
 
     mask: Tensor
     logprob: Tensor
@@ -47,13 +49,13 @@ class Sample:
     entropy_baseline: Tensor
 
     def spoiled(self) -> Sample:
-        """Return the same with garbage at the masked tokens."""
+        """Return the sample with garbage values at the masked tokens."""
         names = ("logprob", "mu", "old", "ref", "teacher", "entropy", "entropy_baseline")
         return replace(self, **{name: getattr(self, name).where(self.mask, GARBAGE) for name in names})
 
 
 def algorithm(arguments: argparse.Namespace) -> int:
-    """Print losses and gradients of a small batch, then what was checked; 1 where a check failed."""
+    """Print losses and gradients of a small batch, then the checks. Return 1 if a check failed."""
     config = configuration(arguments)
     add_plugins(config.plugin_dirs)
     sample = make_sample(config.seed)
@@ -71,7 +73,7 @@ def algorithm(arguments: argparse.Namespace) -> int:
 
 
 def make_sample(seed: int) -> Sample:
-    """Return answers whose ratios reach every branch of a clip: up to a factor of 4 from the sampler."""
+    """Return answers whose ratios reach every branch of a clip: ratios up to about 4 relative to the sampler."""
     generator = torch.Generator().manual_seed(seed)
     shape = (TASKS * RUNS, TOKENS)
 
@@ -89,7 +91,7 @@ def make_sample(seed: int) -> Sample:
 
 
 def advantages_of(sample: Sample, config: AlgorithmConfig) -> Tensor:
-    """Return the advantages of the estimator, ``[answers, tokens]``; those of a critic's estimator with values of 0."""
+    """Return the advantages of the estimator, ``[answers, tokens]``. A critic's estimator gets values of 0."""
     if config.estimator.kind == "none":
         return torch.zeros(sample.mask.shape)
     experiences = [
@@ -142,14 +144,14 @@ def losses(
     answers: slice = slice(None),
     scales: Tensor | None = None,
 ) -> Losses:
-    """Return the loss of some of the answers and its gradient.
+    """Return the loss of selected answers and its gradient.
 
     Args:
         sample: The batch.
-        advantages: ``[answers, tokens]``.
-        config: The algorithm.
-        answers: Which; their scales and the pieces that compare tokens are always those of the whole batch.
-        scales: Of all answers, if known.
+        advantages: Advantages, ``[answers, tokens]``.
+        config: Configuration of the algorithm.
+        answers: Selected answers. Their scales, and pieces that compare tokens, are computed over the whole batch.
+        scales: Scales of all answers, if known.
     """
     mask = sample.mask
     logprob = sample.logprob.clone().requires_grad_()
@@ -198,7 +200,7 @@ def table(sample: Sample, advantages: Tensor, found: Losses) -> Iterator[str]:
 
 
 def checks(sample: Sample, advantages: Tensor, config: AlgorithmConfig) -> Iterator[tuple[str, str]]:
-    """Yield what is checked, and what is wrong with it: nothing if the text is empty."""
+    """Yield the name of each check with its problem; an empty text means that the check passed."""
     whole = losses(sample, advantages, config)
     finite = math.isfinite(whole.loss) and bool(whole.gradient.isfinite().all())
     yield "loss and gradient are finite", "" if finite else f"loss {whole.loss}, mask what overflows before exp or log"

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 CRASH_SECONDS = 2.0
-"""Seconds within which a dead engine is noticed after a call that was not answered."""
+"""Maximum seconds to detect a dead engine after an unanswered call."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -58,7 +58,7 @@ def algorithm(arguments: argparse.Namespace) -> int:
 
 
 def workflow(arguments: argparse.Namespace) -> int:
-    """Run a task once and print its events; 1 when it failed."""
+    """Run a task once and print its events. Return 1 if it failed."""
     from trinity_mq.cli.debug.report import JsonReport, TextReport
     from trinity_mq.telemetry import setup_logging
 
@@ -68,7 +68,7 @@ def workflow(arguments: argparse.Namespace) -> int:
     setup_logging("debug", "debug", None, "error")
     report: Report = JsonReport(sys.stdout) if arguments.json else TextReport(sys.stdout)
     report.task(number, body)
-    with contextlib.redirect_stdout(sys.stderr):  # what a workflow prints must not get between ours
+    with contextlib.redirect_stdout(sys.stderr):  # keep the workflow's prints out of the report
         return run_to_the_end(_debug(config, body, number, arguments, report))
 
 
@@ -143,7 +143,7 @@ async def _run(
 
 @contextlib.asynccontextmanager
 async def _recorded(engine: DebugEngine, report: Report, numbers: Iterator[int]) -> AsyncIterator[InferenceModel]:
-    """Yield the model behind a proxy that reports each call."""
+    """Yield the model's URL behind a proxy that reports each call."""
     from trinity_mq.cli.debug.proxy import Call, RecordingProxy
 
     def on_call(call: Call) -> None:
@@ -156,7 +156,7 @@ async def _recorded(engine: DebugEngine, report: Report, numbers: Iterator[int])
 
 
 async def _unless(lost: Callable[[], Awaitable[object]], work: Awaitable[T]) -> T:
-    """Await ``work``, unless ``lost`` raises before."""
+    """Await ``work``, unless ``lost`` raises first."""
 
     async def watch() -> None:
         await lost()

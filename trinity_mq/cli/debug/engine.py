@@ -1,4 +1,4 @@
-"""An engine for one command: a child with the run's model and weights, or one that serves already."""
+"""An engine for one command: a child process with the run's model and weights, or an engine that is already served."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 ENGINE_ID = "debug"
 LEASE = 20.0
-"""Seconds that the engine outlives a command that was killed."""
+"""Maximum seconds for which the engine outlives a killed command."""
 ANSWER_SECONDS = 10.0
 VERSION = (0, 0)
-"""Version of weights that come from no trainer."""
+"""Version of weights that were not sent by a trainer."""
 
 
 @dataclass
@@ -36,7 +36,7 @@ class DebugEngine:
     model: InferenceModel
     texts: TokenTexts
     lost: Callable[[], Awaitable[Any]]
-    """Waits until the engine is gone; raises CommandError then."""
+    """Waits until the engine has died, then raises CommandError."""
     unanswered: int = 0
     """Number of calls without a complete answer."""
 
@@ -45,17 +45,17 @@ class DebugEngine:
 async def own_engine(
     config: Config, folder: Path, weights: Path | None, report: Callable[[str], None]
 ) -> AsyncIterator[DebugEngine]:
-    """Run the configured engine as a child process, with weights.
+    """Run the configured engine as a child process, and send it weights.
 
     Args:
-        config: Of the run; nothing of its folder is touched.
-        folder: Where the engine keeps its files.
-        weights: A Hugging Face folder with weights for the configured model; None: those the run starts with.
-        report: Called with a line for a person.
+        config: Configuration of the run. Its run folder is not changed.
+        folder: Folder for the engine's files.
+        weights: A Hugging Face folder with weights for the configured model; None: the run's initial weights.
+        report: Called with a line of text for a person.
 
     Raises:
-        ModelError, LearnerError: The model cannot be had.
-        CommandError: The engine does not start, or does not take the weights.
+        ModelError, LearnerError: The model cannot be loaded.
+        CommandError: The engine does not start, or does not accept the weights.
     """
     config = _apart(config, folder)
     changed = Notifier()
@@ -79,7 +79,7 @@ async def own_engine(
 async def auxiliary_engine(
     config: Config, folder: Path, model: AuxiliaryModelConfig, report: Callable[[str], None]
 ) -> AsyncIterator[DebugEngine]:
-    """Serve an auxiliary model as in a run; errors as :func:`own_engine`."""
+    """Serve an auxiliary model as in a run. Raises the same errors as :func:`own_engine`."""
     report(f"starting auxiliary model {model.name!r}")
     host = EngineHost(_apart(config, folder), folder, f"{ENGINE_ID}-{model.name}", auxiliary=model)
     async with _hosted(host):
@@ -89,10 +89,10 @@ async def auxiliary_engine(
 
 @contextlib.asynccontextmanager
 async def given_engine(config: Config, url: str) -> AsyncIterator[DebugEngine]:
-    """Use an engine that is served elsewhere, and leave it as it is.
+    """Use an engine that another process serves, without changing it.
 
     Raises:
-        CommandError: There is none at ``url``, or it holds no weights.
+        CommandError: There is no engine at ``url``, or it does not hold weights.
     """
     base = url.rstrip("/").removesuffix("/v1")
     async with aiohttp.ClientSession() as session:
@@ -105,7 +105,7 @@ async def given_engine(config: Config, url: str) -> AsyncIterator[DebugEngine]:
         try:
             health = await _get(session, f"{base}/health")
         except CommandError:
-            health = None  # a server that is not ours need not have it
+            health = None  # servers of other programs may lack this route
     if isinstance(health, dict) and health.get("state") in {"empty", "dirty"}:
         raise CommandError(
             f"the engine at {base} holds no weights: it waits for its run's trainer. Start that, or leave --engine out"
@@ -135,7 +135,7 @@ async def _never() -> None:
 
 
 def _apart(config: Config, folder: Path) -> Config:
-    """Return the configuration of engines that have nothing to do with a run's own."""
+    """Return the configuration for an engine that is separate from the run's engines."""
     rollout = config.explorer.rollout_model
     rollout = rollout.model_copy(update={"lease": min(rollout.lease, LEASE)})
     explorer = config.explorer.model_copy(update={"rollout_model": rollout})
@@ -144,14 +144,15 @@ def _apart(config: Config, folder: Path) -> Config:
 
 @contextlib.asynccontextmanager
 async def _hosted(host: EngineHost) -> AsyncIterator[None]:
-    """Run an engine, and stop it at the end."""
+    """Run an engine, and stop it on exit."""
     try:
         try:
             await host.start()
         except EngineError as error:
             raise CommandError(str(error)) from error
         async with asyncio.TaskGroup() as group:
-            keeping = group.create_task(host.keep())  # what follows may take longer than its lease
+            # keeps the lease alive, because the following work may take longer
+            keeping = group.create_task(host.keep())
             try:
                 yield
             finally:
@@ -174,7 +175,7 @@ def _load(config: Config, weights: Path | None) -> tuple[Policy, TokenTexts]:
 
 
 async def _send_weights(config: Config, host: EngineHost, policy: Policy) -> None:
-    """Send the weights as a trainer does, to the one member."""
+    """Send the weights to the engine as its trainer, with the engine as the only member."""
     from trinity_mq.sync.channels.base import ChannelError
     from trinity_mq.sync.channels.collective.broadcast import Sender
 

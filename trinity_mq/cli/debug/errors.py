@@ -1,4 +1,4 @@
-"""Records the exception that leaves a workflow, with its traceback."""
+"""Records the exception that a workflow raises, with its traceback."""
 
 from __future__ import annotations
 
@@ -26,14 +26,15 @@ class Failure:
     file: str
     line: int
     function: str
-    """With ``file`` and ``line``: the innermost place in the workflow's own file, else the innermost of all."""
+    """Function name. Together with ``file`` and ``line`` it is the innermost frame in the workflow's own file, else the
+    innermost frame."""
     was_interrupted: bool
-    """It raised nothing: it was at that place when its time was up."""
+    """True if the run was cancelled at its time limit at this place, instead of raising an error."""
     traceback: str
 
 
 class ErrorRecorder:
-    """Keeps the last exception that left a workflow of class ``kind``."""
+    """Keeps the last exception raised by a workflow of class ``kind``."""
 
     def __init__(self, kind: type[Workflow]) -> None:
         self._file = inspect.getsourcefile(kind) or ""
@@ -41,7 +42,7 @@ class ErrorRecorder:
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        """Record and re-raise exceptions. Engine errors become RunFailedError, for which a runner does not wait."""
+        """Record and re-raise exceptions. Engine errors become RunFailedError, because a runner waits after them."""
         try:
             yield
         except BaseException as error:
@@ -51,7 +52,7 @@ class ErrorRecorder:
             raise
 
     def failure(self) -> Failure | None:
-        """Return the recorded failure, None if there is none."""
+        """Return the recorded failure; None if no exception was recorded."""
         error = self._error
         if error is None:
             return None

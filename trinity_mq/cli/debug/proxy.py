@@ -1,6 +1,6 @@
 """A recording HTTP proxy between a workflow and its engine.
 
-It sees the calls of any client or framework that a workflow uses.
+It records the calls of any client or framework that a workflow uses.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MAX_BODY = 64 * 1024**2
 NOT_PASSED = frozenset(
     {"accept-encoding", "connection", "content-length", "host", "keep-alive", "te", "trailer", "transfer-encoding"}
 )
-"""Headers that are not forwarded: those of one connection, and compression, since answers are read here."""
+"""Headers that are not forwarded: per-connection headers, and compression, because the proxy reads the answers."""
 
 
 @dataclass
@@ -33,17 +33,17 @@ class Call:
     method: str
     path: str
     request: Any
-    """The JSON body; None if it is not JSON."""
+    """JSON body of the request; None if it is not JSON."""
     status: int = 0
-    """HTTP status; 0 while there is no answer."""
+    """HTTP status; 0 without an answer."""
     answer: Any = None
-    """The JSON body; for a stream the list of its events."""
+    """JSON body of the answer; for a stream, the list of its events."""
     is_stream: bool = False
     seconds: float = 0.0
     error: str = ""
     """The reason why the answer is missing or incomplete."""
     engine: str = ""
-    """The auxiliary model's name; empty for the policy."""
+    """Name of the auxiliary model; empty for the policy."""
 
 
 class RecordingProxy:
@@ -51,9 +51,9 @@ class RecordingProxy:
 
     Args:
         upstream: The engine's base URL.
-        on_call: Called with each call once it is over.
-        name: The engine's name in its calls.
-        numbers: Numbers for calls, shared with other proxies.
+        on_call: Called with each call after it ends.
+        name: Name of the engine in the recorded calls.
+        numbers: Generator of call numbers, shared with other proxies.
     """
 
     def __init__(
@@ -66,12 +66,12 @@ class RecordingProxy:
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[str]:
-        """Serve, and yield the URL to use instead of the engine's."""
+        """Serve, and yield the URL to use instead of the engine's URL."""
         application = new_application(max_body=MAX_BODY)
         application.router.add_route("*", "/{path:.*}", self._pass_on)
         runner = web.AppRunner(application, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
         await runner.setup()
-        # limits are the caller's: this end waits as long as it does
+        # the caller sets the time limits, so the proxy waits without limit
         timeout, connector = aiohttp.ClientTimeout(total=None), aiohttp.TCPConnector(limit=0)
         async with aiohttp.ClientSession(timeout=timeout, connector=connector) as self._session:
             try:
@@ -95,7 +95,7 @@ class RecordingProxy:
             raise
         except (aiohttp.ClientError, OSError) as error:
             call.error = f"{type(error).__name__}: {error}"
-            # no answer may look like one that can be had by asking again
+            # the status must not suggest that a retry could succeed
             words = {"error": {"message": f"the engine gave no answer: {call.error}", "code": "engine_lost"}}
             return web.json_response(words, status=502)
         finally:
@@ -127,7 +127,8 @@ class RecordingProxy:
             except (aiohttp.ClientError, OSError) as error:
                 call.error = f"the stream broke off: {type(error).__name__}: {error}"
                 if request.transport is not None:
-                    request.transport.close()  # it has begun: a cut is all that can still be passed on
+                    # the response has begun, so the only way to report the error is to close the connection
+                    request.transport.close()
             finally:
                 call.answer = _events(bytes(received))
             return out
@@ -141,7 +142,7 @@ def _json(body: bytes) -> Any:
 
 
 def _events(body: bytes) -> list[Any]:
-    """Return the JSON of each server-sent event."""
+    """Return the JSON content of each server-sent event."""
     found = []
     for line in body.decode(errors="replace").splitlines():
         if line.startswith("data:") and (event := _json(line.removeprefix("data:").encode())) is not None:

@@ -1,4 +1,4 @@
-"""Reports of ``trinity-mq debug``: for a person, or one JSON object a line."""
+"""Reports of ``trinity-mq debug``: text for a person, or JSON lines."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from trinity_mq.telemetry.jsonline import dump_line
 
 
 class JsonReport:
-    """One JSON object a line, each with an ``event``: task, call, experience, end."""
+    """Writes one JSON object per line, each with an ``event``: task, call, experience or end."""
 
     def __init__(self, out: TextIO) -> None:
         self._out = out
 
     def task(self, number: int, body: TaskBody) -> None:
-        """Write the task as it would be published."""
+        """Write the task in its published form."""
         self._write("task", {"number": number, "task": body.model_dump(mode="json")})
 
     def call(self, call: Call, texts: TokenTexts) -> None:
@@ -33,7 +33,7 @@ class JsonReport:
         self._write("call", call_json(call, texts))
 
     def experience(self, experience: Experience, texts: TokenTexts) -> None:
-        """Write all its fields."""
+        """Write all fields of the experience."""
         self._write("experience", as_json(experience, texts))
 
     def end(self, status: Status, calls: int, failure: Failure | None) -> None:
@@ -50,7 +50,7 @@ class JsonReport:
 
 
 class TextReport:
-    """For a person."""
+    """Prints the report for a person."""
 
     def __init__(self, out: TextIO) -> None:
         self._console = open_console(out)
@@ -69,7 +69,7 @@ class TextReport:
         show_call(self._console, call, texts)
 
     def experience(self, experience: Experience, texts: TokenTexts) -> None:
-        """Print it, token by token."""
+        """Print the experience, token by token."""
         show(self._console, experience, texts)
 
     def end(self, status: Status, calls: int, failure: Failure | None) -> None:

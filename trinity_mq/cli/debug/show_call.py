@@ -22,14 +22,14 @@ ASKED = ("messages", "prompt", "tokens", "model", "return_token_ids", "tools")
 
 @dataclass
 class Choice:
-    """One choice of an answer, whole or assembled from a stream."""
+    """One choice of an answer, complete or assembled from a stream."""
 
     text: str = ""
     finish_reason: str | None = None
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     pieces: list[str] = field(default_factory=list)
-    """Token texts, where the server sent them."""
+    """Token texts, if the server sent them."""
     tool_calls: list[Any] = field(default_factory=list)
 
 
@@ -44,7 +44,7 @@ def choices(answer: Any) -> list[Choice]:
 
 
 def _add(choice: Choice, part: Mapping[str, Any]) -> None:
-    """Add a choice, or a chunk of one; malformed fields are left out."""
+    """Add a choice or a chunk of a choice. Malformed fields are skipped."""
     message, listed = _mapping(part.get("message") or part.get("delta")), _mapping(part.get("logprobs"))
     content = [_mapping(one) for one in _list(listed.get("content"))]
     choice.text += str(part.get("text") or message.get("content") or "")
@@ -66,7 +66,7 @@ def _mapping(value: Any) -> Mapping[str, Any]:
 
 
 def call_json(call: Call, texts: TokenTexts) -> dict[str, Any]:
-    """Return a call with request and answer as they were, and the answer's choices with token texts."""
+    """Return a call with its original request and answer, and the answer's choices with token texts."""
     return {
         "number": call.number,
         "engine": call.engine or None,

@@ -1,4 +1,4 @@
-"""Selects the task of ``trinity-mq debug``: a record of a taskset by its number, or one given as JSON."""
+"""Selects the task of ``trinity-mq debug``: a record of a taskset by its number, or a task in JSON."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from trinity_mq.messages import TaskBody
 
 
 def find_task(config: Config, task: str, taskset: str | None) -> tuple[int, TaskBody]:
-    """Return a task and its number; one that is given as JSON has number 0.
+    """Return a task and its number. A task in JSON has number 0.
 
     Args:
-        config: Of the run.
-        task: The number of a record, in the order in which they lie there; or a task as JSON, ``@FILE`` or ``-``.
-        taskset: Name of an evaluation taskset; None: the one that is trained on.
+        config: Configuration of the run.
+        task: The number of a record in storage order, or a task as JSON, ``@FILE`` or ``-``.
+        taskset: Name of an evaluation taskset; None: the training taskset.
 
     Raises:
-        CommandError: There is no such taskset, record or task.
+        CommandError: The taskset, record or task does not exist.
         TasksetError: The taskset cannot be read.
     """
     section = _section(config, taskset)
@@ -55,7 +55,7 @@ def _section(config: Config, taskset: str | None) -> TasksetConfig:
 
 
 def _completed(section: TasksetConfig, task: TaskBody) -> TaskBody:
-    """Return a task with what it leaves out filled in from its taskset's section, as the explorer does."""
+    """Return a task with missing fields filled in from its taskset's section, as the explorer does."""
     defaults = {
         "workflow": section.workflow,
         "workflow_args": section.workflow_args,
