@@ -15,18 +15,18 @@ from trinity_mq.messages import conflicts, mixture, releases_line
 
 Verdict = Literal["ok", "warning", "problem", "not looked at"]
 Judgement = tuple[Verdict, str, str]
-"""Verdict, observed value, advice; with ``not looked at`` the reason, and how to look by hand."""
+"""Verdict, observed value and advice. For ``not looked at``: the reason, and how to check manually."""
 Judge = Callable[[Facts, Needs], Sequence[Judgement]]
 
 LOOPBACK = {"localhost", "127.0.0.1", "::1"}
 OLDEST, NEWEST = (3, 10), (4, 99)
 TIMEOUT_PER_QUEUE = (3, 12)
-"""Release from which on queues have consumer timeouts of their own."""
+"""First release with consumer timeouts for individual queues."""
 FLAGS = ("quorum_queue", "stream_queue")
 CLOCK_SECONDS = 5.0
-"""Nothing in a run compares the clocks of two machines; people who read its logs do."""
+"""Maximum clock difference in seconds. Runs do not compare the clocks of two machines, but readers of logs do."""
 LEAST_FREE, ENOUGH_FREE = 512 * 2**20, 5 * 2**30
-"""Bytes free in the run folder below which a checkpoint is likely to fail, or may fail."""
+"""Free bytes in the run folder below which a checkpoint is likely to fail, and below which it may fail."""
 STATUS = "`rabbitmqctl status` on the broker's machine"
 ENVIRONMENT = "`rabbitmqctl environment` on the broker's machine"
 
@@ -48,14 +48,14 @@ class Check:
 
     subject: str
     wanted: str
-    """The expectation, filled in with ``hold``, ``message_size`` and ``stream_size``."""
+    """The expectation, a format text with ``hold``, ``message_size`` and ``stream_size``."""
     judge: Judge
     facts: tuple[str, ...]
-    """Facts without which there is nothing to judge."""
+    """Names of the facts that the check needs."""
     by_hand: str
-    """Instructions for a person to check it where the facts are missing."""
+    """Instructions for a manual check if the facts are missing."""
     of_run: bool
-    """Applies to a named run only."""
+    """True if the check applies only to a named run."""
 
 
 BROKER_CHECKS: list[Check] = []
@@ -65,7 +65,7 @@ MACHINE_CHECKS: list[Check] = []
 def check(
     subject: str, wanted: str, *facts: str, by_hand: str = "", of_run: bool = False, of_machine: bool = False
 ) -> Callable[[Judge], Judge]:
-    """Add a row to the table of the broker's checks, or of this machine's; see :class:`Check`."""
+    """Add a row to the table of broker checks or machine checks; see :class:`Check`."""
 
     def add(judge: Judge) -> Judge:
         table = MACHINE_CHECKS if of_machine else BROKER_CHECKS
@@ -76,7 +76,7 @@ def check(
 
 
 def findings(checks: Sequence[Check], facts: Facts, needs: Needs) -> Iterator[Finding]:
-    """Yield the findings of each check, at least one."""
+    """Yield the findings of each check, at least one per check."""
     broker = needs.config.broker
     sizes = {"message_size": size(broker.max_message_bytes), "stream_size": size(needs.stream_bytes)}
     for row in checks:
@@ -100,12 +100,12 @@ def _judgements(row: Check, facts: Facts, needs: Needs) -> Sequence[Judgement]:
 
 
 def first(seen: str, *rows: tuple[Verdict, object, str]) -> list[Judgement]:
-    """Return verdict and advice of the first row whose condition is true, else ``ok``."""
+    """Return verdict and advice of the first row with a true condition, else ``ok``."""
     return [next(((verdict, seen, do) for verdict, applies, do in rows if applies), ("ok", seen, ""))]
 
 
 def size(count: float) -> str:
-    """Return bytes in words.
+    """Return a number of bytes with its unit.
 
     >>> size(1536 * 1024)
     '1.5 MiB'
@@ -134,7 +134,7 @@ def _connection(facts: Facts, _needs: Needs) -> list[Judgement]:
 
 
 def _release(facts: Facts) -> tuple[int, int] | None:
-    """Return the broker's release, None where it is no RabbitMQ or does not say."""
+    """Return the broker's release; None if it is not RabbitMQ or does not report its version."""
     server = facts["server"]
     numbers = re.match(r"(\d+)\.(\d+)", str(server.get("version"))) if server.get("product") == "RabbitMQ" else None
     return None if numbers is None else (int(numbers[1]), int(numbers[2]))
@@ -211,7 +211,8 @@ def _broker_disk(facts: Facts, needs: Needs) -> list[Judgement]:
     less = "free space there, or lower broker.ready_max_bytes and broker.results_max_bytes"
     for node in facts["nodes"]:
         free, limit = node.get("disk_free"), node.get("disk_free_limit")
-        if isinstance(free, int) and isinstance(limit, int):  # neither is known before the node has measured its disk
+        # both values are unknown until the node has measured its disk
+        if isinstance(free, int) and isinstance(limit, int):
             found += first(
                 f"{size(free)} free on {node['name']}, of which {size(limit)} must stay free (disk_free_limit)",
                 ("problem", free < limit, f"{less} or disk_free_limit: publishing is blocked"),
@@ -250,12 +251,14 @@ def names_of(topology: Topology) -> list[str]:
 
 
 def allows(pattern: str, name: str) -> bool:
-    """Return whether a pattern matches, as RabbitMQ does it: anywhere, and an empty one nothing."""
+    """Return whether RabbitMQ's pattern matches a name: it may match anywhere, and an empty pattern matches nothing."""
     return bool(pattern) and (not _is_readable(pattern) or re.search(pattern, name) is not None)
 
 
 def _is_readable(pattern: str) -> bool:
-    """Return whether Python knows all of a pattern of Erlang's; on one that it does not know nothing is based."""
+    """Return whether Python can parse an Erlang pattern. Patterns that Python cannot parse are not used for
+    verdicts.
+    """
     try:
         re.compile(pattern)
     except re.error:
@@ -268,7 +271,7 @@ LIST_FLAGS = "`rabbitmqctl list_feature_flags` on the broker's machine"
 
 @check("feature flags", ", ".join(FLAGS), "feature_flags", by_hand=LIST_FLAGS)
 def _feature_flags(facts: Facts, _needs: Needs) -> list[Judgement]:
-    # one that is not listed is part of that version
+    # a flag that is not listed is a fixed part of that version
     off = [flag["name"] for flag in facts["feature_flags"] if flag["name"] in FLAGS and flag["state"] != "enabled"]
     enable = "rabbitmqctl enable_feature_flag all, once all nodes of the cluster have the new version"
     return first(f"{', '.join(off)} disabled" if off else "enabled", ("problem", off, enable))
@@ -283,7 +286,7 @@ def _clock(facts: Facts, _needs: Needs) -> list[Judgement]:
 
 
 def _depths(facts: Facts, needs: Needs) -> dict[str, tuple[int, int]]:
-    """Return messages and consumers of each queue of the run; AMQP counts the ready ones of this moment."""
+    """Return messages and consumers of each queue of the run. Counts from AMQP are the currently ready messages."""
     listed = {
         queue["name"]: (queue.get("messages", 0), queue.get("consumers", 0))
         for queue in facts.get("queues", ())
@@ -340,7 +343,7 @@ LOSSES = {
     "max-age": (("stream",), "older results and processed batches are dropped before they are read"),
     "expires": (("quorum", "exclusive"), "queues that are not used for that long are deleted with what is in them"),
 }
-"""Policy settings that lose messages: the kinds of queues that they act on, and the harm."""
+"""Policy settings that lose messages: the kinds of queues that they affect, and the harm."""
 POLICY_KINDS = {"policies": "policy", "operator_policies": "operator_policy"}
 APPLY_TO = {"quorum": "quorum_queues", "stream": "streams", "exclusive": "classic_queues"}
 NO_POLICY = "none that takes messages or queues of the run away"
@@ -358,7 +361,7 @@ def _policies(facts: Facts, needs: Needs) -> list[Judgement]:
             found.append(("not looked at", why, f"compare it by eye with {needs.named.prefix}*"))
         for target in targets:
             matching = [one for one in facts[kind] if one["name"] not in unread and _applies(one, target)]
-            # only the one of the highest priority has an effect
+            # only the policy with the highest priority takes effect
             for policy in sorted(matching, key=lambda policy: -policy["priority"])[:1]:
                 for key, value in policy["definition"].items():
                     if (harm := _harm(key, value, target, needs)) is not None:
@@ -374,14 +377,14 @@ def _policies(facts: Facts, needs: Needs) -> list[Judgement]:
 
 
 def _applies(policy: Mapping[str, Any], target: Queue | str) -> bool:
-    """Return whether a policy matches a queue, or the name of an exchange."""
+    """Return whether a policy applies to a queue, or to an exchange name."""
     if isinstance(target, str):
         return policy["apply-to"] in {"all", "exchanges"} and allows(policy["pattern"], target)
     return policy["apply-to"] in {"all", "queues", APPLY_TO[target.kind]} and allows(policy["pattern"], target.name)
 
 
 def _harm(key: str, value: Any, queue: Queue | str, needs: Needs) -> tuple[Verdict, str] | None:
-    """Return the harm that a setting does to a queue of ours or to an exchange, None for none."""
+    """Return the harm that a setting does to a queue or exchange of the run; None: no harm."""
     if isinstance(queue, str):
         words = "what belongs to no queue any more goes there instead of coming back"
         return ("warning", words) if key == "alternate-exchange" else None
@@ -396,7 +399,7 @@ def _harm(key: str, value: Any, queue: Queue | str, needs: Needs) -> tuple[Verdi
     kinds, words = LOSSES.get(key, ((), ""))
     declared = {"max-length-bytes": queue.max_length_bytes, "expires": queue.expires_ms}.get(key)
     if queue.kind not in kinds or (declared is not None and value >= declared):
-        return None  # the lower one of policy and declaration is in force
+        return None  # the lower value of policy and declaration takes effect
     return "warning" if queue.kind == "exclusive" else "problem", words
 
 

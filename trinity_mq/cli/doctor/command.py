@@ -1,4 +1,4 @@
-"""``trinity-mq doctor``: checks a live broker and this machine, and says what to do; changes nothing."""
+"""``trinity-mq doctor``: checks a live broker and this machine, and recommends actions; changes nothing."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def doctor(arguments: argparse.Namespace) -> int:
-    """Print findings; 1 where there is a problem, else 0."""
+    """Print findings. Return 1 if there is a problem, else 0."""
     target = arguments.target
     config = None if target is None else find_configuration(target, arguments.overrides)
     needs = Needs.of(config, None if config is not None else target)
@@ -84,14 +84,14 @@ async def _check_all(
 async def check_broker(
     broker: BrokerConfig, needs: Needs, management: str | None, node: Path | None, ctl: Ctl | None = None
 ) -> list[Finding]:
-    """Check a broker by every source that is open.
+    """Check a broker through every available source.
 
     Args:
-        broker: Its address.
+        broker: Address of the broker.
         needs: The run's requirements.
-        management: URL of its management API; None: on the same host.
-        node: Folder of a private node that it may be.
-        ctl: Runs its rabbitmqctl; None: that of ``node``, if it is that node.
+        management: URL of its management API. None: on the broker's host.
+        node: Folder of a private node that may be this broker.
+        ctl: Runs its rabbitmqctl. None: the rabbitmqctl of ``node``, if the broker is that node.
     """
 
     def no_broker(verdict: Verdict, seen: str, do: str) -> list[Finding]:
@@ -131,7 +131,7 @@ async def check_broker(
 
 
 def _ctl_of(folder: Path | None, port: int | None) -> Ctl | None:
-    """Return the rabbitmqctl of the private node in ``folder``, None where it is not the node at ``port``."""
+    """Return the rabbitmqctl of the private node in ``folder``; None if it is not the node at ``port``."""
     if folder is None or not (folder / "rabbitmq.conf").exists():
         return None
     node = PrivateNode(folder)

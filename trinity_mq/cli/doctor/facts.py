@@ -1,7 +1,7 @@
-"""Facts about a broker and this machine, where they come from, and the needs of a run.
+"""Facts about a broker and this machine, their sources, and the needs of a run.
 
-Sources: AMQP, the management API, ``rabbitmqctl`` of a private node, and this machine. None changes anything: an
-exclusive queue is all that is declared, and it goes with the connection.
+Sources: AMQP, the management API, ``rabbitmqctl`` of a private node, and this machine. The sources do not change the
+broker: only an exclusive queue is declared, and it is deleted with the connection.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ from trinity_mq.runtime.peers import HEARTBEAT_INTERVAL
 from trinity_mq.runtime.process import is_run_over
 
 Ctl = Callable[..., Awaitable[str]]
-"""Runs rabbitmqctl with the given arguments and returns its output."""
+"""Runs rabbitmqctl with arguments and returns its output."""
 ANSWER_SECONDS = 10.0
 HEARING_SECONDS = 1.5 * HEARTBEAT_INTERVAL
-"""Within this each agent that lives has sent a heartbeat."""
+"""Seconds within which each living agent sends a heartbeat."""
 TORCH_SECONDS = 90.0
 API_PATHS = {
     "nodes": "/api/nodes",
@@ -52,7 +52,7 @@ API_PATHS = {
     "feature_flags": "/api/feature-flags",
     "queues": "/api/queues/{vhost}?columns=name,messages,consumers",
 }
-"""Questions to the management API; ``rabbitmqctl`` is made to answer in the same form."""
+"""Paths of the questions to the management API. Answers of ``rabbitmqctl`` are converted to the same form."""
 STATUS_REASONS = {
     401: "user name or password are wrong there, or the user has no tag for it",
     403: "the user lacks the tag for it",
@@ -60,19 +60,19 @@ STATUS_REASONS = {
 
 
 class Facts(dict[str, Any]):
-    """Answers by question. A question that no source answers is not a key, and :meth:`why` returns the reasons."""
+    """Answers by question. Unanswered questions are not keys; :meth:`why` returns the reasons."""
 
     def __init__(self, **answers: Any) -> None:
         super().__init__(answers)
         self._reasons: dict[str, list[str]] = {}
 
     def missing(self, why: str, *questions: str) -> None:
-        """Note why questions have no answer."""
+        """Record why questions are not answered."""
         for question in questions:
             self._reasons.setdefault(question, []).append(why)
 
     def why(self, question: str) -> str:
-        """Return why a question has no answer."""
+        """Return why a question is not answered."""
         return "; ".join(dict.fromkeys(self._reasons.get(question, ()))) or "no source reports it"
 
 
@@ -82,16 +82,16 @@ class Needs:
 
     topology: Topology | None
     config: Config
-    """The run's, else one of defaults."""
+    """The run's configuration, else a default configuration."""
     exact: bool
-    """The needs are those of a configuration, not the defaults."""
+    """True if the needs come from a configuration, False if they come from the defaults."""
     engine: str | None = None
     folder_finished: bool | None = None
-    """The run's folder is marked as finished; None: there is no such folder here."""
+    """True if the run's folder is marked as finished; None: the folder does not exist here."""
 
     @classmethod
     def of(cls, given: Config | None, run: str | None) -> Needs:
-        """Return the needs of a configuration, else of the defaults. Raises ValueError for an impossible name."""
+        """Return the needs of a configuration, else of the defaults. Raises ValueError for an invalid name."""
         config = given or load_config({"name": "defaults", "model": {"tiny": {}}})
         name = run if given is None else given.name
         return cls(
@@ -104,32 +104,32 @@ class Needs:
 
     @property
     def named(self) -> Topology:
-        """The topology, in checks of a named run."""
+        """The topology; only for checks of a named run."""
         assert self.topology is not None
         return self.topology
 
     @property
     def hold_seconds(self) -> float:
-        """The longest that an agent holds a delivery."""
+        """The longest time in seconds that an agent holds a delivery."""
         return max(self.config.hold_seconds.values())
 
     @property
     def stream_bytes(self) -> int:
-        """Upper bound of the run's streams."""
+        """Upper bound of the size of the run's streams in bytes."""
         return self.config.broker.ready_max_bytes + self.config.broker.results_max_bytes
 
 
 async def ask_amqp(urls: tuple[str, ...], tls: TlsConfig | None, topology: Topology | None, facts: Facts) -> None:
     """Answer ``server`` (its properties), ``depths``, ``beats``, ``attempts`` and ``blocked`` over an AMQP connection.
 
-    ``depths`` are (ready messages, consumers) of the run's durable queues that exist; ``attempts`` are the permissions
-    that were tried (configure, write, read), each with the broker's refusal or ``""``; ``beats`` are the last
-    heartbeats of those who work on the run, by id, where somebody does.
+    ``depths`` are (ready messages, consumers) of the run's existing durable queues. ``attempts`` are the tried
+    permissions (configure, write, read), each with the broker's refusal or ``""``. ``beats`` are the last heartbeats of
+    the run's working agents by id; missing if no agent works.
 
     Raises:
         BusRefused: The broker refuses the connection.
-        BrokerConnectError: It cannot be reached, or the connection was lost.
-        TimeoutError: It does not answer.
+        BrokerConnectError: The broker cannot be reached, or the connection was lost.
+        TimeoutError: The broker does not answer.
     """
     connection = await open_connection(urls, tls, "doctor", ANSWER_SECONDS, lambda _reason: None)
     try:
@@ -144,7 +144,7 @@ async def ask_amqp(urls: tuple[str, ...], tls: TlsConfig | None, topology: Topol
 
 
 async def _ask(connection: BrokerConnection, question: Callable[[Any], Awaitable[Any]]) -> Any:
-    """Ask on a channel of its own, because a refusal closes the channel."""
+    """Ask on a separate channel, because a refusal closes the channel."""
     async with asyncio.timeout(ANSWER_SECONDS):
         channel = await connection.channel(confirms=True)
         with amqp_errors():
@@ -161,7 +161,7 @@ async def _depths(connection: BrokerConnection, topology: Topology) -> dict[str,
 
 
 async def _hear(connection: BrokerConnection, topology: Topology, facts: Facts) -> None:
-    """Take in what the agents of a run say within :data:`HEARING_SECONDS`."""
+    """Record the heartbeats of a run's agents within :data:`HEARING_SECONDS`."""
     queue = topology.listener("doctor", secrets.token_hex(6), "telemetry").name
     beats: dict[str, Heartbeat] = {}
     try:
@@ -169,7 +169,7 @@ async def _hear(connection: BrokerConnection, topology: Topology, facts: Facts) 
         await _ask(connection, lambda channel: channel.queue_bind(queue, topology.exchange("telemetry"), "beat.#"))
         await asyncio.sleep(HEARING_SECONDS)
         while (found := await _ask(connection, lambda channel: channel.basic_get(queue, no_ack=True))).body:
-            with contextlib.suppress(DecodeError):  # of a release whose heartbeats have another form
+            with contextlib.suppress(DecodeError):  # heartbeats of another release may have another form
                 beat = decode(found.body, Heartbeat, found.header.properties.content_type)
                 beats[beat.id] = beat
     except (BrokerConnectError, BusRefused) as error:
@@ -179,7 +179,7 @@ async def _hear(connection: BrokerConnection, topology: Topology, facts: Facts) 
 
 
 async def _try_permissions(connection: BrokerConnection, topology: Topology, facts: Facts) -> None:
-    """Use an exclusive queue and the telemetry exchange, with a routing key that no queue is bound to."""
+    """Try the permissions with an exclusive queue, the telemetry exchange and a routing key without a bound queue."""
     attempts: dict[str, str] = facts.setdefault("attempts", {})
     key = f"doctor.{secrets.token_hex(6)}"
     queue = topology.listener("doctor", key.rpartition(".")[2], "telemetry").name
@@ -199,9 +199,9 @@ async def _try_permissions(connection: BrokerConnection, topology: Topology, fac
     try:
         await _ask(connection, lambda channel: channel.exchange_declare(exchange, passive=True))
     except (BrokerConnectError, BusRefused):
-        return  # the run has not begun: there is no exchange of its own to publish to
+        return  # the run has not started, so it does not have an exchange to publish to
     await attempt("write", lambda channel: channel.queue_bind(queue, exchange, key))
-    facts["blocked"] = True  # unless the broker confirms a message, and lets the next one through
+    facts["blocked"] = True  # stays True unless the broker confirms a message and accepts further messages
     try:
         await attempt("write", lambda channel: channel.basic_publish(b"", exchange=exchange, routing_key=key))
         async with asyncio.timeout(0):
@@ -212,7 +212,7 @@ async def _try_permissions(connection: BrokerConnection, topology: Topology, fac
 
 
 def management_url(broker: str, given: str | None) -> str:
-    """Return the URL of the API, without a slash at the end: as given, else on the broker's host.
+    """Return the URL of the management API, without a slash at the end: ``given``, else on the broker's host.
 
     >>> management_url("amqp://u:p@host/v", None)
     'http://u:p@host:15672'
@@ -228,12 +228,12 @@ def management_url(broker: str, given: str | None) -> str:
 
 
 async def ask_management(url: str, ssl: SSLContext | None, facts: Facts) -> None:
-    """Answer the questions of :data:`API_PATHS` that are open, and ``clock``, by the management API.
+    """Answer the open questions of :data:`API_PATHS`, and ``clock``, through the management API.
 
     Args:
-        url: Its address, with user and password.
+        url: URL of the API, with user and password.
         ssl: The TLS context, for https.
-        facts: Receives the answers, or the reason why there is none.
+        facts: Receives the answers, or the reasons for missing answers.
     """
     parts = urlsplit(url)
     base = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
@@ -264,12 +264,13 @@ async def ask_management(url: str, ssl: SSLContext | None, facts: Facts) -> None
 
 
 def _clock(date: str, before: float, after: float) -> tuple[float, float]:
-    """Return the seconds that a server's clock is ahead, and the error of that."""
-    theirs = email.utils.parsedate_to_datetime(date).timestamp() + 0.5  # whole seconds, cut off
+    """Return the seconds that a server's clock is ahead, and the maximum error in seconds."""
+    theirs = email.utils.parsedate_to_datetime(date).timestamp() + 0.5  # the header is truncated to whole seconds
     return theirs - (before + after) / 2, 0.5 + (after - before) / 2
 
 
-# One call for everything, since each takes up to a second. Names are given as bytes: nothing in them is read as code.
+# One call for all questions, because each call takes up to a second. Names are passed as bytes, so that they are never
+# evaluated as code.
 SCRIPT = """
 V = %(vhost)s, U = %(user)s,
 E = fun(K) -> case application:get_env(rabbit, K) of {ok, X} when is_integer(X) -> X; _ -> 0 end end,
@@ -293,7 +294,7 @@ io:put_chars(rabbit_json:encode(#{
 
 
 async def ask_rabbitmqctl(ctl: Ctl, facts: Facts) -> None:
-    """Answer ``limits``, ``clock`` and the questions of :data:`API_PATHS` by a private node's ``rabbitmqctl``."""
+    """Answer ``limits``, ``clock`` and the questions of :data:`API_PATHS` through a private node's ``rabbitmqctl``."""
     questions = ("limits", *API_PATHS)
     as_bytes = {name: f"<<{','.join(str(byte) for byte in facts[name].encode())}>>" for name in ("vhost", "user")}
     try:
@@ -319,10 +320,10 @@ print(json.dumps(report))
 
 
 def ask_machine(folder: Path) -> Facts:
-    """Return the facts about this machine; takes seconds.
+    """Return the facts about this machine. The call takes seconds.
 
     Args:
-        folder: The run folder; it need not exist.
+        folder: The run folder; it does not need to exist.
     """
     folder = folder.absolute()
     existing = next(path for path in (folder, *folder.parents) if path.exists())
@@ -338,9 +339,9 @@ def ask_machine(folder: Path) -> Facts:
 
 
 def ask_torch() -> Any:
-    """Return torch's report on itself and its GPUs, else the reason why there is none.
+    """Return torch's report on itself and its GPUs, else the reason for a missing report.
 
-    Torch is asked in a process of its own, since a GPU driver may hang.
+    Torch runs in a separate process, because a GPU driver may hang.
     """
     argv = [sys.executable, "-c", TORCH_REPORT]
     try:
