@@ -51,8 +51,8 @@ EPMD_TIMEOUT = 10.0
 
 
 UNLESS_ORPHANED = ("sh", "-c", '[ "$PPID" = "$1" ] && shift && exec "$@"', "sh")
-"""Shell prefix before a parent's process id and a command. It runs the command unless that parent has already ended. A
-parent that ends before its child requests the parent-death signal does not cause one."""
+"""Shell prefix before a parent's process id and a command. It runs the command unless that parent has already ended.
+The kernel does not send the parent-death signal if the parent ends before its child requests it."""
 
 
 def find_rabbitmq() -> Path | None:

@@ -106,7 +106,7 @@ class Part:
 
 
 def requested_parts(manifest: BatchClosed, parts: Mapping[PartKey, Part]) -> Iterable[tuple[str, Envelope]]:
-    """Yield ``(reply_to, part)`` for the submitters who asked for the experiences of their task.
+    """Yield ``(reply_to, part)`` for submitters that requested the experiences of their task.
 
     A reference is sent unresolved. A submitter without access to the store gets only the reference. A submitter with
     access has an hour to fetch the blob.
