@@ -152,11 +152,11 @@ def decode_any(body: bytes, content_type: str | None = CONTENT_TYPE) -> Message:
         DecodeError: In the same cases as :func:`decode`, and if the kind is not in the catalogue.
     """
     fields, checked = _fields(body, content_type)
-    found = fields.get("kind")
-    cls = next((cls for (kind, _), cls in CATALOGUE.items() if kind == found), None)
+    kind_name = fields.get("kind")
+    cls = next((cls for (kind, _), cls in CATALOGUE.items() if kind == kind_name), None)
     if cls is None:
-        known = ", ".join(sorted({kind for kind, _ in CATALOGUE}))
-        raise DecodeError(f"unknown kind {_short(found)}; known kinds: {known}")
+        known_kinds = ", ".join(sorted({kind for kind, _ in CATALOGUE}))
+        raise DecodeError(f"unknown kind {_short(kind_name)}; known kinds: {known_kinds}")
     return _message(fields, cls, checked)
 
 

@@ -41,9 +41,9 @@ class Compatibility:
         """
         return {"release": self.release, "reads": self.reads, "writes": self.writes, "uptime": uptime}
 
-    def fits(self, other: Compatibility) -> bool:
+    def fits(self, peer: Compatibility) -> bool:
         """Return whether each of the two releases reads the schema that the other writes."""
-        return _within(self.writes, other.reads) and _within(other.writes, self.reads)
+        return _within(self.writes, peer.reads) and _within(peer.writes, self.reads)
 
     def __str__(self) -> str:
         """Name the release and its schemas."""
@@ -56,37 +56,39 @@ OWN = Compatibility(VERSION, (OLDEST, NEWEST), NEWEST)
 """Compatibility of this release."""
 
 
-def misfit(own: Compatibility, name: str, other: Compatibility) -> str:
-    """Return a sentence that says why agent ``name`` of release ``other`` cannot work with an agent of release ``own``,
-    and which of the two to upgrade first.
+def misfit(ours: Compatibility, name: str, theirs: Compatibility) -> str:
+    """Return a sentence that says why agent ``name`` of release ``theirs`` cannot work with an agent of release
+    ``ours``, and which of the two to upgrade first.
     """
-    which = f"upgrade {name}" if other.writes < own.writes else "upgrade this one"
+    which = f"upgrade {name}" if theirs.writes < ours.writes else "upgrade this one"
     return (
-        f"this agent is of {own}; {name} is of {other}. They cannot work in one run: {which} first, through a release "
-        "that reads both schemas where one jump is too far (docs/upgrading.md)"
+        f"this agent is of {ours}; {name} is of {theirs}. They cannot work in one run: {which} first, through a "
+        "release that reads both schemas where one jump is too far (docs/upgrading.md)"
     )
 
 
 def mixture(beats: Iterable[Heartbeat]) -> dict[Compatibility, list[str]]:
     """Return the ids of agents grouped by their compatibility, sorted by release."""
-    found: defaultdict[Compatibility, list[str]] = defaultdict(list)
+    ids: defaultdict[Compatibility, list[str]] = defaultdict(list)
     for beat in beats:
-        found[Compatibility.of(beat)].append(beat.id)
-    return {one: sorted(found[one]) for one in sorted(found, key=lambda one: (one.release, one.writes))}
+        ids[Compatibility.of(beat)].append(beat.id)
+    return {
+        release: sorted(ids[release]) for release in sorted(ids, key=lambda release: (release.release, release.writes))
+    }
 
 
 def releases_line(mixed: Mapping[Compatibility, Sequence[str]]) -> str:
     """Return the agent ids of each release, in one line."""
-    return "; ".join(f"{one.release}: {', '.join(names)}" for one, names in mixed.items())
+    return "; ".join(f"{release.release}: {', '.join(names)}" for release, names in mixed.items())
 
 
 def conflicts(mixed: Mapping[Compatibility, Sequence[str]]) -> list[str]:
     """Return a sentence for each pair of releases that cannot work in one run."""
-    pairs = ((one, other) for one, other in itertools.combinations(mixed, 2) if not one.fits(other))
+    pairs = ((first, second) for first, second in itertools.combinations(mixed, 2) if not first.fits(second))
     return [
-        f"{', '.join(mixed[one])}: {one}; {', '.join(mixed[other])}: {other}. They cannot work in one run: upgrade "
-        f"{', '.join(mixed[min(one, other, key=lambda each: each.writes)])} first (docs/upgrading.md)"
-        for one, other in pairs
+        f"{', '.join(mixed[first])}: {first}; {', '.join(mixed[second])}: {second}. They cannot work in one run: "
+        f"upgrade {', '.join(mixed[min(first, second, key=lambda release: release.writes)])} first (docs/upgrading.md)"
+        for first, second in pairs
     ]
 
 

@@ -87,18 +87,18 @@ def scan(document: bytes | memoryview) -> int:
             short, claims more items than it has or is followed by other bytes.
     """
     size, position, containers = len(document), 0, 0
-    left = owed = 1  # remaining items: on this level, on all levels
-    above: list[int] = []  # remaining items of the outer levels
-    while left or above:
-        if not left:
-            left = above.pop()
+    remaining = remaining_in_all = 1  # remaining items: on this level, on all levels
+    outer_levels: list[int] = []  # remaining items of the outer levels
+    while remaining or outer_levels:
+        if not remaining:
+            remaining = outer_levels.pop()
             continue
         if position >= size:
             raise ValueError(f"cut short at byte {position}")
         kind, width, fixed = _TABLE[document[position]]
         position += 1
-        left -= 1
-        owed -= 1
+        remaining -= 1
+        remaining_in_all -= 1
         length = fixed
         if width:
             length += int.from_bytes(document[position : position + width], "big")
@@ -109,16 +109,16 @@ def scan(document: bytes | memoryview) -> int:
         if kind == _INVALID:
             raise ValueError(f"byte 0xc1 at {position - 1}")
         containers += 1
-        if len(above) >= MAX_NESTING:
+        if len(outer_levels) >= MAX_NESTING:
             raise ValueError(f"nested deeper than {MAX_NESTING} levels")
         if containers > MAX_CONTAINERS:
             raise ValueError(f"more than {MAX_CONTAINERS} lists and maps")
         length *= 2 if kind == _MAP else 1
-        owed += length
-        if owed > size - position:
+        remaining_in_all += length
+        if remaining_in_all > size - position:
             raise ValueError(f"a container at byte {position} claims {length} items, {size - position} bytes are left")
-        above.append(left)
-        left = length
+        outer_levels.append(remaining)
+        remaining = length
     if position != size:
         raise ValueError(f"{size} bytes, wanted {position}")
     return containers

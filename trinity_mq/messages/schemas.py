@@ -30,19 +30,22 @@ def json_schemas() -> dict[str, dict[str, Any]]:
 
 
 def _schema(cls: type[Message]) -> dict[str, Any]:
-    made = cls.model_json_schema(schema_generator=_Generator)
+    generated = cls.model_json_schema(schema_generator=_Generator)
     names = {"kind": {"const": cls.kind}, "version_number": {"const": cls.version_number}}
     result = {
         "$schema": GenerateJsonSchema.schema_dialect,
         "$id": f"urn:trinity-mq:schema:{cls.kind}:{cls.version_number}",
-        **_open(made),
-        "properties": names | made["properties"],
-        "required": [*names, *made.get("required", [])],
+        **_open(generated),
+        "properties": names | generated["properties"],
+        "required": [*names, *generated.get("required", [])],
     }
-    if "$defs" in made:
-        result["$defs"] = {name: _open(part) for name, part in made["$defs"].items()}
+    if "$defs" in generated:
+        result["$defs"] = {name: _open(part) for name, part in generated["$defs"].items()}
     if cls is Heartbeat:
-        result["properties"]["detail"] = {"type": "object", "description": made["properties"]["detail"]["description"]}
+        result["properties"]["detail"] = {
+            "type": "object",
+            "description": generated["properties"]["detail"]["description"],
+        }
         result["allOf"] = [
             {
                 "if": {"properties": {"role": {"const": role}}},

@@ -76,8 +76,8 @@ class EmptyBatchStatus(Status):
 
     def line(self) -> str:
         """Return the status in one line for a person."""
-        left = f"{self.in_a_row} in a row, the run ends at {self.limit}"
-        return f"batch {self.batch} had nothing to train on ({left}): {self.reason}"
+        streak = f"{self.in_a_row} in a row, the run ends at {self.limit}"
+        return f"batch {self.batch} had nothing to train on ({streak}): {self.reason}"
 
 
 class SilentAgent(Status):
