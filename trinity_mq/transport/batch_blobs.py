@@ -131,10 +131,10 @@ class Sweep:
         """
         now = asyncio.get_running_loop().time()
         tickets = await patiently(self._store.folders, PARTS)
-        gone = [
+        orphans = [
             ticket for ticket in tickets if await self._bus.depth(self._topology.batch_queue(0, ticket).name) is None
         ]
-        self._gone_since = {ticket: self._gone_since.get(ticket, now) for ticket in gone}
+        self._gone_since = {ticket: self._gone_since.get(ticket, now) for ticket in orphans}
         for ticket, since in self._gone_since.items():
             if now - since >= GRACE:
                 await patiently(self._store.delete, f"{PARTS}/{ticket}")

@@ -70,7 +70,7 @@ class BatchedPublish(Generic[Key, Item, Answer]):
                     answers = await self._call(key, [item for item, _ in group])
                     answered = list(zip(group, answers, strict=True))
                 except Exception as error:
-                    answered = [(one, error) for one in group]
+                    answered = [(entry, error) for entry in group]
                 for (_, future), answer in answered:
                     if future.done():
                         continue

@@ -134,10 +134,10 @@ class BlobStore:
         with self._asking(kind):
             self._fs.invalidate_cache()
             try:
-                found = self._fs.ls(self._path(kind), detail=False)
+                paths = self._fs.ls(self._path(kind), detail=False)
             except FileNotFoundError:
                 return []
-        names = (str(path).rstrip("/").rpartition("/")[2] for path in found)
+        names = (str(path).rstrip("/").rpartition("/")[2] for path in paths)
         return sorted(name for name in names if _NAME.fullmatch(name))
 
     def delete(self, *names: str) -> None:

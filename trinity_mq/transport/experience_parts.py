@@ -43,7 +43,11 @@ def split_to_size(
     if len(batch) > 1:
         half = len(batch) // 2
         halves = (batch[:half], batch[half:])
-        return [each for one in halves for each in split_to_size(one, max_bytes, compression=compression, store=store)]
+        return [
+            part
+            for half_batch in halves
+            for part in split_to_size(half_batch, max_bytes, compression=compression, store=store)
+        ]
     size = f"experience {batch[0].eid} takes {len(body)} bytes"
     if store is None:
         raise MessageTooLarge(
@@ -111,33 +115,33 @@ def requested_parts(manifest: BatchClosed, parts: Mapping[PartKey, Part]) -> Ite
     A reference is sent unresolved. A submitter without access to the store gets only the reference. A submitter with
     access has an hour to fetch the blob.
     """
-    for wanted in manifest.wanted:
+    for request in manifest.wanted:
         for accepted in manifest.accepted:
-            for part in range(accepted.parts if accepted.task_id == wanted.task_id else 0):
+            for part in range(accepted.parts if accepted.task_id == request.task_id else 0):
                 headers: dict[str, HeaderValue] = {
                     "ticket": manifest.ticket,
                     "attempt": accepted.attempt,
                     "part": part,
                     "parts": accepted.parts,
                 }
-                found = parts[accepted.attempt, part]
-                body = _own_body(found)
+                stored_part = parts[accepted.attempt, part]
+                body = _body_of_attempt(stored_part)
                 if body is None:
                     continue  # the part is parked when the batch is processed
                 yield (
-                    wanted.reply_to,
+                    request.reply_to,
                     Envelope(
                         body=body,
                         kind="experience_part",
                         message_id=f"wanted-{accepted.attempt}-{part}",
-                        content_type=found.incoming.content_type or EXPERIENCES,
+                        content_type=stored_part.incoming.content_type or EXPERIENCES,
                         headers=headers,
-                        correlation_id=wanted.correlation_id,
+                        correlation_id=request.correlation_id,
                     ),
                 )
 
 
-def _own_body(part: Part) -> bytes | None:
+def _body_of_attempt(part: Part) -> bytes | None:
     """Return a body with the experiences of this attempt only; None if the part does not decode."""
     body = part.incoming.body
     if part.share.rows is None:
@@ -172,8 +176,8 @@ def decode_parts(parts: Iterable[Part], store: BlobStore | None) -> tuple[Experi
         except DecodeError as error:
             bad[id(incoming)] = incoming, f"does not decode: {error}"
         if id(incoming) in bodies:
-            begin, own = first[id(incoming)], range(len(bodies[id(incoming)]))
-            own = own if part.share.rows is None else own[part.share.rows]
-            rows.append(range(begin + own.start, begin + own.stop))
-    wanted = np.fromiter(chain.from_iterable(rows), dtype=np.int64)
-    return ExperienceBatch.concat(bodies.values()).select(wanted), list(bad.values())
+            begin, part_rows = first[id(incoming)], range(len(bodies[id(incoming)]))
+            part_rows = part_rows if part.share.rows is None else part_rows[part.share.rows]
+            rows.append(range(begin + part_rows.start, begin + part_rows.stop))
+    selected = np.fromiter(chain.from_iterable(rows), dtype=np.int64)
+    return ExperienceBatch.concat(bodies.values()).select(selected), list(bad.values())
