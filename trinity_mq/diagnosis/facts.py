@@ -65,7 +65,7 @@ class Facts:
         self.trainer = self.first("trainer", TrainerStatus)
 
     def _silent(self, beats: Mapping[str, tuple[Heartbeat, float]]) -> list[SilentAgent]:
-        found = {
+        silent = {
             beat.id: SilentAgent(
                 id=beat.id,
                 role=beat.role,
@@ -78,11 +78,11 @@ class Facts:
         heard = {beat.id for beat, age in beats.values() if age < SILENT_SECONDS or beat.state in OVER}
         for beat, age in self.living:
             if isinstance(beat.detail, ExplorerStatus):
-                for one in beat.detail.silent:
-                    if one.id not in heard and one.id not in found:
-                        found[one.id] = one.model_copy(update={"seconds": one.seconds + age})
+                for agent in beat.detail.silent:
+                    if agent.id not in heard and agent.id not in silent:
+                        silent[agent.id] = agent.model_copy(update={"seconds": agent.seconds + age})
         order = {role: n for n, role in enumerate(ROLES)}
-        return sorted(found.values(), key=lambda one: (order.get(one.role, len(order)), -one.seconds, one.id))  # type: ignore[call-overload]
+        return sorted(silent.values(), key=lambda agent: (order.get(agent.role, len(order)), -agent.seconds, agent.id))  # type: ignore[call-overload]
 
     def of_role(self, role: str) -> list[tuple[Heartbeat, float]]:
         """Return the heartbeats of a role's living agents with their ages in seconds. Hosts of engines are not
@@ -96,8 +96,8 @@ class Facts:
 
     def first(self, role: str, status: type[S]) -> tuple[Heartbeat, S] | None:
         """Return the first living agent of a role."""
-        found = sorted(self.of_role(role), key=lambda item: item[0].id)
-        return next(((beat, beat.detail) for beat, _ in found if isinstance(beat.detail, status)), None)
+        sorted_beats = sorted(self.of_role(role), key=lambda item: item[0].id)
+        return next(((beat, beat.detail) for beat, _ in sorted_beats if isinstance(beat.detail, status)), None)
 
     def depth(self, queue: str) -> int:
         """Return the number of ready messages of a queue; 0 if unknown."""
@@ -122,14 +122,14 @@ class Facts:
 
     def edges(self) -> tuple[Edge, ...]:
         """Return the waits of all living agents, longest first."""
-        found = [
-            Edge(beat.id, beat.waits_for, max(0.0, beat.waits_seconds) + age, self._leads_to(beat))
+        waits = [
+            Edge(beat.id, beat.waits_for, max(0.0, beat.waits_seconds) + age, self._target_of(beat))
             for beat, age in self.living
             if beat.waits_for
         ]
-        return tuple(sorted(found, key=lambda edge: (-edge.seconds, edge.waiter)))
+        return tuple(sorted(waits, key=lambda edge: (-edge.seconds, edge.waiter)))
 
-    def _leads_to(self, beat: Heartbeat) -> str | None:
+    def _target_of(self, beat: Heartbeat) -> str | None:
         """Return the agent or role that a waiting agent waits for. The result is derived from the other agents'
         statuses, so it does not depend on wording.
         """
@@ -137,40 +137,40 @@ class Facts:
         match beat.role:
             case "runner":
                 outside = isinstance(detail, RunnerStatus) and bool(detail.paused)
-                return None if outside else self._one("explorer")
+                return None if outside else self._first_id("explorer")
             case "operator":
                 busy = isinstance(detail, OperatorStatus) and detail.ticket is not None
-                return self._holder() if busy else self._source_of_batches()
+                return self._oldest_holder() if busy else self._source_of_batches()
             case "engine":
-                return self._one("trainer")
+                return self._first_id("trainer")
             case "trainer":
-                return self._trainer_leads_to(beat)
+                return self._trainer_target(beat)
             case "explorer":
-                return self._explorer_leads_to()
+                return self._explorer_target()
             case _:
-                return self._one("explorer")
+                return self._first_id("explorer")
 
-    def _trainer_leads_to(self, beat: Heartbeat) -> str | None:
+    def _trainer_target(self, beat: Heartbeat) -> str | None:
         if beat.state == "starting":
             return None
         syncs = isinstance(beat.detail, TrainerStatus) and bool(beat.detail.doing)
         if syncs or beat.state == "holding":
-            return self._one("engine")
-        return self._one("operator") if self.unprocessed else self._source_of_batches()
+            return self._first_id("engine")
+        return self._first_id("operator") if self.unprocessed else self._source_of_batches()
 
-    def _explorer_leads_to(self) -> str | None:
+    def _explorer_target(self) -> str | None:
         versions = [beat.detail.version for beat, _ in self.of_role("engine") if isinstance(beat.detail, EngineStatus)]
         if not any(versions):
-            return self._one("engine")
+            return self._first_id("engine")
         if self.trainer is None or self.trainer[1].doing:
-            return self._one("trainer")
+            return self._first_id("trainer")
         if self.unprocessed:
-            return self._one("operator")
-        return self._holder() if self.explorer_waits_for_rollouts else None
+            return self._first_id("operator")
+        return self._oldest_holder() if self.explorer_waits_for_rollouts else None
 
     def _source_of_batches(self) -> str:
         """Return the source of the next closed batch: the runner with the oldest slice, else the explorer."""
-        return self._holder() if self.explorer_waits_for_rollouts else self._one("explorer")
+        return self._oldest_holder() if self.explorer_waits_for_rollouts else self._first_id("explorer")
 
     @property
     def explorer_waits_for_rollouts(self) -> bool:
@@ -183,17 +183,19 @@ class Facts:
         runner reports its slices.
         """
         queues = [self.observation.depths.get(name, 1) for name in ("tasks.train", "tasks.eval")]
-        holds = [one.holds for beat, _ in self.of_role("runner") if isinstance(one := beat.detail, RunnerStatus)]
-        return self.explorer_waits_for_rollouts and not any(queues) and bool(holds) and all(one == {} for one in holds)
+        holds = [status.holds for beat, _ in self.of_role("runner") if isinstance(status := beat.detail, RunnerStatus)]
+        return (
+            self.explorer_waits_for_rollouts and not any(queues) and bool(holds) and all(held == {} for held in holds)
+        )
 
-    def _one(self, role: str) -> str:
+    def _first_id(self, role: str) -> str:
         """Return the first living agent of a role, else the role."""
         return min((beat.id for beat, _ in self.of_role(role)), default=role)
 
-    def _holder(self) -> str:
+    def _oldest_holder(self) -> str:
         """Return the runner with the oldest slice, else the role."""
-        held = [(one[3], beat.id) for beat, _ in self.of_role("runner") for one in slices_of(beat)]
-        return max(held)[1] if held else self._one("runner")
+        held = [(held_slice[3], beat.id) for beat, _ in self.of_role("runner") for held_slice in slices_of(beat)]
+        return max(held)[1] if held else self._first_id("runner")
 
 
 def slices_of(beat: Heartbeat) -> list[tuple[str, int, int, float]]:

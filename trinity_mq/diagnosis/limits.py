@@ -73,7 +73,7 @@ def _shares(observation: Observation) -> dict[str, float]:
 
 def _waits_for_sessions(observation: Observation) -> bool:
     gateways = [beat.detail for beat, _ in observation.heartbeats.values() if isinstance(beat.detail, GatewayStatus)]
-    return bool(gateways) and all(one.waiting == 0 for one in gateways)
+    return bool(gateways) and all(gateway.waiting == 0 for gateway in gateways)
 
 
 def _percent(share: float) -> str:

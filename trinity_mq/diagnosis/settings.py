@@ -45,7 +45,7 @@ def free_resources(config: Config | None, cores: int, gpus: int) -> frozenset[Ro
     numbers = [number for number in threads if number != "auto"]
     is_full = len(numbers) < len(threads) or sum(numbers) >= cores if is_on_cpu else computing >= gpus
     small = sum(expected_agents(config).values()) - 1
-    found: set[Room] = set() if is_full else {"devices"}
+    resources: set[Room] = set() if is_full else {"devices"}
     if small + (computing if is_on_cpu else 0) < cores:
-        found.add("cores")
-    return frozenset(found)
+        resources.add("cores")
+    return frozenset(resources)

@@ -45,7 +45,7 @@ class Steady(Generic[T]):
         self._readings.append((now, key))
         while self._readings[0][0] < now - self._seconds:
             self._readings.popleft()
-        count = sum(one == key for _, one in self._readings)
+        count = sum(reading == key for _, reading in self._readings)
         has_lasted = now - self._began >= self._seconds and count >= MOSTLY * len(self._readings)
         if has_lasted or key == self._key(self.shown) or self._at_once(self.shown, verdict):
             self.shown = verdict
@@ -54,7 +54,9 @@ class Steady(Generic[T]):
 
 def steady_limit() -> Steady[Bottleneck | None]:
     """Return the filter for the limiting stage of a run; initially None."""
-    return Steady[Bottleneck | None](None, lambda one: one and one.stage, LIMIT_SECONDS, lambda _shown, _read: False)
+    return Steady[Bottleneck | None](
+        None, lambda limit: limit and limit.stage, LIMIT_SECONDS, lambda _shown, _read: False
+    )
 
 
 def steady_finding() -> Steady[Finding | None]:
@@ -63,4 +65,6 @@ def steady_finding() -> Steady[Finding | None]:
     def at_once(shown: Finding | None, read: Finding | None) -> bool:
         return shown is None or (read is not None and read.state == "over")
 
-    return Steady[Finding | None](None, lambda one: one and (one.state, one.culprit), FINDING_SECONDS, at_once)
+    return Steady[Finding | None](
+        None, lambda finding: finding and (finding.state, finding.culprit), FINDING_SECONDS, at_once
+    )

@@ -55,9 +55,11 @@ def diagnose(observation: Observation, limit_of: Callable[[Observation], Bottlen
     facts = Facts(observation)
     edges = facts.edges()
     if observation.broker:
-        what = "unreachable" if "block" not in observation.broker and "alarm" not in observation.broker else "broker"
+        cause_key = (
+            "unreachable" if "block" not in observation.broker and "alarm" not in observation.broker else "broker"
+        )
         sentence = f"everybody waits for the broker: {observation.broker}"
-        return Finding("stuck", sentence, BROKER, _heard(facts), lever(what), edges)
+        return Finding("stuck", sentence, BROKER, _evidence_lines(facts), lever(cause_key), edges)
     if _is_over(facts):
         return Finding("over", "the run is over: its last batch and its last evaluation are done", edges=edges)
     if not facts.living and not facts.silent:
@@ -70,8 +72,8 @@ def diagnose(observation: Observation, limit_of: Callable[[Observation], Bottlen
         cause = _longest_wait(facts, edges)
     still = observation.still
     if cause is not None and still >= MOVING_SECONDS:
-        waits = _who_waits(edges, cause.culprit)
-        evidence = (*cause.evidence, *_heard(facts), f"nothing has progressed for {text_of(still)}")
+        waits = _wait_prefix(edges, cause.culprit)
+        evidence = (*cause.evidence, *_evidence_lines(facts), f"nothing has progressed for {text_of(still)}")
         return Finding(cause.state, f"{waits}{cause.words}", cause.culprit, evidence, cause.lever, edges)
     limit = limit_of(observation)
     if still < MOVING_SECONDS:
@@ -80,7 +82,9 @@ def diagnose(observation: Observation, limit_of: Callable[[Observation], Bottlen
     else:
         sentence = f"nothing has progressed for {text_of(still)}, and nobody takes longer than usual"
         evidence = ()
-    return Finding("moving", sentence, None, (*evidence, *_heard(facts)), "" if limit is None else limit.lever, edges)
+    return Finding(
+        "moving", sentence, None, (*evidence, *_evidence_lines(facts)), "" if limit is None else limit.lever, edges
+    )
 
 
 # -- rules in the order of evaluation; each yields causes, worst first
@@ -88,36 +92,36 @@ def diagnose(observation: Observation, limit_of: Callable[[Observation], Bottlen
 
 def _frozen_engine(facts: Facts) -> Iterator[_Cause]:
     frozen = [
-        (one.unanswered + age, beat.id, one)
+        (engine.unanswered + age, beat.id, engine)
         for beat, age in facts.of_role("engine")
-        if isinstance(one := beat.detail, EngineStatus) and one.unanswered >= UNANSWERED_SECONDS
+        if isinstance(engine := beat.detail, EngineStatus) and engine.unanswered >= UNANSWERED_SECONDS
     ]
-    for seconds, name, one in sorted(frozen, key=lambda item: (-item[0], item[1])):
+    for seconds, name, engine in sorted(frozen, key=lambda item: (-item[0], item[1])):
         words = f"engine {name} has not answered its host for {text_of(seconds)}: its process is frozen"
-        evidence = (f"{name} last reported state {one.state or 'unknown'}, {one.load} sequences to generate",)
+        evidence = (f"{name} last reported state {engine.state or 'unknown'}, {engine.load} sequences to generate",)
         yield _Cause("stuck", name, words, lever("engine", name), evidence)
 
 
 def _silent(facts: Facts, *, long: bool) -> Iterator[_Cause]:
-    for one in facts.silent:
-        others = bool(facts.of_role(one.role))
-        if (others and one.seconds >= REDELIVERED_SECONDS) == long and (one.role != "gateway" or long):
-            yield _silence(facts, one)
+    for agent in facts.silent:
+        others = bool(facts.of_role(agent.role))
+        if (others and agent.seconds >= REDELIVERED_SECONDS) == long and (agent.role != "gateway" or long):
+            yield _silent_cause(facts, agent)
 
 
-def _silence(facts: Facts, one: SilentAgent) -> _Cause:
-    words = f"{one.id} has sent no heartbeat for {text_of(one.seconds)}: its process is frozen, blocked or dead"
+def _silent_cause(facts: Facts, agent: SilentAgent) -> _Cause:
+    words = f"{agent.id} has sent no heartbeat for {text_of(agent.seconds)}: its process is frozen, blocked or dead"
     evidence = []
-    if one.slices:
-        _, task, first, seconds = max(one.slices, key=lambda item: item[3])
+    if agent.slices:
+        _, task, first, seconds = max(agent.slices, key=lambda item: item[3])
         evidence.append(
-            f"{one.id} held at least {counted(len(one.slices), 'slice')}, the oldest of task {task} (from run {first}) "
-            f"since {text_of(seconds + one.seconds)}"
+            f"{agent.id} held at least {counted(len(agent.slices), 'slice')}, the oldest of task {task} "
+            f"(from run {first}) since {text_of(seconds + agent.seconds)}"
         )
-    heard = [beat.id for beat, _ in facts.of_role(one.role)]
+    heard = [beat.id for beat, _ in facts.of_role(agent.role)]
     evidence.append(f"heard of its role: {', '.join(heard) or 'nobody'}")
-    remedy = lever("silent_runner" if one.role == "runner" else "silent", one.id)
-    return _Cause("stuck", one.id, words, remedy, tuple(evidence))
+    remedy = lever("silent_runner" if agent.role == "runner" else "silent", agent.id)
+    return _Cause("stuck", agent.id, words, remedy, tuple(evidence))
 
 
 def _silent_now(facts: Facts) -> Iterator[_Cause]:
@@ -169,14 +173,14 @@ def _starting(facts: Facts) -> Iterator[_Cause]:
 def _lost_slices(facts: Facts) -> Iterator[_Cause]:
     if facts.explorer is None:
         return
-    beat, one = facts.explorer
-    if one.lost:
-        words = f"slices were lost, and {beat.id} has sent them again: {one.lost}"
+    beat, status = facts.explorer
+    if status.lost:
+        words = f"slices were lost, and {beat.id} has sent them again: {status.lost}"
         yield _Cause("waiting", beat.id, words, lever("lost_slices"))
     elif facts.slices_are_nowhere:
         words = (
-            f"the slices of {counted(len(one.open), 'open batch', 'open batches')} are lost, and {beat.id} will send "
-            "them again: no runner has any, and "
+            f"the slices of {counted(len(status.open), 'open batch', 'open batches')} are lost, and {beat.id} will "
+            "send them again: no runner has any, and "
             "the queues tasks.train and tasks.eval are empty or were deleted"
         )
         yield _Cause("waiting", beat.id, words, lever("lost_slices"))
@@ -184,34 +188,41 @@ def _lost_slices(facts: Facts) -> Iterator[_Cause]:
 
 def _review(facts: Facts) -> Iterator[_Cause]:
     for beat, age in facts.of_role("operator"):
-        one = beat.detail
-        if isinstance(one, OperatorStatus) and one.reviews:
-            runs = counted(one.reviews, "run")
-            left = text_of(max(0.0, one.review_seconds - age))
+        operator = beat.detail
+        if isinstance(operator, OperatorStatus) and operator.reviews:
+            runs = counted(operator.reviews, "run")
+            remaining = text_of(max(0.0, operator.review_seconds - age))
             words = (
-                f"{beat.id} waits for people to judge {runs} of its batch; in {left} the default counts for those left"
+                f"{beat.id} waits for people to judge {runs} of its batch; "
+                f"in {remaining} the default counts for those left"
             )
-            yield _Cause("waiting", beat.id, words, lever("review"), (f"its ticket is {one.ticket}",))
+            yield _Cause("waiting", beat.id, words, lever("review"), (f"its ticket is {operator.ticket}",))
 
 
 def _overdue_trainer(facts: Facts) -> Iterator[_Cause]:
     for beat, age in facts.of_role("trainer"):
-        one = beat.detail
-        if not isinstance(one, TrainerStatus) or not one.doing:
+        trainer = beat.detail
+        if not isinstance(trainer, TrainerStatus) or not trainer.doing:
             continue
-        seconds = one.doing_seconds + age
-        if not _overdue(seconds, one.usual_seconds) or ("sync" in one.doing and _engine_suspected(facts)):
+        seconds = trainer.doing_seconds + age
+        if not _overdue(seconds, trainer.usual_seconds) or ("sync" in trainer.doing and _engine_suspected(facts)):
             continue
-        usual = _median(one.usual_seconds)
-        words = f"{beat.id} is at {one.doing} for {text_of(seconds)}; {usual}"
-        if "sync" not in one.doing:
-            queued = (f"{counted(len(one.in_hand), 'batch', 'batches')} in hand at {beat.id}",) if one.in_hand else ()
+        usual = _median(trainer.usual_seconds)
+        words = f"{beat.id} is at {trainer.doing} for {text_of(seconds)}; {usual}"
+        if "sync" not in trainer.doing:
+            queued = (
+                (f"{counted(len(trainer.in_hand), 'batch', 'batches')} in hand at {beat.id}",)
+                if trainer.in_hand
+                else ()
+            )
             yield _Cause("waiting", beat.id, words, lever("step", room=facts.observation.room), queued)
             continue
-        members = one.sync.members if one.sync else {}
+        members = trainer.sync.members if trainer.sync else {}
         behind = sorted(name for name, member in members.items() if member.state and member.state != "current")
         evidence = tuple(f"engine {name} is {members[name].state}" for name in behind)
-        trouble = (f"the last attempt was aborted: {one.sync.trouble}",) if one.sync and one.sync.trouble else ()
+        trouble = (
+            (f"the last attempt was aborted: {trainer.sync.trouble}",) if trainer.sync and trainer.sync.trouble else ()
+        )
         culprit = behind[0] if behind else beat.id
         if behind:
             words = f"{words}; engine {culprit} has not taken the weights"
@@ -220,14 +231,14 @@ def _overdue_trainer(facts: Facts) -> Iterator[_Cause]:
 
 def _overdue_operator(facts: Facts) -> Iterator[_Cause]:
     for beat, age in facts.of_role("operator"):
-        one = beat.detail
-        if not isinstance(one, OperatorStatus) or one.ticket is None or beat.waits_for:
+        operator = beat.detail
+        if not isinstance(operator, OperatorStatus) or operator.ticket is None or beat.waits_for:
             continue
-        seconds = one.seconds + age
-        if one.seconds and _overdue(seconds, one.usual_seconds):
-            words = f"{beat.id} processes a batch for {text_of(seconds)}; {_median(one.usual_seconds)}"
+        seconds = operator.seconds + age
+        if operator.seconds and _overdue(seconds, operator.usual_seconds):
+            words = f"{beat.id} processes a batch for {text_of(seconds)}; {_median(operator.usual_seconds)}"
             queued = f"{counted(facts.depth('closed'), 'closed batch', 'closed batches')} in the queue"
-            yield _Cause("waiting", beat.id, words, lever("batch"), (f"its ticket is {one.ticket}", queued))
+            yield _Cause("waiting", beat.id, words, lever("batch"), (f"its ticket is {operator.ticket}", queued))
 
 
 def _paused_lane(facts: Facts) -> Iterator[_Cause]:
@@ -250,7 +261,7 @@ def _overdue_slice(facts: Facts) -> Iterator[_Cause]:
             words = f"task {task} (from run {first}) runs on {name} for {text_of(seconds)}; {_median(usual)}"
             limit = facts.observation.limits.get("explorer.max_timeout")
             ends = (f"explorer.max_timeout bounds an attempt at {text_of(limit)}",) if limit else ()
-            yield _Cause("waiting", name, words, lever("slice"), (*_engines_fine(facts), *ends))
+            yield _Cause("waiting", name, words, lever("slice"), (*_idle_engines_evidence(facts), *ends))
 
 
 def _no_tasks(facts: Facts) -> Iterator[_Cause]:
@@ -298,7 +309,7 @@ def _longest_wait(facts: Facts, edges: tuple[Edge, ...]) -> _Cause | None:
 def _engine_suspected(facts: Facts) -> bool:
     """Return whether an engine has not answered its host for some time, but not long enough to count as frozen."""
     engines = [beat.detail for beat, _ in facts.of_role("engine") if isinstance(beat.detail, EngineStatus)]
-    return any(SUSPECT_SECONDS <= one.unanswered < UNANSWERED_SECONDS for one in engines)
+    return any(SUSPECT_SECONDS <= engine.unanswered < UNANSWERED_SECONDS for engine in engines)
 
 
 def _overdue(seconds: float, usual: float) -> bool:
@@ -309,10 +320,10 @@ def _median(usual: float) -> str:
     return f"the median is {text_of(usual)}" if usual else "none was done before"
 
 
-def _engines_fine(facts: Facts) -> tuple[str, ...]:
+def _idle_engines_evidence(facts: Facts) -> tuple[str, ...]:
     """Return a line if all engines are idle, because then the workflow itself takes the time."""
     engines = [beat.detail for beat, _ in facts.of_role("engine") if isinstance(beat.detail, EngineStatus)]
-    if engines and all(one.load == 0 for one in engines):
+    if engines and all(engine.load == 0 for engine in engines):
         return ("no engine generates anything: the workflow or its reward function takes the time",)
     return ()
 
@@ -327,21 +338,21 @@ def _is_over(facts: Facts) -> bool:
     beats = [beat for beat, _ in facts.observation.heartbeats.values()]
     explorers = [beat for beat in beats if isinstance(beat.detail, ExplorerStatus)]
     if explorers or "explorer" in facts.observation.expected:
-        return any(isinstance(one.detail, ExplorerStatus) and one.detail.finished for one in explorers)
+        return any(isinstance(beat.detail, ExplorerStatus) and beat.detail.finished for beat in explorers)
     # a trainer without an explorer; the last heartbeats of other agents do not tell whether the run is over
     return any(isinstance(beat.detail, TrainerStatus) and beat.detail.finished for beat in beats) and not facts.living
 
 
-def _who_waits(edges: tuple[Edge, ...], culprit: str | None) -> str:
+def _wait_prefix(edges: tuple[Edge, ...], culprit: str | None) -> str:
     """Return the beginning of the sentence: the trainer's wait, else the explorer's, else an empty text."""
     waits = [edge for edge in edges if edge.waiter != culprit and edge.waiter.startswith(("trainer", "explorer"))]
     if not waits or culprit is None:
         return ""
-    edge = min(waits, key=lambda one: (not one.waiter.startswith("trainer"), -one.seconds))
+    edge = min(waits, key=lambda wait: (not wait.waiter.startswith("trainer"), -wait.seconds))
     return f"{edge.waiter} waits {text_of(edge.seconds)} for {edge.waits_for}: "
 
 
-def _heard(facts: Facts) -> tuple[str, ...]:
+def _evidence_lines(facts: Facts) -> tuple[str, ...]:
     """Return lines about long waits, non-empty queues, dropped dead letters and missing agents."""
     waits = [edge for edge in facts.edges() if not edge.seconds < WAIT_SHOWN][:MOST_WAITS]
     lines = [f"{edge.waiter} waits {text_of(edge.seconds)} for {edge.waits_for}" for edge in waits]

@@ -51,8 +51,8 @@ class Watch:
                 _add(self._metrics, name, message.values[name], now)
         if not isinstance(message, Heartbeat):
             return
-        known, _ = self._heartbeats.get(message.id, (None, 0.0))
-        if known and known.incarnation == message.incarnation and known.seq >= message.seq:
+        last_beat, _ = self._heartbeats.get(message.id, (None, 0.0))
+        if last_beat and last_beat.incarnation == message.incarnation and last_beat.seq >= message.seq:
             return
         self._heartbeats[message.id] = message, now
         progress = _progress(message)
@@ -104,18 +104,18 @@ def _add(window: dict[str, collections.deque[tuple[float, float]]], name: str, v
 def _progress(beat: Heartbeat) -> tuple[Any, ...]:
     """Return the values of a heartbeat that change when the agent makes progress."""
     match beat.detail:
-        case ExplorerStatus() as one:
-            return beat.incarnation, one.opened, one.closed, one.evaluating, one.finished
-        case RunnerStatus() as one:
-            return (one.done,)
-        case TrainerStatus() as one:
-            return beat.incarnation, one.progress, one.step, one.committed, one.finished
-        case EngineStatus() as one:
-            return one.tokens, one.version
-        case GatewayStatus() as one:
-            return one.calls, one.trained, one.open, one.parked
-        case OperatorStatus() as one:
-            return (one.ticket,)
+        case ExplorerStatus() as status:
+            return beat.incarnation, status.opened, status.closed, status.evaluating, status.finished
+        case RunnerStatus() as status:
+            return (status.done,)
+        case TrainerStatus() as status:
+            return beat.incarnation, status.progress, status.step, status.committed, status.finished
+        case EngineStatus() as status:
+            return status.tokens, status.version
+        case GatewayStatus() as status:
+            return status.calls, status.trained, status.open, status.parked
+        case OperatorStatus() as status:
+            return (status.ticket,)
         case _:
             return ()
 
