@@ -109,8 +109,8 @@ class DockerNode(LocalNode):
             state.save(state_file)
             self._state = state
             await self._remove()  # a container left by a killed start: this process holds the folder's lock
-            await self._ask("create", self._create)
-            await self._ask("start", lambda engine: self._found(engine).start())
+            await self._request("create", self._create)
+            await self._request("start", lambda engine: self._container_of(engine).start())
             self._guard = _start_guard(self.container)
         except BaseException:
             await self.kill()
@@ -119,7 +119,7 @@ class DockerNode(LocalNode):
     async def stop(self) -> None:
         if self._guard is not None:
             with contextlib.suppress(NodeError):  # a container that has already ended can only be removed
-                await self._ask("stop", lambda engine: self._found(engine).stop(timeout=STOP_SECONDS))
+                await self._request("stop", lambda engine: self._container_of(engine).stop(timeout=STOP_SECONDS))
         await self.kill()
 
     async def kill(self) -> None:
@@ -137,7 +137,9 @@ class DockerNode(LocalNode):
     async def ctl(self, *arguments: str) -> str:
         # Not as root: before the server writes its cookie, root would create a cookie that the server cannot read.
         command = ["rabbitmqctl", "-q", *arguments]
-        code, output = await self._ask("exec", lambda engine: self._found(engine).exec_run(command, user="rabbitmq"))
+        code, output = await self._request(
+            "exec", lambda engine: self._container_of(engine).exec_run(command, user="rabbitmq")
+        )
         printed: str = output.decode(errors="replace")
         if code:
             raise NodeError(f"rabbitmqctl {' '.join(arguments)}: exit code {code}\n{printed.strip()}")
@@ -152,10 +154,10 @@ class DockerNode(LocalNode):
             )
         self._engine = await asyncio.to_thread(connect)
         try:
-            await self._ask("inspect", lambda engine: engine.images.get(self.image))
+            await self._request("inspect", lambda engine: engine.images.get(self.image))
         except NodeError:
             try:
-                await self._ask("pull", self._pull)
+                await self._request("pull", self._pull)
             except NodeError as error:
                 raise NodeError(
                     f"the Docker engine has no image {self.image}, and cannot fetch it ({error}): "
@@ -197,7 +199,7 @@ class DockerNode(LocalNode):
             files["enabled_plugins"] = f"[{','.join(self.plugins)}].\n"
         container.put_archive("/etc/rabbitmq", _archive(files))
 
-    def _found(self, engine: DockerClient) -> Container:
+    def _container_of(self, engine: DockerClient) -> Container:
         return engine.containers.get(self.container)
 
     async def _remove(self) -> None:
@@ -205,10 +207,10 @@ class DockerNode(LocalNode):
 
         def remove(engine: DockerClient) -> None:
             with contextlib.suppress(NotFound):
-                self._found(engine).remove(force=True)
+                self._container_of(engine).remove(force=True)
 
         with contextlib.suppress(NodeError):
-            await self._ask("remove", remove)
+            await self._request("remove", remove)
 
     async def _failure(self) -> str:
         ended = "ended" if self.pid is None else "is not ready"
@@ -217,13 +219,13 @@ class DockerNode(LocalNode):
     async def _log_tail(self) -> str:
         """Return the part of the log that explains why the server did not start, else the end of the log."""
         try:
-            log = await self._ask("logs", lambda engine: self._found(engine).logs(tail=LOG_LINES))
+            log = await self._request("logs", lambda engine: self._container_of(engine).logs(tail=LOG_LINES))
         except NodeError as error:
             return str(error)
         lines = COLOUR.sub("", log.decode(errors="replace")).splitlines()
         return "\n".join(boot_failure(lines) or lines[-EXCERPT_LINES:])
 
-    async def _ask(self, action: str, work: Callable[[DockerClient], T]) -> T:
+    async def _request(self, action: str, work: Callable[[DockerClient], T]) -> T:
         """Run requests to the engine in a thread. A cancelled call waits until the requests end.
 
         Raises:

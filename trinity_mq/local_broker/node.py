@@ -205,10 +205,10 @@ class PrivateNode(LocalNode):
             "ERL_AFLAGS": f"-eval file:eval({BEFORE_BOOT})."
         }
         if not self.plugins:
-            own = self.base / "plugins"
-            shutil.rmtree(own, ignore_errors=True)  # an earlier start may have linked another release
-            own.mkdir()
-            environment[PLUGINS_VARIABLE] = str(own)
+            plugin_folder = self.base / "plugins"
+            shutil.rmtree(plugin_folder, ignore_errors=True)  # an earlier start may have linked another release
+            plugin_folder.mkdir()
+            environment[PLUGINS_VARIABLE] = str(plugin_folder)
         return environment
 
     async def _wait_for_epmd(self) -> None:

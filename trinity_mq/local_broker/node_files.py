@@ -69,17 +69,17 @@ class NodeState:
             NodeError: The broker in this folder was created with another user or password.
         """
         try:
-            known = cls(**json.loads(path.read_text()))
+            state = cls(**json.loads(path.read_text()))
         except FileNotFoundError:
             return cls(user=user, password=password or secrets.token_hex(16))
         except (ValueError, TypeError) as error:
             raise NodeError(f"{path} cannot be read ({error}): remove {path.parent} to start afresh") from error
-        if known.user != user or password not in {None, known.password}:
+        if state.user != user or password not in {None, state.password}:
             raise NodeError(
-                f"the broker in {path.parent} was made with user {known.user!r} and its own password: "
+                f"the broker in {path.parent} was made with user {state.user!r} and its own password: "
                 "start it with the same, or remove the folder to start afresh"
             )
-        return known
+        return state
 
     def save(self, path: Path) -> None:
         """Write atomically, mode 0600."""
@@ -91,12 +91,14 @@ class NodeState:
         Raises:
             NodeError: A fixed port is in use.
         """
-        for wanted in fixed.values():
-            if not is_free(wanted):
-                raise NodeError(f"port {wanted} is in use by another program: choose another, or leave the port out")
-        kept = {name: port for name in names if (port := self.ports.get(name)) and is_free(port)} | dict(fixed)
-        fresh = iter(free_ports(sum(name not in kept for name in names)))
-        self.ports = {name: kept[name] if name in kept else next(fresh) for name in names}
+        for fixed_port in fixed.values():
+            if not is_free(fixed_port):
+                raise NodeError(
+                    f"port {fixed_port} is in use by another program: choose another, or leave the port out"
+                )
+        usable = {name: port for name in names if (port := self.ports.get(name)) and is_free(port)} | dict(fixed)
+        fresh = iter(free_ports(sum(name not in usable for name in names)))
+        self.ports = {name: usable[name] if name in usable else next(fresh) for name in names}
 
 
 class FolderLock:

@@ -41,14 +41,14 @@ def free_ports(count: int) -> list[int]:
     """
     end = _ephemeral_start()
     candidate = FIRST_CANDIDATE + secrets.randbelow(max(1, end - FIRST_CANDIDATE - 2000))
-    found: list[int] = []
-    while len(found) < count:
+    ports: list[int] = []
+    while len(ports) < count:
         candidate += 1
         if candidate not in _reserved and (holder := _bound_alone(candidate)) is not None:
-            found.append(candidate)
+            ports.append(candidate)
             _hold(holder)
-    _reserved.update(found)
-    return found
+    _reserved.update(ports)
+    return ports
 
 
 def _bound_alone(port: int) -> socket.socket | None:
@@ -76,7 +76,7 @@ def _hold(holder: socket.socket) -> None:
 
 
 @atexit.register
-def _give_up() -> None:
+def _release_held() -> None:
     while _held:
         _held.pop().close()
 
