@@ -85,9 +85,9 @@ if not TYPE_CHECKING:  # a type checker sees the imports above, and reports unkn
         """Import a public name from its module and cache it."""
         if name not in _HOMES:
             raise AttributeError(f"module 'trinity_mq' has no attribute {name!r}")
-        found = getattr(importlib.import_module(_HOMES[name]), name)
-        globals()[name] = found
-        return found
+        value = getattr(importlib.import_module(_HOMES[name]), name)
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:

@@ -175,10 +175,10 @@ class RunHandle:
             self.stop()
 
     def _read(self) -> list[MetricsLine]:
-        found = [MetricsLine(one.role, one.step, dict(one.values)) for one in self._tail.read()]
-        for line in found:
+        lines = [MetricsLine(row.role, row.step, dict(row.values)) for row in self._tail.read()]
+        for line in lines:
             self._latest.update(line.values)
-        return found
+        return lines
 
     def _result(self, code: int) -> RunResult:
         lines = read_metrics(self.folder / METRICS_FILE) if (self.folder / METRICS_FILE).exists() else []
@@ -209,13 +209,13 @@ def run(
     Raises:
         ConfigError: The configuration is not usable, or contains stages.
     """
-    given: Mapping[str, Any] | Path
-    given = config.model_dump(mode="json") if isinstance(config, Config) else config  # type: ignore[assignment]
-    if isinstance(given, str):
-        given = Path(given)
-    if load_stages(given, overrides):
-        raise ConfigError(f"{given}: holds stages; run them one after the other, or all with `trinity-mq run`")
-    checked = load_config(given, overrides)
+    source: Mapping[str, Any] | Path
+    source = config.model_dump(mode="json") if isinstance(config, Config) else config  # type: ignore[assignment]
+    if isinstance(source, str):
+        source = Path(source)
+    if load_stages(source, overrides):
+        raise ConfigError(f"{source}: holds stages; run them one after the other, or all with `trinity-mq run`")
+    checked = load_config(source, overrides)
     folder = Path(tempfile.mkdtemp(prefix="trinity-mq-"))
     file, output = folder / "config.yaml", folder / "output.txt"
     # readable by the owner only, like the run's own file: it may hold values of environment variables
