@@ -33,9 +33,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def clean(arguments: argparse.Namespace) -> int:
     """Delete the queues, exchanges and blobs of a run without working agents."""
-    found = find_target(arguments, arguments.blob_store)
-    tickets = [] if found.config is None else saved_tickets(found.config)
-    for line in run_to_the_end(delete_run(found, tickets)):
+    target = find_target(arguments, arguments.blob_store)
+    tickets = [] if target.config is None else saved_tickets(target.config)
+    for line in run_to_the_end(delete_run(target, tickets)):
         print(line)
     return 0
 
@@ -48,21 +48,21 @@ def saved_tickets(config: Config) -> list[str]:
     return [*state.tickets, *state.following.tickets]
 
 
-async def delete_run(found: Target, tickets: Sequence[str]) -> list[str]:
+async def delete_run(target: Target, tickets: Sequence[str]) -> list[str]:
     """Delete all data of a run on its broker and in its blob store. Return lines of text for a person.
 
     Args:
-        found: The run and its broker.
+        target: The run and its broker.
         tickets: Tickets whose batch queues may exist, in addition to the tickets named by messages on the broker.
 
     Raises:
         CommandError: An agent works on the run, or the blob store does not answer.
     """
-    run = found.run
+    run = target.run
     try:
-        store = open_store(found.broker, run)
+        store = open_store(target.broker, run)
         stored = await asyncio.to_thread(store.folders, PARTS) if store is not None else []
-        async with reached(found, "clean") as (bus, topology):
+        async with reached(target, "clean") as (bus, topology):
             count = await _delete_queues(bus, topology, {*tickets, *stored})
             await bus.delete_exchanges()
             return [f"run {run!r}: {count} queues deleted, and its exchanges", await _delete_blobs(store)]
@@ -86,10 +86,10 @@ async def _delete_queues(bus: Bus, topology: Topology, tickets: set[str]) -> int
     named = [queue for queue in durable if queue != topology.ready]
     tickets |= {ticket for queue in named async for ticket in _tickets_in(bus, queue)}
     names = [topology.batch_queue(0, ticket).name for ticket in tickets]
-    found = [name for name in names if await bus.depth(name) is not None] + [queue.name for queue in durable]
-    for name in found:
+    queue_names = [name for name in names if await bus.depth(name) is not None] + [queue.name for queue in durable]
+    for name in queue_names:
         await bus.delete(name)
-    return len(found)
+    return len(queue_names)
 
 
 async def _tickets_in(bus: Bus, queue: Queue) -> AsyncIterator[str]:
@@ -107,10 +107,10 @@ async def _tickets_in(bus: Bus, queue: Queue) -> AsyncIterator[str]:
 
 async def _waiting(bus: Bus, queue: Queue) -> AsyncIterator[Delivery]:
     """Yield the waiting messages of a work queue. They are returned to the queue at the end."""
-    left = await bus.depth(queue.name) or 0
+    remaining = await bus.depth(queue.name) or 0
     async with await bus.consume(queue) as messages:
-        while left and (delivery := await next_or_quiet(bus, messages, QUIET_SECONDS)) is not None:
-            left -= 1
+        while remaining and (delivery := await next_or_quiet(bus, messages, QUIET_SECONDS)) is not None:
+            remaining -= 1
             yield delivery
 
 

@@ -148,10 +148,10 @@ def show_permissions(arguments: argparse.Namespace) -> int:
     if arguments.taps and arguments.role != "agent":
         raise CommandError(f"--taps is for agents, who train on another run; role {arguments.role} trains on nothing")
     try:
-        wanted = permissions(arguments.run_name, arguments.role, replies=arguments.replies, taps=arguments.taps)
+        patterns = permissions(arguments.run_name, arguments.role, replies=arguments.replies, taps=arguments.taps)
     except ValueError as error:
         raise CommandError(str(error)) from error
     user = arguments.user or f"{arguments.run_name}-{arguments.role}"
     print(f"# once, and it asks for the password:\nrabbitmqctl add_user {shlex.quote(user)}")
-    print("\n".join(rabbitmqctl_lines(user, arguments.vhost, wanted)))
+    print("\n".join(rabbitmqctl_lines(user, arguments.vhost, patterns)))
     return 0

@@ -35,8 +35,8 @@ def known_broker(config: Config, environ: Mapping[str, str] = os.environ) -> str
     Raises:
         AddressError: The file with the URL cannot be read.
     """
-    given = Addresses.of(config.broker, environ)
-    return RunFolder(config).live_broker() if given is None else given.text()
+    addresses = Addresses.of(config.broker, environ)
+    return RunFolder(config).live_broker() if addresses is None else addresses.text()
 
 
 @dataclass(frozen=True)
@@ -108,19 +108,19 @@ async def reached(target: Target, who: str) -> AsyncIterator[tuple[Bus, Topology
         NodeError: The private broker cannot be started.
     """
     if target.broker.url is not None:
-        async with connected(target.run, target.broker, who) as found:
-            yield found
+        async with connected(target.run, target.broker, who) as connection:
+            yield connection
         return
     assert target.config is not None
     folder = RunFolder(target.config)
     with folder.locked():
-        _note(f"starting the private broker of run {target.run!r}, which does not run now")
-        async with own_broker(folder.broker, target.config.supervisor, _note) as url:
-            async with connected(target.run, target.broker.model_copy(update={"url": url}), who) as found:
-                yield found
+        _print_note(f"starting the private broker of run {target.run!r}, which does not run now")
+        async with own_broker(folder.broker, target.config.supervisor, _print_note) as url:
+            async with connected(target.run, target.broker.model_copy(update={"url": url}), who) as connection:
+                yield connection
 
 
-def _note(line: str) -> None:
+def _print_note(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
@@ -139,24 +139,24 @@ async def connected(
     except ValueError as error:
         raise CommandError(str(error)) from error
     bus = create_bus(broker, topology, who)
-    told = asyncio.create_task(_tell_trouble(bus, broker.connect_timeout, waiting or (lambda _line: None)))
+    reporting = asyncio.create_task(_report_trouble(bus, broker.connect_timeout, waiting or (lambda _line: None)))
     try:
         await bus.connect()
     finally:
-        told.cancel()
+        reporting.cancel()
     try:
         yield bus, topology
     finally:
         await bus.close()
 
 
-async def _tell_trouble(bus: Bus, seconds: float, waiting: Callable[[str], None]) -> None:
+async def _report_trouble(bus: Bus, seconds: float, waiting: Callable[[str], None]) -> None:
     """Call ``waiting`` at the first connection problem, and then every ten seconds, until cancelled."""
     loop = asyncio.get_running_loop()
-    began, told = loop.time(), -TROUBLE_INTERVAL
+    began, last_report = loop.time(), -TROUBLE_INTERVAL
     while True:
         await asyncio.sleep(TROUBLE_LOOK)
         waited = loop.time() - began
-        if bus.trouble not in {None, NOT_CONNECTED} and waited - told >= TROUBLE_INTERVAL:
-            told = waited
+        if bus.trouble not in {None, NOT_CONNECTED} and waited - last_report >= TROUBLE_INTERVAL:
+            last_report = waited
             waiting(f"waits for the broker, {waited:.0f} of {seconds:g} s: {bus.trouble}")
