@@ -98,19 +98,19 @@ def chaos(arguments: argparse.Namespace) -> int:
     _check(arguments)
     if arguments.seed is None:
         arguments.seed = random.SystemRandom().randrange(1 << 16)
-    given = list(arguments.overrides)
+    overrides = list(arguments.overrides)
     with contextlib.redirect_stdout(sys.stderr):  # keep the library's log output out of the report
-        outcome, folder = run_to_the_end(_play(arguments))
-        schedule, again = folder / "schedule.json", _again(arguments, given, outcome.schedule)
-        text = "\n".join(lines(outcome, schedule, again))
-        report = json.dumps(as_json(outcome, schedule, again), indent=2)
+        outcome, folder = run_to_the_end(_run_trial(arguments))
+        schedule, repeat_command = folder / "schedule.json", _repeat_command(arguments, overrides, outcome.schedule)
+        text = "\n".join(lines(outcome, schedule, repeat_command))
+        report = json.dumps(as_json(outcome, schedule, repeat_command), indent=2)
         write_output(folder / "report.txt", text + "\n")
         write_output(folder / "report.json", report + "\n")
     print(report if arguments.json else text)
     return 0 if outcome.holds else 1
 
 
-async def _play(arguments: argparse.Namespace) -> tuple[Outcome, Path]:
+async def _run_trial(arguments: argparse.Namespace) -> tuple[Outcome, Path]:
     wishes = Wishes(
         count=arguments.kills,
         seed=arguments.seed,
@@ -138,7 +138,7 @@ def tell(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def _again(arguments: argparse.Namespace, overrides: Sequence[str], schedule: Schedule) -> str:
+def _repeat_command(arguments: argparse.Namespace, overrides: Sequence[str], schedule: Schedule) -> str:
     """Return the command that repeats the same faults."""
     words = ["trinity-mq", "chaos"]
     if arguments.attach is None:
@@ -184,12 +184,12 @@ def _check(arguments: argparse.Namespace) -> None:
         raise CommandError(f"--inside is {arguments.inside:g}, wanted a share from 0 to 1")
     if arguments.timeout <= 0:
         raise CommandError(f"--timeout is {arguments.timeout:g}, wanted more than 0 seconds")
-    for name, known in (("kinds", tuple(KINDS)), ("roles", ROLES)):
-        if unknown := sorted(set(_names(getattr(arguments, name))) - set(known)) or not _names(
+    for name, choices in (("kinds", tuple(KINDS)), ("roles", ROLES)):
+        if unknown := sorted(set(_names(getattr(arguments, name))) - set(choices)) or not _names(
             getattr(arguments, name)
         ):
             raise CommandError(
-                f"--{name} is {getattr(arguments, name)!r} ({unknown}), wanted some of {', '.join(known)}"
+                f"--{name} is {getattr(arguments, name)!r} ({unknown}), wanted some of {', '.join(choices)}"
             )
 
 

@@ -94,26 +94,26 @@ class Injector:
                 for fault in faults:
                     done = Done(fault)
                     self.done.append(done)
-                    if not await self._due(fault, over):
+                    if not await self._wait_until_due(fault, over):
                         done.note = "the run was over" if over() else "the run had not recovered"
                         break
-                    await self._do(done, group, over)
-                await self._recovered(over)
+                    await self._inject(done, group, over)
+                await self._wait_until_recovered(over)
                 for task in self._relieving:
                     task.cancel()
         finally:
             await self._relieve_all()
 
-    async def _due(self, fault: Fault, over: Callable[[], bool]) -> bool:
+    async def _wait_until_due(self, fault: Fault, over: Callable[[], bool]) -> bool:
         """Wait until a fault is due. Return False if it will not become due."""
-        if not fault.together and not await self._recovered(over):
+        if not fault.together and not await self._wait_until_recovered(over):
             return False
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(fault.wait):
                 await self._witness.changed.until(over)
         return not over()
 
-    async def _recovered(self, over: Callable[[], bool]) -> bool:
+    async def _wait_until_recovered(self, over: Callable[[], bool]) -> bool:
         """Wait until the run has recovered from all faults so far. Return whether it has."""
 
         def settled() -> bool:
@@ -133,14 +133,14 @@ class Injector:
                 done.recovered = now
         return True
 
-    async def _do(self, done: Done, group: asyncio.TaskGroup, over: Callable[[], bool]) -> None:
+    async def _inject(self, done: Done, group: asyncio.TaskGroup, over: Callable[[], bool]) -> None:
         fault = done.fault
         for _ in range(TRIES):
             victim = await self._choose(fault, over)
             if victim is None:
                 done.note = done.note or f"no {fault.role} was there"
                 return
-            if self._is_spent(victim, fault):
+            if self._exceeds_budget(victim, fault):
                 done.note = f"{victim.name} was ended so often that its supervisor would give up"
                 return
             if fault.point is not None and not done.note:
@@ -162,11 +162,11 @@ class Injector:
                 if self._lasts(fault):  # a part of the fault may have taken effect
                     await self._relieve(victim, fault.kind)
                 return
-            self._struck(done, group)
+            self._note_injection(done, group)
             return
         done.note = f"every {fault.role} ended by itself"
 
-    def _struck(self, done: Done, group: asyncio.TaskGroup) -> None:
+    def _note_injection(self, done: Done, group: asyncio.TaskGroup) -> None:
         fault, victim = done.fault, done.victim
         assert victim is not None
         where = f" at {fault.point}" if fault.point and not done.note else ""
@@ -188,9 +188,13 @@ class Injector:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._timeout):
                 while not over():
-                    found = [one for one in await self._targets.find(fault.role) if one.identity not in self._lasting]
-                    if found:
-                        return found[min(int(fault.pick * len(found)), len(found) - 1)]
+                    candidates = [
+                        candidate
+                        for candidate in await self._targets.find(fault.role)
+                        if candidate.identity not in self._lasting
+                    ]
+                    if candidates:
+                        return candidates[min(int(fault.pick * len(candidates)), len(candidates) - 1)]
                     await asyncio.sleep(FIND_SECONDS)  # a started process does not announce itself
         return None
 
@@ -208,29 +212,29 @@ class Injector:
         """
         fault = done.fault
         if fault.point is None or fault.point not in INSIDE:
-            return chosen if await self._passed(fault, over) else None
+            return chosen if await self._wait_for_point(fault, over) else None
         if self._marks is None:
             return None
         hit = await self._marks.hit(fault.point, fault.occurrence, over, POINT_SECONDS)
-        stopped = None if hit is None else await self._stopped(fault.role, hit)
+        stopped = None if hit is None else await self._stopped_victim(fault.role, hit)
         done.is_inside = stopped is not None
         return stopped
 
-    async def _stopped(self, role: str, hit: Hit) -> Victim | None:
-        there = await self._targets.find(role)
-        return next((one for one in there if one.agent == hit.agent and _is_process(one, hit.pid)), None)
+    async def _stopped_victim(self, role: str, hit: Hit) -> Victim | None:
+        victims = await self._targets.find(role)
+        return next((victim for victim in victims if victim.agent == hit.agent and _is_process(victim, hit.pid)), None)
 
-    async def _passed(self, fault: Fault, over: Callable[[], bool]) -> bool:
+    async def _wait_for_point(self, fault: Fault, over: Callable[[], bool]) -> bool:
         """Wait for the marked point of a fault. Return False if it was not reached."""
-        counted, point = self._witness.points.passed, fault.point
+        counts, point = self._witness.points.passed, fault.point
         assert point is not None
-        wanted = counted[point] + fault.occurrence
+        target = counts[point] + fault.occurrence
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(POINT_SECONDS):
-                await self._witness.changed.until(lambda: over() or counted[point] >= wanted)
-        return counted[point] >= wanted
+                await self._witness.changed.until(lambda: over() or counts[point] >= target)
+        return counts[point] >= target
 
-    def _is_spent(self, victim: Victim, fault: Fault) -> bool:
+    def _exceeds_budget(self, victim: Victim, fault: Fault) -> bool:
         if self._budget is None or fault.kind not in ENDS:
             return False
         most, window = self._budget
@@ -280,16 +284,16 @@ class Injector:
             return through and self._witness.reachable and beat.role == "trainer"
         if beat.role != victim.role or not beat.serves:
             return False
-        known = {agent for agent, _ in done.known}
-        same = beat.agent == victim.agent or victim.agent not in known
+        known_agents = {agent for agent, _ in done.known}
+        is_same_or_new = beat.agent == victim.agent or victim.agent not in known_agents
         if kind in ENDS:
-            return (beat.agent, beat.life) not in done.known and (same or beat.agent not in known)
-        return same
+            return (beat.agent, beat.life) not in done.known and (is_same_or_new or beat.agent not in known_agents)
+        return is_same_or_new
 
 
 def by_role(done: Iterable[Done]) -> dict[str, int]:
     """Return the number of injected faults for each role."""
-    return dict(Counter(one.fault.role for one in done if one.at is not None))
+    return dict(Counter(injection.fault.role for injection in done if injection.at is not None))
 
 
 def _is_process(victim: Victim, pid: int) -> bool:

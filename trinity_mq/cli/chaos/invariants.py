@@ -45,10 +45,10 @@ class Expected:
 
 def judged(name: str, violations: Iterable[str], holds: str) -> Verdict:
     """Return the verdict on an invariant from its violations, and the text for the case without violations."""
-    found = list(violations)
-    if found:
-        count = f"{len(found)} violation{'s' if len(found) > 1 else ''}"
-        return Verdict(name, "violated", count, tuple(found[:MOST_EVIDENCE]))
+    violation_list = list(violations)
+    if violation_list:
+        count = f"{len(violation_list)} violation{'s' if len(violation_list) > 1 else ''}"
+        return Verdict(name, "violated", count, tuple(violation_list[:MOST_EVIDENCE]))
     return Verdict(name, "holds", holds)
 
 
@@ -58,12 +58,12 @@ def lineage(progress: Sequence[Progress]) -> list[Progress]:
     """
     line: dict[int, Progress] = {}
     generation = 0
-    for one in progress:
-        if one.generation > generation:
-            generation = one.generation
-            line = {number: kept for number, kept in line.items() if number < one.progress}
-        if one.generation == generation:
-            line.setdefault(one.progress, one)
+    for message in progress:
+        if message.generation > generation:
+            generation = message.generation
+            line = {number: consumed for number, consumed in line.items() if number < message.progress}
+        if message.generation == generation:
+            line.setdefault(message.progress, message)
     return [line[number] for number in sorted(line)]
 
 
@@ -75,43 +75,49 @@ def one_outcome(record: Record, expected: Expected) -> Verdict:
     name = "one outcome for each task"
     if record.results_begin or record.ready_begin:
         return Verdict(name, "not checked", "retention has cut the beginning of the streams")
-    deciding = {ticket: one for ticket, one in record.deciding.items() if one.ready.state == "ready"}
+    deciding = {ticket: processed for ticket, processed in record.deciding.items() if processed.ready.state == "ready"}
     first = _first_results(record.results)
-    violations = [line for ticket, one in deciding.items() for line in _of_ticket(one, first.get(ticket, {}), expected)]
+    violations = [
+        line
+        for ticket, processed in deciding.items()
+        for line in _batch_violations(processed, first.get(ticket, {}), expected)
+    ]
     tasks = sum(len({task for task, _ in first.get(ticket, ())}) for ticket in deciding)
-    runs = sum(len(one.uids) for one in deciding.values())
+    runs = sum(len(processed.uids) for processed in deciding.values())
     return judged(name, violations, f"{tasks} tasks in {len(deciding)} batches, {runs} experiences")
 
 
 def _first_results(results: Iterable[TaskResult]) -> dict[str, dict[tuple[int, int], TaskResult]]:
     """Return, by ticket, the deciding result of each slice (task and first run): its first result."""
-    found: defaultdict[str, dict[tuple[int, int], TaskResult]] = defaultdict(dict)
+    first: defaultdict[str, dict[tuple[int, int], TaskResult]] = defaultdict(dict)
     for result in results:
         if result.outcome != "late":
-            found[result.ticket].setdefault((result.task_id, result.run_base), result)
-    return found
+            first[result.ticket].setdefault((result.task_id, result.run_base), result)
+    return first
 
 
-def _of_ticket(one: ProcessedSet, slices: Mapping[tuple[int, int], TaskResult], expected: Expected) -> Iterator[str]:
-    batch = f"batch {one.ready.batch}"
+def _batch_violations(
+    processed: ProcessedSet, slices: Mapping[tuple[int, int], TaskResult], expected: Expected
+) -> Iterator[str]:
+    batch = f"batch {processed.ready.batch}"
     counted: Counter[tuple[str, int]] = Counter()
     for result in slices.values():
         if result.outcome in HAVE_RUNS:
             counted.update((str(result.task_id), run) for run in result.runs)
-    if double := [key for key, times in counted.items() if times > 1]:
-        yield f"{batch}: runs (task, run) that two slices report: {_some(double)}"
-    there = {(task, run) for _, task, run, _ in one.runs}
-    if unknown := sorted(there - set(counted)):
-        yield f"{batch}: runs (task, run) that are in it though no first result reports them: {_some(unknown)}"
-    keeps = expected.keeps_all and not one.unread and not one.ready.filtered_groups
+    if repeated := [key for key, times in counted.items() if times > 1]:
+        yield f"{batch}: runs (task, run) that two slices report: {_excerpt(repeated)}"
+    trained_runs = {(task, run) for _, task, run, _ in processed.runs}
+    if unknown := sorted(trained_runs - set(counted)):
+        yield f"{batch}: runs (task, run) that are in it though no first result reports them: {_excerpt(unknown)}"
+    keeps = expected.keeps_all and not processed.unread and not processed.ready.filtered_groups
     finished = {
         (str(result.task_id), run) for result in slices.values() if result.outcome == "finished" for run in result.runs
     }
-    if keeps and (lost := sorted(finished - there)):
-        yield f"{batch}: finished runs (task, run) that are not in it: {_some(lost)}"
+    if keeps and (lost := sorted(finished - trained_runs)):
+        yield f"{batch}: finished runs (task, run) that are not in it: {_excerpt(lost)}"
     if expected.tasks is not None:
         tasks = {task for task, _ in slices}
-        if len(tasks) != expected.tasks and not one.ready.metrics.get("rollout/slices/cancelled"):
+        if len(tasks) != expected.tasks and not processed.ready.metrics.get("rollout/slices/cancelled"):
             yield f"{batch}: {len(tasks)} tasks have an outcome, wanted {expected.tasks}"
     for (task, base), result in slices.items():
         if result.outcome == "finished" and len(set(result.runs)) != result.repeat_times:
@@ -135,24 +141,24 @@ def trained_once(record: Record) -> Verdict:
     deciding = record.deciding
     violations: list[str] = []
     begins = 1 if not record.results_begin else line[0].progress
-    missing = sorted(set(range(begins, line[-1].progress + 1)) - {one.progress for one in line})
+    missing = sorted(set(range(begins, line[-1].progress + 1)) - {step.progress for step in line})
     if missing:
-        violations.append(f"progress that no message of the trainer tells of: {_some(missing)}")
-    tickets = Counter(one.ticket for one in line)
+        violations.append(f"progress that no message of the trainer tells of: {_excerpt(missing)}")
+    tickets = Counter(step.ticket for step in line)
     violations += [f"ticket {ticket} was consumed {times} times" for ticket, times in tickets.items() if times > 1]
-    batches = Counter(str(one.batch) for one in line)
+    batches = Counter(str(step.batch) for step in line)
     violations += [f"batch {batch} was consumed {times} times" for batch, times in batches.items() if times > 1]
-    if not record.results_begin and (gaps := _gaps(line)):
-        violations.append(f"batches that were passed over: {_some(gaps)}")
+    if not record.results_begin and (gaps := _skipped_batches(line)):
+        violations.append(f"batches that were passed over: {_excerpt(gaps)}")
     trained: Counter[str] = Counter()
-    for one in line:
-        found = deciding.get(one.ticket)
-        if found is None and not record.ready_begin and one.outcome == "trained":
-            violations.append(f"batch {one.batch} was trained on, and no complete set of it is on the stream")
-        if found is not None and one.outcome == "trained":
-            trained.update(found.uids)
-            violations += _steps(found)
-    violations += [f"experience {uid} is in {times} places that were trained on" for uid, times in _double(trained)]
+    for step in line:
+        processed = deciding.get(step.ticket)
+        if processed is None and not record.ready_begin and step.outcome == "trained":
+            violations.append(f"batch {step.batch} was trained on, and no complete set of it is on the stream")
+        if processed is not None and step.outcome == "trained":
+            trained.update(processed.uids)
+            violations += _repeated_steps(processed)
+    violations += [f"experience {uid} is in {times} places that were trained on" for uid, times in _repeated(trained)]
     return judged(
         name,
         violations,
@@ -160,22 +166,22 @@ def trained_once(record: Record) -> Verdict:
     )
 
 
-def _gaps(line: Sequence[Progress]) -> list[int]:
-    numbers = {int(one.batch) for one in line if str(one.batch).isdecimal()}
+def _skipped_batches(line: Sequence[Progress]) -> list[int]:
+    numbers = {int(step.batch) for step in line if str(step.batch).isdecimal()}
     # The trainer may consume batches in another order, so only gaps below the number of consumed batches count.
     return sorted(set(range(1, len(numbers) + 1)) - numbers) if len(numbers) == len(line) else []
 
 
-def _steps(one: ProcessedSet) -> Iterator[str]:
+def _repeated_steps(processed: ProcessedSet) -> Iterator[str]:
     """Yield a line for each repeated step of a run in a set, unless runs have several experiences for each step."""
-    counted = Counter(one.runs)
+    counted = Counter(processed.runs)
     if counted and counted.most_common()[-1][1] == 1:
-        for (_, task, run, step), times in _double(counted):
-            yield f"batch {one.ready.batch}: task {task}, run {run}, step {step} is in it {times} times"
+        for (_, task, run, step), times in _repeated(counted):
+            yield f"batch {processed.ready.batch}: task {task}, run {run}, step {step} is in it {times} times"
 
 
 def _generations(record: Record) -> int:
-    return len({one.generation for one in record.progress})
+    return len({step.generation for step in record.progress})
 
 
 # -- versions
@@ -185,12 +191,12 @@ def versions_rise(
     record: Record, commits: Sequence[VersionSeen], committed: Sequence[VersionSeen], served: Sequence[VersionSeen]
 ) -> Verdict:
     """Check that committed versions, the trainer's steps and the versions served by each engine life never decrease."""
-    violations = [*_falls("committed", commits), *_falls("in the trainer's heartbeats", committed)]
+    violations = [*_decreases("committed", commits), *_decreases("in the trainer's heartbeats", committed)]
     by_life: defaultdict[str, list[VersionSeen]] = defaultdict(list)
-    for one in served:
-        by_life[one.who].append(one)
-    for life, seen in by_life.items():
-        violations += _falls(f"engine {life.split()[0]} serves", seen)
+    for sighting in served:
+        by_life[sighting.who].append(sighting)
+    for life, sightings in by_life.items():
+        violations += _decreases(f"engine {life.split()[0]} serves", sightings)
     before: Progress | None = None
     for step in record.progress:
         if before is not None and (step.generation, step.progress) < (before.generation, before.progress):
@@ -199,7 +205,7 @@ def versions_rise(
                 f"{before.progress} of {before.generation}"
             )
         before = step
-    count = len({one.version for one in commits} | {one.version for one in committed})
+    count = len({sighting.version for sighting in commits} | {sighting.version for sighting in committed})
     return judged(
         "committed versions rise",
         violations,
@@ -207,8 +213,8 @@ def versions_rise(
     )
 
 
-def _falls(what: str, seen: Sequence[VersionSeen]) -> Iterator[str]:
-    for before, after in itertools.pairwise(seen):
+def _decreases(what: str, sightings: Sequence[VersionSeen]) -> Iterator[str]:
+    for before, after in itertools.pairwise(sightings):
         if after.version < before.version:
             yield f"{what}: {_version(before.version)} was followed by {_version(after.version)} after {after.at:.1f} s"
 
@@ -216,36 +222,36 @@ def _falls(what: str, seen: Sequence[VersionSeen]) -> Iterator[str]:
 def versions_existed(record: Record) -> Verdict:
     """Check that each version named by tokens existed in the trainer: as a step of its generation, or as its start."""
     name = "tokens name versions that were there"
-    named = {version: one for one in record.sets for version in one.versions}
+    named = {version: processed for processed in record.sets for version in processed.versions}
     if not named:
         return Verdict(name, "not checked", "no token names a version")
     if record.results_begin:
         return Verdict(name, "not checked", "retention has cut the beginning of the results stream")
-    had = _had(record.progress)
+    existing = _existing_versions(record.progress)
     violations = [
-        f"batch {one.ready.batch} names version {_version(version)}, which no trainer had"
-        for version, one in sorted(named.items())
-        if version not in had
+        f"batch {processed.ready.batch} names version {_version(version)}, which no trainer had"
+        for version, processed in sorted(named.items())
+        if version not in existing
     ]
     return judged(name, violations, f"{len(named)} versions")
 
 
-def _had(progress: Sequence[Progress]) -> set[Version]:
+def _existing_versions(progress: Sequence[Progress]) -> set[Version]:
     """Return the versions that the trainers had. A generation starts at the step of the checkpoint that it resumes
     from. A generation that was killed before its first batch has not reported its step.
     """
-    had: set[Version] = set()
-    last = max((one.generation for one in progress), default=0)
-    steps = {0, *(one.step for one in progress)}
-    told: defaultdict[int, set[int]] = defaultdict(set)
-    for one in progress:
-        told[one.generation].add(one.step)
+    existing: set[Version] = set()
+    last = max((message.generation for message in progress), default=0)
+    steps = {0, *(message.step for message in progress)}
+    reported: defaultdict[int, set[int]] = defaultdict(set)
+    for message in progress:
+        reported[message.generation].add(message.step)
     for generation in range(1, last + 2):
         # the starting step is not reported, so allow every earlier step
-        began = min(told[generation]) if told[generation] else max(steps)
-        had |= {(generation, step) for step in steps if step <= began}
-        had |= {(generation, step) for step in told[generation]}
-    return had
+        first_step = min(reported[generation]) if reported[generation] else max(steps)
+        existing |= {(generation, step) for step in steps if step <= first_step}
+        existing |= {(generation, step) for step in reported[generation]}
+    return existing
 
 
 # -- dead letters, processes, recovery
@@ -292,14 +298,14 @@ def dead_letters_explained(letters: Sequence[Incoming], total: int, struck: Stri
     return judged(name, violations, f"explained by the faults: {words}" if words else "there is none")
 
 
-def nothing_left(left: Sequence[str] | None, *, over: bool) -> Verdict:
+def nothing_left(processes: Sequence[str] | None, *, over: bool) -> Verdict:
     """Check that no process of the run is left after its end."""
     name = "no process left"
     if not over:
         return Verdict(name, "not checked", "the run goes on")
-    if left is None:
+    if processes is None:
         return Verdict(name, "not checked", "its processes cannot be listed from here")
-    return judged(name, left, "all have ended")
+    return judged(name, processes, "all have ended")
 
 
 def decodes(record: Record) -> Verdict:
@@ -307,7 +313,7 @@ def decodes(record: Record) -> Verdict:
     return judged("streams can be read", record.undecodable, f"{len(record.results)} results, {len(record.sets)} sets")
 
 
-def _double(counted: Counter[Key]) -> list[tuple[Key, int]]:
+def _repeated(counted: Counter[Key]) -> list[tuple[Key, int]]:
     return [(key, times) for key, times in counted.items() if times > 1]
 
 
@@ -315,6 +321,6 @@ def _version(version: Version) -> str:
     return f"{version[0]}.{version[1]}"
 
 
-def _some(found: Sequence[object], most: int = 5) -> str:
-    left = len(found) - most
-    return ", ".join(map(str, found[:most])) + (f" and {left} more" if left > 0 else "")
+def _excerpt(items: Sequence[object], most: int = 5) -> str:
+    remaining = len(items) - most
+    return ", ".join(map(str, items[:most])) + (f" and {remaining} more" if remaining > 0 else "")

@@ -64,9 +64,9 @@ def settings(overrides: Sequence[str]) -> list[str]:
     """Return the settings of the run: the command line's overrides, and defaults for the trial if they are not
     overridden.
     """
-    given = {word.partition("=")[0] for word in overrides}
-    ours = [word for word in RESTARTS if word.partition("=")[0] not in given]
-    return [*overrides, *ours, "broker.url=null", "broker.url_file=null"]
+    overridden = {word.partition("=")[0] for word in overrides}
+    defaults = [word for word in RESTARTS if word.partition("=")[0] not in overridden]
+    return [*overrides, *defaults, "broker.url=null", "broker.url_file=null"]
 
 
 @contextlib.asynccontextmanager

@@ -64,7 +64,7 @@ class Record:
     @property
     def deciding(self) -> dict[str, ProcessedSet]:
         """The deciding set by ticket."""
-        return {one.ready.ticket: one for one in self.sets if one.is_first}
+        return {processed.ready.ticket: processed for processed in self.sets if processed.is_first}
 
 
 async def read_record(
@@ -170,7 +170,7 @@ class _Reader:
                 named = {(int(generation), int(step)) for _, generation, step in rows or ()}
                 versions |= named
                 self._keep(batch, place, named)
-        found = ProcessedSet(
+        processed = ProcessedSet(
             ready,
             offset,
             ready.ticket not in self._decided,
@@ -181,15 +181,15 @@ class _Reader:
             tuple(sessions),
         )
         self._decided.add(ready.ticket)
-        self.record.sets.append(found)
+        self.record.sets.append(processed)
 
     def _keep(self, batch: ExperienceBatch, place: int, named: set[Version]) -> None:
         """Keep an experience of a requested version until it has enough samples."""
         if len(named) != 1 or not named <= self._versions:
             return
-        kept = self.record.samples.setdefault(next(iter(named)), [])
-        if len(kept) < SAMPLES:
-            kept.append(batch[place])
+        samples = self.record.samples.setdefault(next(iter(named)), [])
+        if len(samples) < SAMPLES:
+            samples.append(batch[place])
 
     def _body(self, delivery: Delivery) -> ExperienceBatch | None:
         try:

@@ -33,9 +33,9 @@ def lines(outcome: Outcome, schedule: Path, again: str) -> Iterator[str]:
     yield ""
     yield from _counts(outcome)
     yield _summary(outcome)
-    if (left := len(outcome.schedule.faults) - len(_struck(outcome))) > 0:
+    if (remaining := len(outcome.schedule.faults) - len(_injected(outcome))) > 0:
         yield (
-            f"{left} of {len(outcome.schedule.faults)} faults were not done; where the run was over before, "
+            f"{remaining} of {len(outcome.schedule.faults)} faults were not done; where the run was over before, "
             "give it more batches (buffer.total_steps=N)"
         )
     yield f"schedule: {schedule}"
@@ -109,7 +109,7 @@ def _by_role(outcome: Outcome) -> dict[str, tuple[dict[str, int], dict[str, int]
     """Return, by role, the counts of injected faults by kind and by marked point."""
     kinds: defaultdict[str, Counter[str]] = defaultdict(Counter)
     points: defaultdict[str, Counter[str]] = defaultdict(Counter)
-    for done in _struck(outcome):
+    for done in _injected(outcome):
         kinds[done.fault.role][done.fault.kind] += 1
         if done.fault.point is not None and not done.note:
             points[done.fault.role][done.fault.point] += 1
@@ -117,7 +117,7 @@ def _by_role(outcome: Outcome) -> dict[str, tuple[dict[str, int], dict[str, int]
 
 
 def _summary(outcome: Outcome) -> str:
-    struck = _struck(outcome)
+    struck = _injected(outcome)
     took = sorted(done.recovered - done.at for done in struck if done.recovered is not None and done.at is not None)
     words = [f"{len(struck)} faults in {outcome.seconds:.0f} s, {outcome.steps} batches trained on"]
     if took:
@@ -129,7 +129,7 @@ def _summary(outcome: Outcome) -> str:
     return f"{verdict}; {'; '.join(words)}"
 
 
-def _struck(outcome: Outcome) -> list[Done]:
+def _injected(outcome: Outcome) -> list[Done]:
     return [done for done in outcome.done if done.at is not None]
 
 

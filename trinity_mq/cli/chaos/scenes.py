@@ -78,8 +78,8 @@ async def started(arguments: argparse.Namespace, wishes: Wishes, tell: Tell) -> 
     """
     if staged(arguments):
         raise CommandError(f"{arguments.target} describes several runs: give the file of one stage")
-    given = Addresses.of(configuration(arguments).broker)
-    url = arguments.broker or (None if given is None else given.text())
+    addresses = Addresses.of(configuration(arguments).broker)
+    url = arguments.broker or (None if addresses is None else addresses.text())
     arguments.overrides = settings(arguments.overrides)
     config = configuration(arguments)
     if arguments.fresh:
@@ -90,16 +90,16 @@ async def started(arguments: argparse.Namespace, wishes: Wishes, tell: Tell) -> 
     async with launched(config, words, url, marks.folder, tell) as run:
         broker = config.broker.model_copy(update={"url": run.url, "url_file": None})
         async with connected(config.name, broker, "chaos") as (bus, topology):
-            targets = _local(config, run.process.pid, bus, topology, run)
+            targets = _local_targets(config, run.process.pid, bus, topology, run)
             serves = config.mode == "serve"  # a serving run does not end by itself
             further = FURTHER_STEPS if serves else None
             plan = _plan(wishes, targets, config, config.path / FOLDER, tell, further, marks=marks)
-            weights = _weights(config)
+            weights = _kept_weights(config)
             ended = asyncio.create_task(run.process.wait(), name="the run's end")
             try:
                 outcome = await play(bus, topology, targets, plan, ended=ended.done, tell=tell, weights=weights)
-                came_to_its_end = outcome.over
-                if came_to_its_end:
+                reached_end = outcome.over
+                if reached_end:
                     with contextlib.suppress(TimeoutError):
                         async with asyncio.timeout(END_SECONDS):
                             await asyncio.shield(ended)
@@ -116,7 +116,7 @@ async def started(arguments: argparse.Namespace, wishes: Wishes, tell: Tell) -> 
                 targets=targets,
                 weights=weights,
                 store=open_store(broker, config.name),
-                code=None if run.code in DRAINED and not came_to_its_end else run.code,
+                code=None if run.code in DRAINED and not reached_end else run.code,
             )
             targets.end_left_over()
     return outcome, config.path / FOLDER
@@ -133,10 +133,10 @@ async def attached(arguments: argparse.Namespace, wishes: Wishes, tell: Tell) ->
         )
     target = find_target(arguments)
     async with reached(target, "chaos") as (bus, topology):
-        targets = _local(config, supervisor, bus, topology)
+        targets = _local_targets(config, supervisor, bus, topology)
         budget = config.supervisor.max_restarts, config.supervisor.restart_window
         plan = _plan(wishes, targets, config, config.path / FOLDER, tell, FURTHER_STEPS, budget)
-        weights = _weights(config)
+        weights = _kept_weights(config)
         outcome = await play(
             bus,
             topology,
@@ -178,31 +178,33 @@ async def elsewhere(
     return outcome, folder
 
 
-def _weights(config: Config) -> KeptWeights:
+def _kept_weights(config: Config) -> KeptWeights:
     return KeptWeights(config.path / "checkpoints", config.path / FOLDER / "weights")
 
 
-def _local(config: Config, supervisor: int, bus: Bus, topology: Topology, run: Launched | None = None) -> LocalTargets:
+def _local_targets(
+    config: Config, supervisor: int, bus: Bus, topology: Topology, run: Launched | None = None
+) -> LocalTargets:
     """Return the processes of a local run; ``run`` is set if this trial started it."""
     if run is None:
         is_private = Addresses.of(config.broker) is None
         return LocalTargets(
             config.path.absolute(),
             supervisor,
-            restart=_restarter(bus, topology),
+            restart=_restart_function(bus, topology),
             broker_parent=supervisor if is_private else None,
         )
     return LocalTargets(
         config.path.absolute(),
         supervisor,
-        restart=_restarter(bus, topology),
+        restart=_restart_function(bus, topology),
         mark=run.mark,
         proxy=run.proxy,
         broker_parent=os.getpid() if run.is_private else None,
     )
 
 
-def _restarter(bus: Bus, topology: Topology) -> Callable[[str], Awaitable[None]]:
+def _restart_function(bus: Bus, topology: Topology) -> Callable[[str], Awaitable[None]]:
     """Return a function that asks an agent's supervisor for a new process of the agent."""
 
     async def restart(agent: str) -> None:
@@ -246,13 +248,13 @@ def _plan(
         schedule = draw(wishes.seed, wishes.count, possible, wishes.every, 0.0 if marks is None else share)
     else:
         read = load(wishes.file)
-        kept = [fault for fault in read.faults if fault.kind in possible.get(fault.role, ())]
-        if len(kept) < len(read.faults):
+        faults = [fault for fault in read.faults if fault.kind in possible.get(fault.role, ())]
+        if len(faults) < len(read.faults):
             tell(
-                f"{len(read.faults) - len(kept)} faults of {wishes.file} cannot be done in {targets.where}, and are "
+                f"{len(read.faults) - len(faults)} faults of {wishes.file} cannot be done in {targets.where}, and are "
                 "left out"
             )
-        schedule = Schedule(kept, read.seed, read.drawn_from)
+        schedule = Schedule(faults, read.seed, read.drawn_from)
     folder.mkdir(parents=True, exist_ok=True)
     save(schedule, folder / "schedule.json")
     return Plan(

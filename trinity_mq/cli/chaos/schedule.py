@@ -92,20 +92,20 @@ def draw(seed: int, count: int, possible: Mapping[str, Sequence[str]], every: fl
     faults: list[Fault] = []
     for number in range(1, count + 1):
         ended = bool(faults) and faults[-1].kind in ENDS and faults[-1].role in POINTS[AGENT_BACK].roles
-        faults.append(_draw_one(dice, number, roles, possible, every, ended=ended))
-    wanted = {"count": count, "every": every, "possible": {role: list(possible[role]) for role in roles}}
+        faults.append(_draw_fault(dice, number, roles, possible, every, ended=ended))
+    drawn_from = {"count": count, "every": every, "possible": {role: list(possible[role]) for role in roles}}
     if inside:
-        return Schedule(_inside(faults, seed, inside), seed, {**wanted, "inside": inside})
-    return Schedule(faults, seed, wanted)
+        return Schedule(_with_inside_points(faults, seed, inside), seed, {**drawn_from, "inside": inside})
+    return Schedule(faults, seed, drawn_from)
 
 
-def _inside(faults: Sequence[Fault], seed: int, share: float) -> list[Fault]:
+def _with_inside_points(faults: Sequence[Fault], seed: int, share: float) -> list[Fault]:
     """Return the faults, with some of them moved to points inside agents. Each point of a role is used before one
     repeats.
     """
     # a separate generator, so that the other values stay the same
     dice = random.Random(f"trinity-mq chaos {FORMAT} {seed} inside")
-    left: dict[str, list[str]] = {}
+    unused: dict[str, list[str]] = {}
     moved: list[Fault] = []
     for fault in faults:
         chance, occurrence = dice.random(), dice.randint(1, MOST_OCCURRENCES)
@@ -113,14 +113,14 @@ def _inside(faults: Sequence[Fault], seed: int, share: float) -> list[Fault]:
         if not names or chance >= share or fault.point == AGENT_BACK:
             moved.append(fault)
             continue
-        waiting = left.setdefault(fault.role, [])
+        waiting = unused.setdefault(fault.role, [])
         if not waiting:
             waiting += dice.sample(names, len(names))
         moved.append(replace(fault, point=waiting.pop(), occurrence=occurrence))
     return moved
 
 
-def _draw_one(
+def _draw_fault(
     dice: random.Random,
     number: int,
     roles: Sequence[str],

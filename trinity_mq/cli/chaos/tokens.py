@@ -37,7 +37,7 @@ class KeptWeights:
 
     def __init__(self, checkpoints: Path, folder: Path) -> None:
         self._checkpoints, self._folder = checkpoints, folder
-        self._seen: set[str] = set()
+        self._known_names: set[str] = set()
         self.folders: dict[Version, Path] = {}
         """Model folder for ``transformers`` by version."""
 
@@ -47,13 +47,13 @@ class KeptWeights:
         """
         with contextlib.suppress(OSError):
             names = {path.name for path in self._checkpoints.iterdir()}
-            new, self._seen = names - self._seen, names
+            new, self._known_names = names - self._known_names, names
             if not new:
                 return
-            for one in reversed(find_checkpoints(self._checkpoints)[0]):
-                version = (one.state.generation, one.state.step)
-                if version not in self.folders and (one.path / "model" / "config.json").exists():
-                    self._keep(version, one.path / "model")
+            for checkpoint in reversed(find_checkpoints(self._checkpoints)[0]):
+                version = (checkpoint.state.generation, checkpoint.state.step)
+                if version not in self.folders and (checkpoint.path / "model" / "config.json").exists():
+                    self._keep(version, checkpoint.path / "model")
 
     def clear(self) -> None:
         """Remove the kept weights."""
@@ -61,10 +61,10 @@ class KeptWeights:
         self.folders.clear()
 
     def _keep(self, version: Version, model: Path) -> None:
-        kept = self._folder / f"{version[0]}-{version[1]}"
+        target = self._folder / f"{version[0]}-{version[1]}"
         with contextlib.suppress(OSError):  # the trainer has deleted the checkpoint
-            shutil.copytree(model, kept, copy_function=os.link, dirs_exist_ok=True)
-            self.folders[version] = kept
+            shutil.copytree(model, target, copy_function=os.link, dirs_exist_ok=True)
+            self.folders[version] = target
         if len(self.folders) > MOST_KEPT:
             newest_of_middle = sorted(self.folders)[MOST_KEPT // 2]
             shutil.rmtree(self.folders.pop(newest_of_middle), ignore_errors=True)
@@ -83,8 +83,8 @@ def check_tokens(
     """
     usable = {
         version: comparable
-        for version, found in samples.items()
-        if version in weights and (comparable := [one for one in found if _is_comparable(one)])
+        for version, experiences in samples.items()
+        if version in weights and (comparable := [sample for sample in experiences if _is_comparable(sample)])
     }
     if not usable:
         return Verdict(NAME, "not checked", "no weights are kept of a version that sampled something")
@@ -92,28 +92,30 @@ def check_tokens(
         return Verdict(NAME, "not checked", "algorithm.allow_truncated_sampling: logprobs may not be the model's own")
     limit = TOLERANCE[config.model.dtype]
     violations: list[str] = []
-    own: list[float] = []
-    others: list[float] = []
-    for version, found in sorted(usable.items()):
-        differences = _differences(config, weights[version], found)
-        own += differences
+    named_errors: list[float] = []
+    other_errors: list[float] = []
+    for version, experiences in sorted(usable.items()):
+        differences = _differences(config, weights[version], experiences)
+        named_errors += differences
         violations += [
             f"experience {experience.eid.uid} names version {version[0]}.{version[1]}, whose weights differ from its "
             f"logprobs by {difference:.3g} nats a token, wanted at most {limit:g}"
-            for experience, difference in zip(found, differences, strict=True)
+            for experience, difference in zip(experiences, differences, strict=True)
             if difference > limit
         ]
-        if (other := next((path for one, path in sorted(weights.items()) if one != version), None)) is not None:
-            others += _differences(config, other, found)
-    tell = sum(difference > limit for difference in others)
-    if not violations and not tell:
-        text = f"{len(own)} experiences fit, but would under the weights of another version too"
+        if (
+            other_folder := next((path for candidate, path in sorted(weights.items()) if candidate != version), None)
+        ) is not None:
+            other_errors += _differences(config, other_folder, experiences)
+    distinguished = sum(difference > limit for difference in other_errors)
+    if not violations and not distinguished:
+        text = f"{len(named_errors)} experiences fit, but would under the weights of another version too"
         return Verdict(NAME, "not checked", text)
     return judged(
         NAME,
         violations,
-        f"{len(own)} experiences of {len(usable)} versions differ by at most {max(own):.1e} nats; of another version's "
-        f"weights {tell} would be told",
+        f"{len(named_errors)} experiences of {len(usable)} versions differ by at most {max(named_errors):.1e} nats; "
+        f"of another version's weights {distinguished} would be told",
     )
 
 
@@ -127,7 +129,7 @@ def _is_comparable(experience: Experience) -> bool:
     )
 
 
-def _differences(config: Config, folder: Path, found: Sequence[Experience]) -> list[float]:
+def _differences(config: Config, folder: Path, experiences: Sequence[Experience]) -> list[float]:
     """Return the mean absolute logprob difference of each experience, in nats."""
     from transformers import AutoModelForCausalLM
 
@@ -136,13 +138,13 @@ def _differences(config: Config, folder: Path, found: Sequence[Experience]) -> l
             folder, dtype=getattr(torch, config.model.dtype), trust_remote_code=config.model.trust_remote_code
         ).eval()
     with torch.inference_mode():
-        return [_difference(model, one) for one in found]
+        return [_difference(model, experience) for experience in experiences]
 
 
 def _difference(model: torch.nn.Module, experience: Experience) -> float:
     assert experience.logprobs is not None
     tokens, start = experience.tokens.long(), experience.prompt_length
     logits: Tensor = model(input_ids=tokens[None]).logits[0, start - 1 : -1].float()
-    own = torch.log_softmax(logits / (experience.temperature or 1.0), dim=-1)
-    own = own.gather(1, tokens[start:, None])[:, 0]
-    return float((own - experience.logprobs.float()).abs().mean())
+    logprobs = torch.log_softmax(logits / (experience.temperature or 1.0), dim=-1)
+    logprobs = logprobs.gather(1, tokens[start:, None])[:, 0]
+    return float((logprobs - experience.logprobs.float()).abs().mean())

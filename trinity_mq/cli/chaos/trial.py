@@ -124,14 +124,14 @@ async def play(
     async with asyncio.TaskGroup() as group:
         watching = [
             group.create_task(watch(bus, topology, witness), name="watch"),
-            group.create_task(_look(witness, weights), name="look"),
+            group.create_task(_poll(witness, weights), name="look"),
         ]
         asking = None if plan.clients is None else group.create_task(plan.clients.work(), name="clients")
         await _first_steps(witness, plan.after, over)
         tell(f"the run has made {plan.after} train steps; {len(plan.schedule.faults)} faults follow")
         await injector.run(plan.schedule.faults, over=over)
         if injector.stuck is None:
-            outcome.stands_still = not await _go_on(witness, plan, over)
+            outcome.stands_still = not await _wait_for_further_steps(witness, plan, over)
         if asking is not None and plan.clients is not None:
             tell("the clients hold their sessions to the end, and wait until these are settled")
             await plan.clients.finish(asking, plan.timeout)
@@ -143,7 +143,7 @@ async def play(
     return outcome
 
 
-async def _look(witness: Witness, weights: KeptWeights | None) -> None:
+async def _poll(witness: Witness, weights: KeptWeights | None) -> None:
     """Keep new weights, and wake waiting tasks regularly, because a run whose processes have all ended does not send
     messages.
     """
@@ -171,28 +171,28 @@ async def _first_steps(witness: Witness, count: int, over: Callable[[], bool]) -
         )
 
 
-async def _go_on(witness: Witness, plan: Plan, over: Callable[[], bool]) -> bool:
+async def _wait_for_further_steps(witness: Witness, plan: Plan, over: Callable[[], bool]) -> bool:
     """Wait until the run is over, or has made its further steps. Return False if it makes no steps in time."""
-    wanted = None if plan.further is None else len(witness.steps) + plan.further
-    while not over() and (wanted is None or len(witness.steps) < wanted):
+    target = None if plan.further is None else len(witness.steps) + plan.further
+    while not over() and (target is None or len(witness.steps) < target):
         try:
             async with asyncio.timeout(plan.timeout):
-                await _further_step(witness, len(witness.steps), over)
+                await _wait_for_step(witness, len(witness.steps), over)
         except TimeoutError:
             return False
     return True
 
 
-async def _further_step(witness: Witness, seen: int, over: Callable[[], bool]) -> None:
-    await witness.changed.until(lambda: over() or len(witness.steps) > seen)
+async def _wait_for_step(witness: Witness, step_count: int, over: Callable[[], bool]) -> None:
+    await witness.changed.until(lambda: over() or len(witness.steps) > step_count)
 
 
 def _rates(done: Sequence[Done], witness: Witness) -> tuple[float | None, float | None]:
     """Return train steps per minute before the first fault, and from there to the last recovery."""
-    struck = [one.at for one in done if one.at is not None]
+    struck = [injection.at for injection in done if injection.at is not None]
     if not struck or not witness.steps:
         return None, None
-    first, last = struck[0], max((one.recovered or one.at or 0.0 for one in done), default=struck[0])
+    first, last = struck[0], max((injection.recovered or injection.at or 0.0 for injection in done), default=struck[0])
     return _rate(witness, witness.steps[0][0], first), _rate(witness, first, last)
 
 
@@ -243,7 +243,7 @@ async def judge(
     try:
         record = await read_record(bus, topology, store, weights.folders if weights is not None else ())
         sessions = await read_sessions(bus, topology) if config.mode == "serve" else None
-        found, total = await letters(bus, topology, MOST_LETTERS)
+        dead_letters, total = await letters(bus, topology, MOST_LETTERS)
     except BusError as error:
         add(Verdict("streams can be read", "violated", "1 violation", (str(error),)))
         return
@@ -260,7 +260,7 @@ async def judge(
     if run_dir is not None and whole:
         add(await _audited(bus, topology, run_dir, store))
     strikes = Strikes(by_role(outcome.done))
-    add(invariants.dead_letters_explained(found, total, strikes, config.broker.delivery_limit))
+    add(invariants.dead_letters_explained(dead_letters, total, strikes, config.broker.delivery_limit))
     add(invariants.nothing_left(await targets.left_over() if outcome.over else None, over=outcome.over))
 
 

@@ -130,8 +130,8 @@ class Witness:
             self.run_id = status.run_id or self.run_id
             self.finished = self.finished or status.finished
         self.lives.add((beat.id, life))
-        self.beats[beat.id] = seen = Beat(beat.role, beat.id, life, at, serves)
-        self.on_beat(seen)
+        self.beats[beat.id] = reduced = Beat(beat.role, beat.id, life, at, serves)
+        self.on_beat(reduced)
 
     def _step(self, generation: int, progress: int, at: float, *, is_step: bool) -> None:
         if (generation, progress) <= self._position:
@@ -142,10 +142,10 @@ class Witness:
             self.steps.append((at, self.progress))
             self.on_step(at)
 
-    def _version(self, seen: list[VersionSeen], who: str, version: Version | None, at: float) -> None:
+    def _version(self, sightings: list[VersionSeen], who: str, version: Version | None, at: float) -> None:
         if version is not None and self._last.get(who) != version:
             self._last[who] = version
-            seen.append(VersionSeen(at, who, version))
+            sightings.append(VersionSeen(at, who, version))
 
 
 async def watch(bus: Bus, topology: Topology, witness: Witness) -> None:

@@ -114,7 +114,7 @@ def test_the_report_counts_faults_by_role_and_point_and_what_clients_were_told()
 )
 def test_the_command_that_repeats_it_means_the_same(words: list[str]) -> None:
     arguments = _parser().parse_args(["chaos", *words])
-    again = command._again(arguments, arguments.overrides, Schedule([], arguments.seed or 5))
+    again = command._repeat_command(arguments, arguments.overrides, Schedule([], arguments.seed or 5))
     program, name, *rest = shlex.split(again)
     assert (program, name) == ("trinity-mq", "chaos")
     repeated = vars(_parser().parse_args(["chaos", *rest]))

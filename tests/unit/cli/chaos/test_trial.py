@@ -9,7 +9,15 @@ import pytest
 from trinity_mq.cli.chaos.injector import Done
 from trinity_mq.cli.chaos.schedule import Fault, Schedule
 from trinity_mq.cli.chaos.targets.base import Victim
-from trinity_mq.cli.chaos.trial import Outcome, Plan, _first_steps, _go_on, _points_passed, _rates, _recovered
+from trinity_mq.cli.chaos.trial import (
+    Outcome,
+    Plan,
+    _first_steps,
+    _points_passed,
+    _rates,
+    _recovered,
+    _wait_for_further_steps,
+)
 from trinity_mq.cli.chaos.witness import Witness
 from trinity_mq.cli.errors import CommandError
 from trinity_mq.messages import Progress
@@ -60,7 +68,7 @@ def test_a_run_that_stands_still_after_the_last_fault_is_noticed(
 
         training = asyncio.create_task(train())
         plan = Plan(schedule=SCHEDULE, timeout=10.0, after=1, further=further)
-        found = await _go_on(witness, plan, lambda: False)
+        found = await _wait_for_further_steps(witness, plan, lambda: False)
         await training
         return found
 

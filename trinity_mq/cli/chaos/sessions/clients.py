@@ -78,7 +78,7 @@ class Told:
     def must_train(self) -> bool:
         """True if all requests succeeded, so that the session must become training data or get a stated reason."""
         is_whole = self.recorded and self.rewarded and self.ended and not (self.discarded or self.unsure)
-        return is_whole and any(one.recorded == "yes" for one in self.asked)
+        return is_whole and any(request.recorded == "yes" for request in self.asked)
 
 
 @dataclass
@@ -96,14 +96,14 @@ class Traffic:
     @property
     def counts(self) -> Mapping[str, int]:
         """Numbers for the report."""
-        asked = [one for told in self.sessions for one in told.asked]
+        requests = [request for session in self.sessions for request in session.asked]
         return {
             "sessions": len(self.sessions),
-            "rewarded": sum(told.rewarded for told in self.sessions),
-            "calls": len(asked),
-            "recorded": sum(one.recorded == "yes" for one in asked),
-            "unrecorded": sum(one.recorded == "no" for one in asked),
-            "repeated": sum(one.tries > 1 for one in asked),
+            "rewarded": sum(session.rewarded for session in self.sessions),
+            "calls": len(requests),
+            "recorded": sum(request.recorded == "yes" for request in requests),
+            "unrecorded": sum(request.recorded == "no" for request in requests),
+            "repeated": sum(request.tries > 1 for request in requests),
             "found nobody": self.failures.total(),
         }
 
@@ -171,71 +171,71 @@ class Clients:
             "ttl": REWARD_TTL,
             **({"group": group, "group_size": self._size} if group else {}),
         }
-        status, made, _ = await self._send(dice, "POST", "/sessions", body, self._key)
+        status, opened, _ = await self._send(dice, "POST", "/sessions", body, self._key)
         if status != 201:
-            self.traffic.refused.append(f"POST /sessions: {status} {made}")
+            self.traffic.refused.append(f"POST /sessions: {status} {opened}")
             return
-        told = Told(made["id"], made["key"], group, bool(made["recorded"]))
-        self.traffic.sessions.append(told)
+        session = Told(opened["id"], opened["key"], group, bool(opened["recorded"]))
+        self.traffic.sessions.append(session)
         for number in range(dice.randint(1, TURNS)):
-            await self._ask(dice, told, number)
-        way = "with the end" if group else dice.choice(WAYS)
+            await self._ask(dice, session, number)
+        reward_time = "with the end" if group else dice.choice(WAYS)
         reward = round(dice.random(), 6)
-        if way in {"before", "twice"}:
-            await self._reward(dice, told, {"reward": reward})
-        if way == "twice":
-            await self._reward(dice, told, {"reward": round(1 - reward, 6)})
-        if way == "of the call" and told.asked[-1].call:
-            await self._reward(dice, told, {"reward": reward, "call": told.asked[-1].call})
-        await self._end(dice, told, way, reward)
-        if way == "late":
+        if reward_time in {"before", "twice"}:
+            await self._reward(dice, session, {"reward": reward})
+        if reward_time == "twice":
+            await self._reward(dice, session, {"reward": round(1 - reward, 6)})
+        if reward_time == "of the call" and session.asked[-1].call:
+            await self._reward(dice, session, {"reward": reward, "call": session.asked[-1].call})
+        await self._end(dice, session, reward_time, reward)
+        if reward_time == "late":
             await asyncio.sleep(dice.uniform(0.2, 2.0))
-            await self._reward(dice, told, {"reward": reward})
+            await self._reward(dice, session, {"reward": reward})
 
-    async def _ask(self, dice: random.Random, told: Told, number: int) -> None:
+    async def _ask(self, dice: random.Random, session: Told, number: int) -> None:
         """Send a request to the model. Some clients give up at once, and repeat the request as an SDK does."""
         asked = Asked()
-        told.asked.append(asked)
+        session.asked.append(asked)
         # each turn has new digits, so that only an SDK's retry repeats a request
         question = f"{number},{dice.randrange(10)},{dice.randrange(10)}="
         body = {"model": "any", "messages": [{"role": "user", "content": question}]}
         patience = dice.uniform(0.0, 0.03) if dice.random() < LOST_SHARE else None
-        path = f"/s/{told.id}/v1/chat/completions"
-        status, answer, headers = await self._send(dice, "POST", path, body, told.key, asked, patience)
+        path = f"/s/{session.id}/v1/chat/completions"
+        status, answer, headers = await self._send(dice, "POST", path, body, session.key, asked, patience)
         if status != 200:
-            self._note_refusal(told, path, status, answer)
+            self._note_refusal(session, path, status, answer)
             return
         asked.call, asked.recorded = answer["id"], headers.get(RECORDED_HEADER, "")
 
-    async def _reward(self, dice: random.Random, told: Told, body: Mapping[str, Any]) -> None:
+    async def _reward(self, dice: random.Random, session: Told, body: Mapping[str, Any]) -> None:
         sent = {**body, "key": uuid.uuid4().hex}
         tries = Asked()
-        status, answer, _ = await self._send(dice, "POST", f"/s/{told.id}/reward", sent, told.key, tries)
+        status, answer, _ = await self._send(dice, "POST", f"/s/{session.id}/reward", sent, session.key, tries)
         if status == 200:
-            told.rewarded = True
-            told.reward = body["reward"] if "call" not in body else told.reward
+            session.rewarded = True
+            session.reward = body["reward"] if "call" not in body else session.reward
         elif status == 409:  # the session is already decided; a refused retry of a lost request may have counted
-            told.unsure += ["reward"] if tries.tries > 1 else []
+            session.unsure += ["reward"] if tries.tries > 1 else []
         else:
-            self._note_refusal(told, "reward", status, answer)
+            self._note_refusal(session, "reward", status, answer)
 
-    async def _end(self, dice: random.Random, told: Told, way: str, reward: float) -> None:
-        body: dict[str, Any] = {"outcome": "discard"} if way == "discard" else {}
-        body |= {"reward": reward} if way == "with the end" else {}
+    async def _end(self, dice: random.Random, session: Told, reward_time: str, reward: float) -> None:
+        body: dict[str, Any] = {"outcome": "discard"} if reward_time == "discard" else {}
+        body |= {"reward": reward} if reward_time == "with the end" else {}
         tries = Asked()
-        status, answer, _ = await self._send(dice, "POST", f"/s/{told.id}/end", body, told.key, tries)
+        status, answer, _ = await self._send(dice, "POST", f"/s/{session.id}/end", body, session.key, tries)
         if status == 200:
-            told.ended, told.discarded = True, way == "discard"
-            if way == "with the end":
-                told.reward, told.rewarded = reward, True
+            session.ended, session.discarded = True, reward_time == "discard"
+            if reward_time == "with the end":
+                session.reward, session.rewarded = reward, True
         elif status == 409:
-            told.unsure.append("end")
+            session.unsure.append("end")
         else:
-            self._note_refusal(told, "end", status, answer)
+            self._note_refusal(session, "end", status, answer)
 
-    def _note_refusal(self, told: Told, what: str, status: int, answer: Any) -> None:
-        told.unsure.append(what)
-        self.traffic.refused.append(f"session {told.id}, {what}: {status} {str(answer)[:300]}")
+    def _note_refusal(self, session: Told, request: str, status: int, answer: Any) -> None:
+        session.unsure.append(request)
+        self.traffic.refused.append(f"session {session.id}, {request}: {status} {str(answer)[:300]}")
 
     async def _send(
         self,
@@ -244,7 +244,7 @@ class Clients:
         path: str,
         body: Any,
         key: str,
-        asked: Asked | None = None,
+        request: Asked | None = None,
         patience: float | None = None,
     ) -> tuple[int, Any, Mapping[str, str]]:
         """Send a request, and return status, answer and headers. A failed request is sent again to the next gateway.
@@ -252,20 +252,20 @@ class Clients:
         Raises:
             TrafficOver: The clients are finished.
         """
-        asked = asked or Asked()
-        first, clock = dice.randrange(len(self.urls)), asyncio.get_running_loop().time
+        request = request or Asked()
+        first_gateway, clock = dice.randrange(len(self.urls)), asyncio.get_running_loop().time
         began = clock()
         while not self._over.is_set():
-            url = self.urls[(first + asked.tries) % len(self.urls)]
+            url = self.urls[(first_gateway + request.tries) % len(self.urls)]
             headers = {"Authorization": f"Bearer {key}"} if key else {}
-            if asked.tries and "/v1/" in path:
-                headers[RETRIED_HEADER] = str(asked.tries)
-            asked.tries += 1
+            if request.tries and "/v1/" in path:
+                headers[RETRIED_HEADER] = str(request.tries)
+            request.tries += 1
             try:
                 async with asyncio.timeout(patience):
-                    status, answer, given = await self._request(method, url + path, body, headers)
+                    status, answer, response_headers = await self._request(method, url + path, body, headers)
                 if status not in PASSING and not (status in UNKNOWN and clock() - began < UNKNOWN_SECONDS):
-                    return status, answer, given
+                    return status, answer, response_headers
                 self.traffic.failures[str(status)] += 1
             except (aiohttp.ClientError, OSError, TimeoutError) as error:
                 self.traffic.failures[type(error).__name__] += 1
@@ -283,13 +283,13 @@ class Clients:
     async def _settle(self) -> None:
         """Query every session that must be trained on until all are settled."""
         dice = random.Random(self._seed)
-        waiting: Sequence[Told] = [told for told in self.traffic.sessions if told.must_train]
+        waiting: Sequence[Told] = [session for session in self.traffic.sessions if session.must_train]
         with contextlib.suppress(TrafficOver):
             while waiting:
-                for told in waiting:
-                    _, shown, _ = await self._send(dice, "GET", f"/s/{told.id}", None, told.key)
-                    told.state = str(shown.get("state", "unknown")) if isinstance(shown, dict) else "unknown"
-                waiting = [told for told in waiting if told.state not in SETTLED]
+                for session in waiting:
+                    _, reply, _ = await self._send(dice, "GET", f"/s/{session.id}", None, session.key)
+                    session.state = str(reply.get("state", "unknown")) if isinstance(reply, dict) else "unknown"
+                waiting = [session for session in waiting if session.state not in SETTLED]
                 if waiting:
                     with contextlib.suppress(TimeoutError):
                         async with asyncio.timeout(1.0):

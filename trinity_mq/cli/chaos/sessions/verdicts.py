@@ -20,14 +20,14 @@ LAWFUL_DROPS = {"group not full"}
 
 def trained_sessions(record: Record) -> Mapping[str, Mapping[str, list[Tokens]]]:
     """Return, by session and ticket, the tokens of its experiences that the last weights were trained on."""
-    found: defaultdict[str, defaultdict[str, list[Tokens]]] = defaultdict(lambda: defaultdict(list))
+    tokens_by_session: defaultdict[str, defaultdict[str, list[Tokens]]] = defaultdict(lambda: defaultdict(list))
     deciding = record.deciding
-    for one in lineage(record.progress[: record.settled]):
-        processed = deciding.get(one.ticket)
-        if processed is not None and one.outcome == "trained":
+    for step in lineage(record.progress[: record.settled]):
+        processed = deciding.get(step.ticket)
+        if processed is not None and step.outcome == "trained":
             for session, tokens in processed.sessions:
-                found[session][one.ticket].append(tokens)
-    return found
+                tokens_by_session[session][step.ticket].append(tokens)
+    return tokens_by_session
 
 
 def judge_sessions(traffic: Traffic | None, sessions: SessionRecord, record: Record) -> Iterator[Verdict]:
@@ -35,11 +35,11 @@ def judge_sessions(traffic: Traffic | None, sessions: SessionRecord, record: Rec
     trained = trained_sessions(record)
     yield in_one_batch(trained, sessions)
     yield decided_once(sessions)
-    told = Traffic() if traffic is None else traffic
-    yield recorded_sessions_count(told, sessions, trained)
-    yield answers_trained_once(told, sessions, trained)
-    yield told_is_kept(told, sessions)
-    yield nothing_waits(told, sessions)
+    client_traffic = Traffic() if traffic is None else traffic
+    yield recorded_sessions_count(client_traffic, sessions, trained)
+    yield answers_trained_once(client_traffic, sessions, trained)
+    yield told_is_kept(client_traffic, sessions)
+    yield nothing_waits(client_traffic, sessions)
 
 
 def in_one_batch(trained: Mapping[str, Mapping[str, list[Tokens]]], sessions: SessionRecord) -> Verdict:
@@ -60,16 +60,16 @@ def in_one_batch(trained: Mapping[str, Mapping[str, list[Tokens]]], sessions: Se
 
 def decided_once(sessions: SessionRecord) -> Verdict:
     """Check that each session has one decision."""
-    found: defaultdict[str, set[tuple[object, ...]]] = defaultdict(set)
-    for one in sessions.decisions:
-        for name in one.sessions:
-            found[name].add((tuple(one.sessions), one.submission, one.dropped))
+    decisions: defaultdict[str, set[tuple[object, ...]]] = defaultdict(set)
+    for decision in sessions.decisions:
+        for name in decision.sessions:
+            decisions[name].add((tuple(decision.sessions), decision.submission, decision.dropped))
     violations = [
         f"session {name} has {len(different)} decisions: {'; '.join(map(str, sorted(different, key=str)))}"
-        for name, different in found.items()
+        for name, different in decisions.items()
         if len(different) > 1
     ]
-    return judged("one decision about each session", violations, f"{len(found)} sessions")
+    return judged("one decision about each session", violations, f"{len(decisions)} sessions")
 
 
 def recorded_sessions_count(
@@ -83,18 +83,18 @@ def recorded_sessions_count(
         return Verdict(name, "not checked", "no client of ours has asked")
     violations: list[str] = []
     reasons: Counter[str] = Counter()
-    must = [told for told in traffic.sessions if told.must_train]
-    for told in must:
-        if told.id in trained:
+    must = [client for client in traffic.sessions if client.must_train]
+    for client in must:
+        if client.id in trained:
             continue
-        reason = _reason(sessions.ledger.get(told.id))
+        reason = _reason(sessions.ledger.get(client.id))
         if reason is None:
-            violations.append(f"session {told.id}: {_where(sessions.ledger.get(told.id))}")
+            violations.append(f"session {client.id}: {_state_text(sessions.ledger.get(client.id))}")
         else:
             reasons[reason] += 1
-    for told in traffic.sessions:
-        if told.id in trained and not told.unsure and (told.discarded or not told.rewarded):
-            violations.append(f"session {told.id} was trained on, though it was discarded or has no reward")
+    for client in traffic.sessions:
+        if client.id in trained and not client.unsure and (client.discarded or not client.rewarded):
+            violations.append(f"session {client.id} was trained on, though it was discarded or has no reward")
     left_out = "".join(f", {count} left out: {reason}" for reason, count in reasons.items())
     return judged(name, violations, f"{len(must) - reasons.total()} of {len(must)} rewarded sessions{left_out}")
 
@@ -111,7 +111,7 @@ def _reason(session: Session | None) -> str | None:
     return session.why.splitlines()[0][:80] if session.why else None
 
 
-def _where(session: Session | None) -> str:
+def _state_text(session: Session | None) -> str:
     return "not known on the stream" if session is None else f"it is {session.state} ({session.why or 'no reason'})"
 
 
@@ -126,38 +126,44 @@ def answers_trained_once(
         return Verdict(name, "not checked", "retention has cut the stream" if sessions.begin else "no client has asked")
     violations: list[str] = []
     count = 0
-    for told in traffic.sessions:
-        experiences = [tokens for found in trained.get(told.id, {}).values() for tokens in found]
-        if not experiences or told.unsure:
+    for client in traffic.sessions:
+        experiences = [tokens for problems in trained.get(client.id, {}).values() for tokens in problems]
+        if not experiences or client.unsure:
             continue
-        found, seen = _of_answers(told, sessions.calls.get(told.id, {}), experiences)
-        violations += found
-        count += seen
+        problems, answers = _answer_violations(client, sessions.calls.get(client.id, {}), experiences)
+        violations += problems
+        count += answers
     return judged(name, violations, f"{count} answers")
 
 
-def _of_answers(told: Told, calls: Mapping[str, SessionCall], experiences: Sequence[Tokens]) -> tuple[list[str], int]:
+def _answer_violations(
+    client: Told, calls: Mapping[str, SessionCall], experiences: Sequence[Tokens]
+) -> tuple[list[str], int]:
     """Return the violations of one trained session, and the number of its recorded answers."""
     whole = {name: _tokens(calls, call) for name, call in calls.items()}
-    kept = [whole[one.call] for one in told.asked if one.call in whole]
-    certain = [whole[one.call] for one in told.asked if one.recorded == "yes" and one.call in whole]
+    received = [whole[request.call] for request in client.asked if request.call in whole]
+    certain = [whole[asked.call] for asked in client.asked if asked.recorded == "yes" and asked.call in whole]
     violations: list[str] = []
-    leaves = [one for one in kept if sum(_begins(other, one) for other in kept) == kept.count(one)]
+    leaves = [
+        answer
+        for answer in received
+        if sum(_starts_with(longer, answer) for longer in received) == received.count(answer)
+    ]
     for tokens in {*whole.values()} - {()}:
-        there = sum(_begins(one, tokens) for one in experiences)
-        wanted = sum(_begins(one, tokens) for one in leaves)
-        if there > wanted:
-            names = [name for name, own in whole.items() if own == tokens]
+        trained = sum(_starts_with(experience, tokens) for experience in experiences)
+        expected = sum(_starts_with(leaf, tokens) for leaf in leaves)
+        if trained > expected:
+            names = [name for name, call_tokens in whole.items() if call_tokens == tokens]
             violations.append(
-                f"session {told.id}: answers {', '.join(names)} are trained on {there} times, wanted {wanted}: a "
+                f"session {client.id}: answers {', '.join(names)} are trained on {trained} times, wanted {expected}: a "
                 "client that repeats its request counts once"
             )
-        elif there < sum(_begins(one, tokens) for one in certain if one in leaves):
-            violations.append(f"session {told.id}: a recorded answer is not among what was trained on")
+        elif trained < sum(_starts_with(answer, tokens) for answer in certain if answer in leaves):
+            violations.append(f"session {client.id}: a recorded answer is not among what was trained on")
     return violations, len(certain)
 
 
-def _begins(tokens: Tokens, beginning: Tokens) -> bool:
+def _starts_with(tokens: Tokens, beginning: Tokens) -> bool:
     return tokens[: len(beginning)] == beginning
 
 
@@ -176,27 +182,27 @@ def told_is_kept(traffic: Traffic, sessions: SessionRecord) -> Verdict:
     if not traffic.sessions or sessions.begin:
         return Verdict(name, "not checked", "retention has cut the stream" if sessions.begin else "no client has asked")
     violations = [*traffic.refused]
-    for told in traffic.sessions:
-        session = sessions.ledger.get(told.id)
+    for client in traffic.sessions:
+        session = sessions.ledger.get(client.id)
         if session is None:
-            violations.append(f"session {told.id} was opened and is not on the stream")
+            violations.append(f"session {client.id} was opened and is not on the stream")
             continue
-        violations += _untrue(told, session, sessions.calls.get(told.id, {}))
+        violations += _mismatches(client, session, sessions.calls.get(client.id, {}))
     return judged(name, violations, f"{len(traffic.sessions)} sessions")
 
 
-def _untrue(told: Told, session: Session, calls: Mapping[str, SessionCall]) -> Iterator[str]:
-    for one in told.asked:
-        if one.recorded == "yes" and one.call not in calls:
-            yield f"session {told.id}: answer {one.call} was told as recorded and is not on the stream"
-    if told.unsure:
+def _mismatches(client: Told, session: Session, calls: Mapping[str, SessionCall]) -> Iterator[str]:
+    for request in client.asked:
+        if request.recorded == "yes" and request.call not in calls:
+            yield f"session {client.id}: answer {request.call} was told as recorded and is not on the stream"
+    if client.unsure:
         return
-    if told.reward is not None and session.reward != told.reward:
-        yield f"session {told.id}: reward {told.reward:g} was accepted, the stream says {session.reward}"
-    if told.rewarded and not session.has_reward:
-        yield f"session {told.id}: a reward was accepted, and the stream has none"
-    if told.ended and session.end is None:
-        yield f"session {told.id}: its end was accepted, and the stream has none"
+    if client.reward is not None and session.reward != client.reward:
+        yield f"session {client.id}: reward {client.reward:g} was accepted, the stream says {session.reward}"
+    if client.rewarded and not session.has_reward:
+        yield f"session {client.id}: a reward was accepted, and the stream has none"
+    if client.ended and session.end is None:
+        yield f"session {client.id}: its end was accepted, and the stream has none"
 
 
 def nothing_waits(traffic: Traffic, sessions: SessionRecord) -> Verdict:
@@ -204,10 +210,10 @@ def nothing_waits(traffic: Traffic, sessions: SessionRecord) -> Verdict:
     name = "no session waits for ever"
     if not traffic.sessions:
         return Verdict(name, "not checked", "no client of ours has asked")
-    must = [told for told in traffic.sessions if told.must_train]
+    must = [client for client in traffic.sessions if client.must_train]
     waiting = [
-        f"session {told.id}: {_where(sessions.ledger.get(told.id))}"
-        for told in must
-        if (session := sessions.ledger.get(told.id)) is None or session.state not in SETTLED
+        f"session {client.id}: {_state_text(sessions.ledger.get(client.id))}"
+        for client in must
+        if (session := sessions.ledger.get(client.id)) is None or session.state not in SETTLED
     ]
     return judged(name, waiting, f"{len(must)} are settled")

@@ -76,7 +76,7 @@ class LocalTargets:
         """Process ids whose new connections are refused."""
         if proxy is not None:
             proxy.refuses = self._is_cut_off
-        self._seen: dict[int, int] = {}
+        self._start_by_pid: dict[int, int] = {}
         """Start times by process id, of all processes found so far."""
 
     @property
@@ -96,8 +96,8 @@ class LocalTargets:
         self._note_all()
         if role == "broker":
             return list(self._broker())
-        found = self._engines() if role == "engine" else self._agents(role)
-        return sorted(found, key=lambda victim: victim.name)
+        victims = self._engines() if role == "engine" else self._agents(role)
+        return sorted(victims, key=lambda victim: victim.name)
 
     async def strike(self, victim: Victim, kind: str) -> None:
         """Inject a fault into a verified process."""
@@ -136,7 +136,7 @@ class LocalTargets:
             with contextlib.suppress(ProcessLookupError, NotOursError):
                 fd = os.pidfd_open(pid)
                 try:
-                    if self._seen.get(pid) == start_ticks(pid) or self._is_marked(pid):
+                    if self._start_by_pid.get(pid) == start_ticks(pid) or self._is_marked(pid):
                         signal.pidfd_send_signal(fd, signal.SIGKILL)
                 finally:
                     os.close(fd)
@@ -197,12 +197,12 @@ class LocalTargets:
         if start_ticks(pid) != start:
             raise NotOursError(f"{victim.name} (process {pid}) has ended")
         if victim.role == "broker":
-            ours = any(victim.identity == one.identity for one in self._broker())
+            is_of_run = any(victim.identity == candidate.identity for candidate in self._broker())
         elif victim.role == "engine":
-            ours = any(victim.identity == one.identity for one in self._engines())
+            is_of_run = any(victim.identity == candidate.identity for candidate in self._engines())
         else:
-            ours = str(self._run_dir / "config.yaml") in _command(pid) and pid in self._tree()
-        if not ours:
+            is_of_run = str(self._run_dir / "config.yaml") in _command(pid) and pid in self._tree()
+        if not is_of_run:
             raise NotOursError(f"process {pid} is not {victim.name} of this run: nothing was done to it")
         return pid
 
@@ -221,7 +221,11 @@ class LocalTargets:
         assert self._proxy is not None
         with contextlib.suppress(psutil.Error):
             connections = psutil.Process(pid).net_connections("tcp")
-            return {one.laddr.port for one in connections if one.raddr and one.raddr.port == self._proxy.port}
+            return {
+                connection.laddr.port
+                for connection in connections
+                if connection.raddr and connection.raddr.port == self._proxy.port
+            }
         return set()
 
     def _tree(self) -> set[int]:
@@ -235,16 +239,16 @@ class LocalTargets:
     def _note_all(self) -> None:
         for pid in self._tree():
             if (start := start_ticks(pid)) is not None:
-                self._seen[pid] = start
+                self._start_by_pid[pid] = start
         for victim in self._engines():
             pid, start = map(int, victim.identity.split("@"))
-            self._seen[pid] = start
+            self._start_by_pid[pid] = start
 
     def _living(self) -> set[int]:
         """Return the living processes of the run, whatever their current parent."""
-        known = {pid for pid, start in self._seen.items() if start_ticks(pid) == start}
+        alive = {pid for pid, start in self._start_by_pid.items() if start_ticks(pid) == start}
         marked = {pid for pid in psutil.pids() if self._is_marked(pid) and start_ticks(pid) is not None}
-        return known | marked | ({self._supervisor} if self._supervisor_lives() else set())
+        return alive | marked | ({self._supervisor} if self._supervisor_lives() else set())
 
     def _supervisor_lives(self) -> bool:
         return self._supervisor_start is not None and start_ticks(self._supervisor) == self._supervisor_start

@@ -50,14 +50,14 @@ class Marks:
         try:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(seconds):
-                    while (found := self._found(token)) is None and not over():  # noqa: ASYNC110
+                    while (hit := self._take_hit(token)) is None and not over():  # noqa: ASYNC110
                         await asyncio.sleep(LOOK_SECONDS)  # a stopped process does not notify anyone
-                    return found
+                    return hit
         finally:
             armed.unlink(missing_ok=True)
-        return self._found(token)
+        return self._take_hit(token)
 
-    def _found(self, token: str) -> Hit | None:
+    def _take_hit(self, token: str) -> Hit | None:
         for path in self.folder.glob(f"{token} *{HIT}"):
             _, agent, pid = path.name.removesuffix(HIT).split(" ")
             path.unlink()

@@ -59,8 +59,8 @@ async def output_of(*command: str) -> str:
             process.kill()
             await process.wait()
     if process.returncode:
-        said = " ".join(errors.decode(errors="replace").split())
-        raise CommandError(f"`{' '.join(command[:4])} ...`: exit code {process.returncode}: {said}")
+        error_text = " ".join(errors.decode(errors="replace").split())
+        raise CommandError(f"`{' '.join(command[:4])} ...`: exit code {process.returncode}: {error_text}")
     return out.decode(errors="replace")
 
 
@@ -113,11 +113,11 @@ class ComposeTargets:
         if kind == "freeze":
             with contextlib.suppress(CommandError):  # the container was killed in the meantime
                 await output_of("docker", "unpause", victim.identity)
-        left = self._networks.get(victim.identity, {})
-        for network, settings in tuple(left.items()):
+        networks = self._networks.get(victim.identity, {})
+        for network, settings in tuple(networks.items()):
             aliases = [word for alias in settings.get("Aliases") or () for word in ("--alias", alias)]
             await output_of("docker", "network", "connect", *aliases, network, victim.identity)
-            del left[network]
+            del networks[network]
 
     async def left_over(self) -> list[str] | None:
         """Return the agents' containers that still run."""
@@ -137,18 +137,18 @@ class ComposeTargets:
         return [(container, name, status) for container, name, status in lines]
 
     async def _inspected(self, victim: Victim) -> Mapping[str, Any]:
-        found: list[Mapping[str, Any]] = json.loads(await output_of("docker", "inspect", victim.identity))
-        return found[0]
+        reports: list[Mapping[str, Any]] = json.loads(await output_of("docker", "inspect", victim.identity))
+        return reports[0]
 
     async def _verify(self, victim: Victim) -> None:
         try:
-            seen = await self._inspected(victim)
+            report = await self._inspected(victim)
         except CommandError as error:
             raise NotOursError(f"container {victim.name} is gone: {error}") from error
-        labels = seen["Config"]["Labels"] or {}
+        labels = report["Config"]["Labels"] or {}
         if (labels.get(PROJECT_LABEL), labels.get(SERVICE_LABEL)) != (self._project, victim.role):
             raise NotOursError(f"container {victim.name} is not {victim.role} of {self.where}: nothing was done to it")
-        if not seen["State"]["Running"]:
+        if not report["State"]["Running"]:
             raise NotOursError(f"container {victim.name} does not run")
 
     async def _cut(self, victim: Victim) -> None:
@@ -212,11 +212,11 @@ class KubernetesTargets:
         return [f"pod {pod['metadata']['name']} ({_role_of(pod)}) still runs" for pod in pods]
 
     async def _pods(self) -> list[Mapping[str, Any]]:
-        found: dict[str, Mapping[str, Any]] = {}
+        pods_by_uid: dict[str, Mapping[str, Any]] = {}
         for selector in self._selectors:
             printed = await output_of(*self._kubectl, "get", "pods", "--selector", selector, "--output", "json")
-            found |= {pod["metadata"]["uid"]: pod for pod in json.loads(printed)["items"]}
-        return list(found.values())
+            pods_by_uid |= {pod["metadata"]["uid"]: pod for pod in json.loads(printed)["items"]}
+        return list(pods_by_uid.values())
 
     async def _verify(self, victim: Victim) -> None:
         pods = {pod["metadata"]["uid"]: pod for pod in await self._pods()}
