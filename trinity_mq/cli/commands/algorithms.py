@@ -49,9 +49,9 @@ def list_algorithms(arguments: argparse.Namespace) -> int:
     width = max(60, shutil.get_terminal_size((100, 24)).columns - 1)
     for name, preset in sorted(PRESETS.items()):
         config = AlgorithmConfig.model_validate({"algorithm_type": name})
-        told = "; needs " + ", ".join(needs_of(config)) if needs_of(config) else ""
+        needs_text = "; needs " + ", ".join(needs_of(config)) if needs_of(config) else ""
         print(textwrap.fill(preset.summary, width, initial_indent=f"{name:27}", subsequent_indent=" " * 27))
-        print(textwrap.fill(line_of(config) + told, width, initial_indent=" " * 29, subsequent_indent=" " * 29))
+        print(textwrap.fill(line_of(config) + needs_text, width, initial_indent=" " * 29, subsequent_indent=" " * 29))
     print(f"\n{len(PRESETS)} algorithms. Formula and settings of one: trinity-mq algorithms show NAME")
     return 0
 
@@ -64,8 +64,8 @@ def show(arguments: argparse.Namespace) -> int:
         raise CommandError(str(error)) from None
     words = [f"algorithm.{word.removeprefix('algorithm.')}" for word in arguments.overrides]
     try:
-        given: dict[str, Any] = {"model": {"tiny": {}}, "algorithm": {"algorithm_type": arguments.name}}
-        config = load_config(given, words).algorithm
+        raw_config: dict[str, Any] = {"model": {"tiny": {}}, "algorithm": {"algorithm_type": arguments.name}}
+        config = load_config(raw_config, words).algorithm
     except (ConfigError, ValidationError) as error:
         raise CommandError(str(error)) from error
     weights = config.weights
@@ -74,7 +74,7 @@ def show(arguments: argparse.Namespace) -> int:
         ("source", preset.source),
         ("loss of a token", preset.formula),
         ("differs", preset.differs),
-        ("also called", ", ".join(other for other, name in ALIASES.items() if name == config.algorithm_type)),
+        ("also called", ", ".join(alias for alias, name in ALIASES.items() if name == config.algorithm_type)),
     ):
         if text:
             print(textwrap.fill(f"{title}: {text}", 100, subsequent_indent="    "))
@@ -96,8 +96,10 @@ def line_of(config: AlgorithmConfig) -> str:
     for name in PIECES:
         value = getattr(config, name)
         if value and value != getattr(plain, name):
-            each = value if isinstance(value, tuple) else (value,)
-            parts.append(f"{name} " + " + ".join(one if isinstance(one, str) else _short(one) for one in each))
+            pieces = value if isinstance(value, tuple) else (value,)
+            parts.append(
+                f"{name} " + " + ".join(piece if isinstance(piece, str) else _short(piece) for piece in pieces)
+            )
     weights = {name: weight for name, weight in config.weights.model_dump().items() if weight}
     if weights != {"rl": 1.0}:
         parts.append("weights " + ", ".join(f"{name} {weight:g}" for name, weight in weights.items()))
@@ -108,15 +110,15 @@ def _short(piece: Any) -> str:
     """Return a piece as its kind and the fields that differ from its defaults."""
     fields = piece.model_dump(exclude_defaults=True)
     fields.pop("kind", None)
-    told = ", ".join(f"{name} {value}" for name, value in fields.items())
-    return f"{piece.kind}({told})" if told else str(piece.kind)
+    field_texts = ", ".join(f"{name} {value}" for name, value in fields.items())
+    return f"{piece.kind}({field_texts})" if field_texts else str(piece.kind)
 
 
 def needs_of(config: AlgorithmConfig) -> list[str]:
     """Return the requirements of an algorithm in addition to tokens, logprobs and rewards, as keys of :data:`NEEDS`."""
-    known = components(config)
-    found = ["runs"] if config.estimator.compares_runs else []
-    found += config.estimator.needs
-    found += [need for component, need in (("ce", "answers"), ("pair", "pairs")) if component in known]
-    found += ["ref"] if needs_reference(config) else []
-    return list(dict.fromkeys([*found, *sorted(needs(config, dict.fromkeys(known, 1.0)))]))
+    used = components(config)
+    required = ["runs"] if config.estimator.compares_runs else []
+    required += config.estimator.needs
+    required += [need for component, need in (("ce", "answers"), ("pair", "pairs")) if component in used]
+    required += ["ref"] if needs_reference(config) else []
+    return list(dict.fromkeys([*required, *sorted(needs(config, dict.fromkeys(used, 1.0)))]))

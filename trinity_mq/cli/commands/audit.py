@@ -49,23 +49,23 @@ def audit(arguments: argparse.Namespace) -> int:
 
     config = configuration(arguments)
     run_id = saved_run_id(config.path)
-    audits = [Auditor(config.path, one) for one in _checkpoints(config.path, arguments.checkpoint)]
-    for one in audits:
-        one.check_folder(run_id)
+    audits = [Auditor(config.path, checkpoint) for checkpoint in _checkpoints(config.path, arguments.checkpoint)]
+    for auditor in audits:
+        auditor.check_folder(run_id)
     with contextlib.redirect_stdout(sys.stderr):  # keep the library's log output out of the report
         content, reason = _stream_content(arguments, run_id)
-    for one in audits:
+    for auditor in audits:
         if content is None:
-            one.leave_out("stream", reason)
+            auditor.leave_out("stream", reason)
         else:
-            one.check_stream(content)
-    for one in audits:
+            auditor.check_stream(content)
+    for auditor in audits:
         if arguments.json:
-            print(json.dumps({"run": config.name, **as_json(one)}))
+            print(json.dumps({"run": config.name, **as_json(auditor)}))
         else:
-            _print(one)
+            _print(auditor)
     print(verdict(audits), file=sys.stderr if arguments.json else sys.stdout)
-    return FOUND_FAULTS if any(one.has_faults for one in audits) else 0
+    return FOUND_FAULTS if any(auditor.has_faults for auditor in audits) else 0
 
 
 def _checkpoints(run_folder: Path, name: str | None) -> list[Checkpoint]:
@@ -81,21 +81,21 @@ def _checkpoints(run_folder: Path, name: str | None) -> list[Checkpoint]:
         whole, damaged = find_checkpoints(folder) if folder.is_dir() else ([], [])
     except (CheckpointError, OSError) as error:
         raise CommandError(str(error)) from error
-    for one in damaged:
-        print(f"{one.path.name} is damaged and left out: {one.reason}", file=sys.stderr)
+    for checkpoint in damaged:
+        print(f"{checkpoint.path.name} is damaged and left out: {checkpoint.reason}", file=sys.stderr)
     if not whole:
         raise CommandError(f"{folder} holds no checkpoint to check: has the run saved one yet?")
     return whole if name == "all" else whole[:1]
 
 
-def _print(one: Auditor) -> None:
-    state = one.checkpoint.state
+def _print(auditor: Auditor) -> None:
+    state = auditor.checkpoint.state
     print(
-        f"{one.checkpoint.path}: generation {state.generation}, step {state.step}, {state.progress} batches, "
-        f"{len(one.uids)} experiences"
+        f"{auditor.checkpoint.path}: generation {state.generation}, step {state.step}, {state.progress} batches, "
+        f"{len(auditor.uids)} experiences"
     )
-    width = max(len(check.name) for check in one.checks)
-    for check in one.checks:
+    width = max(len(check.name) for check in auditor.checks)
+    for check in auditor.checks:
         print(f"  {SIGNS[check.result]:<11}  {check.name:<{width}}  {check.text}")
 
 
@@ -178,8 +178,8 @@ class StreamReader:
         chunks = self._chunks.get(key, {})
         if key in self.content.sets or any(n not in chunks for n in range(message.chunks)):
             return
-        found = [chunks[n] for n in range(message.chunks)]
-        uids = None if None in found else frozenset(uid for chunk in found for uid in chunk or ())
+        chunk_ids = [chunks[n] for n in range(message.chunks)]
+        uids = None if None in chunk_ids else frozenset(uid for chunk in chunk_ids for uid in chunk or ())
         is_first = message.ticket not in self._tickets
         self.content.sets[key] = StreamSet(delivery.offset, is_first, uids, message.other_chain)
         self._tickets.add(message.ticket)

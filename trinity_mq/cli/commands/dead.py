@@ -60,7 +60,7 @@ def list_dead(arguments: argparse.Namespace) -> int:
     rows = [row(letter) for letter in letters]
     if sys.stdout.isatty():
         width = shutil.get_terminal_size().columns
-        lines = [line for number, one in enumerate(rows, 1) for line in paragraph(number, one, width)]
+        lines = [line for number, cells in enumerate(rows, 1) for line in paragraph(number, cells, width)]
     else:
         lines = ["\t".join(" ".join(cell.split()) for cell in cells) for cells in (COLUMNS, *rows)]
     for line in lines:
@@ -77,10 +77,10 @@ def paragraph(number: int, cells: Sequence[str], width: int) -> list[str]:
     letter = dict(zip(COLUMNS, cells, strict=True))
     parts = [f"{name} {letter[name]}" for name in ("batch", "operator") if letter[name] != "-"]
     head = ", ".join([f"{number}. {letter['kind']} from {letter['queue']}", *parts, f"{letter['bytes']} bytes"])
-    found = textwrap.wrap(head, width, subsequent_indent="   ")
+    lines = textwrap.wrap(head, width, subsequent_indent="   ")
     for text in (letter["reason"], f"id {letter['message_id']}"):
-        found += textwrap.wrap(text, width, initial_indent="   ", subsequent_indent="   ")
-    return found
+        lines += textwrap.wrap(text, width, initial_indent="   ", subsequent_indent="   ")
+    return lines
 
 
 def row(letter: Incoming) -> tuple[str, ...]:
@@ -97,7 +97,7 @@ def row(letter: Incoming) -> tuple[str, ...]:
 def replay(arguments: argparse.Namespace) -> int:
     """Publish dead batches again. Return 1 if a batch could not be published."""
     target = find_target(arguments)
-    republished, problems, kept = run_to_the_end(_replay(target, set(arguments.batch)))
+    republished, problems, remaining = run_to_the_end(_replay(target, set(arguments.batch)))
     for line in (*republished, *problems):
         print(line)
     if republished:
@@ -108,7 +108,7 @@ def replay(arguments: argparse.Namespace) -> int:
             "with its next batch (sample/repaired_batches), and counts the rest (sample/dropped_stale_groups)"
         )
     else:
-        rest = f"; {kept} other letters stay where they are, see `trinity-mq dead list`" if kept else ""
+        rest = f"; {remaining} other letters stay where they are, see `trinity-mq dead list`" if remaining else ""
         print(f"run {target.run!r} has no dead batch to run again{rest}")
     return 1 if problems else 0
 
@@ -132,12 +132,12 @@ async def republish_batches(bus: Bus, topology: Topology, batches: set[str]) -> 
     republished: list[str] = []
     problems: list[str] = []
     tickets: set[str] = set()
-    total = kept = await bus.depth(topology.dead.name) or 0
-    async for letter in _each(bus, topology, total):
-        found = _REPUBLISH.get(letter.kind or "")
-        if found is None or (batches and str(letter.headers.get("batch")) not in batches):
+    total = remaining = await bus.depth(topology.dead.name) or 0
+    async for letter in _consume(bus, topology, total):
+        handler = _REPUBLISH.get(letter.kind or "")
+        if handler is None or (batches and str(letter.headers.get("batch")) not in batches):
             continue
-        kind, republish = found
+        kind, republish = handler
         try:
             batch = decode(letter.body, kind, letter.content_type)
             if batch.ticket not in tickets:
@@ -146,21 +146,21 @@ async def republish_batches(bus: Bus, topology: Topology, batches: set[str]) -> 
         except DecodeError as error:
             problems.append(f"letter {letter.message_id}: does not decode: {error}")
             continue
-        except _Lost as error:
+        except _ExperiencesLost as error:
             problems.append(f"batch {batch.batch}: its experiences are gone (ticket {batch.ticket}): {error}")
             continue
         await letter.ack()
-        kept -= 1
-    return republished, problems, kept
+        remaining -= 1
+    return republished, problems, remaining
 
 
-class _Lost(Exception):
+class _ExperiencesLost(Exception):
     """The experiences of a batch no longer exist."""
 
 
 async def _to_operators(bus: Bus, topology: Topology, manifest: BatchClosed, letter: Incoming) -> str:
     if await bus.depth(topology.batch_queue(manifest.batch, manifest.ticket).name) is None:
-        raise _Lost("another operator has processed it, or the 7 days for which they are kept are over")
+        raise _ExperiencesLost("another operator has processed it, or the 7 days for which they are kept are over")
     again = envelope(manifest, message_id=f"closed-{manifest.ticket}-{uuid.uuid4().hex}")
     await _publish(bus, topology, "batches", "closed", again)
     return f"batch {manifest.batch} is with the operators again (ticket {manifest.ticket})"
@@ -178,13 +178,13 @@ async def _to_trainer(bus: Bus, topology: Topology, ready: BatchReady, letter: I
     try:
         chunks = await read_at(bus, topology.ready, offsets, QUIET_SECONDS)
     except (StreamCut, QueueGone) as error:
-        raise _Lost(f"the ready stream does not keep them any more: {error}") from error
-    own = {"run_id": letter.run_id} if letter.run_id else {}
+        raise _ExperiencesLost(f"the ready stream does not keep them any more: {error}") from error
+    run_header = {"run_id": letter.run_id} if letter.run_id else {}
     for n, offset in enumerate(offsets):
         chunk = chunks.get(offset)
         if chunk is None or (chunk.headers.get("ticket"), chunk.headers.get("op")) != (ready.ticket, ready.op):
-            raise _Lost(f"the ready stream holds something else at offset {offset}")
-        headers: dict[str, HeaderValue] = {"batch": ready.batch, "ticket": ready.ticket, "op": op, "n": n, **own}
+            raise _ExperiencesLost(f"the ready stream holds something else at offset {offset}")
+        headers: dict[str, HeaderValue] = {"batch": ready.batch, "ticket": ready.ticket, "op": op, "n": n, **run_header}
         content_type = chunk.content_type or EXPERIENCES
         message = Envelope(
             body=chunk.body,
@@ -194,7 +194,9 @@ async def _to_trainer(bus: Bus, topology: Topology, ready: BatchReady, letter: I
             headers={"version": 1, **headers},
         )
         await _publish(bus, topology, "ready", key, message)
-    again = envelope(ready.model_copy(update={"op": op}), message_id=f"ready-{ready.ticket}-{op}", headers={**own})
+    again = envelope(
+        ready.model_copy(update={"op": op}), message_id=f"ready-{ready.ticket}-{op}", headers={**run_header}
+    )
     await _publish(bus, topology, "ready", key, again)
     return f"batch {ready.batch} is with the trainer again (ticket {ready.ticket})"
 
@@ -221,15 +223,15 @@ async def letters(bus: Bus, topology: Topology, most: int) -> tuple[list[Incomin
     returns them before this call ends, or a moment later if that takes long.
     """
     total = await bus.depth(topology.dead.name) or 0
-    found: list[Incoming] = [letter async for letter in _each(bus, topology, min(total, most))]
+    read_letters: list[Incoming] = [letter async for letter in _consume(bus, topology, min(total, most))]
     for _ in range(BACK_LOOKS):  # the broker does not announce that it has returned the letters
         if (await bus.depth(topology.dead.name) or 0) >= total:
             break
         await asyncio.sleep(BACK_LOOK)
-    return found, total
+    return read_letters, total
 
 
-async def _each(bus: Bus, topology: Topology, count: int) -> AsyncIterator[Delivery]:
+async def _consume(bus: Bus, topology: Topology, count: int) -> AsyncIterator[Delivery]:
     """Yield ``count`` letters, oldest first. Letters that are not acknowledged are returned to the queue at the end."""
     if not count:
         return
