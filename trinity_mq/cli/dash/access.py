@@ -40,18 +40,18 @@ class PageAccess:
     @web.middleware
     async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Refuse forbidden requests, and add security headers to all responses."""
-        given = request.query.get(KEY_PARAMETER) or request.cookies.get(KEY_COOKIE) or ""
-        knows = self._is_key(given)
+        key = request.query.get(KEY_PARAMETER) or request.cookies.get(KEY_COOKIE) or ""
+        has_key = self._is_key(key)
         if self._is_local:
             refuse_forged(request)
-        if not (self._is_local or knows):
+        if not (self._is_local or has_key):
             raise web.HTTPUnauthorized(text="open the address with the key that `trinity-mq dash` printed")
         if request.method not in {"GET", "HEAD"}:
             self._may_act(request)
         response = await handler(request)
         if not response.prepared:
             _secure(response)
-            if knows and KEY_PARAMETER in request.query:
+            if has_key and KEY_PARAMETER in request.query:
                 response.set_cookie(KEY_COOKIE, self.key, httponly=True, samesite="Strict")
         return response
 
@@ -61,8 +61,8 @@ class PageAccess:
         if not self._is_key(request.headers.get(KEY_HEADER, "")):
             raise web.HTTPUnauthorized(text="open the address with the key that `trinity-mq dash` printed")
 
-    def _is_key(self, given: str) -> bool:
-        return hmac.compare_digest(given.encode(errors="replace"), self.key.encode())
+    def _is_key(self, key: str) -> bool:
+        return hmac.compare_digest(key.encode(errors="replace"), self.key.encode())
 
 
 def _secure(response: web.StreamResponse) -> None:

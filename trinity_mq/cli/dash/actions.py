@@ -37,7 +37,7 @@ class Actions:
     def __init__(self, source: BrokerSource, stopped: Callable[[], Target | None] = lambda: None) -> None:
         self._source, self._stopped = source, stopped
         self._starting = asyncio.Lock()
-        self._kept: tuple[int, list[dict[str, Any]]] | None = None
+        self._cached_letters: tuple[int, list[dict[str, Any]]] | None = None
         """Dead letters of a broker that was started to read them, with the last start time in the run's folder."""
 
     def _connection(self) -> tuple[Bus, Topology]:
@@ -56,8 +56,8 @@ class Actions:
             yield self._connection()
             return
         try:
-            async with reached(target, "dash") as found:
-                yield found
+            async with reached(target, "dash") as connection:
+                yield connection
         except ExceptionGroup as errors:
             raise first_leaf(errors) from None
 
@@ -73,20 +73,24 @@ class Actions:
         """
         async with self._starting:
             target = await self._stopped_broker()
-            if target is not None and self._kept is not None and self._kept[0] == _last_start(target):
-                return self._kept[1]
+            if (
+                target is not None
+                and self._cached_letters is not None
+                and self._cached_letters[0] == _last_start(target)
+            ):
+                return self._cached_letters[1]
             async with self._reached(target) as (bus, topology):
                 letters, _ = await dead.letters(bus, topology, LISTED)
             rows = [dict(zip(dead.COLUMNS, dead.row(letter), strict=True)) for letter in letters]
-            self._kept = None if target is None else (_last_start(target), rows)
+            self._cached_letters = None if target is None else (_last_start(target), rows)
             return rows
 
     async def runs(self) -> dict[str, Any]:
         """Return the runs on the same broker, or why they are unknown."""
         if self._source.url is None:
             return {"broker": [], "unknown": "no broker of this run is at work"}
-        found, unknown = await broker_runs(self._source.url)
-        return {"broker": found, "unknown": unknown}
+        rows, unknown = await broker_runs(self._source.url)
+        return {"broker": rows, "unknown": unknown}
 
     async def replay(self, batches: set[str]) -> dict[str, Any]:
         """Publish dead batches again, all of them or only ``batches``.
@@ -95,8 +99,8 @@ class Actions:
             ActionError: There is no connection, and no private broker to start.
         """
         async with self._starting, self._reached(await self._stopped_broker()) as (bus, topology):
-            republished, problems, kept = await dead.republish_batches(bus, topology, batches)
-        return {"republished": republished, "problems": problems, "kept": kept}
+            republished, problems, remaining = await dead.republish_batches(bus, topology, batches)
+        return {"republished": republished, "problems": problems, "kept": remaining}
 
     def reviews(self) -> list[dict[str, Any]]:
         """Return the runs that wait for a verdict, in order of their requests."""
@@ -113,9 +117,9 @@ class Actions:
         """
         if self._source.reviews is None:
             raise ActionError("no operator of this run asks for verdicts (operator human_review)")
-        given = ReviewVerdict.model_validate({**body, "request": request})
+        verdict = ReviewVerdict.model_validate({**body, "request": request})
         applied = await self._source.reviews.send(
-            request, given.verdict, given.reward, by=given.by or "dash", note=given.note
+            request, verdict.verdict, verdict.reward, by=verdict.by or "dash", note=verdict.note
         )
         return {"taken": applied.taken, "reason": applied.reason}
 

@@ -170,10 +170,10 @@ class DashApp:
 
     async def timeline(self, request: web.Request) -> web.Response:
         """Return the activities and waits of agents in the last ``seconds``."""
-        seconds, found = _number(request, "seconds", 120.0), self._observatory.activities
-        end = round(time.time() if self._observatory.is_live or not found else found[-1].end, 2)
+        seconds, activities = _number(request, "seconds", 120.0), self._observatory.activities
+        end = round(time.time() if self._observatory.is_live or not activities else activities[-1].end, 2)
         start = end - seconds
-        shown = [_activity(one) for one in found if one.end >= start][-MOST_SPANS:]
+        shown = [_activity(span) for span in activities if span.end >= start][-MOST_SPANS:]
         lanes = self._observatory.intervals.since(start)
         return _json({"start": start, "end": end, "lanes": lanes, "spans": shown})
 
@@ -181,23 +181,23 @@ class DashApp:
         """Return the rows of samples numbered above ``after``."""
         after = int(_number(request, "after", 0))
         store = self._observatory.samples
-        seen = store.seen
+        seen_count = store.seen
         self._observatory.problems.extend(await store.decode())
-        return _json({"columns": COLUMNS, "last": store.number, "seen": seen, "rows": store.rows(after)})
+        return _json({"columns": COLUMNS, "last": store.number, "seen": seen_count, "rows": store.rows(after)})
 
     async def sample(self, request: web.Request) -> web.Response:
         """Return one sample token by token, selected by ``uid``."""
         uid = request.query.get("uid", "")
         self._observatory.problems.extend(await self._observatory.samples.decode())
-        found = self._observatory.samples.body_of(uid)
-        if found is None:
+        body = self._observatory.samples.body_of(uid)
+        if body is None:
             return _json({"error": f"sample {uid!r} is not kept: the latest {MOST_ROWS} are"}, status=404)
-        return _json(await asyncio.to_thread(lambda: as_json(experience_at(*found), self._texts())))
+        return _json(await asyncio.to_thread(lambda: as_json(experience_at(*body), self._texts())))
 
     async def curves(self, _: web.Request) -> web.Response:
         """Return the curves of the page and of the other runs."""
         curves = self._observatory.curves
-        others = {name: one.pictures() for name, one in self._others.items()}
+        others = {name: run_curves.pictures() for name, run_curves in self._others.items()}
         return _json({"pictures": curves.pictures(), "names": curves.names, "others": others})
 
     async def curve(self, request: web.Request) -> web.Response:
@@ -268,5 +268,5 @@ def _number(request: web.Request, name: str, default: float) -> float:
     return number
 
 
-def _activity(one: Span) -> dict[str, Any]:
-    return {**asdict(one), "start": round(one.start, 2), "end": round(one.end, 2)}
+def _activity(span: Span) -> dict[str, Any]:
+    return {**asdict(span), "start": round(span.start, 2), "end": round(span.end, 2)}

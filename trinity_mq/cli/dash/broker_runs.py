@@ -18,12 +18,12 @@ def runs_of(queues: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
     A run without consumers is over or stopped.
     """
-    found: dict[str, dict[str, Any]] = {}
+    rows: dict[str, dict[str, Any]] = {}
     for queue in queues:
         match = QUEUE.fullmatch(str(queue.get("name", "")))
         if match is None:
             continue
-        row = found.setdefault(
+        row = rows.setdefault(
             match["run"], {"run": match["run"], "messages": 0, "dead": 0, "consumers": 0, "queues": 0}
         )
         messages = int(queue.get("messages") or 0)
@@ -32,7 +32,7 @@ def runs_of(queues: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
         row["messages"] += messages
         if match["name"] == "dead":
             row["dead"] = messages
-    return [found[name] for name in sorted(found)]
+    return [rows[name] for name in sorted(rows)]
 
 
 async def broker_runs(url: str) -> tuple[list[dict[str, Any]], str]:
@@ -43,8 +43,10 @@ async def broker_runs(url: str) -> tuple[list[dict[str, Any]], str]:
     """
     first = url.split(",", maxsplit=1)[0]
     parts = urlsplit(first)
-    known = dict.fromkeys(name for name in API_PATHS if name != "queues")
-    facts = Facts(vhost=unquote(parts.path[1:]) or "/", user=unquote(parts.username or "guest"), clock=None, **known)
+    no_answers = dict.fromkeys(name for name in API_PATHS if name != "queues")
+    facts = Facts(
+        vhost=unquote(parts.path[1:]) or "/", user=unquote(parts.username or "guest"), clock=None, **no_answers
+    )
     await ask_management(management_url(first, None), None, facts)
     queues = facts.get("queues")
     return (runs_of(queues), "") if queues is not None else ([], facts.why("queues"))

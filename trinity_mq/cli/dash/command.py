@@ -84,10 +84,10 @@ def _latest() -> Path:
     from trinity_mq.cli.target import RUNS
     from trinity_mq.telemetry import METRICS_FILE
 
-    found = [path.parent for path in RUNS.glob(f"**/{METRICS_FILE}")]
-    if not found:
+    folders = [path.parent for path in RUNS.glob(f"**/{METRICS_FILE}")]
+    if not folders:
         raise CommandError(f"no run has left a folder below {RUNS.absolute()}; name one: trinity-mq dash TARGET")
-    return max(found, key=lambda folder: (folder / METRICS_FILE).stat().st_mtime)
+    return max(folders, key=lambda folder: (folder / METRICS_FILE).stat().st_mtime)
 
 
 def _curves_of(name: str) -> Curves:
@@ -154,22 +154,22 @@ class _Texts:
 
     def __init__(self, config: Config | None) -> None:
         self._config = config
-        self._found: TokenTexts | None = None
+        self._loaded: TokenTexts | None = None
 
     def known(self) -> TokenTexts:
         """Return the known texts; retry loading if it failed before."""
         from trinity_mq.cli.inspect.token_texts import TokenTexts, tokenizer_folder
 
-        if self._found is None or self._found.problem:
+        if self._loaded is None or self._loaded.problem:
             config = self._config
-            self._found = TokenTexts(None if config is None else tokenizer_folder(config.model, config.path))
-        return self._found
+            self._loaded = TokenTexts(None if config is None else tokenizer_folder(config.model, config.path))
+        return self._loaded
 
 
 def _workflows(config: Config) -> dict[str, str]:
     buffer = config.buffer
     tasksets = [*buffer.training_tasksets, *buffer.eval_tasksets]
-    return {one.name: str(one.workflow) for one in tasksets if one.name}
+    return {taskset.name: str(taskset.workflow) for taskset in tasksets if taskset.name}
 
 
 def _runs(folder: Path | None) -> list[dict[str, Any]]:
@@ -179,15 +179,15 @@ def _runs(folder: Path | None) -> list[dict[str, Any]]:
     top = RUNS if folder is None else folder.parent
     rows = []
     for path in found_runs(top):
-        one = row(path)
+        summary = row(path)
         rows.append(
             {
-                "name": one.name,
-                "state": one.state,
-                "step": one.step,
-                "accuracy": one.accuracy,
-                "reward": one.reward,
-                "age": one.age,
+                "name": summary.name,
+                "state": summary.state,
+                "step": summary.step,
+                "accuracy": summary.accuracy,
+                "reward": summary.reward,
+                "age": summary.age,
                 "folder": str(path),
                 "here": folder is not None and path.resolve() == folder.resolve(),
             }
