@@ -60,11 +60,11 @@ def algorithm(arguments: argparse.Namespace) -> int:
     add_plugins(config.plugin_dirs)
     sample = make_sample(config.seed)
     advantages = advantages_of(sample, config.algorithm)
-    found = losses(sample, advantages, config.algorithm)
+    result = losses(sample, advantages, config.algorithm)
     print(f"{config.algorithm.algorithm_type} on {TASKS} tasks x {RUNS} runs of {TOKENS} tokens\n")
-    for line in table(sample, advantages, found):
+    for line in table(sample, advantages, result):
         print(line)
-    print(f"\nloss {found.loss:.6g}, gradient of norm {found.gradient.norm():.6g}\n")
+    print(f"\nloss {result.loss:.6g}, gradient of norm {result.gradient.norm():.6g}\n")
     failed = 0
     for name, trouble in checks(sample, advantages, config.algorithm):
         print(f"{'FAILED' if trouble else 'ok':7} {name}{f': {trouble}' if trouble else ''}")
@@ -118,11 +118,11 @@ def advantages_of(sample: Sample, config: AlgorithmConfig) -> Tensor:
     penalty = None
     if config.reward_kl is not None:
         penalty = config.reward_kl.coef * sampler_kl(sample.mu, sample.ref, config.reward_kl).flatten()
-    kept, _ = estimate(
+    estimated, _ = estimate(
         batch, config.estimator, min_group_runs=2, values=values, baselines=baselines, token_penalty=penalty
     )
     result = torch.zeros(sample.mask.shape)
-    for experience in kept:
+    for experience in estimated:
         assert experience.advantages is not None
         result[int(experience.eid.task) * RUNS + experience.eid.run] = experience.advantages
     return result
@@ -156,8 +156,8 @@ def losses(
     mask = sample.mask
     logprob = sample.logprob.clone().requires_grad_()
     counts = mask.sum(1).numpy()
-    each = sequence_scales(counts, np.arange(len(counts)) // RUNS, config.reduction)
-    scale = torch.from_numpy(each).float()[:, None].expand_as(mask)
+    scales_of_answers = sequence_scales(counts, np.arange(len(counts)) // RUNS, config.reduction)
+    scale = torch.from_numpy(scales_of_answers).float()[:, None].expand_as(mask)
     rows = torch.arange(len(mask))[:, None].expand_as(mask)
     whole = TokenView(
         logprob=logprob[mask],
@@ -173,9 +173,9 @@ def losses(
         staleness=(rows % 3)[mask],
     )
     view = replace(whole, weight=step_weights(whole, config, "debug"), chosen=step_choice(whole, config.regularisers))
-    wanted = torch.zeros(len(mask), dtype=torch.bool)
-    wanted[answers] = True
-    view = view.where(wanted[rows][mask])
+    selected = torch.zeros(len(mask), dtype=torch.bool)
+    selected[answers] = True
+    view = view.where(selected[rows][mask])
     views = dict.fromkeys(("rl", "ce", "ref_kl", "pair"), view)
     loss = evaluate(views, config, component_weights(config, 1), entropy_coef=config.entropy_coef).loss
     torch.autograd.backward(loss)
@@ -183,7 +183,7 @@ def losses(
     return Losses(loss.item(), gradient)
 
 
-def table(sample: Sample, advantages: Tensor, found: Losses) -> Iterator[str]:
+def table(sample: Sample, advantages: Tensor, losses_of_batch: Losses) -> Iterator[str]:
     """Yield a line for each trained token of the first two answers of each task."""
     yield f"{'task/run':9}{'token':>6}{'reward':>8}{'advantage':>11}{'ratio':>9}{'gradient':>12}"
     for number in range(len(sample.mask)):
@@ -193,9 +193,9 @@ def table(sample: Sample, advantages: Tensor, found: Losses) -> Iterator[str]:
         for place in range(TOKENS):
             at = (number, place)
             ratio = math.exp(float(sample.logprob[at] - sample.mu[at]))
-            told = f"{float(advantages[at]):11.4f}{ratio:9.3f}{float(found.gradient[at]):12.6f}"
+            cells = f"{float(advantages[at]):11.4f}{ratio:9.3f}{float(losses_of_batch.gradient[at]):12.6f}"
             yield f"{f'{task}/{run}':9}{place:6}{REWARDS[task][run]:8g}" + (
-                told if sample.mask[at] else f"{'masked':>11}"
+                cells if sample.mask[at] else f"{'masked':>11}"
             )
 
 
@@ -208,15 +208,15 @@ def checks(sample: Sample, advantages: Tensor, config: AlgorithmConfig) -> Itera
     yield "something is learned", "" if some else "the gradient is 0 everywhere: is a tensor detached?"
     leak = bool((whole.gradient[~sample.mask] != 0).any())
     spoiled = sample.spoiled()
-    other = losses(spoiled, advantages_of(spoiled, config), config)
-    leak = leak or not _near(whole.gradient, other.gradient) or abs(whole.loss - other.loss) > SMALL
+    spoiled_losses = losses(spoiled, advantages_of(spoiled, config), config)
+    leak = leak or not _near(whole.gradient, spoiled_losses.gradient) or abs(whole.loss - spoiled_losses.loss) > SMALL
     yield "masked tokens have no part in it", "what stands at masked tokens changes the loss" if leak else ""
     if not config.weights.pair:
         half = len(sample.mask) // 2
         parts = [losses(sample, advantages, config, part) for part in (slice(half), slice(half, None))]
-        apart = _near(sum((part.gradient for part in parts), torch.zeros_like(whole.gradient)), whole.gradient)
+        is_sum = _near(sum((part.gradient for part in parts), torch.zeros_like(whole.gradient)), whole.gradient)
         trouble = (
-            "" if apart else "two halves give another gradient than the whole: a token may not look at other answers"
+            "" if is_sum else "two halves give another gradient than the whole: a token may not look at other answers"
         )
         yield "micro-batches add up", trouble
     if set(component_weights(config, 1)) == {"rl"} and config.kl is None and not config.regularisers:

@@ -72,7 +72,7 @@ def workflow(arguments: argparse.Namespace) -> int:
         return run_to_the_end(_debug(config, body, number, arguments, report))
 
 
-def _note(line: str) -> None:
+def _print_note(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
@@ -84,10 +84,10 @@ async def _debug(config: Config, body: TaskBody, number: int, arguments: argpars
         async with contextlib.AsyncExitStack() as stack:
             engine = await stack.enter_async_context(_engine(config, arguments, Path(folder)))
             auxiliaries = [
-                await stack.enter_async_context(auxiliary_engine(config, Path(folder), model, _note))
+                await stack.enter_async_context(auxiliary_engine(config, Path(folder), model, _print_note))
                 for model in config.explorer.auxiliary_models
             ]
-            _note(f"running {body.workflow}")
+            _print_note(f"running {body.workflow}")
             return await _run(config, task, engine, auxiliaries, report)
 
 
@@ -107,7 +107,7 @@ def _engine(
 
     weights = None if arguments.weights is None else Path(arguments.weights).expanduser().resolve()
     if arguments.engine is None:
-        return own_engine(config, folder, weights, _note)
+        return own_engine(config, folder, weights, _print_note)
     if weights is not None:
         raise CommandError("--weights is for an engine of our own: leave it or --engine out")
     return given_engine(config, arguments.engine)
@@ -126,11 +126,11 @@ async def _run(
     numbers = itertools.count(1)
     async with contextlib.AsyncExitStack() as stack:
         model, *others = [
-            await stack.enter_async_context(_recorded(one, report, numbers)) for one in (engine, *auxiliaries)
+            await stack.enter_async_context(_recorded(served, report, numbers)) for served in (engine, *auxiliaries)
         ]
         runner = WorkflowRunner(config.model_copy(update={"explorer": explorer}), model, others, runner_id="debug")
         stack.push_async_callback(runner.close)
-        status, experiences = await _unless(engine.lost, runner.run_task_async(task, 1))
+        status, experiences = await _run_until_lost(engine.lost, runner.run_task_async(task, 1))
         if not status.ok and engine.unanswered:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(CRASH_SECONDS):
@@ -155,7 +155,7 @@ async def _recorded(engine: DebugEngine, report: Report, numbers: Iterator[int])
         yield dataclasses.replace(engine.model, url=url)
 
 
-async def _unless(lost: Callable[[], Awaitable[object]], work: Awaitable[T]) -> T:
+async def _run_until_lost(lost: Callable[[], Awaitable[object]], work: Awaitable[T]) -> T:
     """Await ``work``, unless ``lost`` raises first."""
 
     async def watch() -> None:

@@ -57,7 +57,7 @@ async def own_engine(
         ModelError, LearnerError: The model cannot be loaded.
         CommandError: The engine does not start, or does not accept the weights.
     """
-    config = _apart(config, folder)
+    config = _separate_config(config, folder)
     changed = Notifier()
     host = EngineHost(config, folder, ENGINE_ID, on_change=changed.notify)
 
@@ -81,10 +81,10 @@ async def auxiliary_engine(
 ) -> AsyncIterator[DebugEngine]:
     """Serve an auxiliary model as in a run. Raises the same errors as :func:`own_engine`."""
     report(f"starting auxiliary model {model.name!r}")
-    host = EngineHost(_apart(config, folder), folder, f"{ENGINE_ID}-{model.name}", auxiliary=model)
+    host = EngineHost(_separate_config(config, folder), folder, f"{ENGINE_ID}-{model.name}", auxiliary=model)
     async with _hosted(host):
         path = host.snapshot.model_path
-        yield DebugEngine(host.snapshot.model("auxiliary"), TokenTexts(Path(path) if path else None), _never)
+        yield DebugEngine(host.snapshot.model("auxiliary"), TokenTexts(Path(path) if path else None), _wait_forever)
 
 
 @contextlib.asynccontextmanager
@@ -98,8 +98,8 @@ async def given_engine(config: Config, url: str) -> AsyncIterator[DebugEngine]:
     async with aiohttp.ClientSession() as session:
         listed = await _get(session, f"{base}/v1/models")
         try:
-            found = listed["data"][0]
-            name, path = str(found["id"]), str(found.get("root") or "")
+            served_model = listed["data"][0]
+            name, path = str(served_model["id"]), str(served_model.get("root") or "")
         except (TypeError, KeyError, IndexError):
             raise CommandError(f"{base}/v1/models names no model: {str(listed)[:200]}; is it an engine?") from None
         try:
@@ -112,7 +112,7 @@ async def given_engine(config: Config, url: str) -> AsyncIterator[DebugEngine]:
         )
     folder = Path(path) if path and Path(path).is_dir() else tokenizer_folder(config.model, config.path)
     model = InferenceModel("given", base, name, model_path=path)
-    yield DebugEngine(model, TokenTexts(folder), _never)
+    yield DebugEngine(model, TokenTexts(folder), _wait_forever)
 
 
 async def _get(session: aiohttp.ClientSession, url: str) -> Any:
@@ -130,11 +130,11 @@ async def _get(session: aiohttp.ClientSession, url: str) -> Any:
         ) from error
 
 
-async def _never() -> None:
+async def _wait_forever() -> None:
     await asyncio.Event().wait()
 
 
-def _apart(config: Config, folder: Path) -> Config:
+def _separate_config(config: Config, folder: Path) -> Config:
     """Return the configuration for an engine that is separate from the run's engines."""
     rollout = config.explorer.rollout_model
     rollout = rollout.model_copy(update={"lease": min(rollout.lease, LEASE)})

@@ -57,8 +57,8 @@ class ErrorRecorder:
         if error is None:
             return None
         frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
-        own = [frame for frame in frames if frame.filename == self._file]
-        place = (own or frames or [traceback.FrameSummary("?", 0, "?")])[-1]
+        workflow_frames = [frame for frame in frames if frame.filename == self._file]
+        place = (workflow_frames or frames or [traceback.FrameSummary("?", 0, "?")])[-1]
         shown = traceback.TracebackException.from_exception(error)
         shown.stack = traceback.StackSummary.from_list(
             [frame for frame in shown.stack if frame.filename not in {__file__, contextlib.__file__}]
@@ -77,9 +77,9 @@ class ErrorRecorder:
 def recording_errors(kind: type[Workflow], errors: ErrorRecorder) -> type[Workflow]:
     """Return a subclass of ``kind`` that records its exceptions in ``errors``."""
 
-    def __init__(self: Any, **given: Any) -> None:  # noqa: N807
+    def __init__(self: Any, **arguments: Any) -> None:  # noqa: N807
         with errors.recording():
-            kind.__init__(self, **given)
+            kind.__init__(self, **arguments)
 
     def run(self: Any) -> list[Experience]:
         with errors.recording():

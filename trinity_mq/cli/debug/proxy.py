@@ -143,8 +143,8 @@ def _json(body: bytes) -> Any:
 
 def _events(body: bytes) -> list[Any]:
     """Return the JSON content of each server-sent event."""
-    found = []
+    events = []
     for line in body.decode(errors="replace").splitlines():
         if line.startswith("data:") and (event := _json(line.removeprefix("data:").encode())) is not None:
-            found.append(event)
-    return found
+            events.append(event)
+    return events

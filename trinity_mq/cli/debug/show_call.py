@@ -35,24 +35,24 @@ class Choice:
 
 def choices(answer: Any) -> list[Choice]:
     """Return the choices of an answer: the JSON of a completion, or the events of a stream."""
-    found: dict[int, Choice] = {}
+    by_index: dict[int, Choice] = {}
     for event in answer if isinstance(answer, list) else [answer]:
         for part in _list(_mapping(event).get("choices")):
             index = _mapping(part).get("index")
-            _add(found.setdefault(index if isinstance(index, int) else 0, Choice()), _mapping(part))
-    return [found[index] for index in sorted(found)]
+            _add(by_index.setdefault(index if isinstance(index, int) else 0, Choice()), _mapping(part))
+    return [by_index[index] for index in sorted(by_index)]
 
 
 def _add(choice: Choice, part: Mapping[str, Any]) -> None:
     """Add a choice or a chunk of a choice. Malformed fields are skipped."""
     message, listed = _mapping(part.get("message") or part.get("delta")), _mapping(part.get("logprobs"))
-    content = [_mapping(one) for one in _list(listed.get("content"))]
+    content = [_mapping(token) for token in _list(listed.get("content"))]
     choice.text += str(part.get("text") or message.get("content") or "")
     choice.tool_calls += _list(message.get("tool_calls"))
     choice.finish_reason = part.get("finish_reason") or choice.finish_reason
     choice.token_ids += [token for token in _list(part.get("token_ids")) if isinstance(token, int)]
-    choice.pieces += [str(one.get("token")) for one in content] or list(map(str, _list(listed.get("tokens"))))
-    logprobs = _list(part.get("token_logprobs")) or [one.get("logprob") for one in content]
+    choice.pieces += [str(token.get("token")) for token in content] or list(map(str, _list(listed.get("tokens"))))
+    logprobs = _list(part.get("token_logprobs")) or [token.get("logprob") for token in content]
     logprobs = logprobs or _list(listed.get("token_logprobs"))
     choice.logprobs += [logprob if isinstance(logprob, int | float) else math.nan for logprob in logprobs]
 
@@ -119,14 +119,14 @@ def _asked(request: Any) -> Iterator[tuple[str, str]]:
 def _answered(call: Call, texts: TokenTexts) -> Iterator[tuple[str, str]]:
     if call.error:
         yield "error", call.error
-    found = choices(call.answer)
-    for number, choice in enumerate(found):
-        name = "answer" if len(found) == 1 else f"answer {number}"
+    answers = choices(call.answer)
+    for number, choice in enumerate(answers):
+        name = "answer" if len(answers) == 1 else f"answer {number}"
         calls = f" calls {json.dumps(choice.tool_calls, ensure_ascii=False)}" if choice.tool_calls else ""
         yield name, f"{choice.text}{calls}   ({choice.finish_reason}, {len(choice.token_ids)} tokens)"
         if choice.token_ids or choice.pieces:
             yield "tokens", " ".join(_sampled(choice, texts))
-    if not found and call.answer is not None:
+    if not answers and call.answer is not None:
         failed = call.answer.get("error") if isinstance(call.answer, dict) else None
         words = failed.get("message") if isinstance(failed, dict) else failed
         yield ("error", str(words)) if words else ("answer", json.dumps(call.answer))

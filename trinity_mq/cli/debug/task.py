@@ -45,13 +45,16 @@ def find_task(config: Config, task: str, taskset: str | None) -> tuple[int, Task
 def _section(config: Config, taskset: str | None) -> TasksetConfig:
     if taskset is None:
         return config.buffer.training_tasksets[0]
-    found = {one.name: one for one in (*config.buffer.tasksets, *config.buffer.eval_tasksets)}
-    if taskset not in found:
+    sections = {
+        taskset_section.name: taskset_section
+        for taskset_section in (*config.buffer.tasksets, *config.buffer.eval_tasksets)
+    }
+    if taskset not in sections:
         raise CommandError(
             f"--taskset {taskset!r} is no evaluation taskset; there "
-            + (f"are {', '.join(map(repr, found))}" if found else "is none in this configuration")
+            + (f"are {', '.join(map(repr, sections))}" if sections else "is none in this configuration")
         )
-    return found[taskset]
+    return sections[taskset]
 
 
 def _completed(section: TasksetConfig, task: TaskBody) -> TaskBody:
