@@ -143,11 +143,11 @@ def _release(facts: Facts) -> tuple[int, int] | None:
 @check("version", "RabbitMQ 3.10 to 4.x", "server")
 def _version(facts: Facts, _needs: Needs) -> list[Judgement]:
     product, seen = facts["server"].get("product", "unknown"), facts["server"].get("version")
-    known = _release(facts)
-    release = known or OLDEST
+    known_release = _release(facts)
+    release = known_release or OLDEST
     return first(
         f"{product} {seen}",
-        ("warning", known is None, "use RabbitMQ: quorum queues and streams are relied upon as it has them"),
+        ("warning", known_release is None, "use RabbitMQ: quorum queues and streams are relied upon as it has them"),
         ("problem", release < OLDEST, "upgrade the broker"),
         ("warning", release > NEWEST, "read its list of breaking changes: nobody has run this system on it"),
     )
@@ -183,13 +183,13 @@ def _message_size(facts: Facts, needs: Needs) -> list[Judgement]:
 
 @check("alarms", "none")
 def _alarms(facts: Facts, _needs: Needs) -> list[Judgement]:
-    known = (
+    alarm_kinds = (
         ("mem_alarm", "memory", "free memory or raise vm_memory_high_watermark"),
         ("disk_free_alarm", "disk", "free space or lower disk_free_limit"),
     )
     raised: list[Judgement] = []
     for node in facts.get("nodes", ()):
-        alarms = [(alarm, do) for key, alarm, do in known if node.get(key)]
+        alarms = [(alarm, do) for key, alarm, do in alarm_kinds if node.get(key)]
         alarms += [(alarm, "see `rabbitmqctl status`") for alarm in node.get("other_alarms", ())]
         raised += [
             ("problem", f"{alarm} ({node['name']}) alarm: the broker takes nothing from publishers", do)
@@ -207,18 +207,18 @@ def _alarms(facts: Facts, _needs: Needs) -> list[Judgement]:
 
 @check("broker's disk", "{stream_size} for the run's streams above that", "nodes", by_hand=STATUS)
 def _broker_disk(facts: Facts, needs: Needs) -> list[Judgement]:
-    found: list[Judgement] = []
+    judgements: list[Judgement] = []
     less = "free space there, or lower broker.ready_max_bytes and broker.results_max_bytes"
     for node in facts["nodes"]:
         free, limit = node.get("disk_free"), node.get("disk_free_limit")
         # both values are unknown until the node has measured its disk
         if isinstance(free, int) and isinstance(limit, int):
-            found += first(
+            judgements += first(
                 f"{size(free)} free on {node['name']}, of which {size(limit)} must stay free (disk_free_limit)",
                 ("problem", free < limit, f"{less} or disk_free_limit: publishing is blocked"),
                 ("warning", free - limit < needs.stream_bytes, less),
             )
-    return found or [("not looked at", "the node has not measured its disk yet", STATUS)]
+    return judgements or [("not looked at", "the node has not measured its disk yet", STATUS)]
 
 
 @check("permissions", "configure, write and read for all names of the run", of_run=True)
@@ -226,9 +226,13 @@ def _permissions(facts: Facts, needs: Needs) -> list[Judgement]:
     operations, attempts, topology = ("configure", "write", "read"), facts.get("attempts", {}), needs.named
     command = "; ".join(rabbitmqctl_lines(facts["user"], facts["vhost"], permissions(topology.run, "agent")))
     if "permissions" in facts:
-        given: Mapping[str, str] = facts["permissions"]
-        lacking = [one for one in operations if not all(allows(given[one], name) for name in names_of(topology))]
-        seen = f"configure, write, read: {' '.join(repr(given[one]) for one in operations)}"
+        patterns: Mapping[str, str] = facts["permissions"]
+        lacking = [
+            operation
+            for operation in operations
+            if not all(allows(patterns[operation], name) for name in names_of(topology))
+        ]
+        seen = f"configure, write, read: {' '.join(repr(patterns[operation]) for operation in operations)}"
         seen = f"{', '.join(lacking)} not for all names of the run ({seen})" if lacking else seen
         return first(seen, ("problem", lacking, command))
     if refused := [f"{operation} refused: {words}" for operation, words in attempts.items() if words]:
@@ -320,10 +324,10 @@ def _releases(facts: Facts, needs: Needs) -> list[Judgement]:
     if not mixed:
         return first("no agent is at work")
     end = "exchange the others too, or go back: docs/upgrading.md"
-    said = conflicts(mixed)
+    conflict_texts = conflicts(mixed)
     return first(
-        " ".join([releases_line(mixed), *said]),
-        ("problem", said, "upgrade who is named above first; who does not fit takes no work until then"),
+        " ".join([releases_line(mixed), *conflict_texts]),
+        ("problem", conflict_texts, "upgrade who is named above first; who does not fit takes no work until then"),
         ("warning", len(mixed) > 1, end),
     )
 
@@ -352,15 +356,15 @@ LIST_POLICIES = "`rabbitmqctl list_policies -p VHOST` and `rabbitmqctl list_oper
 
 @check("policies", NO_POLICY, *POLICY_KINDS, by_hand=LIST_POLICIES, of_run=True)
 def _policies(facts: Facts, needs: Needs) -> list[Judgement]:
-    found: list[Judgement] = []
+    judgements: list[Judgement] = []
     targets: list[Queue | str] = [*queues_of(needs.named), *needs.named.exchanges]
     harmed: dict[tuple[str, str], tuple[Verdict, str, list[str]]] = {}
     for kind, singular in POLICY_KINDS.items():
         if unread := [policy["name"] for policy in facts[kind] if not _is_readable(policy["pattern"])]:
             why = f"the pattern of {', '.join(unread)} is no regular expression to Python, which this is written in"
-            found.append(("not looked at", why, f"compare it by eye with {needs.named.prefix}*"))
+            judgements.append(("not looked at", why, f"compare it by eye with {needs.named.prefix}*"))
         for target in targets:
-            matching = [one for one in facts[kind] if one["name"] not in unread and _applies(one, target)]
+            matching = [policy for policy in facts[kind] if policy["name"] not in unread and _applies(policy, target)]
             # only the policy with the highest priority takes effect
             for policy in sorted(matching, key=lambda policy: -policy["priority"])[:1]:
                 for key, value in policy["definition"].items():
@@ -372,8 +376,8 @@ def _policies(facts: Facts, needs: Needs) -> list[Judgement]:
     for (sets, clear), (verdict, words, names) in harmed.items():
         shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         do = f"change its pattern so that it does not match {needs.named.prefix}*, or {clear}"
-        found.append((verdict, f"{sets} on {shown}: {words}", do))
-    return found if harmed else [*found, *first("none clashes with what the run declares")]
+        judgements.append((verdict, f"{sets} on {shown}: {words}", do))
+    return judgements if harmed else [*judgements, *first("none clashes with what the run declares")]
 
 
 def _applies(policy: Mapping[str, Any], target: Queue | str) -> bool:
@@ -392,8 +396,8 @@ def _harm(key: str, value: Any, queue: Queue | str, needs: Needs) -> tuple[Verdi
     if key == "delivery-limit" and queue.kind == "quorum" and value < 0:
         return "problem", "RabbitMQ 3.10 drops messages at the first redelivery then"
     if key == "delivery-limit" and queue.kind == "quorum" and value <= limit:
-        own = f"broker.delivery_limit ({limit})"
-        return "problem", f"the broker dead-letters a task before our own {own} ends it with an outcome"
+        setting = f"broker.delivery_limit ({limit})"
+        return "problem", f"the broker dead-letters a task before our own {setting} ends it with an outcome"
     if key == "consumer-timeout" and value / 1000 <= needs.hold_seconds:
         return "problem", f"agents hold messages for up to {needs.hold_seconds:g} s"
     kinds, words = LOSSES.get(key, ((), ""))
@@ -408,9 +412,9 @@ def _harm(key: str, value: Any, queue: Queue | str, needs: Needs) -> tuple[Verdi
 
 @check("extra vllm", "for the vllm engine, if that is used", of_machine=True)
 def _vllm(facts: Facts, needs: Needs) -> list[Judgement]:
-    found = [f"{name} {release}" for name, release in facts["vllm"].items()]
-    missing = needs.engine == "vllm" and not found
-    return first(", ".join(found) or "not installed", ("problem", missing, "pip install 'trinity-mq[vllm]'"))
+    packages = [f"{name} {release}" for name, release in facts["vllm"].items()]
+    missing = needs.engine == "vllm" and not packages
+    return first(", ".join(packages) or "not installed", ("problem", missing, "pip install 'trinity-mq[vllm]'"))
 
 
 @check("torch", "torch 2.8 or newer", of_machine=True)
@@ -425,12 +429,12 @@ def _gpus(facts: Facts, _needs: Needs) -> list[Judgement]:
     report = facts["torch"]
     if isinstance(report, str):
         return [("not looked at", "torch cannot be asked", "`nvidia-smi`")]
-    found: list[Judgement] = []
+    judgements: list[Judgement] = []
     for number, (name, free, total) in enumerate(report.get("gpus", ())):
         seen = f"{number}: {name}, {size(free)} of {size(total)} free"
-        found += first(seen, ("warning", free <= total / 2, "see `nvidia-smi` for who uses it"))
+        judgements += first(seen, ("warning", free <= total / 2, "see `nvidia-smi` for who uses it"))
     if report["available"]:
-        return found
+        return judgements
     why = "torch is built without CUDA" if report["cuda"] is None else f"torch wants CUDA {report['cuda']}"
     seen = f"the machine has one, torch sees none: {why}" if facts["has_gpu_devices"] else "none: the CPU does it all"
     do = "install the torch for your driver (see `nvidia-smi`); in a service or container, let the devices in"

