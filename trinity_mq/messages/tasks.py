@@ -60,7 +60,7 @@ class TaskSubmission(Message):
 
     task: TaskBody
     submission_id: str = ""
-    """Identifies repeated publishes; empty: the message's ``message_id``."""
+    """De-duplicates repeated publishes; empty means the message's ``message_id``."""
     want_experiences: bool = False
     """Also send the experiences to ``reply_to``, after the outcome."""
     exact_runs: bool = False
