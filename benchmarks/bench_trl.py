@@ -34,11 +34,11 @@ from learning_curves import Curve, Study, configuration, metrics, table, whole_r
 from trinity_mq.bus.addresses import URL_VARIABLE
 from trinity_mq.config import Config, load_config
 from trinity_mq.data.synthetic import problems
+from trinity_mq.engines.generation.request import GenerationRequest
+from trinity_mq.engines.generation.text import TextCodec
+from trinity_mq.engines.torch.decoding import decode
 from trinity_mq.local_broker.node import PrivateNode
 from trinity_mq.models import ensure_model_folder
-from trinity_mq.models.engines.generation.request import GenerationRequest
-from trinity_mq.models.engines.generation.text import TextCodec
-from trinity_mq.models.engines.torch.decoding import decode
 from trinity_mq.rewards import create_reward
 from trinity_mq.training.optimizers import decay_factor, learning_rate, make_optimizer
 

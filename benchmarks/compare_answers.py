@@ -22,10 +22,10 @@ import torch
 from trinity_mq.config import AuxiliaryModelConfig, Config, load_config
 from trinity_mq.config.threads import cpu_threads
 from trinity_mq.data import open_taskset
+from trinity_mq.engines.generation.request import GenerationRequest
+from trinity_mq.engines.torch.generator import fixed_generator
 from trinity_mq.messages import TaskBody
 from trinity_mq.models import ensure_model_folder
-from trinity_mq.models.engines.generation.request import GenerationRequest
-from trinity_mq.models.engines.torch.generator import fixed_generator
 from trinity_mq.rewards import create_reward
 from trinity_mq.rewards.registry import ACCURACY, parts_of
 

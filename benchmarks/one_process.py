@@ -17,12 +17,12 @@ import torch
 from trinity_mq.algorithms.estimators import estimate
 from trinity_mq.config import Config
 from trinity_mq.data import open_taskset
+from trinity_mq.engines.generation.request import Completion, GenerationRequest
+from trinity_mq.engines.generation.text import TextCodec
+from trinity_mq.engines.torch.generator import TextGenerator
 from trinity_mq.experience import EID, Experience, ExperienceBatch
 from trinity_mq.messages import TaskBody
 from trinity_mq.models import ensure_model_folder
-from trinity_mq.models.engines.generation.request import Completion, GenerationRequest
-from trinity_mq.models.engines.generation.text import TextCodec
-from trinity_mq.models.engines.torch.generator import TextGenerator
 from trinity_mq.rewards import create_reward
 from trinity_mq.sync.channels.buckets import whole
 from trinity_mq.training.learner import TorchLearner

@@ -45,9 +45,9 @@ from trinity_mq.bus import Bus, Topology, create_bus
 from trinity_mq.bus.addresses import URL_VARIABLE
 from trinity_mq.bus.base import BusRefused
 from trinity_mq.bus.permissions import permissions, rabbitmqctl_lines
-from trinity_mq.cli.run.follow import MetricsTail
 from trinity_mq.config import load_config
 from trinity_mq.local_broker.node import PrivateNode
+from trinity_mq.observability.follow import MetricsTail
 from trinity_mq.scheduling import Scheduler
 from trinity_mq.telemetry import setup_logging
 from trinity_mq.testing.fakes import FakeRunner

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from trinity_mq.models.engines.generation.text import MaskedTokens, TextCodec
+from trinity_mq.engines.generation.text import MaskedTokens, TextCodec
 
 CHATML_ENDS = ("<|im_end|>", "<|endoftext|>")
 

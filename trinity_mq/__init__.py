@@ -13,11 +13,6 @@ from trinity_mq.release import VERSION
 
 if TYPE_CHECKING:
     from trinity_agents.explorer import Explorer as Explorer
-    from trinity_mq.api import MetricsLine as MetricsLine
-    from trinity_mq.api import RunError as RunError
-    from trinity_mq.api import RunHandle as RunHandle
-    from trinity_mq.api import RunResult as RunResult
-    from trinity_mq.api import run as run
     from trinity_mq.config import Config as Config
     from trinity_mq.config import load_config as load_config
     from trinity_mq.experience import EID as EID
@@ -33,6 +28,11 @@ if TYPE_CHECKING:
     from trinity_mq.experience import group_by as group_by
     from trinity_mq.experience import split_dpo_experience_to_single_turn as split_dpo_experience_to_single_turn
     from trinity_mq.experience import to_hf_datasets as to_hf_datasets
+    from trinity_mq.launch.api import MetricsLine as MetricsLine
+    from trinity_mq.launch.api import RunError as RunError
+    from trinity_mq.launch.api import RunHandle as RunHandle
+    from trinity_mq.launch.api import RunResult as RunResult
+    from trinity_mq.launch.api import run as run
     from trinity_mq.models import InferenceModel as InferenceModel
     from trinity_mq.models import ModelWrapper as ModelWrapper
     from trinity_mq.operators import ColumnOperator as ColumnOperator

@@ -18,16 +18,16 @@ SLIM += (
     "trinity_mq.telemetry",
     "trinity_mq.runtime.processes.supervisor",
     "trinity_mq.runtime.serve",
-    "trinity_mq.cli.run.command",
-    "trinity_mq.cli.run.configured_run",
+    "trinity_mq.cli.run",
+    "trinity_mq.launch.configured_run",
 )
-SLIM += ("trinity_mq.cli.commands.submit", "trinity_mq.cli.run.status", "trinity_mq.data")
-SLIM += ("trinity_mq.cli.observe.sources", "trinity_mq.cli.dash.app", "trinity_mq.cli.exporter.families")
-SLIM += ("trinity_mq.cli.trackers.command",)
+SLIM += ("trinity_mq.cli.submit", "trinity_mq.cli.status", "trinity_mq.data")
+SLIM += ("trinity_mq.observability.sources", "trinity_mq.page.app", "trinity_mq.observability.prometheus.families")
+SLIM += ("trinity_mq.cli.track",)
 HEAVY = ("torch", "transformers", "vllm", "tensorboard", "openai")
 
 PUBLIC = {
-    "trinity_mq.api": "MetricsLine RunError RunHandle RunResult run",
+    "trinity_mq.launch.api": "MetricsLine RunError RunHandle RunResult run",
     "trinity_mq.experience": (
         "EID CustomField Experience ExperienceBatch split_dpo_experience_to_single_turn gather_token_ids "
         "gather_action_masks gather_attention_masks gather_response_attrs gather_multi_modal_inputs group_by "

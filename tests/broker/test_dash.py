@@ -14,14 +14,14 @@ from aiohttp.test_utils import TestClient, TestServer
 from tests.broker.test_operator_failures import Stage, operators
 from tests.waiting import until
 from trinity_mq.bus import Topology
-from trinity_mq.cli.broker.connection import Target
-from trinity_mq.cli.dash.access import PageAccess
-from trinity_mq.cli.dash.actions import Actions
-from trinity_mq.cli.dash.app import DashApp
-from trinity_mq.cli.inspect.token_texts import TokenTexts
-from trinity_mq.cli.observe.observatory import Observatory
-from trinity_mq.cli.observe.sources import BrokerSource
 from trinity_mq.config import BrokerConfig
+from trinity_mq.observability.experiences.token_texts import TokenTexts
+from trinity_mq.observability.observatory import Observatory
+from trinity_mq.observability.sources import BrokerSource
+from trinity_mq.page.access import PageAccess
+from trinity_mq.page.actions import Actions
+from trinity_mq.page.app import DashApp
+from trinity_mq.targets.connection import Target
 
 pytestmark = [pytest.mark.broker, pytest.mark.timeout(120)]
 

@@ -19,13 +19,13 @@ import pytest
 from tests.waiting import until
 from trinity_mq.bus.rabbit.bus import RabbitBus
 from trinity_mq.bus.topology import Topology
-from trinity_mq.cli.doctor.checks import Finding
-from trinity_mq.cli.doctor.command import check_broker
-from trinity_mq.cli.doctor.facts import Needs
 from trinity_mq.config import load_config
 from trinity_mq.config.bus import BrokerConfig
 from trinity_mq.local_broker.node import PrivateNode, find_rabbitmq
 from trinity_mq.messages import Heartbeat
+from trinity_mq.operations.doctor.checks import Finding
+from trinity_mq.operations.doctor.facts import Needs
+from trinity_mq.operations.doctor.run import check_broker
 from trinity_mq.runtime.deliveries import envelope
 
 RUN = "sick"

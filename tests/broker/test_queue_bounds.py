@@ -13,9 +13,9 @@ from tests.waiting import until
 from trinity_mq.bus import Bus, BusUnavailable, Envelope, Topology
 from trinity_mq.bus.rabbit.bus import RabbitBus
 from trinity_mq.bus.topology import DROPPED
-from trinity_mq.cli.commands import submit
-from trinity_mq.cli.errors import CommandError
+from trinity_mq.cli import submit
 from trinity_mq.config.bus import BrokerConfig
+from trinity_mq.errors import CommandError
 from trinity_mq.messages import TaskBody, TaskSubmission
 
 pytestmark = pytest.mark.broker

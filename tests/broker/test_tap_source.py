@@ -13,11 +13,11 @@ from tests.unit.agents.world import experience
 from trinity_agents.trainer.sources.tap import TapSource
 from trinity_mq.bus import Bus, Envelope, Topology, create_bus
 from trinity_mq.config import Config, load_config
+from trinity_mq.engines.generation.text import TextCodec
 from trinity_mq.experience import EID, Experience
 from trinity_mq.messages import BatchClosed, BatchReady, RunEnd
 from trinity_mq.messages.base import Message
 from trinity_mq.models import ensure_model_folder
-from trinity_mq.models.engines.generation.text import TextCodec
 from trinity_mq.runtime.deliveries import envelope
 from trinity_mq.runtime.errors import FatalError
 from trinity_mq.transport.experience_parts import chunk_message

@@ -23,11 +23,11 @@ from tests.chaos.victims import NOTES_VARIABLE, POINT_VARIABLE
 from trinity_mq.bus import Bus, Topology, create_bus
 from trinity_mq.bus.addresses import URL_VARIABLE
 from trinity_mq.config import load_config
+from trinity_mq.engines.generation.request import ScoreRequest
+from trinity_mq.engines.host.ready_file import ReadyFile
+from trinity_mq.engines.torch.generator import TextGenerator
 from trinity_mq.messages import Heartbeat, SyncEvent, decode_any
 from trinity_mq.models import ensure_model_folder
-from trinity_mq.models.engines.generation.request import ScoreRequest
-from trinity_mq.models.engines.host.ready_file import ReadyFile
-from trinity_mq.models.engines.torch.generator import TextGenerator
 from trinity_mq.runtime.notify import Notifier
 from trinity_mq.runtime.processes.supervisor import PARENT_VARIABLE
 

@@ -25,10 +25,11 @@ from trinity_agents.engine import agent as engine_daemon
 from trinity_agents.explorer.engine_hosting import EngineHosting
 from trinity_mq.bus import Bus, LockHeld, Topology
 from trinity_mq.config import Config
+from trinity_mq.engines.host.host import EngineHost
+from trinity_mq.engines.server.admin_api import AdminApi
+from trinity_mq.engines.torch.generator import TextGenerator
 from trinity_mq.messages import SyncEvent, TrainerStatus
-from trinity_mq.models import EngineHost, ensure_model_folder
-from trinity_mq.models.engines.server.admin_api import AdminApi
-from trinity_mq.models.engines.torch.generator import TextGenerator
+from trinity_mq.models import ensure_model_folder
 from trinity_mq.runtime.agent import Agent
 from trinity_mq.runtime.serve import run_daemon
 from trinity_mq.sync.channels.collective import broadcast as collective

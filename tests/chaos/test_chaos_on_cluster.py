@@ -18,16 +18,16 @@ import pytest
 from tests.chaos.cluster import COUNT, PrivateCluster
 from tests.chaos.test_cluster import DOWN, not_on_3_10
 from tests.waiting import until
-from trinity_mq.cli.broker.connection import connected
-from trinity_mq.cli.chaos.launch import launched, settings
-from trinity_mq.cli.chaos.report import lines
-from trinity_mq.cli.chaos.schedule import draw, save
-from trinity_mq.cli.chaos.targets.base import Victim
-from trinity_mq.cli.chaos.targets.local import LocalTargets
-from trinity_mq.cli.chaos.tokens import KeptWeights
-from trinity_mq.cli.chaos.trial import Plan, judge, play
 from trinity_mq.config import load_config
 from trinity_mq.local_broker.node import PrivateNode, find_rabbitmq
+from trinity_mq.proof.chaos.launch import launched, settings
+from trinity_mq.proof.chaos.report import lines
+from trinity_mq.proof.chaos.schedule import draw, save
+from trinity_mq.proof.chaos.targets.base import Victim
+from trinity_mq.proof.chaos.targets.local import LocalTargets
+from trinity_mq.proof.chaos.tokens import KeptWeights
+from trinity_mq.proof.chaos.trial import Plan, judge, play
+from trinity_mq.targets.connection import connected
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "smoke.yaml"
 PATIENCE = 240.0

@@ -24,9 +24,9 @@ from tests.containers.compose_stack import AGENTS, CANNOT, ComposeStack, StackEr
 from tests.serve_clients import Agents, until_settled
 from trinity_agents.trainer.history import lineage
 from trinity_mq.bus.addresses import URL_VARIABLE
-from trinity_mq.cli.reports.text import make_report
 from trinity_mq.config import load_config
 from trinity_mq.local_broker.ports import free_ports
+from trinity_mq.observability.report.text import make_report
 
 ROOT = Path(__file__).parents[2]
 BATCHES = 40

@@ -18,8 +18,8 @@ import aiohttp
 import pytest
 import yaml
 
-from tests.unit.cli.test_exporter import Series, series
 from tests.unit.deploy.test_kubernetes import Manifest, container, copied, kustomize, of_kind, ours, pod, settings
+from tests.unit.observability.test_exporter import Series, series
 from tests.waiting import until
 from trinity_agents.trainer.history import lineage
 

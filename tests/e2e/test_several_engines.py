@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from trinity_mq.models.engines.host.ready_file import ReadyFile
+from trinity_mq.engines.host.ready_file import ReadyFile
 from trinity_mq.testing.runs import LocalRun
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from trinity_mq.cli.run.stages import model_hash
+from trinity_mq.launch.stages import model_hash
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 

@@ -34,8 +34,9 @@ from trinity_agents.simulation.stand_ins import SimulatedEngine, Workflows
 from trinity_mq.bus import Consumer, Delivery, Queue, Topology
 from trinity_mq.bus.base import Incoming
 from trinity_mq.bus.rabbit.bus import RabbitBus
-from trinity_mq.cli.commands.dead import letters, paragraph, row
+from trinity_mq.cli.dead import paragraph
 from trinity_mq.messages import DecodeError, SubmissionOutcome, TaskBody, TaskSubmission, decode, decode_any
+from trinity_mq.operations.dead_letters import letters, row
 from trinity_mq.runtime.agent import Agent
 from trinity_mq.runtime.deliveries import acknowledge, envelope
 

@@ -9,10 +9,10 @@ import torch
 
 from trinity_mq.algorithms.estimators import estimate
 from trinity_mq.config import Config, load_config
+from trinity_mq.engines.generation.request import GenerationRequest, ScoreRequest
+from trinity_mq.engines.torch.generator import TextGenerator
 from trinity_mq.experience import EID, Experience, ExperienceBatch
 from trinity_mq.models import ensure_model_folder
-from trinity_mq.models.engines.generation.request import GenerationRequest, ScoreRequest
-from trinity_mq.models.engines.torch.generator import TextGenerator
 from trinity_mq.sync.gate.canary import LIMITS
 from trinity_mq.training.learner import TorchLearner
 

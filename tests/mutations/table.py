@@ -474,7 +474,7 @@ MUTATIONS = [
     # -- thoughts and prompts
     Mutation(
         "a call inside thoughts is executed",
-        "trinity_mq/models/engines/server/openai/tools.py",
+        "trinity_mq/engines/server/openai/tools.py",
         " for start, end in answer_spans(text, prompt_end)]\n",
         " for start, end in [(0, len(text))]]\n",
         "unit/models/test_tools.py::test_a_call_inside_thoughts_is_text",

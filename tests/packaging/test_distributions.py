@@ -47,7 +47,7 @@ def test_the_wheel_holds_every_tracked_file_of_the_packages_and_nothing_else(bui
     code = {name.removeprefix("agents/") for name in built.tracked if name.startswith(PACKAGES)}
     found = in_wheel(built)
     assert {name for name in found if ".dist-info/" not in name} == code
-    for name in ("trinity_mq/py.typed", "trinity_agents/py.typed", "trinity_mq/cli/dash/static/dash.js"):
+    for name in ("trinity_mq/py.typed", "trinity_agents/py.typed", "trinity_mq/page/static/dash.js"):
         assert name in found
     assert any(re.fullmatch(r"[^/]+\.dist-info/licenses/LICENSE", name) for name in found)
 

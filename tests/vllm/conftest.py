@@ -25,11 +25,12 @@ from torch import Tensor  # noqa: E402
 from tests.unit.models.talker import talker_config, taught  # noqa: E402
 from tests.unit.sync.weights import manifest_of  # noqa: E402
 from trinity_mq.config import Config, ModelConfig  # noqa: E402
+from trinity_mq.engines.host.host import EngineHost
+from trinity_mq.engines.host.ready_file import ReadyFile  # noqa: E402
+from trinity_mq.engines.torch.generator import TextGenerator  # noqa: E402
+from trinity_mq.engines.torch.weights import named_weights  # noqa: E402
 from trinity_mq.messages import Version  # noqa: E402
-from trinity_mq.models import EngineHost, ensure_model_folder  # noqa: E402
-from trinity_mq.models.engines.host.ready_file import ReadyFile  # noqa: E402
-from trinity_mq.models.engines.torch.generator import TextGenerator  # noqa: E402
-from trinity_mq.models.engines.torch.weights import named_weights  # noqa: E402
+from trinity_mq.models import ensure_model_folder  # noqa: E402
 from trinity_mq.sync.channels.collective.broadcast import Sender  # noqa: E402
 
 START_SECONDS = 600.0

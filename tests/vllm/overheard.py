@@ -10,16 +10,16 @@ from types import SimpleNamespace
 from typing import Any
 
 from tests.processes import descendants
+from trinity_mq.engines.generation.request import Completion
+from trinity_mq.engines.generation.text import TextCodec
+from trinity_mq.engines.host.ready_file import ReadyFile
+from trinity_mq.engines.server.server import EngineServer, ServerSettings
+from trinity_mq.engines.state import EngineState
+from trinity_mq.engines.vllm import api
+from trinity_mq.engines.vllm.client import VllmClient
+from trinity_mq.engines.vllm.flow import Flow
+from trinity_mq.engines.vllm.generator import model_limits
 from trinity_mq.messages import Version
-from trinity_mq.models.engines.generation.request import Completion
-from trinity_mq.models.engines.generation.text import TextCodec
-from trinity_mq.models.engines.host.ready_file import ReadyFile
-from trinity_mq.models.engines.server.server import EngineServer, ServerSettings
-from trinity_mq.models.engines.state import EngineState
-from trinity_mq.models.engines.vllm import api
-from trinity_mq.models.engines.vllm.client import VllmClient
-from trinity_mq.models.engines.vllm.flow import Flow
-from trinity_mq.models.engines.vllm.generator import model_limits
 
 from .conftest import Started
 

@@ -18,9 +18,9 @@ from tests.unit.models.test_recording import MESSAGES
 from tests.waiting import until
 from trinity_mq.config import ModelConfig
 from trinity_mq.config.model import LoraConfig
+from trinity_mq.engines.host.admin_client import ReceiveFailed
+from trinity_mq.engines.host.ready_file import ReadyFile
 from trinity_mq.models import ModelWrapper
-from trinity_mq.models.engines.host.admin_client import ReceiveFailed
-from trinity_mq.models.engines.host.ready_file import ReadyFile
 
 from .conftest import CANARY, Engine, Started, adopted, new_weights, reference, started_engine, tensors_of, untied
 from .test_sync import under_way

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tests.unit.sync.weights import manifest_of
-from trinity_mq.models.engines.host.admin_client import ReceiveFailed
-from trinity_mq.models.engines.torch.weights import named_weights
+from trinity_mq.engines.host.admin_client import ReceiveFailed
+from trinity_mq.engines.torch.weights import named_weights
 from trinity_mq.sync.channels.base import Channel
 from trinity_mq.sync.channels.checkpoint.channel import CheckpointChannel
 from trinity_mq.sync.channels.memory.channel import MemoryChannel

@@ -13,11 +13,11 @@ import torch
 from tests.unit.models import talker as taught
 from tests.unit.models.test_recording import MESSAGES, ask, assert_equal_to_what_was_sampled
 from tests.waiting import until
+from trinity_mq.engines.server.server import EngineServer
+from trinity_mq.engines.torch.generator import TextGenerator
 from trinity_mq.experience import Experience
 from trinity_mq.models import InferenceModel, ModelWrapper
 from trinity_mq.models.clients import EngineClients
-from trinity_mq.models.engines.server.server import EngineServer
-from trinity_mq.models.engines.torch.generator import TextGenerator
 
 from .conftest import Engine, new_weights, reference
 from .overheard import Overheard, serving

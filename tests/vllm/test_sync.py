@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.waiting import until
-from trinity_mq.models.engines.host.admin_client import ReceiveFailed
+from trinity_mq.engines.host.admin_client import ReceiveFailed
 
 from .conftest import CANARY, Engine, Started, adopted, new_weights, reference
 

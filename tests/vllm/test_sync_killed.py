@@ -9,9 +9,9 @@ import psutil
 import pytest
 import torch
 
-from trinity_mq.models import EngineHost
-from trinity_mq.models.engines.host.admin_client import ReceiveFailed
-from trinity_mq.models.engines.host.ready_file import ReadyFile
+from trinity_mq.engines.host.admin_client import ReceiveFailed
+from trinity_mq.engines.host.host import EngineHost
+from trinity_mq.engines.host.ready_file import ReadyFile
 
 from .conftest import CANARY, Engine, new_weights, reference
 

@@ -31,7 +31,7 @@ def complete_target(prefix: str, **_: Any) -> Iterator[str]:
     """Yield YAML files, folders and runs that begin with ``prefix``."""
     from argcomplete.completers import FilesCompleter
 
-    from trinity_mq.cli.target import run_names
+    from trinity_mq.targets.target import run_names
 
     yield from FilesCompleter(("yaml", "yml"))(prefix)
     yield from run_names()
@@ -39,7 +39,7 @@ def complete_target(prefix: str, **_: Any) -> Iterator[str]:
 
 def complete_setting(**_: Any) -> Iterator[str]:
     """Yield the beginnings of settings. Settings of list items are for the first item."""
-    from trinity_mq.cli.settings import all_settings
+    from trinity_mq.config.settings_table import all_settings
 
     for setting in all_settings():
         yield f"{setting.key.replace('<n>', '0')}="

@@ -9,33 +9,34 @@ import argparse
 import importlib
 import io
 import os
-import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from trinity_mq.targets.setting_words import SETTING
+
 ROLES = ("explorer", "runner", "operator", "trainer", "gateway")
 COMMANDS = (
-    ("run", "run.command:run", "run everything on this machine, with live progress; Ctrl-C drains"),
+    ("run", "run:run", "run everything on this machine, with live progress; Ctrl-C drains"),
     (
         "explorer",
-        "commands.agents:run_agent",
+        "agents:run_agent",
         "run one explorer by itself: schedules tasks, hosts rollout engines, evaluates",
     ),
-    ("runner", "commands.agents:run_agent", "run one runner by itself: runs the workflows of tasks"),
-    ("operator", "commands.agents:run_agent", "run one operator by itself: processes experiences"),
-    ("trainer", "commands.agents:run_agent", "run one trainer by itself: steps the optimizer"),
-    ("gateway", "commands.agents:run_agent", "run one gateway by itself: answers agents that know only a base URL"),
+    ("runner", "agents:run_agent", "run one runner by itself: runs the workflows of tasks"),
+    ("operator", "agents:run_agent", "run one operator by itself: processes experiences"),
+    ("trainer", "agents:run_agent", "run one trainer by itself: steps the optimizer"),
+    ("gateway", "agents:run_agent", "run one gateway by itself: answers agents that know only a base URL"),
     (
         "serve",
-        "run.command:serve",
+        "run:serve",
         "answer agents through a gateway and train on what they did; run, with mode=serve",
     ),
-    ("validate", "commands.validate:validate", "check a configuration and its tasksets, start nothing"),
+    ("validate", "validate:validate", "check a configuration and its tasksets, start nothing"),
     (
         "migrate",
-        "commands.migrate:migrate_file",
+        "migrate:migrate_file",
         "rewrite a configuration of Trinity-RFT as one of ours, with a comment on each change",
     ),
     (
@@ -43,73 +44,71 @@ COMMANDS = (
         "settings:settings",
         "show all settings, or those of a section",
     ),
-    ("algorithms", "commands.algorithms", "list the algorithms; show the formula and settings of one"),
-    ("doctor", "doctor.command:doctor", "check a live broker and this machine, and say what to do; changes nothing"),
+    ("algorithms", "algorithms", "list the algorithms; show the formula and settings of one"),
+    ("doctor", "doctor:doctor", "check a live broker and this machine, and say what to do; changes nothing"),
     (
         "health",
-        "commands.health:health",
+        "health:health",
         "tell whether the agent that writes TRINITY_MQ_HEALTH_FILE is alive (for a container's health check)",
     ),
-    ("submit", "commands.submit:submit", "publish a task to a run"),
-    ("list", "run.list:list_runs", "show the runs below a folder: how far each is, and whether it runs"),
-    ("status", "run.status:status", "show the agents of a run and the depths of its queues"),
-    ("why", "run.why:why", "say in one sentence what a run waits for, with the evidence and what to do"),
-    ("dash", "dash.command:dash", "serve one page that shows a run: live from its broker, or from its folder alone"),
-    ("exporter", "exporter.command:exporter", "serve the state and metrics of a run to Prometheus"),
+    ("submit", "submit:submit", "publish a task to a run"),
+    ("list", "list:list_runs", "show the runs below a folder: how far each is, and whether it runs"),
+    ("status", "status:status", "show the agents of a run and the depths of its queues"),
+    ("why", "why:why", "say in one sentence what a run waits for, with the evidence and what to do"),
+    ("dash", "dash:dash", "serve one page that shows a run: live from its broker, or from its folder alone"),
+    ("exporter", "exporter:exporter", "serve the state and metrics of a run to Prometheus"),
     (
         "timeline",
-        "commands.timeline:timeline",
+        "timeline:timeline",
         "write what each agent of a run did when, as a trace for https://ui.perfetto.dev; show one batch",
     ),
-    ("report", "reports.command:report", "write a run's curves, evaluations, losses and settings as one HTML file"),
+    ("report", "report:report", "write a run's curves, evaluations, losses and settings as one HTML file"),
     (
         "track",
-        "trackers.command:track",
+        "track:track",
         "send the metrics of a run to Weights & Biases, MLflow or SwanLab, its spans by OTLP",
     ),
     (
         "inspect",
-        "inspect.command:inspect",
+        "inspect:inspect",
         "show experiences of a run, or of a file, token by token; takes nothing from anybody",
     ),
     (
         "tap",
-        "inspect.tap:tap",
+        "tap:tap",
         "print the experiences of a run as JSON lines while it goes on; takes nothing from anybody",
     ),
     (
         "regrade",
-        "regrade.command:regrade",
+        "regrade:regrade",
         "recompute rewards and advantages of what a run sampled with another reward function; show what would change",
     ),
     (
         "chaos",
-        "chaos.command:chaos",
+        "chaos:chaos",
         "kill, freeze, cut off and restart parts of a run, on a schedule that a seed repeats, and check its invariants",
     ),
-    ("audit", "commands.audit:audit", "prove from a run's records which experiences made a checkpoint, each once"),
-    ("debug", "debug.command", "try one thing by itself, without a broker"),
-    ("dead", "commands.dead", "list dead letters, and run batches among them again"),
-    ("review", "review.command", "show the runs that wait for a person's verdict, and give verdicts"),
+    ("audit", "audit:audit", "prove from a run's records which experiences made a checkpoint, each once"),
+    ("debug", "debug", "try one thing by itself, without a broker"),
+    ("dead", "dead", "list dead letters, and run batches among them again"),
+    ("review", "review", "show the runs that wait for a person's verdict, and give verdicts"),
     (
         "logs",
-        "logs.command:logs",
+        "logs:logs",
         "show what the agents of a run logged, in the order of time: of all, of one agent or of one batch",
     ),
-    ("clean", "broker.clean:clean", "delete the queues, exchanges and blobs of a run that is over for good"),
-    ("broker", "broker.command", "run a private RabbitMQ node in a folder, or clean up after a run on any broker"),
+    ("clean", "clean:clean", "delete the queues, exchanges and blobs of a run that is over for good"),
+    ("broker", "broker", "run a private RabbitMQ node in a folder, or clean up after a run on any broker"),
     (
         "convert-experiences",
-        "commands.convert:convert",
+        "convert:convert",
         "turn files of experiences that Trinity wrote (TRXP, pickles) into .tmqx; runs nothing that is in them",
     ),
-    ("schema", "commands.schema:schema", "write the JSON Schemas of what travels besides experiences"),
+    ("schema", "schema:schema", "write the JSON Schemas of what travels besides experiences"),
 )
 """Rows of (name, module and function below ``trinity_mq.cli``, help text). Each module has ``add_arguments(parser)``,
 which also sets ``function`` if the command has subcommands.
 """
-SETTING = re.compile(r"[A-Za-z_][\w.]*=")
-"""Matches the key and the equals sign at the start of a KEY=VALUE argument."""
 EXIT_USER = 2
 """Exit code for an error that the user can fix."""
 EXIT_FATAL = 78
@@ -117,20 +116,6 @@ EXIT_FATAL = 78
 EXIT_RESTART = 75
 """Exit code of an agent for an error that a restart may fix (sysexits EX_TEMPFAIL)."""
 EXIT_INTERRUPTED = 130
-
-EXPECTED = (
-    "trinity_mq.config.loading.load.ConfigError",
-    "trinity_mq.bus.base.BusError",
-    "trinity_mq.data.errors.TasksetError",
-    "trinity_mq.runtime.errors.FatalError",
-    "trinity_mq.runtime.errors.RestartMe",
-    "trinity_mq.cli.errors.CommandError",
-)
-"""Errors, subclasses included, whose message is enough for the user and is printed without a traceback. They are listed
-by name because importing their modules takes a second.
-"""
-PASSING = ("trinity_mq.bus.base.BusUnavailable", "trinity_mq.runtime.errors.RestartMe")
-"""The errors of ``EXPECTED`` that a restart may fix."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -142,7 +127,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a character that the terminal cannot show must not fail the command
             stream.reconfigure(errors="replace")
-    from trinity_mq.cli.output import guarded_output
+    from trinity_mq.terminal import guarded_output
 
     with guarded_output():
         return _run(argv)
@@ -165,6 +150,8 @@ def _run(argv: Sequence[str] | None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as error:
+        from trinity_mq.runtime.expected_errors import PASSING, expected_error, is_named
+
         problem = expected_error(error)
         if problem is None:
             raise
@@ -172,25 +159,8 @@ def _run(argv: Sequence[str] | None) -> int:
 
         print(mask_passwords(f"trinity-mq {arguments.command}: {problem}"), file=sys.stderr)
         if arguments.command in ROLES:
-            return EXIT_RESTART if _is_one_of(problem, PASSING) else EXIT_FATAL
+            return EXIT_RESTART if is_named(problem, PASSING) else EXIT_FATAL
         return EXIT_USER
-
-
-def expected_error(error: BaseException) -> BaseException | None:
-    """Return the error that tells the user what to do, or None. Exception groups of concurrent tasks are unpacked."""
-    if isinstance(error, BaseExceptionGroup):
-        problems = [expected_error(inner) for inner in error.exceptions]
-        return problems[0] if problems and None not in problems else None
-    if _is_one_of(error, EXPECTED):
-        return error
-    from trinity_mq.runtime.process import disk_full
-
-    full = disk_full(error)
-    return None if full is None else OSError(full)
-
-
-def _is_one_of(error: BaseException, names: Sequence[str]) -> bool:
-    return any(f"{cls.__module__}.{cls.__qualname__}" in names for cls in type(error).__mro__)
 
 
 class _CommandParser(argparse.ArgumentParser):

@@ -23,12 +23,10 @@ from trinity_mq.models.model_folder import ensure_model_folder
 
 if TYPE_CHECKING:
     from trinity_mq.models.clients import EngineClients
-    from trinity_mq.models.engines.host.host import EngineHost
     from trinity_mq.models.wrapper import ModelWrapper
 
 _LAZY = {
     "EngineClients": "trinity_mq.models.clients",
-    "EngineHost": "trinity_mq.models.engines.host.host",
     "ModelWrapper": "trinity_mq.models.wrapper",
 }
 
@@ -36,7 +34,6 @@ __all__ = [
     "EngineClients",
     "EngineError",
     "EngineFailed",
-    "EngineHost",
     "EngineLost",
     "EngineNotReady",
     "EngineRefused",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trinity_mq.models.engines.vllm import api as vllm_api
+from trinity_mq.engines.vllm import api as vllm_api
 from trinity_mq.sync.channels.receiver import Receiver
 
 

@@ -8,8 +8,7 @@ import functools
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
-from trinity_mq.messages import Version
-from trinity_mq.models.engines.generation.request import (
+from trinity_mq.engines.generation.request import (
     Completion,
     FinishReason,
     GenerationListener,
@@ -17,9 +16,10 @@ from trinity_mq.models.engines.generation.request import (
     ScoreRequest,
     Token,
 )
-from trinity_mq.models.engines.generation.stopping import cut, stop_in
-from trinity_mq.models.engines.generation.text import TextCodec
-from trinity_mq.models.engines.server.server import EngineServer, ServerSettings
+from trinity_mq.engines.generation.stopping import cut, stop_in
+from trinity_mq.engines.generation.text import TextCodec
+from trinity_mq.engines.server.server import EngineServer, ServerSettings
+from trinity_mq.messages import Version
 from trinity_mq.models.inference import InferenceModel
 from trinity_mq.models.wrapper import ModelWrapper
 

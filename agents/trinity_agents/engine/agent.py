@@ -21,12 +21,12 @@ import structlog
 
 from trinity_mq.config import Config
 from trinity_mq.config.threads import cpu_threads
-from trinity_mq.models.engines.host.ready_file import TOKEN_VARIABLE, announce, engine_digest, kept_descriptor, refuse
-from trinity_mq.models.engines.server.admin_api import Receiver
-from trinity_mq.models.engines.server.server import EngineServer, ServerSettings
-from trinity_mq.models.engines.torch.generator import TextGenerator
-from trinity_mq.models.engines.vllm.engine import VllmParts, stop_with, vllm_parts
-from trinity_mq.models.engines.vllm.generator import VllmGenerator
+from trinity_mq.engines.host.ready_file import TOKEN_VARIABLE, announce, engine_digest, kept_descriptor, refuse
+from trinity_mq.engines.server.admin_api import Receiver
+from trinity_mq.engines.server.server import EngineServer, ServerSettings
+from trinity_mq.engines.torch.generator import TextGenerator
+from trinity_mq.engines.vllm.engine import VllmParts, stop_with, vllm_parts
+from trinity_mq.engines.vllm.generator import VllmGenerator
 from trinity_mq.models.errors import EngineFailed
 from trinity_mq.models.model_folder import ensure_model_folder
 from trinity_mq.runtime.errors import EXIT_FATAL, FatalError

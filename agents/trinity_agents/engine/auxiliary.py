@@ -22,15 +22,15 @@ import structlog
 
 from trinity_mq.config import AuxiliaryModelConfig, Config
 from trinity_mq.config.threads import cpu_threads
-from trinity_mq.models.engines.host.ready_file import TOKEN_VARIABLE, announce, engine_digest, kept_descriptor, refuse
+from trinity_mq.engines.host.ready_file import TOKEN_VARIABLE, announce, engine_digest, kept_descriptor, refuse
 from trinity_mq.models.errors import ModelError
 from trinity_mq.runtime.errors import EXIT_FATAL, FatalError
 from trinity_mq.runtime.event_loop import run_on_fast_loop
 from trinity_mq.telemetry import setup_logging
 
 if TYPE_CHECKING:
-    from trinity_mq.models.engines.external import ExternalServer
-    from trinity_mq.models.engines.server.server import EngineServer
+    from trinity_mq.engines.external import ExternalServer
+    from trinity_mq.engines.server.server import EngineServer
 
 log = structlog.get_logger(__name__)
 
@@ -68,8 +68,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 async def _hosted(config: Config, model: AuxiliaryModelConfig, options: argparse.Namespace) -> None:
-    from trinity_mq.models.engines.server.server import EngineServer, ServerSettings
-    from trinity_mq.models.engines.torch.generator import fixed_generator, takes_no_weights
+    from trinity_mq.engines.server.server import EngineServer, ServerSettings
+    from trinity_mq.engines.torch.generator import fixed_generator, takes_no_weights
 
     assert model.model is not None
     threads = cpu_threads(config, model.num_threads)
@@ -96,7 +96,7 @@ async def _hosted(config: Config, model: AuxiliaryModelConfig, options: argparse
 
 
 async def _external(config: Config, model: AuxiliaryModelConfig, options: argparse.Namespace) -> None:
-    from trinity_mq.models.engines.external import ExternalServer
+    from trinity_mq.engines.external import ExternalServer
 
     rollout = config.explorer.rollout_model
     ready_fields = {"token": _token(), "fingerprint": "", "model_path": ""}

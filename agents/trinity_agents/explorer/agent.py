@@ -39,7 +39,7 @@ from trinity_mq.training.checkpoints.benchmarked import checksums
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from trinity_mq.models import EngineHost
+    from trinity_mq.engines.host.host import EngineHost
 
 
 class _Parts(TypedDict):
@@ -215,8 +215,8 @@ class Explorer(Agent):
 
 def _configured(config: Config, agent_id: str) -> _Parts:
     """Create the engine hosts, tasksets and metrics writer of a configuration, and the model's folder if missing."""
+    from trinity_mq.engines.host.host import auxiliary_hosts, rollout_hosts
     from trinity_mq.models import ensure_model_folder
-    from trinity_mq.models.engines.host.host import auxiliary_hosts, rollout_hosts
 
     ensure_model_folder(config.model, config.path / "model", config.seed)
     taskset, eval_sets = open_tasksets(config)

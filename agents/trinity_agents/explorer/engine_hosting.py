@@ -20,7 +20,7 @@ from trinity_mq.runtime.errors import FatalError, RestartMe
 from trinity_mq.runtime.serve import run_daemon
 
 if TYPE_CHECKING:
-    from trinity_mq.models import EngineHost
+    from trinity_mq.engines.host.host import EngineHost
 
 NAME_TIMEOUT = 30.0
 """Maximum seconds until the broker notices that a former host of the same name is dead."""
@@ -94,8 +94,8 @@ class EngineHosting(Agent):
 
 def host_engines(config: Config, agent_id: str) -> int:
     """Host ``explorer.rollout_model.engine_num`` engines until the run is over; returns the exit code."""
+    from trinity_mq.engines.host.host import rollout_hosts
     from trinity_mq.models import ensure_model_folder
-    from trinity_mq.models.engines.host.host import rollout_hosts
 
     def build(bus: Bus, topology: Topology) -> EngineHosting:
         ensure_model_folder(config.model, config.path / "model", config.seed)

@@ -17,7 +17,7 @@ from trinity_mq.sync.gate.member_driver import COORDINATOR_VERBS, MemberDriver
 from trinity_mq.sync.gate.records import Key
 
 if TYPE_CHECKING:
-    from trinity_mq.models import EngineHost
+    from trinity_mq.engines.host.host import EngineHost
 
 ENGINE_LEASE = 3 * HEARTBEAT_LEASE
 """Lease of an engine's heartbeat in seconds; longer than its host's lease, because the engine survives a restart of the

@@ -16,11 +16,11 @@ import torch
 
 from trinity_agents.runner.process_pool import ChildDied
 from trinity_agents.simulation.schedule import Settings
+from trinity_mq.engines.host.admin_client import ReceiveFailed
 from trinity_mq.experience import EID, Experience
 from trinity_mq.gateway.recorded_call import RECORDED_SESSIONS
 from trinity_mq.messages import TaskSlice, Version
 from trinity_mq.models import InferenceModel
-from trinity_mq.models.engines.host.admin_client import ReceiveFailed
 from trinity_mq.models.errors import EngineLost, VersionMismatch
 from trinity_mq.rollout.run_results import RunResults
 from trinity_mq.rollout.status import Failure, SliceOutcome

@@ -25,9 +25,9 @@ from trinity_agents.trainer.sources.tap import TapSource
 from trinity_mq.bus import Bus, Topology
 from trinity_mq.config import Config
 from trinity_mq.data.sinks import open_sink
+from trinity_mq.engines.generation.text import TextCodec
 from trinity_mq.messages import ExplorerStatus, TrainerStatus
 from trinity_mq.models import ensure_model_folder
-from trinity_mq.models.engines.generation.text import TextCodec
 from trinity_mq.runtime.agent import Agent
 from trinity_mq.runtime.errors import EXIT_RESTART
 from trinity_mq.runtime.plugins import add_plugins

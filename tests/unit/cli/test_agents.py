@@ -10,7 +10,7 @@ import pytest
 
 import trinity_agents.explorer.agent
 import trinity_agents.explorer.engine_hosting
-from trinity_mq.cli.commands.agents import agent_id
+from trinity_mq.cli.agents import agent_id
 from trinity_mq.cli.main import main
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import yaml
 
-from trinity_mq.cli.commands.algorithms import NEEDS, needs_of
+from trinity_mq.cli.algorithms import NEEDS, needs_of
 from trinity_mq.cli.main import main
 from trinity_mq.config import AlgorithmConfig
 from trinity_mq.config.algorithm.presets import PRESETS

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from trinity_mq.cli.commands import schema as command
+from trinity_mq.cli import schema as command
 from trinity_mq.cli.main import main
 from trinity_mq.messages import Message
 from trinity_mq.messages.codec import CATALOGUE, UPGRADES

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from trinity_mq.cli.main import main
-from trinity_mq.cli.settings import all_settings, page
 from trinity_mq.config import Config
+from trinity_mq.config.settings_table import all_settings, page
 
 PAGE = Path(__file__).parents[3] / "docs" / "settings.md"
 

@@ -16,15 +16,16 @@ import pytest
 
 from trinity_mq.bus.base import Incoming
 from trinity_mq.cli import main as cli
-from trinity_mq.cli.commands.dead import paragraph, row
-from trinity_mq.cli.errors import CommandError
-from trinity_mq.cli.output import Guarded, indented, one_line, open_console, unguarded, visible
-from trinity_mq.cli.review.command import as_page, in_short
-from trinity_mq.cli.run.display import LiveDisplay, PlainDisplay, picture
-from trinity_mq.cli.run.run_view import RunView
+from trinity_mq.cli.dead import paragraph
+from trinity_mq.errors import CommandError
 from trinity_mq.messages import FailureStatus, Heartbeat
 from trinity_mq.messages.reviews import ReviewedCall, ReviewRequest
+from trinity_mq.observability.display import LiveDisplay, PlainDisplay, picture
+from trinity_mq.observability.run_view import RunView
+from trinity_mq.operations.dead_letters import row
+from trinity_mq.operations.review import as_page, in_short
 from trinity_mq.reviews.ledger import Review
+from trinity_mq.terminal import Guarded, indented, one_line, open_console, unguarded, visible
 
 HOSTILE = "a\x1b]52;c;cm0\x07\x1b[2J\x9b31m\r\u202e\u2066\u200b\ud800\U000e0041b"
 """Clipboard, clearing, colour by C1, a line written over, bidirectional overrides, invisible and lone characters."""

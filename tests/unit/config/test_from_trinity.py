@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from trinity_mq.cli.settings import all_settings
 from trinity_mq.config import Config, ConfigError, load_config
 from trinity_mq.config.loading.from_trinity import KEYS, OF_TASKSETS
+from trinity_mq.config.settings_table import all_settings
 
 TINY: dict[str, Any] = {"model": {"tiny": {}}}
 

@@ -9,7 +9,7 @@ import yaml
 
 from tests.trinity_configs import DPO, GSM8K, GSM8K_STAGES
 from trinity_mq.config import Config, ConfigError, load_config, load_stages
-from trinity_mq.config.migration import Migration, as_yaml, migrate
+from trinity_mq.trinity_rft.migration import Migration, as_yaml, migrate
 
 LEAST: dict[str, Any] = {"model": {"model_path": "m"}, "algorithm": {"algorithm_type": "grpo"}}
 

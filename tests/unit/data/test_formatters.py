@@ -12,9 +12,9 @@ import pytest
 from tests.chat_codec import codec_of
 from trinity_mq.config import ExperienceBufferConfig, RecordFormatConfig
 from trinity_mq.data.formatters import FORMATTERS, FormatError, Reader, fitted
+from trinity_mq.engines.generation.text import TextCodec, TextError
+from trinity_mq.engines.server.openai.requests import checked_messages, checked_tools
 from trinity_mq.experience import Experience, split_dpo_experience_to_single_turn
-from trinity_mq.models.engines.generation.text import TextCodec, TextError
-from trinity_mq.models.engines.server.openai.requests import checked_messages, checked_tools
 
 CHAT = (
     "{% if tools %}({% for tool in tools %}{{ tool['function']['name'] }}{% endfor %}){% endif %}"

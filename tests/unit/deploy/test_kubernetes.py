@@ -21,11 +21,11 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from tests.unit.cli.test_exporter import names, scraped, seen
+from tests.unit.observability.test_exporter import names, scraped, seen
 from trinity_mq.bus import Topology
 from trinity_mq.bus.addresses import Addresses
 from trinity_mq.cli import main as cli
-from trinity_mq.cli.exporter.command import PORT as EXPORTER_PORT
+from trinity_mq.cli.exporter import PORT as EXPORTER_PORT
 from trinity_mq.config import BrokerConfig, Config, load_config
 from trinity_mq.config.modes.gateway import GatewayConfig
 from trinity_mq.runtime.service import INTERVAL, LONGEST_DRAIN

@@ -10,13 +10,13 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.unit.gateway.serving import serving, serving_config
 from tests.waiting import until
+from trinity_mq.engines.generation.request import Completion, GenerationRequest
+from trinity_mq.engines.generation.text import TextCodec
 from trinity_mq.gateway.book import Said
 from trinity_mq.gateway.ledger import Applied
 from trinity_mq.gateway.recorded_call import Answers
 from trinity_mq.messages import encode
 from trinity_mq.models.clients import EngineClients
-from trinity_mq.models.engines.generation.request import Completion, GenerationRequest
-from trinity_mq.models.engines.generation.text import TextCodec
 from trinity_mq.models.inference import InferenceModel
 from trinity_mq.testing import scripted
 from trinity_mq.testing.scripted import ScriptedGenerator, logprob, scripted_server

@@ -15,10 +15,10 @@ import torch
 
 from tests.unit.models.talker import taught
 from trinity_mq.config import Config, ModelConfig, TinyModelConfig
+from trinity_mq.engines.host.admin_client import EngineAdmin
+from trinity_mq.engines.server.server import EngineServer, ServerSettings
+from trinity_mq.engines.torch.generator import TextGenerator
 from trinity_mq.models.clients import EngineClients
-from trinity_mq.models.engines.host.admin_client import EngineAdmin
-from trinity_mq.models.engines.server.server import EngineServer, ServerSettings
-from trinity_mq.models.engines.torch.generator import TextGenerator
 from trinity_mq.models.inference import InferenceModel
 from trinity_mq.models.model_folder import ensure_model_folder
 

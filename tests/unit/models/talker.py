@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from trinity_mq.config import ModelConfig, TinyModelConfig
-from trinity_mq.models.engines.torch.generator import TextGenerator
+from trinity_mq.engines.torch.generator import TextGenerator
 from trinity_mq.models.model_folder import ensure_model_folder
 
 CHARACTERS = "".join(chr(code) for code in range(32, 127)) + "\n"

@@ -11,11 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load
 
-from trinity_mq.models.engines.generation.request import GenerationRequest
-from trinity_mq.models.engines.host.admin_client import EngineAdmin, ReceiveFailed
-from trinity_mq.models.engines.server.server import EngineServer
-from trinity_mq.models.engines.torch.generator import TextGenerator
-from trinity_mq.models.engines.torch.weights import named_weights
+from trinity_mq.engines.generation.request import GenerationRequest
+from trinity_mq.engines.host.admin_client import EngineAdmin, ReceiveFailed
+from trinity_mq.engines.server.server import EngineServer
+from trinity_mq.engines.torch.generator import TextGenerator
+from trinity_mq.engines.torch.weights import named_weights
 from trinity_mq.models.errors import EngineLost, EngineRefused
 
 AdminOf = Callable[[EngineServer], EngineAdmin]

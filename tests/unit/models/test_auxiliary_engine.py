@@ -12,9 +12,9 @@ import torch
 
 from tests.unit.models.test_external import ASK, Theirs
 from trinity_mq.config import Config, load_config
-from trinity_mq.models import EngineHost, EngineRefused, ModelError, ModelWrapper
-from trinity_mq.models.engines.host.host import auxiliary_hosts, rollout_hosts
-from trinity_mq.models.engines.host.ready_file import engine_digest
+from trinity_mq.engines.host.host import EngineHost, auxiliary_hosts, rollout_hosts
+from trinity_mq.engines.host.ready_file import engine_digest
+from trinity_mq.models import EngineRefused, ModelError, ModelWrapper
 
 PROMPT = [{"role": "user", "content": "3,7="}]
 
@@ -130,5 +130,5 @@ def test_an_engine_of_another_release_is_not_adopted(
     model = config.explorer.auxiliary_models[0] if auxiliary else None
     before = engine_digest(config, model)
     assert engine_digest(config, model) == before
-    monkeypatch.setattr("trinity_mq.models.engines.host.ready_file.VERSION", "0.9.0")
+    monkeypatch.setattr("trinity_mq.engines.host.ready_file.VERSION", "0.9.0")
     assert engine_digest(config, model) != before

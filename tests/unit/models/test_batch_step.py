@@ -10,16 +10,16 @@ from collections.abc import AsyncIterator, Sequence
 
 import pytest
 
-from trinity_mq.models.engines.api_errors import ApiError
-from trinity_mq.models.engines.generation.batch_step import StaticBatcher
-from trinity_mq.models.engines.generation.request import (
+from trinity_mq.engines.api_errors import ApiError
+from trinity_mq.engines.generation.batch_step import StaticBatcher
+from trinity_mq.engines.generation.request import (
     Completion,
     GenerationListener,
     GenerationRequest,
     ScoreRequest,
     Token,
 )
-from trinity_mq.models.engines.state import EngineState
+from trinity_mq.engines.state import EngineState
 
 
 class Recorder:

@@ -9,7 +9,7 @@ import sys
 
 LEAVES = """
 import os, signal, subprocess, sys
-from trinity_mq.models.engines.host.process import EngineProcess
+from trinity_mq.engines.host.process import EngineProcess
 
 quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
 children = [subprocess.Popen(["sleep", "60"], **quiet) for _ in range(2)]

@@ -6,10 +6,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from trinity_mq.models.engines.generation.request import GenerationRequest, ScoreRequest
-from trinity_mq.models.engines.torch import decoding
-from trinity_mq.models.engines.torch.decoding import GenerationCancelled
-from trinity_mq.models.engines.torch.generator import SCORE_TOKENS, TextGenerator, _batches
+from trinity_mq.engines.generation.request import GenerationRequest, ScoreRequest
+from trinity_mq.engines.torch import decoding
+from trinity_mq.engines.torch.decoding import GenerationCancelled
+from trinity_mq.engines.torch.generator import SCORE_TOKENS, TextGenerator, _batches
 
 Reference = Callable[..., torch.Tensor]
 

@@ -20,11 +20,12 @@ from safetensors.torch import load
 
 from tests.unit.sync.weights import manifest_of
 from trinity_mq.config import Config
-from trinity_mq.models import EngineFailed, EngineHost, EngineLost, ModelError, ModelWrapper
-from trinity_mq.models.engines.host.process import EngineProcess
-from trinity_mq.models.engines.host.ready_file import ReadyFile, kept_descriptor
-from trinity_mq.models.engines.torch.generator import TextGenerator
-from trinity_mq.models.engines.torch.weights import named_weights
+from trinity_mq.engines.host.host import EngineHost
+from trinity_mq.engines.host.process import EngineProcess
+from trinity_mq.engines.host.ready_file import ReadyFile, kept_descriptor
+from trinity_mq.engines.torch.generator import TextGenerator
+from trinity_mq.engines.torch.weights import named_weights
+from trinity_mq.models import EngineFailed, EngineLost, ModelError, ModelWrapper
 from trinity_mq.runtime.event_loop import run_on_fast_loop
 
 HostOf = Callable[..., EngineHost]

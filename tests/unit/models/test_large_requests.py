@@ -12,10 +12,10 @@ import aiohttp
 import pytest
 
 from tests.waiting import until
+from trinity_mq.engines.generation import text
+from trinity_mq.engines.generation.text import TextCodec
+from trinity_mq.engines.server.server import EngineServer
 from trinity_mq.models.clients import EngineClients
-from trinity_mq.models.engines.generation import text
-from trinity_mq.models.engines.generation.text import TextCodec
-from trinity_mq.models.engines.server.server import EngineServer
 from trinity_mq.models.errors import EngineNotReady, PromptTooLong
 from trinity_mq.runtime.http import reading
 from trinity_mq.runtime.http.reading import BodyReader, ReaderBusy

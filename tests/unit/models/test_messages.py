@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.chat_codec import codec_of, trained
-from trinity_mq.models.engines.generation.messages import (
+from trinity_mq.engines.generation.messages import (
     FORMATS,
     MAX_ROLE_CHARACTERS,
     MessageError,
@@ -17,7 +17,7 @@ from trinity_mq.models.engines.generation.messages import (
     read_tools,
     without_nulls,
 )
-from trinity_mq.models.engines.generation.text import MaskedTokens, TextError
+from trinity_mq.engines.generation.text import MaskedTokens, TextError
 
 ROOT = Path(__file__).parents[3]
 HEAD = "{%- for m in messages %}{{- '<|im_start|>' + m.role + '\n' }}"

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from trinity_mq.config import ModelConfig, TinyModelConfig
-from trinity_mq.models.engines.generation.text import TextCodec, TextError
+from trinity_mq.engines.generation.text import TextCodec, TextError
 from trinity_mq.models.errors import ModelError
 from trinity_mq.models.model_folder import ensure_model_folder
 

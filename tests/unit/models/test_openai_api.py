@@ -11,9 +11,9 @@ import aiohttp
 import pytest
 import torch
 
-from trinity_mq.models.engines.server.openai.requests import MIN_TOP_P
-from trinity_mq.models.engines.server.server import EngineServer
-from trinity_mq.models.engines.torch.generator import TextGenerator
+from trinity_mq.engines.server.openai.requests import MIN_TOP_P
+from trinity_mq.engines.server.server import EngineServer
+from trinity_mq.engines.torch.generator import TextGenerator
 
 Post = Callable[..., Any]
 

@@ -12,14 +12,14 @@ import pytest
 import torch
 from transformers import DynamicCache
 
+from trinity_mq.engines.api_errors import ApiError
+from trinity_mq.engines.generation.batch_step import PauseMode, StaticBatcher
+from trinity_mq.engines.generation.pause import BatchCutOff, PauseControl, Spans
+from trinity_mq.engines.generation.request import GenerationRequest, ScoreRequest, Token
+from trinity_mq.engines.state import EngineState
+from trinity_mq.engines.torch.generator import TextGenerator
+from trinity_mq.engines.torch.weights import named_weights
 from trinity_mq.messages import Version
-from trinity_mq.models.engines.api_errors import ApiError
-from trinity_mq.models.engines.generation.batch_step import PauseMode, StaticBatcher
-from trinity_mq.models.engines.generation.pause import BatchCutOff, PauseControl, Spans
-from trinity_mq.models.engines.generation.request import GenerationRequest, ScoreRequest, Token
-from trinity_mq.models.engines.state import EngineState
-from trinity_mq.models.engines.torch.generator import TextGenerator
-from trinity_mq.models.engines.torch.weights import named_weights
 
 OLD, NEW = (1, 2), (1, 3)
 AT = 5

@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from tests.unit.models import talker as taught
+from trinity_mq.engines.generation.request import Completion, GenerationListener, GenerationRequest, Token
+from trinity_mq.engines.server.server import EngineServer
+from trinity_mq.engines.torch.generator import TextGenerator
 from trinity_mq.experience import Experience
 from trinity_mq.models import EngineLost, EngineRefused, InferenceModel, ModelWrapper, VersionMismatch
 from trinity_mq.models.clients import EngineClients
-from trinity_mq.models.engines.generation.request import Completion, GenerationListener, GenerationRequest, Token
-from trinity_mq.models.engines.server.server import EngineServer
-from trinity_mq.models.engines.torch.generator import TextGenerator
 
 MESSAGES: Any = [{"role": "user", "content": "+372="}]
 DEADLINE = 20.0

@@ -14,9 +14,9 @@ from aiohttp import web
 from structlog.testing import capture_logs
 
 from tests.waiting import until
+from trinity_mq.engines.server.server import EngineServer
 from trinity_mq.models import EngineLost, EngineNotReady, EngineRefused, PromptTooLong, VersionMismatch
 from trinity_mq.models.clients import EngineClients
-from trinity_mq.models.engines.server.server import EngineServer
 from trinity_mq.models.group_format import (
     GROUP_PATH,
     GROUPS_HEADER,

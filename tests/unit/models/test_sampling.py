@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from trinity_mq.models.engines.torch import sampling
-from trinity_mq.models.engines.torch.sampling import Uniforms, choose
+from trinity_mq.engines.torch import sampling
+from trinity_mq.engines.torch.sampling import Uniforms, choose
 
 
 def rows(value: float, count: int) -> torch.Tensor:

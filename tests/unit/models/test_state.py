@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from trinity_mq.models.engines.state import EngineState, StateError
+from trinity_mq.engines.state import EngineState, StateError
 
 
 async def applied(state: EngineState) -> None:

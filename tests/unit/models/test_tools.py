@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trinity_mq.models.engines.api_errors import ApiError
-from trinity_mq.models.engines.generation.messages import MAX_TOOLS
-from trinity_mq.models.engines.generation.text import TextError
-from trinity_mq.models.engines.server.openai.requests import checked_messages, checked_tools
-from trinity_mq.models.engines.server.openai.streaming import TextFlow
-from trinity_mq.models.engines.server.openai.tools import MAX_CALLS, calls_in
+from trinity_mq.engines.api_errors import ApiError
+from trinity_mq.engines.generation.messages import MAX_TOOLS
+from trinity_mq.engines.generation.text import TextError
+from trinity_mq.engines.server.openai.requests import checked_messages, checked_tools
+from trinity_mq.engines.server.openai.streaming import TextFlow
+from trinity_mq.engines.server.openai.tools import MAX_CALLS, calls_in
 from trinity_mq.testing.scripted import byte_codec
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'

@@ -22,15 +22,15 @@ from tests.unit.models.test_vllm_flow import REQUEST, Letters, answer
 from tests.waiting import until
 from trinity_mq.config import Config, ModelConfig, RolloutModelConfig
 from trinity_mq.config.model import LoraConfig
+from trinity_mq.engines.api_errors import ApiError
+from trinity_mq.engines.generation.request import ScoreRequest
+from trinity_mq.engines.state import EngineState
+from trinity_mq.engines.torch.weights import WeightsError
+from trinity_mq.engines.vllm import adapters, api
+from trinity_mq.engines.vllm.client import VllmClient
+from trinity_mq.engines.vllm.flow import Flow
 from trinity_mq.messages import Version
 from trinity_mq.models import ensure_model_folder
-from trinity_mq.models.engines.api_errors import ApiError
-from trinity_mq.models.engines.generation.request import ScoreRequest
-from trinity_mq.models.engines.state import EngineState
-from trinity_mq.models.engines.torch.weights import WeightsError
-from trinity_mq.models.engines.vllm import adapters, api
-from trinity_mq.models.engines.vllm.client import VllmClient
-from trinity_mq.models.engines.vllm.flow import Flow
 from trinity_mq.models.errors import ModelError
 
 ENDS: list[Any] = ["all-linear", ["q_proj", "v_proj"], ["mlp.down_proj"]]

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from trinity_mq.config import ModelConfig, RolloutModelConfig, TinyModelConfig
-from trinity_mq.models.engines.generation.request import GenerationRequest
-from trinity_mq.models.engines.vllm import api
-from trinity_mq.models.engines.vllm.choices import Choices
+from trinity_mq.engines.generation.request import GenerationRequest
+from trinity_mq.engines.vllm import api
+from trinity_mq.engines.vllm.choices import Choices
 from trinity_mq.models.errors import ModelError
 
 LETTERS = "??abcdefghij"

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from tests.waiting import until
-from trinity_mq.models.engines.api_errors import ApiError
-from trinity_mq.models.engines.generation.request import GenerationRequest, ScoreRequest
-from trinity_mq.models.engines.state import EngineState
-from trinity_mq.models.engines.vllm import api
-from trinity_mq.models.engines.vllm.flow import Flow
+from trinity_mq.engines.api_errors import ApiError
+from trinity_mq.engines.generation.request import GenerationRequest, ScoreRequest
+from trinity_mq.engines.state import EngineState
+from trinity_mq.engines.vllm import api
+from trinity_mq.engines.vllm.flow import Flow
 
 
 def answer(tokens: list[int], *, ended: str = "stop", runs: tuple[tuple[str, int, int], ...] = ()) -> dict[str, Any]:

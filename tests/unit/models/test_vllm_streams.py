@@ -11,11 +11,11 @@ import pytest
 
 from tests.unit.models.test_vllm_flow import REQUEST, Letters, World, answer
 from tests.waiting import until
+from trinity_mq.engines.api_errors import ApiError
+from trinity_mq.engines.generation.request import GenerationRequest, Token
+from trinity_mq.engines.server.openai.requests import CompletionBody
+from trinity_mq.engines.server.openai.streaming import Chunks
 from trinity_mq.messages import Version
-from trinity_mq.models.engines.api_errors import ApiError
-from trinity_mq.models.engines.generation.request import GenerationRequest, Token
-from trinity_mq.models.engines.server.openai.requests import CompletionBody
-from trinity_mq.models.engines.server.openai.streaming import Chunks
 from trinity_mq.models.recording.responses import experiences_of
 from trinity_mq.models.recording.sse import Gathered
 

@@ -5,8 +5,8 @@ import torch
 from safetensors.torch import load
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from trinity_mq.models.engines.torch.generator import TextGenerator
-from trinity_mq.models.engines.torch.weights import WeightsError, check, copy_into, named_weights
+from trinity_mq.engines.torch.generator import TextGenerator
+from trinity_mq.engines.torch.weights import WeightsError, check, copy_into, named_weights
 
 
 def tied_model() -> Qwen3ForCausalLM:

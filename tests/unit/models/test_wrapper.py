@@ -11,6 +11,8 @@ import openai
 import pytest
 import torch
 
+from trinity_mq.engines.server.server import EngineServer
+from trinity_mq.engines.torch.generator import TextGenerator
 from trinity_mq.experience import Experience
 from trinity_mq.models import (
     EngineClients,
@@ -21,8 +23,6 @@ from trinity_mq.models import (
     ModelWrapper,
     VersionMismatch,
 )
-from trinity_mq.models.engines.server.server import EngineServer
-from trinity_mq.models.engines.torch.generator import TextGenerator
 from trinity_mq.models.recording.responses import experiences_of
 from trinity_mq.models.recording.sse import Gathered
 

@@ -12,10 +12,10 @@ import pytest
 from trinity_agents.trainer.saving import CheckpointSaver
 from trinity_mq.bus import Bus, Envelope, Topology
 from trinity_mq.bus.memory.bus import MemoryBroker, MemoryBus
-from trinity_mq.cli.chaos.points import INSIDE
-from trinity_mq.cli.chaos.targets.marks import Hit, Marks
 from trinity_mq.config.bus import BrokerConfig
 from trinity_mq.messages import BatchClosed, TaskResult, TaskResults
+from trinity_mq.proof.chaos.points import INSIDE
+from trinity_mq.proof.chaos.targets.marks import Hit, Marks
 from trinity_mq.runtime.deliveries import acknowledge, envelope
 from trinity_mq.runtime.processes import marked_points
 from trinity_mq.runtime.processes.marked_points import POINTS_VARIABLE, MarkedPoints, mark_bus, marked

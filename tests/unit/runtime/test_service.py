@@ -17,8 +17,8 @@ from structlog.testing import capture_logs
 
 from trinity_mq.bus import Topology
 from trinity_mq.bus.memory.bus import MemoryBroker, MemoryBus
-from trinity_mq.cli.commands.health import HEALTH_VARIABLE as READ_VARIABLE
-from trinity_mq.cli.commands.health import health, judge
+from trinity_mq.cli.health import HEALTH_VARIABLE as READ_VARIABLE
+from trinity_mq.cli.health import health, judge
 from trinity_mq.config import load_config
 from trinity_mq.runtime.agent import Agent
 from trinity_mq.runtime.service import (

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from trinity_mq.config import ModelConfig, TinyModelConfig
-from trinity_mq.models.engines.generation.request import ScoreRequest
-from trinity_mq.models.engines.generation.text import TextCodec
-from trinity_mq.models.engines.torch.generator import TextGenerator
+from trinity_mq.engines.generation.request import ScoreRequest
+from trinity_mq.engines.generation.text import TextCodec
+from trinity_mq.engines.torch.generator import TextGenerator
 from trinity_mq.models.model_folder import ensure_model_folder
 from trinity_mq.sync.gate.canary import FIRST_IDS, PROMPT, Canary, arrived_share, canary_tokens
 from trinity_mq.training.model.policy import Policy

@@ -14,9 +14,10 @@ import torch
 from safetensors.torch import load
 
 from trinity_mq.config import Config, load_config
+from trinity_mq.engines.host.admin_client import ReceiveFailed
+from trinity_mq.engines.host.host import EngineHost
 from trinity_mq.messages import Version
-from trinity_mq.models import EngineHost, ensure_model_folder
-from trinity_mq.models.engines.host.admin_client import ReceiveFailed
+from trinity_mq.models import ensure_model_folder
 from trinity_mq.sync.channels.base import Channel
 from trinity_mq.sync.channels.factory import open_channel
 from trinity_mq.sync.channels.memory.channel import MemoryChannel

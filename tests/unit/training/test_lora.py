@@ -29,9 +29,9 @@ from tests.unit.training.test_learner import (
     opened,
     plain_logprobs,
 )
-from trinity_mq.cli.commands.validate import check_lora
 from trinity_mq.config import Config, ModelConfig
 from trinity_mq.config.model import LoraConfig
+from trinity_mq.operations.validate import check_lora
 from trinity_mq.training.checkpoints.state import read_parts
 from trinity_mq.training.learner import TorchLearner
 from trinity_mq.training.model import lora as lora_module

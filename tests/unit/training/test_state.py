@@ -20,8 +20,8 @@ from tests.unit.training.test_learner import Opener, batch, config, folder, make
 from tests.unit.training.test_reference import held, reference_of
 from tests.unit.training.test_trainer_advantages import baselines, penalised, played
 from trinity_mq.config import Config, ModelConfig
+from trinity_mq.engines.generation.text import TextCodec
 from trinity_mq.models import ensure_model_folder
-from trinity_mq.models.engines.generation.text import TextCodec
 from trinity_mq.models.model_folder import has_chat_template
 from trinity_mq.sync.channels.buckets import fill, plan, raw
 from trinity_mq.training.checkpoints.checkpoint import DamagedCheckpointError

@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.unit.models.tiny_gguf import make_model, write_gguf
 from trinity_mq.config import ModelConfig
-from trinity_mq.models.engines.generation.request import GenerationRequest
-from trinity_mq.models.engines.torch.generator import TextGenerator
+from trinity_mq.engines.generation.request import GenerationRequest
+from trinity_mq.engines.torch.generator import TextGenerator
 from trinity_mq.models.gguf_folder import convert
 from trinity_mq.training.model.policy import Policy
 

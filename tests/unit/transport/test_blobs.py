@@ -371,6 +371,6 @@ def test_how_much_a_body_will_take(store: BlobStore) -> None:
 
 
 def test_its_library_is_not_imported_before_it_is_needed() -> None:
-    modules = "trinity_mq.transport.batch_blobs, trinity_mq.cli.run.configured_run"
+    modules = "trinity_mq.transport.batch_blobs, trinity_mq.launch.configured_run"
     code = f"import sys, {modules}; sys.exit('fsspec' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

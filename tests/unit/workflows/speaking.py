@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.unit.workflows.running import running
 from tests.unit.workflows.tiny_engines import make_generator
-from trinity_mq.models.engines.generation.request import Completion, ScoreRequest
+from trinity_mq.engines.generation.request import Completion, ScoreRequest
 
 __all__ = ["Speaking", "chatting_generator", "running"]
 

@@ -11,8 +11,8 @@ from tests.unit.workflows.running import running
 from tests.unit.workflows.speaking import chatting_generator
 from trinity_mq.algorithms.estimators import estimate
 from trinity_mq.config import AlgorithmConfig
+from trinity_mq.engines.generation.request import ScoreRequest
 from trinity_mq.experience import Experience, ExperienceBatch
-from trinity_mq.models.engines.generation.request import ScoreRequest
 from trinity_mq.testing.scripted import ScriptedGenerator
 from trinity_mq.workflows import (
     AsyncMultiTurnWorkflow,

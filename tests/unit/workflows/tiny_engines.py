@@ -9,9 +9,9 @@ from contextlib import asynccontextmanager
 from aiohttp import web
 
 from trinity_mq.config import ModelConfig, TinyModelConfig
+from trinity_mq.engines.server.server import EngineServer, ServerSettings
+from trinity_mq.engines.torch.generator import TextGenerator
 from trinity_mq.models import InferenceModel
-from trinity_mq.models.engines.server.server import EngineServer, ServerSettings
-from trinity_mq.models.engines.torch.generator import TextGenerator
 from trinity_mq.models.model_folder import ensure_model_folder
 
 PRINTABLE = "".join(dict.fromkeys(string.printable))

@@ -27,7 +27,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from trinity_mq.models.engines.generation.text import TextCodec, TextError
+from trinity_mq.engines.generation.text import TextCodec, TextError
 
 PROMPT = (
     "The sun rises in the east and sets in the west. A week has seven days, and a year has twelve months. Water "

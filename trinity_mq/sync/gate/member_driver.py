@@ -11,8 +11,8 @@ from typing import Any, Protocol
 import structlog
 
 from trinity_mq.bus import Delivery
+from trinity_mq.engines.host.admin_client import ReceiveFailed
 from trinity_mq.messages import Message, SyncEvent, Version
-from trinity_mq.models.engines.host.admin_client import ReceiveFailed
 from trinity_mq.runtime.notify import Notifier
 from trinity_mq.sync.gate.member import Command, Commit, Member, Pause, Receive, Rejoin, Resume, Stage
 from trinity_mq.sync.gate.records import Key

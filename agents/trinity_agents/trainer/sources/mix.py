@@ -10,9 +10,9 @@ from trinity_agents.trainer.sources.base import Source, TrainBatch
 from trinity_agents.trainer.sources.beside import BesideRollouts
 from trinity_agents.trainer.sources.records import RecordSource, read
 from trinity_mq.config import Config
+from trinity_mq.engines.generation.text import TextCodec
 from trinity_mq.experience import Experience, ExperienceBatch
 from trinity_mq.experience.eid import EID
-from trinity_mq.models.engines.generation.text import TextCodec
 from trinity_mq.training.packing import EXPERT
 
 

@@ -18,9 +18,9 @@ from trinity_mq.data.epochs import EpochOrder
 from trinity_mq.data.errors import TasksetError
 from trinity_mq.data.formatters import FORMATTERS, FormatError, Reader, fitted
 from trinity_mq.data.records import Record, check_identity, read_records
+from trinity_mq.engines.generation.text import TextCodec, TextError
 from trinity_mq.experience import DecodeError, Experience, ExperienceBatch
 from trinity_mq.experience.eid import EID
-from trinity_mq.models.engines.generation.text import TextCodec, TextError
 from trinity_mq.runtime.errors import FatalError
 from trinity_mq.runtime.notify import Notifier
 

@@ -18,9 +18,9 @@ from trinity_mq.bus import AddressError, Bus, StreamCut, Topology, create_bus
 from trinity_mq.bus.streams import read_up_to_now
 from trinity_mq.bus.topology import Queue
 from trinity_mq.config import Config
+from trinity_mq.engines.generation.text import TextCodec
 from trinity_mq.experience import ExperienceBatch
 from trinity_mq.messages import BatchReady, RunEnd
-from trinity_mq.models.engines.generation.text import TextCodec
 from trinity_mq.operators import AdvantageOperator, create_operators
 from trinity_mq.operators.base import ExperienceOperatorV1
 from trinity_mq.operators.chain import OperatorError, run_chain

@@ -17,9 +17,9 @@ from trinity_agents.simulation import Simulation, killed, until
 from trinity_agents.trainer.history import lineage
 from trinity_mq.bus import Queue
 from trinity_mq.bus.memory.bus import MemoryBus
-from trinity_mq.cli.reports.text import make_report
 from trinity_mq.dispatch.batch_queues import BatchQueues
 from trinity_mq.messages import BatchClosed, BatchReady, Progress, RunEnd, SubmissionOutcome, TaskBody, TaskSlice
+from trinity_mq.observability.report.text import make_report
 from trinity_mq.runtime.agent import Agent
 from trinity_mq.runtime.errors import FatalError, RestartMe
 from trinity_mq.telemetry import MetricsWriter

@@ -13,10 +13,10 @@ from tests.unit.agents.operator.test_operator import batch_of, chunks, ready
 from tests.unit.agents.world import World, experience, kill
 from trinity_agents.operator.agent import Operator
 from trinity_mq.bus import Envelope
-from trinity_mq.cli.review.command import as_page
 from trinity_mq.config import ConfigError, OperatorConfig, load_config
 from trinity_mq.experience import Experience
 from trinity_mq.messages import ReviewClosed, ReviewRequest, decode
+from trinity_mq.operations.review import as_page
 from trinity_mq.operators import OperatorConfigError, create_operators
 from trinity_mq.operators.human_review import Choice, HumanReview
 from trinity_mq.reviews.base import Answer, Decision, Question

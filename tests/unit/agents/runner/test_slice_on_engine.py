@@ -6,11 +6,11 @@ import pytest
 
 from trinity_mq.config import AlgorithmConfig, Config, OperatorConfig, TasksetConfig
 from trinity_mq.data import open_taskset
+from trinity_mq.engines.server.server import EngineServer, ServerSettings
+from trinity_mq.engines.torch.generator import TextGenerator
 from trinity_mq.experience import Experience
 from trinity_mq.messages import TaskSlice
 from trinity_mq.models import InferenceModel, ensure_model_folder
-from trinity_mq.models.engines.server.server import EngineServer, ServerSettings
-from trinity_mq.models.engines.torch.generator import TextGenerator
 from trinity_mq.operators import AdvantageOperator, create_operators, run_chain
 from trinity_mq.rollout.workflow_runner import WorkflowRunner
 

@@ -17,9 +17,9 @@ from tests.unit.agents.trainer.test_repaired_batches import CHAIN, Choosy, repla
 from trinity_agents.simulation import Simulation, killed, until
 from trinity_agents.trainer.audit import Auditor, StreamContent, as_json, verdict
 from trinity_mq.bus.streams import read_up_to_now
-from trinity_mq.cli.commands.audit import StreamReader
 from trinity_mq.cli.main import main
 from trinity_mq.messages import BatchReady
+from trinity_mq.operations.audit import StreamReader
 from trinity_mq.runtime.deliveries import new_mark
 from trinity_mq.testing.virtual_time import run_virtually
 from trinity_mq.training.checkpoints.checkpoint import STATE_FILE, find_checkpoints

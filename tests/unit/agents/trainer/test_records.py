@@ -19,9 +19,9 @@ from trinity_mq.bus import Topology
 from trinity_mq.bus.memory.bus import MemoryBroker, MemoryBus
 from trinity_mq.config import Config, load_config
 from trinity_mq.data.errors import TasksetError
+from trinity_mq.engines.generation.text import TextCodec
 from trinity_mq.experience import Experience, ExperienceBatch
 from trinity_mq.models import ensure_model_folder
-from trinity_mq.models.engines.generation.text import TextCodec
 from trinity_mq.runtime.errors import FatalError
 from trinity_mq.runtime.process import is_run_over
 from trinity_mq.telemetry import MetricsWriter, read_metrics

@@ -15,9 +15,9 @@ from structlog.testing import capture_logs
 
 from trinity_agents.simulation import Simulation, killed, until
 from trinity_agents.trainer.history import lineage
-from trinity_mq.cli.commands.dead import republish_batches
 from trinity_mq.experience import Experience
 from trinity_mq.messages import BatchReady, Progress
+from trinity_mq.operations.dead_letters import republish_batches
 from trinity_mq.operators import ExperienceOperatorV1
 from trinity_mq.operators.base import Processed
 from trinity_mq.testing.fakes import FakeLearner

@@ -12,7 +12,7 @@ import pytest
 from tests.unit.agents.trainer.test_trainer import checkpoints, leaf
 from trinity_agents.simulation import Simulation, killed, until
 from trinity_agents.trainer.history import lineage
-from trinity_mq.cli.run.earlier_start import go_back
+from trinity_mq.launch.earlier_start import go_back
 from trinity_mq.messages import Progress
 from trinity_mq.testing.fakes import FakeLearner
 from trinity_mq.testing.virtual_time import run_virtually

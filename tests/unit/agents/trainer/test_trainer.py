@@ -17,8 +17,8 @@ from trinity_agents.simulation import Simulation, killed, until
 from trinity_agents.trainer.history import lineage
 from trinity_mq.bus import Bus
 from trinity_mq.bus.memory.bus import MemoryBus
+from trinity_mq.engines.host.admin_client import ReceiveFailed
 from trinity_mq.messages import BatchReady, ControlEvent, Progress, RunEnd, SyncEvent
-from trinity_mq.models.engines.host.admin_client import ReceiveFailed
 from trinity_mq.runtime.deliveries import envelope
 from trinity_mq.runtime.errors import FatalError, RestartMe
 from trinity_mq.testing.fakes import FakeEngine, FakeLearner, FakeRunner

@@ -11,8 +11,8 @@ import secrets
 import structlog
 from aiohttp import web
 
-from trinity_mq.models.engines.api_errors import ApiError
-from trinity_mq.models.engines.server.http_server import errors_as_json, guarded
+from trinity_mq.engines.api_errors import ApiError
+from trinity_mq.engines.server.http_server import errors_as_json, guarded
 from trinity_mq.runtime.http.serving import new_application
 from trinity_mq.sync.channels.base import ChannelError, in_daemon_thread
 from trinity_mq.sync.channels.buckets import raw

@@ -1,0 +1,221 @@
+"""``trinity-mq run`` in a folder whose run has finished: told, extended, or refused; and begun anew."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trinity_agents.explorer.state import ExplorerState, StateFile
+from trinity_agents.explorer.task_source import TaskSource, open_tasksets
+from trinity_agents.simulation import Simulation
+from trinity_agents.trainer.sources.records import recorded
+from trinity_mq.bus.addresses import URL_VARIABLE
+from trinity_mq.cli.main import main
+from trinity_mq.config import load_config
+from trinity_mq.data.records import read_records
+from trinity_mq.experience import Experience, encode
+from trinity_mq.launch.earlier_start import check_data, extension, go_back, start_anew
+from trinity_mq.targets.run_folder import RunFolder
+from trinity_mq.testing.virtual_time import run_virtually
+from trinity_mq.training.checkpoints.checkpoint import CheckpointStore, TrainerState, find_checkpoints
+
+
+def finished_run(folder: Path, batches: int, *settings: str) -> Path:
+    """Write the configuration of a run, and its folder as it is after so many batches; return the configuration."""
+    path = folder / "c.yaml"
+    path.write_text(
+        f"name: earlier\nrun_dir: {folder}/run\nmodel: {{tiny: {{}}}}\nbuffer:\n  batch_size: 4\n"
+        "  taskset: {storage_type: synthetic, path: max3, limit: 10}\n"
+    )
+    config = load_config(path, settings)
+    RunFolder(config).adopt()
+    RunFolder(config).mark_finished()
+    taskset = open_tasksets(config)[0]
+    assert taskset is not None
+    source = TaskSource(config, state := ExplorerState(), taskset)
+    while not source.is_over:
+        source.take()
+        state.opened += 1
+    assert state.opened == batches
+    state.closed, state.ended, state.finished = batches, True, True
+    asyncio.run(StateFile.of(folder / "run").save(state))
+    return path
+
+
+def test_with_its_settings_it_says_how_to_go_on_and_how_to_begin_anew(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = finished_run(tmp_path, 3, "buffer.total_steps=3")
+    main(["run", str(path), "buffer.total_steps=3"])
+    out = capsys.readouterr().out
+    assert "this run has finished" in out
+    assert "buffer.total_steps=N" in out
+    assert "--fresh" in out
+
+
+def test_other_settings_are_no_silent_success(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = finished_run(tmp_path, 3, "buffer.total_steps=3")
+    assert main(["run", str(path), "buffer.total_steps=3", "trainer.save_interval=7"]) == 2
+    error = capsys.readouterr().err
+    assert "finished after 3 batches" in error
+    assert "trainer.save_interval: 50 -> 7" in error
+    assert "--fresh" in error
+    assert main(["run", str(path), "buffer.total_steps=3", "seed=7"]) == 2
+    assert "it cannot go on without: seed: 0 -> 7" in capsys.readouterr().err
+    assert (tmp_path / "run" / "finished").exists()
+
+
+@pytest.mark.parametrize(
+    ("before", "settings", "total"),
+    [
+        (("buffer.total_steps=3",), ("buffer.total_steps=5", "trainer.save_interval=7"), 5),
+        (("buffer.total_epochs=1",), ("buffer.total_epochs=2",), 6),  # 10 tasks an epoch, 4 a batch: 4, 4, 2
+        (("buffer.total_steps=3",), ("buffer.total_epochs=2",), 5),  # 4, 4, 4
+    ],
+)
+def test_more_batches_extend_it(tmp_path: Path, before: tuple[str], settings: tuple[str], total: int) -> None:
+    config = load_config(finished_run(tmp_path, 3, *before), settings)
+    line = extension(config, RunFolder(config).changes())
+    assert line is not None
+    assert f"finished after 3 batches and goes on to batch {total}; the learning rate decays" in line
+
+
+def test_its_length_is_read_from_the_state_that_an_explorer_left(tmp_path: Path) -> None:
+    run_virtually(Simulation(tmp_path / "run", batches=2).run(), limit=1000)
+    words = ["buffer.taskset.storage_type=synthetic", "buffer.taskset.path=max3", "buffer.total_steps=5"]
+    config = load_config({"name": "r", "run_dir": f"{tmp_path}/run", "model": {"tiny": {}}}, words)
+    assert str(extension(config, ["buffer.total_steps: 2 -> 5"])).startswith(
+        "this run had finished after 2 batches and goes on to batch 5"
+    )
+
+
+def test_begun_anew_the_folder_is_moved_aside_and_nothing_in_it_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(URL_VARIABLE, raising=False)
+    config = load_config(finished_run(tmp_path, 3))
+    for number in (1, 2):
+        RunFolder(config).adopt()
+        (tmp_path / "run" / "metrics.jsonl").write_text(f"{number}")
+        assert start_anew(config, RunFolder(config)) == [f"the earlier run is in {tmp_path}/run.{number}"]
+        assert (tmp_path / f"run.{number}" / "metrics.jsonl").read_text() == f"{number}"
+        assert not (tmp_path / "run").exists()
+    assert start_anew(config, RunFolder(config)) == []
+
+
+# -- other data
+
+
+def write_records(folder: Path, count: int) -> None:
+    lines = (f'{{"question": "q{n}", "answer": "a"}}\n' for n in range(count))
+    (folder / "t.jsonl").write_text("".join(lines))
+
+
+def with_records(folder: Path, settings: str) -> Path:
+    """Write a configuration on ten records, and the folder of its run; return the configuration."""
+    write_records(folder, 10)
+    path = folder / "c.yaml"
+    path.write_text(f"name: earlier\nrun_dir: {folder}/run\nmodel: {{tiny: {{}}}}\n{settings}\n")
+    RunFolder(load_config(path)).adopt()
+    return path
+
+
+@pytest.mark.parametrize("words", [[], ["--from", "step-1"]])
+@pytest.mark.parametrize("of", ["explorer", "trainer", "recorded", "experts"])
+def test_changed_data_are_told_before_an_agent_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], of: str, words: list[str]
+) -> None:
+    """Whoever has a position in them, in the words of who would find it out later."""
+    data = f"{{storage_type: file, path: {tmp_path}/t.jsonl, schema_type: sft}}"
+    sections = {
+        "explorer": f"buffer: {{taskset: {{path: {tmp_path}/t.jsonl}}}}",
+        "trainer": "mode: train\nalgorithm: {algorithm_type: sft}\n"
+        f"buffer: {{trainer_input: {{experience_buffer: {data}}}}}",
+        "recorded": "mode: train\nbuffer: {trainer_input: {experience_buffer: "
+        f"{{storage_type: file, path: {tmp_path}/t.tmqx, schema_type: experience}}}}}}",
+        "experts": "algorithm: {algorithm_type: mix}\nbuffer: {taskset: {storage_type: queue}, trainer_input: "
+        f"{{auxiliary_buffers: {{experts: {data}}}}}}}",
+    }
+    experience = Experience(tokens=[1, 2], prompt_length=1, logprobs=[-1.0])
+    (tmp_path / "t.tmqx").write_bytes(encode([experience] * 10))
+    path = with_records(tmp_path, sections[of])
+    config, state = load_config(path), ExplorerState()
+    source: dict[str, Any] = {}
+    if of == "explorer":
+        TaskSource(config, state, open_tasksets(config)[0]).take()
+    elif of == "recorded":
+        source = {"identity": recorded(config.buffer.trainer_input.experience_buffer)[1]}
+    else:
+        records = config.buffer.trainer_input.experience_buffer
+        records = next(iter(config.buffer.trainer_input.auxiliary_buffers.values()), records)
+        identity = {"identity": read_records(records, records.required_keys)[1]}
+        source = {"experts": identity} if of == "experts" else identity
+    asyncio.run(StateFile.of(tmp_path / "run").save(state))
+    saved(tmp_path, 2, source=source)
+    before = sorted((tmp_path / "run").rglob("*"))
+    check_data(config)
+
+    write_records(tmp_path, 11)
+    (tmp_path / "t.tmqx").write_bytes(encode([experience] * 11))
+    assert main(["run", str(path), *words]) == 2
+    err = capsys.readouterr().err
+    assert "have changed since the run began: " in err
+    told = "there were 10 and are 11" if of == "recorded" else "1 were added behind the 10 that were there"
+    assert told in err
+    assert sorted((tmp_path / "run").rglob("*")) == sorted([*before, tmp_path / "run" / "lock"])
+
+
+# -- back to a checkpoint
+
+
+def saved(folder: Path, *progress: int, source: dict[str, Any] | None = None) -> None:
+    """Write checkpoints with these numbers of batches, and half as many train steps."""
+
+    async def write(into: Path) -> None:
+        (into / "weights").touch()
+
+    store = CheckpointStore(folder / "run" / "checkpoints", 9)
+    for one in progress:
+        state = TrainerState(generation=1, step=one // 2, progress=one, source=source or {})
+        asyncio.run(store.save(write, state))
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        (["--from", "step-4"], "--from: there is no checkpoint step-4 in "),
+        (["--from", "step-4"], "there: progress-000002 (step-1), progress-000004 (step-2)"),
+        (["--from", "newest"], "'newest' is no name of a checkpoint, such as step-120 or progress-120"),
+        (["--from", "step-2", "--fresh"], "--fresh begins with the first model and --from with a checkpoint"),
+        (["--from", "step-2", "seed=7"], "it cannot go on without: seed: 0 -> 7"),
+        (["--from", "step-2", "model.device=cuda"], "model.device"),
+    ],
+)
+def test_what_cannot_be_gone_back_to_is_told_and_nothing_is_chosen(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], wanted: str
+) -> None:
+    path = finished_run(tmp_path, 5, "buffer.total_steps=5")
+    saved(tmp_path, 2, 4)
+    assert main(["run", str(path), "buffer.total_steps=5", *words]) == 2
+    assert wanted in capsys.readouterr().err
+    assert not (tmp_path / "run" / "checkpoints" / "chosen.json").exists()
+    assert (tmp_path / "run" / "finished").exists()
+    assert StateFile.of(tmp_path / "run").load().finished
+
+
+@pytest.mark.parametrize("name", ["step-1", "progress-2", "progress-000002"])
+def test_going_back_opens_a_finished_run_again(tmp_path: Path, name: str) -> None:
+    path = finished_run(tmp_path, 5, "buffer.total_steps=5")
+    saved(tmp_path, 2, 4)
+    file = StateFile.of(tmp_path / "run")
+    state = file.load()
+    state.evaluated = ["0/held", "4/held", "5/held"]
+    asyncio.run(file.save(state))
+    lines = go_back(load_config(path, ("buffer.total_steps=5",)), name)
+    assert lines == ["goes on from progress-000002 (step-1); up to 3 batches after it are trained on again"]
+    state = file.load()
+    assert (state.finished, state.opened, state.evaluated) == (False, 5, ["0/held", "4/held"])
+    assert find_checkpoints(tmp_path / "run" / "checkpoints")[0][0].state.progress == 2

@@ -1,0 +1,494 @@
+"""The finding and the bottleneck of synthetic observations."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trinity_mq.config import Config
+from trinity_mq.config.settings_table import all_settings
+from trinity_mq.messages import Heartbeat, Metrics
+from trinity_mq.observability.diagnosis import Finding, Observation, Watch, bottleneck, diagnose, free_resources
+from trinity_mq.observability.diagnosis.levers import LEVERS, MORE, lever
+from trinity_mq.observability.diagnosis.records import BROKER
+
+ENGINE = "explorer-0-engine"
+SERVING = {"id": ENGINE, "url": "u", "name": "m", "role": "rollout", "version": (1, 5), "state": "current"}
+
+
+def beat(
+    role: str,
+    agent: str = "",
+    /,
+    seq: int = 1,
+    state: str = "working",
+    waits: tuple[str, float] | None = None,
+    detail: dict[str, Any] | None = None,
+    **status: Any,
+) -> Heartbeat:
+    """Return a heartbeat; ``status`` are fields of the role's status, ``detail`` those whose names are taken here."""
+    waits_for, seconds = waits or (None, 0.0)
+    return Heartbeat(
+        role=role,
+        id=agent or f"{role}-0",
+        seq=seq,
+        incarnation="a",
+        lease=10.0,
+        state=state,
+        waits_for=waits_for,
+        waits_seconds=seconds,
+        detail={**(detail or {}), **status},
+    )
+
+
+def engine(state: str = "working", **status: Any) -> Heartbeat:
+    return beat("engine", ENGINE, state=state, detail={**SERVING, **status})
+
+
+HEALTHY = (
+    beat("explorer", state="holding", waits=("weights of progress 41 (committed: 40)", 20.0), open=["t41"], closed=40),
+    beat("trainer", state="idle", waits=("batch 41", 20.0), progress=40),
+    beat("operator", state="idle", waits=("a closed batch", 20.0)),
+    beat("runner", "runner-0", state="idle", waits=("a slice", 20.0), slots=16, usual_seconds=9.0),
+    beat("runner", "runner-1", slots=16, slices=[("t41", 7, 0, 3.0)], usual_seconds=9.0),
+    engine(),
+)
+EXPECTED = {"explorer": 1, "trainer": 1, "operator": 1, "runner": 2}
+
+
+def seen(
+    *changed: Heartbeat, without: tuple[str, ...] = (), ages: dict[str, float] | None = None, **fields: Any
+) -> Finding:
+    """Return the finding about a run of which only ``changed`` is not as in a healthy one that waits for a slice."""
+    beats = {one.id: one for one in (*HEALTHY, *changed) if one.id not in without}
+    aged = {name: (one, (ages or {}).get(name, 0.5)) for name, one in beats.items()}
+    fields = {"still": 20.0, "expected": EXPECTED, **fields}
+    return diagnose(Observation(heartbeats=aged, **fields))
+
+
+def test_the_words_of_the_issue() -> None:
+    slow = beat("runner", "runner-3", slots=16, slices=[("t41", 7, 0, 211.5)], usual_seconds=9.0)
+    found = seen(slow, limits={"explorer.max_timeout": 360.0})
+    assert found.sentence == (
+        "trainer-0 waits 20 s for batch 41: task 7 (from run 0) runs on runner-3 for 212 s; the median is 9 s"
+    )
+    assert (found.state, found.culprit) == ("waiting", "runner-3")
+    assert "explorer.over_rollout.ratio" in found.lever
+    assert "explorer.max_timeout bounds an attempt at 360 s" in found.evidence
+    assert "no engine generates anything: the workflow or its reward function takes the time" in found.evidence
+    assert found.edges[0].waiter in {"explorer-0", "operator-0", "runner-0", "trainer-0"}
+    assert next(edge for edge in found.edges if edge.waiter == "trainer-0").on == "runner-3"
+
+
+PAUSED = {"lane": "train", "failures": 6, "kind": "sandbox", "reason": "refused", "pause": 30.0}
+HOLDING_NOTHING = [beat("runner", f"runner-{n}", state="idle", slots=16, holds={}) for n in range(2)]
+EMPTY = {"tasks.train": 0, "tasks.eval": 0}
+CULPRITS: dict[str, tuple[dict[str, Any], str, str, str]] = {
+    "engine frozen": (
+        {"changed": [engine(unanswered=7.0)]},
+        "stuck",
+        ENGINE,
+        "has not answered",
+    ),
+    "engine frozen, slices age": (
+        {
+            "changed": [
+                engine(unanswered=7.0),
+                beat("runner", "runner-1", slices=[("t41", 7, 0, 90.0)], usual_seconds=1.0),
+            ]
+        },
+        "stuck",
+        ENGINE,
+        "frozen",
+    ),
+    "engine died": ({"changed": [engine("gone")]}, "waiting", ENGINE, "has died"),
+    "runner silent": ({"ages": {"runner-1": 8.0}}, "stuck", "runner-1", "no heartbeat for 8 s"),
+    "runner silent before we listened": (
+        {
+            "changed": [
+                beat(
+                    "explorer",
+                    waits=("weights", 9.0),
+                    open=["t41"],
+                    silent=[{"id": "runner-1", "role": "runner", "seconds": 12.0, "slices": [("t41", 7, 0, 3.0)]}],
+                )
+            ],
+            "without": ("runner-1",),
+        },
+        "stuck",
+        "runner-1",
+        "no heartbeat for 12 s",
+    ),
+    "explorer silent, and so its engine": ({"ages": {"explorer-0": 9.0, ENGINE: 9.0}}, "stuck", "explorer-0", "9 s"),
+    "no operator": ({"without": ("operator-0",), "depths": {"closed": 2}}, "stuck", "operator", "2 closed batches"),
+    "no runner": ({"without": ("runner-0", "runner-1")}, "stuck", "runner", "no runner lives"),
+    "no trainer": ({"without": ("trainer-0",)}, "stuck", "trainer", "no trainer lives"),
+    "no explorer": ({"without": ("explorer-0", ENGINE)}, "stuck", "explorer", "no explorer lives"),
+    "task queue emptied": (
+        {"changed": HOLDING_NOTHING, "depths": {"tasks.train": 0, "tasks.eval": 0}},
+        "waiting",
+        "explorer-0",
+        "the slices of 1 open batch are lost",
+    ),
+    "task queue deleted": (
+        {"changed": HOLDING_NOTHING, "depths": {"tasks.train": None, "tasks.eval": 0}},
+        "waiting",
+        "explorer-0",
+        "are empty or were deleted",
+    ),
+    "slices sent again": (
+        {"changed": [beat("explorer", open=["t41"], lost="16 slices of batch 41 were neither here nor there")]},
+        "waiting",
+        "explorer-0",
+        "16 slices of batch 41 were neither here nor there",
+    ),
+    "broker alarm": ({"broker": "the broker blocks publishers: memory or disk alarm"}, "stuck", BROKER, "alarm"),
+    "broker away": ({"broker": "connection refused"}, "stuck", BROKER, "refused"),
+    "trainer slow": (
+        {
+            "changed": [
+                beat(
+                    "trainer",
+                    doing="the train step on batch 41",
+                    doing_seconds=40.0,
+                    usual_seconds=2.0,
+                    in_hand=["t41"],
+                )
+            ]
+        },
+        "waiting",
+        "trainer-0",
+        "the train step on batch 41 for 40 s; the median is 2 s",
+    ),
+    "sync does not end": (
+        {
+            "changed": [
+                beat(
+                    "trainer",
+                    doing="the weight sync of version 1.7",
+                    doing_seconds=30.0,
+                    usual_seconds=0.1,
+                    sync={"members": {ENGINE: {"state": "pulling"}}, "trouble": "timed out"},
+                )
+            ]
+        },
+        "waiting",
+        ENGINE,
+        "has not taken the weights",
+    ),
+    "operator slow": (
+        {"changed": [beat("operator", ticket="t40", seconds=50.0, usual_seconds=1.0)]},
+        "waiting",
+        "operator-0",
+        "processes a batch for 50 s",
+    ),
+    "people judge": (
+        {"changed": [beat("operator", ticket="t40", seconds=50.0, usual_seconds=1.0, reviews=2, review_seconds=250.5)]},
+        "waiting",
+        "operator-0",
+        "waits for people to judge 2 runs of its batch; in 250 s the default counts for those left",
+    ),
+    "sandbox away": (
+        {"changed": [beat("runner", "runner-1", state="holding", waits=("it", 9.0), paused=[PAUSED])]},
+        "waiting",
+        "runner-1",
+        "sandbox",
+    ),
+    "model loads": (
+        {"changed": [beat("trainer", state="starting", waits=("the model", 25.0))]},
+        "waiting",
+        "trainer-0",
+        "is starting, for the model since 26 s",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CULPRITS)
+def test_the_culprit(name: str) -> None:
+    how, state, culprit, words = CULPRITS[name]
+    found = seen(*how.get("changed", []), **_rest(how))
+    assert (found.state, found.culprit) == (state, culprit), found
+    assert words in found.sentence
+    assert culprit in found.sentence
+    assert found.lever
+
+
+def _rest(how: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in how.items() if key != "changed"}
+
+
+@pytest.mark.parametrize("name", [name for name in CULPRITS if not name.startswith("broker")])
+def test_a_run_that_moves_blames_nobody_and_names_the_suspect(name: str) -> None:
+    how = CULPRITS[name][0]
+    found = seen(*how.get("changed", []), **_rest(how), still=1.0)
+    assert (found.state, found.culprit) == ("moving", None)
+    assert any(line.startswith("but ") and CULPRITS[name][2] in line for line in found.evidence)
+
+
+def test_work_of_the_usual_duration_is_not_blamed() -> None:
+    step = beat("trainer", doing="the train step on batch 41", doing_seconds=100.0, usual_seconds=60.0)
+    assert seen(step).state == "moving"
+    assert seen(beat("runner", "runner-1", slices=[("t41", 7, 0, 26.0)], usual_seconds=9.0)).state == "moving"
+    assert seen(beat("runner", "runner-1", slices=[("t41", 7, 0, 28.0)], usual_seconds=9.0)).culprit == "runner-1"
+
+
+def test_an_engine_that_may_be_frozen_keeps_the_blame_from_the_runner() -> None:
+    slow = beat("runner", "runner-1", slices=[("t41", 7, 0, 100.0)], usual_seconds=1.0)
+    assert seen(slow, engine(unanswered=2.0)).culprit is None
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"depths": {"tasks.train": 3, "tasks.eval": 0}},
+        {"depths": {}},
+        {
+            "depths": {"tasks.train": 0, "tasks.eval": 0},
+            "changed": [beat("runner", "runner-0", holds={"t41": [(7, 0)]})],
+        },
+        {"depths": {"tasks.train": 0, "tasks.eval": 0}, "changed": [beat("runner", "runner-0")]},
+    ],
+    ids=["they wait in the queue", "the queues were not seen", "a runner has one", "a runner of an old release"],
+)
+def test_slices_that_may_be_somewhere_are_not_called_lost(fields: dict[str, Any]) -> None:
+    found = seen(*HOLDING_NOTHING, *fields.pop("changed", ()), **fields)
+    assert "lost" not in found.sentence
+
+
+def test_a_runner_whose_work_has_gone_to_others_is_blamed_last() -> None:
+    lost = [{"id": "runner-9", "role": "runner", "seconds": 3000.0}]
+    explorer = beat("explorer", waits=("weights", 9.0), open=["t41"], silent=lost)
+    slow = beat("runner", "runner-1", slices=[("t41", 7, 0, 100.0)], usual_seconds=1.0)
+    assert seen(explorer, slow).culprit == "runner-1"
+    assert seen(explorer).culprit == "runner-9"
+
+
+def test_nobody_takes_long_and_nothing_moves() -> None:
+    assert seen(still=29.0).state == "moving"
+    found = seen(still=31.0)
+    assert (found.state, found.culprit) == ("waiting", "runner-1")
+    assert "followed: trainer-0 -> runner-1" in found.evidence
+
+
+def test_over_silent_and_without_tasks() -> None:
+    assert seen(beat("explorer", state="finished", finished=True)).state == "over"
+    assert diagnose(Observation(still=9.0)).state == "silent"
+    found = seen(beat("explorer", state="idle", waits=("tasks to be submitted", 60.0)), without=("runner-1",))
+    assert (found.state, found.culprit) == ("waiting", None)
+
+
+def test_a_goodbye_that_is_heard_first_does_not_end_the_run() -> None:
+    gone = {"operator-0": (beat("operator", state="gone"), 0.2)}
+    found = diagnose(Observation(heartbeats=gone, expected=EXPECTED, listened=0.5, still=0.5))
+    assert found.state == "silent"
+    assert "operator-0" in found.sentence
+    done = {"operator-0": (beat("operator", state="finished"), 0.2)}
+    assert diagnose(Observation(heartbeats=done, expected=EXPECTED, listened=0.5)).state == "silent"
+
+
+def test_a_run_of_a_trainer_alone_is_over_with_it() -> None:
+    trainer = {"trainer-0": (beat("trainer", state="finished", finished=True), 0.5)}
+    assert diagnose(Observation(heartbeats=trainer, expected={"trainer": 1})).state == "over"
+    gone = {"trainer-0": (beat("trainer", state="gone"), 0.5)}
+    assert diagnose(Observation(heartbeats=gone, expected={"trainer": 1})).state == "silent"
+
+
+def test_a_run_that_starts_is_not_stuck() -> None:
+    first = {"runner-0": (beat("runner", seq=9), 0.5)}
+    for expected, others in (("explorer", {}), ("trainer", {"explorer-0": (beat("explorer", seq=9), 0.5)})):
+        found = diagnose(Observation(heartbeats={**first, **others}, expected=EXPECTED, still=12.0))
+        assert (found.state, found.culprit) == ("waiting", expected)
+        assert f"the run is starting: no {expected} is heard yet" in found.sentence
+    late = {name: (beat(one.role, name, seq=500), age) for name, (one, age) in {**first, **others}.items()}
+    assert diagnose(Observation(heartbeats=late, expected=EXPECTED, still=12.0)).state == "stuck"
+
+
+def test_missing_agents_are_not_blamed_before_their_heartbeats_can_have_come() -> None:
+    assert seen(without=("operator-0",), depths={"closed": 1}, listened=4.0).culprit is None
+
+
+SETTINGS = {one.key for one in all_settings()}
+SECTIONS = "algorithm|model|buffer|explorer|runner|operator|trainer|synchronizer|broker|gateway|supervisor"
+
+
+@pytest.mark.parametrize("cause", LEVERS)
+def test_settings_and_commands_that_a_lever_names_exist(cause: str) -> None:
+    from trinity_mq.cli.main import COMMANDS
+
+    for key in re.findall(rf"\b(?:{SECTIONS})\.[a-z_.]*[a-z_]", lever(cause)):
+        assert key in SETTINGS or any(one.startswith(f"{key}.") for one in SETTINGS), key
+    for command in re.findall(r"`trinity-mq ([a-z]+)", LEVERS[cause]):
+        assert command in {name for name, _, _ in COMMANDS}
+    assert re.search(r"`|\b\w+\.\w+|see its log", LEVERS[cause]), "it names something to do"
+
+
+TWO_THREADS = {"num_threads": 2}
+PROCESSES = r"engine_num|nproc|num_threads|num_runners|num_operators"
+
+
+@pytest.mark.parametrize("cause", [cause for cause in LEVERS if cause.startswith("slow_") or cause in MORE])
+def test_no_further_process_is_advised_where_there_is_no_room_for_one(cause: str) -> None:
+    assert not re.search(PROCESSES, lever(cause, room=frozenset()))
+    if cause in MORE:
+        assert MORE[cause][1] in lever(cause, room=frozenset({MORE[cause][0]}))
+        assert f"where the machine has free cores{'' if MORE[cause][0] == 'cores' else ' or GPUs'}, " in lever(cause)
+
+
+@pytest.mark.parametrize(
+    ("settings", "cores", "gpus", "free"),
+    [
+        ({}, 2, 0, set()),
+        ({}, 16, 0, {"cores"}),  # threads that are auto take all cores
+        ({"trainer": {"num_threads": 2}, "explorer": {"rollout_model": {"num_threads": 2}}}, 4, 0, set()),
+        (
+            {"trainer": {"num_threads": 2}, "explorer": {"rollout_model": {"num_threads": 2}}},
+            16,
+            0,
+            {"cores", "devices"},
+        ),
+        ({}, 16, 2, {"cores"}),
+        ({}, 2, 4, {"devices"}),
+        ({"explorer": {"rollout_model": {"engine_num": 3}}}, 16, 4, {"cores"}),
+        ({"model": {"tiny": {}, "device": "cpu"}}, 2, 8, set()),
+    ],
+)
+def test_the_free_resources_of_a_machine(settings: dict[str, Any], cores: int, gpus: int, free: set[str]) -> None:
+    config = Config.model_validate({"name": "t", "model": {"tiny": {}}, **settings})
+    assert free_resources(config, cores, gpus) == free
+
+
+def test_advice_for_an_overdue_train_step_fits_the_machine_too() -> None:
+    step = beat("trainer", doing="the train step on batch 41", doing_seconds=40.0, usual_seconds=2.0)
+    assert "nproc" not in seen(step, room=frozenset()).lever
+    assert "nproc" in seen(step, room=frozenset({"devices"})).lever
+
+
+ROLES = ("explorer", "scheduler", "runner", "operator", "trainer", "engine", "gateway", "supervisor")
+NUMBERS = st.floats(allow_nan=True, allow_infinity=True)
+SLICES = st.lists(st.tuples(st.text("ab", max_size=2), st.integers(), st.integers(), NUMBERS), max_size=2)
+DETAILS: dict[str, Any] = {
+    "explorer": {
+        "open": st.lists(st.text("ab", max_size=2), max_size=2),
+        "following": st.lists(st.text("ab", max_size=2), max_size=2),
+        "finished": st.booleans(),
+        "silent": st.lists(
+            st.fixed_dictionaries(
+                {"id": st.sampled_from(["a", "z"]), "role": st.text("ab", max_size=6), "seconds": NUMBERS}
+            ),
+            max_size=2,
+        ),
+    },
+    "runner": {"slices": SLICES, "usual_seconds": NUMBERS, "slots": st.integers(), "running": st.integers()},
+    "operator": {"ticket": st.none() | st.text("ab", max_size=2), "seconds": NUMBERS, "usual_seconds": NUMBERS},
+    "trainer": {
+        "doing": st.sampled_from(["", "the train step on batch 3", "the weight sync of version 1.2"]),
+        "doing_seconds": NUMBERS,
+        "usual_seconds": NUMBERS,
+        "in_hand": st.lists(st.text("ab", max_size=2), max_size=2),
+    },
+    "engine": {"id": st.none() | st.just("e"), "unanswered": NUMBERS, "load": st.integers(), "url": st.just("u")},
+}
+
+
+@st.composite
+def observations(draw: st.DrawFn) -> Observation:
+    beats = {}
+    for number in range(draw(st.integers(0, 6))):
+        role = draw(st.sampled_from(ROLES))
+        state = draw(st.sampled_from(["starting", "working", "idle", "holding", "paused", "gone", "finished", "?"]))
+        waits = draw(st.none() | st.tuples(st.text("ab", max_size=5), NUMBERS))
+        detail = draw(st.fixed_dictionaries({}, optional=DETAILS.get(role, {})))
+        beats[f"{role}-{number}"] = (
+            beat(role, f"{role}-{number}", state=state, waits=waits, detail=detail),
+            draw(NUMBERS),
+        )
+    depths = st.dictionaries(st.sampled_from(["closed", "tasks.train"]), st.none() | st.integers(0, 9))
+    shares = st.dictionaries(st.sampled_from(["trainer", "sync", "engine", "runner", "operator", "explorer"]), NUMBERS)
+    return Observation(
+        heartbeats=beats,
+        depths=draw(depths),
+        broker=draw(st.sampled_from(["", "refused"])),
+        still=draw(NUMBERS),
+        listened=draw(NUMBERS),
+        expected=draw(st.dictionaries(st.sampled_from(ROLES), st.integers(0, 3))),
+        busy=draw(shares),
+        metrics=draw(st.dictionaries(st.sampled_from(["trainer/idle_frac", "time/batch", "time/sync"]), NUMBERS)),
+    )
+
+
+@given(observations())
+def test_any_observation_gives_a_sentence_and_a_known_culprit(observation: Observation) -> None:
+    found = diagnose(observation)
+    assert found.sentence
+    assert "\n" not in found.lever
+    if found.state in {"moving", "over", "silent"}:
+        assert found.culprit is None
+    reported = {"a", "z"}  # ids in the explorer's list of silent agents
+    assert found.culprit in {None, BROKER, *ROLES, *observation.heartbeats, *reported}
+    limit = bottleneck(observation)
+    assert limit is None or (limit.sentence and limit.lever)
+    assert limit is None or all(0 <= share <= 1 for share in limit.busy.values())
+
+
+LIMITS: dict[str, tuple[dict[str, Any], str | None]] = {
+    "nothing is known": ({}, None),
+    "trainer": ({"metrics": {"trainer/idle_frac": 0.05, "time/batch": 9.0, "time/sync": 0.1}}, "trainer"),
+    "sync": ({"metrics": {"trainer/idle_frac": 0.1, "time/batch": 3.0, "time/sync": 4.0}}, "sync"),
+    "operator": ({"busy": {"operator": 0.95, "trainer": 0.4}}, "operator"),
+    "batches queue before operators": ({"busy": {"operator": 0.5}, "depths": {"closed": 3}}, "operator"),
+    "engine": ({"busy": {"engine": 0.9, "runner": 1.0, "trainer": 0.1}}, "engine"),
+    "runner": ({"busy": {"engine": 0.3, "runner": 0.95, "trainer": 0.1}}, "runner"),
+    "pacing": ({"busy": {"engine": 0.3, "runner": 0.3, "trainer": 0.5, "explorer": 0.05}}, "explorer"),
+    "sessions": (
+        {"busy": {"trainer": 0.1}, "heartbeats": {"gateway-0": (beat("gateway", url="u", open=3), 0.5)}},
+        "sessions",
+    ),
+    "balanced": ({"busy": {"engine": 0.5, "runner": 0.5, "trainer": 0.5, "explorer": 0.5}}, None),
+}
+
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_the_bottleneck(name: str) -> None:
+    fields, stage = LIMITS[name]
+    found = bottleneck(Observation(**fields))
+    assert (found.stage if found else None) == stage
+
+
+def test_a_watch_knows_since_when_nothing_moves() -> None:
+    watch = Watch(10.0)
+    watch.receive(beat("trainer", progress=1), 11.0)
+    watch.receive(beat("trainer", seq=2, progress=2, state="idle", waits=("batch 3", 1.0)), 13.0)
+    watch.receive(beat("trainer", seq=3, progress=2), 19.0)
+    watch.receive(beat("trainer", seq=2, progress=7), 20.0)  # older than the one before
+    watch.receive(Metrics(role="trainer", id="trainer-0", step=2, values={"trainer/idle_frac": 0.5}), 20.0)
+    seen = watch.observation(21.0)
+    assert (seen.still, seen.listened, watch.moves) == (8.0, 11.0, 1)
+    assert seen.heartbeats["trainer-0"][1] == 2.0
+    assert seen.metrics == {"trainer/idle_frac": 0.5}
+    assert seen.busy == {}, "three samples are too few"
+
+
+def test_a_watch_averages_the_metrics_of_a_window() -> None:
+    watch = Watch(0.0)
+    for number, value in enumerate((0.9, 0.1, 0.3)):
+        values = {"trainer/idle_frac": value, "actor/entropy": 1.0}
+        watch.receive(Metrics(role="trainer", id="trainer-0", step=number, values=values), 50.0 * number)
+    assert watch.observation(101.0).metrics == {"trainer/idle_frac": pytest.approx(0.2)}
+    assert watch.observation(5000.0).metrics, "the latest ones where a step takes longer"
+
+
+def test_a_watch_measures_shares_over_a_window() -> None:
+    watch = Watch(0.0)
+    for number in range(100):
+        running = 4 if number < 50 else 16
+        watch.receive(beat("runner", seq=number, running=running, slots=16), 2.0 * number)
+        watch.receive(
+            beat("trainer", seq=number, doing="the train step on batch 1" if number % 2 else ""), 2.0 * number
+        )
+    busy = watch.observation(200.0).busy
+    assert busy["runner"] == 1.0
+    assert busy["trainer"] == pytest.approx(0.5, abs=0.05)

@@ -1,0 +1,401 @@
+"""``inspect`` on a stream in memory and on files: what is shown, what is said instead, and that nothing is taken."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.golden.experience_cases import SINGLE, TINY, dpo, multi
+from tests.legacy_bodies import trxp
+from trinity_mq.bus import Envelope, Topology
+from trinity_mq.bus.memory.bus import MemoryBroker, MemoryBus
+from trinity_mq.cli.main import main
+from trinity_mq.config import BrokerConfig
+from trinity_mq.errors import CommandError
+from trinity_mq.experience import EID, Experience, ExperienceBatch
+from trinity_mq.messages import BatchClosed, BatchReady, ExperienceReference, Mark, RunEnd
+from trinity_mq.observability.experiences.printer import Printer
+from trinity_mq.observability.experiences.stream import QUIET_SECONDS, Choice, ReadyReader, StreamSummary
+from trinity_mq.observability.experiences.token_texts import TokenTexts
+from trinity_mq.runtime.deliveries import envelope
+from trinity_mq.testing.virtual_time import run_virtually
+from trinity_mq.transport.experience_parts import chunk_message
+
+Act = Callable[["Stream"], Coroutine[Any, Any, Any]]
+
+
+def made(batch: int, task: int = 0, run: int = 0, step: int = 0) -> Experience:
+    eid = EID(batch=batch, task=task, run=run, step=step)
+    return Experience(eid=eid, tokens=[3, 4, 5], prompt_length=1, logprobs=[-0.5, -0.25], reward=float(run))
+
+
+class Stream:
+    """A ready stream, and what a look at it takes in."""
+
+    def __init__(self, max_bytes: int = 2**31) -> None:
+        self.topology, self.broker = Topology("seen", max_bytes), MemoryBroker()
+        self.bus = MemoryBus(self.broker, self.topology, config=BrokerConfig())
+        self.taken: list[Experience] = []
+        self.enough = 10**6
+
+    async def put(self, mail: Envelope) -> None:
+        assert await self.bus.publish(self.topology.exchange("ready"), "x", mail)
+
+    async def chunk(self, batch: int, *experiences: Experience, op: str = "o", n: int = 0, body: Any = None) -> None:
+        content = Experience.serialize_many(list(experiences)) if body is None else body
+        await self.put(chunk_message(BatchClosed(batch=batch, ticket=f"t{batch}"), op, n, content))
+
+    async def ready(self, batch: int, chunks: int = 1, op: str = "o", **more: Any) -> None:
+        await self.put(envelope(BatchReady(batch=batch, ticket=f"t{batch}", op=op, chunks=chunks, **more)))
+
+    async def whole(self, batch: int, *experiences: Experience) -> None:
+        await self.chunk(batch, *(experiences or [made(batch)]))
+        await self.ready(batch)
+
+    async def look(self, **wanted: str) -> StreamSummary:
+        def take(batches: Any) -> bool:
+            self.taken += [one for batch in batches for one in batch]
+            return len(self.taken) >= self.enough
+
+        self.taken = []
+        reader = ReadyReader(self.bus, self.topology, Choice(**wanted), None, take)
+        return await reader.read()
+
+    @property
+    def runs(self) -> list[tuple[Any, ...]]:
+        return [(one.eid.batch, one.eid.task, one.eid.run, one.eid.step) for one in self.taken]
+
+
+def play(act: Act, stream: Stream | None = None) -> Any:
+    async def main() -> Any:
+        one = stream or Stream()
+        await one.bus.connect()
+        await one.bus.declare(*one.topology.durable)
+        return await act(one)
+
+    return run_virtually(main(), limit=2000)
+
+
+def test_decided_batches_in_the_order_of_the_stream_and_the_stream_stays() -> None:
+    async def act(stream: Stream) -> None:
+        await stream.put(envelope(Mark(nonce="of somebody else")))
+        await stream.whole(2)
+        await stream.whole(1, made(1), made(1, run=1))
+        await stream.put(envelope(RunEnd(batches=2)))
+        for _ in range(2):
+            seen = await stream.look()
+            assert stream.runs == [(2, 0, 0, 0), (1, 0, 0, 0), (1, 0, 1, 0)]
+            assert (seen.batches, seen.experiences, seen.notes, seen.incomplete) == (["2", "1"], 3, [], [])
+
+    play(act)
+
+
+def test_it_ends_where_the_stream_ends_though_more_may_come() -> None:
+    async def act(stream: Stream) -> None:
+        assert (await stream.look()).batches == []
+        await stream.chunk(1, made(1))
+        seen = await stream.look()
+        assert (stream.runs, seen.incomplete, seen.batches) == ([], ["1"], [])
+        await stream.ready(1)
+        assert (await stream.look()).incomplete == []
+        assert stream.runs == [(1, 0, 0, 0)]
+
+    play(act)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "runs"),
+    [
+        ({"batch": "2"}, [(2, 7, 0, 0), (2, 7, 1, 0), (2, 8, 1, 3)]),
+        ({"task": "7"}, [(1, 7, 1, 0), (2, 7, 0, 0), (2, 7, 1, 0)]),
+        ({"run": "1"}, [(1, 7, 1, 0), (2, 7, 1, 0), (2, 8, 1, 3)]),
+        ({"batch": "2", "run": "1", "step": "3"}, [(2, 8, 1, 3)]),
+        ({"batch": "02"}, []),
+    ],
+)
+def test_only_what_is_wanted(wanted: dict[str, str], runs: list[Any]) -> None:
+    async def act(stream: Stream) -> None:
+        await stream.whole(1, made(1, 7, 1))
+        await stream.whole(2, made(2, 7, 0), made(2, 7, 1), made(2, 8, 1, 3))
+        await stream.look(**wanted)
+        assert stream.runs == runs
+
+    play(act)
+
+
+def test_of_a_known_run_nothing_of_earlier_runs_of_its_name_is_shown() -> None:
+    async def act(stream: Stream) -> None:
+        for run_id, task in (("earlier", 1), ("this", 2)):
+            stream.bus.run_id = run_id
+            await stream.whole(1, made(1, task=task))
+        summary = await stream.look()
+        assert [run[1] for run in stream.runs] == [2]
+        assert summary.foreign == 2
+        assert any("earlier runs of this name" in note for note in summary.notes)
+
+    play(act)
+
+
+def test_a_failed_batch_that_was_run_again_is_seen() -> None:
+    async def act(stream: Stream) -> None:
+        await stream.ready(1, 0, state="failed", reason="its operator failed")
+        await stream.whole(2)
+        await stream.chunk(1, made(1), op="half")
+        assert (await stream.look()).incomplete == ["1"]
+        await stream.ready(1, 0, op="y", state="failed", reason="once more")
+        assert (await stream.look()).incomplete == []
+        await stream.chunk(1, made(1, run=1), op="again")
+        await stream.ready(1, op="again")
+        await stream.chunk(1, made(1, run=2), op="third")
+        await stream.ready(1, op="third")
+        seen = await stream.look()
+        assert stream.runs == [(2, 0, 0, 0), (1, 0, 1, 0)], "once, as a trainer sees it"
+        assert (seen.batches, seen.incomplete, len(seen.notes)) == (["1", "2"], [], 1)
+
+    play(act)
+
+
+def test_enough_is_enough() -> None:
+    async def act(stream: Stream) -> None:
+        for batch in range(5):
+            await stream.whole(batch)
+        stream.enough = 2
+        assert (await stream.look()).batches == ["0", "1"]
+
+    play(act)
+
+
+def test_only_the_set_that_counts_is_shown() -> None:
+    async def act(stream: Stream) -> None:
+        await stream.chunk(1, made(1, run=5), op="slow")
+        await stream.chunk(1, made(1, run=1), op="fast")
+        await stream.chunk(1, made(1, run=1), op="fast")
+        await stream.chunk(1, made(1, run=2), op="fast", n=1)
+        await stream.ready(1, 2, op="fast")
+        await stream.ready(1, 1, op="slow")
+        await stream.chunk(1, made(1, run=6), op="late")
+        seen = await stream.look()
+        assert [run for _, _, run, _ in stream.runs] == [1, 2]
+        assert (seen.batches, seen.incomplete, seen.notes) == (["1"], [], [])
+
+    play(act)
+
+
+def test_batches_without_experiences_say_why() -> None:
+    async def act(stream: Stream) -> None:
+        await stream.ready(1, 0, state="failed", reason="its operator failed")
+        await stream.ready(2, 0, state="empty")
+        seen = await stream.look()
+        assert seen.notes == [
+            "batch 1 has no experiences, it is failed: its operator failed",
+            "batch 2 has no experiences, it is empty",
+        ]
+        assert (await stream.look(batch="2")).notes == seen.notes[1:]
+
+    play(act)
+
+
+def test_what_cannot_be_read_is_said_and_left_out() -> None:
+    async def act(stream: Stream) -> None:
+        await stream.chunk(1, body=b"TMQX nonsense")
+        await stream.chunk(1, made(1), n=1)
+        reference = ExperienceReference(url="s3://b/x", bytes=5, sha256="0" * 64)
+        await stream.chunk(1, body=reference, n=2)
+        await stream.ready(1, 3)
+        await stream.put(Envelope(body=b"\xc1", kind="odd"))
+        await stream.put(Envelope(body=b"TMQX", kind="odd", content_type="application/vnd.trinity-mq.experiences"))
+        seen = await stream.look()
+        assert stream.runs == [(1, 0, 0, 0)]
+        notes = sorted(seen.notes)
+        parts = ("chunk 0 of batch 1", "chunk 2 of batch 1", "does not decode", "without the headers")
+        assert [part for part, note in zip(parts, notes, strict=True) if part not in note] == []
+        assert "blob_store" in notes[1]
+
+    play(act)
+
+
+def test_a_cut_stream_begins_where_it_begins() -> None:
+    body = len(Experience.serialize(made(1)))
+    stream = Stream(max_bytes=body * 3)
+
+    async def act(stream: Stream) -> None:
+        await stream.chunk(1, made(1))
+        await stream.chunk(1, made(1), n=1)
+        for _ in range(2):
+            await stream.chunk(9, made(9))
+        await stream.ready(1, 2)
+        await stream.ready(9, 1)
+        seen = await stream.look()
+        assert "the stream begins at offset" in seen.notes[0]
+        assert "broker.ready_max_bytes" in seen.notes[0]
+        assert "a set of batch 1 is not whole" in seen.notes[1]
+        assert stream.runs == [(9, 0, 0, 0)]
+
+    play(act, stream)
+
+
+def test_a_run_that_is_not_there_is_not_made_by_looking() -> None:
+    async def main() -> None:
+        stream = Stream()
+        await stream.bus.connect()
+        with pytest.raises(CommandError, match=r"run 'seen' has no stream of experiences on this broker"):
+            await stream.look()
+        assert await stream.bus.depth(stream.topology.ready.name) is None
+
+    run_virtually(main())
+
+
+def test_a_broker_that_takes_no_messages_is_read_until_it_is_quiet() -> None:
+    async def act(stream: Stream) -> None:
+        await stream.whole(1)
+
+        async def refuses(*_: Any, **__: Any) -> bool:
+            return False
+
+        stream.bus.publish = refuses  # type: ignore[method-assign]
+        seen = await stream.look()
+        assert (stream.runs, seen.notes) == ([(1, 0, 0, 0)], [])
+
+    play(act)
+    assert QUIET_SECONDS > 1.0
+
+
+# -- printing
+
+
+def words(**more: Any) -> argparse.Namespace:
+    given = {"limit": 10, "last": False, "json": True, "target": "x", "broker": None, "blob_store": None}
+    return argparse.Namespace(**{**given, **more})
+
+
+@pytest.mark.parametrize(
+    ("more", "runs", "enough"),
+    [
+        ({"limit": 3}, [0, 1, 2], True),
+        ({"limit": 3, "last": True}, [2, 3, 4], False),
+        ({"limit": 9}, [0, 1, 2, 3, 4], False),
+        ({"limit": 9, "last": True}, [0, 1, 2, 3, 4], False),
+    ],
+)
+def test_the_first_or_the_last_ones(
+    capsys: pytest.CaptureFixture[str], more: dict[str, Any], runs: list[int], enough: bool
+) -> None:
+    printer = Printer(TokenTexts(), words(**more))
+    printer.take([ExperienceBatch.of([made(1, run=run) for run in range(2)])])
+    assert printer.take([ExperienceBatch.of([made(1, run=run) for run in range(2, 5)])]) is enough
+    printer.end()
+    shown = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [one["eid"]["run"] for one in shown] == runs
+    assert printer.printed == len(runs)
+    assert printer.more is (more["limit"] == 3)
+
+
+# -- files
+
+
+@pytest.fixture
+def body(tmp_path: Path) -> str:
+    path = tmp_path / "some.tmqx"
+    path.write_bytes(Experience.serialize_many([TINY, SINGLE]))
+    return str(path)
+
+
+def test_a_file_token_by_token(body: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", body]) == 0
+    out, err = capsys.readouterr()
+    assert "token ids without texts" in err
+    for part in ("batch 1 task 2 run 0 step 0 [0a1b2c3d4e5f]", "batch 7 task 3", "reward  -0.625", "1.40 from token 0"):
+        assert part in out
+    row = next(
+        line for line in out.splitlines() if "2147483647" in line and "2.7500" not in line and "mask" not in line
+    )
+    assert row.split() == ["3", "2147483647", "-", "1", "-0.5000", "0.2500", "-1.0000", "-0.2500", "0.0000"]
+
+
+def test_the_expected_answer_is_beside_the_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    answered = made(1)
+    answered.response_text, answered.info = "it is 8", {"truth": "7", "engine": "e"}
+    path = tmp_path / "some.tmqx"
+    path.write_bytes(Experience.serialize_many([answered]))
+    assert main(["inspect", str(path)]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    place = lines.index(["answered", "it", "is", "8"])
+    assert lines[place + 1] == ["expected", "7"]
+    assert ["info", "engine", "=", "'e'"] in lines
+
+
+def test_a_file_as_json(body: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", body, "--json", "--task", "3"]) == 0
+    [line] = capsys.readouterr().out.splitlines()
+    found = json.loads(line)
+    assert (found["tokens"], found["action_mask"], found["logprobs"]) == (
+        SINGLE.tokens.tolist(),
+        [True, True],
+        [-0.5, -2.75],
+    )
+    assert found["advantages"] == [0.25, 0.125]
+    assert found["teacher_logprobs"] == [-0.25, None], "JSON has no word for infinity"
+    assert found["uid"] == SINGLE.eid.uid
+
+
+@pytest.mark.parametrize("experiences", [multi(), dpo()])
+def test_every_type_can_be_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], experiences: list[Experience]
+) -> None:
+    path = tmp_path / "some.tmqx"
+    path.write_bytes(Experience.serialize_many(experiences))
+    for more in ([], ["--json"]):
+        assert main(["inspect", str(path), *more]) == 0
+        out = capsys.readouterr().out
+        assert [one for one in experiences if one.eid.suffix not in out] == []
+
+
+def test_a_prompt_that_was_cut_has_values_without_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cut = Experience(
+        tokens=[3, 4, 5], prompt_length=3, logprobs=[0.0], truncate_status="prompt_truncated", info={"t": torch.ones(1)}
+    )
+    path = tmp_path / "cut.tmqx"
+    path.write_bytes(Experience.serialize(cut))
+    assert main(["inspect", str(path)]) == 0
+    out = capsys.readouterr().out
+    assert "prompt_truncated" in out
+    assert out.splitlines()[-1].split() == ["3", "-", "-", "0", "0.0000"]
+    assert main(["inspect", str(path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["info"] == {"t": [1.0]}
+
+
+def test_nothing_to_show_says_so(body: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", body, "--task", "99", "--run", "1"]) == 1
+    out, err = capsys.readouterr()
+    assert (out, "none of 2 experiences matches task 99, run 1" in err) == ("", True)
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (None, "cannot be read: No such file"),
+        (b"TMQX nonsense", "body"),
+        (trxp(), "convert it with `trinity-mq convert-experiences`"),
+    ],
+)
+def test_files_that_are_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], data: bytes | None, words: str
+) -> None:
+    path = tmp_path / "odd.tmqx"
+    if data is not None:
+        path.write_bytes(data)
+    assert main(["inspect", str(path)]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_wrong_words_are_explained(body: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["inspect", body, "--limit", "0"]) == 2
+    assert "--limit is 0" in capsys.readouterr().err
+    assert main(["inspect", body, "--tokenizer", str(tmp_path)]) == 2
+    assert "tokenizer.json cannot be loaded" in capsys.readouterr().err

@@ -1,0 +1,255 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from trinity_mq.messages import Heartbeat, Mark, Metrics
+from trinity_mq.observability.report.figures import duration, evaluations
+from trinity_mq.observability.run_view import RunView
+from trinity_mq.runtime.processes.supervisor import ProcessEvent
+
+
+def beat(role: str, agent: str, seq: int = 1, **fields: Any) -> Heartbeat:
+    fields = {"incarnation": "a", "lease": 10.0, "state": "working", **fields}
+    return Heartbeat(role=role, id=agent, seq=seq, **fields)  # type: ignore[arg-type]
+
+
+def trainer(progress: int, seq: int, committed: tuple[int, int] = (1, 0)) -> Heartbeat:
+    return beat("trainer", "trainer-0", seq, detail={"progress": progress, "committed": committed})
+
+
+def metrics(role: str, step: int, **values: float) -> Metrics:
+    return Metrics(role=role, id=f"{role}-0", step=step, values=values)  # type: ignore[arg-type]
+
+
+def test_nothing_is_known_at_first() -> None:
+    view = RunView("r", None)
+    assert (view.step, view.total, view.metrics, view.version) == (0, None, {}, None)
+    assert (view.seconds_left(0.0), view.agents(0.0)) == (None, [])
+
+
+def test_steps_and_version_come_from_the_trainer_total_from_the_explorer() -> None:
+    view = RunView("r", None)
+    view.receive(beat("explorer", "explorer-0", detail={"total_batches": 300}), 0.0)
+    view.receive(trainer(7, 1, (2, 6)), 1.0)
+    assert (view.step, view.total, view.version) == (7, 300, "2.6")
+
+
+def test_metrics_are_kept_until_newer_ones_come() -> None:
+    view = RunView("r", 10)
+    view.receive(metrics("explorer", 1, **{"rollout/reward/mean": 0.5, "rollout/tokens_per_second": 100.0}), 0.0)
+    view.receive(metrics("trainer", 1, **{"sample/staleness/max": 1.0, "perf/tokens_per_second": 5.0}), 0.0)
+    view.receive(metrics("explorer", 2, **{"rollout/reward/mean": 0.75}), 0.0)
+    assert view.metrics == {
+        "rollout/reward/mean": 0.75,
+        "rollout/tokens_per_second": 100.0,
+        "sample/staleness/max": 1.0,
+        "perf/tokens_per_second": 5.0,
+    }
+
+
+def test_rates_of_an_earlier_start_are_forgotten_and_rewards_are_not() -> None:
+    view = RunView("r", 10)
+    values = {"rollout/reward/mean": 0.5, "perf/tokens_per_second": 100.0, "sample/staleness/max": 1.0}
+    view.receive(metrics("trainer", 1, **values), 0.0)
+    view.forget_rates()
+    assert view.metrics == {"rollout/reward/mean": 0.5}
+
+
+def test_an_evaluation_is_news_once() -> None:
+    view = RunView("r", 10)
+    view.receive(metrics("explorer", 50, **{"eval/held_out/accuracy/mean@1": 0.25}), 0.0)
+    assert view.results == {"held_out": (50, 0.25)}
+    assert view.take_news() == ["evaluation at step 50: held_out accuracy 0.250"]
+    view.receive(metrics("explorer", 50, **{"eval/held_out/accuracy/mean@1": 0.25}), 0.0)
+    assert view.take_news() == []
+
+
+def test_time_left_follows_the_recent_pace() -> None:
+    view = RunView("r", 20)
+    view.receive(trainer(0, 1), 0.0)
+    assert view.seconds_left(0.0) is None
+    for step in range(1, 11):
+        view.receive(trainer(step, step + 1), 2.0 * step)
+    assert view.seconds_left(20.0) == pytest.approx(10 * 2.0)
+    assert view.seconds_left(21.0) == pytest.approx(10 * 2.0 - 1)
+    assert view.seconds_left(1000.0) is None, "it is overdue: nobody knows"
+    view.receive(trainer(20, 30), 1001.0)
+    assert view.seconds_left(2000.0) == 0.0
+
+
+def test_time_left_starts_anew_when_the_trainer_goes_back() -> None:
+    view = RunView("r", 20)
+    for step in range(1, 11):
+        view.receive(trainer(step, step), float(step))
+    view.receive(beat("trainer", "trainer-0", 1, incarnation="b", detail={"progress": 5}), 30.0)
+    assert view.step == 5
+    assert view.seconds_left(30.0) is None
+
+
+def test_agents_are_alive_while_they_beat() -> None:
+    view = RunView("r", 20)
+    view.receive(beat("trainer", "trainer-0", state="working"), 0.0)
+    view.receive(beat("runner", "runner-0", lease=5.0, state="idle", waits_for="a slice", waits_seconds=2.0), 0.0)
+    view.receive(beat("explorer", "explorer-0", state="finished"), 0.0)
+    rows = view.agents(4.0)
+    assert [(row.id, row.state, row.alive) for row in rows] == [
+        ("explorer-0", "finished", False),
+        ("runner-0", "idle", True),
+        ("trainer-0", "working", True),
+    ]
+    assert (rows[1].waits_for, rows[1].waits_seconds) == ("a slice", 6.0)
+    silent = view.agents(5.0)[1]
+    assert (silent.state, silent.alive) == ("silent", False)
+
+
+def test_old_beats_of_the_same_process_are_ignored() -> None:
+    view = RunView("r", 20)
+    view.receive(beat("runner", "runner-0", 5, state="working"), 0.0)
+    view.receive(beat("runner", "runner-0", 4, state="idle"), 1.0)
+    assert view.agents(1.0)[0].state == "working"
+    view.receive(beat("runner", "runner-0", 1, incarnation="b", state="starting"), 2.0)
+    assert view.agents(2.0)[0].state == "starting"
+
+
+def test_last_word() -> None:
+    view = RunView("r", 20)
+    assert view.final_state("explorer-0") is None
+    view.receive(beat("explorer", "explorer-0", 1), 0.0)
+    assert view.final_state("explorer-0") is None
+    view.receive(beat("explorer", "explorer-0", 2, state="gone"), 0.0)
+    assert view.final_state("explorer-0") == "gone"
+
+
+def test_new_dead_letters_are_news() -> None:
+    view = RunView("r", 20)
+    view.set_depths({"dead": None, "closed": 1})
+    view.set_depths({"dead": 2, "closed": 0})
+    view.set_depths({"dead": 2, "closed": 0})
+    assert view.take_news() == ["2 dead letters: see `trinity-mq dead list r`"]
+    assert view.depths == {"dead": 2, "closed": 0}
+
+
+def test_process_events_that_matter_are_news() -> None:
+    view = RunView("r", 20)
+    for event in (
+        ProcessEvent(name="runner-0", role="runner", what="started", pid=1),
+        ProcessEvent(name="runner-0", role="runner", what="restarting", delay=0.5, restarts=2, output="no disk"),
+        ProcessEvent(name="runner-0", role="runner", what="killed", code=137),
+        ProcessEvent(name="runner-0", role="runner", what="failed", code=78, reason="no"),
+    ):
+        view.add_event(event)
+    assert view.take_news() == [
+        "runner-0 died and starts again in 0.5 s (restart 2); see logs/runner-0.*\n  no disk",
+        "runner-0 did not end in time and was killed",
+        "runner-0 failed for good (exit code 78): no",
+    ]
+
+
+def test_before_the_first_heartbeat_the_broker_alone_is_blamed() -> None:
+    """Agents load for a while; a broker with an alarm lets no heartbeat through."""
+    view = RunView("r", 20)
+    view.explain(1e6, broker="alarm")
+    view.began = 100.0
+    view.explain(129.0, broker="alarm")
+    view.explain(200.0)
+    assert (view.finding, view.take_news()) == (None, [])
+    for now in (131.0, 133.0):
+        view.explain(now, broker="memory alarm")
+    assert view.finding is not None
+    [line] = view.take_news()
+    assert line.startswith("nothing has moved for 31 s: everybody waits for the broker: memory alarm; what to do: free")
+
+
+def test_other_messages_say_nothing() -> None:
+    view = RunView("r", 20)
+    view.receive(Mark(nonce="x"), 0.0)
+    assert (view.agents(0.0), view.metrics, view.take_news()) == ([], {}, [])
+    view.receive(beat("trainer", "trainer-0"), 0.0)
+    assert (view.step, view.version) == (0, None)
+
+
+GATE = {
+    "version": [1, 7],
+    "members": {
+        "engine-1": {"version": None, "state": "pulling"},
+        "engine-0": {"version": [1, 7], "state": "current", "given": [1, 2]},
+    },
+    "phases": {"wait": 0.1, "pause": 2.0, "transfer": 31.4, "apply": 5},
+    "syncs": 8,
+    "aborts": 0,
+    "canary_failures": 1,
+}
+
+
+def test_members_and_the_last_syncs_phases_come_from_the_trainers_beat() -> None:
+    view = RunView("r", 20)
+    view.receive(beat("trainer", "trainer-0", detail={"progress": 7, "committed": [1, 7], "sync": GATE}), 0.0)
+    assert (view.gate.version, view.gate.syncs) == ((1, 7), 8)
+    assert view.gate.members["engine-1"].state == "pulling"
+
+
+@pytest.mark.parametrize("detail", [{}, {"sync": None}, {"sync": {}}, {"sync": {"members": {}, "phases": {}}}])
+def test_a_trainer_without_a_sync_has_no_row_for_it(detail: dict[str, Any]) -> None:
+    view = RunView("r", 20)
+    view.receive(beat("trainer", "trainer-0", detail=detail), 0.0)
+    assert (view.gate.members, view.gate.phases) == ({}, {})
+
+
+def test_evaluations_take_accuracy_before_reward() -> None:
+    values = {
+        "eval/ops3/accuracy/mean@1": 0.5,
+        "eval/ops3/reward/mean@1": 0.7,
+        "eval/ops3/accuracy/std@1": 0.1,
+        "eval/deep/set/reward/mean@4": 0.2,
+        "eval/detailed/accuracy/mean@8/mean": 0.25,
+        "eval/detailed/accuracy/mean@8/max": 1.0,
+        "eval/other/time/mean@1": 3.0,
+        "rollout/accuracy/mean": 0.9,
+        "eval/text/accuracy/mean@1": "x",
+    }
+    assert evaluations(values) == {"ops3": 0.5, "deep/set": 0.2, "detailed": 0.25}
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0, "0 s"), (59.4, "59 s"), (65, "1 min 05 s"), (3600, "1 h 00 min"), (7265, "2 h 01 min"), (-3, "0 s")],
+)
+def test_duration(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+def explorer(seq: int, **detail: Any) -> Heartbeat:
+    return beat("explorer", "explorer-0", seq, detail=detail)
+
+
+def test_a_kind_of_failure_is_news_once_and_its_count_is_kept() -> None:
+    view = RunView("r", 10)
+    failure = {"text": "KeyError: 'a' (bad.py:7)", "first": "task 2 of batch 1"}
+    view.receive(explorer(1, failures=[{**failure, "count": 1, "failed": 1}]), 0.0)
+    assert view.take_news() == ["1 slice failed: KeyError: 'a' (bad.py:7); first: task 2 of batch 1"]
+    view.receive(explorer(2, failures=[{**failure, "count": 9, "failed": 9}]), 0.0)
+    assert view.take_news() == []
+    view.receive(explorer(3), 0.0)
+    assert [failure.count for failure in view.failures] == [9]
+
+
+def test_each_batch_without_anything_to_train_on_is_news() -> None:
+    view = RunView("r", 10)
+    empty = {"reason": "no slice gave an experience: 4 failed", "limit": 3}
+    view.receive(explorer(1, empty={**empty, "batch": 1, "in_a_row": 1}), 0.0)
+    view.receive(explorer(2, empty={**empty, "batch": 1, "in_a_row": 1}), 0.0)
+    assert view.take_news() == [
+        "batch 1 had nothing to train on (1 in a row, the run ends at 3): no slice gave an experience: 4 failed"
+    ]
+    view.receive(explorer(3), 0.0)
+    view.receive(explorer(4, empty={**empty, "batch": 1, "in_a_row": 1}), 0.0)
+    assert len(view.take_news()) == 1
+
+
+def test_the_reason_of_an_aborted_sync_is_news_once() -> None:
+    view = RunView("r", 10)
+    for seq, trouble in enumerate(["no GPU", "no GPU", "", "no GPU"], 1):
+        view.receive(beat("trainer", "trainer-0", seq, detail={"sync": {"trouble": trouble}}), 0.0)
+    assert view.take_news() == ["a weight sync was aborted, and is tried again: no GPU"] * 2

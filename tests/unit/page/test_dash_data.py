@@ -1,0 +1,375 @@
+"""The data that the page shows: curves, intervals, samples, and the state of a run, in time that is an argument."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from tests.unit.agents.world import experience
+from tests.unit.observability.test_run_view import beat, metrics
+from trinity_mq.experience import DecodeError, ExperienceBatch
+from trinity_mq.local_broker.ports import free_ports
+from trinity_mq.messages import Metrics
+from trinity_mq.observability import curves, samples
+from trinity_mq.observability.curves import Curves
+from trinity_mq.observability.diagnosis import Room
+from trinity_mq.observability.intervals import KEPT_SECONDS, AgentState, Intervals
+from trinity_mq.observability.observatory import Observatory
+from trinity_mq.observability.samples import COLUMNS, SampleStore, decoded, experience_at
+from trinity_mq.page.broker_runs import broker_runs, runs_of
+from trinity_mq.telemetry.jsonline import dump_line
+
+
+def test_a_later_value_of_a_step_replaces_the_earlier_one() -> None:
+    found = Curves()
+    found.add_all([metrics("explorer", step, **{"rollout/reward/mean": step / 10}) for step in (1, 2, 3)])
+    found.add(metrics("explorer", 2, **{"rollout/reward/mean": 0.9}))
+    assert found.named("rollout/reward/mean") == [(1, 0.1), (2, 0.9), (3, 0.3)]
+    [picture] = found.pictures()
+    assert picture["title"] == "Reward"
+
+
+def test_curves_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(curves, "MOST_POINTS", 100)
+    found = Curves()
+    for step in range(1000):
+        found.add(metrics("trainer", step, **{"actor/entropy": float(step), "odd": float("nan")}))
+    points = found.named("actor/entropy")
+    assert len(points) <= 100
+    assert points[-1] == (999, 999.0)
+    assert "odd" not in found.names
+
+
+def test_equal_observations_are_one_interval() -> None:
+    found = Intervals()
+    for now in range(10):
+        state = "working" if now < 5 else "idle"
+        found.observe([AgentState("runner-0", "runner", state, None if now < 5 else "a slice")], float(now))
+    [lane] = found.since(0.0)
+    assert lane["intervals"] == [[0.0, 5.0, "working", None], [5.0, 9.0, "idle", "a slice"]]
+    assert found.busy(100.0, 9.0) == {"runner": pytest.approx(5 / 9)}
+    assert found.busy(2.0, 9.0) == {"runner": 0.0}
+
+
+def test_old_intervals_are_forgotten_and_lanes_are_in_the_order_of_the_flow() -> None:
+    found = Intervals()
+    for now in (0.0, 1.0, KEPT_SECONDS + 10):
+        found.observe([AgentState(role, role, f"{now}") for role in ("trainer", "explorer", "mystery")], now)
+    assert [lane["agent"] for lane in found.since(0.0)] == ["explorer", "trainer", "mystery"]
+    assert found.since(0.0)[0]["intervals"][0][0] == 1.0
+
+
+def body(batch: int, runs: int = 4, **fields: Any) -> bytes:
+    made = [experience(1, run, **fields) for run in range(runs)]
+    for run, one in enumerate(made):
+        one.eid.batch, one.eid.suffix, one.reward = batch, f"{batch}-{run}", run / 4
+        one.response_text = "answer " * 30
+    return ExperienceBatch.of(made).encode()
+
+
+def test_rows_tell_what_the_table_shows() -> None:
+    store = SampleStore()
+    versions = [(0, 1, 3), (1, 1, 5)]
+    assert store.add(decoded(body(7, versions=versions, taskset="sums"), 8, {"sums": "math_workflow"})) == 4
+    first = dict(zip(COLUMNS, store.rows()[0], strict=True))
+    assert (first["number"], first["step"], first["batch"], first["workflow"]) == (1, 8, 7, "math_workflow")
+    assert (first["staleness"], first["version"]) == (4, "1.3 1.5"), "the oldest token is of weights 4 steps old"
+    assert len(first["text"]) == samples.PREVIEW + 1
+    kept = store.body_of(first["uid"])
+    assert kept is not None
+    assert experience_at(*kept).eid.uid == first["uid"]
+
+
+def test_the_same_sample_is_shown_once_and_only_what_is_new_is_asked_for() -> None:
+    store = SampleStore()
+    assert store.add(decoded(body(1), 1, {})) == 4
+    assert store.add(decoded(body(1), 2, {})) == 0
+    assert store.add(decoded(body(2), 2, {})) == 4
+    assert [row[0] for row in store.rows(after=4)] == [5, 6, 7, 8]
+
+
+def test_the_oldest_samples_go_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(samples, "MOST_ROWS", 10)
+    store = SampleStore()
+    first = decoded(body(0), 0, {})
+    store.add(first)
+    for batch in range(1, 20):
+        store.add(decoded(body(batch), batch, {}))
+        assert len(store) <= 10
+    assert store.body_of(next(iter(first.rows))) is None
+    assert [row[COLUMNS.index("batch")] for row in store.rows()] == [18] * 4 + [19] * 4
+
+
+def test_what_nobody_looks_at_is_bounded_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(samples, "MOST_BYTES", 5 * len(body(10)))
+    store = SampleStore()
+    for batch in range(10, 30):
+        store.put(body(batch), batch)
+    assert asyncio.run(store.decode()) == []
+    assert {row[COLUMNS.index("batch")] for row in store.rows()} == {25, 26, 27, 28, 29}
+    assert store.seen == 20
+
+
+def test_only_what_the_table_has_room_for_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(samples, "MOST_ROWS", 10)
+    read: list[int | None] = []
+
+    def noted(body: bytes, step: int | None, workflows: Mapping[str, str]) -> samples.DecodedSamples:
+        read.append(step)
+        return decoded(body, step, workflows)
+
+    monkeypatch.setattr(samples, "decoded", noted)
+    store = SampleStore()
+    for batch in range(20):
+        store.put(body(batch), batch)
+    store.put(body(20)[:-20], 20)
+    [problem] = asyncio.run(store.decode())
+    assert problem.startswith("samples of step 20 cannot be read")
+    assert read == [20, 19, 18, 17]
+    assert [row[COLUMNS.index("batch")] for row in store.rows()] == [18] * 4 + [19] * 4
+    assert asyncio.run(store.decode()) == []
+
+
+async def test_who_goes_away_while_samples_are_decoded_costs_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    began, go_on = threading.Event(), threading.Event()
+
+    def slow(body: bytes, step: int | None, workflows: Mapping[str, str]) -> samples.DecodedSamples:
+        began.set()
+        assert go_on.wait(30)
+        return decoded(body, step, workflows)
+
+    monkeypatch.setattr(samples, "decoded", slow)
+    store = SampleStore()
+    store.put(body(1), 1)
+    asking = asyncio.create_task(store.decode())
+    await asyncio.to_thread(began.wait, 30)
+    asking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asking
+    go_on.set()
+    again = asyncio.create_task(store.decode())
+    await asyncio.sleep(0)
+    store.put(body(2), 2)  # while the first is decoded: the next call's
+    await again
+    assert {row[COLUMNS.index("batch")] for row in store.rows()} == {1}
+    await store.decode()
+    assert {row[COLUMNS.index("batch")] for row in store.rows()} == {1, 2}
+
+
+def test_a_damaged_body_is_an_error_and_changes_nothing() -> None:
+    with pytest.raises(DecodeError):
+        decoded(body(1)[:-20], 1, {})
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def observed() -> tuple[Observatory, Clock]:
+    clock = Clock()
+    found = Observatory("r", 100, clock=clock)
+    found.is_live = True
+    return found, clock
+
+
+def test_rates_are_rises_of_counters_and_a_restart_is_no_fall() -> None:
+    found, clock = observed()
+    for second in range(11):
+        clock.now = 1000.0 + second
+        done = 5 * second if second < 6 else 5 * (second - 6)
+        found.receive(beat("runner", "runner-0", second + 1, detail={"done": done}))
+        found.receive(beat("runner", "runner-1", second + 1, detail={"done": 2 * second}))
+    assert found.rate("slices", clock.now) == pytest.approx(7.0)
+
+
+def test_the_state_is_json_whatever_came() -> None:
+    found, clock = observed()
+    json.loads(dump_line(found.state()))
+    found.receive(beat("explorer", "explorer-0", detail={"opened": 3, "closed": 2, "open": ["a"]}))
+    found.receive(beat("engine", "explorer-0-engine", detail={"load": 0, "tokens": 5, "version": (1, 2)}))
+    found.receive(beat("trainer", "trainer-0", state="idle", waits_for="batch 3", detail={"progress": 2, "step": 2}))
+    found.receive(Metrics(role="trainer", id="trainer-0", step=2, values={"actor/entropy": float("nan")}))
+    found.set_depths({"tasks.train": 4, "tasks.eval": None, "closed": 1, "dead": 2})
+    clock.now += 1
+    found.tick()
+    state = json.loads(dump_line(found.state()))
+    assert (state["step"], state["total"], state["over"]) == (2, 100, False)
+    assert [one["role"] for one in state["flow"]["nodes"]] == ["explorer", "engine", "trainer"]
+    assert state["flow"]["arrows"][0]["depth"] == 4
+    assert {lane["agent"]: lane["intervals"][0][2] for lane in found.intervals.since(0.0)} == {
+        "explorer-0": "working",
+        "explorer-0-engine": "idle",  # it samples nothing
+        "trainer-0": "idle",
+    }
+    assert any("2 dead letters" in text for _, text in state["news"])
+
+
+def test_a_run_that_stands_still_has_a_culprit_and_one_that_moves_none() -> None:
+    found, clock = observed()
+    for second in range(5):
+        clock.now += 1
+        found.receive(beat("runner", "runner-0", second + 1, detail={"done": second}))
+        found.tick()
+    assert found.state()["finding"]["state"] == "moving"
+    for second in range(100):
+        clock.now += 1
+        found.receive(beat("trainer", "trainer-0", second, state="idle", waits_for="batch 3"))
+        found.tick()
+    state = found.state()
+    assert found.observation().still == 100.0
+    assert state["finding"]["culprit"] == "runner-0", "its heartbeats have ceased"
+    assert state["finding"]["sentence"]
+
+
+def healthy(found: Observatory, clock: Clock, second: int) -> None:
+    """Pass on what the agents of a healthy run on two cores say in one second: single steps differ widely."""
+    clock.now += 1
+    waits = {"state": "idle", "waits_for": "a closed batch"} if second % 4 else {"state": "working"}
+    here = f"{socket.gethostname()}:/runs/r"
+    explorer = {"opened": second, "closed": second, "open": ["t"], "place": here}
+    load = int(second % 10 not in {0, 1})
+    found.receive(beat("explorer", "explorer-0", second + 2, detail=explorer))
+    found.receive(
+        beat("engine", "e", second + 2, detail={"url": "u", "role": "rollout", "load": load, "tokens": second})
+    )
+    found.receive(beat("operator", "operator-0", second + 2, **waits))
+    found.receive(beat("runner", "runner-0", second + 2, detail={"done": second, "running": 3, "slots": 16}))
+    step = {"progress": second, "step": second, "place": here}
+    found.receive(beat("trainer", "trainer-0", second + 2, state="idle", detail=step))
+    sync = 4.0 if second % 9 == 0 else 0.1
+    found.receive(metrics("trainer", second, **{"trainer/idle_frac": 0.4, "time/batch": 1.0, "time/sync": sync}))
+    found.set_depths({"tasks.train": 0, "tasks.eval": 0, "closed": 2 if second % 7 == 0 else 0})
+    found.tick()
+
+
+def test_the_verdict_on_a_healthy_run_does_not_change() -> None:
+    found, clock = observed()
+    seen: list[tuple[str | None, str, str | None]] = []
+    for second in range(300):
+        healthy(found, clock, second)
+        state = found.state()
+        limit = state["bottleneck"] and state["bottleneck"]["stage"]
+        verdict = (limit, state["finding"]["state"], state["finding"]["culprit"])
+        if not seen or verdict != seen[-1]:
+            seen.append(verdict)
+    assert seen == [(None, "moving", None), ("engine", "moving", None)]
+    assert "engines limit it" in found.state()["finding"]["sentence"], "both tell the same"
+
+
+def test_a_stage_that_stays_the_limit_is_named_and_a_standstill_soon() -> None:
+    found, clock = observed()
+    for second in range(60):
+        healthy(found, clock, second)
+    values = {"trainer/idle_frac": 0.01, "time/batch": 9.0, "time/sync": 0.1}
+    for second in range(60, 180):
+        healthy(found, clock, second)
+        for _ in range(3):
+            found.receive(metrics("trainer", second, **values))
+    assert found.state()["bottleneck"]["stage"] == "trainer"
+    for second in range(15):
+        clock.now += 1
+        found.receive(beat("trainer", "trainer-0", 200 + second, detail={"progress": 180}))
+        found.tick()
+        named = found.state()["finding"]["culprit"]
+        assert named is None or second >= 8
+    assert named == "explorer-0", "its heartbeats have ceased"
+
+
+@pytest.mark.parametrize(
+    ("room", "place", "words"),
+    [
+        (frozenset[Room](), socket.gethostname(), "lower model.max_response_tokens; explorer.over"),
+        (frozenset[Room]({"devices"}), socket.gethostname(), "raise explorer.rollout_model.engine_num; or lower"),
+        (frozenset[Room](), "elsewhere", "where the machine has free cores or GPUs, raise explorer.rollout_model.eng"),
+        (None, socket.gethostname(), "where the machine has free cores or GPUs, raise explorer.rollout_model.eng"),
+    ],
+    ids=["full", "free", "another machine", "not known"],
+)
+def test_the_advice_is_one_that_the_machine_can_follow(room: frozenset[Room] | None, place: str, words: str) -> None:
+    clock = Clock()
+    found = Observatory("r", 100, room=room, clock=clock)
+    found.is_live = True
+    for second in range(60):
+        healthy(found, clock, second)
+        detail = {"opened": second, "closed": second, "open": ["t"], "place": f"{place}:/runs/r"}
+        found.receive(beat("explorer", "explorer-0", 1000 + second, detail=detail))
+    limit = found.state()["bottleneck"]
+    assert limit["stage"] == "engine"
+    assert words in limit["lever"]
+    assert room != frozenset() or place == "elsewhere" or "engine_num" not in limit["lever"]
+
+
+def test_news_have_the_time_at_which_they_happened() -> None:
+    found, clock = observed()
+    failures = [{"text": "KeyError: 'a'", "count": 3, "failed": 3, "first": "task 2 of batch 1"}]
+    found.receive(beat("explorer", "explorer-0", 500, detail={"failures": failures}))
+    found.set_depths({"dead": 2})
+    for step, at in ((5, 100.0), (10, 200.0)):
+        line = {
+            "time": at,
+            "role": "explorer",
+            "agent": "explorer-0",
+            "step": step,
+            "eval/held_out/accuracy/mean@1": 0.5,
+        }
+        found.receive_line(line)
+    clock.now += 7
+    found.tick()
+    found.receive(beat("explorer", "explorer-0", 501, detail={"failures": [{**failures[0], "text": "NameError: 'b'"}]}))
+    found.set_depths({"dead": None})  # the broker is away
+    found.set_depths({"dead": 2})
+    found.set_depths({"dead": 3})
+    found.tick()
+    news = [(at, text.partition(":")[0]) for at, text in found.state()["news"]]
+    assert news == [
+        (100.0, "evaluation at step 5"),
+        (200.0, "evaluation at step 10"),
+        (None, "3 slices failed"),
+        (None, "2 dead letters"),
+        (1007.0, "3 slices failed"),
+        (1007.0, "3 dead letters"),
+    ]
+
+
+def test_a_failure_right_after_the_start_of_an_agent_has_its_time() -> None:
+    found, _ = observed()
+    failures = [{"text": "KeyError: 'a'", "count": 1, "failed": 1, "first": "task 2 of batch 1"}]
+    found.receive(beat("explorer", "explorer-0", 1, detail={"failures": failures}))
+    assert found.state()["news"][0][0] == 1000.0
+
+
+def test_runs_on_a_broker_are_known_by_the_names_of_queues() -> None:
+    queues = [
+        {"name": "tmq.one.tasks.train", "messages": 3, "consumers": 2},
+        {"name": "tmq.one.dead", "messages": 1, "consumers": 0},
+        {"name": "tmq.two.ready", "messages": 9},
+        {"name": "somebody.elses", "messages": 7, "consumers": 7},
+    ]
+    assert runs_of(queues) == [
+        {"run": "one", "messages": 4, "dead": 1, "consumers": 2, "queues": 2},
+        {"run": "two", "messages": 9, "dead": 0, "consumers": 0, "queues": 1},
+    ]
+
+
+async def test_a_broker_without_management_says_so() -> None:
+    [port] = free_ports(1)
+    found, why = await broker_runs(f"amqp://u:p@127.0.0.1:{port}/v")
+    assert found == []
+    assert "no management API" in why
+    assert "p@" not in why
+
+
+def test_a_run_is_over_once_every_agent_has_ended() -> None:
+    found, _ = observed()
+    for seq, state in enumerate(("working", "finished"), 1):
+        found.receive(beat("explorer", "explorer-0", seq, state=state))
+        assert found.state()["over"] is (state == "finished")

@@ -1,0 +1,122 @@
+"""What real agents leave on the streams is read and judged; a witness sees the same as it passes. Virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.unit.agents.trainer.test_audit import BATCHES, SETTINGS
+from trinity_agents.simulation import Simulation, killed, until
+from trinity_mq.bus import Envelope
+from trinity_mq.messages import TaskResult
+from trinity_mq.proof.chaos.invariants import (
+    Expected,
+    Verdict,
+    decodes,
+    one_outcome,
+    trained_once,
+    versions_existed,
+    versions_rise,
+)
+from trinity_mq.proof.chaos.record import Record, read_record
+from trinity_mq.proof.chaos.witness import Witness, watch
+from trinity_mq.runtime.deliveries import envelope
+from trinity_mq.testing.virtual_time import run_virtually
+
+
+def verdicts(record: Record, witness: Witness) -> Sequence[Verdict]:
+    return (
+        decodes(record),
+        one_outcome(record, Expected()),
+        trained_once(record),
+        versions_rise(record, witness.commits, witness.committed, witness.served),
+        versions_existed(record),
+    )
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> tuple[Simulation, Witness]:
+    """A run whose trainer was killed twice and went on from a checkpoint, and who watched it."""
+    return watched(tmp_path_factory.mktemp("run"))
+
+
+def watched(folder: Path) -> tuple[Simulation, Witness]:
+    sim, witness = Simulation(folder, SETTINGS, batches=BATCHES), Witness()
+
+    async def trainer() -> None:
+        watching = asyncio.create_task(watch(await sim.client(), sim.topology, witness))
+        for progress in (3, 5):
+            life = asyncio.get_running_loop().create_task(sim.make_trainer().run())
+            await until(lambda progress=progress: sim.trainer.loop.progress == progress)  # type: ignore[misc]
+            assert await killed(life)
+        await sim.make_trainer().run()
+        watching.cancel()
+
+    run_virtually(sim.run(trainer=trainer), limit=1000)
+    return sim, witness
+
+
+def record_of(sim: Simulation) -> Record:
+    async def read() -> Record:
+        return await read_record(await sim.client(), sim.topology, None, {(3, 5)})
+
+    return run_virtually(read(), limit=1000)
+
+
+def test_every_invariant_holds_of_a_run_whose_trainer_was_killed(seen: tuple[Simulation, Witness]) -> None:
+    sim, witness = seen
+    record = record_of(sim)
+    found = verdicts(record, witness)
+    assert [verdict.result for verdict in found] == ["holds"] * 5, found
+    assert len(record.deciding) == BATCHES
+    assert {one.generation for one in record.progress} == {1, 2, 3}
+    assert "over 3 starts of the trainer" in found[2].text
+    assert all(one.versions for one in record.sets if one.uids), "their tokens name versions"
+    assert all(len(kept) <= 32 for kept in record.samples.values())
+    assert record.samples.keys() <= {(3, 5)}
+
+
+def test_a_witness_sees_the_run_pass(seen: tuple[Simulation, Witness]) -> None:
+    _, witness = seen
+    assert witness.progress == BATCHES
+    assert len(witness.steps) > BATCHES, "what was trained on again is a step too"
+    assert witness.run_id
+    assert witness.points.passed["batch_opened"] >= 2, "heartbeats tell of several at a time"
+    for point in ("result_published", "batch_closed", "chunk_published", "batch_ready", "step_done"):
+        assert witness.points.passed[point] >= BATCHES, point
+    assert witness.points.passed["sync_commit"] >= 3
+    assert witness.points.passed["agent_back"] == 2
+    assert {beat.role for beat in witness.beats.values()} >= {"explorer", "operator", "trainer"}
+    assert [one.version for one in witness.committed] == sorted(one.version for one in witness.committed)
+
+
+def test_a_late_result_and_foreign_messages_change_nothing_and_rubbish_is_told(tmp_path: Path) -> None:
+    sim, witness = watched(tmp_path)
+    record = record_of(sim)
+
+    async def add() -> None:
+        bus = await sim.client()
+        bus.run_id = None
+        exchange = sim.topology.exchange("results")
+        late = record.results[0].model_copy(update={"attempt": "late", "outcome": "late", "runs": []})
+        for number, result in enumerate((late, record.results[0])):
+            await bus.publish(exchange, "1", envelope(result, message_id=f"again-{number}"))
+        foreign = TaskResult(batch=1, ticket=record.results[0].ticket, task_id=99, attempt="f", outcome="finished")
+        await bus.publish(exchange, "1", envelope(foreign, headers={"run_id": "another"}))
+        await bus.publish(exchange, "1", Envelope(body=b"rubbish", kind="task_result"))
+
+    run_virtually(add(), limit=100)
+    bus_id = witness.run_id
+
+    async def read() -> Record:
+        bus = await sim.client()
+        bus.run_id = bus_id
+        return await read_record(bus, sim.topology)
+
+    again = run_virtually(read(), limit=1000)
+    assert len(again.results) == len(record.results) + 2
+    assert [verdict.result for verdict in verdicts(again, witness)] == ["violated", *["holds"] * 4]
+    assert len(again.undecodable) == 1

@@ -1,0 +1,241 @@
+"""What is asked of ``docker`` and ``kubectl``, which are programs here that write down their words and answer."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import stat
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trinity_mq.errors import CommandError
+from trinity_mq.proof.chaos.targets.base import NotOursError, Victim
+from trinity_mq.proof.chaos.targets.remote import SIGNAL_ALL, ComposeTargets, KubernetesTargets
+
+PROGRAM = """#!/usr/bin/env python3
+import json, os, sys
+folder = os.environ["FAKE_FOLDER"]
+with open(f"{folder}/calls", "a") as file:
+    print(json.dumps(sys.argv[1:]), file=file)
+for words, answer, code in json.load(open(f"{folder}/answers")):
+    if all(word in sys.argv for word in words):
+        print(answer, end="", file=sys.stderr if code else sys.stdout)
+        sys.exit(code)
+"""
+RUNNER = "ab" * 32
+
+
+class Fake:
+    """A program on the path."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self._folder = folder
+        program = folder / name
+        program.write_text(PROGRAM)
+        program.chmod(program.stat().st_mode | stat.S_IXUSR)
+
+    def answers(self, *answers: tuple[list[str], Any, int]) -> None:
+        """Set what is answered to the first call that has all of some words: text, or what is dumped as JSON."""
+        texts = [(words, text if isinstance(text, str) else json.dumps(text), code) for words, text, code in answers]
+        (self._folder / "answers").write_text(json.dumps(texts))
+        (self._folder / "calls").unlink(missing_ok=True)
+
+    @property
+    def calls(self) -> list[list[str]]:
+        """The words of each call."""
+        path = self._folder / "calls"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def did(self, *reading: str) -> list[list[str]]:
+        """Return the calls that change something."""
+        return [call for call in self.calls if not set(call) & set(reading)]
+
+
+@pytest.fixture
+def docker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fake:
+    return _on_path(tmp_path, monkeypatch, "docker")
+
+
+@pytest.fixture
+def kubectl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fake:
+    return _on_path(tmp_path, monkeypatch, "kubectl")
+
+
+def _on_path(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> Fake:
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("FAKE_FOLDER", str(folder))
+    return Fake(folder, name)
+
+
+def inspected(project: str = "mine", service: str = "runner", *, running: bool = True) -> list[dict[str, Any]]:
+    labels = {"com.docker.compose.project": project, "com.docker.compose.service": service}
+    networks = {"mine_default": {"Aliases": ["runner", "mine-runner-1"]}}
+    return [{"Config": {"Labels": labels}, "State": {"Running": running}, "NetworkSettings": {"Networks": networks}}]
+
+
+LISTED = (["ps"], f"{RUNNER}\tmine-runner-1\tUp 3 seconds\n", 0)
+
+
+async def test_containers_are_found_by_their_labels(docker: Fake) -> None:
+    docker.answers(LISTED)
+    [victim] = await ComposeTargets("mine").find("runner")
+    assert victim == Victim("runner", "mine-runner-1", RUNNER, f"runner-{RUNNER[:12]}")
+    [call] = docker.calls
+    assert "label=com.docker.compose.project=mine" in call
+    assert "label=com.docker.compose.service=runner" in call
+
+
+@pytest.mark.parametrize(
+    ("kind", "strikes", "relieves"),
+    [
+        ("kill", [["kill", RUNNER], ["start", RUNNER]], []),
+        ("restart", [["restart", RUNNER]], []),
+        ("freeze", [["pause", RUNNER]], [["unpause", RUNNER]]),
+        (
+            "cut",
+            [["network", "disconnect", "mine_default", RUNNER]],
+            [["network", "connect", "--alias", "runner", "--alias", "mine-runner-1", "mine_default", RUNNER]],
+        ),
+    ],
+)
+async def test_faults_of_containers(
+    docker: Fake, kind: str, strikes: list[list[str]], relieves: list[list[str]]
+) -> None:
+    docker.answers(LISTED, (["inspect"], inspected(), 0))
+    mine = ComposeTargets("mine")
+    assert kind in mine.possible["runner"]
+    [victim] = await mine.find("runner")
+    await mine.strike(victim, kind)
+    assert docker.did("ps", "inspect") == strikes
+    await mine.relieve(victim, kind)
+    assert docker.did("ps", "inspect") == strikes + relieves
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        ((["inspect"], inspected("another"), 0), "is not runner of compose project mine"),
+        ((["inspect"], inspected(service="broker"), 0), "is not runner of compose project mine"),
+        ((["inspect"], inspected(running=False), 0), "does not run"),
+        ((["inspect"], "No such object", 1), "is gone: .*No such object"),
+    ],
+)
+async def test_a_container_of_another_project_is_not_touched(docker: Fake, answer: Any, said: str) -> None:
+    docker.answers(answer)
+    with pytest.raises(NotOursError, match=said):
+        await ComposeTargets("mine").strike(Victim("runner", "mine-runner-1", RUNNER), "kill")
+    assert docker.did("inspect") == []
+
+
+async def test_containers_that_still_run_are_left_over(docker: Fake) -> None:
+    docker.answers((["label=com.docker.compose.service=trainer"], f"{RUNNER}\tmine-trainer-1\tUp 1 minute\n", 0))
+    assert await ComposeTargets("mine").left_over() == ["container mine-trainer-1 (trainer): Up 1 minute"]
+
+
+async def test_an_engine_that_does_not_answer_is_said(docker: Fake) -> None:
+    docker.answers((["ps"], "Cannot connect to the\nDocker daemon", 1))
+    with pytest.raises(CommandError, match=r"`docker ps .*: exit code 1: Cannot connect to the Docker daemon"):
+        await ComposeTargets("mine").find("runner")
+
+
+async def test_a_missing_program_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(CommandError, match="there is no `kubectl` command on the path"):
+        await KubernetesTargets("rl").find("runner")
+
+
+def pod(name: str, component: str, uid: str = "u1", phase: str = "Running", **metadata: object) -> dict[str, Any]:
+    labels = {"app.kubernetes.io/component": component}
+    return {"metadata": {"name": name, "uid": uid, "labels": labels, **metadata}, "status": {"phase": phase}}
+
+
+async def test_pods_are_found_by_their_labels(kubectl: Fake) -> None:
+    kubectl.answers(
+        (
+            ["app.kubernetes.io/part-of=trinity-mq"],
+            {
+                "items": [
+                    pod("runner-b", "runner", "u2"),
+                    pod("runner-a", "runner", "u1"),
+                    pod("runner-c", "runner", "u3", "Pending"),
+                    pod("runner-d", "runner", "u4", deletionTimestamp="2026-11-26T00:00:00Z"),
+                    pod("trainer-0", "trainer", "u5"),
+                    pod("engines-x", "engines", "u7"),
+                    pod("exporter-x", "exporter", "u8"),
+                ]
+            },
+            0,
+        ),
+        (["app.kubernetes.io/component=rabbitmq"], {"items": [pod("mq-server-0", "rabbitmq", "u6")]}, 0),
+    )
+    mine = KubernetesTargets("rl")
+    assert [victim.name for victim in await mine.find("runner")] == ["runner-a", "runner-b"]
+    assert [victim.identity for victim in await mine.find("broker")] == ["u6"]
+    assert [victim.name for victim in await mine.find("engine")] == ["engines-x"]
+    assert await mine.left_over() == [
+        "pod runner-b (runner) still runs",
+        "pod runner-a (runner) still runs",
+        "pod trainer-0 (trainer) still runs",
+        "pod engines-x (engine) still runs",
+    ]
+    assert all(call[:2] == ["--namespace", "rl"] for call in kubectl.calls)
+
+
+@pytest.mark.parametrize(
+    ("kind", "strikes", "relieves"),
+    [
+        ("kill", [["delete", "pod", "runner-a", "--grace-period=0", "--force", "--wait=false"]], []),
+        ("restart", [["delete", "pod", "runner-a", "--wait=false"]], []),
+        (
+            "freeze",
+            [["exec", "runner-a", "--", "sh", "-c", SIGNAL_ALL, "sh", "STOP"]],
+            [["exec", "runner-a", "--", "sh", "-c", SIGNAL_ALL, "sh", "CONT"]],
+        ),
+    ],
+)
+async def test_faults_of_pods(kubectl: Fake, kind: str, strikes: list[list[str]], relieves: list[list[str]]) -> None:
+    kubectl.answers((["get"], {"items": [pod("runner-a", "runner")]}, 0))
+    mine = KubernetesTargets("rl")
+    assert kind in mine.possible["runner"]
+    [victim] = await mine.find("runner")
+    await mine.strike(victim, kind)
+    await mine.relieve(victim, kind)
+    assert [call[2:] for call in kubectl.did("get")] == strikes + relieves
+
+
+@pytest.mark.parametrize("now", [pod("runner-a", "runner", "u2"), pod("runner-a", "trainer"), pod("x", "runner", "u9")])
+async def test_a_pod_that_is_another_one_by_now_is_not_touched(kubectl: Fake, now: dict[str, Any]) -> None:
+    kubectl.answers((["get"], {"items": [now]}, 0))
+    with pytest.raises(NotOursError, match="is gone, or is another one by now"):
+        await KubernetesTargets("rl").strike(Victim("runner", "runner-a", "u1"), "kill")
+    assert kubectl.did("get") == []
+
+
+NAMESPACE = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")
+PLAY = """
+sleep 60 & agent=$!
+until_it_is() { until [ "$(sed 's/.*) \\(.\\).*/\\1/' /proc/$agent/stat)" = "$1" ]; do sleep 0.05; done; }
+sh -c "$0" sh STOP && until_it_is T && echo stopped
+sh -c "$0" sh CONT && until_it_is S && echo goes on
+kill $agent; wait $agent
+sh -c "$0" sh STOP 2>&1
+"""
+
+
+@pytest.mark.skipif(
+    shutil.which("unshare") is None
+    or subprocess.run([*NAMESPACE, "true"], check=False, capture_output=True).returncode,
+    reason="needs process namespaces of its own",
+)
+def test_a_container_is_stopped_but_for_its_first_process() -> None:
+    """In a process namespace, as in a container: nothing outside of it is signalled."""
+    done = subprocess.run(
+        [*NAMESPACE, "sh", "-c", PLAY, SIGNAL_ALL], check=False, capture_output=True, text=True, timeout=30
+    )
+    stopped, goes_on, refused = done.stdout.splitlines()
+    assert (done.returncode, stopped, goes_on) == (1, "stopped", "goes on"), done
+    assert "which no signal from inside stops" in refused

@@ -1,0 +1,182 @@
+"""The run that a command is given: by its file, its folder or its name, with settings; while it runs and afterwards."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from trinity_mq.cli.main import main
+from trinity_mq.config import load_config
+from trinity_mq.errors import CommandError
+from trinity_mq.targets.connection import find_target
+from trinity_mq.targets.run_folder import RunFolder
+from trinity_mq.targets.target import configuration
+
+CONFIG = "name: base\nmodel: {tiny: {}}\nbuffer: {total_steps: 4}\nbroker: {blob_store: /b}\n"
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory, with a configuration and the folder of a run that was named on the command line."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("TRINITY_MQ_BROKER_URL", raising=False)
+    (tmp_path / "c.yaml").write_text(CONFIG)
+    folder = RunFolder(load_config("c.yaml", ["name=mine", "buffer.total_steps=5"]))
+    with folder.locked():
+        folder.adopt()
+    (folder.path / "broker").mkdir()
+    write_metrics(folder.path, *({"role": "trainer", "step": step, "time": 1000.0 + step} for step in range(1, 4)))
+    return tmp_path
+
+
+def write_metrics(folder: Path, *lines: dict[str, object]) -> None:
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def words(target: str, *overrides: str, broker: str | None = None) -> argparse.Namespace:
+    return argparse.Namespace(target=target, overrides=overrides, broker=broker)
+
+
+@pytest.mark.parametrize("target", [["mine"], ["runs/mine"], ["c.yaml", "name=mine"]])
+def test_file_folder_and_name_are_the_same_run(here: Path, target: list[str]) -> None:
+    found = find_target(words(*target))
+    assert found.folder is not None
+    assert (found.run, found.folder.path, found.broker.blob_store) == ("mine", here / "runs" / "mine", "file:///b")
+    assert found.broker.url is None, "its private broker does not run, and can be started"
+    assert find_target(words(*target, "broker.url=amqp://h/")).broker.url == "amqp://h/"
+    assert find_target(words(*target), "/c").broker.blob_store == "file:///c"
+
+
+def test_settings_over_those_of_a_folder(here: Path) -> None:
+    assert configuration(words("mine", "buffer.total_steps=9")).buffer.total_steps == 9
+    other = configuration(words("runs/mine", "name=other"))
+    assert (other.name, other.path, other.buffer.total_steps) == ("other", Path("runs/other"), 5), "a pattern for it"
+    (here / "runs" / "mine").rename(here / "moved")
+    assert configuration(words("moved")).path == here / "moved"
+
+
+def test_a_name_without_a_folder_needs_a_broker(here: Path) -> None:
+    with pytest.raises(CommandError, match=r"no broker is known for run 'gone'.*; runs here: mine \(`trinity-mq list`"):
+        find_target(words("gone"))
+    found = find_target(words("gone", broker="amqp://h/"))
+    assert (found.run, found.broker.url, found.folder) == ("gone", "amqp://h/", None)
+    assert find_target(words("gone", "broker.url=amqp://h/")).broker.url == "amqp://h/"
+    with pytest.raises(CommandError, match="no broker is known for run 'base'"):
+        find_target(words("c.yaml"))
+
+
+def test_the_broker_of_a_run_that_was_killed_is_not_taken_for_one(here: Path) -> None:
+    folder = RunFolder(load_config("c.yaml", ["name=mine"]))
+    folder.note_broker("amqp://lives/")
+    assert find_target(words("mine")).broker.url is None
+    with folder.locked():
+        assert find_target(words("mine")).broker.url == "amqp://lives/"
+
+
+@pytest.mark.parametrize(
+    ("target", "said"),
+    [
+        ("nobody", "'nobody' is neither a file nor a run's folder, and there is no runs/nobody; give a YAML file"),
+        ("runs", "runs holds no config.yaml, so it is no run's folder; runs here: mine"),
+        ("buffer.total_steps=3", "is a setting; name the run before it"),
+        ("nobody.yaml", "nobody.yaml: cannot be read: No such file or directory"),
+    ],
+)
+def test_what_names_no_run_is_explained(here: Path, capsys: pytest.CaptureFixture[str], target: str, said: str) -> None:
+    (here / "runs.d").mkdir()
+    target = target if target != "runs" else str(here / "runs")
+    assert main(["validate", target]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_status_answers_from_the_folder_of_a_run_that_does_not_run(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(["status", "mine"]) == 1
+    out = capsys.readouterr().out
+    assert "run mine: 3 steps" in out
+    assert f"does not run now; `trinity-mq run {here}/runs/mine` goes on with it" in out
+    RunFolder(load_config("c.yaml", ["name=mine"])).mark_finished()
+    monkeypatch.setenv("TRINITY_MQ_BROKER_URL", "amqp://127.0.0.1:1/")  # is not asked
+    for target in (["mine"], ["c.yaml", "name=mine"]):
+        assert main(["status", *target]) == 0
+        assert "this run has finished" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["status", "why"])
+def test_without_a_target_the_run_that_was_started_last_is_taken(
+    here: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    """Also where another one has metrics of later, or lies deeper; a setting is not taken for a target."""
+    later = RunFolder(load_config("c.yaml", ["name=later", "run_dir=runs/group/later"]))
+    with later.locked():
+        later.adopt()
+    (later.path / "broker").mkdir()
+    os.utime(here / "runs" / "mine" / "config.yaml", (1000, 1000))
+    for given in ([], ["buffer.total_steps=7"]):
+        assert main([command, *given]) == 1
+        out, err = capsys.readouterr()
+        assert err == "the newest run, runs/group/later:\n"
+        assert "does not run now" in out
+    os.utime(later.config_file, (900, 900))
+    assert main([command, "broker.blob_store=null"]) == 1
+    assert "newest run, runs/mine:" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["status", "why"])
+def test_the_folder_of_a_run_that_is_over_needs_no_broker(
+    here: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    """It ran on a broker that this shell does not know."""
+    (here / "runs" / "mine" / "broker").rmdir()
+    assert main([command]) == 1
+    RunFolder(load_config("c.yaml", ["name=mine"])).mark_finished()
+    assert main([command]) == 0
+    assert "this run has finished" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["status", "why"])
+def test_without_a_target_and_a_run_there_is_nothing_to_tell(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main([command]) == 2
+    assert f"no run has left a folder below {tmp_path}/runs" in capsys.readouterr().err
+
+
+def test_a_task_for_a_run_that_does_not_run_is_refused(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["submit", "mine", "--task", '{"raw_task": {}}']) == 2
+    assert "run 'mine' does not run now" in capsys.readouterr().err
+    RunFolder(load_config("c.yaml", ["name=mine"])).mark_finished()
+    assert main(["submit", "mine", "--task", '{"raw_task": {}}']) == 2
+    assert "run 'mine' has finished and takes no more tasks" in capsys.readouterr().err
+
+
+def test_list_shows_the_runs_below_a_folder(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    deep = here / "runs" / "more" / "second"
+    deep.mkdir(parents=True)
+    write_metrics(
+        deep,
+        {"role": "trainer", "step": 2, "time": 1.0, "rollout/reward/mean": 0.25, "eval/held_out/accuracy/mean@1": 0.5},
+    )
+    (deep / "finished").touch()
+    with RunFolder(load_config("c.yaml", ["name=mine"])).locked():
+        assert main(["list"]) == 0
+    head, first, second = capsys.readouterr().out.splitlines()
+    assert head.split() == ["name", "state", "step", "accuracy", "reward", "last", "metric", "folder"]
+    assert first.split()[:5] == ["mine", "runs", "3/5", "-", "-"]
+    assert first.endswith(f"runs{os.sep}mine")
+    assert second.split()[:5] == ["second", "finished", "2/?", "0.500", "0.250"]
+    assert main(["list", "runs/mine"]) == 0
+    assert "mine  stopped  3/5" in capsys.readouterr().out
+
+
+def test_list_where_there_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.yaml").write_text("of: something else")
+    assert main(["list", str(tmp_path)]) == 1
+    assert "no run has left a folder below" in capsys.readouterr().err
+    assert main(["list", str(tmp_path / "none")]) == 2

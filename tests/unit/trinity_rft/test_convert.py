@@ -1,0 +1,155 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests import legacy_bodies as old
+from trinity_mq.cli import main as cli
+from trinity_mq.cli.convert import SHOWN
+from trinity_mq.cli.main import main
+from trinity_mq.experience import Experience, decode, encode
+
+GOOD = {"tokens": torch.tensor([1, 2, 3], dtype=torch.int32), "reward": 1.0}
+BAD = GOOD | {"prompt_length": 0, "action_mask": torch.ones(2, dtype=torch.bool)}
+NOT_FOR_A_BODY = GOOD | {"info": {1: "a key that is no text"}}
+
+
+def write(path: Path, body: bytes) -> str:
+    path.write_bytes(body)
+    return str(path)
+
+
+def test_files_of_each_kind_into_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bodies = {
+        "a.bin": old.trxp(GOOD, GOOD),
+        "b.pkl": old.bare(old.Experience([1, 2, 3])),
+        "c.tmqx": encode([Experience(tokens=[1, 2])]),
+        "d.bin": old.trxp(),
+    }
+    inputs = [write(tmp_path / name, body) for name, body in bodies.items()]
+    out = tmp_path / "deep" / "new"
+    assert main(["convert-experiences", *inputs, "--out", str(out)]) == 0
+    assert {path.name: len(decode(path.read_bytes())) for path in out.iterdir()} == {
+        "a.tmqx": 2,
+        "b.tmqx": 1,
+        "c.tmqx": 1,
+        "d.tmqx": 0,
+    }
+    assert {name: (tmp_path / name).read_bytes() for name in bodies} == bodies
+    assert f"{inputs[0]} -> {out}/a.tmqx: 2 read, 2 written, 0 skipped" in capsys.readouterr().out
+
+
+def test_one_file_compressed(tmp_path: Path) -> None:
+    many = [GOOD | {"prompt_text": "the same text " * 20}] * 50
+    source = write(tmp_path / "a.bin", old.trxp(*many))
+    for compression, path in (("none", tmp_path / "plain.tmqx"), ("zstd", tmp_path / "small.tmqx")):
+        assert main(["convert-experiences", source, "--out", str(path), "--compression", compression]) == 0
+    plain, small = tmp_path / "plain.tmqx", tmp_path / "small.tmqx"
+    assert decode(small.read_bytes()) == decode(plain.read_bytes())
+    assert small.stat().st_size < plain.stat().st_size
+    assert small.stat().st_mode == plain.stat().st_mode == Path(source).stat().st_mode
+
+
+def test_what_cannot_be_converted_is_skipped_and_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    inputs = [
+        write(tmp_path / "a.bin", old.trxp(GOOD, BAD, GOOD, NOT_FOR_A_BODY)),
+        write(tmp_path / "b.bin", b"nothing known"),
+        write(tmp_path / "c.bin", old.trxp(*[BAD] * (SHOWN + 3))),
+        str(tmp_path / "missing.bin"),
+        str(tmp_path),
+        write(tmp_path / "d.bin", old.trxp(GOOD)),
+    ]
+    out = tmp_path / "new"
+    assert main(["convert-experiences", *inputs, "--out", str(out)]) == 1
+    assert {path.name: len(decode(path.read_bytes())) for path in out.iterdir()} == {"a.tmqx": 2, "d.tmqx": 1}
+    said = capsys.readouterr().out
+    assert "a.tmqx: 4 read, 2 written, 2 skipped\n  skipped experience 1: prompt_length is 0, wanted" in said
+    assert "  skipped experience 3: info has the key 1, wanted text" in said
+    assert "b.bin: skipped: 13 bytes, wanted an experience body" in said
+    assert f"c.bin -> nothing written: {SHOWN + 3} read, 0 written, {SHOWN + 3} skipped" in said
+    assert "  and 3 more\n" in said
+    assert "missing.bin: skipped: cannot be read: No such file or directory" in said
+    assert f"{tmp_path}: skipped: cannot be read: Is a directory" in said
+
+
+@pytest.mark.parametrize("first", [old.trxp(GOOD, BAD), old.trxp(GOOD, NOT_FOR_A_BODY), b"nothing known"])
+def test_strict_stops(first: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    inputs = [write(tmp_path / "a.bin", first), write(tmp_path / "b.bin", old.trxp(GOOD))]
+    assert main(["convert-experiences", *inputs, "--out", str(tmp_path / "new"), "--strict"]) == 1
+    assert not (tmp_path / "new").exists()
+    assert "stopped at the first problem" in capsys.readouterr().out
+
+
+def test_a_malicious_file_runs_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flag = tmp_path / "flag"
+    payload = b"\x80\x02cposix\nsystem\n(X" + len(f"touch {flag}").to_bytes(4, "little") + f"touch {flag}".encode()
+    inputs = [write(tmp_path / "a.pkl", payload + b"tR."), write(tmp_path / "b.bin", old.sealed(payload + b"tR."))]
+    assert main(["convert-experiences", *inputs, "--out", str(tmp_path / "new")]) == 1
+    assert capsys.readouterr().out.count("asks for 'posix' 'system'") == 2
+    assert not flag.exists()
+
+
+@pytest.mark.parametrize(
+    ("inputs", "out", "words"),
+    [
+        (["a.tmqx"], ".", "a.tmqx is an input, which is never written over"),
+        (["b.bin", "a.tmqx"], "linked", "a.tmqx is an input"),
+        (["b.bin"], "link.tmqx", "link.tmqx is an input"),
+        (["b.bin"], "hard.tmqx", "hard.tmqx is an input"),
+        (["b.bin", "a.tmqx"], "one.tmqx", "is one file for 2 inputs, wanted a folder"),
+        (["b.bin", "b.pkl"], "new", "would both become"),
+    ],
+)
+def test_no_input_is_written_over(
+    inputs: list[str], out: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("a.tmqx", "b.bin", "b.pkl"):
+        write(tmp_path / name, old.trxp(GOOD))
+    (tmp_path / "linked").symlink_to(tmp_path)
+    (tmp_path / "link.tmqx").symlink_to(tmp_path / "b.bin")
+    os.link(tmp_path / "b.bin", tmp_path / "hard.tmqx")
+    before = sorted(tmp_path.iterdir())
+    assert main(["convert-experiences", *(str(tmp_path / name) for name in inputs), "--out", str(tmp_path / out)]) == 2
+    said = capsys.readouterr().err
+    assert words in said
+    assert len(said.splitlines()) == 1
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_an_earlier_result_is_replaced_or_kept_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, target = write(tmp_path / "a.bin", old.trxp(GOOD)), tmp_path / "new" / "a.tmqx"
+    words = ["convert-experiences", source, "--out", str(target.parent) + os.sep]
+    assert main(words) == 0
+    first = target.read_bytes()
+    write(tmp_path / "a.bin", old.trxp(GOOD, GOOD))
+
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        assert main(words) == 1
+    assert target.read_bytes() == first
+    assert list(target.parent.iterdir()) == [target]
+    assert main(words) == 0
+    assert len(decode(target.read_bytes())) == 2
+
+
+def test_the_command_leads_to_its_function_without_torch() -> None:
+    arguments = cli._parser().parse_args(["convert-experiences", "a", "b", "--out", "c"])
+    assert (arguments.inputs, arguments.out, arguments.compression, arguments.strict) == (
+        ["a", "b"],
+        "c",
+        "none",
+        False,
+    )
+    assert arguments.function.__module__ == "trinity_mq.cli.convert"
+    code = (
+        "import sys, trinity_mq.cli.convert as _\nsys.exit(bool({'torch', 'numpy', 'safetensors'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

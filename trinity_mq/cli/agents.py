@@ -1,0 +1,50 @@
+"""``trinity-mq explorer|runner|operator|trainer|gateway``: runs a single agent."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import re
+import socket
+from typing import cast
+
+from trinity_mq.bus.addresses import URL_VARIABLE, Addresses
+from trinity_mq.cli.arguments import add_target
+from trinity_mq.targets.run_folder import RunFolder
+from trinity_mq.targets.target import configuration
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of an agent. The last word of ``parser.prog`` is its role."""
+    add_target(parser)
+    role = parser.prog.rpartition(" ")[2]
+    parser.add_argument("--id", help=f"its name among the agents of the run (default: {role}-0)")
+    if role == "explorer":
+        parser.add_argument(
+            "--engines-only",
+            action="store_true",
+            help="host further engines for a run whose explorer is elsewhere, and schedule nothing "
+            "(default name: engines-HOSTNAME)",
+        )
+
+
+def run_agent(arguments: argparse.Namespace) -> int:
+    """Run the agent named by the command until its work is over; return its exit code."""
+    config = configuration(arguments)
+    if Addresses.of(config.broker) is None and (url := RunFolder(config).known_broker()) is not None:
+        os.environ[URL_VARIABLE] = url
+    # imported by name, because the command line must not import the daemons, which import torch
+    if getattr(arguments, "engines_only", False):
+        module = importlib.import_module("trinity_agents.explorer.engine_hosting")
+        return cast("int", module.host_engines(config, agent_id(arguments.id or "engines-{host}")))
+    module = importlib.import_module(f"trinity_agents.{arguments.command}.agent")
+    return cast("int", module.main(config, agent_id(arguments.id or f"{arguments.command}-0")))
+
+
+def agent_id(pattern: str) -> str:
+    """Return ``pattern`` with this machine's host name for ``{host}``. The result is the same after a restart, and
+    different on another machine or in another container.
+    """
+    host = re.sub("[^a-z0-9]+", "-", socket.gethostname().lower()).strip("-")[:40]
+    return pattern.replace("{host}", host or "host")

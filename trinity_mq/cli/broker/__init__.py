@@ -1,1 +1,0 @@
-"""``trinity-mq broker`` and the connection of other commands to a run's broker."""

@@ -1,0 +1,197 @@
+"""``trinity-mq chaos``: kills, freezes, disconnects and restarts parts of a run, and checks its invariants."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import random
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from trinity_mq.cli.arguments import add_broker, add_target
+from trinity_mq.errors import CommandError
+from trinity_mq.proof.chaos.report import as_json, lines
+from trinity_mq.proof.chaos.scenes import FURTHER_STEPS, Wishes, attached, elsewhere, started
+from trinity_mq.proof.chaos.schedule import KINDS, ROLES, Schedule
+from trinity_mq.proof.chaos.targets.remote import ComposeTargets, KubernetesTargets
+from trinity_mq.proof.chaos.trial import Outcome
+from trinity_mq.runtime.interrupts import run_to_the_end
+from trinity_mq.terminal import write_output
+
+EPILOG = (
+    "exit codes: 0 every invariant that was checked holds; 1 one is violated; 2 the command cannot be used so, and the "
+    "line on stderr says why"
+)
+
+DEFAULT_CLIENTS = 8
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``trinity-mq chaos``."""
+    parser.epilog = EPILOG
+    add_target(parser, optional=True)
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--attach", metavar="RUN_FOLDER", help="a run that runs on this machine, in place of TARGET")
+    where.add_argument("--compose", metavar="PROJECT", help="TARGET runs in this project of docker compose")
+    where.add_argument("--kubernetes", metavar="NAMESPACE", help="TARGET runs in pods of this namespace")
+    parser.add_argument("--kills", metavar="N", type=int, default=20, help="number of faults (default: %(default)s)")
+    parser.add_argument(
+        "--seed", metavar="N", type=int, help="of the schedule (default: a random one, which is printed)"
+    )
+    parser.add_argument(
+        "--schedule", metavar="FILE", type=Path, help="do the faults of this file, in place of drawn ones"
+    )
+    parser.add_argument("--kinds", metavar="NAMES", default=",".join(KINDS), help="of faults (default: %(default)s)")
+    parser.add_argument("--roles", metavar="NAMES", default=",".join(ROLES), help="of victims (default: %(default)s)")
+    parser.add_argument(
+        "--every",
+        metavar="SECONDS",
+        type=float,
+        default=3.0,
+        help="mean time from a recovery to the next fault (default: %(default)g)",
+    )
+    parser.add_argument(
+        "--timeout",
+        metavar="SECONDS",
+        type=float,
+        default=120.0,
+        help="in which the run must have recovered from a fault (default: %(default)g)",
+    )
+    parser.add_argument(
+        "--after",
+        metavar="STEPS",
+        type=int,
+        default=5,
+        help="train steps before the first fault (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--further",
+        metavar="STEPS",
+        type=int,
+        help=f"train steps after the last fault (default: to the run's end; {FURTHER_STEPS} of one that was running)",
+    )
+    parser.add_argument(
+        "--inside",
+        metavar="SHARE",
+        type=float,
+        help="share of the faults at points inside agents, of a run that is started (default: 0.5 in mode serve)",
+    )
+    parser.add_argument(
+        "--clients",
+        metavar="N",
+        type=int,
+        default=DEFAULT_CLIENTS,
+        help="agents that hold sessions meanwhile, in mode serve (default: %(default)s)",
+    )
+    parser.add_argument("--fresh", action="store_true", help="move the run's folder aside first, as `run --fresh` does")
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    add_broker(parser)
+
+
+def chaos(arguments: argparse.Namespace) -> int:
+    """Inject faults into a run. Print the recovery times and whether the invariants hold. Return 1 if an invariant is
+    violated.
+    """
+    _check(arguments)
+    if arguments.seed is None:
+        arguments.seed = random.SystemRandom().randrange(1 << 16)
+    overrides = list(arguments.overrides)
+    with contextlib.redirect_stdout(sys.stderr):  # keep the library's log output out of the report
+        outcome, folder = run_to_the_end(_run_trial(arguments))
+        schedule, repeat_command = folder / "schedule.json", _repeat_command(arguments, overrides, outcome.schedule)
+        text = "\n".join(lines(outcome, schedule, repeat_command))
+        report = json.dumps(as_json(outcome, schedule, repeat_command), indent=2)
+        write_output(folder / "report.txt", text + "\n")
+        write_output(folder / "report.json", report + "\n")
+    print(report if arguments.json else text)
+    return 0 if outcome.holds else 1
+
+
+async def _run_trial(arguments: argparse.Namespace) -> tuple[Outcome, Path]:
+    wishes = Wishes(
+        count=arguments.kills,
+        seed=arguments.seed,
+        file=arguments.schedule,
+        kinds=_names(arguments.kinds),
+        roles=_names(arguments.roles),
+        every=arguments.every,
+        timeout=arguments.timeout,
+        after=arguments.after,
+        further=arguments.further,
+        inside=arguments.inside,
+        clients=arguments.clients,
+    )
+    if arguments.compose is not None:
+        return await elsewhere(arguments, wishes, ComposeTargets(arguments.compose), tell)
+    if arguments.kubernetes is not None:
+        return await elsewhere(arguments, wishes, KubernetesTargets(arguments.kubernetes), tell)
+    if arguments.attach is not None:
+        return await attached(arguments, wishes, tell)
+    return await started(arguments, wishes, tell)
+
+
+def tell(line: str) -> None:
+    """Print a line for a person who watches the trial."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def _repeat_command(arguments: argparse.Namespace, overrides: Sequence[str], schedule: Schedule) -> str:
+    """Return the command that repeats the same faults."""
+    words = ["trinity-mq", "chaos"]
+    if arguments.attach is None:
+        words += [arguments.target]
+    words += overrides
+    for name in ("attach", "compose", "kubernetes", "schedule"):
+        if (value := getattr(arguments, name)) is not None:
+            words += [f"--{name}", str(value)]
+    if arguments.schedule is None:
+        words += ["--kills", str(arguments.kills), "--seed", str(schedule.seed), "--every", f"{arguments.every:g}"]
+        for name, default in (("kinds", ",".join(KINDS)), ("roles", ",".join(ROLES))):
+            words += [f"--{name}", getattr(arguments, name)] if getattr(arguments, name) != default else []
+    words += ["--after", str(arguments.after), "--timeout", f"{arguments.timeout:g}"]
+    words += [] if arguments.further is None else ["--further", str(arguments.further)]
+    words += [] if arguments.inside is None else ["--inside", f"{arguments.inside:g}"]
+    words += [] if arguments.clients == DEFAULT_CLIENTS else ["--clients", str(arguments.clients)]
+    words += ["--fresh"] if arguments.attach is arguments.compose is arguments.kubernetes is None else []
+    return shlex.join(words)
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    """Check the arguments, and apply the overrides of ``--attach``.
+
+    Raises:
+        CommandError: An argument is not valid; the message names it and the expected values.
+    """
+    if arguments.target is None and arguments.attach is None:
+        raise CommandError("name a run: a YAML file to start one, or --attach RUN_FOLDER")
+    if arguments.attach is not None:
+        if arguments.target is not None and "=" not in arguments.target:
+            raise CommandError(f"{arguments.target!r} and --attach {arguments.attach} are two runs: give one of them")
+        arguments.overrides = [word for word in (arguments.target, *arguments.overrides) if word is not None]
+        arguments.target = arguments.attach
+    for name, value, least in (
+        ("kills", arguments.kills, 1),
+        ("after", arguments.after, 1),
+        ("every", arguments.every, 0),
+        ("clients", arguments.clients, 0),
+    ):
+        if value < least:
+            raise CommandError(f"--{name} is {value:g}, wanted at least {least}")
+    if arguments.inside is not None and not 0 <= arguments.inside <= 1:
+        raise CommandError(f"--inside is {arguments.inside:g}, wanted a share from 0 to 1")
+    if arguments.timeout <= 0:
+        raise CommandError(f"--timeout is {arguments.timeout:g}, wanted more than 0 seconds")
+    for name, choices in (("kinds", tuple(KINDS)), ("roles", ROLES)):
+        if unknown := sorted(set(_names(getattr(arguments, name))) - set(choices)) or not _names(
+            getattr(arguments, name)
+        ):
+            raise CommandError(
+                f"--{name} is {getattr(arguments, name)!r} ({unknown}), wanted some of {', '.join(choices)}"
+            )
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]

@@ -1,1 +1,0 @@
-"""Commands that consist of a single module each."""

@@ -1,0 +1,132 @@
+"""``trinity-mq dash``: serves the page of one run."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trinity_mq.cli.arguments import add_broker, add_target
+from trinity_mq.errors import CommandError
+from trinity_mq.page.contents import LazyTexts, curves_of, runs, workflows
+from trinity_mq.runtime.http.listening import listening
+
+if TYPE_CHECKING:
+    from trinity_mq.config import Config
+    from trinity_mq.observability.curves import Curves
+    from trinity_mq.observability.sources import Part
+    from trinity_mq.targets.connection import Target
+
+PORT = 8720
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``trinity-mq dash``."""
+    add_target(parser, "(default: the run in runs/ that was written to last)", optional=True)
+    add_broker(parser)
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
+    parser.add_argument("--port", type=int, default=PORT, help=f"port to listen on; 0: a free one (default: {PORT})")
+    parser.add_argument(
+        "--operate", action="store_true", help="let the page act: replay dead letters, restart agents, give verdicts"
+    )
+    parser.add_argument(
+        "--beside", metavar="RUN", action="append", default=[], help="draw the curves of this run too; may be repeated"
+    )
+
+
+def dash(arguments: argparse.Namespace) -> int:
+    """Serve the page until interrupted."""
+    from trinity_mq.targets.target import find_configuration
+    from trinity_mq.telemetry import setup_logging
+
+    setup_logging("dash", "dash", None, "warning")
+    if arguments.target is None:
+        arguments.target = str(_latest())
+    config = find_configuration(arguments.target, arguments.overrides)
+    _find_broker(arguments, config)
+    others = {name: curves_of(name) for name in arguments.beside}
+    with contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(_serve(arguments, config, others))
+    return 0
+
+
+def _find_broker(arguments: argparse.Namespace, config: Config | None) -> Target | None:
+    """Return the run and its broker; None if the broker does not run and the run's folder provides the data.
+
+    Raises:
+        CommandError: Neither a broker nor a run folder exists.
+    """
+    from trinity_mq.targets.connection import find_target
+
+    try:
+        target = find_target(arguments)
+    except CommandError:
+        if config is None or not config.path.is_dir():
+            raise
+        return None
+    return None if target.broker.url is None else target
+
+
+def _stopped(arguments: argparse.Namespace, config: Config | None) -> Target | None:
+    """Return the run if it has a private broker that does not run now, else None."""
+    from trinity_mq.targets.connection import find_target
+    from trinity_mq.targets.run_folder import RunFolder
+
+    if config is None or not RunFolder(config).broker.is_dir():
+        return None
+    target = find_target(arguments)
+    return target if target.broker.url is None else None
+
+
+def _latest() -> Path:
+    from trinity_mq.targets.target import RUNS
+    from trinity_mq.telemetry import METRICS_FILE
+
+    folders = [path.parent for path in RUNS.glob(f"**/{METRICS_FILE}")]
+    if not folders:
+        raise CommandError(f"no run has left a folder below {RUNS.absolute()}; name one: trinity-mq dash TARGET")
+    return max(folders, key=lambda folder: (folder / METRICS_FILE).stat().st_mtime)
+
+
+async def _serve(arguments: argparse.Namespace, config: Config | None, others: dict[str, Curves]) -> None:
+    from trinity_mq.config.threads import available_cores
+    from trinity_mq.observability.diagnosis import expected_agents, free_resources, limits
+    from trinity_mq.observability.observatory import Observatory
+    from trinity_mq.observability.sources import BrokerSource, FolderSource
+    from trinity_mq.page.access import PageAccess
+    from trinity_mq.page.actions import Actions
+    from trinity_mq.page.app import DashApp
+    from trinity_mq.telemetry.evaluations.log import read_evaluations
+
+    folder = config.path if config is not None and config.path.is_dir() else None
+    run = arguments.target if config is None else config.name
+    total = None if config is None else config.buffer.total_steps
+    observatory = Observatory(
+        run,
+        total,
+        {} if config is None else workflows(config),
+        expected=expected_agents(config),
+        limits=limits(config),
+        room=free_resources(config, available_cores(), len(list(Path("/dev").glob("nvidia[0-9]*")))),
+    )
+    access = PageAccess(arguments.host, operate=arguments.operate)
+    takes: tuple[Part, ...] = ("reviews", "metrics", "samples") if folder is None else ("reviews",)
+    broker = BrokerSource(lambda: _find_broker(arguments, config), observatory, takes)
+    texts = LazyTexts(config)
+    app = DashApp(
+        observatory,
+        Actions(broker, lambda: _stopped(arguments, config)),
+        access,
+        texts.known,
+        runs=lambda: runs(folder),
+        evaluations=lambda: [] if folder is None else read_evaluations(folder),
+        others=others,
+    )
+    async with listening(app.application(), arguments.host, arguments.port) as url, asyncio.TaskGroup() as group:
+        if folder is not None:
+            group.create_task(FolderSource(folder, observatory).run())
+        group.create_task(broker.run())
+        group.create_task(app.tick())
+        print(f"{run}: {url}/{f'?key={access.key}' if access.needs_key else ''}", flush=True)

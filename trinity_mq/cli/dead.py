@@ -1,0 +1,98 @@
+"""``trinity-mq dead``: lists dead letters, and publishes dead-lettered batches again."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+import textwrap
+from collections.abc import Sequence
+
+from trinity_mq.bus import Incoming
+from trinity_mq.cli.arguments import add_actions, add_broker, add_target
+from trinity_mq.operations.dead_letters import COLUMNS, letters, republish_batches, row
+from trinity_mq.runtime.interrupts import run_to_the_end
+from trinity_mq.targets.connection import Target, find_target, reached
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add ``trinity-mq dead list`` and ``trinity-mq dead replay``."""
+    add = add_actions(parser)
+    listing = add("list", "list dead letters with their reasons, and leave them where they are", list_dead)
+    add_target(listing)
+    add_broker(listing)
+    listing.add_argument("--limit", type=int, default=100, help="largest number listed (default: 100)")
+    again = add(
+        "replay",
+        "publish batches again that operators could not process or trainers did not survive, once that is repaired",
+        replay,
+    )
+    add_target(again)
+    add_broker(again)
+    again.add_argument(
+        "--batch", metavar="N", action="append", default=[], help="only this batch; may be given several times"
+    )
+
+
+def list_dead(arguments: argparse.Namespace) -> int:
+    """Print dead letters, oldest first, without removing them: as paragraphs on a terminal, else as tab-separated
+    lines.
+    """
+    target = find_target(arguments)
+    letters, total = run_to_the_end(_letters(target, arguments.limit))
+    if not total:
+        print(f"run {target.run!r} has no dead letters")
+        return 0
+    rows = [row(letter) for letter in letters]
+    if sys.stdout.isatty():
+        width = shutil.get_terminal_size().columns
+        lines = [line for number, cells in enumerate(rows, 1) for line in paragraph(number, cells, width)]
+    else:
+        lines = ["\t".join(" ".join(cell.split()) for cell in cells) for cells in (COLUMNS, *rows)]
+    for line in lines:
+        print(line)
+    if len(letters) < total:
+        print(f"{len(letters)} of {total} shown (--limit)", file=sys.stderr)
+    return 0
+
+
+def paragraph(number: int, cells: Sequence[str], width: int) -> list[str]:
+    """Return one letter for a terminal: kind and origin, reason, and message id, in lines of at most ``width``
+    characters.
+    """
+    letter = dict(zip(COLUMNS, cells, strict=True))
+    parts = [f"{name} {letter[name]}" for name in ("batch", "operator") if letter[name] != "-"]
+    head = ", ".join([f"{number}. {letter['kind']} from {letter['queue']}", *parts, f"{letter['bytes']} bytes"])
+    lines = textwrap.wrap(head, width, subsequent_indent="   ")
+    for text in (letter["reason"], f"id {letter['message_id']}"):
+        lines += textwrap.wrap(text, width, initial_indent="   ", subsequent_indent="   ")
+    return lines
+
+
+def replay(arguments: argparse.Namespace) -> int:
+    """Publish dead batches again. Return 1 if a batch could not be published."""
+    target = find_target(arguments)
+    republished, problems, remaining = run_to_the_end(_replay(target, set(arguments.batch)))
+    for line in (*republished, *problems):
+        print(line)
+    if republished:
+        print(
+            "what the operators make of them, and what a trainer did not survive, goes to the ready stream, where "
+            "`trinity-mq inspect` shows it. A trainer "
+            "that has passed a batch by now takes what is at most synchronizer.max_staleness train steps old along "
+            "with its next batch (sample/repaired_batches), and counts the rest (sample/dropped_stale_groups)"
+        )
+    else:
+        rest = f"; {remaining} other letters stay where they are, see `trinity-mq dead list`" if remaining else ""
+        print(f"run {target.run!r} has no dead batch to run again{rest}")
+    return 1 if problems else 0
+
+
+async def _replay(target: Target, batches: set[str]) -> tuple[list[str], list[str], int]:
+    async with reached(target, "dead") as (bus, topology):
+        return await republish_batches(bus, topology, batches)
+
+
+async def _letters(target: Target, limit: int) -> tuple[Sequence[Incoming], int]:
+    async with reached(target, "dead") as (bus, topology):
+        return await letters(bus, topology, limit)

@@ -1,0 +1,63 @@
+"""``trinity-mq exporter``: serves the metrics of one run to Prometheus."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import time
+from typing import TYPE_CHECKING
+
+from trinity_mq.cli.arguments import add_broker, add_target
+from trinity_mq.runtime.http.listening import listening
+
+if TYPE_CHECKING:
+    from trinity_mq.targets.connection import Target
+
+PORT = 9464
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``trinity-mq exporter``."""
+    add_target(parser)
+    add_broker(parser)
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
+    parser.add_argument("--port", type=int, default=PORT, help=f"port to listen on; 0: a free one (default: {PORT})")
+
+
+def exporter(arguments: argparse.Namespace) -> int:
+    """Serve ``/metrics`` until interrupted."""
+    from trinity_mq.targets.target import find_configuration
+    from trinity_mq.telemetry import setup_logging
+
+    setup_logging("exporter", "exporter", None, "warning")
+    config = find_configuration(arguments.target, arguments.overrides)
+    run = arguments.target if config is None else config.name
+    with contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(_serve(arguments, run, None if config is None else config.runner.concurrency))
+    return 0
+
+
+async def _serve(arguments: argparse.Namespace, run: str, slots: int | None) -> None:
+    from aiohttp import web
+
+    from trinity_mq.config.hosts import is_loopback
+    from trinity_mq.observability.observatory import Observatory
+    from trinity_mq.observability.prometheus.families import RunCollector
+    from trinity_mq.observability.prometheus.handler import metrics_handler
+    from trinity_mq.observability.sources import BrokerSource
+    from trinity_mq.runtime.http.serving import from_this_site, new_application
+    from trinity_mq.targets.connection import find_target
+
+    observatory = Observatory(run)
+
+    def target() -> Target | None:
+        run_target = find_target(arguments)
+        return None if run_target.broker.url is None else run_target
+
+    find_target(arguments)  # fail at once if the run is not known
+    app = new_application([from_this_site] if is_loopback(arguments.host) else [])
+    app.add_routes([web.get("/metrics", metrics_handler(RunCollector(observatory.view, time.time, slots)))])
+    async with listening(app, arguments.host, arguments.port) as url:
+        print(f"{run}: {url}/metrics", flush=True)
+        await BrokerSource(target, observatory, {"metrics"}).run()

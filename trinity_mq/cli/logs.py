@@ -1,0 +1,72 @@
+"""``trinity-mq logs``: shows the log lines of a run's agents in time order, and follows new lines."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections import deque
+from pathlib import Path
+
+from trinity_mq.cli.arguments import add_target
+from trinity_mq.errors import CommandError
+from trinity_mq.observability.logs.files import LogFiles
+from trinity_mq.observability.logs.follow import follow, since
+from trinity_mq.observability.logs.lines import LEVELS, LineFilter, LogLine, in_words
+from trinity_mq.runtime.interrupts import run_to_the_end
+from trinity_mq.targets.target import RUNS, find_configuration, known_runs
+from trinity_mq.telemetry import LOGS_FOLDER
+from trinity_mq.terminal import unguarded
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``trinity-mq logs``."""
+    add_target(parser)
+    parser.add_argument("--follow", "-f", action="store_true", help="go on with new lines, until the run is over")
+    parser.add_argument("--batch", metavar="N", help="only lines about this batch")
+    parser.add_argument("--agent", metavar="ID", help="only lines of this agent, or of all agents of this role")
+    parser.add_argument("--level", choices=LEVELS, default="debug", help="least level (default: all that is written)")
+    parser.add_argument("--since", metavar="AGE", help="only lines that are not older, such as 90s, 10m, 2h or 1d")
+    parser.add_argument("--grep", metavar="TEXT", help="only lines that contain this, in capitals or not")
+    parser.add_argument("--lines", metavar="N", type=int, help="only the last N of the lines that are there")
+    parser.add_argument("--json", action="store_true", help="lines as they are in the files")
+
+
+def logs(arguments: argparse.Namespace) -> int:
+    """Print the lines. Return 0, or 1 if no log exists and ``--follow`` is not given."""
+    folder = _run_folder(arguments)
+    if arguments.lines is not None and arguments.lines < 0:
+        raise CommandError(f"--lines is {arguments.lines}, wanted 0 or more")
+    colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    chosen = LineFilter(arguments.batch, arguments.agent, arguments.level, since(arguments.since), arguments.grep)
+
+    def show(line: LogLine) -> None:
+        if arguments.json:
+            print(line.text)
+        else:
+            print(in_words(line, colour=colour), file=unguarded(sys.stdout))  # the line contains our own colour codes
+
+    if not arguments.follow and not (folder / LOGS_FOLDER).is_dir():
+        print(f"{folder / LOGS_FOLDER} is not there: no agent of this run has started on this machine", file=sys.stderr)
+        return 1
+    files = LogFiles(folder)
+    matches = (line for line in files.merged() if chosen.takes(line))
+    for line in matches if arguments.lines is None else deque(matches, maxlen=arguments.lines):
+        show(line)
+    if arguments.follow:
+        sys.stdout.flush()
+        run_to_the_end(follow(folder, files, chosen, show))
+    return 0
+
+
+def _run_folder(arguments: argparse.Namespace) -> Path:
+    path = Path(arguments.target)
+    if (path / LOGS_FOLDER).is_dir():  # agents started without ``trinity-mq run`` write no configuration
+        return path
+    config = find_configuration(arguments.target, arguments.overrides)
+    if config is not None:
+        return config.path
+    folder = RUNS / str(arguments.target)
+    if folder.is_dir():
+        return folder
+    raise CommandError(f"{arguments.target!r} is no run of which a folder is known here{known_runs()}")

@@ -1,0 +1,88 @@
+"""``trinity-mq regrade``: shows how another reward function would change the rewards of a run's experiences."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trinity_mq.cli.arguments import add_broker, add_target
+from trinity_mq.errors import CommandError
+from trinity_mq.operations.regrade.run import all_figures, open_grader, regrade_file, regrade_stream
+from trinity_mq.runtime.interrupts import run_to_the_end
+from trinity_mq.targets.connection import find_target
+from trinity_mq.targets.target import configuration, known_runs
+from trinity_mq.terminal import write_output
+
+if TYPE_CHECKING:
+    pass
+
+FOUND_NOTHING = 1
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``trinity-mq regrade``."""
+    add_target(parser)
+    parser.add_argument(
+        "--reward",
+        metavar="NAME",
+        required=True,
+        help="the other reward function: a name such as math_boxed, or a dotted path such as my_rewards.strict",
+    )
+    parser.add_argument("--reward-args", metavar="JSON", default="{}", help="its arguments (default: none)")
+    parser.add_argument("--batch", metavar="ID", help="only experiences of this batch")
+    parser.add_argument(
+        "--limit", metavar="N", type=int, help="take no further batch after so many experiences (default: all)"
+    )
+    parser.add_argument("--timeout", metavar="S", type=float, default=10.0, help="seconds for one call (default: 10)")
+    parser.add_argument("--json", metavar="FILE", help="write all figures there; - is the standard output")
+    parser.add_argument(
+        "--file",
+        metavar="PATH",
+        help="take experiences from this .tmqx file or folder, not from the stream; TARGET says how they were made",
+    )
+    add_broker(parser)
+    parser.add_argument("--blob-store", metavar="URL", help="where large bodies are (default: that of the YAML file)")
+    parser.epilog = "exit codes: 0 done; 1 there is nothing to regrade, or nothing that can be"
+
+
+def regrade(arguments: argparse.Namespace) -> int:
+    """Regrade the sampled experiences of a run and print the differences. Return 0, or 1 if no experience could be
+    regraded.
+    """
+    if arguments.limit is not None and arguments.limit < 1:
+        raise CommandError(f"--limit is {arguments.limit}, wanted at least 1")
+    if not arguments.timeout > 0:
+        raise CommandError(f"--timeout is {arguments.timeout:g}, wanted seconds above 0")
+    if Path(arguments.target).suffix == ".tmqx":
+        raise CommandError(
+            f"{arguments.target} is a file of experiences, and TARGET the run that made them, whose tasksets have the "
+            f"answers: trinity-mq regrade RUN --reward NAME --file {arguments.target}{known_runs()}"
+        )
+    config = configuration(arguments)
+    # output of the library and of the reward function must not mix with the figures on stdout
+    with contextlib.redirect_stdout(sys.stderr):
+        grader = open_grader(config, arguments)
+        from trinity_mq.operations.regrade.regrading import Regrading
+
+        regrading = Regrading(config, grader, arguments.limit)
+        if arguments.file is not None:
+            run_to_the_end(regrade_file(config, arguments.file, arguments.batch, regrading))
+        else:
+            run_to_the_end(regrade_stream(find_target(arguments, arguments.blob_store), arguments.batch, regrading))
+    figures = all_figures(arguments.reward, regrading, grader)
+    if config.operator.operators:
+        names = ", ".join(operator.name for operator in config.operator.operators)
+        figures["remarks"].append(f"old rewards are those after the run's operators ({names}), new ones are not")
+    if arguments.json == "-":
+        print(json.dumps(figures, ensure_ascii=False, indent=1))
+    else:
+        if arguments.json is not None:
+            write_output(Path(arguments.json), json.dumps(figures, ensure_ascii=False, indent=1) + "\n")
+        from trinity_mq.operations.regrade.text import show
+
+        show(figures, sys.stdout)
+    return 0 if figures["experiences"] else FOUND_NOTHING

@@ -1,0 +1,128 @@
+"""``trinity-mq review``: lists the runs that wait for a person's verdict, shows a run, and sends verdicts."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import getpass
+import json
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from trinity_mq.cli.arguments import add_actions, add_broker
+from trinity_mq.cli.arguments import add_target as add_target_and_settings
+from trinity_mq.errors import CommandError
+from trinity_mq.messages import Verdict
+from trinity_mq.operations.review import as_dict, as_page, find_review, following, in_short
+from trinity_mq.reviews.ledger import Review, in_words
+from trinity_mq.reviews.stream import ReviewStream
+from trinity_mq.runtime.interrupts import run_to_the_end
+from trinity_mq.targets.connection import Target, find_target
+
+COUNTED_WITHIN = 5.0
+"""Seconds to wait for the operator's report that a verdict counted."""
+
+T = TypeVar("T")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the actions of ``trinity-mq review``."""
+    add = add_actions(parser)
+    listing = add("list", "list the runs that wait for a verdict", list_reviews)
+    add_target_and_settings(listing)
+    listing.add_argument("--all", action="store_true", help="those that are decided too")
+    showing = add("show", "show one with its texts, its reward and why it was chosen", show)
+    keeping = add("keep", "let it count as it is", give)
+    dropping = add("drop", "leave it out of its batch", give)
+    rewarding = add("reward", "give it another reward", give)
+    for action in (showing, keeping, dropping, rewarding):
+        add_target_and_settings(action)
+        action.add_argument("id", metavar="ID", help="of the request, or the beginning of it")
+    rewarding.add_argument("value", metavar="VALUE", type=float, help="the new reward")
+    for action in (keeping, dropping, rewarding):
+        action.add_argument("--note", default="", help="for people who read it later")
+        action.add_argument("--by", default=None, help="who gives it (default: the user of this machine)")
+    for action in (listing, showing, keeping, dropping, rewarding):
+        add_broker(action)
+        action.add_argument("--json", action="store_true", help="as JSON")
+
+
+def list_reviews(arguments: argparse.Namespace) -> int:
+    """Print the runs that wait for a verdict, one paragraph each. Return 0, even if the list is empty."""
+
+    async def look(reviews: ReviewStream) -> list[Review]:
+        return list(reviews.ledger) if arguments.all else reviews.pending()
+
+    selection = _with_reviews(arguments, look)
+    now = time.time()
+    if arguments.json:
+        print(json.dumps([as_dict(review, now) for review in selection], ensure_ascii=False))
+    elif not selection:
+        print("no run waits for a verdict")
+    else:
+        print("\n".join(line for review in selection for line in in_short(review, now)))
+    return 0
+
+
+def show(arguments: argparse.Namespace) -> int:
+    """Print one review with all its texts. Return 0."""
+
+    async def look(reviews: ReviewStream) -> Review:
+        return find_review(reviews, arguments.id)
+
+    review, now = _with_reviews(arguments, look), time.time()
+    print(json.dumps(as_dict(review, now), ensure_ascii=False) if arguments.json else as_page(review, now))
+    return 0
+
+
+def give(arguments: argparse.Namespace) -> int:
+    """Send a verdict and print whether it counts. Return 0, or 1 if it does not count."""
+    verdict: Verdict = arguments.action
+    reward = arguments.value if verdict == "reward" else None
+    by = _user() if arguments.by is None else arguments.by
+
+    async def send(reviews: ReviewStream) -> tuple[Review, str]:
+        review = find_review(reviews, arguments.id)
+        request = review.request.request
+        try:
+            applied = await reviews.send(request, verdict, reward, by=by, note=arguments.note)
+        except ValueError as error:
+            raise CommandError(f"this verdict cannot be sent: {error}") from error
+        if applied.taken == "new":
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(COUNTED_WITHIN):
+                    await reviews.changed.until(lambda: review.closed is not None)
+        return review, "" if applied.taken == "new" else applied.reason
+
+    review, reason = _with_reviews(arguments, send)
+    is_overridden = review.closed is not None and (review.closed.verdict, review.closed.reward) != (verdict, reward)
+    if not reason and is_overridden and review.closed is not None:
+        reason = f"it was closed meanwhile: {in_words(review.closed)}"
+    if arguments.json:
+        print(json.dumps({**as_dict(review, time.time()), "counts": not reason, "reason": reason}, ensure_ascii=False))
+    elif reason:
+        print(f"{review.request.request}: the verdict does not count: {reason}", file=sys.stderr)
+    elif review.closed is None:
+        print(f"{review.request.request}: noted; it counts once an operator has read it")
+    else:
+        print(f"{review.request.request}: {in_words(review.closed)} counts")
+    return 1 if reason else 0
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (OSError, KeyError):  # the user of a container may have no name
+        return ""
+
+
+def _with_reviews(arguments: argparse.Namespace, work: Callable[[ReviewStream], Awaitable[T]]) -> T:
+    return run_to_the_end(_run(find_target(arguments), work))
+
+
+async def _run(target: Target, work: Callable[[ReviewStream], Awaitable[T]]) -> T:
+    async with following(target) as reviews:
+        return await work(reviews)

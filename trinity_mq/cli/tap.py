@@ -1,0 +1,88 @@
+"""``trinity-mq tap``: prints the experiences of a live run as JSON lines."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+from typing import TYPE_CHECKING
+
+from trinity_mq.cli.arguments import add_broker, add_target
+from trinity_mq.errors import CommandError
+from trinity_mq.observability.experiences.printer import known_texts
+from trinity_mq.observability.experiences.tap import Lines, names_texts, tap_run
+from trinity_mq.runtime.interrupts import run_to_the_end
+from trinity_mq.targets.connection import find_target
+
+if TYPE_CHECKING:
+    pass
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``trinity-mq tap``."""
+    add_target(parser)
+    parser.add_argument(
+        "--from",
+        dest="start",
+        metavar="PLACE",
+        default="now",
+        help="beginning, now (default), or the number of a batch",
+    )
+    parser.add_argument(
+        "--follow",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="go on until the run is over (default); --no-follow: end at the present end of the stream",
+    )
+    parser.add_argument(
+        "--fields", metavar="NAMES", help="only these, commas between; eid.batch is a part of eid (default: all)"
+    )
+    parser.add_argument("--every", metavar="N", type=int, default=1, help="only each N-th experience (default: 1)")
+    add_broker(parser)
+    parser.add_argument("--blob-store", metavar="URL", help="where large bodies are (default: that of the YAML file)")
+    parser.add_argument("--tokenizer", metavar="FOLDER", help="with a tokenizer.json (default: the run's model)")
+
+
+def tap(arguments: argparse.Namespace) -> int:
+    """Print experiences as they are published. Return 0 at the end of the run or of the stream."""
+    start = _start(arguments.start)
+    if start is None and not arguments.follow:
+        raise CommandError("--from now with --no-follow shows nothing: give --from beginning, or a batch")
+    if arguments.every < 1:
+        raise CommandError(f"--every is {arguments.every}, wanted at least 1")
+    fields = _fields(arguments.fields)
+    target = find_target(arguments, arguments.blob_store)
+    lines = Lines(known_texts(arguments, target.config) if names_texts(fields) else None, fields, arguments.every)
+    with contextlib.redirect_stdout(sys.stderr):  # library output must not mix with the JSON lines on stdout
+        run_to_the_end(tap_run(target, lines, start, follow=arguments.follow))
+    return 0
+
+
+def _start(text: str) -> int | None:
+    """Return the first batch to print, 0 for the beginning of the stream, or None for experiences published from now
+    on.
+    """
+    if text == "now":
+        return None
+    if text == "beginning":
+        return 0
+    if text.isdecimal():
+        return int(text)
+    raise CommandError(f"--from is {text!r}, wanted beginning, now, or the number of a batch such as 12")
+
+
+def _fields(text: str | None) -> list[str] | None:
+    """Return the names of the requested fields, or None for all fields.
+
+    Raises:
+        CommandError: An experience has no such field.
+    """
+    if text is None:
+        return None
+    from trinity_mq.observability.experiences.show_experience import json_fields
+
+    names, allowed = [name.strip() for name in text.split(",") if name.strip()], json_fields()
+    unknown = [name for name in names if name.partition(".")[0] not in allowed]
+    if unknown or not names:
+        raise CommandError(f"--fields is {text!r}, wanted names with commas between, of: {', '.join(allowed)}")
+    return names

@@ -1,0 +1,47 @@
+"""``trinity-mq validate``: checks a configuration without starting a run."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from trinity_mq.cli.arguments import add_target
+from trinity_mq.config import Config, ConfigError, Stage
+from trinity_mq.config.loading.stages import find_stage
+from trinity_mq.operations.long_prompts import count_long_prompts
+from trinity_mq.operations.validate import check_all, tasksets
+from trinity_mq.targets.target import configuration, staged
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``trinity-mq validate``."""
+    add_target(parser)
+    parser.add_argument("--stage", metavar="NAME", help="check this stage alone, of a file that describes several")
+
+
+def validate(arguments: argparse.Namespace) -> int:
+    """Check a configuration, or every stage of it, and print a line for each part. Return 0."""
+    stages = staged(arguments)
+    if arguments.stage is not None and not stages:
+        raise ConfigError(f"--stage {arguments.stage}: {arguments.target} holds no stages; leave it out")
+    for stage in [find_stage(stages, arguments.stage)] if arguments.stage else stages:
+        has_model = stage.begins_with is None or _is_trained(stage)
+        lines = check_all(stage.config, needs_model=has_model)
+        lines += count_long_prompts(stage.config, tasksets(stage.config)) if has_model else []
+        _print_valid(f"{arguments.target}: stage {stage.name}:", stage.config, lines)
+    if not stages:
+        config = configuration(arguments)
+        lines = [*check_all(config), *count_long_prompts(config, tasksets(config))]
+        _print_valid(f"{arguments.target}:", config, lines)
+    return 0
+
+
+def _is_trained(stage: Stage) -> bool:
+    return stage.config.model.model_path is not None and Path(stage.config.model.model_path).is_dir()
+
+
+def _print_valid(subject: str, config: Config, lines: Sequence[str]) -> None:
+    for line in lines:
+        print(line)
+    print(f"{subject} run {config.name!r} is valid; it would use {config.path}")

@@ -1,0 +1,364 @@
+"""Host of an engine: starts it or adopts a living engine, keeps it alive, and forwards the sync gate's commands.
+
+This module does not import torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import structlog
+from tenacity import (
+    AsyncRetrying,
+    RetryCallState,
+    retry_if_exception_type,
+    stop_after_attempt,
+    wait_exponential_jitter,
+)
+
+from trinity_mq.config import AuxiliaryModelConfig, Config
+from trinity_mq.config.threads import cpu_threads
+from trinity_mq.engines.host.admin_client import EngineAdmin
+from trinity_mq.engines.host.process import AUXILIARY_COMMAND, ENGINE_COMMAND, EngineProcess
+from trinity_mq.engines.host.ready_file import ReadyFile, engine_digest
+from trinity_mq.messages import Version
+from trinity_mq.models.errors import EngineError, EngineFailed, EngineLost
+from trinity_mq.models.inference import EngineSnapshot
+from trinity_mq.runtime.process import write_atomic
+from trinity_mq.runtime.processes.last_words import end_of, ended_by, last_words
+
+log = structlog.get_logger(__name__)
+
+START_TIMEOUT = 300.0
+STOP_GRACE = 40.0
+"""Seconds; longer than an engine's own grace for its running batch step."""
+MAX_RENEW_INTERVAL = 2.0
+"""Seconds. Renewals also return the engine's load, by which runners choose an engine."""
+ADOPT_TIMEOUT = 10.0
+REPORTED = ("state", "name", "model_path", "fingerprint", "progress", "load", "tokens")
+"""Fields of an engine's state that its snapshot also holds."""
+
+
+class EngineHost:
+    """Host of one engine: call ``start``, run ``keep`` as a task, and end with ``stop`` or with ``detach``, which
+    leaves the engine running.
+
+    With ``auxiliary`` the engine serves that model instead of the policy, and accepts none of the sync gate's commands.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        run_dir: Path,
+        engine_id: str,
+        *,
+        auxiliary: AuxiliaryModelConfig | None = None,
+        on_change: Callable[[], None] = lambda: None,
+        command: Sequence[str] | None = None,
+        start_timeout: float | None = None,
+    ) -> None:
+        self.config, self.id, self.auxiliary = config, engine_id, auxiliary
+        self.run_dir = run_dir.resolve()
+        self.snapshot = EngineSnapshot(engine_id)
+        self.on_change = on_change
+        self._command = command or (ENGINE_COMMAND if auxiliary is None else AUXILIARY_COMMAND)
+        self._start_timeout = start_timeout or _start_timeout(config, auxiliary)
+        self._lease = config.explorer.rollout_model.lease
+        self._process: EngineProcess | None = None
+        self._session: aiohttp.ClientSession | None = None
+        self._closing = False
+
+    @property
+    def ready_file(self) -> Path:
+        """File in which the engine reports that it is ready."""
+        return self.run_dir / "engines" / f"{self.id}.ready.json"
+
+    @property
+    def output(self) -> Path:
+        """File that receives the engine's stdout and stderr."""
+        return self.run_dir / "logs" / f"engine-{self.id}.out"
+
+    async def start(self) -> None:
+        """Adopt the living engine of this id, or start an engine.
+
+        Raises:
+            ModelError: No engine can run with this model.
+            EngineFailed: The engine did not become ready.
+        """
+        for path in (self.ready_file, self.output):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        self._session = aiohttp.ClientSession()
+        try:
+            if not await self._adopt():
+                await self._spawn()
+        except BaseException:
+            await self._session.close()
+            raise
+
+    async def keep(self) -> None:
+        """Renew the engine's lease, and restart the engine whenever it dies, until :meth:`stop`.
+
+        Raises:
+            ModelError: No engine can run with this model.
+            EngineFailed: The engine died soon after its start too many times in a row.
+        """
+        while not self._closing:
+            async for attempt in AsyncRetrying(
+                retry=retry_if_exception_type(EngineFailed),
+                wait=wait_exponential_jitter(multiplier=0.1, max=15.0, jitter=0.2),
+                stop=stop_after_attempt(self.config.supervisor.max_restarts + 1),
+                before_sleep=_log_restart,
+                reraise=True,
+            ):
+                with attempt:
+                    await self._run_until_death()
+
+    async def stop(self) -> None:
+        """End the engine for good; it finishes its batch step. Cancel :meth:`keep` before or after this call."""
+        self._closing = True
+        if self._process is not None:
+            with contextlib.suppress(EngineError):
+                await self._admin().post("shutdown", {})
+            try:
+                async with asyncio.timeout(STOP_GRACE):
+                    await self._process.exited()
+            except TimeoutError:
+                log.warning("engine_killed", engine=self.id, after_seconds=STOP_GRACE)
+                self._process.kill()
+                await self._process.exited()
+            self._mark_gone("gone")
+            self.ready_file.unlink(missing_ok=True)
+        await self._close_session()
+
+    async def detach(self) -> None:
+        """Leave the engine alive until its lease runs out, for a successor to adopt. Cancel :meth:`keep` before this
+        call.
+        """
+        self._closing = True
+        if self._process is not None:
+            self._process.leave_alone()
+        await self._close_session()
+
+    # -- commands of the sync gate
+
+    async def pause(self, timeout: float = 60.0, lease: float = 120.0) -> None:
+        """Start no more batch steps and wait for the running step. After ``lease`` seconds the engine resumes by
+        itself.
+
+        Raises:
+            EngineRefused: 504; the batch step did not end within ``timeout`` seconds, and the engine resumes.
+            EngineLost: The engine did not answer.
+        """
+        await self._command_engine("pause", {"timeout": timeout, "lease": lease}, timeout + 10.0)
+
+    async def receive(self, spec: dict[str, Any], timeout: float = 600.0) -> dict[str, Any]:
+        """Make the paused engine receive the weights of ``spec``. Return the canary, ``{"logprobs": [...]}``, and
+        ``seconds``, the durations of ``receive`` and ``apply``.
+
+        Raises:
+            ReceiveFailed: The weights did not arrive or do not fit. ``touched`` says whether the old weights are lost.
+            EngineLost: The engine did not answer.
+        """
+        answer = await self._command_engine("receive", {"spec": spec, "timeout": timeout}, timeout + 30.0)
+        return {**answer["canary"], "seconds": answer["seconds"]}
+
+    async def commit(self, version: Version, progress: int) -> None:
+        """Record ``version`` for the received weights, and serve them.
+
+        Raises:
+            EngineRefused: No weights were received.
+            EngineLost: The engine did not answer.
+        """
+        await self._command_engine("commit", {"version": list(version), "progress": progress})
+
+    async def resume(self) -> None:
+        """Cut off a running transfer and serve the present weights: the old version if it is untouched, else nothing.
+
+        Raises:
+            EngineLost: The engine did not answer.
+        """
+        await self._command_engine("resume", {})
+
+    async def refresh(self) -> EngineSnapshot:
+        """Fetch the engine's state and return the updated snapshot.
+
+        Raises:
+            EngineLost: The engine did not answer.
+        """
+        self._update(await self._admin().state())
+        return self.snapshot
+
+    async def weight(self, name: str) -> bytes:
+        """Return one committed weight as safetensors bytes.
+
+        Raises:
+            EngineRefused: No weight has this name, or nothing is committed.
+            EngineLost: The engine did not answer.
+        """
+        return await self._admin().weight(name)
+
+    # -- internals
+
+    async def _command_engine(self, command: str, body: dict[str, Any], timeout: float = 10.0) -> dict[str, Any]:
+        answer = await self._admin().post(command, body, timeout)
+        self._update(answer["state"])
+        return answer
+
+    def _admin(self) -> EngineAdmin:
+        if self._process is None or self._session is None:
+            raise EngineLost(f"engine {self.id} is not running")
+        return EngineAdmin(self._session, self._process.ready.url, self._process.ready.token)
+
+    async def _adopt(self) -> bool:
+        """Adopt the engine of an earlier host if it is alive, answers, and was built from the same settings.
+
+        Otherwise a living engine is killed.
+        """
+        ready = ReadyFile.read(self.ready_file)
+        if ready is None or not ready.lives():
+            return False
+        process = self._process = EngineProcess(ready, None)
+        try:
+            state = await self._admin().state(ADOPT_TIMEOUT)
+            if ready.digest == engine_digest(self.config, self.auxiliary):
+                await self._command_engine("lease", {"seconds": self._lease})
+                # paused by the earlier host for a sync whose end nobody would report to it
+                if state["state"] == "paused":
+                    await self.resume()
+                log.info(
+                    "engine_adopted", engine=self.id, pid=ready.pid, state=state["state"], version=state["version"]
+                )
+                return True
+            log.info("engine_outdated", engine=self.id, pid=ready.pid)
+        except EngineError as error:
+            log.warning("engine_not_adopted", engine=self.id, pid=ready.pid, reason=str(error))
+        process.kill()
+        await process.exited()
+        self._process = None
+        return False
+
+    async def _spawn(self) -> None:
+        settings = self.ready_file.with_name(f"{self.id}.config.json")
+        data = self.config.model_dump(mode="json")
+        data["broker"]["url"] = None  # an engine needs no broker, and the URL may hold a password
+        data["run_dir"] = str(self.run_dir)
+        write_atomic(settings, json.dumps(data).encode(), 0o600)
+        self._change(alive=False, state="loading", url="", version=None, load=0)
+        command = [*self._command, "--config", str(settings), "--id", self.id]
+        threads = self.config.explorer.rollout_model.num_threads
+        if self.auxiliary is not None:
+            command += ["--auxiliary", self.auxiliary.name]
+            threads = self.auxiliary.num_threads
+        process = self._process = await EngineProcess.spawn(
+            command,
+            self.ready_file,
+            self.output,
+            num_threads=cpu_threads(self.config, threads),
+            timeout=self._start_timeout,
+        )
+        await self.refresh()
+        log.info("engine_started", engine=self.id, pid=process.ready.pid, url=process.ready.url)
+
+    async def _run_until_death(self) -> None:
+        """Start the engine unless it is alive, and watch it until it dies; raise EngineFailed if it died within one
+        lease.
+        """
+        if self._process is None:
+            await self._spawn()
+            self._change(restarts=self.snapshot.restarts + 1)
+        process = self._process
+        assert process is not None
+        loop = asyncio.get_running_loop()
+        born = loop.time()
+        async with asyncio.TaskGroup() as group:
+            renewing = group.create_task(self._renew(process))
+            code = await process.exited()
+            renewing.cancel()
+        if self._closing:
+            return
+        self._mark_gone("loading")
+        seconds = loop.time() - born
+        log.warning("engine_died", engine=self.id, exit_code=code, after_seconds=round(seconds, 1))
+        if seconds < self._lease:
+            why = self._why_it_died(code)
+            raise EngineFailed(f"engine {self.id} died after {seconds:.0f} s: {why}; see {self.output}")
+
+    def _why_it_died(self, code: int | None) -> str:
+        """Return the cause of death from ``code``, an exit code of Popen. ``code`` is None for an adopted engine."""
+        if code is None:
+            return last_words(end_of(self.output), 1) or "its exit code is not known"
+        code = code if code >= 0 else 128 - code
+        return last_words(end_of(self.output), code) or ended_by(code)
+
+    async def _renew(self, process: EngineProcess) -> None:
+        """Renew the lease. An engine that does not answer for a whole lease is frozen, and is killed."""
+        loop = asyncio.get_running_loop()
+        interval = min(self._lease / 4, MAX_RENEW_INTERVAL)
+        answered = loop.time()
+        while True:
+            await asyncio.sleep(interval)
+            # no call of on_change: the next heartbeat reports for how long the engine has not answered
+            self.snapshot = dataclasses.replace(self.snapshot, asked_at=self.snapshot.asked_at or loop.time())
+            try:
+                await self._command_engine("lease", {"seconds": self._lease}, self._lease / 4)
+                answered = loop.time()
+                self.snapshot = dataclasses.replace(self.snapshot, asked_at=None)
+            except EngineError as error:
+                log.warning("lease_not_renewed", engine=self.id, reason=str(error))
+                if loop.time() - answered > self._lease:
+                    process.kill()
+
+    def _update(self, state: dict[str, Any]) -> None:
+        version = None if state["version"] is None else tuple(state["version"])
+        reported = {name: state[name] for name in REPORTED}
+        self._change(alive=True, url=self._admin().url, version=version, **reported)
+
+    def _mark_gone(self, state: str) -> None:
+        self._process = None
+        self._change(alive=False, state=state, url="", version=None, load=0, asked_at=None)
+
+    def _change(self, **fields: Any) -> None:
+        changed = dataclasses.replace(self.snapshot, **fields)
+        if changed != self.snapshot:
+            self.snapshot = changed
+            self.on_change()
+
+    async def _close_session(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+
+def _start_timeout(config: Config, auxiliary: AuxiliaryModelConfig | None) -> float:
+    rollout = config.explorer.rollout_model
+    return rollout.vllm.start_timeout if rollout.engine == "vllm" and auxiliary is None else START_TIMEOUT
+
+
+def rollout_hosts(config: Config, agent_id: str) -> list[EngineHost]:
+    """Return the hosts of an agent's policy engines."""
+    number = config.explorer.rollout_model.engine_num
+    return [EngineHost(config, config.path, name) for name in _names(f"{agent_id}-engine", number)]
+
+
+def auxiliary_hosts(config: Config, agent_id: str) -> list[EngineHost]:
+    """Return the hosts of an agent's auxiliary engines."""
+    return [
+        EngineHost(config, config.path, name, auxiliary=model)
+        for model in config.explorer.auxiliary_models
+        for name in _names(f"{agent_id}-auxiliary-{model.name}", model.engine_num)
+    ]
+
+
+def _names(first: str, number: int) -> list[str]:
+    return [first, *(f"{first}-{n}" for n in range(1, number))]
+
+
+def _log_restart(state: RetryCallState) -> None:
+    pause = state.next_action.sleep if state.next_action else 0.0
+    log.info("engine_restarts", tries=state.attempt_number, in_seconds=round(pause, 2))

@@ -1,0 +1,160 @@
+"""Engine process: started in its own session so that it outlives its host, watched, and ended."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+import structlog
+
+from trinity_mq.engines.host.ready_file import FATAL, TOKEN_VARIABLE, ReadyFile
+from trinity_mq.models.errors import EngineFailed, ModelError
+from trinity_mq.runtime.process import wait_exit
+from trinity_mq.runtime.processes.forking import ADDRESS_VARIABLE, NotForkedError, fork, is_forkable
+
+log = structlog.get_logger(__name__)
+
+ENGINE_COMMAND = (sys.executable, "-m", "trinity_agents.engine.agent")
+AUXILIARY_COMMAND = (sys.executable, "-m", "trinity_agents.engine.auxiliary")
+TAIL_LINES = 20
+EXIT_SECONDS = 10.0
+"""Seconds for a process that failed to start: from closing its pipe to its end."""
+
+
+class EngineProcess:
+    """One engine process, started here or adopted."""
+
+    def __init__(self, ready: ReadyFile, child: subprocess.Popen[bytes] | None) -> None:
+        """Wrap a process. ``child`` is None for an adopted process and for a process that a fork server started."""
+        self.ready = ready
+        self._child = child
+
+    @classmethod
+    async def spawn(
+        cls, command: Sequence[str], ready_file: Path, output: Path, *, num_threads: int, timeout: float
+    ) -> EngineProcess:
+        """Start ``command`` and return when it has written ``ready_file``.
+
+        Raises:
+            ModelError: The process ended with the report that a restart does not help.
+            EngineFailed: The process ended, or was not ready within ``timeout`` seconds. Both errors carry the end of
+                its output.
+        """
+        ready_file.unlink(missing_ok=True)
+        reader, writer = os.pipe()
+        try:
+            with output.open("ab") as out:
+                started = await _start([*command, "--ready-file", str(ready_file)], out, writer, num_threads)
+        except OSError as error:
+            os.close(reader)
+            raise EngineFailed(f"the engine cannot be started: {error}") from error
+        finally:
+            os.close(writer)
+        try:
+            async with asyncio.timeout(timeout):
+                # readable when the engine is ready, or when it ends, which also closes the pipe
+                await _readable(reader)
+            ready = ReadyFile.read(ready_file)
+            if ready is not None and ready.pid == started.pid:
+                return cls(ready, started.child)
+            is_fatal = os.read(reader, len(FATAL)) == FATAL
+            async with asyncio.timeout(EXIT_SECONDS):
+                await wait_exit(started.pid)
+        except BaseException as error:
+            started.kill()
+            if isinstance(error, TimeoutError):
+                output_tail = tail(output)
+                raise EngineFailed(f"the engine was not ready within {timeout:g} s; it said:\n{output_tail}") from None
+            raise
+        finally:
+            os.close(reader)
+        code = started.code()
+        if is_fatal:
+            raise ModelError(f"the engine cannot run: {tail(output, 1)}")
+        how = "" if code is None else f" (exit code {code})"
+        raise EngineFailed(f"the engine ended before it was ready{how}; it said:\n{tail(output)}")
+
+    async def exited(self) -> int | None:
+        """Wait for the end of the process; return its exit code if it was our child."""
+        await wait_exit(self.ready.pid)
+        return None if self._child is None else self._child.wait()
+
+    def kill(self) -> None:
+        """Kill the process at once."""
+        if self.ready.lives():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.ready.pid, signal.SIGKILL)
+
+    def leave_alone(self) -> None:
+        """Let the process live on without this host."""
+        if self._child is not None and self._child.poll() is None:
+            self._child.returncode = 0  # else Popen warns of a child without wait()
+
+
+@dataclass(frozen=True, slots=True)
+class _Started:
+    pid: int
+    child: subprocess.Popen[bytes] | None = None
+
+    def kill(self) -> None:
+        """Kill the process and wait for its end."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+        self.code()
+
+    def code(self) -> int | None:
+        """Return the exit code of an ended process, or None if it is not our child."""
+        return None if self.child is None else self.child.wait()
+
+
+async def _start(command: Sequence[str], output: IO[bytes], ready_fd: int, num_threads: int) -> _Started:
+    """Start an engine, with a fork server if one runs.
+
+    Raises:
+        OSError: The engine cannot be started.
+    """
+    command = [*command, "--ready-fd", str(ready_fd)]
+    env = os.environ | {TOKEN_VARIABLE: secrets.token_hex(16), "OMP_NUM_THREADS": str(num_threads)}
+    if (address := os.environ.get(ADDRESS_VARIABLE)) and is_forkable(command):
+        try:
+            pid = await fork(address, command, env=env, output=output.fileno(), fds=[ready_fd], adopted=False)
+            return _Started(pid)
+        except NotForkedError as error:
+            log.warning("engine_not_forked", reason=str(error))
+    child = subprocess.Popen(  # noqa: ASYNC220  # returns once the program runs
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        env=env,
+        start_new_session=True,
+        pass_fds=(ready_fd,),
+    )
+    return _Started(child.pid, child)
+
+
+async def _readable(fd: int) -> None:
+    loop = asyncio.get_running_loop()
+    event = asyncio.Event()
+    loop.add_reader(fd, event.set)
+    try:
+        await event.wait()
+    finally:
+        loop.remove_reader(fd)
+
+
+def tail(path: Path, lines: int = TAIL_LINES) -> str:
+    """Return the last lines of a file."""
+    try:
+        return "\n".join(path.read_text(errors="replace").strip().splitlines()[-lines:])
+    except OSError as error:
+        return f"({path} cannot be read: {error.strerror})"

@@ -1,0 +1,421 @@
+"""OpenAI-compatible routes for chat, completions and models, and our own routes tokenize and logprobs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from aiohttp import web
+
+from trinity_mq.engines.api_errors import ApiError, bad_request
+from trinity_mq.engines.generation.batch_step import StaticBatcher
+from trinity_mq.engines.generation.request import Completion, GenerationRequest, ScoreRequest
+from trinity_mq.engines.generation.text import TextCodec, TextError
+from trinity_mq.engines.server.http_server import json_object
+from trinity_mq.engines.server.openai.groups import answer_group
+from trinity_mq.engines.server.openai.requests import (
+    ChatBody,
+    CompletionBody,
+    SamplingBody,
+    ScoreBody,
+    TokenizeBody,
+    checked_messages,
+    checked_tools,
+    parse,
+    request_of,
+)
+from trinity_mq.engines.server.openai.responses import chat_choice, envelope, text_choice
+from trinity_mq.engines.server.openai.streaming import Chunks, send
+from trinity_mq.engines.state import EngineState
+from trinity_mq.messages import Version
+from trinity_mq.models.group_format import GROUP_PATH, GROUPS_HEADER, pack_body
+from trinity_mq.runtime.http.reading import BodyReader, ReaderBusy
+from trinity_mq.runtime.http.serving import read_body
+from trinity_mq.telemetry.trace import span, works_for
+
+T = TypeVar("T")
+PIN_HEADER = "X-TMQ-Version"
+LOGPROBS_HEADER, LOGPROBS_AS_NUMBERS = "X-TMQ-Logprobs", "numbers"
+"""Request header with which our own clients drop ``logprobs`` and its token texts, because ``token_logprobs`` holds the
+same numbers.
+"""
+LONGEST_NUMBER = 18
+"""Maximum digits of a number in :data:`PIN_HEADER`."""
+SMALL_BODY = 4096
+"""Bytes of a request that the template and the tokenizer process in a few milliseconds at most."""
+SEED_MASK = (1 << 63) - 1
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+
+
+@dataclass(frozen=True, slots=True)
+class _Chat:
+    """A parsed request to :data:`CHAT`."""
+
+    body: ChatBody
+    text: str
+    """The prompt as the template renders it."""
+    tools: Sequence[dict[str, Any]]
+    wanted: GenerationRequest
+
+
+@dataclass(frozen=True, slots=True)
+class _Completion:
+    """A parsed request to :data:`COMPLETIONS`."""
+
+    body: CompletionBody
+    prompts: Sequence[tuple[str, list[int]]]
+    """Text and token ids of each prompt."""
+    wanted: Sequence[GenerationRequest]
+
+
+class OpenAIApi:
+    """The routes under ``/v1``."""
+
+    def __init__(
+        self,
+        batcher: StaticBatcher,
+        state: EngineState,
+        generator: Any,
+        *,
+        name: str,
+        model_path: str,
+        max_response_tokens: int,
+        groups: bool = False,
+    ) -> None:
+        """Serve the samples of ``batcher``.
+
+        Args:
+            batcher: Gathers requests and samples their answers.
+            state: State of the engine; decides whether a request can be served.
+            generator: The model; its tokenizer and limits are used here.
+            name: Name of the model in requests.
+            model_path: Folder of the model.
+            max_response_tokens: Maximum tokens of a response to a request without ``max_tokens``.
+            groups: Offer the route for groups of requests; for batchers that sample the requests of a group together
+                anyway.
+        """
+        self._groups = groups
+        self._reader = BodyReader(SMALL_BODY)
+        self._batcher, self._state = batcher, state
+        self._codec: TextCodec = generator.codec
+        self._max_model_len: int = generator.max_model_len
+        self._vocabulary: int = generator.vocabulary
+        self._name, self._model_path, self._max_response_tokens = name, model_path, max_response_tokens
+        self._created = int(time.time())
+
+    def routes(self) -> list[web.RouteDef]:
+        """Return the routes."""
+        return [
+            web.post(CHAT, self.chat),
+            web.post(COMPLETIONS, self.completions),
+            web.post("/v1/tokenize", self.tokenize),
+            web.post("/v1/logprobs", self.logprobs),
+            web.get("/v1/models", self.models),
+            *([web.post(GROUP_PATH, self.group)] if self._groups else []),
+        ]
+
+    async def chat(self, request: web.Request) -> web.StreamResponse:
+        """Answer a conversation."""
+        pin = self._check_admission(request.headers)
+        received = await read_body(request)
+        works_for(request.headers)
+        chat = await self._read(
+            len(received), lambda: self._chat(json_object(received), request.headers, len(received))
+        )
+        if chat.body.stream:
+            return await self._streamed(request, chat.body, chat.wanted, pin, chat.text, tools=bool(chat.tools))
+        [(completions, version)] = await self._batcher.generate([chat.wanted], pin)
+        with span("encode answer") as traced:
+            response = self._json(self._chat_answer(chat, completions, version), version)
+            traced.size = len(response.text or "")
+        return response
+
+    async def completions(self, request: web.Request) -> web.StreamResponse:
+        """Answer a request to continue prompts."""
+        pin = self._check_admission(request.headers)
+        received = await read_body(request)
+        works_for(request.headers)
+        completion = await self._read(len(received), lambda: self._completion(json_object(received), request.headers))
+        if completion.body.stream:
+            if len(completion.prompts) > 1:
+                raise bad_request(
+                    f"stream=true with {len(completion.prompts)} prompts; stream one prompt a request", "prompt"
+                )
+            text, _ = completion.prompts[0]
+            return await self._streamed(request, completion.body, completion.wanted[0], pin, text, tools=False)
+        return self._json(*await self._completion_answer(completion, pin))
+
+    async def group(self, request: web.Request) -> web.StreamResponse:
+        """Answer a group of requests."""
+        return await answer_group(request, self.answer, version_header)
+
+    async def answer(self, path: str, headers: Mapping[str, str], fields: Mapping[str, Any]) -> tuple[bytes, Version]:
+        """Answer one request of a group without streaming; return the packed body and the version that sampled it.
+
+        Args:
+            path: Route of the request.
+            headers: Headers of the request.
+            fields: Body of the request.
+
+        Raises:
+            ApiError: The request cannot be served, with the same errors as outside a group.
+        """
+        pin = self._check_admission(headers)
+        if fields.get("stream"):
+            raise bad_request("stream=true in a group; stream with a request of its own", "stream")
+        works_for(headers)
+        size = len(pack_body(fields))
+        if path == COMPLETIONS:
+            completion = await self._read(size, lambda: self._completion(fields, headers))
+            answer, version = await self._completion_answer(completion, pin)
+            return pack_body(answer), version
+        if path != CHAT:
+            raise ApiError(404, f"no {path} in a group, wanted {CHAT} or {COMPLETIONS}", code="http_error")
+        chat = await self._read(size, lambda: self._chat(fields, headers, size))
+        [(completions, version)] = await self._batcher.generate([chat.wanted], pin)
+        with span("encode answer") as traced:
+            packed = pack_body(self._chat_answer(chat, completions, version))
+            traced.size = len(packed)
+        return packed, version
+
+    def _chat(self, fields: Mapping[str, Any], headers: Mapping[str, str], size: int) -> _Chat:
+        with span("parse request", size=size):
+            return self._parse_chat(request_of(fields, ChatBody), headers)
+
+    def _parse_chat(self, body: ChatBody, headers: Mapping[str, str]) -> _Chat:
+        if headers.get(LOGPROBS_HEADER) == LOGPROBS_AS_NUMBERS and body.return_token_ids:
+            body.logprobs = False
+        tools = body.offered_tools()
+        limit, before = self._allowed(body), body.continue_tokens
+        if before:
+            self._check_prompt(before, self._max_model_len, "continue_tokens")
+        messages = checked_messages(body.messages)
+
+        def rendered(messages: list[dict[str, Any]]) -> tuple[str, list[int]]:
+            text = self._codec.render_with_tools(messages, tools)
+            if before:
+                return text, self._codec.encode_after(before, text, limit)
+            return text, self._codec.encode_within(text, limit)
+
+        # a message has at least one token, so a prefix already shows that the prompt is too long, in less time
+        if len(messages) > limit:
+            self._check_prompt(self._text(lambda: rendered(messages[: limit + 1]))[1], limit, "prompt")
+        text, prompt = self._text(lambda: rendered(messages))
+        request = self._request(body, prompt, body.max_completion_tokens or body.max_tokens, body.seed)
+        return _Chat(body, text, tools, request)
+
+    def _chat_answer(self, chat: _Chat, completions: Sequence[Completion], version: Version) -> dict[str, Any]:
+        choices = [
+            chat_choice(
+                number, completion, chat.body, version, self._codec, tools=bool(chat.tools), prompt_end=chat.text
+            )
+            for number, completion in enumerate(completions)
+        ]
+        prompt = chat.wanted.prompt
+        answer = envelope("chat.completion", "chatcmpl", self._name, choices, [prompt], completions)
+        if chat.body.return_token_ids:
+            answer |= {"prompt_token_ids": prompt, "prompt_text": chat.text}
+        return answer
+
+    def _completion(self, fields: Mapping[str, Any], headers: Mapping[str, str]) -> _Completion:
+        body = request_of(fields, CompletionBody)
+        if body.logprobs:
+            raise bad_request(
+                f"logprobs={body.logprobs} asks for the likeliest tokens, which are not kept; send logprobs=0",
+                "logprobs",
+            )
+        if headers.get(LOGPROBS_HEADER) == LOGPROBS_AS_NUMBERS and body.return_token_ids:
+            body.logprobs = None
+        prompts = [self._prompt(prompt, self._allowed(body)) for prompt in body.prompts()]
+        if not prompts:
+            raise bad_request("prompt is an empty list, wanted at least one prompt", "prompt")
+        requests = [
+            self._request(body, ids, body.max_tokens, None if body.seed is None else body.seed + number)
+            for number, (_, ids) in enumerate(prompts)
+        ]
+        return _Completion(body, prompts, requests)
+
+    async def _completion_answer(self, parsed: _Completion, pin: Version | None) -> tuple[dict[str, Any], Version]:
+        answers = await self._batcher.generate(parsed.wanted, pin)
+        body = parsed.body
+        choices: list[dict[str, Any]] = []
+        for (text, ids), (completions, version) in zip(parsed.prompts, answers, strict=True):
+            prompt_fields = {"prompt_token_ids": ids, "prompt_text": text} if body.return_token_ids else {}
+            choices += [
+                text_choice(len(choices) + number, completion, body, version, self._codec) | prompt_fields
+                for number, completion in enumerate(completions)
+            ]
+        flat = [completion for completions, _ in answers for completion in completions]
+        answer = envelope("text_completion", "cmpl", self._name, choices, [ids for _, ids in parsed.prompts], flat)
+        return answer, min(version for _, version in answers)
+
+    async def _streamed(
+        self,
+        request: web.Request,
+        body: ChatBody | CompletionBody,
+        generation: GenerationRequest,
+        pin: Version | None,
+        text: str,
+        *,
+        tools: bool,
+    ) -> web.StreamResponse:
+        """Answer token by token; a client that closes the connection ends the sampling."""
+        chunks = Chunks(body, generation, self._codec, model=self._name, prompt_text=text, tools=tools)
+        async with self._batcher.stream(generation, pin) as stream:
+            version = await stream.begun()  # until here an error still gets its own HTTP status
+            return await send(request, stream, chunks, version, version_header(version))
+
+    async def tokenize(self, request: web.Request) -> web.Response:
+        """Return a text as tokens, or a conversation as tokens with a mask of the assistant's tokens."""
+        received = await read_body(request)
+        return web.json_response(await self._read(len(received), lambda: self._tokenized(received)))
+
+    def _tokenized(self, received: bytes) -> dict[str, Any]:
+        body = parse(received, TokenizeBody)
+        if (body.prompt is None) == (body.messages is None):
+            raise bad_request("give either prompt or messages")
+        answer: dict[str, Any] = {"max_model_len": self._max_model_len}
+        if body.messages is None:
+            prompt = body.prompt or ""
+            answer["tokens"] = self._text(lambda: self._codec.encode(prompt, special=True))
+        else:
+            messages = checked_messages(body.messages)
+            tools = checked_tools(body.tools or [])
+            masked = self._text(lambda: self._codec.conversation(messages, tools))
+            answer |= {"tokens": masked.token_ids, "assistant_mask": masked.assistant_mask}
+        return answer
+
+    async def logprobs(self, request: web.Request) -> web.Response:
+        """Return the logprob of every given token after the first."""
+        pin = self._check_admission(request.headers)
+        received = await read_body(request)
+        body = await self._read(len(received), lambda: parse(received, ScoreBody))
+        self._check_prompt(body.tokens, self._max_model_len, "tokens")
+        [(logprobs, version)] = await self._batcher.score([ScoreRequest(body.tokens, body.temperature)], pin)
+        return self._json({"logprobs": logprobs, "weight_version": list(version)}, version)
+
+    async def models(self, request: web.Request) -> web.Response:
+        """Return the only model of this engine."""
+        model = {
+            "id": self._name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "trinity-mq",
+            "root": self._model_path,
+            "max_model_len": self._max_model_len,
+        }
+        return web.json_response({"object": "list", "data": [model]})
+
+    def _json(self, answer: dict[str, Any], version: Version) -> web.Response:
+        headers = version_header(version)
+        if self._groups:
+            headers[GROUPS_HEADER] = "yes"
+        return web.json_response(answer, headers=headers)
+
+    # -- request parsing
+
+    def _check_admission(self, headers: Mapping[str, str]) -> Version | None:
+        """Return the version to which a request with these headers is pinned; reject early a request that cannot be
+        served.
+        """
+        pin = parse_pin(headers.get(PIN_HEADER))
+        if problem := self._state.problem(pin):
+            raise problem
+        return pin
+
+    async def _read(self, size: int, read: Callable[[], T]) -> T:
+        """Return the result of ``read`` for a request of ``size`` bytes.
+
+        Raises:
+            ApiError: 503, too many large requests are being read; or an error of ``read``.
+        """
+        try:
+            return await self._reader.run(size, read)
+        except ReaderBusy as error:
+            raise ApiError(503, str(error), code="engine_busy", retry_after=1.0) from None
+
+    def _text(self, work: Any) -> Any:
+        try:
+            return work()
+        except TextError as error:
+            raise bad_request(str(error), code="invalid_text") from error
+
+    def _allowed(self, body: SamplingBody) -> int:
+        """Return the maximum number of prompt tokens."""
+        return min(self._max_model_len - 1, body.max_prompt_tokens or self._max_model_len)
+
+    def _prompt(self, prompt: str | list[int], limit: int) -> tuple[str, list[int]]:
+        if isinstance(prompt, str):
+            return prompt, self._text(lambda: self._codec.encode_within(prompt, limit, special=True))
+        if len(prompt) > limit:
+            self._check_prompt(prompt, limit, "prompt")
+        unknown_id = next((token for token in prompt if not 0 <= token < self._vocabulary), None)
+        if unknown_id is not None:
+            raise bad_request(
+                f"prompt holds token id {unknown_id}, the vocabulary has 0 to {self._vocabulary - 1}", "prompt"
+            )
+        return self._codec.decode([prompt])[0], prompt
+
+    def _request(self, body: SamplingBody, prompt: list[int], limit: int | None, seed: int | None) -> GenerationRequest:
+        if body.model not in {"", self._name, self._model_path}:
+            raise ApiError(
+                404,
+                f"no model {body.model!r} here; this engine serves {self._name!r}",
+                code="model_not_found",
+                param="model",
+            )
+        if body.n > self._batcher.max_sequences:
+            raise bad_request(
+                f"n={body.n} is over explorer.rollout_model.max_batch_sequences={self._batcher.max_sequences}", "n"
+            )
+        room = self._max_model_len - len(prompt)
+        self._check_prompt(prompt, self._allowed(body), "prompt")
+        return GenerationRequest(
+            prompt=prompt,
+            # more tokens do not fit: the response ends with "length"
+            max_tokens=min(limit or self._max_response_tokens, room),
+            n=body.n,
+            temperature=body.temperature,
+            top_p=body.top_p,
+            stop_ids=self._codec.stop_ids,
+            stop=body.stop,
+            seed=None if seed is None else seed & SEED_MASK,
+        )
+
+    def _check_prompt(self, tokens: Sequence[int], limit: int, param: str) -> None:
+        if not tokens:
+            raise bad_request(f"{param} is empty, wanted at least one token", param)
+        if len(tokens) > limit:
+            raise bad_request(
+                f"the prompt has at least {len(tokens)} tokens, {limit} are allowed (model.max_model_len is "
+                f"{self._max_model_len}; max_prompt_tokens of the request); shorten it or raise the limit",
+                param,
+                "context_length_exceeded",
+                limit=limit,
+                prompt_token_ids=list(tokens[: limit + 1]),
+            )
+        if max(tokens) >= self._vocabulary:
+            raise bad_request(
+                f"{param} holds token id {max(tokens)}, the vocabulary has 0 to {self._vocabulary - 1}", param
+            )
+
+
+def version_header(version: Version) -> dict[str, str]:
+    """Return the header with the weight version of an answer."""
+    return {PIN_HEADER: f"{version[0]}.{version[1]}"}
+
+
+def parse_pin(text: str | None) -> Version | None:
+    """Return the version in the header ``X-TMQ-Version: generation.step``, None without the header.
+
+    Raises:
+        ApiError: 400; the header is not a pair of numbers.
+    """
+    if text is None:
+        return None
+    generation, _, step = text.partition(".")
+    if not all(part.isdecimal() and len(part) <= LONGEST_NUMBER for part in (generation, step)):
+        raise bad_request(f"{PIN_HEADER} is {text!r}, wanted generation.step such as 1.25", PIN_HEADER)
+    return int(generation), int(step)

@@ -1,0 +1,223 @@
+"""Request bodies of the OpenAI-compatible API: accepted fields, and errors for the others."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, TypeVar
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field
+
+from trinity_mq.engines.api_errors import bad_request
+from trinity_mq.engines.generation.messages import Message, MessageError, read_messages, read_tools
+from trinity_mq.engines.server.http_server import Body, json_object, validated
+
+MAX_STOPS = 16
+LONGEST_STOP = 1024
+"""Maximum characters of a stop string: each decode step decodes about this many tokens of a row with a stop string."""
+MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-3, 100.0
+MIN_TOP_P = 1e-30
+"""Smaller values approach the smallest float32, the precision in which engines compute."""
+
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "audio": (),
+    "best_of": (1,),
+    "echo": (False,),
+    "frequency_penalty": (0,),
+    "function_call": ("none",),
+    "functions": ([],),
+    "ignore_eos": (False,),
+    "length_penalty": (1,),
+    "logit_bias": ({},),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "modalities": (["text"],),
+    "parallel_tool_calls": (True,),
+    "presence_penalty": (0,),
+    "prediction": (),
+    "reasoning_effort": ("none",),
+    "repetition_penalty": (1,),
+    "response_format": ({"type": "text"},),
+    "stop_token_ids": ([],),
+    "suffix": ("",),
+    "tool_choice": ("none",),
+    "tools": ([],),
+    "top_k": (-1, 0),
+    "top_logprobs": (0,),
+}
+"""API options that this engine does not have, with the values that have no effect."""
+
+_IGNORED = frozenset(
+    {
+        "metadata",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "return_prompt_text",
+        "safety_identifier",
+        "service_tier",
+        "store",
+        "user",
+        "verbosity",
+    }
+)
+"""Options that do not change sampling."""
+
+
+def _stops(value: Any) -> Any:
+    return (value,) if isinstance(value, str) else value
+
+
+Stops = Annotated[
+    tuple[Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)], ...],
+    BeforeValidator(_stops),
+    Field(max_length=MAX_STOPS),
+]
+
+
+def _temperature(value: float) -> float:
+    if 0 < value < MIN_TEMPERATURE:
+        raise ValueError(
+            f"wanted 0 (the likeliest token) or at least {MIN_TEMPERATURE}: logits divided by less overflow"
+        )
+    return value
+
+
+Temperature = Annotated[float, Field(ge=0, le=MAX_TEMPERATURE, allow_inf_nan=False), AfterValidator(_temperature)]
+
+
+class StreamOptions(BaseModel):
+    """Options of a streamed answer; unknown options that do not change sampling are ignored."""
+
+    include_usage: bool = False
+    """End with a chunk that has no choices and reports the token usage."""
+
+
+class SamplingBody(Body):
+    """Fields that chat and completion requests share."""
+
+    model: str = ""
+    n: int = Field(default=1, ge=1)
+    temperature: Temperature = 1.0
+    top_p: float = Field(default=1.0, ge=MIN_TOP_P, le=1, allow_inf_nan=False)
+    max_tokens: int | None = Field(default=None, ge=1)
+    stop: Stops = ()
+    seed: int | None = None
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+    return_token_ids: bool = False
+    """Our extension: add prompt_token_ids, prompt_text, and per choice token_ids, token_logprobs, weight_versions."""
+    max_prompt_tokens: int | None = Field(default=None, ge=1)
+    """Our extension: reject a longer prompt."""
+
+
+class ChatBody(SamplingBody):
+    """Body of ``/v1/chat/completions``."""
+
+    messages: list[dict[str, Any]] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(default=None, ge=1)
+    logprobs: bool = False
+    tools: list[Any] = Field(default_factory=list)
+    tool_choice: Any = "auto"
+    continue_tokens: list[Annotated[int, Field(ge=0)]] = Field(default_factory=list)
+    """Our extension: tokens of the conversation up to and including an earlier answer. The prompt begins with these
+    tokens if their text is the beginning of the prompt's text.
+    """
+
+    def offered_tools(self) -> list[dict[str, Any]]:
+        """Return the tools that the model may call.
+
+        Raises:
+            ApiError: 400; a tool is malformed, or the request would force the model to call a tool.
+        """
+        if self.tool_choice not in ("auto", "none"):
+            raise bad_request(
+                f"tool_choice={json.dumps(self.tool_choice)[:80]} cannot be promised: this engine does not constrain "
+                'what is sampled; send "auto" or "none" and ask for the tool in the prompt',
+                "tool_choice",
+                "unsupported_option",
+            )
+        tools = checked_tools(self.tools)
+        return tools if self.tool_choice == "auto" else []
+
+
+class CompletionBody(SamplingBody):
+    """Body of ``/v1/completions``."""
+
+    prompt: str | list[int] | list[str] | list[list[int]]
+    logprobs: int | None = Field(default=None, ge=0)
+
+    def prompts(self) -> list[str | list[int]]:
+        """Return the prompts as a list."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if self.prompt and isinstance(self.prompt[0], int):
+            return [[token for token in self.prompt if isinstance(token, int)]]
+        return [prompt for prompt in self.prompt if not isinstance(prompt, int)]
+
+
+class ScoreBody(Body):
+    """Body of ``/v1/logprobs``, our extension: logprobs of given tokens."""
+
+    tokens: list[Annotated[int, Field(ge=0)]] = Field(min_length=2)
+    temperature: Temperature = 1.0
+
+
+class TokenizeBody(Body):
+    """Body of ``/v1/tokenize``, our extension: a text or a conversation as tokens."""
+
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+
+
+B = TypeVar("B", bound=BaseModel)
+
+
+def parse(raw: bytes, body: type[B]) -> B:
+    """Return the request in ``raw``; errors as :func:`request_of`."""
+    return request_of(json_object(raw), body)
+
+
+def request_of(fields: Mapping[str, Any], body: type[B]) -> B:
+    """Return the request with these fields.
+
+    Raises:
+        ApiError: 400; the message names the option, the value that was sent and the values that are accepted.
+    """
+    accepted = {name: value for name, value in fields.items() if value is not None and name not in _IGNORED}
+    for name in _NEUTRAL.keys() & accepted.keys() - body.model_fields.keys():
+        value = accepted.pop(name)
+        if value not in _NEUTRAL[name]:
+            allowed = " or ".join(json.dumps(neutral) for neutral in _NEUTRAL[name])
+            raise bad_request(
+                f"{name}={json.dumps(value)[:80]} is not supported by this engine; leave it out"
+                + (f" (or send {allowed})" if allowed else ""),
+                name,
+                "unsupported_option",
+            )
+    return validated(accepted, body)
+
+
+def checked_messages(messages: Sequence[Any]) -> list[Message]:
+    """Return the messages of a request as :func:`read_messages` does.
+
+    Raises:
+        ApiError: 400; a message has another form.
+    """
+    return _read(read_messages, messages)
+
+
+def checked_tools(tools: Sequence[Any]) -> list[Message]:
+    """Return the tools of a request as :func:`read_tools` does.
+
+    Raises:
+        ApiError: 400; a tool has another form.
+    """
+    return _read(read_tools, tools)
+
+
+def _read(reader: Callable[[Sequence[Any]], list[Message]], value: Sequence[Any]) -> list[Message]:
+    try:
+        return reader(value)
+    except MessageError as error:
+        raise bad_request(str(error), error.where) from error

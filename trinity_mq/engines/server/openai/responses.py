@@ -1,0 +1,122 @@
+"""Completions in the form of the OpenAI API, with our extensions if they were requested."""
+
+from __future__ import annotations
+
+import itertools
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+from trinity_mq.engines.generation.request import Completion, FinishReason
+from trinity_mq.engines.generation.text import TextCodec
+from trinity_mq.engines.server.openai.requests import ChatBody, CompletionBody, SamplingBody
+from trinity_mq.engines.server.openai.tools import calls_in
+from trinity_mq.messages import Version
+
+
+def envelope(
+    kind: str,
+    prefix: str,
+    model: str,
+    choices: list[dict[str, Any]],
+    prompts: Sequence[Sequence[int]],
+    completions: Sequence[Completion],
+) -> dict[str, Any]:
+    """Return an answer with ``choices`` and the token usage."""
+    prompt_tokens = sum(len(prompt) for prompt in prompts)
+    sampled = sum(len(completion.token_ids) for completion in completions)
+    return {
+        "id": f"{prefix}-{uuid.uuid4().hex}",
+        "object": kind,
+        "created": int(time.time()),
+        "model": model,
+        "choices": choices,
+        "usage": usage(prompt_tokens, sampled),
+    }
+
+
+def usage(prompt_tokens: int, sampled: int) -> dict[str, int]:
+    """Return the token usage."""
+    return {"prompt_tokens": prompt_tokens, "completion_tokens": sampled, "total_tokens": prompt_tokens + sampled}
+
+
+def chat_choice(
+    index: int,
+    completion: Completion,
+    body: ChatBody,
+    version: Version,
+    codec: TextCodec,
+    *,
+    tools: bool = False,
+    prompt_end: str | None = None,
+) -> dict[str, Any]:
+    """Return one choice of a chat completion; with ``tools``, tool calls are moved from its text to ``tool_calls``."""
+    content, calls, finish_reason = chat_message(completion.text, completion.finish_reason, prompt_end, tools=tools)
+    choice = {
+        "index": index,
+        "message": {"role": "assistant", "content": content, **({"tool_calls": calls} if calls else {})},
+        "logprobs": chat_logprobs(completion.token_ids, completion.logprobs, codec) if body.logprobs else None,
+        "finish_reason": finish_reason,
+    }
+    if body.return_token_ids and calls:
+        choice["response_text"] = completion.text
+    return choice | _additions(completion, body, version)
+
+
+def chat_message(
+    text: str, finish_reason: FinishReason, prompt_end: str | None = None, *, tools: bool
+) -> tuple[str | None, list[dict[str, Any]], str]:
+    """Return the content of a response, its tool calls and its finish reason.
+
+    Calls are parsed only if ``tools`` were offered, and not inside thoughts, which the end of the prompt may open. The
+    content is None if the response holds nothing but calls.
+    """
+    content, calls = calls_in(text, prompt_end) if tools else (text, [])
+    if not calls:
+        return content, calls, finish_reason
+    return content or None, calls, "tool_calls" if finish_reason == "stop" else finish_reason
+
+
+def chat_logprobs(token_ids: Sequence[int], logprobs: Sequence[float], codec: TextCodec) -> dict[str, Any]:
+    """Return the logprobs of a choice with the text of each token."""
+    texts = codec.decode([[token] for token in token_ids])
+    return {
+        "content": [
+            {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
+            for text, logprob in zip(texts, logprobs, strict=True)
+        ]
+    }
+
+
+def text_logprobs(
+    token_ids: Sequence[int], logprobs: Sequence[float], codec: TextCodec, offset: int = 0
+) -> dict[str, Any]:
+    """Return the logprobs of a text completion's choice; its tokens begin ``offset`` characters into the text."""
+    texts = codec.decode([[token] for token in token_ids])
+    ends = list(itertools.accumulate((len(text) for text in texts), initial=offset))
+    return {"tokens": texts, "token_logprobs": list(logprobs), "top_logprobs": None, "text_offset": ends[:-1]}
+
+
+def text_choice(
+    index: int, completion: Completion, body: CompletionBody, version: Version, codec: TextCodec
+) -> dict[str, Any]:
+    """Return one choice of a text completion."""
+    choice = {
+        "index": index,
+        "text": completion.text,
+        "logprobs": None if body.logprobs is None else text_logprobs(completion.token_ids, completion.logprobs, codec),
+        "finish_reason": completion.finish_reason,
+    }
+    return choice | _additions(completion, body, version)
+
+
+def _additions(completion: Completion, body: SamplingBody, version: Version) -> dict[str, Any]:
+    extensions: dict[str, Any] = {"stop_reason": completion.stopped_by} if completion.stopped_by else {}
+    if not body.return_token_ids:
+        return extensions
+    return extensions | {
+        "token_ids": completion.token_ids,
+        "token_logprobs": completion.logprobs,
+        "weight_versions": [list(run) for run in completion.versions] or [[0, *version]],
+    }

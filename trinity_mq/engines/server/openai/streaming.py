@@ -1,0 +1,210 @@
+"""Completions as a stream of server-sent events. A chunk holds the new tokens of one choice: one token, or several that
+were sampled since the last chunk.
+
+Server-sent events: WHATWG HTML, section 9.2. Chunks: OpenAI API reference, "chat completion chunk".
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from aiohttp import web
+
+from trinity_mq.engines.api_errors import ApiError
+from trinity_mq.engines.generation.request import GenerationRequest, Token
+from trinity_mq.engines.generation.stopping import Decode, cut, stop_in, without_end
+from trinity_mq.engines.generation.text import TextCodec
+from trinity_mq.engines.generation.token_stream import TokenStream
+from trinity_mq.engines.server.openai.requests import ChatBody, CompletionBody
+from trinity_mq.engines.server.openai.responses import chat_logprobs, chat_message, text_logprobs, usage
+from trinity_mq.engines.server.openai.tools import CALL_BEGINS
+from trinity_mq.messages import Version
+
+UNFINISHED = "\ufffd"
+"""Decoded form of the first bytes of a character whose other bytes are missing."""
+
+
+class TextFlow:
+    """Emits text that is final: no half characters, nothing that may become part of a stop string or a tool call."""
+
+    def __init__(self, decode: Decode, *, stops: Sequence[str] = (), calls: str = "") -> None:
+        """Create the flow. ``stops`` end the text. Text from ``calls`` on, and blanks before it, is held to the end."""
+        self._decode = decode
+        self._marks = [*stops, *([calls] if calls else [])]
+        self._holds_blanks = bool(calls)
+        self._ids: list[int] = []
+        self._start = self._read = 0
+        self._text = ""
+        self._sent = 0
+
+    def add(self, token_ids: Sequence[int]) -> str:
+        """Add tokens and return the text that has become final."""
+        self._ids += token_ids
+        before, now = self._decode([self._ids[self._start : self._read], self._ids[self._start :]])
+        if not now.endswith(UNFINISHED) and len(now) > len(before):
+            # earlier tokens are decoded together with the new tokens, because some tokenizers join neighbours
+            self._text += now[len(before) :]
+            self._start, self._read = self._read, len(self._ids)
+        return self._emit(self._final_length())
+
+    def finish(self, text: str) -> str:
+        """Return the part of ``text``, the whole text, that was not emitted yet."""
+        self._text = text
+        return self._emit(len(text))
+
+    def _emit(self, end: int) -> str:
+        piece = self._text[self._sent : end]
+        self._sent = max(self._sent, end)
+        return piece
+
+    def _final_length(self) -> int:
+        """Return the length of the text that cannot become part of a mark."""
+        end = len(self._text)
+        for mark in self._marks:
+            position = self._text.find(mark, self._sent)  # the beginning of the mark has been held back
+            if position >= 0:
+                end = min(end, position)
+                continue
+            for length in range(min(len(mark) - 1, len(self._text)), 0, -1):
+                if self._text.endswith(mark[:length]):
+                    end = min(end, len(self._text) - length)
+                    break
+        if self._holds_blanks:
+            end = self._sent + len(self._text[self._sent : end].rstrip())
+        return max(end, self._sent)
+
+
+DONE = b"data: [DONE]\n\n"
+
+
+@dataclass(slots=True)
+class _Choice:
+    """Accumulates the sampled tokens of one choice."""
+
+    flow: TextFlow
+    token_ids: list[int] = field(default_factory=list)
+    characters: int = 0
+    """Length of the text decoded token by token, for text offsets."""
+
+
+class Chunks:
+    """Chunks of one streamed request."""
+
+    def __init__(
+        self,
+        body: ChatBody | CompletionBody,
+        request: GenerationRequest,
+        codec: TextCodec,
+        *,
+        model: str,
+        prompt_text: str,
+        tools: bool = False,
+    ) -> None:
+        """Create the chunks. ``tools``: tools were offered, so calls are moved from the text to ``tool_calls``."""
+        self._body, self._request, self._codec = body, request, codec
+        self._prompt_text, self._tools = prompt_text, tools
+        self._chat = isinstance(body, ChatBody)
+        kind, prefix = ("chat.completion.chunk", "chatcmpl") if self._chat else ("text_completion", "cmpl")
+        self._frame = {
+            "id": f"{prefix}-{uuid.uuid4().hex}",
+            "object": kind,
+            "created": int(time.time()),
+            "model": model,
+        }
+        calls = CALL_BEGINS if tools else ""
+        self._choices = [_Choice(TextFlow(codec.decode, stops=request.stop, calls=calls)) for _ in range(request.n)]
+
+    def opening(self, version: Version) -> Iterator[dict[str, Any]]:
+        """Yield the first chunk of every choice, with the role and the weight version."""
+        for index in range(self._request.n):
+            choice = self._choice(index, {"role": "assistant", "content": ""} if self._chat else "")
+            prompt = {}
+            if self._body.return_token_ids:
+                # if the version changes during sampling, a later chunk names the first token of the new version
+                choice |= {"token_ids": [], "token_logprobs": [], "weight_versions": [[0, *version]]}
+                prompt = {"prompt_token_ids": list(self._request.prompt), "prompt_text": self._prompt_text}
+                if not self._chat:
+                    choice |= prompt
+            yield self._frame | {"choices": [choice]} | (prompt if self._chat and index == 0 else {})
+
+    def of(self, tokens: Sequence[Token]) -> Iterator[dict[str, Any]]:
+        """Yield a chunk for each choice that ``tokens`` belong to."""
+        by_choice: dict[int, list[Token]] = {}
+        for token in tokens:
+            by_choice.setdefault(token.choice, []).append(token)
+        for index, news in by_choice.items():
+            yield self._frame | {"choices": [self._choice_chunk(index, news)]}
+
+    def closing(self) -> Iterator[dict[str, Any]]:
+        """Yield the last chunk, with the token usage, if it was requested."""
+        if self._body.stream_options.include_usage:
+            sampled = sum(len(choice.token_ids) for choice in self._choices)
+            yield self._frame | {"choices": [], "usage": usage(len(self._request.prompt), sampled)}
+
+    def _choice_chunk(self, index: int, news: list[Token]) -> dict[str, Any]:
+        state, request = self._choices[index], self._request
+        stop_fields: dict[str, Any] = {}
+        response_fields: dict[str, Any] = {}
+        ids, logprobs = [token.token_id for token in news], [token.logprob for token in news]
+        positions = enumerate(news, len(state.token_ids))
+        changed = [[position, *token.version] for position, token in positions if token.version is not None]
+        state.token_ids += ids
+        ended = news[-1].finish_reason
+        delta: Any
+        finish_reason: str | None
+        if ended is None:
+            finish_reason, text = None, state.flow.add(ids)
+            delta = {"content": text} if self._chat else text
+        else:
+            [text] = self._codec.decode([without_end(state.token_ids, request.stop_ids)])
+            if (stop := stop_in(text, request.stop)) is not None:
+                stop_fields["stop_reason"] = stop
+            text = cut(text, request.stop)
+            content, tool_calls, finish_reason = chat_message(text, ended, self._prompt_text, tools=self._tools)
+            rest = state.flow.finish(content or "")
+            calls = [{"index": number, **call} for number, call in enumerate(tool_calls)]
+            delta = {"content": rest, **({"tool_calls": calls} if calls else {})} if self._chat else rest
+            response_fields = {"response_text": text} if calls else {}
+        choice = self._choice(index, delta, finish_reason) | stop_fields
+        if self._chat and self._body.logprobs:
+            choice["logprobs"] = chat_logprobs(ids, logprobs, self._codec)
+        elif not self._chat and self._body.logprobs is not None:
+            choice["logprobs"] = text_logprobs(ids, logprobs, self._codec, state.characters)
+            state.characters += sum(map(len, choice["logprobs"]["tokens"]))
+        if self._body.return_token_ids:
+            choice |= {"token_ids": ids, "token_logprobs": logprobs, **response_fields}
+            choice |= {"weight_versions": changed} if changed else {}
+        return choice
+
+    def _choice(self, index: int, delta: Any, finish_reason: str | None = None) -> dict[str, Any]:
+        content = {"delta": delta} if self._chat else {"text": delta}
+        return {"index": index, **content, "logprobs": None, "finish_reason": finish_reason}
+
+
+async def send(
+    request: web.Request, stream: TokenStream, chunks: Chunks, version: Version, headers: dict[str, str]
+) -> web.StreamResponse:
+    """Send the tokens of ``stream``. An error after the first byte becomes an event, because the HTTP status is already
+    sent.
+    """
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache", **headers})
+    await response.prepare(request)
+    await response.write(_events(chunks.opening(version)))
+    try:
+        async for tokens in stream:
+            await response.write(_events(chunks.of(tokens)))
+    except ApiError as error:
+        await response.write(_events([{"error": error.body()}]))
+    else:
+        await response.write(_events(chunks.closing()) + DONE)
+    await response.write_eof()
+    return response
+
+
+def _events(chunks: Iterator[dict[str, Any]] | list[dict[str, Any]]) -> bytes:
+    return b"".join(b"data: " + json.dumps(chunk).encode() + b"\n\n" for chunk in chunks)

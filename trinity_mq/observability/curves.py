@@ -1,0 +1,61 @@
+"""The metrics of a run as curves, bounded in memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from trinity_mq.messages import Metrics
+from trinity_mq.observability.report.curves import PICTURES, drawn
+
+MOST_POINTS = 4000
+"""Maximum number of points kept per curve. Every second point is removed when a curve grows beyond it."""
+
+
+class Curves:
+    """Values of every metric by step. A later value for the same step replaces the earlier value."""
+
+    def __init__(self) -> None:
+        self._points: dict[str, dict[int, float]] = {}
+        self.changes = 0
+        """Number of values added so far. It changes whenever a curve changes."""
+
+    def add(self, message: Metrics) -> None:
+        """Add the values of one step of one agent."""
+        for name, value in message.values.items():
+            if not isinstance(value, int | float) or not math.isfinite(value):
+                continue
+            points = self._points.setdefault(name, {})
+            points.pop(message.step, None)
+            points[message.step] = float(value)
+            if len(points) > MOST_POINTS:
+                self._points[name] = dict(list(points.items())[::2])
+            self.changes += 1
+
+    def add_all(self, messages: Iterable[Metrics]) -> None:
+        """Add the values of several steps."""
+        for message in messages:
+            self.add(message)
+
+    @property
+    def names(self) -> list[str]:
+        """The names of all metrics."""
+        return sorted(self._points)
+
+    def points(self) -> Mapping[str, list[tuple[int, float]]]:
+        """Return the points of every curve, sorted by step."""
+        return {name: sorted(points.items()) for name, points in self._points.items()}
+
+    def pictures(self) -> list[dict[str, Any]]:
+        """Return title, description and curves of each picture that has data."""
+        points = self.points()
+        pictures = []
+        for picture in PICTURES:
+            if chosen := drawn(points, picture):
+                pictures.append({"title": picture.title, "about": picture.about, "curves": chosen})
+        return pictures
+
+    def named(self, name: str) -> list[tuple[int, float]]:
+        """Return the curve of the named metric, or an empty list for an unknown metric."""
+        return sorted(self._points.get(name, {}).items())

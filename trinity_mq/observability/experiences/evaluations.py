@@ -1,0 +1,91 @@
+"""``trinity-mq inspect --evaluation``: shows the answers to evaluation questions from a run's folder."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from trinity_mq.errors import CommandError
+from trinity_mq.targets.target import find_configuration
+from trinity_mq.telemetry.evaluations.log import EVALUATIONS_FOLDER, Evaluation, Question, read_evaluations
+
+
+def show_evaluations(arguments: argparse.Namespace) -> int:
+    """Print the stored answers by question, for the last evaluation of each set or the evaluation at ``--step``.
+
+    Raises:
+        CommandError: The run's folder is not on this machine, or its evaluations cannot be read.
+    """
+    config = find_configuration(arguments.target, arguments.overrides)
+    if config is None or not config.path.is_dir():
+        raise CommandError(f"answers to evaluations are in the run's folder; {arguments.target!r} has none here")
+    try:
+        evaluations = read_evaluations(config.path)
+    except OSError as error:
+        raise CommandError(f"{config.path / EVALUATIONS_FOLDER} cannot be read: {error.strerror or error}") from error
+    chosen = chosen_of(evaluations, arguments.evaluation, arguments.step)
+    rows = [
+        (evaluation, question)
+        for evaluation in chosen
+        for question in evaluation.questions
+        if _fits(question, arguments.task)
+    ]
+    shown = rows[-arguments.limit :] if arguments.last else rows[: arguments.limit]
+    for evaluation, question in shown:
+        _print(evaluation, question, as_json=arguments.json)
+    _note_rest(arguments, evaluations, len(rows), len(shown))
+    return 0 if shown else 1
+
+
+def chosen_of(evaluations: Sequence[Evaluation], name: str, step: str | None) -> list[Evaluation]:
+    """Return the evaluations of a set, or of all sets if ``name`` is empty: the evaluations at ``step``, or the last
+    evaluation per set if ``step`` is None.
+    """
+    fits = [
+        evaluation
+        for evaluation in evaluations
+        if name in {"", evaluation.set} and (step is None or str(evaluation.label) == step)
+    ]
+    return fits if step is not None else list({evaluation.set: evaluation for evaluation in fits}.values())
+
+
+def _fits(question: Question, task: str | None) -> bool:
+    return task is None or str(question.task) == task
+
+
+def _print(evaluation: Evaluation, question: Question, *, as_json: bool) -> None:
+    from trinity_mq.observability.experiences.show_experience import line, open_console, rule
+    from trinity_mq.telemetry.jsonline import dump_line
+
+    if as_json:
+        header = {"set": evaluation.set, "label": evaluation.label, "time": evaluation.time}
+        print(dump_line({**header, **question.model_dump()}), flush=True)
+        return
+    console = open_console(sys.stdout)
+    rule(console, f"{evaluation.set} at {evaluation.label}, question {question.task}", "cyan")
+    line(console, "asked", question.question)
+    line(console, "expected", "unknown" if question.expected is None else question.expected)
+    for answer in question.answers:
+        reward = "none" if answer.reward is None else f"{answer.reward:g}"
+        line(
+            console, f"run {answer.run}", f"reward {reward}: {'(not kept)' if answer.answer is None else answer.answer}"
+        )
+    if question.failure is not None:
+        line(console, "failure", question.failure)
+
+
+def _note_rest(arguments: argparse.Namespace, evaluations: Sequence[Evaluation], matching: int, shown: int) -> None:
+    """Print on stderr how many questions are not shown, or why no question is shown."""
+    if 0 < shown == matching:
+        return
+    if shown:
+        remark = f"{shown} of {matching} questions shown (--limit, --last, --task, --step)"
+    elif evaluations:
+        remark = (
+            "no question matches; answers are kept of: "
+            f"{', '.join(f'{evaluation.set} at {evaluation.label}' for evaluation in evaluations)}"
+        )
+    else:
+        remark = "the run keeps no answers: none of its evaluations has ended, or monitor.eval_answers_max_bytes is 0"
+    print(remark, file=sys.stderr, flush=True)

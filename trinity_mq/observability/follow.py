@@ -1,0 +1,111 @@
+"""Collection of a run's telemetry and queue depths."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from trinity_mq.bus import Bus, BusUnavailable, Topology
+from trinity_mq.bus.topology import Queue
+from trinity_mq.messages import DecodeError, Metrics, decode_any
+from trinity_mq.observability.run_view import RunView
+from trinity_mq.runtime.deliveries import acknowledge
+from trinity_mq.telemetry import LINE_FIELDS, METRICS_FILE
+
+
+async def listen(bus: Bus, queue: Queue, receive: Callable[[object], None]) -> None:
+    """Pass the messages of an exclusive queue to ``receive`` until cancelled. Messages that do not decode are
+    skipped.
+    """
+    await bus.declare(queue)
+    async with await bus.consume(queue) as subscription:
+        async for delivery in subscription:
+            with contextlib.suppress(DecodeError):  # the explorer reports undecodable messages
+                receive(decode_any(delivery.body, delivery.content_type))
+            await acknowledge(delivery)
+
+
+async def follow(
+    bus: Bus,
+    topology: Topology,
+    run_view: RunView,
+    who: str,
+    on_change: Callable[[], None] = lambda: None,
+    *,
+    pattern: str = "#",
+) -> None:
+    """Pass telemetry that matches ``pattern`` to the run view until cancelled.
+
+    ``on_change`` is called after each message.
+    """
+
+    def receive(message: object) -> None:
+        run_view.receive(message, asyncio.get_running_loop().time())
+        on_change()
+
+    await listen(bus, topology.listener(who, uuid.uuid4().hex[:12], "telemetry", pattern), receive)
+
+
+class MetricsTail:
+    """Reads the lines that agents append to a run's metrics file as metrics messages."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._path = run_dir / METRICS_FILE
+        self._offset = 0
+
+    def read(self) -> list[Metrics]:
+        """Return the new messages since the last call. A line that is still being written is returned by a later
+        call.
+        """
+        return [message for line in self.read_lines() if (message := metrics_of(line)) is not None]
+
+    def read_lines(self) -> list[dict[str, Any]]:
+        """Return the new lines since the last call. A file that became shorter belongs to a restarted run and is read
+        from its beginning.
+        """
+        try:
+            with self._path.open("rb") as file:
+                if os.fstat(file.fileno()).st_size < self._offset:
+                    self._offset = 0
+                file.seek(self._offset)
+                whole, newline, _ = file.read().rpartition(b"\n")
+        except FileNotFoundError:
+            return []
+        self._offset += len(whole) + len(newline)
+        return [fields for line in whole.splitlines() if (fields := _fields(line)) is not None]
+
+
+def metrics_of(line: Mapping[str, Any]) -> Metrics | None:
+    """Return a line of a metrics file as a message, or None if it is not a metrics line."""
+    values = {name: value for name, value in line.items() if name not in LINE_FIELDS and isinstance(value, int | float)}
+    try:
+        return Metrics(role=line["role"], id=line["agent"], step=line["step"], values=values)
+    except (ValueError, KeyError):
+        return None
+
+
+def _fields(line: bytes) -> dict[str, Any] | None:
+    try:
+        fields = json.loads(line)
+    except ValueError:  # partial line of a killed writer
+        return None
+    return fields if isinstance(fields, dict) else None
+
+
+async def depths(bus: Bus, topology: Topology, names: Sequence[str]) -> dict[str, int | None]:
+    """Return the depths of the run's queues by their short names. None: the queue does not exist, or the broker is not
+    available.
+    """
+    depth_by_name: dict[str, int | None] = {}
+    for name in names:
+        try:
+            depth_by_name[name] = await bus.depth(topology.prefix + name)
+        except BusUnavailable:
+            depth_by_name[name] = None
+    return depth_by_name

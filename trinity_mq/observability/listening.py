@@ -1,0 +1,98 @@
+"""Observes a run for some seconds and returns the diagnosis."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import uuid
+from collections.abc import Callable
+
+from trinity_mq.bus import Bus, BusUnavailable, Topology
+from trinity_mq.observability.diagnosis import Finding, Watch, diagnose, expected_agents, limits
+from trinity_mq.observability.follow import depths, listen
+from trinity_mq.targets.connection import Target, connected
+from trinity_mq.targets.probe import broker_trouble
+
+QUEUES = ("submitted", "tasks.train", "tasks.eval", "closed", "dead")
+
+
+LISTEN_SECONDS = 12.0
+"""Default of ``--seconds``. It exceeds the time after which work counts as overdue."""
+
+
+LEAST_SECONDS = 5.5
+"""Minimum seconds of listening before any culprit except the broker is named, because progress may be imminent."""
+
+
+LOOK_SECONDS = 0.5
+"""Interval in seconds between checks of the collected messages."""
+
+
+SURE_MOVES = 2
+"""Number of progress changes after which a run without a culprit counts as moving."""
+
+
+async def observe(target: Target, seconds: float) -> Finding:
+    """Listen until the finding is certain, for at most ``seconds``."""
+    try:
+        async with connected(target.run, target.broker, "why") as (bus, topology):
+            return await _listen(target, bus, topology, seconds)
+    except (BusUnavailable, TimeoutError) as error:
+        watch = Watch(0.0)
+        return diagnose(watch.observation(0.0, broker=str(error) or "it does not answer"))
+
+
+async def _listen(target: Target, bus: Bus, topology: Topology, seconds: float) -> Finding:
+    loop = asyncio.get_running_loop()
+    watch = Watch(loop.time())
+    trouble = ""
+
+    async def probe() -> None:
+        nonlocal trouble
+        trouble = await broker_trouble(bus, topology)
+
+    async def look() -> Finding:
+        queue_depths = await depths(bus, topology, QUEUES) if not trouble else {}
+        observation = watch.observation(
+            loop.time(),
+            depths=queue_depths,
+            broker=trouble,
+            expected=expected_agents(target.config),
+            limits=limits(target.config),
+        )
+        return diagnose(observation)
+
+    queue = topology.listener("why", uuid.uuid4().hex[:12], "telemetry", "#")
+    began = loop.time()
+    async with asyncio.TaskGroup() as group:
+        background = [
+            group.create_task(listen(bus, queue, _receiver(watch, loop.time))),
+            group.create_task(probe()),
+        ]
+        try:
+            while True:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(LOOK_SECONDS):
+                        await asyncio.wait(background, return_when=asyncio.FIRST_EXCEPTION)
+                finding = await look()
+                passed = loop.time() - began
+                if passed >= seconds or _is_sure(finding, watch, passed):
+                    return finding
+        finally:
+            for task in background:
+                task.cancel()
+
+
+def _receiver(watch: Watch, clock: Callable[[], float]) -> Callable[[object], None]:
+    return lambda message: watch.receive(message, clock())
+
+
+def _is_sure(finding: Finding, watch: Watch, passed: float) -> bool:
+    """Return whether further listening would not change the finding."""
+    if finding.culprit == "broker" or finding.state == "over":
+        return True
+    if finding.state in {"stuck", "waiting"} and finding.culprit is not None:
+        return passed >= LEAST_SECONDS
+    # a suspect is only evidence while the run still progresses, so keep listening
+    suspect = any(line.startswith("but ") for line in finding.evidence)
+    return finding.state == "moving" and watch.moves >= SURE_MOVES and not suspect and passed >= LOOK_SECONDS

@@ -1,0 +1,148 @@
+"""Sends the spans of a run's processes to a collector and records the progress."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any, Protocol
+
+import structlog
+
+from trinity_mq.observability.spans.collector import SpansRefused
+from trinity_mq.observability.spans.tree import TraceTree, TreeSpan
+from trinity_mq.observability.trackers.base import TrackerError
+from trinity_mq.observability.trackers.services import FOLDER
+from trinity_mq.runtime.process import write_atomic
+from trinity_mq.telemetry.trace import TRACE_FOLDER
+from trinity_mq.telemetry.trace_files import TraceTail
+from trinity_mq.telemetry.trace_ids import Sampled, trace_key
+
+log = structlog.get_logger(__name__)
+
+STATE_FILE = "spans.json"
+"""File below the run's ``trackers`` folder with the export progress."""
+AT_ONCE = 1000
+"""Maximum spans per request: about 50 kB, compressed."""
+FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0
+"""First and longest backoff in seconds after a failed send. The backoff doubles with each failure."""
+
+
+class SpanSink(Protocol):
+    """Receives spans."""
+
+    url: str
+
+    def send(self, spans: list[TreeSpan]) -> None:
+        """Send spans.
+
+        Raises:
+            SpansRefused: Some spans are permanently refused.
+            TrackerError: The spans were not accepted, but may be accepted later.
+        """
+
+
+class SpanForwarder:
+    """Sends the new spans of a run's processes. The progress is stored in a file, so another process can continue.
+    Spans that the collector does not accept stay in the run's folder; memory holds only the spans read last, a few
+    thousand per process. Spans sent just before a kill are sent again with the same ids.
+
+    Args:
+        folder: The run's folder.
+        name: The run's name.
+        sink: The collector.
+        sample: Fraction of the batches whose spans are sent.
+
+    Raises:
+        TrackerError: The progress file cannot be parsed, or the folder cannot be written.
+    """
+
+    def __init__(self, folder: Path, name: str, sink: SpanSink, sample: float = 1.0) -> None:
+        self._sink = sink
+        self._state_file = folder / FOLDER / STATE_FILE
+        state = self._load()
+        try:
+            (folder / TRACE_FOLDER).mkdir(parents=True, exist_ok=True)
+            key = trace_key(folder / TRACE_FOLDER)
+        except OSError as error:
+            raise TrackerError(f"{folder / TRACE_FOLDER} cannot be used: {error.strerror or error}") from error
+        try:
+            self._tail = TraceTail(folder, state.get("tail"), batches=Sampled(key, sample))
+            self._tree = TraceTree(name, key, sample, state.get("tree"))
+            self.sent, self.lost = int(state.get("sent", 0)), int(state.get("lost", 0))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise TrackerError(self._invalid_state(error)) from error
+        self._unsent: list[TreeSpan] = []
+        self._pause, self._not_before = FIRST_PAUSE, 0.0
+        self.problem = ""
+        """The reason why the last send failed."""
+
+    def send(self) -> None:
+        """Send new spans, unless the backoff after a failure has not passed."""
+        if time.monotonic() >= self._not_before:
+            self._send_all()
+
+    def finish(self, *, over: bool = True) -> None:
+        """Send the remaining spans, whatever the backoff.
+
+        Args:
+            over: True if the run is over. The spans of unfinished batches are then completed and sent.
+        """
+        if not self._send_all() or not over:
+            return
+        self._unsent.extend(self._tree.finish())
+        if self._send_unsent():
+            self._save()
+
+    def _send_all(self) -> bool:
+        """Send all new spans. Return whether the collector accepted all of them."""
+        while self._send_unsent():
+            self._save()
+            if (spans := self._tail.read()) is None:
+                return True
+            self._unsent.extend(self._tree.add(spans))
+        return False
+
+    def _send_unsent(self) -> bool:
+        while chunk := self._unsent[:AT_ONCE]:
+            try:
+                self._sink.send(chunk)
+                self.sent += len(chunk)
+            except SpansRefused as error:
+                self.lost += error.count
+                self.sent += len(chunk) - error.count
+                self._note(str(error))
+            except TrackerError as error:
+                self._note(str(error))
+                self._not_before = time.monotonic() + self._pause
+                self._pause = min(LONGEST_PAUSE, 2 * self._pause)
+                return False
+            else:
+                self.problem = ""
+            self._pause, self._not_before = FIRST_PAUSE, 0.0
+            del self._unsent[: len(chunk)]
+        return True
+
+    def _note(self, reason: str) -> None:
+        if not self.problem:
+            log.warning("spans_not_sent", to=self._sink.url, reason=reason)
+        self.problem = reason
+
+    def _load(self) -> dict[str, Any]:
+        try:
+            state = json.loads(self._state_file.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return {}
+        except ValueError as error:
+            raise TrackerError(self._invalid_state(error)) from error
+        if not isinstance(state, dict):
+            raise TrackerError(self._invalid_state(state))
+        return state
+
+    def _invalid_state(self, content: object) -> str:
+        return f"{self._state_file} does not say how far spans were sent ({content!r}): remove it to send all again"
+
+    def _save(self) -> None:
+        state = {"tail": self._tail.state, "tree": self._tree.state, "sent": self.sent, "lost": self.lost}
+        self._state_file.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(self._state_file, json.dumps(state).encode())

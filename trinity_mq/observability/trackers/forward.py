@@ -1,0 +1,121 @@
+"""Sends the lines of a run's metrics file to services and records the progress."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from trinity_mq.observability.trackers.base import Tracker, TrackerError
+from trinity_mq.observability.trackers.services import FOLDER
+from trinity_mq.runtime.process import write_atomic
+from trinity_mq.telemetry.metrics import LINE_FIELDS, METRICS_FILE
+
+log = structlog.get_logger(__name__)
+
+STATE_FILE = "sent.json"
+"""File below the run's ``trackers`` folder. It maps each service to its run id and the number of metrics bytes sent."""
+
+
+class Forwarder:
+    """Sends the new metrics lines of a run to each service. The progress is stored in a file, so another process can
+    continue. Lines sent just before a kill are sent again.
+
+    Args:
+        folder: The run's folder.
+        trackers: The services.
+
+    Raises:
+        TrackerError: The progress file cannot be parsed.
+    """
+
+    def __init__(self, folder: Path, trackers: Sequence[Tracker]) -> None:
+        self._folder, self._trackers = folder, list(trackers)
+        self._state_file = folder / FOLDER / STATE_FILE
+        self._state: dict[str, dict[str, Any]] = self._load()
+        self._begun: set[str] = set()
+        self.problems: dict[str, str] = {}
+        """The reason why the last send to a service failed, by service."""
+
+    def send(self) -> None:
+        """Send the new complete lines to each service. After a failure the next call retries; other services are not
+        affected.
+        """
+        for tracker in self._trackers:
+            state = self._state.setdefault(tracker.kind, {"id": "", "offset": 0})
+            try:
+                if tracker.kind not in self._begun:
+                    state["id"] = tracker.begin(state["id"])
+                    self._begun.add(tracker.kind)
+                for line, end in self._lines(state["offset"]):
+                    _send(tracker, line)
+                    state["offset"] = end
+                self.problems.pop(tracker.kind, None)
+            except TrackerError as error:
+                self._note(tracker, error)
+            self._save()
+
+    def finish(self) -> list[str]:
+        """Send the rest and end the run at each service. Return the location of each run."""
+        self.send()
+        locations = []
+        for tracker in self._trackers:
+            if tracker.kind in self._begun:
+                try:
+                    locations.append(tracker.finish())
+                except TrackerError as error:
+                    self._note(tracker, error)
+        return locations
+
+    def _note(self, tracker: Tracker, error: TrackerError) -> None:
+        if self.problems.get(tracker.kind) != str(error):
+            log.warning("metrics_not_sent", to=tracker.kind, reason=str(error))
+        self.problems[tracker.kind] = str(error)
+
+    def _lines(self, offset: int) -> list[tuple[bytes, int]]:
+        """Return (line, offset of its end) for the complete lines after ``offset``, in bytes."""
+        try:
+            with (self._folder / METRICS_FILE).open("rb") as file:
+                file.seek(offset)
+                whole, newline, _ = file.read().rpartition(b"\n")
+        except FileNotFoundError:
+            return []
+        lines = []
+        for line in (whole + newline).splitlines(keepends=True):
+            offset += len(line)
+            lines.append((line, offset))
+        return lines
+
+    def _load(self) -> dict[str, dict[str, Any]]:
+        try:
+            entries = json.loads(self._state_file.read_text(encoding="utf-8"))
+            return {kind: {"id": str(entry["id"]), "offset": int(entry["offset"])} for kind, entry in entries.items()}
+        except FileNotFoundError:
+            return {}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise TrackerError(
+                f"{self._state_file} does not say how far the services came ({error!r}): remove it to send all again"
+            ) from error
+
+    def _save(self) -> None:
+        self._state_file.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(self._state_file, json.dumps(self._state).encode())
+
+
+def _send(tracker: Tracker, line: bytes) -> None:
+    try:
+        fields = json.loads(line)
+        step, seconds = int(fields["step"]), float(fields["time"])
+    except (ValueError, KeyError, TypeError):
+        return  # partial line of a killed writer
+    values = {
+        name: float(value)
+        for name, value in fields.items()
+        if name not in LINE_FIELDS and isinstance(value, int | float) and math.isfinite(value)
+    }
+    if values:
+        tracker.log(step, seconds, values)

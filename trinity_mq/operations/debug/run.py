@@ -1,0 +1,124 @@
+"""Runs one task without a broker and records what happens."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import dataclasses
+import itertools
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from trinity_mq.config import Config
+from trinity_mq.errors import CommandError
+
+if TYPE_CHECKING:
+    from trinity_mq.messages import TaskBody
+    from trinity_mq.models import InferenceModel
+    from trinity_mq.operations.debug.engine import DebugEngine
+    from trinity_mq.operations.debug.report import Report
+    from trinity_mq.workflows import Task
+T = TypeVar("T")
+
+CRASH_SECONDS = 2.0
+"""Maximum seconds to detect a dead engine after an unanswered call."""
+
+
+def _print_note(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+async def debug_task(config: Config, body: TaskBody, number: int, arguments: argparse.Namespace, report: Report) -> int:
+    from trinity_mq.operations.debug.engine import auxiliary_engine
+
+    task = _task(body, number)
+    with tempfile.TemporaryDirectory(prefix="tmq-debug-", ignore_cleanup_errors=True) as folder:
+        async with contextlib.AsyncExitStack() as stack:
+            engine = await stack.enter_async_context(_engine(config, arguments, Path(folder)))
+            auxiliaries = [
+                await stack.enter_async_context(auxiliary_engine(config, Path(folder), model, _print_note))
+                for model in config.explorer.auxiliary_models
+            ]
+            _print_note(f"running {body.workflow}")
+            return await _run(config, task, engine, auxiliaries, report)
+
+
+def _task(body: TaskBody, number: int) -> Task:
+    from trinity_mq.workflows import Task, TaskError
+
+    try:
+        return Task.from_body(body, 0, number)
+    except TaskError as error:
+        raise CommandError(str(error)) from error
+
+
+def _engine(
+    config: Config, arguments: argparse.Namespace, folder: Path
+) -> contextlib.AbstractAsyncContextManager[DebugEngine]:
+    from trinity_mq.operations.debug.engine import given_engine, own_engine
+
+    weights = None if arguments.weights is None else Path(arguments.weights).expanduser().resolve()
+    if arguments.engine is None:
+        return own_engine(config, folder, weights, _print_note)
+    if weights is not None:
+        raise CommandError("--weights is for an engine of our own: leave it or --engine out")
+    return given_engine(config, arguments.engine)
+
+
+async def _run(
+    config: Config, task: Task, engine: DebugEngine, auxiliaries: Sequence[DebugEngine], report: Report
+) -> int:
+    from trinity_mq.operations.debug.errors import ErrorRecorder, recording_errors
+    from trinity_mq.scheduling import WorkflowRunner
+
+    assert task.workflow is not None
+    errors = ErrorRecorder(task.workflow)
+    task.workflow = recording_errors(task.workflow, errors)
+    explorer = config.explorer.model_copy(update={"max_retry_times": 0})
+    numbers = itertools.count(1)
+    async with contextlib.AsyncExitStack() as stack:
+        model, *others = [
+            await stack.enter_async_context(_recorded(served, report, numbers)) for served in (engine, *auxiliaries)
+        ]
+        runner = WorkflowRunner(config.model_copy(update={"explorer": explorer}), model, others, runner_id="debug")
+        stack.push_async_callback(runner.close)
+        status, experiences = await _run_until_lost(engine.lost, runner.run_task_async(task, 1))
+        if not status.ok and engine.unanswered:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(CRASH_SECONDS):
+                    await engine.lost()
+    for experience in experiences:
+        report.experience(experience, engine.texts)
+    report.end(status, next(numbers) - 1, None if status.ok else errors.failure())
+    return 0 if status.ok else 1
+
+
+@contextlib.asynccontextmanager
+async def _recorded(engine: DebugEngine, report: Report, numbers: Iterator[int]) -> AsyncIterator[InferenceModel]:
+    """Yield the model's URL behind a proxy that reports each call."""
+    from trinity_mq.operations.debug.proxy import Call, RecordingProxy
+
+    def on_call(call: Call) -> None:
+        engine.unanswered += bool(call.error)
+        report.call(call, engine.texts)
+
+    name = engine.model.name if engine.model.role == "auxiliary" else ""
+    async with RecordingProxy(engine.model.url, on_call, name=name, numbers=numbers).running() as url:
+        yield dataclasses.replace(engine.model, url=url)
+
+
+async def _run_until_lost(lost: Callable[[], Awaitable[object]], work: Awaitable[T]) -> T:
+    """Await ``work``, unless ``lost`` raises first."""
+
+    async def watch() -> None:
+        await lost()
+
+    async with asyncio.TaskGroup() as group:
+        watching = group.create_task(watch())
+        result = await work
+        watching.cancel()
+    return result

@@ -1,0 +1,98 @@
+"""Runs the checks of a broker and of this machine."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from trinity_mq.bus import AddressError, BusRefused
+from trinity_mq.bus.addresses import Addresses
+from trinity_mq.bus.rabbit.connection import BrokerConnectError
+from trinity_mq.bus.tls import tls_context
+from trinity_mq.config import BrokerConfig
+from trinity_mq.local_broker.choose import own_kind
+from trinity_mq.local_broker.node import NodeError, PrivateNode
+from trinity_mq.operations.doctor.checks import BROKER_CHECKS, MACHINE_CHECKS, Finding, Verdict, findings
+from trinity_mq.operations.doctor.facts import (
+    API_PATHS,
+    Ctl,
+    Facts,
+    Needs,
+    ask_amqp,
+    ask_machine,
+    ask_management,
+    ask_rabbitmqctl,
+    management_url,
+)
+from trinity_mq.telemetry import mask_passwords
+
+
+async def check_all(
+    folder: Path, broker: BrokerConfig, needs: Needs, management: str | None, node: Path | None
+) -> list[Finding]:
+    machine, of_broker = await asyncio.gather(
+        asyncio.to_thread(ask_machine, folder), check_broker(broker, needs, management, node)
+    )
+    return [*of_broker, *findings(MACHINE_CHECKS, machine, needs)]
+
+
+async def check_broker(
+    broker: BrokerConfig, needs: Needs, management: str | None, node: Path | None, ctl: Ctl | None = None
+) -> list[Finding]:
+    """Check a broker through every available source.
+
+    Args:
+        broker: Address of the broker.
+        needs: The run's requirements.
+        management: URL of its management API. None: on the broker's host.
+        node: Folder of a private node that may be this broker.
+        ctl: Runs its rabbitmqctl. None: the rabbitmqctl of ``node``, if the broker is that node.
+    """
+
+    def no_broker(verdict: Verdict, seen: str, do: str) -> list[Finding]:
+        return [Finding("broker", verdict, mask_passwords(seen), "one that answers", do)]
+
+    try:
+        addresses = Addresses.of(broker)
+        if addresses is None:
+            try:
+                await own_kind()
+            except NodeError as error:
+                return no_broker("problem", "none is known, and `trinity-mq run` can start none of its own", str(error))
+            do = "give --broker amqp://user:password@host:port/vhost, or set TRINITY_MQ_BROKER_URL"
+            return no_broker("warning", "none is known; `trinity-mq run` would start one of its own", do)
+        urls = await asyncio.to_thread(addresses.read)
+        parts = urlsplit(urls[0])
+        facts = Facts(
+            urls=urls,
+            tls_verified=broker.tls is None or broker.tls.verify,
+            user=unquote(parts.username or "guest"),
+            vhost=unquote(parts.path[1:]) or "/",
+        )
+        await ask_amqp(urls, broker.tls, needs.topology, facts)
+    except (AddressError, BusRefused) as error:
+        return no_broker("problem", str(error), "see what it says above")
+    except (BrokerConnectError, TimeoutError) as error:
+        do = "is it running, and are host and port right? Is a firewall between?"
+        return no_broker("problem", str(error) or "it does not answer", do)
+    if ctl := ctl or _ctl_of(node, parts.port):
+        await ask_rabbitmqctl(ctl, facts)
+    else:
+        facts.missing("only the broker's own rabbitmqctl reports it", "limits")
+    if any(question not in facts for question in API_PATHS):
+        api = management_url(urls[0], management)
+        await ask_management(api, await tls_context(broker.tls) if api.startswith("https") else None, facts)
+    return list(findings(BROKER_CHECKS, facts, needs))
+
+
+def _ctl_of(folder: Path | None, port: int | None) -> Ctl | None:
+    """Return the rabbitmqctl of the private node in ``folder``; None if it is not the node at ``port``."""
+    if folder is None or not (folder / "rabbitmq.conf").exists():
+        return None
+    node = PrivateNode(folder)
+    try:
+        node.attach()
+    except NodeError:
+        return None
+    return node.ctl if node.ports.get("amqp") == port else None

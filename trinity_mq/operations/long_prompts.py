@@ -1,0 +1,75 @@
+"""Count of records whose prompts are too long for the model, for ``trinity-mq validate``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from trinity_mq.config import Config, TasksetConfig
+from trinity_mq.data.records import Record, read_tasks
+from trinity_mq.engines.generation.text import TextCodec, TextError
+from trinity_mq.models.errors import ModelError
+from trinity_mq.models.model_folder import known_folder
+
+MOST_COUNTED = 5_000
+"""Maximum number of prompts per taskset that are tokenized."""
+
+
+def count_long_prompts(config: Config, tasksets: Sequence[TasksetConfig]) -> list[str]:
+    """Return a line for each taskset with records whose prompts are too long for the model.
+
+    The counted prompt is the record's prompt plus the system prompt of the taskset or of the workflow. The tokenizer is
+    loaded only if a prompt has more bytes than half the limit in tokens, because each token has at least one byte.
+    """
+    described = [taskset for taskset in tasksets if taskset.storage_type != "queue"]
+    return [
+        line for taskset in described for line in _counted(config, taskset, read_tasks(taskset, seed=config.seed)[0])
+    ]
+
+
+def _counted(config: Config, taskset: TasksetConfig, records: Sequence[Record]) -> list[str]:
+    limit = min(config.model.max_prompt_tokens, config.model.max_model_len - 1)
+    texts = [text for record in records if isinstance(text := record.get(taskset.format.prompt_key), str)]
+    candidates = [text for text in texts if len(text.encode("utf-8", "replace")) > limit // 2]
+    length = _length(config, _system_prompt(taskset)) if candidates else None
+    if length is None:
+        return []
+    count = sum(length(text) > limit for text in candidates[:MOST_COUNTED])
+    total = f"of the first {MOST_COUNTED} of {len(candidates)} long ones" if len(candidates) > MOST_COUNTED else ""
+    return [_line(taskset.name, count, total or f"of {len(records)}", limit)] if count else []
+
+
+def _system_prompt(taskset: TasksetConfig) -> str:
+    from trinity_mq.workflows import load_workflow  # imports torch
+
+    return taskset.format.system_prompt or getattr(load_workflow(taskset.workflow), "default_system_prompt", None) or ""
+
+
+def _line(name: str, count: int, total: str, limit: int) -> str:
+    return (
+        f"taskset {name!r}: the prompts of {count} {total} records have more than {limit} tokens, and these tasks will "
+        "fail: leave them out, or raise model.max_prompt_tokens and model.max_model_len"
+    )
+
+
+def _length(config: Config, system: str) -> Callable[[str], int] | None:
+    """Return a function that counts the tokens of a prompt, or None if the tokenizer is not on this machine."""
+    if config.model.tiny is not None:  # each character is one token
+        return lambda text: len(system) + len(text)
+    try:
+        folder = known_folder(str(config.model.model_path))
+        if folder is None:
+            return None
+        codec = TextCodec.load(folder, trust_remote_code=config.model.trust_remote_code)
+    except ModelError:  # check_models reports this error
+        return None
+    return lambda text: _tokens(codec, system, text)
+
+
+def _tokens(codec: TextCodec, system: str, text: str) -> int:
+    roles = [("system", system), ("user", text)] if system else [("user", text)]
+    try:
+        if codec.has_template:
+            return len(codec.encode(codec.render([{"role": role, "content": content} for role, content in roles])))
+        return len(codec.encode(system + text, special=True))
+    except TextError:  # the engine refuses this prompt for another reason
+        return 0

@@ -1,0 +1,439 @@
+"""Checks of a configuration before a run starts."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import inspect
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+from trinity_mq.config import Config, ConfigError, ExperienceBufferConfig, TasksetConfig
+from trinity_mq.config.algorithm.pieces import Plugin
+from trinity_mq.config.estimators import EstimatorPlugin
+from trinity_mq.data import open_taskset
+from trinity_mq.data.errors import TasksetError
+from trinity_mq.data.records import read_records
+from trinity_mq.messages import DecodeError
+from trinity_mq.models.model_folder import has_chat_template, known_folder
+from trinity_mq.rewards import RewardError, UnknownNameError, create_reward, find_reward
+from trinity_mq.runtime.errors import FatalError, described
+from trinity_mq.runtime.plugins import add_plugins
+from trinity_mq.transport.blobs import StoreUnavailable, open_store
+
+PLAIN_WORKFLOWS = frozenset({"simple_workflow", "math_workflow"})
+"""Built-in workflows, each also with the prefix ``async_``, that need no arguments and no recorded calls."""
+
+
+GREEDY_WORKFLOWS = PLAIN_WORKFLOWS | {"math_boxed_workflow", "tool_call_workflow"}
+"""Built-in workflows that can make a greedy run."""
+
+
+def check_all(config: Config, *, needs_model: bool = True) -> list[str]:
+    """Run all checks that are possible on this machine before a run starts, and return lines about its parts.
+
+    Args:
+        config: The configuration.
+        needs_model: True if the policy's model must exist. False if an earlier stage will train it.
+
+    Raises:
+        ConfigError: Lists all problems, one per line.
+    """
+    lines, problems = [], []
+    for check in (
+        check_tasksets,
+        check_greedy_runs,
+        check_workflows,
+        check_outsiders,
+        check_operators,
+        check_algorithm,
+        check_models,
+        check_devices,
+        check_optimizer,
+        check_lora,
+        check_blob_store,
+        check_checkpoints,
+        check_trackers,
+    ):
+        if check is check_models and not needs_model:
+            continue
+        try:
+            lines += check(config)
+        except (ConfigError, TasksetError, FatalError) as error:
+            problems.append(str(error))
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return lines
+
+
+@contextlib.contextmanager
+def _user_code_errors(subject: str, *explained: type[Exception]) -> Iterator[None]:
+    """Turn an error of user code in the ``with`` block into a ConfigError that names the code and the line. Errors that
+    explain themselves, such as those in ``explained``, pass unchanged.
+    """
+    stays: tuple[type[Exception], ...] = (ConfigError, TasksetError, FatalError, *explained)
+    try:
+        yield
+    except stays:
+        raise
+    except (Exception, SystemExit) as error:  # user code can raise any error
+        raise ConfigError(f"{subject} cannot be used: {described(error)}") from error
+
+
+def imports_torch(config: Config) -> bool:
+    """Return whether :func:`check_all` must import torch for this configuration."""
+    on_devices = config.model.device == "cuda" or _is_over_nccl(config)
+    needed = (
+        bool(config.operator.operators)
+        or bool(_custom_pieces(config))
+        or on_devices
+        or _needs_optional_optimizer(config)
+        or bool(config.model.lora)
+    )
+    return needed or bool(config.outsiders.workflows) or not all(map(_is_plain, tasksets(config)))
+
+
+def tasksets(config: Config) -> tuple[TasksetConfig, ...]:
+    evaluated = config.buffer.eval_tasksets
+    return {"train": (), "bench": evaluated}.get(config.mode, (*config.buffer.training_tasksets, *evaluated))
+
+
+def _is_plain(taskset: TasksetConfig) -> bool:
+    return taskset.workflow.removeprefix("async_") in PLAIN_WORKFLOWS and not taskset.workflow_args
+
+
+def _custom_pieces(config: Config) -> list[Plugin | EstimatorPlugin]:
+    """Return the user-defined functions among the parts of the algorithm."""
+    algorithm = config.algorithm
+    pieces = (algorithm.surrogate, *algorithm.correction, algorithm.estimator)
+    return [piece for piece in pieces if isinstance(piece, Plugin | EstimatorPlugin)]
+
+
+def _needs_optional_optimizer(config: Config) -> bool:
+    """Return whether the optimizer may need software that is not installed."""
+    return config.algorithm.optimizer.optimizer_type in {"adamw_8bit", "muon"}
+
+
+def _is_over_nccl(config: Config) -> bool:
+    return config.synchronizer.sync_method == "collective" and config.synchronizer.backend == "nccl"
+
+
+def check_tasksets(config: Config) -> list[str]:
+    """Open every taskset once to find unreadable tasksets before processes start. Return a line for each taskset.
+
+    Raises:
+        TasksetError: A taskset cannot be read.
+        ConfigError: A reward function is not known or does not accept its arguments.
+        FatalError: A folder of ``plugin_dirs`` cannot be used.
+    """
+    add_plugins(config.plugin_dirs)
+    if config.mode == "train" and config.source.tap:
+        return [_check_tapped(config)]
+    if config.mode == "train":
+        return [_check_records(config.buffer.trainer_input.experience_buffer)]
+    lines = []
+    for taskset in tasksets(config):
+        try:
+            if taskset.reward_fn:  # if empty, the workflow brings its own reward function
+                with _user_code_errors(f"taskset {taskset.name!r}: reward function {taskset.reward_fn!r}", RewardError):
+                    create_reward(taskset.reward_fn, taskset.reward_fn_args)
+        except (UnknownNameError, RewardError) as error:
+            raise ConfigError(f"taskset {taskset.name!r}: {error}") from error
+        if taskset.storage_type == "queue":
+            lines.append(f"taskset {taskset.name!r}: tasks submitted from outside")
+        else:
+            with _user_code_errors(f"taskset {taskset.name!r}: selector {taskset.effective_selector.selector_type!r}"):
+                tasks = open_taskset(taskset, seed=config.seed, max_bytes=config.broker.max_task_bytes)
+            kind = taskset.effective_selector.selector_type
+            selector = "" if kind == taskset.selector else f", chosen by {kind}"
+            lines.append(f"taskset {taskset.name!r}: {len(tasks)} tasks from {taskset.path}{selector}")
+    return lines
+
+
+def _check_tapped(config: Config) -> str:
+    from trinity_agents.trainer.sources.tapped_run import TappedRun
+
+    run = TappedRun.of(config)
+    where = "on the same broker" if run.config is None else f"in {run.config.path}"
+    return f"training data: what run {run.name!r} {where} saw, from {config.source.start} on"
+
+
+def _check_records(data: ExperienceBufferConfig) -> str:
+    if data.schema_type == "experience":
+        path = Path(data.path).expanduser()
+        if not path.exists():
+            raise TasksetError(f"training data {data.name!r}: there is no {path}")
+        return f"training data {data.name!r}: experiences recorded in {path}"
+    rows, _ = read_records(data, data.required_keys)
+    return f"training data {data.name!r}: {len(rows)} records from {data.path}"
+
+
+def check_greedy_runs(config: Config) -> list[str]:
+    """Check that built-in workflows make the greedy run that the estimator needs, and that no workflow makes an unused
+    greedy run.
+
+    Raises:
+        ConfigError: The greedy run is missing, or the estimator would not use it.
+    """
+    for taskset in config.buffer.training_tasksets:
+        _check_greedy(config, taskset)
+    return []
+
+
+def _check_greedy(config: Config, taskset: TasksetConfig) -> None:
+    estimator = config.algorithm.estimator
+    is_made = bool(taskset.workflow_args.get("greedy_baseline"))
+    is_wanted = getattr(estimator, "baseline", None) == "greedy"
+    if is_wanted and not is_made and taskset.workflow.removeprefix("async_") in GREEDY_WORKFLOWS:
+        raise ConfigError(
+            f"algorithm {config.algorithm.algorithm_type} compares the runs of a task with a greedy one, and workflow "
+            f"{taskset.workflow!r} makes none; set buffer.taskset.workflow_args.greedy_baseline: true"
+        )
+    if is_made and not is_wanted:
+        raise ConfigError(
+            f"buffer.taskset.workflow_args.greedy_baseline is true, and the estimator of "
+            f"{config.algorithm.algorithm_type} has no use for a greedy run, which is not trained on; remove it, or "
+            "set algorithm.estimator.baseline: greedy"
+        )
+
+
+def check_workflows(config: Config) -> list[str]:
+    """Import the workflow of every taskset and return a line for each user-defined workflow.
+
+    Raises:
+        ConfigError: A workflow is not known, cannot be imported, does not accept its arguments, or needs recorded calls
+            while recording is disabled.
+    """
+    lines = []
+    for taskset in tasksets(config):
+        if _is_plain(taskset):
+            continue
+        from trinity_mq.workflows import WORKFLOWS, TaskError, check_arguments, load_workflow
+        from trinity_mq.workflows.builtin.simple import SimpleArguments
+        from trinity_mq.workflows.builtin.tool_agent import ToolAgentArguments
+        from trinity_mq.workflows.builtin.tools import Toolbox
+
+        try:
+            with _user_code_errors(f"taskset {taskset.name!r}: workflow {taskset.workflow!r}", TaskError):
+                kind = load_workflow(taskset.workflow)
+                takes = kind.arguments_kind or (SimpleArguments if taskset.workflow in WORKFLOWS else None)
+                if takes is not None:
+                    check_arguments(taskset.workflow_args, takes)
+                if takes is not None and issubclass(takes, ToolAgentArguments):
+                    Toolbox(taskset.workflow_args.get("tools", ()))
+        except (UnknownNameError, TaskError) as error:
+            raise ConfigError(f"taskset {taskset.name!r}: {error}") from error
+        if kind.needs_history and not config.explorer.rollout_model.enable_history:
+            raise ConfigError(
+                f"taskset {taskset.name!r}: workflow {taskset.workflow!r} makes its experiences from recorded calls; "
+                "set explorer.rollout_model.enable_history: true"
+            )
+        if taskset.workflow not in WORKFLOWS:
+            lines.append(f"taskset {taskset.name!r}: workflow {kind.__name__} from {inspect.getfile(kind)}")
+    return lines
+
+
+def check_outsiders(config: Config) -> list[str]:
+    """Check the workflows and reward functions that external clients may name.
+
+    Raises:
+        ConfigError: A workflow or reward function is not known or cannot be imported.
+    """
+    outsiders = config.outsiders
+    try:
+        if outsiders.workflows:
+            from trinity_mq.workflows import load_workflow
+
+            for name in outsiders.workflows:
+                load_workflow(name)
+        for name in outsiders.rewards:
+            find_reward(name)
+    except UnknownNameError as error:
+        raise ConfigError(f"outsiders: {error}") from error
+    return []
+
+
+def check_operators(config: Config) -> list[str]:
+    """Create the operators of the chain. Return a line that lists them, or nothing for an empty chain.
+
+    Raises:
+        ConfigError: An operator is not known or does not accept its arguments.
+    """
+    if not config.operator.operators:
+        return []
+    from trinity_mq.operators import OperatorConfigError, create_operators  # imports torch
+
+    for operator in config.operator.operators:
+        try:
+            with _user_code_errors(f"operator.operators: operator {operator.name!r} with args {operator.args!r}"):
+                create_operators([operator])
+        except (UnknownNameError, OperatorConfigError) as error:
+            raise ConfigError(f"operator.operators: {error}") from error
+    return [f"operators, before the advantage: {', '.join(operator.name for operator in config.operator.operators)}"]
+
+
+def check_algorithm(config: Config) -> list[str]:
+    """Import the user-defined parts of the loss and a user-defined estimator. Return a line for each.
+
+    Raises:
+        ConfigError: A function cannot be imported, or does not accept its arguments.
+    """
+    pieces = [] if config.mode == "bench" else _custom_pieces(config)
+    if not pieces:
+        return []
+    from trinity_mq.algorithms.estimators.plugin import plugin_function  # imports torch
+    from trinity_mq.algorithms.plugins import load_plugins
+
+    try:
+        load_plugins(config.algorithm)
+        if isinstance(config.algorithm.estimator, EstimatorPlugin):
+            plugin_function(config.algorithm.estimator)
+    except FatalError as error:
+        raise ConfigError(f"algorithm: {error}") from error
+    return [f"algorithm: your own {piece.kind}" for piece in pieces]
+
+
+def check_models(config: Config) -> list[str]:
+    """Look for the model folders without downloading or loading a model. Return a line for each model to be downloaded.
+
+    Raises:
+        ModelError: A folder does not exist or does not hold a model.
+        ConfigError: The model has no chat template, which a workflow needs.
+    """
+    lines = []
+    for model in (config.model, *(auxiliary.model for auxiliary in config.explorer.auxiliary_models)):
+        if model is None or model.model_path is None:
+            continue
+        folder = known_folder(model.model_path)
+        if folder is None:
+            lines.append(f"model {model.model_path}: a hub id, fetched when the run starts")
+        elif model is config.model and not has_chat_template(folder):
+            lines += _check_without_template(config, f"model {model.model_path}")
+    if config.model.tiny is not None and not config.model.tiny.chat_template:
+        lines += _check_without_template(config, "model.tiny")
+    return lines
+
+
+def _check_without_template(config: Config, model: str) -> list[str]:
+    from trinity_mq.workflows import WORKFLOWS  # imports torch
+
+    remark = f"{model} has no chat template, so it answers no chat requests"
+    for taskset in tasksets(config):
+        if taskset.storage_type != "queue" and taskset.workflow in WORKFLOWS:
+            raise ConfigError(
+                f"{remark}, and workflow {taskset.workflow!r} makes them: use an instruction-tuned model, or put a "
+                "chat_template.jinja into its folder"
+            )
+    return [remark]
+
+
+def check_devices(config: Config) -> list[str]:
+    """Look for the devices and the software that engines, trainer and weight sync need on this machine.
+
+    Raises:
+        ConfigError: A required device does not exist, or NCCL cannot be used.
+        ModelError: vLLM is not installed, or its version is not supported.
+    """
+    if config.explorer.rollout_model.engine == "vllm":
+        from trinity_mq.engines.vllm.api import checked_version
+
+        checked_version()
+    over_nccl = _is_over_nccl(config)
+    if config.model.device != "cuda" and not over_nccl:
+        return []
+    import torch
+    from torch import distributed
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if config.model.device == "cuda" and not count:
+        raise ConfigError("model.device is cuda, and torch sees no CUDA device here; use model.device=auto or cpu")
+    if not over_nccl:
+        return []
+    missing = {
+        "model.device is cpu": config.model.device == "cpu",
+        "torch sees no GPU here": not count,
+        "this torch is built without NCCL": not distributed.is_nccl_available(),
+    }
+    if reason := next((words for words, holds in missing.items() if holds), None):
+        raise ConfigError(
+            f"synchronizer.backend is nccl, which sends weights between GPUs, and {reason}; use "
+            "synchronizer.backend=gloo"
+        )
+    members = 1 + config.explorer.rollout_model.engine_num
+    warning = f"backend nccl: the trainer and each engine need a GPU of their own, {members} in all; here are {count}"
+    return [warning] if count < members else []
+
+
+def check_optimizer(config: Config) -> list[str]:
+    """Look for the software that the optimizer needs.
+
+    Raises:
+        LearnerError: The software is not installed.
+    """
+    if _needs_optional_optimizer(config):
+        from trinity_mq.training.optimizers import check_installed  # imports torch
+
+        check_installed(config.algorithm.optimizer)
+    return []
+
+
+def check_lora(config: Config) -> list[str]:
+    """Check that the software for adapters is installed and that the model has the target layers.
+
+    Raises:
+        AdapterError: The software is not installed, or the model does not have these layers.
+    """
+    if config.model.lora is not None:
+        from trinity_mq.training.model.lora import check_installed, check_targets  # imports torch
+
+        check_installed(config.model.lora)
+        check_targets(config.model)
+    return []
+
+
+def check_blob_store(config: Config) -> list[str]:
+    """If a blob store is configured, write, read and delete a small blob and return a line on it.
+
+    Raises:
+        ConfigError: The write, read or delete failed.
+        FatalError: The library for this kind of store is not installed.
+    """
+    store = open_store(config.broker, config.name)
+    if store is None:
+        return []
+    try:
+        reference = store.put(f"check/{uuid.uuid4().hex}", b"x")
+        store.get(reference)
+        store.delete("check")
+    except (StoreUnavailable, DecodeError) as error:
+        raise ConfigError(f"broker.blob_store: {error}") from error
+    return [f"blob store {store.url}: can be written and read"]
+
+
+def check_checkpoints(config: Config) -> list[str]:
+    """Look for the checkpoints that mode ``bench`` evaluates; return a line on them.
+
+    Raises:
+        CheckpointError: No checkpoint exists.
+    """
+    if config.mode != "bench":
+        return []
+    from trinity_mq.training.checkpoints.benchmarked import benchmarked
+
+    labels = ", ".join(str(label) for label in benchmarked(config))
+    return [f"checkpoints of {config.bench.run}, by batches: {labels}"]
+
+
+def check_trackers(config: Config) -> list[str]:
+    """Check that the client libraries of the configured trackers and of OTLP are installed, without importing them.
+
+    Raises:
+        ConfigError: A library is not installed.
+    """
+    for kind in (tracker.kind for tracker in config.monitor.trackers):
+        if importlib.util.find_spec(kind) is None:
+            raise ConfigError(f"monitor.trackers: {kind} is not installed: pip install 'trinity-mq[{kind}]'")
+    if config.monitor.otlp is not None and importlib.util.find_spec("opentelemetry") is None:
+        raise ConfigError("monitor.otlp: opentelemetry is not installed: pip install 'trinity-mq[otel]'")
+    return []

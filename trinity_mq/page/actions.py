@@ -1,0 +1,144 @@
+"""Requests of the page that reach the broker: dead letters, and commands to agents."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import uuid
+from collections.abc import AsyncIterator, Callable
+from typing import Any, Literal, get_args
+
+from trinity_mq.bus import Bus, Topology
+from trinity_mq.messages import ControlEvent, ReviewVerdict
+from trinity_mq.observability.sources import BrokerSource
+from trinity_mq.operations import dead_letters as dead
+from trinity_mq.page.broker_runs import broker_runs
+from trinity_mq.runtime.deliveries import envelope
+from trinity_mq.runtime.errors import first_leaf
+from trinity_mq.targets.connection import Target, reached
+
+Verb = Literal["restart", "drain", "pause", "resume"]
+LISTED = 200
+"""Maximum number of listed dead letters."""
+
+
+class ActionError(Exception):
+    """The request cannot be carried out; the message gives the reason and a remedy."""
+
+
+class Actions:
+    """Requests to the broker.
+
+    Args:
+        source: Holds the connection, if connected.
+        stopped: Returns the run if its private broker does not run now, else None.
+    """
+
+    def __init__(self, source: BrokerSource, stopped: Callable[[], Target | None] = lambda: None) -> None:
+        self._source, self._stopped = source, stopped
+        self._starting = asyncio.Lock()
+        self._cached_letters: tuple[int, list[dict[str, Any]]] | None = None
+        """Dead letters of a broker that was started to read them, with the last start time in the run's folder."""
+
+    def _connection(self) -> tuple[Bus, Topology]:
+        if self._source.bus is None or self._source.topology is None:
+            raise ActionError(
+                "there is no connection to the run's broker: it does not run, or is not reached; --broker URL names one"
+            )
+        return self._source.bus, self._source.topology
+
+    @contextlib.asynccontextmanager
+    async def _reached(self, target: Target | None) -> AsyncIterator[tuple[Bus, Topology]]:
+        """Open a bus to the run's broker. For ``target``, a run that does not run now, start its private broker and
+        open a bus to it.
+        """
+        if target is None:
+            yield self._connection()
+            return
+        try:
+            async with reached(target, "dash") as connection:
+                yield connection
+        except ExceptionGroup as errors:
+            raise first_leaf(errors) from None
+
+    async def _stopped_broker(self) -> Target | None:
+        return await asyncio.to_thread(self._stopped) if self._source.bus is None else None
+
+    async def dead_letters(self) -> list[dict[str, Any]]:
+        """Return dead letters, oldest first, without removing them. Dead letters of a run that does not run now are
+        cached, because they change only when the run starts.
+
+        Raises:
+            ActionError: There is no connection, and no private broker to start.
+        """
+        async with self._starting:
+            target = await self._stopped_broker()
+            if (
+                target is not None
+                and self._cached_letters is not None
+                and self._cached_letters[0] == _last_start(target)
+            ):
+                return self._cached_letters[1]
+            async with self._reached(target) as (bus, topology):
+                letters, _ = await dead.letters(bus, topology, LISTED)
+            rows = [dict(zip(dead.COLUMNS, dead.row(letter), strict=True)) for letter in letters]
+            self._cached_letters = None if target is None else (_last_start(target), rows)
+            return rows
+
+    async def runs(self) -> dict[str, Any]:
+        """Return the runs on the same broker, or why they are unknown."""
+        if self._source.url is None:
+            return {"broker": [], "unknown": "no broker of this run is at work"}
+        rows, unknown = await broker_runs(self._source.url)
+        return {"broker": rows, "unknown": unknown}
+
+    async def replay(self, batches: set[str]) -> dict[str, Any]:
+        """Publish dead batches again, all of them or only ``batches``.
+
+        Raises:
+            ActionError: There is no connection, and no private broker to start.
+        """
+        async with self._starting, self._reached(await self._stopped_broker()) as (bus, topology):
+            republished, problems, remaining = await dead.republish_batches(bus, topology, batches)
+        return {"republished": republished, "problems": problems, "kept": remaining}
+
+    def reviews(self) -> list[dict[str, Any]]:
+        """Return the runs that wait for a verdict, in order of their requests."""
+        if self._source.reviews is None:
+            return []
+        return [review.request.model_dump(mode="json") for review in self._source.reviews.pending()]
+
+    async def give_verdict(self, request: str, body: dict[str, Any]) -> dict[str, str]:
+        """Give a verdict on a run, and return its effect.
+
+        Raises:
+            ActionError: The run does not ask for verdicts.
+            ValueError: The verdict is not valid.
+        """
+        if self._source.reviews is None:
+            raise ActionError("no operator of this run asks for verdicts (operator human_review)")
+        verdict = ReviewVerdict.model_validate({**body, "request": request})
+        applied = await self._source.reviews.send(
+            request, verdict.verdict, verdict.reward, by=verdict.by or "dash", note=verdict.note
+        )
+        return {"taken": applied.taken, "reason": applied.reason}
+
+    async def control(self, agent: str, verb: str) -> None:
+        """Send a command to an agent.
+
+        Raises:
+            ActionError: There is no connection, the command does not exist, or the agent does not listen.
+        """
+        if verb not in get_args(Verb):
+            raise ActionError(f"verb is {verb!r}, wanted one of {', '.join(get_args(Verb))}")
+        bus, topology = self._connection()
+        event = ControlEvent.model_validate({"verb": verb, "target": agent, "reason": "asked for on the page"})
+        message = envelope(event, message_id=f"dash-{uuid.uuid4().hex}")
+        if not await bus.publish(topology.exchange("control"), f"{verb}.{agent}", message):
+            raise ActionError(f"no agent {agent!r} listens; the table of agents names those that do")
+
+
+def _last_start(target: Target) -> int:
+    """Return the time at which a process last locked the run's folder, in nanoseconds since the epoch."""
+    folder = target.folder
+    return 0 if folder is None else folder.last_taken()

@@ -1,0 +1,76 @@
+"""Texts, workflows and runs that the page shows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trinity_mq.errors import CommandError
+
+if TYPE_CHECKING:
+    from trinity_mq.config import Config
+    from trinity_mq.observability.curves import Curves
+    from trinity_mq.observability.experiences.token_texts import TokenTexts
+
+
+def curves_of(name: str) -> Curves:
+    from trinity_mq.observability.curves import Curves
+    from trinity_mq.observability.follow import MetricsTail
+    from trinity_mq.targets.target import find_configuration
+
+    config = find_configuration(name, ())
+    if config is None or not config.path.is_dir():
+        raise CommandError(f"--beside {name}: there is no folder of such a run")
+    curves = Curves()
+    curves.add_all(MetricsTail(config.path).read())
+    return curves
+
+
+class LazyTexts:
+    """The texts of a run's tokens. They are unknown until the model folder exists.
+
+    Args:
+        config: The run's configuration; None: unknown.
+    """
+
+    def __init__(self, config: Config | None) -> None:
+        self._config = config
+        self._loaded: TokenTexts | None = None
+
+    def known(self) -> TokenTexts:
+        """Return the known texts; retry loading if it failed before."""
+        from trinity_mq.observability.experiences.token_texts import TokenTexts, tokenizer_folder
+
+        if self._loaded is None or self._loaded.problem:
+            config = self._config
+            self._loaded = TokenTexts(None if config is None else tokenizer_folder(config.model, config.path))
+        return self._loaded
+
+
+def workflows(config: Config) -> dict[str, str]:
+    buffer = config.buffer
+    tasksets = [*buffer.training_tasksets, *buffer.eval_tasksets]
+    return {taskset.name: str(taskset.workflow) for taskset in tasksets if taskset.name}
+
+
+def runs(folder: Path | None) -> list[dict[str, Any]]:
+    from trinity_mq.observability.run_list import found_runs, row
+    from trinity_mq.targets.target import RUNS
+
+    top = RUNS if folder is None else folder.parent
+    rows = []
+    for path in found_runs(top):
+        summary = row(path)
+        rows.append(
+            {
+                "name": summary.name,
+                "state": summary.state,
+                "step": summary.step,
+                "accuracy": summary.accuracy,
+                "reward": summary.reward,
+                "age": summary.age,
+                "folder": str(path),
+                "here": folder is not None and path.resolve() == folder.resolve(),
+            }
+        )
+    return rows

@@ -1,0 +1,268 @@
+"""Trials of a run started for the trial, of a running local run, and of a run in containers or pods."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from trinity_mq.bus import Bus, BusUnavailable, Topology
+from trinity_mq.bus.addresses import Addresses
+from trinity_mq.config import Config
+from trinity_mq.config.modes.mode import AGENTS
+from trinity_mq.errors import CommandError
+from trinity_mq.launch.earlier_start import start_anew
+from trinity_mq.messages import ControlEvent
+from trinity_mq.proof.chaos.launch import Launched, launched, settings
+from trinity_mq.proof.chaos.schedule import Schedule, draw, load, save
+from trinity_mq.proof.chaos.sessions.clients import clients_of
+from trinity_mq.proof.chaos.targets.base import Targets
+from trinity_mq.proof.chaos.targets.local import LocalTargets
+from trinity_mq.proof.chaos.targets.marks import Marks
+from trinity_mq.proof.chaos.tokens import KeptWeights
+from trinity_mq.proof.chaos.trial import Outcome, Plan, judge, play
+from trinity_mq.runtime.deliveries import envelope
+from trinity_mq.targets.connection import connected, find_target, reached
+from trinity_mq.targets.run_folder import RunFolder
+from trinity_mq.targets.target import configuration, staged
+from trinity_mq.transport.blobs import open_store
+
+FOLDER = "chaos"
+"""Subfolder of the run's folder for schedule and report."""
+FURTHER_STEPS = 5
+"""Train steps after the last fault if the run was not started for the trial."""
+POINTS_FOLDER = "points"
+"""Subfolder for armed points inside agents."""
+INSIDE_SHARE = 0.5
+"""Share of the faults at points inside agents, in mode ``serve``."""
+RESTART_SECONDS = 10.0
+"""Maximum seconds for publishing a restart request."""
+END_SECONDS = 90.0
+"""Maximum seconds between the explorer's last heartbeat and the end of the run's own process."""
+DRAINED = (0, 128 + signal.SIGTERM)
+"""Exit codes of a run that was asked to end."""
+
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wishes:
+    """The options of the command line."""
+
+    count: int
+    seed: int
+    file: Path | None
+    kinds: Sequence[str]
+    roles: Sequence[str]
+    every: float
+    timeout: float
+    after: int
+    further: int | None
+    inside: float | None
+    """Share of the faults at points inside agents; None: the default of the mode."""
+    clients: int
+    """Number of session clients, in mode ``serve``."""
+
+
+async def started(arguments: argparse.Namespace, wishes: Wishes, tell: Tell) -> tuple[Outcome, Path]:
+    """Start the run of TARGET, inject faults and wait for its end. Return the outcome and the folder for the report.
+
+    Raises:
+        CommandError: The run cannot be started, or does not make train steps.
+        NodeError: Its broker cannot be started.
+    """
+    if staged(arguments):
+        raise CommandError(f"{arguments.target} describes several runs: give the file of one stage")
+    addresses = Addresses.of(configuration(arguments).broker)
+    url = arguments.broker or (None if addresses is None else addresses.text())
+    arguments.overrides = settings(arguments.overrides)
+    config = configuration(arguments)
+    if arguments.fresh:
+        for line in await asyncio.to_thread(start_anew, config, RunFolder(config)):
+            tell(line)
+    words = [arguments.target, *arguments.overrides]
+    marks = Marks(config.path / FOLDER / POINTS_FOLDER)
+    async with launched(config, words, url, marks.folder, tell) as run:
+        broker = config.broker.model_copy(update={"url": run.url, "url_file": None})
+        async with connected(config.name, broker, "chaos") as (bus, topology):
+            targets = _local_targets(config, run.process.pid, bus, topology, run)
+            serves = config.mode == "serve"  # a serving run does not end by itself
+            further = FURTHER_STEPS if serves else None
+            plan = _plan(wishes, targets, config, config.path / FOLDER, tell, further, marks=marks)
+            weights = _kept_weights(config)
+            ended = asyncio.create_task(run.process.wait(), name="the run's end")
+            try:
+                outcome = await play(bus, topology, targets, plan, ended=ended.done, tell=tell, weights=weights)
+                reached_end = outcome.over
+                if reached_end:
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(END_SECONDS):
+                            await asyncio.shield(ended)
+                await run.stop()
+            finally:
+                ended.cancel()
+            outcome.over = True
+            await judge(
+                bus,
+                topology,
+                config,
+                outcome,
+                run_dir=config.path,
+                targets=targets,
+                weights=weights,
+                store=open_store(broker, config.name),
+                code=None if run.code in DRAINED and not reached_end else run.code,
+            )
+            targets.end_left_over()
+    return outcome, config.path / FOLDER
+
+
+async def attached(arguments: argparse.Namespace, wishes: Wishes, tell: Tell) -> tuple[Outcome, Path]:
+    """Inject faults into a running local run, and leave it running. Returns and raises the same as :func:`started`."""
+    config = configuration(arguments)
+    folder = RunFolder(config)
+    supervisor = folder.holder()
+    if supervisor is None:
+        raise CommandError(
+            f"{folder.path} is no run that runs now; give its YAML file in place of --attach to start it"
+        )
+    target = find_target(arguments)
+    async with reached(target, "chaos") as (bus, topology):
+        targets = _local_targets(config, supervisor, bus, topology)
+        budget = config.supervisor.max_restarts, config.supervisor.restart_window
+        plan = _plan(wishes, targets, config, config.path / FOLDER, tell, FURTHER_STEPS, budget)
+        weights = _kept_weights(config)
+        outcome = await play(
+            bus,
+            topology,
+            targets,
+            plan,
+            ended=lambda: folder.holder() != supervisor,
+            tell=tell,
+            weights=weights,
+        )
+    # a private broker ends with its run, and is restarted for reading
+    async with reached(find_target(arguments), "chaos") as (bus, topology):
+        store = open_store(target.broker, target.run)
+        await judge(
+            bus,
+            topology,
+            config,
+            outcome,
+            run_dir=config.path,
+            targets=targets,
+            weights=weights,
+            store=store,
+        )
+    return outcome, config.path / FOLDER
+
+
+async def elsewhere(
+    arguments: argparse.Namespace, wishes: Wishes, targets: Targets, tell: Tell
+) -> tuple[Outcome, Path]:
+    """Inject faults into a run in containers or pods, and leave it running. Returns and raises the same as
+    :func:`started`.
+    """
+    config, target = configuration(arguments), find_target(arguments)
+    folder = Path(f"{FOLDER}-{config.name}")
+    async with reached(target, "chaos") as (bus, topology):
+        plan = _plan(wishes, targets, config, folder, tell, FURTHER_STEPS)
+        outcome = await play(bus, topology, targets, plan, ended=lambda: False, tell=tell)
+        store = open_store(target.broker, target.run)
+        await judge(bus, topology, config, outcome, run_dir=None, targets=targets, store=store)
+    return outcome, folder
+
+
+def _kept_weights(config: Config) -> KeptWeights:
+    return KeptWeights(config.path / "checkpoints", config.path / FOLDER / "weights")
+
+
+def _local_targets(
+    config: Config, supervisor: int, bus: Bus, topology: Topology, run: Launched | None = None
+) -> LocalTargets:
+    """Return the processes of a local run; ``run`` is set if this trial started it."""
+    if run is None:
+        is_private = Addresses.of(config.broker) is None
+        return LocalTargets(
+            config.path.absolute(),
+            supervisor,
+            restart=_restart_function(bus, topology),
+            broker_parent=supervisor if is_private else None,
+        )
+    return LocalTargets(
+        config.path.absolute(),
+        supervisor,
+        restart=_restart_function(bus, topology),
+        mark=run.mark,
+        proxy=run.proxy,
+        broker_parent=os.getpid() if run.is_private else None,
+    )
+
+
+def _restart_function(bus: Bus, topology: Topology) -> Callable[[str], Awaitable[None]]:
+    """Return a function that asks an agent's supervisor for a new process of the agent."""
+
+    async def restart(agent: str) -> None:
+        event = envelope(ControlEvent(verb="restart", target=agent, reason="trinity-mq chaos"))
+        try:
+            await bus.publish(topology.exchange("control"), f"restart.{agent}", event, timeout=RESTART_SECONDS)
+        except BusUnavailable as error:
+            raise CommandError(f"{agent} could not be asked to restart: {error}") from error
+
+    return restart
+
+
+def _plan(
+    wishes: Wishes,
+    targets: Targets,
+    config: Config,
+    folder: Path,
+    tell: Tell,
+    further: int | None = None,
+    budget: tuple[int, float] | None = None,
+    marks: Marks | None = None,
+) -> Plan:
+    """Return the plan of a trial, and write its schedule into ``folder``.
+
+    Raises:
+        CommandError: None of the requested faults is possible here, or the schedule cannot be read.
+    """
+    roles = {*AGENTS[config.mode].roles, "broker", *(["engine"] if "explorer" in AGENTS[config.mode].roles else [])}
+    possible = {
+        role: [kind for kind in kinds if kind in wishes.kinds]
+        for role, kinds in targets.possible.items()
+        if role in roles and role in wishes.roles
+    }
+    if not any(possible.values()):
+        raise CommandError(
+            f"none of --kinds {','.join(wishes.kinds)} can be done to --roles {','.join(wishes.roles)} in "
+            f"{targets.where}"
+        )
+    if wishes.file is None:
+        share = wishes.inside if wishes.inside is not None else INSIDE_SHARE * (config.mode == "serve")
+        schedule = draw(wishes.seed, wishes.count, possible, wishes.every, 0.0 if marks is None else share)
+    else:
+        read = load(wishes.file)
+        faults = [fault for fault in read.faults if fault.kind in possible.get(fault.role, ())]
+        if len(faults) < len(read.faults):
+            tell(
+                f"{len(read.faults) - len(faults)} faults of {wishes.file} cannot be done in {targets.where}, and are "
+                "left out"
+            )
+        schedule = Schedule(faults, read.seed, read.drawn_from)
+    folder.mkdir(parents=True, exist_ok=True)
+    save(schedule, folder / "schedule.json")
+    return Plan(
+        schedule=schedule,
+        timeout=wishes.timeout,
+        after=wishes.after,
+        further=wishes.further if wishes.further is not None else further,
+        budget=budget,
+        marks=marks,
+        clients=clients_of(config, schedule.seed or 0, wishes.clients, tell) if targets.is_local else None,
+    )

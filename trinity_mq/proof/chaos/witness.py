@@ -1,0 +1,175 @@
+"""An observer of a running run: heartbeats, syncs, manifests and streams."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from trinity_mq.bus import Bus, BusUnavailable, Topology
+from trinity_mq.bus.retry import retrying
+from trinity_mq.bus.topology import Queue
+from trinity_mq.messages import (
+    DecodeError,
+    EngineStatus,
+    ExplorerStatus,
+    Heartbeat,
+    Progress,
+    SyncEvent,
+    TrainerStatus,
+    Version,
+    decode_any,
+)
+from trinity_mq.proof.chaos.points import PointWatch
+from trinity_mq.runtime.deliveries import EXPERIENCES, REFERENCE, acknowledge
+from trinity_mq.runtime.notify import Notifier
+
+LISTENS = (
+    ("telemetry", "beat.#"),
+    *((name, "#") for name in ("sync", "batches", "results", "ready", "sessions")),
+)
+"""Exchanges and routing patterns to listen to."""
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """One heartbeat of an agent, reduced."""
+
+    role: str
+    agent: str
+    life: str
+    """Identifies the process: its incarnation; for an engine also its number of restarts."""
+    at: float
+    serves: bool = True
+    """For an engine: whether it has weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class VersionSeen:
+    """An announced or served weight version."""
+
+    at: float
+    who: str
+    """The trainer, or an engine's life."""
+    version: Version
+
+
+@dataclass
+class Witness:
+    """The observations so far. Times are in seconds of the event loop's clock."""
+
+    points: PointWatch = field(default_factory=PointWatch)
+    beats: dict[str, Beat] = field(default_factory=dict)
+    lives: set[tuple[str, str]] = field(default_factory=set)
+    """Agents and lives that have sent heartbeats."""
+    progress: int = 0
+    """Maximum number of batches that the trainer has reported as consumed."""
+    steps: list[tuple[float, int]] = field(default_factory=list)
+    """Times at which the trainer consumed a batch, with the progress then. A batch repeated after a restart counts
+    again."""
+    commits: list[VersionSeen] = field(default_factory=list)
+    committed: list[VersionSeen] = field(default_factory=list)
+    """Changes of the committed version in trainers' heartbeats."""
+    served: list[VersionSeen] = field(default_factory=list)
+    """Changes of the version that each engine life serves."""
+    run_id: str | None = None
+    """Id of the run, reported by its explorer."""
+    finished: bool = False
+    """True if the explorer has reported that the run is over."""
+    reachable: bool = True
+    broker_back: float = 0.0
+    """Time of the last reconnection of the broker."""
+    changed: Notifier = field(default_factory=Notifier)
+    on_beat: Callable[[Beat], None] = lambda _beat: None
+    on_step: Callable[[float], None] = lambda _at: None
+    _seq: dict[tuple[str, str], int] = field(default_factory=dict)
+    _last: dict[str, Version] = field(default_factory=dict)
+    _position: tuple[int, int] = (0, 0)
+    """The trainer's generation and progress."""
+
+    def receive(self, message: object, at: float) -> None:
+        """Process a decoded message."""
+        match message:
+            case Heartbeat():
+                self._beat(message, at)
+            case Progress():
+                self._step(message.generation, message.progress, at, is_step=True)
+            case SyncEvent(verb="commit", version=version) if version is not None:
+                self.commits.append(VersionSeen(at, message.sender, version))
+        self.points.receive(message)
+        self.changed.notify()
+
+    def receive_chunk(self, ticket: object, processing: object) -> None:
+        """Process the headers of a chunk of a processed batch."""
+        self.points.receive_chunk(ticket, processing)
+        self.changed.notify()
+
+    def bus_changed(self, usable: bool, at: float) -> None:
+        """Record that the broker became unavailable or available."""
+        if usable and not self.reachable:
+            self.broker_back = at
+        self.reachable = usable
+        self.changed.notify()
+
+    def _beat(self, beat: Heartbeat, at: float) -> None:
+        status, key = beat.detail, (beat.id, beat.incarnation)
+        if beat.seq < self._seq.get(key, -1):
+            return  # a repeated publish that arrived late
+        self._seq[key] = beat.seq
+        life, serves = beat.incarnation, True
+        if isinstance(status, EngineStatus):
+            life, serves = f"{beat.incarnation}/{status.restarts}", status.version is not None
+            self._version(self.served, f"{beat.id} {life}", status.version, at)
+        elif isinstance(status, TrainerStatus):
+            self._version(self.committed, "committed", status.committed, at)
+            if status.progress is not None:
+                self._step(status.generation, status.progress, at, is_step=status.generation == self._position[0])
+        elif isinstance(status, ExplorerStatus):
+            self.run_id = status.run_id or self.run_id
+            self.finished = self.finished or status.finished
+        self.lives.add((beat.id, life))
+        self.beats[beat.id] = reduced = Beat(beat.role, beat.id, life, at, serves)
+        self.on_beat(reduced)
+
+    def _step(self, generation: int, progress: int, at: float, *, is_step: bool) -> None:
+        if (generation, progress) <= self._position:
+            return
+        self._position = generation, progress
+        self.progress = max(self.progress, progress)
+        if is_step:
+            self.steps.append((at, self.progress))
+            self.on_step(at)
+
+    def _version(self, sightings: list[VersionSeen], who: str, version: Version | None, at: float) -> None:
+        if version is not None and self._last.get(who) != version:
+            self._last[who] = version
+            sightings.append(VersionSeen(at, who, version))
+
+
+async def watch(bus: Bus, topology: Topology, witness: Witness) -> None:
+    """Pass published messages to the witness until cancelled. Messages during a broker outage are not seen."""
+    loop = asyncio.get_running_loop()
+    bus.on_change(lambda: witness.bus_changed(bus.usable, loop.time()))
+    life = uuid.uuid4().hex[:12]
+    async with asyncio.TaskGroup() as group:
+        for exchange, pattern in LISTENS:
+            queue = topology.listener("chaos", life, exchange, pattern)
+            group.create_task(_listen(bus, queue, witness), name=f"watch {exchange}")
+
+
+async def _listen(bus: Bus, queue: Queue, witness: Witness) -> None:
+    clock = asyncio.get_running_loop().time
+    async for attempt in retrying(BusUnavailable):
+        with attempt:
+            await bus.declare(queue)
+            async with await bus.consume(queue) as subscription:
+                async for delivery in subscription:
+                    if delivery.content_type in {EXPERIENCES, REFERENCE}:
+                        witness.receive_chunk(delivery.headers.get("ticket"), delivery.headers.get("op"))
+                    else:
+                        # the invariants report undecodable messages when they read the streams
+                        with contextlib.suppress(DecodeError):
+                            witness.receive(decode_any(delivery.body, delivery.content_type), clock())
+                    await acknowledge(delivery)

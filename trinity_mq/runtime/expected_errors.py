@@ -1,0 +1,38 @@
+"""Errors that tell a user of the command line what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+EXPECTED = (
+    "trinity_mq.config.loading.load.ConfigError",
+    "trinity_mq.bus.base.BusError",
+    "trinity_mq.data.errors.TasksetError",
+    "trinity_mq.runtime.errors.FatalError",
+    "trinity_mq.runtime.errors.RestartMe",
+    "trinity_mq.errors.CommandError",
+)
+"""Errors, subclasses included, whose message is enough for the user and is printed without a traceback. They are listed
+by name because importing their modules takes a second.
+"""
+
+
+PASSING = ("trinity_mq.bus.base.BusUnavailable", "trinity_mq.runtime.errors.RestartMe")
+"""The errors of ``EXPECTED`` that a restart may fix."""
+
+
+def expected_error(error: BaseException) -> BaseException | None:
+    """Return the error that tells the user what to do, or None. Exception groups of concurrent tasks are unpacked."""
+    if isinstance(error, BaseExceptionGroup):
+        problems = [expected_error(inner) for inner in error.exceptions]
+        return problems[0] if problems and None not in problems else None
+    if is_named(error, EXPECTED):
+        return error
+    from trinity_mq.runtime.process import disk_full
+
+    full = disk_full(error)
+    return None if full is None else OSError(full)
+
+
+def is_named(error: BaseException, names: Sequence[str]) -> bool:
+    return any(f"{cls.__module__}.{cls.__qualname__}" in names for cls in type(error).__mro__)

@@ -1,0 +1,8 @@
+"""Words of a command line that set something."""
+
+from __future__ import annotations
+
+import re
+
+SETTING = re.compile(r"[A-Za-z_][\w.]*=")
+"""Matches the key and the equals sign at the start of a KEY=VALUE argument."""

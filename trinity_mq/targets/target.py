@@ -1,0 +1,113 @@
+"""Resolution of a command's TARGET (a YAML file, a run folder or a run name) and of its KEY=VALUE settings."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from trinity_mq.bus.topology import RUN_NAME
+from trinity_mq.config import BrokerConfig, Config, Stage, load_config, load_stages
+from trinity_mq.errors import CommandError
+from trinity_mq.targets.run_folder import CONFIG_FILE
+from trinity_mq.targets.setting_words import SETTING
+
+RUNS = Path("runs")
+"""Default folder of runs whose configuration sets no ``run_dir``."""
+
+
+def configuration(arguments: argparse.Namespace) -> Config:
+    """Return the configuration of TARGET with the settings of the command line applied.
+
+    Raises:
+        CommandError: TARGET is a run name without a run folder.
+        ConfigError: The configuration cannot be used.
+    """
+    config = find_configuration(arguments.target, arguments.overrides)
+    if config is None:
+        raise CommandError(
+            f"{arguments.target!r} is neither a file nor a run's folder, and there is no {RUNS / arguments.target}; "
+            f"give a YAML file such as examples/arithmetic.yaml{known_runs()}"
+        )
+    return config
+
+
+def name_newest(arguments: argparse.Namespace) -> None:
+    """If the command line names no TARGET, set it to the run started last and print that run's folder on stderr.
+
+    Raises:
+        CommandError: No run folder exists.
+    """
+    target = arguments.target
+    if target is not None and (SETTING.match(target) is None or Path(target).exists()):
+        return
+    starts = {path.parent: path.stat().st_mtime for path in RUNS.glob(f"**/{CONFIG_FILE}")}
+    if not starts:
+        raise CommandError(
+            f"no run has left a folder below {RUNS.absolute()}; name a YAML file, a run's folder or name"
+        )
+    folder = max(starts, key=lambda path: (starts[path], path))
+    arguments.target, arguments.overrides = str(folder), [*filter(None, [target]), *arguments.overrides]
+    print(f"the newest run, {folder}:", file=sys.stderr)
+
+
+def staged(arguments: argparse.Namespace) -> list[Stage]:
+    """Return the stages of TARGET if it is a file that describes several runs, else an empty list.
+
+    Raises:
+        ConfigError: The file cannot be used.
+    """
+    return load_stages(arguments.target, arguments.overrides) if Path(arguments.target).is_file() else []
+
+
+def find_configuration(target: str, overrides: Sequence[str]) -> Config | None:
+    """Return the configuration of the run that ``target`` names, or None if ``target`` is a run name without a folder.
+
+    Raises:
+        CommandError: ``target`` is neither a configuration file nor a run folder nor a valid run name.
+        ConfigError: The configuration cannot be used.
+    """
+    path = Path(target)
+    if not path.is_file():
+        folders = [folder for folder in (path, RUNS / target) if (folder / CONFIG_FILE).is_file()]
+        if folders:
+            return _configuration_of_folder(folders[0], overrides)
+        if RUN_NAME.fullmatch(target):
+            return None
+        if path.is_dir():
+            raise CommandError(f"{target} holds no {CONFIG_FILE}, so it is no run's folder{known_runs()}")
+        if "=" in target:
+            raise CommandError(f"{target!r} is a setting; name the run before it: a YAML file, a run's folder or name")
+    return load_config(path, overrides)
+
+
+def _configuration_of_folder(folder: Path, overrides: Sequence[str]) -> Config:
+    config, keys = load_config(folder / CONFIG_FILE, overrides), {word.partition("=")[0] for word in overrides}
+    if "run_dir" in keys:
+        return config
+    # The folder may have been moved. A new name makes this configuration the pattern of another run, without a folder.
+    return config.model_copy(update={"run_dir": "" if "name" in keys else str(folder.absolute())})
+
+
+def broker_of_name(name: str, overrides: Sequence[str]) -> BrokerConfig:
+    """Return the broker settings of a run known only by name: the defaults with the given settings applied.
+
+    Raises:
+        ConfigError: The settings cannot be used.
+    """
+    return load_config({"name": name, "model": {"tiny": {}}}, overrides).broker
+
+
+def run_names() -> list[str]:
+    """Return the names of the run folders below ``runs``."""
+    return sorted(path.parent.name for path in RUNS.glob(f"*/{CONFIG_FILE}"))
+
+
+def known_runs() -> str:
+    """Return an error suffix that lists up to five run folders below ``runs``, or an empty string without run
+    folders.
+    """
+    names = run_names()
+    shown = [*names[:5], *(["..."] if len(names) > 5 else [])]
+    return f"; runs here: {', '.join(shown)} (`trinity-mq list`)" if names else ""

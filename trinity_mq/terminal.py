@@ -1,0 +1,137 @@
+"""Output of commands: the only module that decides which text reaches a terminal, and the files that commands write."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import traceback
+import unicodedata
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from trinity_mq.errors import CommandError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+def visible(text: str) -> str:
+    r"""Return ``text`` with each unsafe character replaced by its JSON escape, such as ``\u001b``.
+
+    Unsafe are characters that control a terminal or hide text: control characters, bidirectional overrides, invisible
+    characters and lone surrogates. Line ends and tabs stay. Because the escapes are JSON escapes, JSON text keeps its
+    meaning.
+    """
+    if text.replace("\n", "").replace("\t", "").isprintable():
+        return text
+    return "".join(
+        character if character in "\n\t" or _is_shown(character) else _spelled(character) for character in text
+    )
+
+
+def one_line(text: str) -> str:
+    """Return ``text`` as :func:`visible` does, with line ends and tabs escaped too, so that foreign text cannot imitate
+    further lines of our output.
+    """
+    return (
+        text
+        if text.isprintable()
+        else "".join(character if _is_shown(character) else _spelled(character) for character in text)
+    )
+
+
+def indented(text: str) -> str:
+    """Return ``text`` with each line passed through :func:`one_line` and every line after the first indented, so that
+    foreign text cannot imitate a line of our output.
+    """
+    return "\n  ".join(one_line(line.removeprefix("  ")) for line in text.split("\n"))
+
+
+def _is_shown(character: str) -> bool:
+    return character.isprintable() or unicodedata.category(character) == "Zs"
+
+
+def _spelled(character: str) -> str:
+    units = character.encode("utf-16-be", "surrogatepass").hex()
+    return "".join(f"\\u{units[start : start + 4]}" for start in range(0, len(units), 4))
+
+
+class Guarded:
+    """A text stream that passes all written text through :func:`visible`."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self.unguarded = stream
+
+    def write(self, text: str) -> int:
+        """Write ``text`` with its unsafe characters escaped."""
+        self.unguarded.write(visible(text))
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        """Write several texts."""
+        self.write("".join(lines))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.unguarded, name)
+
+
+def unguarded(stream: TextIO) -> TextIO:
+    """Return the stream behind the guard. Use it to write terminal colours around text that is already
+    :func:`visible`.
+    """
+    return stream.unguarded if isinstance(stream, Guarded) else stream
+
+
+@contextlib.contextmanager
+def guarded_output() -> Iterator[None]:
+    """Guard standard output and standard error inside the block, and the tracebacks of programming errors."""
+    out: Any = Guarded(unguarded(sys.stdout))
+    err: Any = Guarded(unguarded(sys.stderr))
+    sys.excepthook = _show_error
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        yield
+
+
+def _show_error(*error: Any) -> None:
+    sys.stderr.write(visible("".join(traceback.format_exception(*error))))
+
+
+def open_console(out: TextIO | None = None, *, width: int | None = None) -> Console:
+    """Return a rich console that does not interpret markup and writes only :func:`visible` text.
+
+    Args:
+        out: The stream. None: standard output.
+        width: Width in columns. None: the width of the terminal.
+    """
+    return _console_kind()(
+        file=unguarded(sys.stdout if out is None else out), width=width, markup=False, emoji=False, soft_wrap=False
+    )
+
+
+@functools.cache
+def _console_kind() -> type[Console]:
+    from rich.console import Console, ConsoleOptions, RenderableType
+    from rich.segment import Segment
+
+    class VisibleConsole(Console):
+        """Makes every segment of rendered text visible. Control segments come from rich itself and pass unchanged."""
+
+        def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
+            for segment in super().render(renderable, options):
+                yield segment if segment.control else Segment(visible(segment.text), segment.style)
+
+    return VisibleConsole
+
+
+def write_output(path: Path, text: str) -> None:
+    """Write ``text`` into a file.
+
+    Raises:
+        CommandError: The file cannot be written.
+    """
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise CommandError(f"{path} cannot be written: {error.strerror or error}; give another file") from error
