@@ -9,6 +9,7 @@ import importlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from trinity_mq import renamed
 from trinity_mq.release import VERSION
 
 if TYPE_CHECKING:
@@ -56,9 +57,10 @@ if TYPE_CHECKING:
     from trinity_mq.workflows import Workflow as Workflow
 
 __version__ = VERSION
+renamed.install()
 
 _NAMES: Mapping[str, str] = {
-    "api": "MetricsLine RunError RunHandle RunResult run",
+    "launch.api": "MetricsLine RunError RunHandle RunResult run",
     "config": "Config load_config",
     "experience": (
         "EID CustomField Experience ExperienceBatch from_hf_datasets gather_action_masks gather_attention_masks "

@@ -74,6 +74,7 @@ def test_imports_point_one_way() -> None:
     names = [contract["name"] for contract in settings["contracts"]]
     assert {contract["type"] for contract in settings["contracts"]} == {
         "layers",
+        "protected",
         "forbidden",
         "independence",
         "acyclic_siblings",

@@ -22,10 +22,10 @@ from trinity_mq.rewards.registry import parts_of
 from trinity_mq.workflows import Task
 
 ROOT = Path(__file__).parents[2]
-PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
-ROOMS = ("", "agents/trinity_agents", "trinity_mq", "docs")
+PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")))
+ROOMS = ("", "agents", "agents/trinity_agents", "trinity_mq", "docs", "tests")
 """Folders that a path in a document may be relative to."""
-SIBLINGS = ("trinity_mq/sync", "trinity_mq/bus", "trinity_mq/models")
+SIBLINGS = ("trinity_mq/sync", "trinity_mq/bus", "trinity_mq/observability", "trinity_mq/proof")
 WRITING_AN_OPERATOR = (ROOT / "docs" / "writing-an-operator.md").read_text(encoding="utf-8")
 STEP_WISE = ROOT / "examples" / "step_wise.py"
 SIZES_AND_REWARDS = ((256, 3.0), (257, 1.0), (1, 0.5), (1, -1.0), (1, None))

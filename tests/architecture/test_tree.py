@@ -13,7 +13,6 @@ import pytest
 from trinity_mq.config import load_config, load_stages
 
 ROOT = Path(__file__).parents[2]
-MOST_MODULES = 12
 SKIPPED = {"runs", "build", "__pycache__"}
 TEXT = {".py", ".md", ".toml", ".yaml", ".yml", ".txt", ".sh", ".json", ".cfg", ""}
 MACHINE = re.compile(r"/(?:work|root|home/[a-z]+|opt/pypi[a-z-]*|tmp/venv)/")
@@ -34,17 +33,6 @@ def files() -> Iterator[Path]:
 
 def text(path: Path) -> str:
     return path.read_text(encoding="utf-8", errors="replace")
-
-
-def test_packages_stay_small() -> None:
-    """A package with more modules than a reader can hold in mind gets sub-packages."""
-    sizes = {
-        str(package.parent.relative_to(ROOT)): len([*package.parent.glob("*.py")]) - 1
-        for top in ("trinity_mq", "agents")
-        for package in (ROOT / top).rglob("__init__.py")
-    }
-    assert len(sizes) > 20
-    assert {name: size for name, size in sizes.items() if size > MOST_MODULES} == {}
 
 
 def test_no_file_knows_the_machine_it_was_written_on() -> None:

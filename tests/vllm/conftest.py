@@ -25,7 +25,7 @@ from torch import Tensor  # noqa: E402
 from tests.unit.models.talker import talker_config, taught  # noqa: E402
 from tests.unit.sync.weights import manifest_of  # noqa: E402
 from trinity_mq.config import Config, ModelConfig  # noqa: E402
-from trinity_mq.engines.host.host import EngineHost
+from trinity_mq.engines.host.host import EngineHost  # noqa: E402
 from trinity_mq.engines.host.ready_file import ReadyFile  # noqa: E402
 from trinity_mq.engines.torch.generator import TextGenerator  # noqa: E402
 from trinity_mq.engines.torch.weights import named_weights  # noqa: E402

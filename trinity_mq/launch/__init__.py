@@ -1,1 +1,1 @@
-"""``trinity-mq run`` and ``status``: a whole run on one machine, and its display."""
+"""Starts a whole run on one machine, follows it and stops it."""

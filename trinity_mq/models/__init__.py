@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 _LAZY = {
     "EngineClients": "trinity_mq.models.clients",
+    "EngineHost": "trinity_mq.engines.host.host",
     "ModelWrapper": "trinity_mq.models.wrapper",
 }
 

@@ -1,1 +1,1 @@
-"""TODO"""
+"""Operations on a run: checks, dead letters, cleaning, audits, regrading, debugging."""

@@ -1,1 +1,1 @@
-"""TODO"""
+"""The page that shows a run, and the actions that it offers."""

@@ -1,1 +1,1 @@
-"""TODO"""
+"""Compatibility with Trinity-RFT: configurations and files of experiences."""

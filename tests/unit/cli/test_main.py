@@ -27,7 +27,7 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> type[Exception]:
         raise HolderError.error
 
     for target in ("validate.validate", "agents.run_agent"):
-        monkeypatch.setattr(f"trinity_mq.cli.commands.{target}", command)
+        monkeypatch.setattr(f"trinity_mq.cli.{target}", command)
     return HolderError
 
 
@@ -169,10 +169,17 @@ def test_only_the_module_of_the_given_command_is_imported() -> None:
         modules, heavy = done.stderr.splitlines()
         return modules.split(), heavy
 
-    light = ["trinity_mq.cli", "trinity_mq.cli.main", "trinity_mq.release"]
+    light = [
+        "trinity_mq.cli",
+        "trinity_mq.cli.main",
+        "trinity_mq.release",
+        "trinity_mq.renamed",
+        "trinity_mq.targets",
+        "trinity_mq.targets.setting_words",
+    ]
     assert imported("--help") == (light, "")
     modules, heavy = imported("health", "--max-age", "3")
-    assert set(modules) == {*light, "trinity_mq.cli.commands", "trinity_mq.cli.health"}
+    assert set(modules) == {*light, "trinity_mq.cli.health"}
     assert heavy == ""
 
 

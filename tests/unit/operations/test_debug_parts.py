@@ -38,16 +38,16 @@ def test_the_words_lead_to_functions() -> None:
 @pytest.mark.parametrize(
     "module",
     [
-        "debug.command",
-        "inspect.command",
-        "debug.engine",
-        "inspect.token_texts",
-        "inspect.show_experience",
-        "debug.show_call",
+        "cli.debug",
+        "cli.inspect",
+        "operations.debug.engine",
+        "observability.experiences.token_texts",
+        "observability.experiences.show_experience",
+        "operations.debug.show_call",
     ],
 )
 def test_nothing_heavy_is_loaded_before_it_is_needed(module: str) -> None:
-    program = f"import sys, trinity_mq.cli.{module}; print(*({{'torch', 'transformers', 'openai'}} & set(sys.modules)))"
+    program = f"import sys, trinity_mq.{module}; print(*({{'torch', 'transformers', 'openai'}} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=ROOT)
     assert (done.returncode, done.stdout.strip()) == (0, ""), done.stderr
 

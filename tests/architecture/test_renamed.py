@@ -1,0 +1,39 @@
+"""Old names of modules: each is importable, warns, and is in docs/renamed.md."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+
+import trinity_mq
+from trinity_mq.renamed import RENAMED, new_name
+
+PAGE = Path(trinity_mq.__file__).parents[1] / "docs" / "renamed.md"
+
+
+@pytest.mark.parametrize("old", RENAMED)
+def test_an_old_name_gives_the_new_module_and_warns(old: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, old, raising=False)
+    new = importlib.import_module(RENAMED[old])
+    spec = new.__spec__
+    with pytest.warns(DeprecationWarning, match=f"{RENAMED[old]}; the old name goes with release"):
+        assert importlib.import_module(old) is new
+    assert new.__spec__ is spec
+    assert f"| `{old}` | `{RENAMED[old]}` |" in PAGE.read_text(encoding="utf-8")
+
+
+def test_a_module_of_a_renamed_package_is_found_too() -> None:
+    with pytest.warns(DeprecationWarning, match="is now trinity_mq.engines"):
+        from trinity_mq.models.engines.api_errors import ApiError
+    from trinity_mq.engines import api_errors
+
+    assert ApiError is api_errors.ApiError
+
+
+def test_an_unknown_module_is_not_found() -> None:
+    assert new_name("trinity_mq.enginesx") is None
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("trinity_mq.nothing")
