@@ -28,7 +28,7 @@ from transformers.utils.logging import disable_progress_bar
 from trinity_mq.config import Config, load_config
 from trinity_mq.experience import Experience
 from trinity_mq.models import ensure_model_folder
-from trinity_mq.training.checkpoints.checkpoint import CheckpointStore, TrainerState
+from trinity_mq.training.checkpoints.checkpoint import CheckpointStore, TrainerProgress
 from trinity_mq.training.learner import TorchLearner
 
 LIMIT = 0.2
@@ -104,9 +104,9 @@ class Bench:
         await writing
         return still, time.perf_counter() - started - still, steps
 
-    def _state(self) -> TrainerState:
+    def _state(self) -> TrainerProgress:
         self._saved += 1
-        return TrainerState(generation=1, step=self._saved, progress=self._saved, source={})
+        return TrainerProgress(generation=1, step=self._saved, progress=self._saved, source={})
 
 
 async def measured(config: Config, folder: Path, rounds: int) -> tuple[float, float]:

@@ -43,7 +43,7 @@ from trinity_mq.messages import (
 )
 from trinity_mq.runtime import peers
 from trinity_mq.runtime.agent import Agent
-from trinity_mq.runtime.serve import collect_seldom
+from trinity_mq.runtime.serve import tune_garbage_collection
 
 LIMIT = 0.02
 WARM_UP = 3.0
@@ -105,7 +105,7 @@ async def measured(what: str, seconds: float) -> None:
     bus = create_bus(config.broker, topology, what)
     kind = Listener if what == "explorer" else Runner
     agent = kind(config, bus=bus, topology=topology, agent_id="measured")
-    collect_seldom()
+    tune_garbage_collection()
     task = asyncio.create_task(agent.run())
     await agent.serving.wait()
     await asyncio.sleep(WARM_UP)

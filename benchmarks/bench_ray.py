@@ -34,7 +34,7 @@ import bench_scheduling
 from bench_scheduling import ALONE, Setting, Throughput
 from trinity_mq.bus.addresses import URL_VARIABLE
 from trinity_mq.local_broker.node import PrivateNode
-from trinity_mq.runtime.serve import collect_seldom
+from trinity_mq.runtime.serve import tune_garbage_collection
 
 RUNNERS = 2
 RATIOS = {64: 20.0, 1024: 10.0}
@@ -110,7 +110,7 @@ async def main() -> int:
     if options.quick:
         options.alternations, options.tasks = 1, 400
     torch.set_num_threads(1)
-    collect_seldom()  # as agents do
+    tune_garbage_collection()  # as agents do
     good = True
     ratios: dict[str, float] = {}
     for tokens in RATIOS:

@@ -46,7 +46,7 @@ from trinity_mq.messages import encode as encode_message
 from trinity_mq.models import InferenceModel
 from trinity_mq.models.inference import EngineSnapshot
 from trinity_mq.runtime.deliveries import envelope
-from trinity_mq.runtime.serve import collect_seldom
+from trinity_mq.runtime.serve import tune_garbage_collection
 from trinity_mq.scheduling import Scheduler, WorkflowRunner
 from trinity_mq.telemetry import start_trace
 from trinity_mq.testing.noop import NoopWorkflow
@@ -279,7 +279,7 @@ async def main() -> None:
     figures.add_option(parser)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    collect_seldom()  # as agents do
+    tune_garbage_collection()  # as agents do
     fewest = 2000  # a batch has a latency of its own, whatever the number of its tasks
     if options.quick:
         fewest, options.tasks, options.tokens, options.runners = 200, 200, [64], [1]

@@ -33,7 +33,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, 
 from trinity_mq.config import load_config
 from trinity_mq.sync.channels.base import Channel, Manifest, Tensors
 from trinity_mq.sync.channels.factory import open_channel
-from trinity_mq.sync.channels.receiver import Receiver
+from trinity_mq.sync.channels.receiver import WeightReceiver
 
 LAYERS = 24
 LIMIT = 1.3
@@ -69,7 +69,7 @@ def engine(port: int) -> None:
 
 
 async def _serve() -> None:
-    receiver, flat = Receiver(), torch.empty(0)
+    receiver, flat = WeightReceiver(), torch.empty(0)
     while line := await asyncio.to_thread(sys.stdin.readline):
         asked = json.loads(line)
         if "plain" in asked:

@@ -54,7 +54,7 @@ from trinity_mq.experience import EID, Experience
 from trinity_mq.training.learner import TorchLearner
 from trinity_mq.training.model.attention import model_inputs, use_packed_attention
 from trinity_mq.training.model.policy import Policy
-from trinity_mq.training.packing import MicroBatch, TrainTokens, flatten
+from trinity_mq.training.packing import MicroBatch, StepTokens, train_tokens
 from trinity_mq.training.update import StepLoss, accumulate
 
 LOW, HIGH = 0.2, 0.28
@@ -136,8 +136,8 @@ def bare_loss(model: Any, batch: MicroBatch) -> Tensor:
     return -(torch.minimum(ratio * batch.advantages, clipped * batch.advantages) * batch.scale).sum()
 
 
-def all_tokens(experiences: list[Experience]) -> TrainTokens:
-    return flatten(experiences, AlgorithmConfig(), {"rl": 1.0}, 1)
+def all_tokens(experiences: list[Experience]) -> StepTokens:
+    return train_tokens(experiences, AlgorithmConfig(), {"rl": 1.0}, 1)
 
 
 def peak_of(system: str, threads: int) -> float:

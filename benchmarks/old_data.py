@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trinity_mq.algorithms.evaluator import over_step, step_weights, token_losses
+from trinity_mq.algorithms.evaluator import needs_whole_step, step_weights, token_losses
 from trinity_mq.algorithms.reduction import sequence_scales
 from trinity_mq.algorithms.view import TokenView
 from trinity_mq.config import AlgorithmConfig
@@ -190,7 +190,7 @@ class Batch(Sampled):
             old=self.old.flatten(),
             entropy=-(distribution.exp() * distribution).sum(-1).flatten(),
         )
-        if not any(over_step(rule) for rule in config.correction):
+        if not any(needs_whole_step(rule) for rule in config.correction):
             return view
         run = torch.arange(runs).repeat_interleave(count * DIGITS)
         return replace(view, weight=torch.cat([_step_weights(view.where(run == each), config) for each in range(runs)]))

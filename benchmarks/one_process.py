@@ -24,7 +24,7 @@ from trinity_mq.experience import EID, Experience, ExperienceBatch
 from trinity_mq.messages import TaskBody
 from trinity_mq.models import ensure_model_folder
 from trinity_mq.rewards import create_reward
-from trinity_mq.sync.channels.buckets import whole
+from trinity_mq.sync.channels.buckets import gathered
 from trinity_mq.training.learner import TorchLearner
 
 
@@ -65,7 +65,7 @@ class OneProcess:
         tasks = self.taskset.next_batch(config.buffer.batch_size)
         experiences = self._experiences(tasks, number)
         kept = ExperienceBatch.of(experiences)
-        if config.algorithm.advantages_in == "operator":
+        if config.algorithm.advantage_agent == "operator":
             kept, _ = estimate(kept, config.algorithm.estimator)
         metrics = await self.learner.step(kept, number) if kept else {}
         await self._sync(number)
@@ -132,7 +132,7 @@ class OneProcess:
 
     async def _sync(self, number: int) -> None:
         late = await self.learner.weights()
-        weights = await asyncio.to_thread(lambda: {name: whole(tensor).clone() for name, tensor in late})
+        weights = await asyncio.to_thread(lambda: {name: gathered(tensor).clone() for name, tensor in late})
         self._waiting.append(weights)
         self._sampled_by.append(number)
         self._apply(self._waiting[0])

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
-def visible(text: str) -> str:
+def escape_unsafe(text: str) -> str:
     r"""Return ``text`` with each unsafe character replaced by its JSON escape, such as ``\u001b``.
 
     Unsafe are characters that control a terminal or hide text: control characters, bidirectional overrides, invisible
@@ -31,9 +31,9 @@ def visible(text: str) -> str:
     )
 
 
-def one_line(text: str) -> str:
-    """Return ``text`` as :func:`visible` does, with line ends and tabs escaped too, so that foreign text cannot imitate
-    further lines of our output.
+def escape_to_one_line(text: str) -> str:
+    """Return ``text`` as :func:`escape_unsafe` does, with line ends and tabs escaped too, so that foreign text cannot
+    imitate further lines of our output.
     """
     return (
         text
@@ -42,11 +42,11 @@ def one_line(text: str) -> str:
     )
 
 
-def indented(text: str) -> str:
-    """Return ``text`` with each line passed through :func:`one_line` and every line after the first indented, so that
-    foreign text cannot imitate a line of our output.
+def escape_and_indent(text: str) -> str:
+    """Return ``text`` with each line passed through :func:`escape_to_one_line` and every line after the first indented,
+    so that foreign text cannot imitate a line of our output.
     """
-    return "\n  ".join(one_line(line.removeprefix("  ")) for line in text.split("\n"))
+    return "\n  ".join(escape_to_one_line(line.removeprefix("  ")) for line in text.split("\n"))
 
 
 def _is_shown(character: str) -> bool:
@@ -58,15 +58,15 @@ def _spelled(character: str) -> str:
     return "".join(f"\\u{units[start : start + 4]}" for start in range(0, len(units), 4))
 
 
-class Guarded:
-    """A text stream that passes all written text through :func:`visible`."""
+class EscapingStream:
+    """A text stream that passes all written text through :func:`escape_unsafe`."""
 
     def __init__(self, stream: TextIO) -> None:
         self.unguarded = stream
 
     def write(self, text: str) -> int:
         """Write ``text`` with its unsafe characters escaped."""
-        self.unguarded.write(visible(text))
+        self.unguarded.write(escape_unsafe(text))
         return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:
@@ -79,27 +79,27 @@ class Guarded:
 
 def unguarded(stream: TextIO) -> TextIO:
     """Return the stream behind the guard. Use it to write terminal colours around text that is already
-    :func:`visible`.
+    :func:`escape_unsafe`.
     """
-    return stream.unguarded if isinstance(stream, Guarded) else stream
+    return stream.unguarded if isinstance(stream, EscapingStream) else stream
 
 
 @contextlib.contextmanager
 def guarded_output() -> Iterator[None]:
     """Guard standard output and standard error inside the block, and the tracebacks of programming errors."""
-    out: Any = Guarded(unguarded(sys.stdout))
-    err: Any = Guarded(unguarded(sys.stderr))
+    out: Any = EscapingStream(unguarded(sys.stdout))
+    err: Any = EscapingStream(unguarded(sys.stderr))
     sys.excepthook = _show_error
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         yield
 
 
 def _show_error(*error: Any) -> None:
-    sys.stderr.write(visible("".join(traceback.format_exception(*error))))
+    sys.stderr.write(escape_unsafe("".join(traceback.format_exception(*error))))
 
 
 def open_console(out: TextIO | None = None, *, width: int | None = None) -> Console:
-    """Return a rich console that does not interpret markup and writes only :func:`visible` text.
+    """Return a rich console that does not interpret markup and writes only :func:`escape_unsafe` text.
 
     Args:
         out: The stream. None: standard output.
@@ -120,7 +120,7 @@ def _console_kind() -> type[Console]:
 
         def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
             for segment in super().render(renderable, options):
-                yield segment if segment.control else Segment(visible(segment.text), segment.style)
+                yield segment if segment.control else Segment(escape_unsafe(segment.text), segment.style)
 
     return VisibleConsole
 

@@ -42,7 +42,7 @@ _TAG = re.compile(
 )
 
 
-def opened_by(prompt_end: str | None) -> str:
+def opening_tag_of(prompt_end: str | None) -> str:
     """Return the opening tag at the end of a prompt; an empty text if the prompt does not end with one."""
     end = (prompt_end or "")[-PROMPT_END:].rstrip()
     return next((thoughts.opening for thoughts in FORMATS if end.endswith(thoughts.opening)), "")
@@ -57,7 +57,7 @@ def answer_spans(text: str, prompt_end: str | None = None) -> list[tuple[int, in
         prompt_end: The prompt, or its last characters. None: unknown.
     """
     spans: list[tuple[int, int]] = []
-    start, opening = 0, opened_by(prompt_end)
+    start, opening = 0, opening_tag_of(prompt_end)
     place = 0
     while tag := (_CLOSING[opening] if opening else _TAG).search(text, place):
         place = tag.end()

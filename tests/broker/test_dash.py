@@ -16,10 +16,10 @@ from tests.waiting import until
 from trinity_mq.bus import Topology
 from trinity_mq.config import BrokerConfig
 from trinity_mq.observability.experiences.token_texts import TokenTexts
-from trinity_mq.observability.observatory import Observatory
+from trinity_mq.observability.observatory import RunState
 from trinity_mq.observability.sources import BrokerSource
 from trinity_mq.page.access import PageAccess
-from trinity_mq.page.actions import Actions
+from trinity_mq.page.actions import BrokerActions
 from trinity_mq.page.app import DashApp
 from trinity_mq.targets.connection import Target
 
@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.broker, pytest.mark.timeout(120)]
 
 
 class Page:
-    def __init__(self, client: TestClient[Any, Any], access: PageAccess, observatory: Observatory) -> None:
+    def __init__(self, client: TestClient[Any, Any], access: PageAccess, observatory: RunState) -> None:
         self._client, self._key, self.observatory = client, {"X-TMQ-Key": access.key}, observatory
 
     async def get(self, path: str) -> dict[str, Any]:
@@ -44,11 +44,11 @@ class Page:
 
 @contextlib.asynccontextmanager
 async def page_of(stage: Stage) -> AsyncIterator[Page]:
-    observatory = Observatory(stage.topology.run)
+    observatory = RunState(stage.topology.run)
     target = Target(stage.topology.run, BrokerConfig(url=stage.url))
     source = BrokerSource(lambda: target, observatory, {"metrics", "samples", "reviews"})
     access = PageAccess("127.0.0.1", operate=True)
-    app = DashApp(observatory, Actions(source), access, lambda: TokenTexts(None))
+    app = DashApp(observatory, BrokerActions(source), access, lambda: TokenTexts(None))
     async with TestClient(TestServer(app.application())) as client:
         following = asyncio.create_task(source.run())
         try:

@@ -23,7 +23,7 @@ from trinity_mq.config import load_config
 from trinity_mq.config.bus import BrokerConfig
 from trinity_mq.local_broker.node import PrivateNode, find_rabbitmq
 from trinity_mq.messages import Heartbeat
-from trinity_mq.operations.doctor.checks import Finding
+from trinity_mq.operations.doctor.checks import DoctorFinding
 from trinity_mq.operations.doctor.facts import Needs
 from trinity_mq.operations.doctor.run import check_broker
 from trinity_mq.runtime.deliveries import envelope
@@ -62,12 +62,12 @@ def node() -> Iterator[PrivateNode]:
 
 async def look(
     node: PrivateNode, *, ctl: bool = False, management: bool = False, url: str | None = None
-) -> dict[str, Finding]:
+) -> dict[str, DoctorFinding]:
     """The findings by subject; the worst one where there are several."""
     port = node.ports["rabbitmq_management"] if management else 1  # where nobody listens
     broker = BrokerConfig(url=url or node.url)
     found = await check_broker(broker, NEEDS, f"http://127.0.0.1:{port}", None, node.ctl if ctl else None)
-    worst: dict[str, Finding] = {}
+    worst: dict[str, DoctorFinding] = {}
     order = ("not looked at", "ok", "warning", "problem")
     for one in found:
         before = worst.get(one.subject)
@@ -76,7 +76,7 @@ async def look(
     return worst
 
 
-def verdicts(found: dict[str, Finding]) -> dict[str, str]:
+def verdicts(found: dict[str, DoctorFinding]) -> dict[str, str]:
     return {subject: one.verdict for subject, one in found.items()}
 
 
@@ -133,7 +133,7 @@ async def test_limits_that_are_too_low_are_problems_and_nothing_is_changed(node:
 
 
 async def test_the_management_api_tells_the_rest(node: PrivateNode) -> None:
-    disk: list[dict[str, Finding]] = []
+    disk: list[dict[str, DoctorFinding]] = []
 
     async def measured() -> bool:
         disk[:] = [await look(node, management=True)]

@@ -34,9 +34,9 @@ from trinity_mq.messages import (
     decode_any,
 )
 from trinity_mq.runtime.deliveries import EXPERIENCES, envelope
-from trinity_mq.testing.tcp_proxy import CuttingProxy
+from trinity_mq.testing.tcp_proxy import FaultProxy
 from trinity_mq.transport.co_batched_parts import AttemptRows
-from trinity_mq.transport.experience_parts import Part, requested_parts
+from trinity_mq.transport.experience_parts import ReceivedPart, requested_parts
 
 CLIENT = Path(__file__).parents[2] / "schemas" / "clients" / "go"
 UNAVAILABLE = 69
@@ -133,7 +133,10 @@ class Run:
         accepted = Accepted(task_id=0, run_base=0, attempt="a", runs=[0], parts=len(bodies))
         wanted = Wanted(task_id=0, reply_to=to.reply_to, correlation_id=to.correlation_id)
         manifest = BatchClosed(batch=3, ticket="t", accepted=[accepted], wanted=[wanted])
-        parts = {("a", number): Part(incoming(body), AttemptRows(("a", number))) for number, body in enumerate(bodies)}
+        parts = {
+            ("a", number): ReceivedPart(incoming(body), AttemptRows(("a", number)))
+            for number, body in enumerate(bodies)
+        }
         for reply_to, mail in requested_parts(manifest, parts):
             assert await self.bus.publish("", reply_to, mail)
 
@@ -277,7 +280,7 @@ async def test_without_wait_the_task_is_only_handed_over(run: Run) -> None:
 
 
 async def test_a_lost_connection_ends_the_waiting(run: Run) -> None:
-    async with CuttingProxy(run.url) as proxy:
+    async with FaultProxy(run.url) as proxy:
         run.url = proxy.url
         async with run.submitting("-wait", "60s") as ending:
             await run.submitted()

@@ -17,7 +17,7 @@ from trinity_mq.bus.streams import next_or_quiet
 from trinity_mq.cli.main import main as command
 from trinity_mq.experience import Experience
 from trinity_mq.runtime.deliveries import EXPERIENCES
-from trinity_mq.testing.tcp_proxy import CuttingProxy
+from trinity_mq.testing.tcp_proxy import FaultProxy
 
 pytestmark = [pytest.mark.broker, pytest.mark.timeout(120)]
 
@@ -82,7 +82,7 @@ async def test_a_batch_that_waits_for_a_verdict_outlives_its_broker_being_away(
 ) -> None:
     review = {"name": "human_review", "args": {"choose": {"fraction": 1.0}, "seconds": 60, "default": "drop"}}
     async with (
-        CuttingProxy(broker_url) as proxy,
+        FaultProxy(broker_url) as proxy,
         operators(tmp_path, topology, proxy.url, "", "operator-0", operator={"operators": [review]}) as stage,
     ):
         listed: list[dict[str, Any]] = []

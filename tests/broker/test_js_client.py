@@ -33,9 +33,9 @@ from trinity_mq.messages import (
 )
 from trinity_mq.messages import encode as encode_message
 from trinity_mq.runtime.deliveries import REFERENCE, envelope
-from trinity_mq.testing.tcp_proxy import CuttingProxy
+from trinity_mq.testing.tcp_proxy import FaultProxy
 from trinity_mq.transport.co_batched_parts import AttemptRows
-from trinity_mq.transport.experience_parts import Part, requested_parts
+from trinity_mq.transport.experience_parts import ReceivedPart, requested_parts
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "schemas" / "clients" / "js"
@@ -223,7 +223,7 @@ async def test_outcome_and_experiences_come_back(
             ],
             wanted=[Wanted(task_id=0, reply_to=delivery.reply_to or "", correlation_id=delivery.correlation_id)],
         )
-        shares = {key: Part(part, AttemptRows(key)) for key, part in parts.items()}
+        shares = {key: ReceivedPart(part, AttemptRows(key)) for key, part in parts.items()}
         first, second, third, last = (mail for _, mail in requested_parts(manifest, shares))
         outcome = outcome_of(message, parts=4)
         if form == "compressed":
@@ -301,7 +301,7 @@ async def test_a_run_that_takes_no_tasks_is_an_error(
 async def test_a_lost_connection_ends_the_wait(
     package: Path, broker_url: str, topology: Topology, submitted: Consumer
 ) -> None:
-    async with CuttingProxy(broker_url) as proxy, submit(package, proxy.url, topology.run) as node:
+    async with FaultProxy(broker_url) as proxy, submit(package, proxy.url, topology.run) as node:
         await received(submitted)
         proxy.cut()
         code, out, err = await node.end()

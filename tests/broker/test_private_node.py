@@ -28,7 +28,7 @@ from trinity_mq.bus.topology import Topology
 from trinity_mq.config.bus import BrokerConfig
 from trinity_mq.local_broker.base import ELECT
 from trinity_mq.local_broker.node import UNLESS_ORPHANED, NodeError, PrivateNode, find_rabbitmq
-from trinity_mq.local_broker.ports import LOOPBACK, accepts, free_ports
+from trinity_mq.local_broker.ports import LOOPBACK, accepts_connections, free_ports
 
 pytestmark = [pytest.mark.broker, pytest.mark.skipif(find_rabbitmq() is None, reason="RabbitMQ is not installed here")]
 DEBIAN_SERVER = next(Path("/").glob(SERVERS), None)
@@ -46,7 +46,7 @@ def note(number: int, prefix: str = "") -> Envelope:
 
 
 async def silent(port: int) -> bool:
-    return not await accepts(port)
+    return not await accepts_connections(port)
 
 
 @pytest.mark.timeout(120)
@@ -88,7 +88,7 @@ async def test_crash_and_restart_lose_nothing_confirmed(base: Path, topology: To
         await bus.close()
         await node.stop()
         assert node.pid is None
-        assert not await accepts(ports["epmd"])
+        assert not await accepts_connections(ports["epmd"])
         second = PrivateNode(base)
         async with second:
             assert (second.url, second.ports) == (url, ports)
@@ -169,7 +169,7 @@ async def test_a_left_over_epmd_is_ended(base: Path) -> None:
     port = free_ports(1)[0]
     epmd = await asyncio.create_subprocess_exec("epmd", "-port", str(port), "-address", LOOPBACK)
     try:
-        await until(lambda: accepts(port))
+        await until(lambda: accepts_connections(port))
         base.mkdir()
         (base / "node.json").write_text(json.dumps({"user": "tmq", "password": "x", "ports": {"epmd": port}}))
         node = PrivateNode(base)
@@ -206,7 +206,7 @@ time.sleep(60)
     try:
         pid, epmd_port = map(int, (await parent.stdout.readline()).split())
         assert psutil.pid_exists(pid)
-        assert await accepts(epmd_port)
+        assert await accepts_connections(epmd_port)
         assert Path("/proc/self/mounts").read_text() == mounts, "what a server below another root needs, it alone sees"
     finally:
         parent.kill()

@@ -22,7 +22,7 @@ from trinity_mq.bus.topology import Topology
 from trinity_mq.config.bus import BrokerConfig
 from trinity_mq.local_broker.node import PrivateNode
 from trinity_mq.local_broker.ports import free_ports
-from trinity_mq.testing.tcp_proxy import CuttingProxy
+from trinity_mq.testing.tcp_proxy import FaultProxy
 
 pytestmark = pytest.mark.broker
 
@@ -77,7 +77,7 @@ class TestConnecting:
         await bus.close()
 
     async def test_waits_for_a_broker_that_comes_later(self, broker_url: str, topology: Topology) -> None:
-        async with CuttingProxy(broker_url) as proxy:
+        async with FaultProxy(broker_url) as proxy:
             proxy.refuse()
             bus = RabbitBus(proxy.url, topology, config=BrokerConfig(), name="test")
             connecting = asyncio.create_task(bus.connect())
@@ -183,7 +183,7 @@ class TestChannels:
     async def test_publishes_stuck_in_a_full_socket_complete_after_a_cut(
         self, broker_url: str, topology: Topology
     ) -> None:
-        async with CuttingProxy(broker_url) as proxy:
+        async with FaultProxy(broker_url) as proxy:
             bus = RabbitBus(proxy.url, topology, config=BrokerConfig(), name="test")
             await bus.connect()
             await bus.declare(topology.dead)

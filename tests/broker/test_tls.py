@@ -21,7 +21,7 @@ from trinity_mq.bus.topology import Topology
 from trinity_mq.config.bus import BrokerConfig
 from trinity_mq.local_broker.node import PrivateNode, find_rabbitmq
 from trinity_mq.local_broker.ports import LOOPBACK, free_ports
-from trinity_mq.testing.tcp_proxy import CuttingProxy
+from trinity_mq.testing.tcp_proxy import FaultProxy
 
 pytestmark = [
     pytest.mark.broker,
@@ -225,7 +225,7 @@ class TestOwnCertificate:
     ) -> None:
         """Our certificate, our password and the authority change while we are connected; the next connect uses them."""
         settings = self.files(strict.ca, tmp_path)
-        async with CuttingProxy(strict.url()) as proxy:
+        async with FaultProxy(strict.url()) as proxy:
             trust = tmp_path / "trust.pem"
             trust.write_bytes(strict.ca_file.read_bytes())
             bus = create_bus(strict.config(proxy.url, ca_file=str(trust), **settings), topology, "test")
@@ -247,7 +247,7 @@ class TestOwnCertificate:
     async def test_half_rotated_files_heal(self, strict: TlsBroker, topology: Topology, tmp_path: Path) -> None:
         """While certificate and key do not fit each other there is no connection, and no end either."""
         settings = self.files(strict.ca, tmp_path)
-        async with CuttingProxy(strict.url()) as proxy:
+        async with FaultProxy(strict.url()) as proxy:
             bus = create_bus(strict.config(proxy.url, **settings), topology, "test")
             await bus.connect()
             try:
@@ -299,7 +299,7 @@ class TestUnderLoad:
         """Held back until buffers are full and writes are partial, then cut: repeated, confirmed, whole."""
         bodies = {f"b{n}": bytes([n]) * 8 * 1024**2 for n in range(5)} | {f"s{n}": b"x" * n for n in range(500)}
         config = broker.config().model_copy(update={"max_message_bytes": 16 * 1024**2})
-        async with CuttingProxy(broker.url()) as proxy:
+        async with FaultProxy(broker.url()) as proxy:
             bus = create_bus(config.model_copy(update={"url": proxy.url}), topology, "test")
             await bus.connect()
             try:

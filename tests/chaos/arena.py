@@ -25,7 +25,7 @@ from trinity_mq.bus import Bus, Topology, create_bus
 from trinity_mq.bus.addresses import URL_VARIABLE
 from trinity_mq.config import load_config
 from trinity_mq.experience import Experience
-from trinity_mq.proof.chaos.invariants import Expected, decodes, one_outcome, trained_once
+from trinity_mq.proof.chaos.invariants import Expected, one_outcome, streams_decode, trained_once
 from trinity_mq.proof.chaos.record import Record, read_record
 from trinity_mq.runtime.notify import Notifier
 from trinity_mq.runtime.processes.supervisor import PARENT_VARIABLE
@@ -306,7 +306,7 @@ class Arena:
         """Every run of every task is in the processed batches once, and was trained on once."""
         record, counted = await self.record()
         self._compare("processed", counted)
-        for verdict in (one_outcome(record, Expected(tasks=TASKS)), trained_once(record), decodes(record)):
+        for verdict in (one_outcome(record, Expected(tasks=TASKS)), trained_once(record), streams_decode(record)):
             assert verdict.result == "holds", f"{verdict}; seed {self.seed}"
         decided = {ticket: one.ready for ticket, one in record.deciding.items()}
         assert {ready.state for ready in decided.values()} == {"ready"}, decided

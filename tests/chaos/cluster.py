@@ -17,7 +17,7 @@ from typing import Any, Self
 
 from tests.waiting import until
 from trinity_mq.local_broker.node import ClusterMembership, PrivateNode, epmd_command
-from trinity_mq.local_broker.ports import LOOPBACK, accepts, free_ports
+from trinity_mq.local_broker.ports import LOOPBACK, accepts_connections, free_ports
 
 COUNT = 3
 SETTINGS = """
@@ -64,7 +64,7 @@ class PrivateCluster:
         """Start all at once, and see that they have become one."""
         self._base.mkdir(parents=True, exist_ok=True)
         self._start_epmd()
-        await until(lambda: accepts(self._epmd_port))
+        await until(lambda: accepts_connections(self._epmd_port))
         for node in self.nodes.values():
             await node.start()
         await asyncio.gather(*(node.wait_ready() for node in self.nodes.values()))

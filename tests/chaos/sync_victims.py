@@ -104,7 +104,7 @@ class SyncTrainer(Agent):
         ears = self.topology.listener(self.id, self.incarnation, "sync", *(f"weights.{verb}" for verb in verbs))
         await self.bus.declare(ears)
         async with await self.bus.consume(ears) as feed:
-            await self.with_background(
+            await self.run_with_background(
                 self._steps(generation, weights, kept), self.gate.run(feed, self.each), self._tell()
             )
 

@@ -20,14 +20,14 @@ from tests.chaos.test_cluster import DOWN, not_on_3_10
 from tests.waiting import until
 from trinity_mq.config import load_config
 from trinity_mq.local_broker.node import PrivateNode, find_rabbitmq
-from trinity_mq.proof.chaos.launch import launched, settings
+from trinity_mq.proof.chaos.launch import launch_run, settings
 from trinity_mq.proof.chaos.report import lines
 from trinity_mq.proof.chaos.schedule import draw, save
 from trinity_mq.proof.chaos.targets.base import Victim
 from trinity_mq.proof.chaos.targets.local import LocalTargets
-from trinity_mq.proof.chaos.tokens import KeptWeights
-from trinity_mq.proof.chaos.trial import Plan, judge, play
-from trinity_mq.targets.connection import connected
+from trinity_mq.proof.chaos.tokens import WeightArchive
+from trinity_mq.proof.chaos.trial import Plan, judge, run_trial
+from trinity_mq.targets.connection import connect_bus
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "smoke.yaml"
 PATIENCE = 240.0
@@ -111,9 +111,9 @@ async def test_faults_of_agents_and_nodes_cost_time_and_nothing_else(
     ]
     words = settings([*words, "broker.heartbeat=4"])
     config = load_config(EXAMPLE, words)
-    async with launched(config, [str(EXAMPLE), *words], cluster.url, tell) as run:
+    async with launch_run(config, [str(EXAMPLE), *words], cluster.url, tell) as run:
         broker = config.broker.model_copy(update={"url": cluster.url})
-        async with connected(config.name, broker, "chaos") as (bus, topology):
+        async with connect_bus(config.name, broker, "chaos") as (bus, topology):
             targets = ClusterTargets(config.path, run.process.pid, restart=restart, mark=run.mark)
             targets.cluster, cluster.tell = cluster, tell
             possible = {
@@ -121,10 +121,10 @@ async def test_faults_of_agents_and_nodes_cost_time_and_nothing_else(
                 for role, kinds in targets.possible.items()
             }
             schedule = draw(SEED, KILLS, possible, 1.0)
-            weights = KeptWeights(config.path / "checkpoints", tmp_path / "weights")
+            weights = WeightArchive(config.path / "checkpoints", tmp_path / "weights")
             plan = Plan(schedule=schedule, timeout=180.0, after=3, further=3)
             ended = asyncio.ensure_future(run.process.wait())
-            outcome = await play(bus, topology, targets, plan, ended=ended.done, tell=tell, weights=weights)
+            outcome = await run_trial(bus, topology, targets, plan, ended=ended.done, tell=tell, weights=weights)
             await run.stop()
             ended.cancel()
             outcome.over = True

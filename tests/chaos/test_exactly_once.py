@@ -15,7 +15,7 @@ import pytest
 
 from tests.chaos.arena import BATCHES, Arena
 from trinity_mq.local_broker.node import PrivateNode, find_rabbitmq
-from trinity_mq.testing.tcp_proxy import CuttingProxy
+from trinity_mq.testing.tcp_proxy import FaultProxy
 
 RUNNER_POINTS = [
     "received task_slice",
@@ -140,7 +140,7 @@ async def test_broker_restarted_and_a_memory_alarm(tmp_path: Path, node: Private
 
 
 async def test_connections_cut_for_30_seconds(tmp_path: Path, node: PrivateNode, unique_run: str) -> None:
-    async with CuttingProxy(node.url) as silent, CuttingProxy(node.url) as refused:
+    async with FaultProxy(node.url) as silent, FaultProxy(node.url) as refused:
         urls = {"explorer-0": silent.url, "runner-0": refused.url, "operator-0": silent.url}
         arena = Arena(tmp_path / "run", node.url, unique_run, urls=urls)
 

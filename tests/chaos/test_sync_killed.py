@@ -15,7 +15,7 @@ import pytest
 
 from tests.chaos.sync_arena import ENGINES, PATIENCE, Answer, SyncArena
 from trinity_mq.local_broker.node import PrivateNode, find_rabbitmq
-from trinity_mq.testing.tcp_proxy import CuttingProxy
+from trinity_mq.testing.tcp_proxy import FaultProxy
 
 LIVES = {
     "trainer-0": ["said prepare:3", "heard ready:5", "said go:3", "broadcast", "heard applied:5", "saying commit:3"],
@@ -89,7 +89,7 @@ async def test_whoever_is_killed_costs_the_others_a_version_at_most(
 async def test_a_host_that_is_cut_off_in_the_middle_of_a_sync_comes_back(
     tmp_path: Path, node: PrivateNode, unique_run: str
 ) -> None:
-    async with CuttingProxy(node.url) as proxy:
+    async with FaultProxy(node.url) as proxy:
         arena = SyncArena(tmp_path / "run", node.url, unique_run, urls={"host-1": proxy.url})
 
         async def acts() -> None:

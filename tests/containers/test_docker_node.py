@@ -22,7 +22,7 @@ from trinity_mq.config.bus import BrokerConfig
 from trinity_mq.local_broker import choose as local
 from trinity_mq.local_broker.container import LABEL, DockerNode
 from trinity_mq.local_broker.node import NodeError
-from trinity_mq.local_broker.ports import LOOPBACK, accepts
+from trinity_mq.local_broker.ports import LOOPBACK, accepts_connections
 
 IMAGE = chosen_image()
 pytestmark = [
@@ -91,7 +91,7 @@ async def test_crash_and_restart_keep_address_and_data(base: Path, topology: Top
 
         await node.kill()
         assert (node.pid, await containers(base)) == (None, [])
-        assert not await accepts(node.ports["amqp"])
+        assert not await accepts_connections(node.ports["amqp"])
         await node.launch()
         assert node.url == url
         assert await stored(url, topology) == bodies

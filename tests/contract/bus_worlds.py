@@ -12,7 +12,7 @@ from trinity_mq.bus.memory.bus import MemoryBroker, MemoryBus
 from trinity_mq.bus.rabbit.bus import RabbitBus
 from trinity_mq.bus.topology import Queue, Topology
 from trinity_mq.config.bus import BrokerConfig
-from trinity_mq.testing.tcp_proxy import CuttingProxy
+from trinity_mq.testing.tcp_proxy import FaultProxy
 
 
 class World(ABC):
@@ -75,10 +75,10 @@ class RabbitWorld(World):
     def __init__(self, topology: Topology, url: str) -> None:
         super().__init__(topology)
         self.url = url
-        self.proxies: dict[Bus, CuttingProxy] = {}
+        self.proxies: dict[Bus, FaultProxy] = {}
 
     async def bus(self, config: BrokerConfig | None = None) -> Bus:
-        proxy = await self.stack.enter_async_context(CuttingProxy(self.url))
+        proxy = await self.stack.enter_async_context(FaultProxy(self.url))
         bus = RabbitBus(proxy.url, self.topology, config=config or BrokerConfig(), name="contract")
         self.proxies[bus] = proxy
         self.stack.push_async_callback(bus.close)

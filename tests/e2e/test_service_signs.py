@@ -18,7 +18,7 @@ import pytest
 from tests.processes import descendants
 from tests.waiting import until
 from trinity_mq.runtime.errors import EXIT_FATAL
-from trinity_mq.testing.tcp_proxy import CuttingProxy
+from trinity_mq.testing.tcp_proxy import FaultProxy
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 WATCHDOG = 2.0
@@ -103,7 +103,7 @@ async def test_ready_pings_freeze_outage_drain(
 ) -> None:
     health = tmp_path / "health"
     async with (
-        CuttingProxy(broker_url) as proxy,
+        FaultProxy(broker_url) as proxy,
         agent("runner", proxy.url, run_folder, address_of(tmp_path), TRINITY_MQ_HEALTH_FILE=str(health)) as process,
     ):
         await until(lambda: manager.count("READY=1") == 1, START)

@@ -30,7 +30,7 @@ from trinity_agents.runner.agent import Runner
 from trinity_agents.simulation.harness import Simulation
 from trinity_agents.simulation.schedule import draw as draw_schedule
 from trinity_agents.simulation.sessions.gateways import SimulatedClients
-from trinity_agents.simulation.stand_ins import SimulatedEngine, Workflows
+from trinity_agents.simulation.stand_ins import FakeWorkflowRunner, SimulatedEngine
 from trinity_mq.bus import Consumer, Delivery, Queue, Topology
 from trinity_mq.bus.base import Incoming
 from trinity_mq.bus.rabbit.bus import RabbitBus
@@ -227,7 +227,7 @@ class FuzzedRun(Simulation):
         return self._gateway
 
     def _make_agents(self, engines: dict[str, Any]) -> None:
-        workflows: Any = Workflows(0, self._settings, engines, lambda: False, random.Random(0))
+        workflows: Any = FakeWorkflowRunner(0, self._settings, engines, lambda: False, random.Random(0))
         common: dict[str, Any] = {"topology": self.topology}
         runner = Runner(
             self.config, bus=self.bus(), agent_id="runner-0", workflows=workflows, isolated=workflows, **common

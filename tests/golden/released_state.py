@@ -20,7 +20,7 @@ from trinity_mq.data import TaskStats
 from trinity_mq.dispatch.tickets import SubmissionRef, new_ticket
 from trinity_mq.messages import TaskBody, TaskResult
 from trinity_mq.telemetry.sample_log import SampleLog, SampleLogReader
-from trinity_mq.training.checkpoints.checkpoint import CheckpointStore, TrainerState, find_checkpoints, verify
+from trinity_mq.training.checkpoints.checkpoint import CheckpointStore, TrainerProgress, find_checkpoints, verify
 
 PROGRESS = 3
 
@@ -62,7 +62,7 @@ async def write(folder: Path) -> None:
         (partial / "weights").write_text("of a model")
         return "0f"
 
-    state = TrainerState(generation=1, step=2, progress=PROGRESS, source={"offset": 17}, run_id="0123abcd")
+    state = TrainerProgress(generation=1, step=2, progress=PROGRESS, source={"offset": 17}, run_id="0123abcd")
     await CheckpointStore(folder / "checkpoints", 2).save(weights, state)
     with closing(History(folder / "history", 1, None)) as history:
         for number in range(1, PROGRESS + 1):

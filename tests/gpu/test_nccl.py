@@ -59,7 +59,7 @@ def test_a_group_opens_and_broadcasts_every_bucket(backend: Backend) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 async def test_a_sender_broadcasts_and_leaves_a_host_copy_that_can_be_pulled(backend: Backend) -> None:
-    from trinity_mq.sync.channels.receiver import Receiver as AnyReceiver
+    from trinity_mq.sync.channels.receiver import WeightReceiver as AnyReceiver
 
     channel = CollectiveChannel("127.0.0.1", BUCKET, 30.0, backend, MemoryChannel("127.0.0.1", BUCKET, 30.0))
     source = weights("cuda")

@@ -13,7 +13,7 @@ from trinity_mq.algorithms.scoring import head_scores, token_logprobs
 from trinity_mq.config import AlgorithmConfig, ModelConfig, TrainerConfig
 from trinity_mq.experience import EID, Experience
 from trinity_mq.training.model.policy import Policy
-from trinity_mq.training.packing import flatten
+from trinity_mq.training.packing import train_tokens
 from trinity_mq.training.update import StepLoss, accumulate
 
 pytestmark = pytest.mark.gpu
@@ -72,7 +72,7 @@ def test_packed_rows_have_the_gradient_of_padded_ones(tmp_path: Path, dtype: str
         for run in range(24)
     ]
     loss = StepLoss(AlgorithmConfig(), {"rl": 1.0}, 0.01)
-    tokens = flatten(experiences, loss.config, loss.weights, 1)
+    tokens = train_tokens(experiences, loss.config, loss.weights, 1)
     found = []
     for trainer in (TrainerConfig(packing="padded"), TrainerConfig(), TrainerConfig(packing="packed")):
         model = ModelConfig(model_path=str(tmp_path), device="cuda", dtype=dtype)  # type: ignore[arg-type]

@@ -165,8 +165,8 @@ MUTATIONS = [
     Mutation(
         "a checkpoint whose content has changed is loaded",
         f"{CHECKPOINTS}/checkpoint.py",
-        "        if found != expected:\n",
-        "        if not found:\n",
+        "        if checksum != expected:\n",
+        "        if not checksum:\n",
         "unit/training/test_checkpoint.py::test_a_changed_byte_shows_before_anything_is_loaded",
     ),
     Mutation(
@@ -272,8 +272,8 @@ MUTATIONS = [
     Mutation(
         "weights with another checksum are taken",
         "trinity_mq/sync/channels/checkpoint/files.py",
-        "    if (seen := digest(body)) != expected:\n",
-        "    if not (seen := digest(body)):\n",
+        "    if (checksum := digest(body)) != expected:\n",
+        "    if not (checksum := digest(body)):\n",
         "unit/sync/test_checkpoint_channel.py::test_files_that_a_try_could_not_use_are_written_anew",
     ),
     # -- tickets, slices and results
@@ -322,8 +322,8 @@ MUTATIONS = [
     Mutation(
         "a result that no stream took counts as reported",
         f"{RUNNER}/result_publisher.py",
-        "        if not taken:\n            raise RestartMe",
-        "        if taken is None:\n            raise RestartMe",
+        "        if not taken:\n            raise RestartRequested",
+        "        if taken is None:\n            raise RestartRequested",
         "unit/agents/runner/test_runner.py::test_nothing_is_acknowledged_when_nobody_keeps_results",
     ),
     Mutation(
@@ -358,7 +358,7 @@ MUTATIONS = [
     Mutation(
         "a batch counts as published where there is no stream",
         f"{OPERATOR}/batch_publisher.py",
-        '            raise RestartMe(f"{self._topology.ready.name} does not exist any more',
+        '            raise RestartRequested(f"{self._topology.ready.name} does not exist any more',
         '            log.warning(f"{self._topology.ready.name} does not exist any more',
         "unit/agents/operator/test_operator.py::test_nothing_is_acknowledged_or_deleted_when_nobody_keeps_what_is_ready",
     ),
@@ -445,8 +445,8 @@ MUTATIONS = [
     Mutation(
         "what could not be given back is acknowledged",
         "trinity_mq/runtime/deliveries.py",
-        "    if await publish_again(bus, delivery, past):\n",
-        "    if await publish_again(bus, delivery, past) or past:\n",
+        "    if await republish(bus, delivery, past):\n",
+        "    if await republish(bus, delivery, past) or past:\n",
         "unit/runtime/test_deliveries.py::test_what_cannot_be_published_again_is_requeued",
     ),
     # -- outsiders
@@ -467,8 +467,8 @@ MUTATIONS = [
     Mutation(
         "a reward of any class is made before it is looked at",
         "trinity_mq/rewards/registry.py",
-        "        if inspect.isclass(found):\n",
-        "        if found is None:\n",
+        "        if inspect.isclass(target):\n",
+        "        if target is None:\n",
         "unit/rewards/test_registry.py::test_a_class_of_another_kind_is_not_made",
     ),
     # -- thoughts and prompts

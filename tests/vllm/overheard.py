@@ -17,7 +17,7 @@ from trinity_mq.engines.server.server import EngineServer, ServerSettings
 from trinity_mq.engines.state import EngineState
 from trinity_mq.engines.vllm import api
 from trinity_mq.engines.vllm.client import VllmClient
-from trinity_mq.engines.vllm.flow import Flow
+from trinity_mq.engines.vllm.flow import VllmBatcher
 from trinity_mq.engines.vllm.generator import model_limits
 from trinity_mq.messages import Version
 
@@ -77,8 +77,8 @@ async def serving(started: Started, version: Version) -> AsyncIterator[tuple[Eng
     )
     heard = Overheard(_socket(started), codec)
 
-    def flow(state: EngineState) -> Flow:
-        return Flow(heard, state, codec, vocabulary=vocabulary, max_sequences=64)
+    def flow(state: EngineState) -> VllmBatcher:
+        return VllmBatcher(heard, state, codec, vocabulary=vocabulary, max_sequences=64)
 
     async def no_weights(spec: Mapping[str, Any]) -> Mapping[str, Any]:
         raise AssertionError("weights come through the engine's own process")

@@ -14,25 +14,25 @@ import torch
 from torch import Tensor
 
 from trinity_mq.algorithms.plugins import plugin_weights
-from trinity_mq.algorithms.view import TokenView, limited, segment_maxima, segment_means, segment_sums
+from trinity_mq.algorithms.view import TokenView, clamp_log_ratio, segment_maxima, segment_means, segment_sums
 from trinity_mq.config.algorithm.pieces import (
     CovarianceClip,
     CovarianceKL,
     Divergence,
     EntropyClip,
+    ImportanceWeight,
     OffPolicySequenceMask,
     Piece,
-    Plugin,
+    PluginPiece,
     Reject,
     SecondMoment,
     StalenessWeight,
     VocabularyClip,
-    Weight,
 )
 
 
-def importance_weight(view: TokenView, log_weight: Tensor, args: Weight) -> Tensor:
-    """Return the bounded importance weight of each token; see :class:`Weight`.
+def importance_weight(view: TokenView, log_weight: Tensor, args: ImportanceWeight) -> Tensor:
+    """Return the bounded importance weight of each token; see :class:`ImportanceWeight`.
 
     Args:
         view: The tokens.
@@ -43,7 +43,7 @@ def importance_weight(view: TokenView, log_weight: Tensor, args: Weight) -> Tens
         log_weight = segment_sums(log_weight, view)
     elif args.level == "geometric":
         log_weight = segment_means(log_weight, view)
-    weight = limited(log_weight).exp()
+    weight = clamp_log_ratio(log_weight).exp()
     if args.beyond == "truncate":
         weight = weight.clamp(args.low, args.high) if (args.low, args.high) != (None, None) else weight
     else:
@@ -59,7 +59,7 @@ def importance_weight(view: TokenView, log_weight: Tensor, args: Weight) -> Tens
 
 def reject(view: TokenView, log_weight: Tensor, args: Reject) -> Tensor:
     """Return 1 for the kept tokens, else 0; see :class:`Reject`."""
-    x = limited(log_weight)
+    x = clamp_log_ratio(log_weight)
     estimate = {"k1": -x, "k2": x.square() / 2, "k3": x.exp() - 1 - x}[args.estimate]
     if args.level != "token":
         over = {"sequence_sum": segment_sums, "sequence_mean": segment_means, "sequence_max": segment_maxima}
@@ -197,7 +197,7 @@ def correction(view: TokenView, anchor: Tensor, log_weight: Tensor, args: Piece,
         return off_policy_sequences(view, anchor, args)
     if isinstance(args, CovarianceClip):
         return covariance_clip(view, args, seed)
-    if isinstance(args, Plugin):
+    if isinstance(args, PluginPiece):
         return plugin_weights(args, view)
     return RULES[args.kind](view, log_weight, args)
 

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from trinity_mq.algorithms.corrections import corrections
-from trinity_mq.algorithms.mismatch import AGES, of_age
+from trinity_mq.algorithms.mismatch import AGES, age_mask
 from trinity_mq.algorithms.pairs import pair_loss
 from trinity_mq.algorithms.ratios import anchor_logprob, log_ratio
 from trinity_mq.algorithms.regularisers import reference_kl, regulariser
 from trinity_mq.algorithms.surrogates import likelihood, surrogate
-from trinity_mq.algorithms.view import TokenView, limited, segment_means, segment_sums
-from trinity_mq.config.algorithm.pieces import OVER_STEP, LossConfig, Piece, Schedule, Weight
+from trinity_mq.algorithms.view import TokenView, clamp_log_ratio, segment_means, segment_sums
+from trinity_mq.config.algorithm.pieces import OVER_STEP, ImportanceWeight, LossConfig, Piece, Schedule
 
 
 @dataclass(frozen=True)
@@ -38,9 +38,9 @@ class LossTerms:
     minima: dict[str, Tensor] = field(default_factory=dict)
 
 
-def over_step(rule: Piece) -> bool:
+def needs_whole_step(rule: Piece) -> bool:
     """Return whether a correction needs all tokens of the optimizer step at once."""
-    return isinstance(rule, OVER_STEP) or (isinstance(rule, Weight) and rule.over_step)
+    return isinstance(rule, OVER_STEP) or (isinstance(rule, ImportanceWeight) and rule.over_step)
 
 
 def step_weights(view: TokenView, config: LossConfig, seed: str) -> Tensor | None:
@@ -52,7 +52,7 @@ def step_weights(view: TokenView, config: LossConfig, seed: str) -> Tensor | Non
         seed: Seed of the random draws.
     """
     anchor = anchor_logprob(view, config.anchor)
-    rules = [rule for rule in config.correction if over_step(rule)]
+    rules = [rule for rule in config.correction if needs_whole_step(rule)]
     return corrections(view, anchor, rules, bypass=config.anchor == "mu", seed=seed)
 
 
@@ -60,12 +60,12 @@ def component_weights(config: LossConfig, step: int) -> dict[str, float]:
     """Return the weight of each component in train step ``step`` (from 1); components with weight 0 are omitted."""
     weights = config.weights.model_dump()
     if config.ce_schedule is not None:
-        share = scheduled(config.ce_schedule, step)
+        share = schedule_value(config.ce_schedule, step)
         weights |= {"rl": 1 - share, "ce": share}
     return {name: weight for name, weight in weights.items() if weight}
 
 
-def scheduled(schedule: Schedule, step: int) -> float:
+def schedule_value(schedule: Schedule, step: int) -> float:
     """Return the value of a schedule at train step ``step``: ``peak step / warmup`` until the end of the warm-up, then
     ``valley + (peak - valley) (1 + cos(pi x)) / 2`` with ``x`` from 0 to 1 over ``decay_steps`` (arXiv 2508.11408).
     """
@@ -127,7 +127,7 @@ def token_losses(view: TokenView, config: LossConfig) -> tuple[Tensor, dict[str,
     anchor = anchor_logprob(view, config.anchor)
     ratio = log_ratio(view, anchor, config.ratio)
     token_loss = surrogate(ratio, view.logprob, view.advantage, config.surrogate, view.custom)
-    local = [rule for rule in config.correction if not over_step(rule)]
+    local = [rule for rule in config.correction if not needs_whole_step(rule)]
     weight = corrections(view, anchor, local, bypass=config.anchor == "mu")
     if view.weight is not None:
         weight = view.weight if weight is None else weight * view.weight
@@ -163,7 +163,7 @@ def policy_terms(view: TokenView, config: LossConfig, entropy_coef: float = 0.0)
         reduced["entropy_loss"] = -(entropy_coef * view.entropy.detach() * view.scale).sum()
         loss = loss - entropy_coef * view.entropy if entropy_coef else loss
     with torch.no_grad():
-        change = limited(view.logprob - anchor)
+        change = clamp_log_ratio(view.logprob - anchor)
         ratio = change.exp()
         sums = {name: count.sum() for name, count in counts.items()}
         sums |= {"ppo_kl": -change.sum(), "ppo_kl_k3": (ratio - 1 - change).sum(), "ratio_mean": ratio.sum()}
@@ -174,7 +174,7 @@ def policy_terms(view: TokenView, config: LossConfig, entropy_coef: float = 0.0)
             maxima["correction_weight_max"] = counts["correction_weight"].max()
         if view.staleness is not None and "masked_frac" in counts:
             for age in AGES:
-                sums[f"masked_frac/{age}"] = (counts["masked_frac"] & of_age(view.staleness, age)).sum()
+                sums[f"masked_frac/{age}"] = (counts["masked_frac"] & age_mask(view.staleness, age)).sum()
     return LossTerms((loss * view.scale).sum(), reduced, sums, maxima, {"ratio_min": ratio.min()})
 
 
@@ -191,7 +191,7 @@ def distillation_terms(view: TokenView, config: LossConfig) -> LossTerms:
     assert view.teacher is not None
     args = config.distillation
     signal = view.teacher - view.logprob.detach()
-    change = limited(view.logprob - view.mu)
+    change = clamp_log_ratio(view.logprob - view.mu)
     fell = view.mu.exp() - view.logprob.detach().exp() > args.bound
     loss = torch.where(fell, 0.0, -signal * change.exp()) + args.square * change.square()
     return LossTerms((loss * view.scale).sum(), {"ref_kl": -(signal * view.scale).sum()}, {"ref_kl_masked": fell.sum()})

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from trinity_mq.algorithms.view import TokenView, limited
+from trinity_mq.algorithms.view import TokenView, clamp_log_ratio
 
 AGES = {"age_0": (0, 0), "age_1_2": (1, 2), "age_3_7": (3, 7), "age_8": (8, None)}
 """Age groups of tokens by name: the first and the last staleness in train steps. None: no upper limit."""
@@ -19,7 +19,7 @@ AGES = {"age_0": (0, 0), "age_1_2": (1, 2), "age_3_7": (3, 7), "age_8": (8, None
 Totals = Mapping[str, float]
 
 
-def of_age(staleness: Tensor, name: str) -> Tensor:
+def age_mask(staleness: Tensor, name: str) -> Tensor:
     """Return which tokens belong to the age group ``name`` of :data:`AGES`, bool ``[tokens]``."""
     first, last = AGES[name]
     return (staleness >= first) if last is None else (staleness >= first) & (staleness <= last)
@@ -35,11 +35,11 @@ def mismatch_sums(view: TokenView) -> tuple[dict[str, Tensor], dict[str, Tensor]
     if not view.tokens:
         return {}, {}
     policy, sampler = view.logprob.detach().double(), view.mu.double()  # variances are small differences of large sums
-    change = limited(policy - sampler)
+    change = clamp_log_ratio(policy - sampler)
     ratio, p, q = change.exp(), policy.exp(), sampler.exp()
     lengths = change.new_zeros(view.segments).index_add(0, view.segment, torch.ones_like(change))
     log_weights = change.new_zeros(view.segments).index_add(0, view.segment, change)
-    weights = limited(log_weights).exp()
+    weights = clamp_log_ratio(log_weights).exp()
     perplexity = change.new_zeros(view.segments).index_add(0, view.segment, -policy) / lengths
     sums = {
         "tokens": torch.ones_like(change).sum(),
@@ -74,7 +74,7 @@ def sums_by(view: TokenView, groups: Mapping[str, Tensor]) -> dict[str, Tensor]:
         view: The tokens.
         groups: Membership of each token by group name, bool ``[tokens]``.
     """
-    change = limited(view.logprob.detach() - view.mu)
+    change = clamp_log_ratio(view.logprob.detach() - view.mu)
     k3 = change.exp() - 1 - change
     sums: dict[str, Tensor] = {}
     for name, chosen in groups.items():

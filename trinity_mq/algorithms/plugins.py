@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from trinity_mq.algorithms.view import TokenView
-from trinity_mq.config.algorithm.pieces import LossConfig, Plugin
+from trinity_mq.config.algorithm.pieces import LossConfig, PluginPiece
 from trinity_mq.runtime.errors import FatalError
 from trinity_mq.runtime.plugins import import_named
 
@@ -29,14 +29,14 @@ def load_plugins(config: LossConfig) -> None:
     Raises:
         FatalError: A plug-in cannot be used.
     """
-    if isinstance(config.surrogate, Plugin):
-        loaded(config.surrogate, SURROGATE)
+    if isinstance(config.surrogate, PluginPiece):
+        load_function(config.surrogate, SURROGATE)
     for rule in config.correction:
-        if isinstance(rule, Plugin):
-            loaded(rule, CORRECTION)
+        if isinstance(rule, PluginPiece):
+            load_function(rule, CORRECTION)
 
 
-def loaded(plugin: Plugin, positional: tuple[str, ...]) -> Callable[..., Tensor]:
+def load_function(plugin: PluginPiece, positional: tuple[str, ...]) -> Callable[..., Tensor]:
     """Return the function of a plug-in after a check of its signature.
 
     Args:
@@ -84,7 +84,7 @@ def loaded(plugin: Plugin, positional: tuple[str, ...]) -> Callable[..., Tensor]
 
 
 def plugin_losses(
-    plugin: Plugin, log_ratio: Tensor, logprob: Tensor, advantage: Tensor, custom: Mapping[str, Tensor]
+    plugin: PluginPiece, log_ratio: Tensor, logprob: Tensor, advantage: Tensor, custom: Mapping[str, Tensor]
 ) -> Tensor:
     """Return the losses of a custom surrogate, ``[tokens]``, checked.
 
@@ -98,7 +98,7 @@ def plugin_losses(
     Raises:
         PluginError: The function needs a missing custom field, or does not return a loss for each token.
     """
-    function = loaded(plugin, SURROGATE)
+    function = load_function(plugin, SURROGATE)
     chosen = {}
     for name, parameter in _named(function, len(SURROGATE)).items():
         if name in plugin.args:
@@ -121,13 +121,13 @@ def plugin_losses(
     return losses
 
 
-def plugin_weights(plugin: Plugin, view: TokenView) -> Tensor:
+def plugin_weights(plugin: PluginPiece, view: TokenView) -> Tensor:
     """Return the weights of a custom correction, ``[tokens]``, checked.
 
     Raises:
         PluginError: The function does not return a weight of at least 0 for each token.
     """
-    result = loaded(plugin, CORRECTION)(view, **plugin.args)
+    result = load_function(plugin, CORRECTION)(view, **plugin.args)
     if isinstance(result, Tensor) and result.dtype == torch.bool:
         result = result.to(view.mu.dtype)
     weights = _checked(plugin.kind, result, view.mu, (view.logprob, view.mu, view.advantage)).detach()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from trinity_mq.algorithms.view import TokenView, limited, segment_means, segment_sums
+from trinity_mq.algorithms.view import TokenView, clamp_log_ratio, segment_means, segment_sums
 from trinity_mq.config.algorithm.pieces import Anchor, GeometricRatio, Piece
 
 
@@ -34,14 +34,14 @@ def log_ratio(view: TokenView, anchor: Tensor, ratio: Piece) -> Tensor:
     """Return the log ratio of each token as defined by ``ratio``, ``[tokens]``, with gradient, within +-20."""
     if ratio.kind == "self":
         return view.logprob - view.logprob.detach()
-    plain = limited(view.logprob - anchor)
+    plain = clamp_log_ratio(view.logprob - anchor)
     match ratio.kind:
         case "sequence":
-            return limited(view.logprob - view.logprob.detach() + segment_means(plain, view).detach())
+            return clamp_log_ratio(view.logprob - view.logprob.detach() + segment_means(plain, view).detach())
         case "sequence_mean":
             return segment_means(plain, view)
         case "sequence_product":
-            return limited(segment_sums(plain, view))
+            return clamp_log_ratio(segment_sums(plain, view))
     if isinstance(ratio, GeometricRatio):
         sign = view.advantage.sign()
         # PPO's clip in log space: the smaller of the two objectives

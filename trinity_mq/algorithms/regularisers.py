@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from trinity_mq.algorithms.view import TokenView, limited
-from trinity_mq.config.algorithm.pieces import CovarianceKL, ReferenceKL, Regulariser, Square
+from trinity_mq.algorithms.view import TokenView, clamp_log_ratio
+from trinity_mq.config.algorithm.pieces import CovarianceKL, ReferenceKL, Regulariser, SquaredLogRatio
 from trinity_mq.config.algorithm.reference import RewardKL
 
 
@@ -18,7 +18,7 @@ def kl_estimate(difference: Tensor, kind: str, ratio: Tensor | None = None) -> T
         kind: Estimator, as in :class:`ReferenceKL`.
         ratio: ``pi / anchor``, with gradient; for ``k3_weighted``.
     """
-    bounded = limited(difference)
+    bounded = clamp_log_ratio(difference)
     k3 = (-bounded).exp() - 1 + bounded
     match kind:
         case "k1":
@@ -43,7 +43,7 @@ def kl_estimate(difference: Tensor, kind: str, ratio: Tensor | None = None) -> T
 def reference_kl(view: TokenView, anchor: Tensor, args: ReferenceKL) -> Tensor:
     """Return the estimate of ``KL(pi || ref)`` of each token, without its coefficient."""
     assert view.ref is not None
-    ratio = limited(view.logprob - anchor).exp()
+    ratio = clamp_log_ratio(view.logprob - anchor).exp()
     return kl_estimate(view.logprob - view.ref, args.kind, ratio)
 
 
@@ -56,10 +56,10 @@ def sampler_kl(mu: Tensor, ref: Tensor, args: RewardKL) -> Tensor:
         ref: Logprobs of the reference, ``[tokens]`` in nats.
         args: Settings with the kind of estimator.
     """
-    return kl_estimate(limited(mu - ref), args.kind).nan_to_num(nan=0.0)
+    return kl_estimate(clamp_log_ratio(mu - ref), args.kind).nan_to_num(nan=0.0)
 
 
-def adapted(coef: float, kl: float, samples: int, args: RewardKL) -> float:
+def adapt_coefficient(coef: float, kl: float, samples: int, args: RewardKL) -> float:
     """Return the coefficient after a train step, ``coef (1 + clip(kl / target - 1, -.2, .2) samples / horizon)`` (arXiv
     1909.08593, section 2.2). Without a target it does not change. Samples beyond the horizon do not count.
 
@@ -79,7 +79,7 @@ def regulariser(view: TokenView, anchor: Tensor, args: Regulariser) -> Tensor:
     """Return the term of each token, its coefficient included."""
     if isinstance(args, CovarianceKL):
         assert view.chosen is not None
-        return torch.where(view.chosen, args.coef * limited(view.logprob - anchor).abs(), 0.0)
-    if isinstance(args, Square):
-        return args.coef * limited(view.logprob - anchor).square()
+        return torch.where(view.chosen, args.coef * clamp_log_ratio(view.logprob - anchor).abs(), 0.0)
+    if isinstance(args, SquaredLogRatio):
+        return args.coef * clamp_log_ratio(view.logprob - anchor).square()
     return -args.coef * view.logprob

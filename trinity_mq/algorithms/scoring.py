@@ -29,7 +29,7 @@ class Scores(NamedTuple):
 
 
 @dataclass(frozen=True)
-class AfterHead:
+class HeadOperation:
     """Operation from a model's head products to its logits: ``logits = softcap tanh(scale products / softcap)``."""
 
     scale: float = 1.0
@@ -94,7 +94,7 @@ def head_scores(
     head: nn.Module,
     targets: Tensor,
     temperature: Tensor,
-    after: AfterHead | None = None,
+    after: HeadOperation | None = None,
     *,
     entropy_gradient: bool,
     with_baseline: bool = False,
@@ -117,7 +117,7 @@ def head_scores(
         with_baseline: Whether to return the entropy baselines, which have no gradient.
         chunk: Maximum number of logits at a time; None: ``CHUNK`` of the device.
     """
-    after = after or AfterHead()
+    after = after or HeadOperation()
     chunk = chunk or CHUNK.get(hidden.device.type, CHUNK["cuda"])
     if type(head) is nn.Linear:
         settings = _Settings(after, entropy_gradient, with_baseline, max(1, chunk // head.out_features))
@@ -139,7 +139,7 @@ def head_scores(
 
 @dataclass(frozen=True)
 class _Settings:
-    after: AfterHead
+    after: HeadOperation
     entropy_gradient: bool
     with_baseline: bool
     tokens: int
@@ -230,7 +230,7 @@ class _Head:
     weight: Tensor
     """Operand of a product, see :func:`_operand`."""
     bias: Tensor | None
-    after: AfterHead
+    after: HeadOperation
 
     def __call__(self, inputs: Tensor) -> Tensor:
         """Return new logits, ``[tokens, vocabulary]``."""

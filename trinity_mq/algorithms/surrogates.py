@@ -12,17 +12,17 @@ import torch
 from torch import Tensor
 
 from trinity_mq.algorithms.plugins import plugin_losses
-from trinity_mq.algorithms.view import limited
+from trinity_mq.algorithms.view import clamp_log_ratio
 from trinity_mq.config.algorithm.pieces import (
     Clip,
-    Gate,
     Likelihood,
     Linear,
     LogLinear,
     LogRatio,
     Piece,
-    Plugin,
+    PluginPiece,
     Quadratic,
+    SigmoidGate,
     Truncate,
     Vespo,
 )
@@ -76,8 +76,8 @@ def truncate(log_ratio: Tensor, logprob: Tensor, advantage: Tensor, args: Trunca
     return TokenLoss(torch.where(keep, loss, 0.0), {"clipped_frac": weight != ratio})
 
 
-def gate(log_ratio: Tensor, logprob: Tensor, advantage: Tensor, args: Gate) -> TokenLoss:
-    """Return the softly gated loss; see :class:`Gate`. The gradient flows through the gate."""
+def gate(log_ratio: Tensor, logprob: Tensor, advantage: Tensor, args: SigmoidGate) -> TokenLoss:
+    """Return the softly gated loss; see :class:`SigmoidGate`. The gradient flows through the gate."""
     tau = _chosen(advantage > 0, args.positive, args.negative, log_ratio)
     return TokenLoss(-advantage * torch.sigmoid(tau * (log_ratio.exp() - 1)) * 4 / tau)
 
@@ -110,7 +110,7 @@ def log_linear(log_ratio: Tensor, logprob: Tensor, advantage: Tensor, args: LogL
     if args.weight == "ratio":
         weight = ratio
     elif args.weight == "advantage":
-        weight = limited(advantage / args.temperature).exp()
+        weight = clamp_log_ratio(advantage / args.temperature).exp()
     loss = -advantage * weight * logprob / args.divisor
     return TokenLoss(torch.where(out, 0.0, loss), {"pg_clipfrac": out})
 
@@ -173,6 +173,6 @@ def surrogate(
     log_ratio: Tensor, logprob: Tensor, advantage: Tensor, args: Piece, custom: Mapping[str, Tensor] | None = None
 ) -> TokenLoss:
     """Return the loss of each token as defined by ``args``. ``custom`` holds optional fields for plug-ins."""
-    if isinstance(args, Plugin):
+    if isinstance(args, PluginPiece):
         return TokenLoss(plugin_losses(args, log_ratio, logprob, advantage, custom or {}))
     return SURROGATES[args.kind](log_ratio, logprob, advantage, args)

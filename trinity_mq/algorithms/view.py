@@ -93,6 +93,6 @@ def segment_maxima(values: Tensor, view: TokenView) -> Tensor:
     return start.scatter_reduce(0, view.segment, values, "amax")[view.segment]
 
 
-def limited(log_ratio: Tensor) -> Tensor:
+def clamp_log_ratio(log_ratio: Tensor) -> Tensor:
     """Return a log ratio clamped to +-``LOG_RATIO_LIMIT``."""
     return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)

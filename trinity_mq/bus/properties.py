@@ -107,7 +107,7 @@ def outside_headers(headers: Mapping[str, object]) -> tuple[dict[str, HeaderValu
     return sendable, tuple(omitted)
 
 
-def said_left_out(names: Iterable[str]) -> str:
+def omitted_headers_text(names: Iterable[str]) -> str:
     """Return a phrase that names the omitted headers. It is empty if no header was omitted."""
     names = list(names)
     if not names:

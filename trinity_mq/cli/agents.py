@@ -12,7 +12,7 @@ from typing import cast
 from trinity_mq.bus.addresses import URL_VARIABLE, Addresses
 from trinity_mq.cli.arguments import add_target
 from trinity_mq.targets.run_folder import RunFolder
-from trinity_mq.targets.target import configuration
+from trinity_mq.targets.target import load_target_configuration
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,8 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_agent(arguments: argparse.Namespace) -> int:
     """Run the agent named by the command until its work is over; return its exit code."""
-    config = configuration(arguments)
-    if Addresses.of(config.broker) is None and (url := RunFolder(config).known_broker()) is not None:
+    config = load_target_configuration(arguments)
+    if Addresses.of(config.broker) is None and (url := RunFolder(config).saved_broker_url()) is not None:
         os.environ[URL_VARIABLE] = url
     # imported by name, because the command line must not import the daemons, which import torch
     if getattr(arguments, "engines_only", False):

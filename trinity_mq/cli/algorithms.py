@@ -51,7 +51,9 @@ def list_algorithms(arguments: argparse.Namespace) -> int:
         config = AlgorithmConfig.model_validate({"algorithm_type": name})
         needs_text = "; needs " + ", ".join(needs_of(config)) if needs_of(config) else ""
         print(textwrap.fill(preset.summary, width, initial_indent=f"{name:27}", subsequent_indent=" " * 27))
-        print(textwrap.fill(line_of(config) + needs_text, width, initial_indent=" " * 29, subsequent_indent=" " * 29))
+        print(
+            textwrap.fill(pieces_line(config) + needs_text, width, initial_indent=" " * 29, subsequent_indent=" " * 29)
+        )
     print(f"\n{len(PRESETS)} algorithms. Formula and settings of one: trinity-mq algorithms show NAME")
     return 0
 
@@ -90,7 +92,7 @@ def show(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def line_of(config: AlgorithmConfig) -> str:
+def pieces_line(config: AlgorithmConfig) -> str:
     """Return the pieces of an algorithm that differ from the defaults, in one line."""
     plain, parts = LossConfig(), [_short(config.estimator)]
     for name in PIECES:

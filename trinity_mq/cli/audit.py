@@ -13,9 +13,9 @@ from trinity_mq.cli.arguments import add_broker, add_target
 from trinity_mq.errors import CommandError
 from trinity_mq.operations.audit import checkpoints, read_content
 from trinity_mq.runtime.errors import FatalError
-from trinity_mq.runtime.interrupts import run_to_the_end
-from trinity_mq.targets.connection import Target, find_target, reached, saved_run_id
-from trinity_mq.targets.target import configuration
+from trinity_mq.runtime.interrupts import run_until_complete
+from trinity_mq.targets.connection import Target, find_target, open_bus, saved_run_id
+from trinity_mq.targets.target import load_target_configuration
 
 if TYPE_CHECKING:
     from trinity_agents.trainer.audit import Auditor, StreamContent
@@ -42,7 +42,7 @@ def audit(arguments: argparse.Namespace) -> int:
     """
     from trinity_agents.trainer.audit import Auditor, as_json, verdict
 
-    config = configuration(arguments)
+    config = load_target_configuration(arguments)
     run_id = saved_run_id(config.path)
     audits = [Auditor(config.path, checkpoint) for checkpoint in checkpoints(config.path, arguments.checkpoint)]
     for auditor in audits:
@@ -83,7 +83,7 @@ def _stream_content(arguments: argparse.Namespace, run_id: str | None) -> tuple[
         return None, "not asked for (--offline)"
     try:
         target = find_target(arguments)
-        return run_to_the_end(_read(target, run_id)), ""
+        return run_until_complete(_read(target, run_id)), ""
     except (CommandError, FatalError, BusError, OSError) as error:
         return None, f"the stream of processed batches cannot be read: {error}"
 
@@ -91,7 +91,7 @@ def _stream_content(arguments: argparse.Namespace, run_id: str | None) -> tuple[
 async def _read(target: Target, run_id: str | None) -> StreamContent:
     from trinity_mq.transport.blobs import open_store
 
-    async with reached(target, "audit") as (bus, topology):
+    async with open_bus(target, "audit") as (bus, topology):
         bus.run_id = run_id
         if await bus.depth(topology.ready.name) is None:
             raise CommandError(f"run {target.run!r} has no stream on this broker")

@@ -59,7 +59,7 @@ def serve(arguments: argparse.Namespace) -> int:
 def start(arguments: argparse.Namespace) -> int:
     """Start a broker in the background and print its URL. If it already runs, print its URL."""
     home = broker_folder(arguments.folder)
-    if (url := home.live_broker()) is None:
+    if (url := home.live_broker_url()) is None:
         url = spawn(home)
     print(url)
     return 0
@@ -81,7 +81,7 @@ def stop(arguments: argparse.Namespace) -> int:
 def status(arguments: argparse.Namespace) -> int:
     """Print the URL of a folder's broker. Return 1 if no broker runs."""
     home = broker_folder(arguments.folder)
-    url = home.live_broker()
+    url = home.live_broker_url()
     print(f"runs as process {home.holder()}: {url}" if url else f"no broker runs in {home.path}")
     return 0 if url else 1
 

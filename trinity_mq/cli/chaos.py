@@ -14,11 +14,11 @@ from pathlib import Path
 from trinity_mq.cli.arguments import add_broker, add_target
 from trinity_mq.errors import CommandError
 from trinity_mq.proof.chaos.report import as_json, lines
-from trinity_mq.proof.chaos.scenes import FURTHER_STEPS, Wishes, attached, elsewhere, started
+from trinity_mq.proof.chaos.scenes import FURTHER_STEPS, TrialOptions, elsewhere, try_local_run, try_new_run
 from trinity_mq.proof.chaos.schedule import KINDS, ROLES, Schedule
 from trinity_mq.proof.chaos.targets.remote import ComposeTargets, KubernetesTargets
-from trinity_mq.proof.chaos.trial import Outcome
-from trinity_mq.runtime.interrupts import run_to_the_end
+from trinity_mq.proof.chaos.trial import TrialOutcome
+from trinity_mq.runtime.interrupts import run_until_complete
 from trinity_mq.terminal import write_output
 
 EPILOG = (
@@ -100,7 +100,7 @@ def chaos(arguments: argparse.Namespace) -> int:
         arguments.seed = random.SystemRandom().randrange(1 << 16)
     overrides = list(arguments.overrides)
     with contextlib.redirect_stdout(sys.stderr):  # keep the library's log output out of the report
-        outcome, folder = run_to_the_end(_run_trial(arguments))
+        outcome, folder = run_until_complete(_run_trial(arguments))
         schedule, repeat_command = folder / "schedule.json", _repeat_command(arguments, overrides, outcome.schedule)
         text = "\n".join(lines(outcome, schedule, repeat_command))
         report = json.dumps(as_json(outcome, schedule, repeat_command), indent=2)
@@ -110,8 +110,8 @@ def chaos(arguments: argparse.Namespace) -> int:
     return 0 if outcome.holds else 1
 
 
-async def _run_trial(arguments: argparse.Namespace) -> tuple[Outcome, Path]:
-    wishes = Wishes(
+async def _run_trial(arguments: argparse.Namespace) -> tuple[TrialOutcome, Path]:
+    wishes = TrialOptions(
         count=arguments.kills,
         seed=arguments.seed,
         file=arguments.schedule,
@@ -129,8 +129,8 @@ async def _run_trial(arguments: argparse.Namespace) -> tuple[Outcome, Path]:
     if arguments.kubernetes is not None:
         return await elsewhere(arguments, wishes, KubernetesTargets(arguments.kubernetes), tell)
     if arguments.attach is not None:
-        return await attached(arguments, wishes, tell)
-    return await started(arguments, wishes, tell)
+        return await try_local_run(arguments, wishes, tell)
+    return await try_new_run(arguments, wishes, tell)
 
 
 def tell(line: str) -> None:

@@ -6,7 +6,7 @@ import argparse
 
 from trinity_mq.cli.arguments import add_broker, add_target
 from trinity_mq.operations.clean import delete_run, saved_tickets
-from trinity_mq.runtime.interrupts import run_to_the_end
+from trinity_mq.runtime.interrupts import run_until_complete
 from trinity_mq.targets.connection import find_target
 
 
@@ -23,6 +23,6 @@ def clean(arguments: argparse.Namespace) -> int:
     """Delete the queues, exchanges and blobs of a run without working agents."""
     target = find_target(arguments, arguments.blob_store)
     tickets = [] if target.config is None else saved_tickets(target.config)
-    for line in run_to_the_end(delete_run(target, tickets)):
+    for line in run_until_complete(delete_run(target, tickets)):
         print(line)
     return 0

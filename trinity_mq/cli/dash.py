@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from trinity_mq.cli.arguments import add_broker, add_target
 from trinity_mq.errors import CommandError
 from trinity_mq.page.contents import LazyTexts, curves_of, runs, workflows
-from trinity_mq.runtime.http.listening import listening
+from trinity_mq.runtime.http.listening import serve_app
 
 if TYPE_CHECKING:
     from trinity_mq.config import Config
@@ -93,17 +93,17 @@ def _latest() -> Path:
 async def _serve(arguments: argparse.Namespace, config: Config | None, others: dict[str, Curves]) -> None:
     from trinity_mq.config.threads import available_cores
     from trinity_mq.observability.diagnosis import expected_agents, free_resources, limits
-    from trinity_mq.observability.observatory import Observatory
+    from trinity_mq.observability.observatory import RunState
     from trinity_mq.observability.sources import BrokerSource, FolderSource
     from trinity_mq.page.access import PageAccess
-    from trinity_mq.page.actions import Actions
+    from trinity_mq.page.actions import BrokerActions
     from trinity_mq.page.app import DashApp
     from trinity_mq.telemetry.evaluations.log import read_evaluations
 
     folder = config.path if config is not None and config.path.is_dir() else None
     run = arguments.target if config is None else config.name
     total = None if config is None else config.buffer.total_steps
-    observatory = Observatory(
+    observatory = RunState(
         run,
         total,
         {} if config is None else workflows(config),
@@ -117,14 +117,14 @@ async def _serve(arguments: argparse.Namespace, config: Config | None, others: d
     texts = LazyTexts(config)
     app = DashApp(
         observatory,
-        Actions(broker, lambda: _stopped(arguments, config)),
+        BrokerActions(broker, lambda: _stopped(arguments, config)),
         access,
         texts.known,
         runs=lambda: runs(folder),
         evaluations=lambda: [] if folder is None else read_evaluations(folder),
         others=others,
     )
-    async with listening(app.application(), arguments.host, arguments.port) as url, asyncio.TaskGroup() as group:
+    async with serve_app(app.application(), arguments.host, arguments.port) as url, asyncio.TaskGroup() as group:
         if folder is not None:
             group.create_task(FolderSource(folder, observatory).run())
         group.create_task(broker.run())

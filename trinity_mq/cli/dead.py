@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from trinity_mq.bus import Incoming
 from trinity_mq.cli.arguments import add_actions, add_broker, add_target
 from trinity_mq.operations.dead_letters import COLUMNS, letters, republish_batches, row
-from trinity_mq.runtime.interrupts import run_to_the_end
-from trinity_mq.targets.connection import Target, find_target, reached
+from trinity_mq.runtime.interrupts import run_until_complete
+from trinity_mq.targets.connection import Target, find_target, open_bus
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,7 +39,7 @@ def list_dead(arguments: argparse.Namespace) -> int:
     lines.
     """
     target = find_target(arguments)
-    letters, total = run_to_the_end(_letters(target, arguments.limit))
+    letters, total = run_until_complete(_letters(target, arguments.limit))
     if not total:
         print(f"run {target.run!r} has no dead letters")
         return 0
@@ -72,7 +72,7 @@ def paragraph(number: int, cells: Sequence[str], width: int) -> list[str]:
 def replay(arguments: argparse.Namespace) -> int:
     """Publish dead batches again. Return 1 if a batch could not be published."""
     target = find_target(arguments)
-    republished, problems, remaining = run_to_the_end(_replay(target, set(arguments.batch)))
+    republished, problems, remaining = run_until_complete(_replay(target, set(arguments.batch)))
     for line in (*republished, *problems):
         print(line)
     if republished:
@@ -89,10 +89,10 @@ def replay(arguments: argparse.Namespace) -> int:
 
 
 async def _replay(target: Target, batches: set[str]) -> tuple[list[str], list[str], int]:
-    async with reached(target, "dead") as (bus, topology):
+    async with open_bus(target, "dead") as (bus, topology):
         return await republish_batches(bus, topology, batches)
 
 
 async def _letters(target: Target, limit: int) -> tuple[Sequence[Incoming], int]:
-    async with reached(target, "dead") as (bus, topology):
+    async with open_bus(target, "dead") as (bus, topology):
         return await letters(bus, topology, limit)

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, TypeVar
 from trinity_mq.cli.arguments import add_actions, add_target
 from trinity_mq.operations.debug.run import debug_task
 from trinity_mq.operations.debug.task import find_task
-from trinity_mq.runtime.interrupts import run_to_the_end
+from trinity_mq.runtime.interrupts import run_until_complete
 from trinity_mq.runtime.plugins import add_plugins
-from trinity_mq.targets.target import configuration
+from trinity_mq.targets.target import load_target_configuration
 
 if TYPE_CHECKING:
     from trinity_mq.operations.debug.report import Report
@@ -48,11 +48,11 @@ def workflow(arguments: argparse.Namespace) -> int:
     from trinity_mq.operations.debug.report import JsonReport, TextReport
     from trinity_mq.telemetry import setup_logging
 
-    config = configuration(arguments)
+    config = load_target_configuration(arguments)
     add_plugins(config.plugin_dirs)
     number, body = find_task(config, arguments.task, arguments.taskset)
     setup_logging("debug", "debug", None, "error")
     report: Report = JsonReport(sys.stdout) if arguments.json else TextReport(sys.stdout)
     report.task(number, body)
     with contextlib.redirect_stdout(sys.stderr):  # keep the workflow's prints out of the report
-        return run_to_the_end(debug_task(config, body, number, arguments, report))
+        return run_until_complete(debug_task(config, body, number, arguments, report))

@@ -11,14 +11,14 @@ from dataclasses import asdict
 from pathlib import Path
 
 from trinity_mq.cli.arguments import add_broker, add_target
-from trinity_mq.operations.doctor.checks import Finding
+from trinity_mq.operations.doctor.checks import DoctorFinding
 from trinity_mq.operations.doctor.facts import (
     Needs,
 )
 from trinity_mq.operations.doctor.run import check_all
-from trinity_mq.targets.connection import known_broker
+from trinity_mq.targets.connection import find_broker_url
 from trinity_mq.targets.run_folder import RunFolder
-from trinity_mq.targets.target import broker_of_name, find_configuration
+from trinity_mq.targets.target import default_broker, find_configuration
 
 SIGNS = {"ok": "ok     ", "warning": "warning", "problem": "PROBLEM", "not looked at": "-      "}
 
@@ -43,8 +43,8 @@ def doctor(arguments: argparse.Namespace) -> int:
     target = arguments.target
     config = None if target is None else find_configuration(target, arguments.overrides)
     needs = Needs.of(config, None if config is not None else target)
-    broker = config.broker if config is not None else broker_of_name(target or "run", arguments.overrides)
-    if url := arguments.broker or (known_broker(config) if config is not None else None):
+    broker = config.broker if config is not None else default_broker(target or "run", arguments.overrides)
+    if url := arguments.broker or (find_broker_url(config) if config is not None else None):
         broker = broker.model_copy(update={"url": url, "url_file": None})
     node = Path(arguments.node) if arguments.node else RunFolder(config).broker if config is not None else None
     folder = config.path if config is not None else Path("runs")
@@ -56,7 +56,7 @@ def doctor(arguments: argparse.Namespace) -> int:
     return 1 if any(finding.verdict == "problem" for finding in results) else 0
 
 
-def lines(results: Sequence[Finding]) -> list[str]:
+def lines(results: Sequence[DoctorFinding]) -> list[str]:
     """Return the report for a person."""
     width = max((len(finding.subject) for finding in results), default=0)
     report = []

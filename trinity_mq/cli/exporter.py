@@ -9,7 +9,7 @@ import time
 from typing import TYPE_CHECKING
 
 from trinity_mq.cli.arguments import add_broker, add_target
-from trinity_mq.runtime.http.listening import listening
+from trinity_mq.runtime.http.listening import serve_app
 
 if TYPE_CHECKING:
     from trinity_mq.targets.connection import Target
@@ -42,22 +42,22 @@ async def _serve(arguments: argparse.Namespace, run: str, slots: int | None) -> 
     from aiohttp import web
 
     from trinity_mq.config.hosts import is_loopback
-    from trinity_mq.observability.observatory import Observatory
+    from trinity_mq.observability.observatory import RunState
     from trinity_mq.observability.prometheus.families import RunCollector
     from trinity_mq.observability.prometheus.handler import metrics_handler
     from trinity_mq.observability.sources import BrokerSource
-    from trinity_mq.runtime.http.serving import from_this_site, new_application
+    from trinity_mq.runtime.http.serving import new_application, same_site_middleware
     from trinity_mq.targets.connection import find_target
 
-    observatory = Observatory(run)
+    observatory = RunState(run)
 
     def target() -> Target | None:
         run_target = find_target(arguments)
         return None if run_target.broker.url is None else run_target
 
     find_target(arguments)  # fail at once if the run is not known
-    app = new_application([from_this_site] if is_loopback(arguments.host) else [])
+    app = new_application([same_site_middleware] if is_loopback(arguments.host) else [])
     app.add_routes([web.get("/metrics", metrics_handler(RunCollector(observatory.view, time.time, slots)))])
-    async with listening(app, arguments.host, arguments.port) as url:
+    async with serve_app(app, arguments.host, arguments.port) as url:
         print(f"{run}: {url}/metrics", flush=True)
         await BrokerSource(target, observatory, {"metrics"}).run()

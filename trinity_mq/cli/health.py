@@ -30,12 +30,12 @@ def health(arguments: argparse.Namespace) -> int:
     if not name:
         print(f"no health file: set {HEALTH_VARIABLE} to the path that the agent was given, or give --file PATH")
         return 1
-    healthy, line = judge(_content(Path(name)), arguments.max_age, time.monotonic())
+    healthy, line = check_health(_content(Path(name)), arguments.max_age, time.monotonic())
     print(f"{name}: {line}")
     return 0 if healthy else 1
 
 
-def judge(content: str | None, max_age: float, clock: float) -> tuple[bool, str]:
+def check_health(content: str | None, max_age: float, clock: float) -> tuple[bool, str]:
     """Return (whether a health file reports a healthy agent, the reason in words).
 
     Args:

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 from trinity_mq.cli.arguments import add_broker, add_target
 from trinity_mq.errors import CommandError
 from trinity_mq.observability.experiences.evaluations import show_evaluations
-from trinity_mq.observability.experiences.printer import Printer, known_texts, note, verdict
-from trinity_mq.runtime.interrupts import run_to_the_end
-from trinity_mq.targets.connection import Target, find_target, reached, saved_run_id
+from trinity_mq.observability.experiences.printer import Printer, note, open_token_texts, verdict
+from trinity_mq.runtime.interrupts import run_until_complete
+from trinity_mq.targets.connection import Target, find_target, open_bus, saved_run_id
 
 if TYPE_CHECKING:
-    from trinity_mq.observability.experiences.stream import Choice, StreamSummary
+    from trinity_mq.observability.experiences.stream import ExperienceFilter, StreamSummary
 
 BODY_SUFFIX = ".tmqx"
 
@@ -45,20 +45,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def inspect(arguments: argparse.Namespace) -> int:
     """Print experiences. Return 0, or 1 if no experience was printed."""
-    from trinity_mq.observability.experiences.stream import Choice
+    from trinity_mq.observability.experiences.stream import ExperienceFilter
 
     if arguments.limit < 1:
         raise CommandError(f"--limit is {arguments.limit}, wanted at least 1")
     if arguments.evaluation is not None:
         return show_evaluations(arguments)
-    choice = Choice(arguments.batch, arguments.task, arguments.run, arguments.step)
+    choice = ExperienceFilter(arguments.batch, arguments.task, arguments.run, arguments.step)
     path = Path(arguments.target)
     if path.suffix == BODY_SUFFIX or _is_body(path):
         return _show_file(path, choice, arguments)
     target = find_target(arguments, arguments.blob_store)
-    printer = Printer(known_texts(arguments, target.config), arguments)
+    printer = Printer(open_token_texts(arguments, target.config), arguments)
     with contextlib.redirect_stdout(sys.stderr):  # library output must not mix with the experiences on stdout
-        summary = run_to_the_end(_read_stream(target, choice, printer))
+        summary = run_until_complete(_read_stream(target, choice, printer))
     printer.end()
     return verdict(summary, printer, choice, target.run)
 
@@ -73,11 +73,11 @@ def _is_body(path: Path) -> bool:
         return False
 
 
-async def _read_stream(target: Target, choice: Choice, printer: Printer) -> StreamSummary:
+async def _read_stream(target: Target, choice: ExperienceFilter, printer: Printer) -> StreamSummary:
     from trinity_mq.observability.experiences.stream import ReadyReader
     from trinity_mq.transport.blobs import open_store
 
-    async with reached(target, "inspect") as (bus, topology):
+    async with open_bus(target, "inspect") as (bus, topology):
         if target.folder is not None:
             bus.run_id = saved_run_id(target.folder.path)
         reader = ReadyReader(bus, topology, choice, open_store(target.broker, target.run), printer.take)
@@ -88,7 +88,7 @@ async def _read_stream(target: Target, choice: Choice, printer: Printer) -> Stre
                 note(remark)
 
 
-def _show_file(path: Path, choice: Choice, arguments: argparse.Namespace) -> int:
+def _show_file(path: Path, choice: ExperienceFilter, arguments: argparse.Namespace) -> int:
     from trinity_mq.experience import DecodeError, ExperienceBatch
     from trinity_mq.experience.legacy.reader import legacy_form
     from trinity_mq.observability.experiences.stream import StreamSummary
@@ -103,7 +103,7 @@ def _show_file(path: Path, choice: Choice, arguments: argparse.Namespace) -> int
         whole = ExperienceBatch.decode(data).settle()
     except DecodeError as error:
         raise CommandError(f"{path}: {error}") from error
-    printer = Printer(known_texts(arguments, None), arguments)
+    printer = Printer(open_token_texts(arguments, None), arguments)
     printer.take([choice.of(whole)])
     printer.end()
     return verdict(StreamSummary(experiences=len(whole)), printer, choice, str(path))

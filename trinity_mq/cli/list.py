@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from trinity_mq.errors import CommandError
-from trinity_mq.observability.run_list import COLUMNS, ago, aligned, found_runs, row
+from trinity_mq.observability.run_list import COLUMNS, ago, align_columns, find_runs, row
 from trinity_mq.targets.target import RUNS
 
 
@@ -21,7 +21,7 @@ def list_runs(arguments: argparse.Namespace) -> int:
     top = Path(arguments.folder)
     if not top.is_dir() and arguments.folder != str(RUNS):
         raise CommandError(f"{top} is no folder; give one that holds run folders, such as {RUNS}")
-    folders = found_runs(top)
+    folders = find_runs(top)
     if not folders:
         print(f"no run has left a folder below {top.absolute()}", file=sys.stderr)
         return 1
@@ -29,6 +29,6 @@ def list_runs(arguments: argparse.Namespace) -> int:
     table = [
         (run.name, run.state, run.step, run.accuracy, run.reward, ago(run.age), str(folder)) for run, folder in rows
     ]
-    for line in aligned([COLUMNS, *table]):
+    for line in align_columns([COLUMNS, *table]):
         print(line)
     return 0

@@ -12,9 +12,9 @@ from trinity_mq.cli.arguments import add_target
 from trinity_mq.errors import CommandError
 from trinity_mq.observability.logs.files import LogFiles
 from trinity_mq.observability.logs.follow import follow, since
-from trinity_mq.observability.logs.lines import LEVELS, LineFilter, LogLine, in_words
-from trinity_mq.runtime.interrupts import run_to_the_end
-from trinity_mq.targets.target import RUNS, find_configuration, known_runs
+from trinity_mq.observability.logs.lines import LEVELS, LineFilter, LogLine, format_line
+from trinity_mq.runtime.interrupts import run_until_complete
+from trinity_mq.targets.target import RUNS, find_configuration, run_list_suffix
 from trinity_mq.telemetry import LOGS_FOLDER
 from trinity_mq.terminal import unguarded
 
@@ -44,7 +44,9 @@ def logs(arguments: argparse.Namespace) -> int:
         if arguments.json:
             print(line.text)
         else:
-            print(in_words(line, colour=colour), file=unguarded(sys.stdout))  # the line contains our own colour codes
+            print(
+                format_line(line, colour=colour), file=unguarded(sys.stdout)
+            )  # the line contains our own colour codes
 
     if not arguments.follow and not (folder / LOGS_FOLDER).is_dir():
         print(f"{folder / LOGS_FOLDER} is not there: no agent of this run has started on this machine", file=sys.stderr)
@@ -55,7 +57,7 @@ def logs(arguments: argparse.Namespace) -> int:
         show(line)
     if arguments.follow:
         sys.stdout.flush()
-        run_to_the_end(follow(folder, files, chosen, show))
+        run_until_complete(follow(folder, files, chosen, show))
     return 0
 
 
@@ -69,4 +71,4 @@ def _run_folder(arguments: argparse.Namespace) -> Path:
     folder = RUNS / str(arguments.target)
     if folder.is_dir():
         return folder
-    raise CommandError(f"{arguments.target!r} is no run of which a folder is known here{known_runs()}")
+    raise CommandError(f"{arguments.target!r} is no run of which a folder is known here{run_list_suffix()}")

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 from trinity_mq.cli.arguments import add_broker, add_target
 from trinity_mq.errors import CommandError
 from trinity_mq.operations.regrade.run import all_figures, open_grader, regrade_file, regrade_stream
-from trinity_mq.runtime.interrupts import run_to_the_end
+from trinity_mq.runtime.interrupts import run_until_complete
 from trinity_mq.targets.connection import find_target
-from trinity_mq.targets.target import configuration, known_runs
+from trinity_mq.targets.target import load_target_configuration, run_list_suffix
 from trinity_mq.terminal import write_output
 
 if TYPE_CHECKING:
@@ -60,19 +60,19 @@ def regrade(arguments: argparse.Namespace) -> int:
     if Path(arguments.target).suffix == ".tmqx":
         raise CommandError(
             f"{arguments.target} is a file of experiences, and TARGET the run that made them, whose tasksets have the "
-            f"answers: trinity-mq regrade RUN --reward NAME --file {arguments.target}{known_runs()}"
+            f"answers: trinity-mq regrade RUN --reward NAME --file {arguments.target}{run_list_suffix()}"
         )
-    config = configuration(arguments)
+    config = load_target_configuration(arguments)
     # output of the library and of the reward function must not mix with the figures on stdout
     with contextlib.redirect_stdout(sys.stderr):
         grader = open_grader(config, arguments)
-        from trinity_mq.operations.regrade.regrading import Regrading
+        from trinity_mq.operations.regrade.regrading import BatchRegrader
 
-        regrading = Regrading(config, grader, arguments.limit)
+        regrading = BatchRegrader(config, grader, arguments.limit)
         if arguments.file is not None:
-            run_to_the_end(regrade_file(config, arguments.file, arguments.batch, regrading))
+            run_until_complete(regrade_file(config, arguments.file, arguments.batch, regrading))
         else:
-            run_to_the_end(regrade_stream(find_target(arguments, arguments.blob_store), arguments.batch, regrading))
+            run_until_complete(regrade_stream(find_target(arguments, arguments.blob_store), arguments.batch, regrading))
     figures = all_figures(arguments.reward, regrading, grader)
     if config.operator.operators:
         names = ", ".join(operator.name for operator in config.operator.operators)
@@ -82,7 +82,7 @@ def regrade(arguments: argparse.Namespace) -> int:
     else:
         if arguments.json is not None:
             write_output(Path(arguments.json), json.dumps(figures, ensure_ascii=False, indent=1) + "\n")
-        from trinity_mq.operations.regrade.text import show
+        from trinity_mq.operations.regrade.text import print_figures
 
-        show(figures, sys.stdout)
+        print_figures(figures, sys.stdout)
     return 0 if figures["experiences"] else FOUND_NOTHING

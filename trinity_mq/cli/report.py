@@ -7,7 +7,7 @@ from pathlib import Path
 
 from trinity_mq.cli.arguments import add_target
 from trinity_mq.observability.report.page import REPORT_FILE, write_report
-from trinity_mq.targets.target import configuration
+from trinity_mq.targets.target import load_target_configuration
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,6 +20,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def report(arguments: argparse.Namespace) -> int:
     """Write the page and print its path. Return 0."""
-    config = configuration(arguments)
+    config = load_target_configuration(arguments)
     print(f"the report is in {write_report(config, arguments.out)}")
     return 0

@@ -16,10 +16,10 @@ from trinity_mq.cli.arguments import add_actions, add_broker
 from trinity_mq.cli.arguments import add_target as add_target_and_settings
 from trinity_mq.errors import CommandError
 from trinity_mq.messages import Verdict
-from trinity_mq.operations.review import as_dict, as_page, find_review, following, in_short
-from trinity_mq.reviews.ledger import Review, in_words
+from trinity_mq.operations.review import as_dict, find_review, following, full_text, summary_lines
+from trinity_mq.reviews.ledger import Review, verdict_text
 from trinity_mq.reviews.stream import ReviewStream
-from trinity_mq.runtime.interrupts import run_to_the_end
+from trinity_mq.runtime.interrupts import run_until_complete
 from trinity_mq.targets.connection import Target, find_target
 
 COUNTED_WITHIN = 5.0
@@ -35,9 +35,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_target_and_settings(listing)
     listing.add_argument("--all", action="store_true", help="those that are decided too")
     showing = add("show", "show one with its texts, its reward and why it was chosen", show)
-    keeping = add("keep", "let it count as it is", give)
-    dropping = add("drop", "leave it out of its batch", give)
-    rewarding = add("reward", "give it another reward", give)
+    keeping = add("keep", "let it count as it is", send_verdict)
+    dropping = add("drop", "leave it out of its batch", send_verdict)
+    rewarding = add("reward", "give it another reward", send_verdict)
     for action in (showing, keeping, dropping, rewarding):
         add_target_and_settings(action)
         action.add_argument("id", metavar="ID", help="of the request, or the beginning of it")
@@ -63,7 +63,7 @@ def list_reviews(arguments: argparse.Namespace) -> int:
     elif not selection:
         print("no run waits for a verdict")
     else:
-        print("\n".join(line for review in selection for line in in_short(review, now)))
+        print("\n".join(line for review in selection for line in summary_lines(review, now)))
     return 0
 
 
@@ -74,11 +74,11 @@ def show(arguments: argparse.Namespace) -> int:
         return find_review(reviews, arguments.id)
 
     review, now = _with_reviews(arguments, look), time.time()
-    print(json.dumps(as_dict(review, now), ensure_ascii=False) if arguments.json else as_page(review, now))
+    print(json.dumps(as_dict(review, now), ensure_ascii=False) if arguments.json else full_text(review, now))
     return 0
 
 
-def give(arguments: argparse.Namespace) -> int:
+def send_verdict(arguments: argparse.Namespace) -> int:
     """Send a verdict and print whether it counts. Return 0, or 1 if it does not count."""
     verdict: Verdict = arguments.action
     reward = arguments.value if verdict == "reward" else None
@@ -100,7 +100,7 @@ def give(arguments: argparse.Namespace) -> int:
     review, reason = _with_reviews(arguments, send)
     is_overridden = review.closed is not None and (review.closed.verdict, review.closed.reward) != (verdict, reward)
     if not reason and is_overridden and review.closed is not None:
-        reason = f"it was closed meanwhile: {in_words(review.closed)}"
+        reason = f"it was closed meanwhile: {verdict_text(review.closed)}"
     if arguments.json:
         print(json.dumps({**as_dict(review, time.time()), "counts": not reason, "reason": reason}, ensure_ascii=False))
     elif reason:
@@ -108,7 +108,7 @@ def give(arguments: argparse.Namespace) -> int:
     elif review.closed is None:
         print(f"{review.request.request}: noted; it counts once an operator has read it")
     else:
-        print(f"{review.request.request}: {in_words(review.closed)} counts")
+        print(f"{review.request.request}: {verdict_text(review.closed)} counts")
     return 1 if reason else 0
 
 
@@ -120,7 +120,7 @@ def _user() -> str:
 
 
 def _with_reviews(arguments: argparse.Namespace, work: Callable[[ReviewStream], Awaitable[T]]) -> T:
-    return run_to_the_end(_run(find_target(arguments), work))
+    return run_until_complete(_run(find_target(arguments), work))
 
 
 async def _run(target: Target, work: Callable[[ReviewStream], Awaitable[T]]) -> T:

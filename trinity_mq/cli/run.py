@@ -64,11 +64,11 @@ def run(arguments: argparse.Namespace) -> int:
     """Run a configuration to its end. Return a code of :mod:`trinity_mq.launch.exit_codes`, 130 or 143."""
     with _fork_server() as server:
         from trinity_mq.launch.configured_run import run_configured
-        from trinity_mq.targets.target import configuration, staged
+        from trinity_mq.targets.target import load_target_configuration, load_target_stages
 
-        stages = staged(arguments)
+        stages = load_target_stages(arguments)
         if not stages:
-            return run_configured(configuration(arguments), arguments, server)
+            return run_configured(load_target_configuration(arguments), arguments, server)
     from trinity_mq.launch.stages import run_stages
 
     return run_stages(stages, arguments, _fork_server)

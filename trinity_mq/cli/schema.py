@@ -42,7 +42,7 @@ def texts() -> dict[str, str]:
     return {name + SUFFIX: json.dumps(json_schema, indent=2) + "\n" for name, json_schema in json_schemas().items()}
 
 
-def drifted(folder: Path) -> list[str]:
+def schema_differences(folder: Path) -> list[str]:
     """Return a line for each file in ``folder`` that differs from the models. Schemas of old versions are allowed."""
     lines = []
     for name, text in texts().items():
@@ -57,7 +57,7 @@ def drifted(folder: Path) -> list[str]:
 
 
 def _check(folder: Path) -> int:
-    lines = drifted(folder)
+    lines = schema_differences(folder)
     if not lines:
         print(f"{len(texts())} schemas in {folder} agree with the models")
         return 0

@@ -9,12 +9,12 @@ import shlex
 import sys
 
 from trinity_mq.cli.arguments import add_broker, add_target
-from trinity_mq.observability.follow import depths, follow
+from trinity_mq.observability.follow import depths, follow_telemetry
 from trinity_mq.observability.report.text import make_report
 from trinity_mq.observability.run_view import RunView
-from trinity_mq.targets.connection import Target, connected, find_target
+from trinity_mq.targets.connection import Target, connect_bus, find_target
 from trinity_mq.targets.run_folder import RunFolder
-from trinity_mq.targets.target import name_newest
+from trinity_mq.targets.target import select_newest_run
 from trinity_mq.terminal import open_console
 
 QUEUES = ("submitted", "tasks.train", "tasks.eval", "closed", "dead")
@@ -31,15 +31,15 @@ def status(arguments: argparse.Namespace) -> int:
     """Listen for some seconds and print a table, or print the report of a stopped run. Return 0, or 1 if no agent sent
     a heartbeat.
     """
-    name_newest(arguments)
+    select_newest_run(arguments)
     target = find_target(arguments, folder_suffices=True)
     folder = target.folder
     if folder is not None and folder.holder() is None and (folder.finished or target.broker.url is None):
         return _report(target.run, folder)
-    from trinity_mq.observability.display import picture
+    from trinity_mq.observability.display import render_table
 
     view, now = asyncio.run(_look(target, arguments.seconds))
-    open_console().print(picture(view, now))
+    open_console().print(render_table(view, now))
     if not view.agents(now):
         print(f"no agent of run {target.run!r} sent a heartbeat within {arguments.seconds:g} s", file=sys.stderr)
         return 1
@@ -58,10 +58,10 @@ def _report(run: str, folder: RunFolder) -> int:
 
 async def _look(target: Target, seconds: float) -> tuple[RunView, float]:
     """Return (the state collected within ``seconds``, the end time on the event loop's clock)."""
-    async with connected(target.run, target.broker, "status") as (bus, topology):
+    async with connect_bus(target.run, target.broker, "status") as (bus, topology):
         view = RunView(target.run, None)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                await follow(bus, topology, view, "status")
+                await follow_telemetry(bus, topology, view, "status")
         view.set_depths(await depths(bus, topology, QUEUES))
         return view, asyncio.get_running_loop().time()

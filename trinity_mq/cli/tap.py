@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 from trinity_mq.cli.arguments import add_broker, add_target
 from trinity_mq.errors import CommandError
-from trinity_mq.observability.experiences.printer import known_texts
-from trinity_mq.observability.experiences.tap import Lines, names_texts, tap_run
-from trinity_mq.runtime.interrupts import run_to_the_end
+from trinity_mq.observability.experiences.printer import open_token_texts
+from trinity_mq.observability.experiences.tap import ExperienceLinePrinter, names_texts, tap_run
+from trinity_mq.runtime.interrupts import run_until_complete
 from trinity_mq.targets.connection import find_target
 
 if TYPE_CHECKING:
@@ -52,9 +52,11 @@ def tap(arguments: argparse.Namespace) -> int:
         raise CommandError(f"--every is {arguments.every}, wanted at least 1")
     fields = _fields(arguments.fields)
     target = find_target(arguments, arguments.blob_store)
-    lines = Lines(known_texts(arguments, target.config) if names_texts(fields) else None, fields, arguments.every)
+    lines = ExperienceLinePrinter(
+        open_token_texts(arguments, target.config) if names_texts(fields) else None, fields, arguments.every
+    )
     with contextlib.redirect_stdout(sys.stderr):  # library output must not mix with the JSON lines on stdout
-        run_to_the_end(tap_run(target, lines, start, follow=arguments.follow))
+        run_until_complete(tap_run(target, lines, start, follow=arguments.follow))
     return 0
 
 

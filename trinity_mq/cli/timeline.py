@@ -12,7 +12,7 @@ from trinity_mq.cli.arguments import add_target
 from trinity_mq.errors import CommandError
 from trinity_mq.observability.timeline import TIMELINE_FILE, write_timeline
 from trinity_mq.observability.waterfall import as_json, as_text, batch_waterfall
-from trinity_mq.targets.target import RUNS, find_configuration, known_runs
+from trinity_mq.targets.target import RUNS, find_configuration, run_list_suffix
 from trinity_mq.telemetry import METRICS_FILE
 
 
@@ -56,7 +56,7 @@ def run_folder(arguments: argparse.Namespace) -> Path:
         config = find_configuration(arguments.target, arguments.overrides)
         path = RUNS / arguments.target if config is None else config.path
     if not path.is_dir():
-        raise CommandError(f"{path}: no run has left a folder there{known_runs()}")
+        raise CommandError(f"{path}: no run has left a folder there{run_list_suffix()}")
     return path
 
 

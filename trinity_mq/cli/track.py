@@ -13,9 +13,9 @@ from trinity_mq.errors import CommandError
 from trinity_mq.observability.spans import SpanForwarder
 from trinity_mq.observability.trackers.base import TrackerError
 from trinity_mq.observability.trackers.forward import Forwarder
-from trinity_mq.observability.tracking import KINDS, OTLP, collector_of, opened
+from trinity_mq.observability.tracking import KINDS, OTLP, open_collector, opened
 from trinity_mq.targets.run_folder import RunFolder
-from trinity_mq.targets.target import configuration
+from trinity_mq.targets.target import load_target_configuration
 
 INTERVAL = 2.0
 """Poll interval of a live run's metrics file in seconds."""
@@ -39,13 +39,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def track(arguments: argparse.Namespace) -> int:
     """Send the unsent metrics and spans of a run and print their location. Return 0."""
-    config = configuration(arguments)
+    config = load_target_configuration(arguments)
     kinds = arguments.to or [
         *(tracker.kind for tracker in config.monitor.trackers),
         *([OTLP] if config.monitor.otlp else []),
     ]
     trackers = opened(config, [kind for kind in kinds if kind != OTLP]) if kinds != [OTLP] else []
-    collector = collector_of(config, arguments.endpoint) if OTLP in kinds else None
+    collector = open_collector(config, arguments.endpoint) if OTLP in kinds else None
     if not config.path.is_dir():
         raise CommandError(f"run {config.name!r} has no folder {config.path} yet, so there is nothing to send")
     sample = 1.0 if config.monitor.otlp is None else config.monitor.otlp.sample

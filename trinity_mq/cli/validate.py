@@ -11,7 +11,7 @@ from trinity_mq.config import Config, ConfigError, Stage
 from trinity_mq.config.loading.stages import find_stage
 from trinity_mq.operations.long_prompts import count_long_prompts
 from trinity_mq.operations.validate import check_all, tasksets
-from trinity_mq.targets.target import configuration, staged
+from trinity_mq.targets.target import load_target_configuration, load_target_stages
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def validate(arguments: argparse.Namespace) -> int:
     """Check a configuration, or every stage of it, and print a line for each part. Return 0."""
-    stages = staged(arguments)
+    stages = load_target_stages(arguments)
     if arguments.stage is not None and not stages:
         raise ConfigError(f"--stage {arguments.stage}: {arguments.target} holds no stages; leave it out")
     for stage in [find_stage(stages, arguments.stage)] if arguments.stage else stages:
@@ -31,7 +31,7 @@ def validate(arguments: argparse.Namespace) -> int:
         lines += count_long_prompts(stage.config, tasksets(stage.config)) if has_model else []
         _print_valid(f"{arguments.target}: stage {stage.name}:", stage.config, lines)
     if not stages:
-        config = configuration(arguments)
+        config = load_target_configuration(arguments)
         lines = [*check_all(config), *count_long_prompts(config, tasksets(config))]
         _print_valid(f"{arguments.target}:", config, lines)
     return 0

@@ -8,11 +8,11 @@ import dataclasses
 import json
 
 from trinity_mq.cli.arguments import add_broker, add_target
-from trinity_mq.observability.diagnosis import Finding
+from trinity_mq.observability.diagnosis import RunFinding
 from trinity_mq.observability.listening import LISTEN_SECONDS, observe
 from trinity_mq.targets.connection import find_target
 from trinity_mq.targets.run_folder import RunFolder
-from trinity_mq.targets.target import name_newest
+from trinity_mq.targets.target import select_newest_run
 
 MOVES, NOBODY, WAITS = 0, 1, 3
 EPILOG = (
@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def why(arguments: argparse.Namespace) -> int:
     """Print why nothing progresses, or that the run progresses. Exit codes are documented in :data:`EPILOG`."""
-    name_newest(arguments)
+    select_newest_run(arguments)
     target = find_target(arguments, folder_suffices=True)
     finding = _finding_of_folder(target.folder, target.broker.url is None) or asyncio.run(
         observe(target, arguments.seconds)
@@ -53,20 +53,20 @@ def why(arguments: argparse.Namespace) -> int:
     return exit_code(finding)
 
 
-def exit_code(finding: Finding) -> int:
+def exit_code(finding: RunFinding) -> int:
     """Return the exit code for a finding."""
     if finding.state == "silent":
         return NOBODY
     return WAITS if finding.state in {"waiting", "stuck"} and finding.culprit is not None else MOVES
 
 
-def _finding_of_folder(folder: RunFolder | None, no_broker: bool) -> Finding | None:
+def _finding_of_folder(folder: RunFolder | None, no_broker: bool) -> RunFinding | None:
     """Return the finding for a stopped run from its folder, or None if the broker must be asked."""
     if folder is None or folder.holder() is not None:
         return None
     if folder.finished:
-        return Finding("over", "this run has finished; `trinity-mq status` shows its report")
+        return RunFinding("over", "this run has finished; `trinity-mq status` shows its report")
     if no_broker:
         lever = f"`trinity-mq run {folder.path}` goes on with it"
-        return Finding("silent", "this run does not run now, and has not finished", lever=lever)
+        return RunFinding("silent", "this run does not run now, and has not finished", lever=lever)
     return None

@@ -27,7 +27,7 @@ from trinity_mq.config.buffer import (
 )
 from trinity_mq.config.bus import BrokerConfig
 from trinity_mq.config.engines import AuxiliaryModelConfig
-from trinity_mq.config.loading.load import ConfigError, literal, load_config
+from trinity_mq.config.loading.load import ConfigError, escape_interpolations, load_config
 from trinity_mq.config.loading.stages import Stage, load_stages
 from trinity_mq.config.model import ModelConfig, TinyModelConfig
 from trinity_mq.config.run import Config
@@ -65,7 +65,7 @@ __all__ = [
     "TrackerConfig",
     "TrainerConfig",
     "TrainerInputConfig",
-    "literal",
+    "escape_interpolations",
     "load_config",
     "load_stages",
 ]

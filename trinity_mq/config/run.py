@@ -20,10 +20,10 @@ from trinity_mq.config.agents import (
     TrainerConfig,
 )
 from trinity_mq.config.algorithm import AlgorithmConfig
-from trinity_mq.config.algorithm.checks import contradictions
+from trinity_mq.config.algorithm.checks import algorithm_problems
 from trinity_mq.config.algorithm.needs import components, needs
 from trinity_mq.config.algorithm.pieces import LogLinear, LossConfig, Reduction
-from trinity_mq.config.algorithm.translate import with_critic
+from trinity_mq.config.algorithm.translate import move_critic_settings
 from trinity_mq.config.base import Section
 from trinity_mq.config.buffer import BufferConfig
 from trinity_mq.config.bus import BrokerConfig
@@ -31,7 +31,7 @@ from trinity_mq.config.model import ModelConfig
 from trinity_mq.config.modes.bench import BenchConfig, beside
 from trinity_mq.config.modes.gateway import GatewayConfig
 from trinity_mq.config.modes.mode import AGENTS, Mode
-from trinity_mq.config.modes.tap import SourceConfig, trains_on_tap
+from trinity_mq.config.modes.tap import SourceConfig, with_tap_mode
 from trinity_mq.config.outsiders import OutsidersConfig
 from trinity_mq.config.sync import SyncConfig
 
@@ -106,7 +106,7 @@ class Config(Section):
         """Translate three kinds of settings: move the critic settings of Trinity-RFT to ``algorithm.critic``, give an
         evaluation its own name and folder, and set mode train if ``source.tap`` is set.
         """
-        return trains_on_tap(beside(with_critic(data))) if isinstance(data, dict) else data
+        return with_tap_mode(beside(move_critic_settings(data))) if isinstance(data, dict) else data
 
     @field_validator("mode")
     @classmethod
@@ -296,7 +296,7 @@ class Config(Section):
                 f"{broker.sessions_max_bytes}: sessions that wait would be lost with the stream's beginning. Lower the "
                 "first or raise the second"
             )
-        if self.takes_any_age and not _compares_with_sampler(self.algorithm):
+        if self.accepts_any_age and not _compares_with_sampler(self.algorithm):
             raise ValueError(
                 f"mode is serve, and algorithm_type {self.algorithm.algorithm_type} does not compare the policy with "
                 "the one that sampled: sessions whose rewards are late would count as fresh. Take an algorithm with a "
@@ -333,7 +333,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _ranks(self) -> Config:
-        if self.trainer.nproc > 1 and (reason := self.not_sharded):
+        if self.trainer.nproc > 1 and (reason := self.sharding_obstacle):
             raise ValueError(f"trainer.nproc is {self.trainer.nproc}, but {reason}")
         return self
 
@@ -365,7 +365,7 @@ class Config(Section):
         return self
 
     @property
-    def not_sharded(self) -> str | None:
+    def sharding_obstacle(self) -> str | None:
         """The reason why a train step cannot be shared among several processes, with a remedy; None if it can."""
         optimizer = self.algorithm.optimizer
         if optimizer.optimizer_type not in {"adamw", "sgd"}:
@@ -404,7 +404,7 @@ class Config(Section):
         staleness = max(staleness, replay.max_age) if replay.share else staleness
         if self.source.tap and self.mode == "train":
             staleness = max(staleness, self.buffer.total_steps or 1)  # the sampler is the policy of another run
-        problems = list(contradictions(self.algorithm, staleness, longest))
+        problems = list(algorithm_problems(self.algorithm, staleness, longest))
         if problems:
             raise ValueError("; ".join(problems))
         return self
@@ -439,7 +439,7 @@ class Config(Section):
         return self
 
     @property
-    def takes_any_age(self) -> bool:
+    def accepts_any_age(self) -> bool:
         """Whether the trainer accepts data of any age."""
         return self.mode == "train" or (self.mode == "serve" and self.synchronizer.max_staleness is None)
 

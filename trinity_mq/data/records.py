@@ -84,7 +84,9 @@ def read_records(
     return _checked_records(config, keys, max_bytes, sources[config.storage_type](config))
 
 
-def check_identity(what: str, config: RecordsConfig, saved: object, rows: Sequence[Record], identity: str) -> None:
+def check_records_unchanged(
+    what: str, config: RecordsConfig, saved: object, rows: Sequence[Record], identity: str
+) -> None:
     """Check that the records are the same as at the start of the run.
 
     Args:

@@ -7,7 +7,7 @@ from typing import Any
 
 from trinity_mq.config import TasksetConfig
 from trinity_mq.data.errors import TasksetError
-from trinity_mq.data.records import Record, check_identity, read_tasks
+from trinity_mq.data.records import Record, check_records_unchanged, read_tasks
 from trinity_mq.data.selectors import TaskStats, create_selector
 from trinity_mq.messages import TaskBody
 
@@ -106,7 +106,7 @@ class Taskset:
                 differs.
         """
         what = f"taskset {self.config.name!r}"
-        check_identity(what, self.config, state.get("identity"), self._rows, self.identity)
+        check_records_unchanged(what, self.config, state.get("identity"), self._rows, self.identity)
         for key, now in self.state().items():
             if key not in {"epoch", "cursor", "position"} and state.get(key) != now:
                 raise TasksetError(

@@ -18,7 +18,14 @@ from trinity_mq.dispatch.tickets import Ticket
 from trinity_mq.messages import DecodeError, Mark, TaskResult
 from trinity_mq.runtime.deliveries import REFERENCE, acknowledge, dead_letter, requeue
 from trinity_mq.transport.batch_blobs import delete_blobs
-from trinity_mq.transport.blobs import PARTS, BlobStore, StoreUnavailable, open_store, patiently, resolve
+from trinity_mq.transport.blobs import (
+    PARTS,
+    BlobStore,
+    StoreUnavailable,
+    open_store,
+    resolve_body,
+    run_with_store_retries,
+)
 from trinity_mq.transport.co_batched_parts import AttemptRows, PartKey, attempt_rows_of
 
 if TYPE_CHECKING:
@@ -219,7 +226,7 @@ class Collector:
                 experiences = (
                     _decode(self._store, delivery, shares)
                     if inline
-                    else await patiently(_decode, self._store, delivery, shares)
+                    else await run_with_store_retries(_decode, self._store, delivery, shares)
                 )
                 for share in shares:
                     held.parts[share.key] = experiences if share.rows is None else experiences[share.rows]
@@ -240,7 +247,7 @@ def _keys(results: Sequence[TaskResult]) -> Iterator[PartKey]:
 def _decode(store: BlobStore | None, delivery: Delivery, shares: Sequence[AttemptRows]) -> list[Experience]:
     from trinity_mq.experience import Experience  # processes that need no experiences do not import torch
 
-    experiences = Experience.deserialize_many(resolve(store, delivery.body, delivery.content_type))
+    experiences = Experience.deserialize_many(resolve_body(store, delivery.body, delivery.content_type))
     for share in shares:
         share.check(len(experiences))
     return experiences

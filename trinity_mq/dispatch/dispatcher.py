@@ -54,7 +54,7 @@ from trinity_mq.messages import (
     TaskSlices,
 )
 from trinity_mq.rollout.seeds import stable_seed
-from trinity_mq.runtime.deliveries import decode_or_dead_letter, drop_foreign, envelope, handle_or_set_aside
+from trinity_mq.runtime.deliveries import acknowledge_foreign, decode_or_dead_letter, envelope, handle_or_set_aside
 from trinity_mq.runtime.errors import FatalError
 from trinity_mq.runtime.notify import Notifier
 from trinity_mq.telemetry.trace import record, span
@@ -500,7 +500,7 @@ class Dispatcher:
 
     async def _taken(self, delivery: Delivery, nonce: str) -> None:
         ticket = delivery.headers.get("ticket")
-        if await drop_foreign(self.bus, delivery):
+        if await acknowledge_foreign(self.bus, delivery):
             pass
         elif delivery.kind == TaskResult.kind and isinstance(ticket, str) and ticket not in self.tickets:
             self.late_results += 1  # not even decoded, to save time

@@ -6,7 +6,7 @@ from trinity_mq.config import FormatConfig
 from trinity_mq.dispatch.tickets import Ticket
 from trinity_mq.messages import TaskBody, TaskResult
 from trinity_mq.rewards import ACCURACY
-from trinity_mq.rewards.truth import expected_answer, shortened, truth_text
+from trinity_mq.rewards.truth import expected_answer, truncate_middle, truth_text
 from trinity_mq.telemetry.evaluations.log import Answer, Question
 
 MOST_QUESTION = 2000
@@ -23,7 +23,7 @@ def _question(number: int, body: TaskBody, results: list[TaskResult]) -> Questio
     prompt = body.raw_task.get(keys.prompt_key, body.raw_task)
     return Question(
         task=number,
-        question=shortened(truth_text(prompt) or "", MOST_QUESTION),
+        question=truncate_middle(truth_text(prompt) or "", MOST_QUESTION),
         expected=expected_answer(body.raw_task.get(keys.response_key)),
         answers=[answer for result in results for answer in _answers(result)],
         failure=next((result.message for result in results if result.message), None),

@@ -110,7 +110,7 @@ class EngineState:
         self.running.set()
         self.on_resume()
 
-    def hold_for_good(self) -> None:
+    def serve_fixed_weights(self) -> None:
         """Serve the present weights as version 0.0, for a model that is not trained."""
         self.phase, self.version = "current", (0, 0)
 

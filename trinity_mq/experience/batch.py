@@ -20,7 +20,7 @@ from trinity_mq.experience.codec.lazy import PlainColumns
 from trinity_mq.experience.codec.tail import read_tail
 from trinity_mq.experience.eid import EID, composed_ids
 from trinity_mq.experience.errors import EncodeError
-from trinity_mq.experience.fields import TENSOR_FIELDS, ExperienceError, short
+from trinity_mq.experience.fields import TENSOR_FIELDS, ExperienceError, short_repr
 from trinity_mq.experience.ragged import (
     Column,
     Indexes,
@@ -92,7 +92,7 @@ class ExperienceBatch(Sequence[Experience]):
             if all(batch_columns.opened(name) for batch_columns in plain if name in batch_columns):
                 values[name] = join()
             else:
-                values.put_off(name, join)
+                values.set_lazy(name, join)
         tensors, multi_modal = (
             {
                 name: column_concat([batch_columns.get(name, ()) for batch_columns in columns], counts)
@@ -139,7 +139,7 @@ class ExperienceBatch(Sequence[Experience]):
         """Compare experience by experience with another batch."""
         if not isinstance(other, ExperienceBatch):
             return NotImplemented
-        return self is other or self.into_list() == other.into_list()
+        return self is other or self.to_shared_list() == other.to_shared_list()
 
     __hash__ = None  # type: ignore[assignment]  # what its documents hold can be written to
 
@@ -163,7 +163,7 @@ class ExperienceBatch(Sequence[Experience]):
         Raises:
             DecodeError: As :meth:`settle`.
         """
-        experiences = self.owned().into_list()
+        experiences = self.owned().to_shared_list()
         for experience in experiences:
             experience.info, experience.metrics = experience.info.copy(), experience.metrics.copy()
             experience.custom_fields = experience.custom_fields.copy()
@@ -175,7 +175,7 @@ class ExperienceBatch(Sequence[Experience]):
         multi_modal = {name: column_copy(column) for name, column in self._multi_modal.items()}
         return ExperienceBatch(self._count, self._values, tensors, multi_modal)
 
-    def into_list(self) -> list[Experience]:
+    def to_shared_list(self) -> list[Experience]:
         """Return the experiences as objects that share their tensors and documents with the batch. For callers that
         only read them, or that own the batch alone.
 
@@ -195,7 +195,7 @@ class ExperienceBatch(Sequence[Experience]):
         if not self._count:
             return []
         absent = [None] * self._count
-        return list(map(Experience.from_checked, *(columns.get(name, absent) for name in FIELD_NAMES)))
+        return list(map(Experience.from_valid_fields, *(columns.get(name, absent) for name in FIELD_NAMES)))
 
     def _eids(self) -> Iterable[EID]:
         return map(EID, *(self._values[name] for name in layout.EID_COLUMNS)) if self._count else ()
@@ -236,7 +236,7 @@ class ExperienceBatch(Sequence[Experience]):
             def take(column: list[Any]) -> list[Any]:
                 return list(map(column.__getitem__, listed))
 
-        values = self._values.mapped(take)
+        values = self._values.map(take)
         tensors, multi_modal = (
             {name: part_rows for name, column in columns.items() if (part_rows := column_select(column, indexes))}
             for columns in (self._tensors, self._multi_modal)
@@ -341,7 +341,9 @@ def _concatenated(name: str, plain: Sequence[PlainColumns], counts: Sequence[int
 def _fitting(name: str, part: Ragged) -> Ragged:
     _, dtypes, dims = TENSOR_FIELDS.get(name, (None, (), 0))
     if part.flat.dtype not in dtypes or part.flat.dim() != dims:
-        raise ExperienceError(f"{name} is a {short(part.flat)}, wanted {dims} dimensions of {sorted(map(str, dtypes))}")
+        raise ExperienceError(
+            f"{name} is a {short_repr(part.flat)}, wanted {dims} dimensions of {sorted(map(str, dtypes))}"
+        )
     return part
 
 
@@ -353,4 +355,4 @@ def encode(experiences: Sequence[Experience], compression: Compression = "none")
 def decode(data: Body) -> list[Experience]:
     """Return the experiences in ``data``, from a copy of ``data``; see :meth:`ExperienceBatch.decode`."""
     head, tail = decode_frame(bytearray(data))
-    return ExperienceBatch(*unpack(head, read_tail(tail), opened=True)).into_list()
+    return ExperienceBatch(*unpack(head, read_tail(tail), opened=True)).to_shared_list()

@@ -33,7 +33,7 @@ _REPR = reprlib.Repr()
 _REPR.maxstring = _REPR.maxother = 80
 
 
-def short(value: object) -> str:
+def short_repr(value: object) -> str:
     """Return a short form of ``value`` for error messages, at a cost that does not grow with its size."""
     if isinstance(value, Tensor):
         return f"tensor of {value.dtype}, shape {tuple(value.shape)}"
@@ -47,13 +47,13 @@ def _as_tensor(field: str, value: TensorInput, expected: str) -> Tensor:
     if isinstance(value, Tensor):
         return value
     if isinstance(value, str | bytes):
-        raise ExperienceError(f"{field} is {short(value)}, wanted {expected} as list, tuple, array or tensor")
+        raise ExperienceError(f"{field} is {short_repr(value)}, wanted {expected} as list, tuple, array or tensor")
     try:
         if isinstance(value, list | tuple) and any(issubclass(kind, Tensor) for kind in set(map(type, value))):
             value = [item.item() if isinstance(item, Tensor) else item for item in value]
         return torch.tensor(value)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-        raise ExperienceError(f"{field} is {short(value)}, wanted {expected}: {error}") from error
+        raise ExperienceError(f"{field} is {short_repr(value)}, wanted {expected}: {error}") from error
 
 
 def _integers(field: str, tensor: Tensor, dtype: torch.dtype, expected: str) -> Tensor:
@@ -62,7 +62,7 @@ def _integers(field: str, tensor: Tensor, dtype: torch.dtype, expected: str) -> 
         return tensor.to(dtype)
     if tensor.dtype == torch.bool or tensor.is_floating_point() or tensor.is_complex():
         raise ExperienceError(
-            f"{field} holds {tensor.dtype} ({short(tensor.tolist())}), wanted {expected}; convert it explicitly"
+            f"{field} holds {tensor.dtype} ({short_repr(tensor.tolist())}), wanted {expected}; convert it explicitly"
         )
     fitted = tensor.to(dtype)
     if not torch.equal(fitted.to(torch.int64), tensor.to(torch.int64)):
@@ -73,7 +73,7 @@ def _integers(field: str, tensor: Tensor, dtype: torch.dtype, expected: str) -> 
 
 def _floats(field: str, tensor: Tensor, dtype: torch.dtype, expected: str) -> Tensor:
     if tensor.dtype == torch.bool or tensor.is_complex():
-        raise ExperienceError(f"{field} holds {tensor.dtype} ({short(tensor.tolist())}), wanted {expected}")
+        raise ExperienceError(f"{field} holds {tensor.dtype} ({short_repr(tensor.tolist())}), wanted {expected}")
     return tensor.to(dtype)
 
 
@@ -128,7 +128,7 @@ def number(field: str, value: object) -> float:
         isinstance(value, Tensor) and value.numel() == 1
     ):
         return float(value)
-    raise ExperienceError(f"{field} is {short(value)}, wanted one number or None")
+    raise ExperienceError(f"{field} is {short_repr(value)}, wanted one number or None")
 
 
 def sampling_temperature(field: str, value: object) -> float:
@@ -153,7 +153,7 @@ def whole(field: str, value: object) -> int:
         return int(value)
     if isinstance(value, Tensor) and value.numel() == 1 and not value.is_floating_point():
         return int(value)
-    raise ExperienceError(f"{field} is {short(value)}, wanted a whole number")
+    raise ExperienceError(f"{field} is {short_repr(value)}, wanted a whole number")
 
 
 _token_ids = _normaliser(TOKEN_DTYPES, 1, "integer token ids", _integers, torch.int32, (frozenset({int}), np.int32))
@@ -174,7 +174,7 @@ TENSOR_FIELDS: dict[str, tuple[Normaliser, frozenset[torch.dtype], int]] = {
 """Tensor fields by name: converter of user input, stored dtypes, number of dimensions."""
 
 
-def same(left: Any, right: Any) -> bool:
+def values_equal(left: Any, right: Any) -> bool:
     """Return whether two values are equal: tensors and arrays by dtype, shape and values, with NaN equal to NaN.
 
     Lists and tuples are equal if their items are, because msgpack has only one kind of sequence.
@@ -184,9 +184,9 @@ def same(left: Any, right: Any) -> bool:
     if isinstance(left, np.ndarray) or isinstance(right, np.ndarray):
         return isinstance(left, np.ndarray) and isinstance(right, np.ndarray) and _same_arrays(left, right)
     if isinstance(left, dict) and isinstance(right, dict):
-        return left.keys() == right.keys() and all(same(value, right[key]) for key, value in left.items())
+        return left.keys() == right.keys() and all(values_equal(value, right[key]) for key, value in left.items())
     if isinstance(left, list | tuple) and isinstance(right, list | tuple):
-        return len(left) == len(right) and all(same(a, b) for a, b in zip(left, right, strict=True))
+        return len(left) == len(right) and all(values_equal(a, b) for a, b in zip(left, right, strict=True))
     if isinstance(left, float) and isinstance(right, float) and left != left and right != right:  # noqa: PLR0124  # NaN
         return True
     return bool(left == right)

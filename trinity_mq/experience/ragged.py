@@ -119,10 +119,10 @@ def _part(members: list[Tensor], numbers: list[int], count: int) -> Ragged:
     scalar = members[0].dim() == 0
     lengths = np.full(count, -1, dtype=np.int64)
     lengths[numbers] = 1 if scalar else [member.shape[0] for member in members]
-    return Ragged.packed(joined(members), lengths, scalar)
+    return Ragged.packed(concatenate(members), lengths, scalar)
 
 
-def joined(members: Sequence[Tensor]) -> Tensor:
+def concatenate(members: Sequence[Tensor]) -> Tensor:
     """Return tensors of the same dtype and trailing shape as one tensor, detached and on the CPU; always a copy."""
     cpu_members = [member if member.is_cpu else member.cpu() for member in members]
     return (torch.cat(cpu_members) if cpu_members[0].dim() else torch.stack(cpu_members)).detach()

@@ -16,8 +16,8 @@ from trinity_mq.experience.fields import (
     ExperienceError,
     TensorInput,
     number,
-    same,
     sampling_temperature,
+    values_equal,
     whole,
 )
 from trinity_mq.experience.rules import (
@@ -29,10 +29,10 @@ from trinity_mq.experience.rules import (
     TRUNCATE_STATUSES,
     TYPES,
     Versions,
+    as_eid,
     check_lengths,
     check_versions,
     checked_plain,
-    eid_of,
     tensors_by_name,
 )
 
@@ -158,7 +158,7 @@ class Experience:
             setattr(self, name, None if value is None and name != "tokens" else normalise(name, value))
         for name, kind in PLAIN_FIELDS.items():
             setattr(self, name, checked_plain(name, arguments[name], kind))
-        self.eid = eid if isinstance(eid, EID) else eid_of(eid)
+        self.eid = eid if isinstance(eid, EID) else as_eid(eid)
         self.multi_modal_inputs = None if multi_modal_inputs is None else tensors_by_name(multi_modal_inputs) or None
         self.reward = None if reward is None else number("reward", reward)
         self.temperature = None if temperature is None else sampling_temperature("temperature", temperature)
@@ -205,7 +205,7 @@ class Experience:
         return torch.frombuffer(bytearray(value * length), dtype=torch.bool)  # half the time of torch.ones
 
     @classmethod
-    def from_checked(
+    def from_valid_fields(
         cls,
         eid: EID,
         tokens: Tensor,
@@ -360,7 +360,7 @@ class Experience:
         """Compare every field; tensors by dtype, shape and values, with NaN equal to NaN."""
         if not isinstance(other, Experience):
             return NotImplemented
-        return all(same(getattr(self, name), getattr(other, name)) for name in FIELD_NAMES)
+        return all(values_equal(getattr(self, name), getattr(other, name)) for name in FIELD_NAMES)
 
     __hash__ = None  # type: ignore[assignment]  # mutable, so neither a key nor a member of a set
 

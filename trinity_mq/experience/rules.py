@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from trinity_mq.experience.eid import EID
-from trinity_mq.experience.fields import RESPONSE_FIELDS, ExperienceError, short, whole
+from trinity_mq.experience.fields import RESPONSE_FIELDS, ExperienceError, short_repr, whole
 
 SINGLE_TURN = "single_turn"
 MULTI_TURN = "multi_turn"
@@ -105,12 +105,12 @@ def check_versions(value: Any, response: int | None) -> Versions | None:
     if value is None:
         return None
     if not isinstance(value, list | tuple):
-        raise ExperienceError(f"versions is {short(value)}, wanted a list of (first token, generation, step)")
+        raise ExperienceError(f"versions is {short_repr(value)}, wanted a list of (first token, generation, step)")
     rows: Versions = []
     previous = -1
     for row in value:
         if not isinstance(row, list | tuple) or len(row) != 3:
-            raise ExperienceError(f"versions holds {short(row)}, wanted rows (first token, generation, step)")
+            raise ExperienceError(f"versions holds {short_repr(row)}, wanted rows (first token, generation, step)")
         first, generation, step = (part if type(part) is int else whole("versions", part) for part in row)
         if (not rows and first != 0) or first <= previous or (response is not None and first >= max(response, 1)):
             raise ExperienceError(
@@ -138,20 +138,20 @@ def checked_plain(field: str, value: object, kind: type) -> Any:
         ExperienceError: ``value`` is of another type.
     """
     if value is not None and not isinstance(value, kind):
-        raise ExperienceError(f"{field} is {short(value)}, wanted a {kind.__name__} or None")
+        raise ExperienceError(f"{field} is {short_repr(value)}, wanted a {kind.__name__} or None")
     return value
 
 
-def eid_of(value: object) -> EID:
+def as_eid(value: object) -> EID:
     """Return a new id for None, or the id that a mapping describes."""
     if value is None:
         return EID()
     if not isinstance(value, Mapping):
-        raise ExperienceError(f"eid is {short(value)}, wanted an EID, a mapping of its parts or None")
+        raise ExperienceError(f"eid is {short_repr(value)}, wanted an EID, a mapping of its parts or None")
     try:
         return EID(**value)
     except TypeError as error:
-        raise ExperienceError(f"eid is {short(value)}, wanted only batch, task, run, step and suffix") from error
+        raise ExperienceError(f"eid is {short_repr(value)}, wanted only batch, task, run, step and suffix") from error
 
 
 def tensors_by_name(value: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -159,4 +159,4 @@ def tensors_by_name(value: Mapping[str, Any]) -> dict[str, Tensor]:
     try:
         return {key: item if isinstance(item, Tensor) else torch.tensor(item) for key, item in value.items()}
     except (AttributeError, TypeError, ValueError, RuntimeError) as error:
-        raise ExperienceError(f"multi_modal_inputs is {short(value)}, wanted tensors by name: {error}") from error
+        raise ExperienceError(f"multi_modal_inputs is {short_repr(value)}, wanted tensors by name: {error}") from error

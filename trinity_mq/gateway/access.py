@@ -59,7 +59,7 @@ def hash_of(key: str) -> str:
     return hashlib.sha256(key.encode(errors="surrogatepass")).hexdigest()  # a header may hold any bytes
 
 
-def given_key(headers: Mapping[str, str]) -> str:
+def key_from_headers(headers: Mapping[str, str]) -> str:
     """Return the key in the headers of a request. The result is empty if the request has no key."""
     values = (headers.get(name, "").strip() for name in KEY_HEADERS)
     keys = (value[len("Bearer") :].strip() if f"{value} ".startswith("Bearer ") else value for value in values)

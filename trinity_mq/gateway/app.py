@@ -256,7 +256,7 @@ class GatewayApp:
         applied = await self.book.say(event, message_id)
         current = self.book.ledger.get(session.id) or session
         answer = {"accepted": applied.taken != "refused", "repeated": applied.taken == "repeated", "id": current.id}
-        if self._access.allows(current, access.given_key(request.headers), "read"):
+        if self._access.allows(current, access.key_from_headers(request.headers), "read"):
             answer |= shown(current)
         if applied.taken == "refused":
             return web.json_response({**answer, "error": _error(applied.reason, "too_late")}, status=409)
@@ -454,7 +454,7 @@ class GatewayApp:
         """Return the session of a request to the model, found by path, then by header, then by key. None: the call is
         its own session.
         """
-        key = access.given_key(request.headers)
+        key = access.key_from_headers(request.headers)
         name = request.match_info.get("session") or request.headers.get(SESSION_HEADER)
         if name:
             return await self._session(request, "call", name)
@@ -483,7 +483,7 @@ class GatewayApp:
     async def _session(self, request: web.Request, route: str, name: str | None = None) -> Session:
         """Return the session of a request after checking that the key has the scope of the route."""
         name = name or request.match_info["session"]
-        key = access.given_key(request.headers)
+        key = access.key_from_headers(request.headers)
         session = self.book.ledger.get(name)
         if session is None or not self._access.is_key_of(session, key):
             session = await (self._any_session(name) if self._access.is_admin(key) else self._own_session(name, key))
@@ -510,13 +510,13 @@ class GatewayApp:
         return session
 
     def _check_scopes(self, request: web.Request, session: Session, scopes: Sequence[KeyScope]) -> None:
-        key = access.given_key(request.headers)
+        key = access.key_from_headers(request.headers)
         lacking = [scope for scope in scopes if not self._access.allows(session, key, scope)]
         if lacking:
             raise Refused(403, f"the key of session {session.id} lacks the scope {lacking[0]!r}", "scope_missing")
 
     def _admin(self, request: web.Request) -> None:
-        if not self._access.is_admin(access.given_key(request.headers)):
+        if not self._access.is_admin(access.key_from_headers(request.headers)):
             raise Refused(401, f"the key is not known here; {self._advice}", "invalid_api_key")
 
     @property

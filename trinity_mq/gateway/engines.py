@@ -16,7 +16,7 @@ from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, sto
 from trinity_mq.models.clients import EngineClients, engine_error, stream_error, with_version
 from trinity_mq.models.errors import EngineLost, EngineNotReady
 from trinity_mq.models.inference import InferenceModel
-from trinity_mq.models.recording.sse import EventReader, Gathered, PieceMender
+from trinity_mq.models.recording.sse import AnswerAssembler, EventReader, SurrogateRepairer
 from trinity_mq.models.request_groups import CONNECT_SECONDS
 
 LOST_PAUSE = 0.25
@@ -38,7 +38,7 @@ class Stream:
 
     def __init__(self, response: aiohttp.ClientResponse, model: InferenceModel, url: str) -> None:
         self.response, self.model, self._url = response, model, url
-        self._gathered = Gathered()
+        self._gathered = AnswerAssembler()
         self._named: dict[str, Any] = {}
         with_version(self._named, response.headers)
         self._gathered.add(self._named)
@@ -50,7 +50,7 @@ class Stream:
         Raises:
             EngineError: The stream reports an error or is interrupted.
         """
-        reader, mender, ended = EventReader(), PieceMender(), b""
+        reader, mender, ended = EventReader(), SurrogateRepairer(), b""
         try:
             async for data in self.response.content.iter_any():
                 ended = (ended + data)[-64:]

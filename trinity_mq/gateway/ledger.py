@@ -109,7 +109,7 @@ class Ledger:
             if (settled := self._settled.get(body.session)) is not None:
                 if settled.has(event):
                     return Applied("repeated")
-                return Applied("refused", reason=settled.too_late(body) or "")
+                return Applied("refused", reason=settled.refusal_reason(body) or "")
             self._unknown.setdefault(body.session, _Unknown()).events.append(event)
             return Applied("unknown", reason=f"no session {body.session!r} is known here; POST /sessions makes one")
         return self._add(session, event)
@@ -154,7 +154,7 @@ class Ledger:
             return self._repeat(session, event)
         is_newest = not session.events or event.origin > session.events[-1].origin
         # an older event is judged at its own position in the order
-        if is_newest and (reason := session.too_late(event.body)) is not None:
+        if is_newest and (reason := session.refusal_reason(event.body)) is not None:
             return Applied("refused", reason=reason)
         with self._changing(session):
             session.add(event)

@@ -174,7 +174,7 @@ class Session:
             return True
         return any(stored_event.is_copy_of(event) for stored_event in self.events)
 
-    def too_late(self, body: Body) -> str | None:
+    def refusal_reason(self, body: Body) -> str | None:
         """Return the reason why the session does not accept an event. Return None if it accepts the event."""
         if self.lost:
             return f"session {self.id} is {self.why}: what comes now changes nothing"
@@ -200,8 +200,8 @@ class Session:
         return calls[name] if -len(calls) <= name < len(calls) else None
 
     def add(self, event: Event) -> None:
-        """Add an event that :meth:`too_late` accepts. If the event was published before other known events, the state
-        is rebuilt from all events.
+        """Add an event that :meth:`refusal_reason` accepts. If the event was published before other known events, the
+        state is rebuilt from all events.
         """
         in_order = not self.events or event.origin > self.events[-1].origin
         bisect.insort(self.events, event, key=lambda stored_event: stored_event.origin)
@@ -226,7 +226,7 @@ class Session:
         self.reward, self.end, self.decided, self.last_at, self.ripe_at = None, None, None, 0.0, math.inf
         self.group = ""
         for event in self.events:
-            if self.too_late(event.body) is None:
+            if self.refusal_reason(event.body) is None:
                 self._then(event)
 
     def forget_events(self) -> None:

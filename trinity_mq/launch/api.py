@@ -22,7 +22,7 @@ from typing import Any, Self
 
 import yaml
 
-from trinity_mq.config import Config, ConfigError, literal, load_config, load_stages
+from trinity_mq.config import Config, ConfigError, escape_interpolations, load_config, load_stages
 from trinity_mq.observability.follow import MetricsTail
 from trinity_mq.observability.report.figures import evaluations
 from trinity_mq.observability.report.text import make_report
@@ -219,7 +219,9 @@ def run(
     folder = Path(tempfile.mkdtemp(prefix="trinity-mq-"))
     file, output = folder / "config.yaml", folder / "output.txt"
     # readable by the owner only, like the run's own file: it may hold values of environment variables
-    write_atomic(file, yaml.safe_dump(literal(checked.model_dump(mode="json")), sort_keys=False).encode(), 0o600)
+    write_atomic(
+        file, yaml.safe_dump(escape_interpolations(checked.model_dump(mode="json")), sort_keys=False).encode(), 0o600
+    )
     tail = MetricsTail(checked.path)
     if not fresh:
         tail.read()  # skip the lines of earlier starts

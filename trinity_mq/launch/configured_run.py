@@ -18,16 +18,22 @@ from trinity_mq.bus.addresses import Addresses
 from trinity_mq.config import Config, ConfigError
 from trinity_mq.config.modes.mode import TRAINING_MODES
 from trinity_mq.errors import CommandError
-from trinity_mq.launch.earlier_start import HOW_TO_GO_ON, check_data, extension, go_back, start_anew
+from trinity_mq.launch.earlier_start import (
+    HOW_TO_GO_ON,
+    check_data_unchanged,
+    describe_extension,
+    discard_earlier_run,
+    rewind_to_checkpoint,
+)
 from trinity_mq.launch.exit_codes import closing_line, exit_code
-from trinity_mq.launch.session import Session
+from trinity_mq.launch.session import LocalRun
 from trinity_mq.observability.display import PlainDisplay, open_display
 from trinity_mq.observability.report.text import make_report, save_failures, train_steps, write_evaluations
 from trinity_mq.observability.timeline import write_timeline
 from trinity_mq.operations.validate import check_all, imports_torch
 from trinity_mq.runtime.errors import EXIT_FATAL
 from trinity_mq.runtime.expected_errors import expected_error
-from trinity_mq.runtime.process import claim_folder, disk_full
+from trinity_mq.runtime.process import claim_folder, disk_full_message
 from trinity_mq.runtime.processes.fork_server_process import ForkServer
 from trinity_mq.runtime.processes.supervisor import ProcessEvent
 from trinity_mq.targets.run_folder import RunFolder
@@ -54,17 +60,17 @@ def run_configured(
         raise CommandError("--fresh begins with the first model and --from with a checkpoint: give one of them")
     if arguments.fresh:
         check(config, arguments, stage)  # before the folder is moved
-        for line in start_anew(config, folder):
+        for line in discard_earlier_run(config, folder):
             print(line)
     with folder.locked():
         if arguments.start:
             check(config, arguments, stage)  # before a checkpoint is selected
             folder.changes()
-            check_data(config)
-            for line in go_back(config, arguments.start):
+            check_data_unchanged(config)
+            for line in rewind_to_checkpoint(config, arguments.start):
                 print(line)
         elif folder.finished:
-            extended = extension(config, folder.changes())
+            extended = describe_extension(config, folder.changes())
             if extended is None:
                 _print_report(config, folder)
                 print(f"this run has finished: {HOW_TO_GO_ON}")
@@ -73,8 +79,8 @@ def run_configured(
         if not (arguments.fresh or arguments.start):
             check(config, arguments, stage)
             folder.changes()  # settings that must not change raise an error before the slower data check
-            check_data(config)
-        for change in folder.adopt():
+            check_data_unchanged(config)
+        for change in folder.write_configuration():
             print(f"warning: changed since the last start: {change}", file=sys.stderr)
         folder.unmark_finished()
         claim_folder(folder.path)
@@ -119,7 +125,7 @@ def _run(
     config: Config, folder: RunFolder, url: str | None, arguments: argparse.Namespace, server: ForkServer | None
 ) -> int:
     display = PlainDisplay(sys.stdout) if arguments.plain else open_display()
-    session = Session(config, folder, display, url, server, attached=arguments.attached)
+    session = LocalRun(config, folder, display, url, server, attached=arguments.attached)
     try:
         asyncio.run(session.run())
     except Exception as error:
@@ -137,7 +143,7 @@ def _run(
         with contextlib.suppress(CommandError):  # no agent did any timed work
             write_timeline(folder.path)
     except OSError as error:  # such as a full disk: the report is printed anyway
-        print(f"warning: {disk_full(error) or error}", file=sys.stderr)
+        print(f"warning: {disk_full_message(error) or error}", file=sys.stderr)
     _print_report(config, folder)
     command = shlex.join(["trinity-mq", "run", arguments.target, *arguments.overrides])
     code = (

@@ -9,21 +9,21 @@ from collections.abc import Sequence
 
 from trinity_mq.bus.addresses import Addresses
 from trinity_mq.config import Config, ExperienceBufferConfig
-from trinity_mq.data.records import Record, check_identity, read_records
+from trinity_mq.data.records import Record, check_records_unchanged, read_records
 from trinity_mq.dispatch.tickets import sort_batch_id
 from trinity_mq.errors import CommandError
 from trinity_mq.operations.clean import delete_run, saved_tickets
 from trinity_mq.runtime.errors import FatalError
-from trinity_mq.runtime.interrupts import run_to_the_end
+from trinity_mq.runtime.interrupts import run_until_complete
 from trinity_mq.targets.connection import Target
 from trinity_mq.targets.run_folder import RunFolder
 from trinity_mq.training.checkpoints.benchmarked import checksums
-from trinity_mq.training.checkpoints.checkpoint import CheckpointError, choose, find_checkpoints, named
+from trinity_mq.training.checkpoints.checkpoint import CheckpointError, choose, find_by_name, find_checkpoints
 
 HOW_TO_GO_ON = "to train on, ask for more batches (buffer.total_steps=N); to train anew, add --fresh"
 
 
-def extension(config: Config, changes: Sequence[str]) -> str | None:
+def describe_extension(config: Config, changes: Sequence[str]) -> str | None:
     """Return a line that describes how a finished run continues because the configuration now asks for more batches.
     Return None if the run has nothing to do.
 
@@ -58,7 +58,7 @@ def _more_checkpoints(config: Config) -> str | None:
     return f"checkpoints {', '.join(map(str, labels))} are new or have changed since they were evaluated, and are next"
 
 
-def go_back(config: Config, name: str) -> list[str]:
+def rewind_to_checkpoint(config: Config, name: str) -> list[str]:
     """Make the trainer resume from the checkpoint ``name`` and the explorer wait for it, even if the run had finished.
     Return lines for a person.
 
@@ -70,14 +70,14 @@ def go_back(config: Config, name: str) -> list[str]:
 
     folder = config.path / "checkpoints"
     try:
-        checkpoint = named(folder, name)
+        checkpoint = find_by_name(folder, name)
         file = StateFile.of(config.path)
         state = file.load()
         if state.finished:
             # the batches stay the same, but the final weights may change: repeat the final evaluation
             state.finished = False
             state.evaluated = [label for label in state.evaluated if sort_batch_id(label)[0] != state.opened]
-            run_to_the_end(file.save(state))
+            run_until_complete(file.save(state))
         choose(folder, checkpoint)
     except CheckpointError as error:
         raise CommandError(f"--from: {error}") from error
@@ -85,7 +85,7 @@ def go_back(config: Config, name: str) -> list[str]:
     return [f"goes on from {checkpoint.title}; up to {max(later, 0)} batches after it are trained on again"]
 
 
-def check_data(config: Config) -> None:
+def check_data_unchanged(config: Config) -> None:
     """Check that the data are unchanged since the first start of the run, using its saved position in the data.
 
     Raises:
@@ -116,10 +116,10 @@ def _check_records(data: ExperienceBufferConfig, saved: str) -> None:
         identity = recorded(data)[1]
     else:
         rows, identity = read_records(data, data.required_keys)
-    check_identity(f"training data {data.name!r}", data, saved, rows, identity)
+    check_records_unchanged(f"training data {data.name!r}", data, saved, rows, identity)
 
 
-def start_anew(config: Config, folder: RunFolder) -> list[str]:
+def discard_earlier_run(config: Config, folder: RunFolder) -> list[str]:
     """Delete the run's remains on a shared broker and move its folder aside. Return lines for a person.
 
     Raises:
@@ -137,7 +137,7 @@ def start_anew(config: Config, folder: RunFolder) -> list[str]:
             with contextlib.suppress(FatalError):  # without a readable state, the broker's messages still name tickets
                 tickets = saved_tickets(config)
             url = config.broker.model_copy(update={"url": broker.text(), "url_file": None})
-            lines += run_to_the_end(delete_run(Target(config.name, url, config), tickets))
+            lines += run_until_complete(delete_run(Target(config.name, url, config), tickets))
         if folder.config_file.exists():
             lines.append(f"the earlier run is in {folder.move_aside()}")
     return lines

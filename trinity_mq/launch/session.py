@@ -20,17 +20,17 @@ from trinity_mq.config.threads import cpu_threads
 from trinity_mq.messages import ControlEvent
 from trinity_mq.observability.diagnosis import Observation, diagnose, expected_agents, limits
 from trinity_mq.observability.display import Display
-from trinity_mq.observability.follow import MetricsTail, depths, follow, listen
+from trinity_mq.observability.follow import MetricsTail, consume_messages, depths, follow_telemetry
 from trinity_mq.observability.run_view import STILL_SHOWN, RunView
 from trinity_mq.observability.trackers.process import TrackerProcess
 from trinity_mq.runtime.notify import Notifier
-from trinity_mq.runtime.process import give_back_freed_memory
+from trinity_mq.runtime.process import trim_memory_periodically
 from trinity_mq.runtime.processes.fork_server_process import ForkServer
 from trinity_mq.runtime.processes.forking import ADDRESS_VARIABLE, start_command, start_forked
 from trinity_mq.runtime.processes.supervisor import ProcessEvent, ProcessSpec, Supervisor
-from trinity_mq.targets.connection import connected
-from trinity_mq.targets.private_broker import own_broker
-from trinity_mq.targets.probe import broker_trouble
+from trinity_mq.targets.connection import connect_bus
+from trinity_mq.targets.private_broker import private_broker
+from trinity_mq.targets.probe import broker_problem
 from trinity_mq.targets.run_folder import RunFolder
 from trinity_mq.targets.tapped_broker import tapped_broker
 from trinity_mq.telemetry import get_logger
@@ -45,7 +45,7 @@ FINAL_HEARTBEAT_SECONDS = 2.0
 ENDED = ("finished", "stopped", "failed")
 
 
-class Session:
+class LocalRun:
     """A run in progress.
 
     Args:
@@ -86,7 +86,7 @@ class Session:
         for message in self._metrics.read():
             self.run_view.receive(message, 0.0)
         self.run_view.take_news()  # discard the news of an earlier start
-        self.run_view.forget_rates()
+        self.run_view.clear_momentary_metrics()
         self._supervisor: Supervisor | None = None
         self._trackers = TrackerProcess(config, folder, self.run_view.add_news)
         self._changed = Notifier()
@@ -113,14 +113,14 @@ class Session:
         self._draw()
         try:
             async with self._broker() as url:
-                self._folder.note_broker(url)
+                self._folder.save_broker_url(url)
                 broker = self._config.broker
                 if not self._url_from_file:
                     broker = broker.model_copy(update={"url": url})
                 await self._trackers.start()
                 async with (
                     tapped_broker(self._config, self.run_view.add_news),
-                    connected(self._config.name, broker, "supervisor", self._add_news) as (bus, topology),
+                    connect_bus(self._config.name, broker, "supervisor", self._add_news) as (bus, topology),
                 ):
                     await self._tell_broker_trouble(bus, topology)
                     await self._supervise(bus, topology, url)
@@ -129,7 +129,7 @@ class Session:
                 raise
             task.uncancel()  # our own cancellation, for a signal before the agents were started
         finally:
-            self._folder.forget_broker()
+            self._folder.remove_broker_url()
             await self._trackers.end()
             self._draw()
             for number in (signal.SIGINT, signal.SIGTERM):
@@ -139,7 +139,7 @@ class Session:
 
     async def _tell_broker_trouble(self, bus: Bus, topology: Topology) -> None:
         """Report a broker that refuses messages before the agents start. The agents wait until it accepts messages."""
-        if trouble := await broker_trouble(bus, topology):
+        if trouble := await broker_problem(bus, topology):
             finding = diagnose(Observation(broker=trouble))
             self._add_news(f"{finding.sentence}; what to do: {finding.lever}")
         self.run_view.began = asyncio.get_running_loop().time()
@@ -147,7 +147,7 @@ class Session:
     def _broker(self) -> contextlib.AbstractAsyncContextManager[str]:
         if self._url is not None:
             return contextlib.nullcontext(self._url)
-        return own_broker(self._folder.broker, self._config.supervisor, self.run_view.add_news)
+        return private_broker(self._folder.broker, self._config.supervisor, self.run_view.add_news)
 
     async def _supervise(self, bus: Bus, topology: Topology, url: str) -> None:
         server = self._fork_server
@@ -165,7 +165,7 @@ class Session:
                 group.create_task(self._restart_on_request(bus, topology, supervisor, group), name="restart"),
                 group.create_task(self._refresh_display(), name="draw"),
                 group.create_task(self._end_run(supervisor), name="end"),
-                group.create_task(give_back_freed_memory(), name="give back freed memory"),
+                group.create_task(trim_memory_periodically(), name="give back freed memory"),
             ]
             code = await group.create_task(supervisor.run(), name="supervise")
             self.finished = self.finished and code == 0
@@ -198,16 +198,18 @@ class Session:
         async for attempt in retrying(BusUnavailable):
             with attempt:
                 # metrics come from their file, which also contains the metrics from before a restart
-                await follow(bus, topology, self.run_view, "supervisor", self._changed.notify, pattern="beat.#")
+                await follow_telemetry(
+                    bus, topology, self.run_view, "supervisor", self._changed.notify, pattern="beat.#"
+                )
 
     async def _depths(self, bus: Bus, topology: Topology) -> None:
         clock = asyncio.get_running_loop().time
         expected, bounds = expected_agents(self._config), limits(self._config)
         while True:
             self.run_view.set_depths(await depths(bus, topology, QUEUES))
-            broker = await broker_trouble(bus, topology) if self.run_view.still(clock()) >= STILL_SHOWN else ""
+            broker = await broker_problem(bus, topology) if self.run_view.still(clock()) >= STILL_SHOWN else ""
             if self.signal is None:
-                self.run_view.explain(clock(), broker=broker, expected=expected, limits=bounds)
+                self.run_view.diagnose_stall(clock(), broker=broker, expected=expected, limits=bounds)
             await asyncio.sleep(DEPTH_SECONDS)
 
     async def _restart_on_request(
@@ -223,7 +225,7 @@ class Session:
 
         async for attempt in retrying(BusUnavailable):
             with attempt:
-                await listen(bus, queue, receive)
+                await consume_messages(bus, queue, receive)
 
     async def _refresh_display(self) -> None:
         while True:

@@ -18,7 +18,7 @@ from trinity_mq.config.loading.stages import final_model
 from trinity_mq.config.modes.mode import TRAINING_MODES
 from trinity_mq.errors import CommandError
 from trinity_mq.launch.configured_run import check, run_configured
-from trinity_mq.launch.earlier_start import start_anew
+from trinity_mq.launch.earlier_start import discard_earlier_run
 from trinity_mq.launch.exit_codes import TRAINED
 from trinity_mq.runtime.process import write_atomic
 from trinity_mq.runtime.processes.fork_server_process import ForkServer
@@ -93,7 +93,7 @@ def run_stages(stages: Sequence[Stage], arguments: argparse.Namespace, fork_serv
     if arguments.fresh:
         check(stages[0].config, arguments, stages[0].name)  # before a folder is moved
         for stage in stages:
-            for line in start_anew(stage.config, RunFolder(stage.config)):
+            for line in discard_earlier_run(stage.config, RunFolder(stage.config)):
                 print(line)
     stage_arguments = argparse.Namespace(**{**vars(arguments), "fresh": False})
     models = {stage.name: final_model(stage.config) for stage in stages}

@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from trinity_mq.local_broker.base import LocalNode
-from trinity_mq.local_broker.container import DockerNode, docker_answers
+from trinity_mq.local_broker.container import DockerNode, is_docker_available
 from trinity_mq.local_broker.node import NOT_INSTALLED, NodeError, PrivateNode, epmd_command, find_rabbitmq
 
-__all__ = ["LocalNode", "local_broker", "own_kind"]
+__all__ = ["LocalNode", "local_broker", "local_broker_class"]
 
 
-async def own_kind() -> type[PrivateNode | DockerNode]:
+async def local_broker_class() -> type[PrivateNode | DockerNode]:
     """Return the kind of broker that :func:`local_broker` starts on this machine.
 
     Raises:
@@ -20,7 +20,7 @@ async def own_kind() -> type[PrivateNode | DockerNode]:
     if find_rabbitmq() is not None:
         epmd_command()
         return PrivateNode
-    if await docker_answers():
+    if await is_docker_available():
         return DockerNode
     raise NodeError(NOT_INSTALLED)
 
@@ -31,7 +31,7 @@ async def local_broker(base: Path) -> LocalNode:
     Raises:
         NodeError: Neither is available, or the broker did not start; the message says what to do.
     """
-    kind = await own_kind()
+    kind = await local_broker_class()
     node = kind(base)
     await node.launch()
     return node

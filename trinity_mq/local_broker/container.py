@@ -52,7 +52,7 @@ os._exit(0)
 container."""
 
 
-async def docker_answers() -> bool:
+async def is_docker_available() -> bool:
     """Return whether a Docker engine answers."""
     try:
         await asyncio.to_thread(lambda: connect().close())

@@ -23,13 +23,13 @@ from trinity_mq.local_broker.node_files import (
     POLL_SECONDS,
     NodeError,
     NodeState,
-    before_boot,
+    boot_script,
     failure_excerpt,
     server_config,
     server_environment,
     server_user,
 )
-from trinity_mq.local_broker.ports import LOOPBACK, accepts, is_free
+from trinity_mq.local_broker.ports import LOOPBACK, accepts_connections, is_free
 from trinity_mq.runtime.process import write_atomic
 
 __all__ = ["ClusterMembership", "NodeError", "PrivateNode", "epmd_command", "find_rabbitmq"]
@@ -197,7 +197,7 @@ class PrivateNode(LocalNode):
             "enabled_plugins": f"[{','.join(self.plugins)}].\n",
             "console.log": "",
             "env.conf": "",  # without this file, /etc/rabbitmq/rabbitmq-env.conf is read
-            BEFORE_BOOT: before_boot(rabbit_only=not self.plugins),
+            BEFORE_BOOT: boot_script(rabbit_only=not self.plugins),
         }
         for name, text in files.items():
             write_atomic(self.base / name, text.encode(), mode=0o600)
@@ -217,7 +217,7 @@ class PrivateNode(LocalNode):
         try:
             async with asyncio.timeout(EPMD_TIMEOUT):
                 while self._epmd is not None and self._epmd.poll() is None:
-                    if await accepts(port):
+                    if await accepts_connections(port):
                         return
                     await asyncio.sleep(POLL_SECONDS)
         except TimeoutError:

@@ -212,7 +212,7 @@ def server_user(state: NodeState) -> str:
     return f"[{{rabbit,[{','.join(terms)}]}}].\n"
 
 
-def before_boot(*, rabbit_only: bool) -> str:
+def boot_script(*, rabbit_only: bool) -> str:
     """Return Erlang expressions that the server evaluates before RabbitMQ boots. They halve the processor time of the
     boot.
 

@@ -87,7 +87,7 @@ def _ephemeral_start() -> int:
     return 32_768
 
 
-async def accepts(port: int) -> bool:
+async def accepts_connections(port: int) -> bool:
     """Return whether a process accepts connections on ``port``."""
     try:
         _, writer = await asyncio.open_connection(LOOPBACK, port)

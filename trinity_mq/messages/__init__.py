@@ -20,7 +20,14 @@ from trinity_mq.messages.codec import (
     decode_any,
     encode,
 )
-from trinity_mq.messages.compatibility import OWN, Compatibility, conflicts, misfit, mixture, releases_line
+from trinity_mq.messages.compatibility import (
+    OWN,
+    Compatibility,
+    incompatibility_reason,
+    mixture,
+    release_conflicts,
+    releases_line,
+)
 from trinity_mq.messages.msgpack_scan import ContentError
 from trinity_mq.messages.reviews import ReviewClosed, ReviewedCall, ReviewRequest, ReviewVerdict, Verdict
 from trinity_mq.messages.sessions import (
@@ -136,11 +143,11 @@ __all__ = [
     "Verdict",
     "Version",
     "Wanted",
-    "conflicts",
     "decode",
     "decode_any",
     "encode",
-    "misfit",
+    "incompatibility_reason",
     "mixture",
+    "release_conflicts",
     "releases_line",
 ]

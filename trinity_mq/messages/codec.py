@@ -21,8 +21,8 @@ from trinity_mq.messages.msgpack_scan import (
     ContentError,
     check_value,
     container_bytes,
-    is_plain,
     is_whole,
+    is_within_limits,
     scan,
 )
 from trinity_mq.messages.reviews import ReviewClosed, ReviewRequest, ReviewVerdict
@@ -116,7 +116,7 @@ def encode(message: Message) -> bytes:
 def _packed(body: dict[str, Any]) -> bytes:
     try:
         packed: bytes = msgpack.packb(body, use_bin_type=True)
-        fits = is_plain(body, MAX_NESTING)
+        fits = is_within_limits(body, MAX_NESTING)
     except (ValueError, TypeError, OverflowError) as error:
         check_value(body)
         raise ContentError(f"msgpack cannot hold it: {error}") from error
@@ -211,7 +211,7 @@ def _from_msgpack(body: bytes) -> tuple[Any, bytes]:
     if containers > MAX_CONTAINERS or not is_whole(body):
         scan(body)  # raises if the body nests too deep, has too many containers or is shorter than it claims
     fields = _unpack(body, len(body))  # a claimed length over the body's length cannot allocate memory
-    if containers > MAX_NESTING and not is_plain(fields, MAX_NESTING):
+    if containers > MAX_NESTING and not is_within_limits(fields, MAX_NESTING):
         scan(body)
     return fields, body
 

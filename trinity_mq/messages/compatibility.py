@@ -56,7 +56,7 @@ OWN = Compatibility(VERSION, (OLDEST, NEWEST), NEWEST)
 """Compatibility of this release."""
 
 
-def misfit(ours: Compatibility, name: str, theirs: Compatibility) -> str:
+def incompatibility_reason(ours: Compatibility, name: str, theirs: Compatibility) -> str:
     """Return a sentence that says why agent ``name`` of release ``theirs`` cannot work with an agent of release
     ``ours``, and which of the two to upgrade first.
     """
@@ -82,7 +82,7 @@ def releases_line(mixed: Mapping[Compatibility, Sequence[str]]) -> str:
     return "; ".join(f"{release.release}: {', '.join(names)}" for release, names in mixed.items())
 
 
-def conflicts(mixed: Mapping[Compatibility, Sequence[str]]) -> list[str]:
+def release_conflicts(mixed: Mapping[Compatibility, Sequence[str]]) -> list[str]:
     """Return a sentence for each pair of releases that cannot work in one run."""
     pairs = ((first, second) for first, second in itertools.combinations(mixed, 2) if not first.fits(second))
     return [

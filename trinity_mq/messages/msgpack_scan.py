@@ -190,7 +190,7 @@ def _check_items(value: dict[Any, Any] | list[Any] | tuple[Any, ...], depth: int
             raise
 
 
-def mended(text: str) -> str:
+def repair_surrogates(text: str) -> str:
     r"""Return an encodable text: each surrogate pair becomes its character, and each lone half of a pair becomes
     U+FFFD.
 
@@ -211,7 +211,7 @@ def _check_text(text: str) -> None:
         raise ContentError(f"half a surrogate pair at character {error.start}, wanted Unicode text") from None
 
 
-def is_plain(value: Any, depth: int) -> bool:
+def is_within_limits(value: Any, depth: int) -> bool:
     """Return whether a value that msgpack packed has at most ``depth`` levels, and only text or bytes as keys. If
     False, the value may still pass the slower :func:`check_value`.
     """
@@ -220,4 +220,4 @@ def is_plain(value: Any, depth: int) -> bool:
     if depth == 0 or (isinstance(value, dict) and not {str, bytes}.issuperset(map(type, value))):
         return False
     items = value.values() if isinstance(value, dict) else value
-    return ATOMS.issuperset(map(type, items)) or all(is_plain(item, depth - 1) for item in items)
+    return ATOMS.issuperset(map(type, items)) or all(is_within_limits(item, depth - 1) for item in items)

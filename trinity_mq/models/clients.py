@@ -26,7 +26,7 @@ from trinity_mq.models.errors import (
     VersionMismatch,
 )
 from trinity_mq.models.group_format import GROUPS_HEADER, GroupedRequest, pack_request, unpack_body
-from trinity_mq.models.request_groups import CONNECT_SECONDS, NoGroups, RequestGroups
+from trinity_mq.models.request_groups import CONNECT_SECONDS, GroupsNotSupported, RequestGroups
 from trinity_mq.telemetry.trace import batch_at_work, span, trace_headers
 
 VERSION_HEADER = "X-TMQ-Version"
@@ -68,8 +68,8 @@ class EngineClients:
                 try:
                     if packed is not None:
                         return await self._ask_in_group(groups, url, packed, timeout, _call_of(url, body))
-                except NoGroups:  # another server now has this address
-                    self._groups.pop(base_of(url), None)
+                except GroupsNotSupported:  # another server now has this address
+                    self._groups.pop(base_url(url), None)
             return await self._ask(url, body, all_headers, timeout)
         except TimeoutError:
             raise EngineLost(f"{url}: no answer within {timeout:g} s") from None
@@ -84,10 +84,10 @@ class EngineClients:
                 answer = await response.read()
             request_span.size = len(answer)
             if GROUPS_HEADER in response.headers:
-                base = base_of(url)
+                base = base_url(url)
                 self._groups.setdefault(base, RequestGroups(self._connections, base))
             with span("parse answer", size=len(answer)):
-                result = understood(response.status, response.headers, answer, url)
+                result = parse_answer(response.status, response.headers, answer, url)
             _add_usage(request_span, result)
         return result
 
@@ -109,7 +109,7 @@ class EngineClients:
         return result
 
     def _groups_for(self, url: str) -> RequestGroups | None:
-        return self._groups.get(base_of(url)) if url.endswith(GROUPED) else None
+        return self._groups.get(base_url(url)) if url.endswith(GROUPED) else None
 
     async def open_async(
         self, url: str, body: Mapping[str, Any], headers: Mapping[str, str], timeout: aiohttp.ClientTimeout
@@ -141,7 +141,7 @@ class EngineClients:
                 response = self._client.post(url, json=dict(body), headers=all_headers, timeout=limits_of_call)
                 request_span.size = len(response.content)
                 with span("parse answer", size=len(response.content)):
-                    result = understood(response.status_code, response.headers, response.content, url)
+                    result = parse_answer(response.status_code, response.headers, response.content, url)
                 _add_usage(request_span, result)
         except httpx.TimeoutException:
             raise EngineLost(f"{url}: no answer within {timeout:g} s") from None
@@ -173,7 +173,7 @@ class EngineClients:
         await self.aclose()
 
 
-def understood(status: int, headers: Mapping[str, str], body: bytes, url: str) -> Any:
+def parse_answer(status: int, headers: Mapping[str, str], body: bytes, url: str) -> Any:
     """Return the JSON of an answer, or raise the error that the answer reports."""
     try:
         answer = json.loads(body)
@@ -207,7 +207,7 @@ def _add_usage(request_span: span, answer: Any) -> None:
             request_span.attributes[f"gen_ai.usage.{name}_tokens"] = count
 
 
-def base_of(url: str) -> str:
+def base_url(url: str) -> str:
     """Return the scheme and address of the server in a URL.
 
     >>> base_of("http://127.0.0.1:8000/v1/completions")

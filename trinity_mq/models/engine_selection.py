@@ -54,7 +54,7 @@ def auxiliary_models(
     return [models.auxiliary(name) for name in names]
 
 
-class Answering:
+class AuxiliaryAsPolicy:
     """An auxiliary model instead of the policy, for evaluation tasks with ``rollout_args.model``.
 
     Args:
@@ -126,7 +126,7 @@ class EngineSelector:
             entry = before.get(beat.id)
             if entry is not None and entry.beat is beat:
                 self._entries[beat.id] = entry
-            elif isinstance(beat.detail, EngineStatus) and (model := known_model(beat)) is not None:
+            elif isinstance(beat.detail, EngineStatus) and (model := announced_model(beat)) is not None:
                 self._entries[beat.id] = _EngineEntry(model, beat.detail.load, beat, now)
         self._backoffs = {name: backoff for name, backoff in self._backoffs.items() if name in self._entries}
 
@@ -191,7 +191,7 @@ class EngineSelector:
         return backing_off or now - entry.received > STALE
 
 
-def known_model(beat: Heartbeat) -> InferenceModel | None:
+def announced_model(beat: Heartbeat) -> InferenceModel | None:
     """Return the model that an engine's heartbeat announces; None if the heartbeat lacks an id, a URL, a name or a
     known role.
     """

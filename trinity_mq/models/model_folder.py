@@ -110,7 +110,7 @@ def empty_model(config: ModelConfig) -> Any | None:
 
     remote = {"trust_remote_code": config.trust_remote_code}
     try:
-        folder = None if config.tiny is not None else known_folder(str(config.model_path))
+        folder = None if config.tiny is not None else local_model_folder(str(config.model_path))
         if config.tiny is None and folder is None:
             return None
         architecture = _architecture(config.tiny) if config.tiny else AutoConfig.from_pretrained(folder, **remote)
@@ -201,7 +201,7 @@ def has_chat_template(folder: Path) -> bool:
         return False
 
 
-def known_folder(model_path: str) -> Path | None:
+def local_model_folder(model_path: str) -> Path | None:
     """Return the local folder of a model, or None for a hub id that is not downloaded yet; downloads nothing.
 
     Raises:

@@ -31,7 +31,7 @@ batch.
 CONNECT_SECONDS = 10.0
 
 
-class NoGroups(Exception):
+class GroupsNotSupported(Exception):
     """The server does not take groups, or does not take them any more. Send each request on its own."""
 
 
@@ -106,7 +106,7 @@ class RequestGroups:
         try:
             async with self._session().post(url, data=data, headers=headers, timeout=limit) as response:
                 if response.status != 200:
-                    self._fail(group, NoGroups(f"{url}: HTTP status {response.status}"))
+                    self._fail(group, GroupsNotSupported(f"{url}: HTTP status {response.status}"))
                     return
                 reader = AnswerReader()
                 # read to the end, so that the connection can serve the next group

@@ -10,7 +10,9 @@ from tenacity import AsyncRetrying
 T = TypeVar("T")
 
 
-async def retried(policy: Callable[[], AsyncRetrying], function: Callable[..., Awaitable[T]], *arguments: Any) -> T:
+async def call_with_retries(
+    policy: Callable[[], AsyncRetrying], function: Callable[..., Awaitable[T]], *arguments: Any
+) -> T:
     """Return the result of ``function``, retried as ``policy`` decides.
 
     The policy object is created only after the first failure, which it then counts as its first attempt. Its

@@ -16,11 +16,11 @@ from trinity_mq.messages import Version
 from trinity_mq.models.clients import VERSION_HEADER, EngineClients
 from trinity_mq.models.errors import EngineLost, PromptTooLong
 from trinity_mq.models.inference import InferenceModel
-from trinity_mq.models.recording.calls import Call, RecordedModel
+from trinity_mq.models.recording.calls import RecordedCall, RecordedModel
 from trinity_mq.models.recording.history import History
 from trinity_mq.models.recording.merging import merge_turns as merged
 from trinity_mq.models.recording.responses import conversation_experience
-from trinity_mq.models.retried import retried
+from trinity_mq.models.retried import call_with_retries
 from trinity_mq.telemetry.trace import span
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ class ModelWrapper(RecordedModel):
     @property
     def model_version(self) -> Version | None:
         """Weight version that gave the latest answer; before the first answer, the version of the handle."""
-        return self.answered_by or self.model.version
+        return self.note_version or self.model.version
 
     # -- requests
 
@@ -234,7 +234,7 @@ class ModelWrapper(RecordedModel):
         vars(clone).update(history=History(), seeds=self.seeds.clone(), _owns_clients=False, _openai=[])
         return clone
 
-    def become(self, source: ModelWrapper) -> None:
+    def adopt_settings(self, source: ModelWrapper) -> None:
         """Take over the state of ``source``, a new wrapper of the same model, and keep the OpenAI clients of this
         wrapper.
 
@@ -257,7 +257,7 @@ class ModelWrapper(RecordedModel):
         if self._owns_clients:
             self._clients.close()
 
-    def _call(self, prompt: dict[str, Any], sampling: Mapping[str, Any]) -> Call:
+    def _call(self, prompt: dict[str, Any], sampling: Mapping[str, Any]) -> RecordedCall:
         if sampling.get("stream"):
             raise ValueError(
                 "stream=True: chat and generate return whole answers; stream with get_openai_client() or "
@@ -266,16 +266,16 @@ class ModelWrapper(RecordedModel):
         parameters = {name: value for name, value in sampling.items() if name != "logprobs"}  # always requested
         limit = {} if self.max_prompt_tokens is None else {"max_prompt_tokens": self.max_prompt_tokens}
         with span("make request"):
-            return Call(self, {**limit, **prompt, **parameters}, tokens=True)
+            return RecordedCall(self, {**limit, **prompt, **parameters}, tokens=True)
 
-    def _complete(self, path: str, call: Call) -> list[Experience]:
+    def _complete(self, path: str, call: RecordedCall) -> list[Experience]:
         try:
             answer = self._post(path, call.body, call.headers)
         except PromptTooLong as error:
             return call.too_long(error)
         return call.experiences(answer)
 
-    async def _complete_async(self, path: str, call: Call) -> list[Experience]:
+    async def _complete_async(self, path: str, call: RecordedCall) -> list[Experience]:
         try:
             answer = await self._post_async(path, call.body, call.headers)
         except PromptTooLong as error:
@@ -291,7 +291,7 @@ class ModelWrapper(RecordedModel):
     async def _post_async(self, path: str, body: Mapping[str, Any], headers: Mapping[str, str] | None = None) -> Any:
         url, all_headers = self.model.url + path, self.headers if headers is None else headers
         with self._engine_in_errors():
-            return await retried(
+            return await call_with_retries(
                 lambda: AsyncRetrying(**self.not_ready_policy()),
                 self._clients.post_async,
                 url,
@@ -313,7 +313,7 @@ class ModelWrapper(RecordedModel):
         return {"tokens": [int(token) for token in tokens], "temperature": self._temperature(temperature)}
 
     def _read_scores(self, answer: Mapping[str, Any]) -> list[float]:
-        self.answered_by = (answer["weight_version"][0], answer["weight_version"][1])
+        self.note_version = (answer["weight_version"][0], answer["weight_version"][1])
         logprobs: list[float] = answer["logprobs"]
         return logprobs
 

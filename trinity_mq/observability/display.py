@@ -7,10 +7,10 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Protocol, TextIO
 
-from trinity_mq.messages import GateStatus, GatewayStatus, conflicts, releases_line
-from trinity_mq.observability.report.figures import REWARD, duration
+from trinity_mq.messages import GateStatus, GatewayStatus, release_conflicts, releases_line
+from trinity_mq.observability.report.figures import REWARD, format_duration
 from trinity_mq.observability.run_view import STALENESS, TOKENS_PER_SECOND, WAIT_SHOWN, RunView, version_text
-from trinity_mq.terminal import indented, open_console
+from trinity_mq.terminal import escape_and_indent, open_console
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -57,13 +57,13 @@ class PlainDisplay:
         alive = [agent.alive for agent in view.agents(now)]
         if self._due(view.step, alive, now):
             self._last = (now, view.step, sum(alive))
-            self._write(plain_line(view, now))
+            self._write(format_status_line(view, now))
 
     def close(self) -> None:
         if self._shown is not None and self._last is not None:
             view, now = self._shown
             if self._last[1:] != (view.step, sum(agent.alive for agent in view.agents(now))):
-                self._write(plain_line(view, now))
+                self._write(format_status_line(view, now))
         self._closed = True
 
     def _due(self, step: int, alive: list[bool], now: float) -> bool:
@@ -78,7 +78,7 @@ class PlainDisplay:
         if self._closed:
             return
         try:
-            self._stream.write(f"{self._clock()} {indented(text)}\n")
+            self._stream.write(f"{self._clock()} {escape_and_indent(text)}\n")
             self._stream.flush()
         except OSError:
             self._closed = True  # the reader closed the output, which must not end the run
@@ -88,10 +88,10 @@ INSTEAD_OF_REWARD = (("reward", REWARD), ("preference margin", "actor/pair_margi
 """(name, metric) of a run's learning signal. The first metric with a value is shown."""
 
 
-def plain_line(view: RunView, now: float) -> str:
+def format_status_line(view: RunView, now: float) -> str:
     """Return the state in one line."""
     agents = view.agents(now)
-    parts = [f"step {_steps(view)}", *(f"{name} {value}" for name, value in figures(view, now))]
+    parts = [f"step {_steps(view)}", *(f"{name} {value}" for name, value in main_figures(view, now))]
     if _gauges_hold(view, now):
         parts.append("queues " + " ".join(f"{name} {depth}" for name, depth in _depths(view)))
     if (sessions := view.sessions) is not None:
@@ -99,7 +99,7 @@ def plain_line(view: RunView, now: float) -> str:
     parts.append(f"agents {sum(agent.alive for agent in agents)}/{len(agents)}")
     for agent in agents:
         if agent.waits_for and agent.waits_seconds >= WAIT_SHOWN:
-            parts.append(f"{agent.id} waits {duration(agent.waits_seconds)} for {agent.waits_for}")
+            parts.append(f"{agent.id} waits {format_duration(agent.waits_seconds)} for {agent.waits_for}")
     return " | ".join(parts)
 
 
@@ -116,14 +116,14 @@ class LiveDisplay:
 
     def show(self, view: RunView, news: list[str], now: float) -> None:
         for text in news:
-            self._console.print(indented(text), highlight=False)
-        self._live.update(picture(view, now), refresh=True)
+            self._console.print(escape_and_indent(text), highlight=False)
+        self._live.update(render_table(view, now), refresh=True)
 
     def close(self) -> None:
         self._live.stop()
 
 
-def picture(view: RunView, now: float) -> RenderableType:
+def render_table(view: RunView, now: float) -> RenderableType:
     """Return the state as a rich renderable."""
     from rich.console import Group
     from rich.progress_bar import ProgressBar
@@ -136,20 +136,20 @@ def picture(view: RunView, now: float) -> RenderableType:
     agents = _table("agent", "state", "waits for", "since")
     for agent in view.agents(now):
         style = "" if agent.alive else "red" if agent.state == "silent" else "dim"
-        since = duration(agent.waits_seconds) if agent.waits_for else ""
+        since = format_duration(agent.waits_seconds) if agent.waits_for else ""
         agents.add_row(agent.id, agent.state, agent.waits_for or "", since, style=style)
     queues = Text.assemble(("queues  ", "dim"), _named(_depths(view)))
-    parts: list[RenderableType] = [head, _named(figures(view, now)), agents]
+    parts: list[RenderableType] = [head, _named(main_figures(view, now)), agents]
     if _gauges_hold(view, now):
         parts.insert(2, queues)
     if (sessions := view.sessions) is not None:
         parts.insert(2, Text(sessions_line(sessions)))
     if len(releases := view.releases(now)) > 1:
         parts.append(Text.assemble(("releases  ", "dim"), releases_line(releases)))
-        parts += [Text(conflict, style="bold red") for conflict in conflicts(releases)]
+        parts += [Text(conflict, style="bold red") for conflict in release_conflicts(releases)]
     parts += [Text(failure.line(), style="red") for failure in view.failures]
     if view.finding is not None:
-        still = f"nothing has moved for {duration(view.still(now))}: "
+        still = f"nothing has moved for {format_duration(view.still(now))}: "
         parts.append(Text(still + view.finding.sentence, style="bold red"))
     if view.gate.members:
         engines = _table("member of the gate", "version", "state")
@@ -210,7 +210,7 @@ def _gauges_hold(view: RunView, now: float) -> bool:
     return not agents or any(agent.alive for agent in agents)
 
 
-def figures(view: RunView, now: float) -> Sequence[tuple[str, str]]:
+def main_figures(view: RunView, now: float) -> Sequence[tuple[str, str]]:
     """Return the main figures of a run: learning signal, evaluations, rates, remaining time."""
     tokens = next((view.metrics[name] for name in TOKENS_PER_SECOND if name in view.metrics), None)
     remaining_s = view.seconds_left(now)
@@ -221,7 +221,7 @@ def figures(view: RunView, now: float) -> Sequence[tuple[str, str]]:
         ("tokens/s", _number(tokens, ",.0f")),
         ("policy", view.version or "-"),
         ("staleness", _number(view.metrics.get(STALENESS), "g")),
-        ("left", "-" if remaining_s is None else duration(remaining_s)),
+        ("left", "-" if remaining_s is None else format_duration(remaining_s)),
     ]
     gauges = {"tokens/s", "staleness", "left"}
     return (

@@ -13,7 +13,7 @@ PREVIEW = 96
 """Maximum characters of a question shown in the table."""
 
 
-def sets_of(evaluations: Sequence[Evaluation]) -> list[dict[str, Any]]:
+def evaluation_sets(evaluations: Sequence[Evaluation]) -> list[dict[str, Any]]:
     """Return the sets with their labels and questions. Each question has its mean reward at each label."""
     return [
         _set(name, [evaluation for evaluation in evaluations if evaluation.set == name])
@@ -46,7 +46,7 @@ def mean_reward(question: Question | None) -> float | None:
     return round(sum(rewards) / len(rewards), 6) if rewards else None
 
 
-def answers_to(evaluations: Sequence[Evaluation], name: str, task: int) -> list[dict[str, Any]]:
+def question_history(evaluations: Sequence[Evaluation], name: str, task: int) -> list[dict[str, Any]]:
     """Return a question with its answers, once per label at which it was asked."""
     return [
         {"label": evaluation.label, "time": evaluation.time, **question.model_dump(exclude={"task"})}

@@ -19,7 +19,7 @@ from trinity_mq.runtime.deliveries import acknowledge
 from trinity_mq.telemetry import LINE_FIELDS, METRICS_FILE
 
 
-async def listen(bus: Bus, queue: Queue, receive: Callable[[object], None]) -> None:
+async def consume_messages(bus: Bus, queue: Queue, receive: Callable[[object], None]) -> None:
     """Pass the messages of an exclusive queue to ``receive`` until cancelled. Messages that do not decode are
     skipped.
     """
@@ -31,7 +31,7 @@ async def listen(bus: Bus, queue: Queue, receive: Callable[[object], None]) -> N
             await acknowledge(delivery)
 
 
-async def follow(
+async def follow_telemetry(
     bus: Bus,
     topology: Topology,
     run_view: RunView,
@@ -49,7 +49,7 @@ async def follow(
         run_view.receive(message, asyncio.get_running_loop().time())
         on_change()
 
-    await listen(bus, topology.listener(who, uuid.uuid4().hex[:12], "telemetry", pattern), receive)
+    await consume_messages(bus, topology.listener(who, uuid.uuid4().hex[:12], "telemetry", pattern), receive)
 
 
 class MetricsTail:
@@ -63,7 +63,7 @@ class MetricsTail:
         """Return the new messages since the last call. A line that is still being written is returned by a later
         call.
         """
-        return [message for line in self.read_lines() if (message := metrics_of(line)) is not None]
+        return [message for line in self.read_lines() if (message := parse_metrics(line)) is not None]
 
     def read_lines(self) -> list[dict[str, Any]]:
         """Return the new lines since the last call. A file that became shorter belongs to a restarted run and is read
@@ -81,7 +81,7 @@ class MetricsTail:
         return [fields for line in whole.splitlines() if (fields := _fields(line)) is not None]
 
 
-def metrics_of(line: Mapping[str, Any]) -> Metrics | None:
+def parse_metrics(line: Mapping[str, Any]) -> Metrics | None:
     """Return a line of a metrics file as a message, or None if it is not a metrics line."""
     values = {name: value for name, value in line.items() if name not in LINE_FIELDS and isinstance(value, int | float)}
     try:

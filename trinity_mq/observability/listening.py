@@ -8,10 +8,10 @@ import uuid
 from collections.abc import Callable
 
 from trinity_mq.bus import Bus, BusUnavailable, Topology
-from trinity_mq.observability.diagnosis import Finding, Watch, diagnose, expected_agents, limits
-from trinity_mq.observability.follow import depths, listen
-from trinity_mq.targets.connection import Target, connected
-from trinity_mq.targets.probe import broker_trouble
+from trinity_mq.observability.diagnosis import HeartbeatWindow, RunFinding, diagnose, expected_agents, limits
+from trinity_mq.observability.follow import consume_messages, depths
+from trinity_mq.targets.connection import Target, connect_bus
+from trinity_mq.targets.probe import broker_problem
 
 QUEUES = ("submitted", "tasks.train", "tasks.eval", "closed", "dead")
 
@@ -32,26 +32,26 @@ SURE_MOVES = 2
 """Number of progress changes after which a run without a culprit counts as moving."""
 
 
-async def observe(target: Target, seconds: float) -> Finding:
+async def observe(target: Target, seconds: float) -> RunFinding:
     """Listen until the finding is certain, for at most ``seconds``."""
     try:
-        async with connected(target.run, target.broker, "why") as (bus, topology):
+        async with connect_bus(target.run, target.broker, "why") as (bus, topology):
             return await _listen(target, bus, topology, seconds)
     except (BusUnavailable, TimeoutError) as error:
-        watch = Watch(0.0)
+        watch = HeartbeatWindow(0.0)
         return diagnose(watch.observation(0.0, broker=str(error) or "it does not answer"))
 
 
-async def _listen(target: Target, bus: Bus, topology: Topology, seconds: float) -> Finding:
+async def _listen(target: Target, bus: Bus, topology: Topology, seconds: float) -> RunFinding:
     loop = asyncio.get_running_loop()
-    watch = Watch(loop.time())
+    watch = HeartbeatWindow(loop.time())
     trouble = ""
 
     async def probe() -> None:
         nonlocal trouble
-        trouble = await broker_trouble(bus, topology)
+        trouble = await broker_problem(bus, topology)
 
-    async def look() -> Finding:
+    async def look() -> RunFinding:
         queue_depths = await depths(bus, topology, QUEUES) if not trouble else {}
         observation = watch.observation(
             loop.time(),
@@ -66,7 +66,7 @@ async def _listen(target: Target, bus: Bus, topology: Topology, seconds: float) 
     began = loop.time()
     async with asyncio.TaskGroup() as group:
         background = [
-            group.create_task(listen(bus, queue, _receiver(watch, loop.time))),
+            group.create_task(consume_messages(bus, queue, _receiver(watch, loop.time))),
             group.create_task(probe()),
         ]
         try:
@@ -83,11 +83,11 @@ async def _listen(target: Target, bus: Bus, topology: Topology, seconds: float) 
                 task.cancel()
 
 
-def _receiver(watch: Watch, clock: Callable[[], float]) -> Callable[[object], None]:
+def _receiver(watch: HeartbeatWindow, clock: Callable[[], float]) -> Callable[[object], None]:
     return lambda message: watch.receive(message, clock())
 
 
-def _is_sure(finding: Finding, watch: Watch, passed: float) -> bool:
+def _is_sure(finding: RunFinding, watch: HeartbeatWindow, passed: float) -> bool:
     """Return whether further listening would not change the finding."""
     if finding.culprit == "broker" or finding.state == "over":
         return True

@@ -13,9 +13,16 @@ from typing import Any
 
 from trinity_mq.messages import EngineStatus, ExplorerStatus, Heartbeat, Metrics, RunnerStatus, TrainerStatus
 from trinity_mq.observability.curves import Curves
-from trinity_mq.observability.diagnosis import Observation, Room, bottleneck, diagnose, steady_finding, steady_limit
-from trinity_mq.observability.display import figures
-from trinity_mq.observability.follow import metrics_of
+from trinity_mq.observability.diagnosis import (
+    Observation,
+    Room,
+    bottleneck,
+    bottleneck_filter,
+    diagnose,
+    finding_filter,
+)
+from trinity_mq.observability.display import main_figures
+from trinity_mq.observability.follow import parse_metrics
 from trinity_mq.observability.intervals import AgentState, Intervals
 from trinity_mq.observability.run_view import AgentRow, RunView, version_text
 from trinity_mq.observability.samples import SampleStore
@@ -30,7 +37,7 @@ MOST_ACTIVITIES = 20_000
 FLOW = ("explorer", "runner", "engine", "operator", "trainer", "gateway")
 
 
-class Observatory:
+class RunState:
     """The state of one run.
 
     Args:
@@ -82,7 +89,7 @@ class Observatory:
         self._counters: dict[tuple[str, str], collections.deque[tuple[float, float]]] = {}
         """(time, value) pairs of each counter, by (agent id, counter name)."""
         self._expected, self._limits, self._room = expected or {}, limits or {}, room
-        self._limit, self._finding = steady_limit(), steady_finding()
+        self._limit, self._finding = bottleneck_filter(), finding_filter()
 
     # -- input
 
@@ -101,7 +108,7 @@ class Observatory:
 
     def receive_line(self, line: Mapping[str, Any]) -> None:
         """Process a line of the run's metrics file."""
-        message, at = metrics_of(line), line.get("time")
+        message, at = parse_metrics(line), line.get("time")
         if message is not None and isinstance(at, int | float):
             self.view.receive(message, at)
             self._copy_news(at)
@@ -226,7 +233,7 @@ class Observatory:
             "over": bool(agents) and not any(agent["alive"] for agent in agents),
             "step": view.step or self._progress,
             "total": view.total,
-            "figures": [list(figure) for figure in figures(view, now)],
+            "figures": [list(figure) for figure in main_figures(view, now)],
             "agents": agents,
             "flow": self._flow(now, agents, observation.busy if limit is None else limit.busy),
             "finding": None if finding is None else _as_map(finding),

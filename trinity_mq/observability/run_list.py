@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trinity_mq.config import ConfigError, load_config
-from trinity_mq.observability.report.figures import REWARD, duration, evaluations
+from trinity_mq.observability.report.figures import REWARD, evaluations, format_duration
 from trinity_mq.observability.report.text import distinct
 from trinity_mq.runtime.process import is_run_over
 from trinity_mq.targets.run_folder import CONFIG_FILE, LOCK_FILE, LockedFolder
@@ -32,7 +32,7 @@ class RunRow:
     """Seconds since the last metrics line. None: no metrics."""
 
 
-def found_runs(top: Path) -> list[Path]:
+def find_runs(top: Path) -> list[Path]:
     """Return the run folders below ``top``."""
     # Agents without ``trinity-mq run`` write metrics but no configuration. A run that has just started has a
     # configuration but no metrics.
@@ -63,11 +63,11 @@ def row(folder: Path) -> RunRow:
     )
 
 
-def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+def align_columns(rows: Sequence[Sequence[str]]) -> list[str]:
     """Return the rows as lines with aligned columns."""
     widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip() for cells in rows]
 
 
 def ago(seconds: float | None) -> str:
-    return "-" if seconds is None else f"{duration(seconds)} ago"
+    return "-" if seconds is None else f"{format_duration(seconds)} ago"

@@ -22,7 +22,7 @@ from trinity_mq.messages import (
     Version,
     mixture,
 )
-from trinity_mq.observability.diagnosis import Finding, Observation, Room, Watch, diagnose
+from trinity_mq.observability.diagnosis import HeartbeatWindow, Observation, Room, RunFinding, diagnose
 from trinity_mq.observability.report.figures import TRAIN_STEPS, evaluations
 from trinity_mq.runtime.processes.supervisor import ProcessEvent
 
@@ -91,11 +91,11 @@ class RunView:
         """Gateway URLs already reported as news, by gateway id."""
         self._news: list[str] = []
         self._reported_left_over = self._reported_dropped = False
-        self._watch: Watch | None = None
+        self._watch: HeartbeatWindow | None = None
         """Created at the first heartbeat."""
         self.began = math.inf
         """Time from which heartbeats are expected."""
-        self.finding: Finding | None = None
+        self.finding: RunFinding | None = None
         """The reason why nothing progresses. None: something progressed recently."""
         self._reported_culprits: set[str | None] = set()
         """Culprits and remedies already reported since the last progress. It is a set because two runners may alternate
@@ -106,7 +106,7 @@ class RunView:
         """Process a heartbeat or a metrics message. Other messages are ignored."""
         if isinstance(message, Heartbeat):
             if self._watch is None:
-                self._watch = Watch(now)
+                self._watch = HeartbeatWindow(now)
             self._watch.receive(message, now)
             self._receive_heartbeat(message, now)
         elif isinstance(message, Metrics):
@@ -198,10 +198,10 @@ class RunView:
         room: frozenset[Room] | None = None,
     ) -> Observation:
         """Return the observation at ``now`` for a diagnosis. The arguments are documented at :class:`Observation`."""
-        watch = self._watch or Watch(now)
+        watch = self._watch or HeartbeatWindow(now)
         return watch.observation(now, depths=self.depths, broker=broker, expected=expected, limits=limits, room=room)
 
-    def explain(
+    def diagnose_stall(
         self,
         now: float,
         *,
@@ -249,7 +249,7 @@ class RunView:
         news, self._news = self._news, []
         return news
 
-    def forget_rates(self) -> None:
+    def clear_momentary_metrics(self) -> None:
         """Drop the metrics that hold only for the moment, for example after a restart."""
         for name in (*TOKENS_PER_SECOND, STALENESS):
             self.metrics.pop(name, None)

@@ -74,7 +74,7 @@ def decoded(body: bytes, step: int | None, workflows: Mapping[str, str]) -> Deco
     return DecodedSamples(body, {experience.eid.uid: _row(experience, step, workflows) for experience in experiences})
 
 
-def decoded_latest(
+def decode_latest(
     bodies: Sequence[tuple[bytes, int | None]], workflows: Mapping[str, str]
 ) -> tuple[list[DecodedSamples], list[str]]:
     """Return (the latest decoded batches with together about :data:`MOST_ROWS` rows, oldest first, the problems of
@@ -141,7 +141,7 @@ class SampleStore:
             if not self._pending:
                 return []
             last, bodies = self.seen, list(self._pending)
-            batches, problems = await asyncio.to_thread(decoded_latest, bodies, self._workflows)
+            batches, problems = await asyncio.to_thread(decode_latest, bodies, self._workflows)
             # Remove bodies only after decoding, because the caller may be cancelled. Bodies that arrived during
             # decoding stay for the next call.
             for _ in range(len(self._pending) - (self.seen - last)):

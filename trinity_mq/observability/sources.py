@@ -14,13 +14,13 @@ import structlog
 from trinity_mq.bus import Bus, BusError, BusUnavailable, QueueGone, StreamCut, Topology
 from trinity_mq.config import ConfigError
 from trinity_mq.errors import CommandError
-from trinity_mq.observability.follow import MetricsTail, depths, listen
-from trinity_mq.observability.observatory import Observatory
+from trinity_mq.observability.follow import MetricsTail, consume_messages, depths
+from trinity_mq.observability.observatory import RunState
 from trinity_mq.reviews.stream import NoReviews, ReviewStream
 from trinity_mq.runtime.deliveries import EXPERIENCES
 from trinity_mq.runtime.errors import first_leaf
-from trinity_mq.targets.connection import Target, connected
-from trinity_mq.targets.probe import broker_trouble
+from trinity_mq.targets.connection import Target, connect_bus
+from trinity_mq.targets.probe import broker_problem
 from trinity_mq.telemetry.sample_log import SAMPLES_FOLDER, SampleLogReader
 
 log = structlog.get_logger(__name__)
@@ -48,7 +48,7 @@ class FolderSource:
         observatory: Receives the metrics and samples.
     """
 
-    def __init__(self, folder: Path, observatory: Observatory) -> None:
+    def __init__(self, folder: Path, observatory: RunState) -> None:
         self._folder = folder
         self._metrics = MetricsTail(folder)
         self._samples = SampleLogReader(folder / SAMPLES_FOLDER)
@@ -85,9 +85,7 @@ class BrokerSource:
             from the run's folder, and ``reviews``.
     """
 
-    def __init__(
-        self, find: Callable[[], Target | None], observatory: Observatory, takes: Collection[Part] = ()
-    ) -> None:
+    def __init__(self, find: Callable[[], Target | None], observatory: RunState, takes: Collection[Part] = ()) -> None:
         self._find, self._observatory, self._takes = find, observatory, frozenset(takes)
         self.bus: Bus | None = None
         """The connected bus. None: not connected."""
@@ -120,13 +118,13 @@ class BrokerSource:
             raise first_leaf(errors) from None
 
     async def _follow(self, target: Target) -> None:
-        async with connected(target.run, target.broker, "dash") as (bus, topology):
+        async with connect_bus(target.run, target.broker, "dash") as (bus, topology):
             pattern = "#" if "metrics" in self._takes else "beat.#"
             queue = topology.listener("dash", uuid.uuid4().hex[:12], "telemetry", pattern)
             self.bus, self.topology, self._observatory.is_live = bus, topology, True
             try:
                 async with asyncio.TaskGroup() as group:
-                    group.create_task(listen(bus, queue, self._observatory.receive))
+                    group.create_task(consume_messages(bus, queue, self._observatory.receive))
                     group.create_task(self._depths(bus, topology))
                     if "reviews" in self._takes:
                         group.create_task(self._reviews(bus, topology))
@@ -144,7 +142,7 @@ class BrokerSource:
                 self._observatory.set_depths(await depths(bus, topology, QUEUES))
                 # a broker reports an alarm only to publishers, so publish a probe only when nothing progresses
                 is_still = self._observatory.still >= PROBE_AFTER
-                self._observatory.broker_trouble = await broker_trouble(bus, topology) if is_still else ""
+                self._observatory.broker_trouble = await broker_problem(bus, topology) if is_still else ""
             else:
                 self._observatory.connection = str(bus.trouble)
                 if loop.time() - usable > GONE_SECONDS:

@@ -8,7 +8,7 @@ from typing import Any
 
 from trinity_mq.config import Config, OtlpConfig, TrackerConfig
 from trinity_mq.errors import CommandError
-from trinity_mq.observability.spans import Collector
+from trinity_mq.observability.spans import OtlpClient
 from trinity_mq.observability.trackers.base import Tracker, TrackerError
 from trinity_mq.observability.trackers.services import open_tracker
 
@@ -19,7 +19,7 @@ OTLP = "otlp"
 """Service name for an OpenTelemetry collector, which receives spans instead of metrics."""
 
 
-def collector_of(config: Config, endpoint: str | None = None) -> Collector:
+def open_collector(config: Config, endpoint: str | None = None) -> OtlpClient:
     """Return the collector of a configuration, or the collector at ``endpoint``.
 
     Raises:
@@ -36,7 +36,7 @@ def collector_of(config: Config, endpoint: str | None = None) -> Collector:
     if settings is None:
         raise CommandError("the run has no monitor.otlp: name a collector with --endpoint http://localhost:4318")
     try:
-        return Collector(settings.endpoint, settings.headers_env, settings.timeout)
+        return OtlpClient(settings.endpoint, settings.headers_env, settings.timeout)
     except TrackerError as error:
         raise CommandError(str(error)) from error
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from trinity_mq.errors import CommandError
 from trinity_mq.telemetry import read_trace
 from trinity_mq.telemetry.trace import TRACE_FOLDER
-from trinity_mq.telemetry.waterfall import Row, Waterfall, batches_of, lay_out, typical
+from trinity_mq.telemetry.waterfall import Row, Waterfall, batches_of, lay_out, median_waterfall
 
 LISTED = 10
 """Maximum number of gaps shown as text. JSON lists all gaps of at least half a millisecond."""
@@ -37,7 +37,7 @@ def batch_waterfall(folder: Path, selection: str) -> Waterfall:
             f"{batches[-1]}, or FIRST-LAST for the medians of several"
         )
     waterfalls = [lay_out(spans, batch) for batch in chosen]
-    return waterfalls[0] if len(waterfalls) == 1 else typical(waterfalls)
+    return waterfalls[0] if len(waterfalls) == 1 else median_waterfall(waterfalls)
 
 
 def as_json(waterfall: Waterfall) -> str:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from trinity_mq.bus import Bus, Delivery, Topology
 from trinity_mq.errors import CommandError
-from trinity_mq.training.checkpoints.checkpoint import Checkpoint, CheckpointError, find_checkpoints, named
+from trinity_mq.training.checkpoints.checkpoint import Checkpoint, CheckpointError, find_by_name, find_checkpoints
 
 if TYPE_CHECKING:
     from trinity_agents.trainer.audit import StreamContent
@@ -27,7 +27,7 @@ def checkpoints(run_folder: Path, name: str | None) -> list[Checkpoint]:
     folder = run_folder / "checkpoints"
     try:
         if name not in {None, "all"}:
-            return [named(folder, str(name))]
+            return [find_by_name(folder, str(name))]
         whole, damaged = find_checkpoints(folder) if folder.is_dir() else ([], [])
     except (CheckpointError, OSError) as error:
         raise CommandError(str(error)) from error
@@ -102,10 +102,10 @@ class StreamReader:
     async def _uids(self, delivery: Delivery) -> list[str] | None:
         """Return the experience ids in a chunk; None if it cannot be read."""
         from trinity_mq.experience import DecodeError, ExperienceBatch
-        from trinity_mq.transport.blobs import StoreUnavailable, resolve
+        from trinity_mq.transport.blobs import StoreUnavailable, resolve_body
 
         def read() -> list[str]:
-            body = resolve(self._store, delivery.body, delivery.content_type)
+            body = resolve_body(self._store, delivery.body, delivery.content_type)
             return list(ExperienceBatch.decode(body).settle().ids("uid"))
 
         try:

@@ -12,7 +12,7 @@ from pathlib import Path
 from trinity_mq.config import SupervisorConfig
 from trinity_mq.errors import CommandError
 from trinity_mq.runtime.process import wait_exit
-from trinity_mq.targets.private_broker import own_broker
+from trinity_mq.targets.private_broker import private_broker
 from trinity_mq.targets.run_folder import LockedFolder
 
 STOP_SECONDS = 60.0
@@ -25,14 +25,14 @@ async def serve_broker(home: LockedFolder, ready_fd: int | None) -> int:
     stopped = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stopped.set)
-    async with own_broker(home.path, SupervisorConfig(), lambda text: print(text, flush=True)) as url:
-        home.note_broker(url)
+    async with private_broker(home.path, SupervisorConfig(), lambda text: print(text, flush=True)) as url:
+        home.save_broker_url(url)
         if ready_fd is not None:
             os.write(ready_fd, url.encode())
             os.close(ready_fd)
         print(f"serving {url}", flush=True)
         await stopped.wait()
-        home.forget_broker()
+        home.remove_broker_url()
     return 0
 
 

@@ -12,7 +12,7 @@ from trinity_mq.config import Config
 from trinity_mq.errors import CommandError
 from trinity_mq.messages import DecodeError, TaskResults, decode
 from trinity_mq.runtime.deliveries import new_mark
-from trinity_mq.targets.connection import Target, reached
+from trinity_mq.targets.connection import Target, open_bus
 from trinity_mq.transport.blobs import PARTS, BlobStore, StoreUnavailable, open_store
 
 QUIET_SECONDS = 3.0
@@ -41,7 +41,7 @@ async def delete_run(target: Target, tickets: Sequence[str]) -> list[str]:
     try:
         store = open_store(target.broker, run)
         stored = await asyncio.to_thread(store.folders, PARTS) if store is not None else []
-        async with reached(target, "clean") as (bus, topology):
+        async with open_bus(target, "clean") as (bus, topology):
             count = await _delete_queues(bus, topology, {*tickets, *stored})
             await bus.delete_exchanges()
             return [f"run {run!r}: {count} queues deleted, and its exchanges", await _delete_blobs(store)]

@@ -13,7 +13,7 @@ from trinity_mq.bus.topology import batch_key
 from trinity_mq.errors import CommandError
 from trinity_mq.messages import BatchClosed, BatchReady, DecodeError, decode
 from trinity_mq.runtime.deliveries import EXPERIENCES, OFFSETS_HEADER, envelope
-from trinity_mq.terminal import one_line
+from trinity_mq.terminal import escape_to_one_line
 
 QUIET_SECONDS = 2.0
 """Seconds without another letter after which the list ends, if the queue holds fewer letters than it reported."""
@@ -34,7 +34,7 @@ def row(letter: Incoming) -> tuple[str, ...]:
         queue, reason = headers.get("x-first-death-queue"), headers.get("x-first-death-reason")
     operator, batch = headers.get("operator"), headers.get("batch")
     texts = (queue, letter.kind, reason, operator, batch, len(letter.body), letter.message_id)
-    return tuple("-" if text is None else one_line(" ".join(str(text).split())) for text in texts)
+    return tuple("-" if text is None else escape_to_one_line(" ".join(str(text).split())) for text in texts)
 
 
 async def republish_batches(bus: Bus, topology: Topology, batches: set[str]) -> tuple[list[str], list[str], int]:

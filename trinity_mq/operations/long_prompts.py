@@ -8,7 +8,7 @@ from trinity_mq.config import Config, TasksetConfig
 from trinity_mq.data.records import Record, read_tasks
 from trinity_mq.engines.generation.text import TextCodec, TextError
 from trinity_mq.models.errors import ModelError
-from trinity_mq.models.model_folder import known_folder
+from trinity_mq.models.model_folder import local_model_folder
 
 MOST_COUNTED = 5_000
 """Maximum number of prompts per taskset that are tokenized."""
@@ -56,7 +56,7 @@ def _length(config: Config, system: str) -> Callable[[str], int] | None:
     if config.model.tiny is not None:  # each character is one token
         return lambda text: len(system) + len(text)
     try:
-        folder = known_folder(str(config.model.model_path))
+        folder = local_model_folder(str(config.model.model_path))
         if folder is None:
             return None
         codec = TextCodec.load(folder, trust_remote_code=config.model.trust_remote_code)

@@ -8,10 +8,10 @@ from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 from trinity_mq.errors import CommandError
-from trinity_mq.reviews.ledger import Review, in_words
+from trinity_mq.reviews.ledger import Review, verdict_text
 from trinity_mq.reviews.stream import NoReviews, ReviewStream
-from trinity_mq.targets.connection import Target, reached
-from trinity_mq.terminal import one_line, visible
+from trinity_mq.targets.connection import Target, open_bus
+from trinity_mq.terminal import escape_to_one_line, escape_unsafe
 
 T = TypeVar("T")
 
@@ -30,7 +30,7 @@ def as_dict(review: Review, now: float) -> dict[str, Any]:
     }
 
 
-def in_short(review: Review, now: float) -> list[str]:
+def summary_lines(review: Review, now: float) -> list[str]:
     """Return up to three lines on a review: its state, the reasons for its selection, and the beginnings of its
     texts.
     """
@@ -42,10 +42,10 @@ def in_short(review: Review, now: float) -> list[str]:
         f"   {'; '.join(request.reasons)}",
         *([texts] if texts else []),
     ]
-    return [one_line(line) for line in lines]
+    return [escape_to_one_line(line) for line in lines]
 
 
-def as_page(review: Review, now: float) -> str:
+def full_text(review: Review, now: float) -> str:
     """Return a review as a page of text."""
     request = review.request
     lines = [f"{request.request}  {_head(review, now)}", f"run: {request.uid}", f"why: {'; '.join(request.reasons)}"]
@@ -57,7 +57,7 @@ def as_page(review: Review, now: float) -> str:
         lines += [f"-- step {number}: response{cut}", textwrap.indent(call.response, "   ")]
     if request.expected is not None:
         lines += ["-- expected", textwrap.indent(request.expected, "   ")]
-    return visible("\n".join(lines))
+    return escape_unsafe("\n".join(lines))
 
 
 def _head(review: Review, now: float) -> str:
@@ -65,9 +65,9 @@ def _head(review: Review, now: float) -> str:
     reward = "no reward" if request.reward is None else f"reward {request.reward:g}"
     default = request.default if request.default_reward is None else f"{request.default} {request.default_reward:g}"
     if review.closed is not None:
-        state = f"decided: {in_words(review.closed)}"
+        state = f"decided: {verdict_text(review.closed)}"
     elif review.verdict is not None:
-        state = f"has a verdict: {in_words(review.verdict)}"
+        state = f"has a verdict: {verdict_text(review.verdict)}"
     elif (remaining_s := request.deadline - now) > 0:
         state = f"{remaining_s:.0f} s left, then {default}"
     else:
@@ -95,7 +95,7 @@ def find_review(reviews: ReviewStream, prefix: str) -> Review:
 
 @asynccontextmanager
 async def following(target: Target) -> AsyncIterator[ReviewStream]:
-    async with reached(target, "review") as (bus, topology):
+    async with open_bus(target, "review") as (bus, topology):
         try:
             async with ReviewStream(bus, topology).following() as reviews:
                 yield reviews

@@ -19,8 +19,8 @@ from trinity_mq.messages import JSON_CONTENT_TYPE, ContentError, SubmissionOutco
 from trinity_mq.messages.msgpack_scan import check_value
 from trinity_mq.messages.tasks import TRUTH
 from trinity_mq.runtime.deliveries import acknowledge
-from trinity_mq.targets.connection import Target, connected
-from trinity_mq.transport.blobs import BlobStore, StoreUnavailable, resolve
+from trinity_mq.targets.connection import Target, connect_bus
+from trinity_mq.transport.blobs import BlobStore, StoreUnavailable, resolve_body
 
 PUBLISH_SECONDS = 20.0
 """Seconds for which a submission that the broker refuses is retried."""
@@ -29,7 +29,7 @@ PUBLISH_SECONDS = 20.0
 EXAMPLE = '{"raw_task": {"question": "+372=", "answer": "7"}}'
 
 
-class Replies:
+class SubmissionReplies:
     """The replies to one submission: its outcome, and its experiences in parts that arrive in any order."""
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ class Replies:
         from trinity_mq.experience import DecodeError, Experience  # imports torch
 
         try:
-            bodies = [resolve(store, part.body, part.content_type) for part in self._parts.values()]
+            bodies = [resolve_body(store, part.body, part.content_type) for part in self._parts.values()]
             experiences = [experience for body in bodies for experience in Experience.deserialize_many(body)]
         except (DecodeError, StoreUnavailable) as error:
             raise CommandError(f"the outcome came, and an answer cannot be read: {error}") from error
@@ -115,15 +115,15 @@ def read_task(text: str) -> TaskBody:
         raise CommandError(f"the task's {location}: {problem['msg']}, got {problem['input']!r}") from error
 
 
-async def submit_task(target: Target, submission: TaskSubmission, wait: float | None) -> Replies | None:
-    async with connected(target.run, target.broker, "submit") as (bus, topology):
+async def submit_task(target: Target, submission: TaskSubmission, wait: float | None) -> SubmissionReplies | None:
+    async with connect_bus(target.run, target.broker, "submit") as (bus, topology):
         if wait is None:
             await _publish(bus, topology, submission, None)
             return None
         # exclusive: the broker deletes the queue when this process disconnects
         queue = topology.listener("submit", uuid.uuid4().hex, "replies")
         await bus.declare(queue)
-        replies = Replies()
+        replies = SubmissionReplies()
         async with await bus.consume(queue) as subscription:
             await _publish(bus, topology, submission.model_copy(update={"want_experiences": True}), queue.name)
             with contextlib.suppress(TimeoutError):

@@ -10,15 +10,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from trinity_mq.config import Config, ConfigError, ExperienceBufferConfig, TasksetConfig
-from trinity_mq.config.algorithm.pieces import Plugin
+from trinity_mq.config.algorithm.pieces import PluginPiece
 from trinity_mq.config.estimators import EstimatorPlugin
 from trinity_mq.data import open_taskset
 from trinity_mq.data.errors import TasksetError
 from trinity_mq.data.records import read_records
 from trinity_mq.messages import DecodeError
-from trinity_mq.models.model_folder import has_chat_template, known_folder
+from trinity_mq.models.model_folder import has_chat_template, local_model_folder
 from trinity_mq.rewards import RewardError, UnknownNameError, create_reward, find_reward
-from trinity_mq.runtime.errors import FatalError, described
+from trinity_mq.runtime.errors import FatalError, describe_error
 from trinity_mq.runtime.plugins import add_plugins
 from trinity_mq.transport.blobs import StoreUnavailable, open_store
 
@@ -78,7 +78,7 @@ def _user_code_errors(subject: str, *explained: type[Exception]) -> Iterator[Non
     except stays:
         raise
     except (Exception, SystemExit) as error:  # user code can raise any error
-        raise ConfigError(f"{subject} cannot be used: {described(error)}") from error
+        raise ConfigError(f"{subject} cannot be used: {describe_error(error)}") from error
 
 
 def imports_torch(config: Config) -> bool:
@@ -103,11 +103,11 @@ def _is_plain(taskset: TasksetConfig) -> bool:
     return taskset.workflow.removeprefix("async_") in PLAIN_WORKFLOWS and not taskset.workflow_args
 
 
-def _custom_pieces(config: Config) -> list[Plugin | EstimatorPlugin]:
+def _custom_pieces(config: Config) -> list[PluginPiece | EstimatorPlugin]:
     """Return the user-defined functions among the parts of the algorithm."""
     algorithm = config.algorithm
     pieces = (algorithm.surrogate, *algorithm.correction, algorithm.estimator)
-    return [piece for piece in pieces if isinstance(piece, Plugin | EstimatorPlugin)]
+    return [piece for piece in pieces if isinstance(piece, PluginPiece | EstimatorPlugin)]
 
 
 def _needs_optional_optimizer(config: Config) -> bool:
@@ -305,7 +305,7 @@ def check_models(config: Config) -> list[str]:
     for model in (config.model, *(auxiliary.model for auxiliary in config.explorer.auxiliary_models)):
         if model is None or model.model_path is None:
             continue
-        folder = known_folder(model.model_path)
+        folder = local_model_folder(model.model_path)
         if folder is None:
             lines.append(f"model {model.model_path}: a hub id, fetched when the run starts")
         elif model is config.model and not has_chat_template(folder):
@@ -419,9 +419,9 @@ def check_checkpoints(config: Config) -> list[str]:
     """
     if config.mode != "bench":
         return []
-    from trinity_mq.training.checkpoints.benchmarked import benchmarked
+    from trinity_mq.training.checkpoints.benchmarked import select_checkpoints
 
-    labels = ", ".join(str(label) for label in benchmarked(config))
+    labels = ", ".join(str(label) for label in select_checkpoints(config))
     return [f"checkpoints of {config.bench.run}, by batches: {labels}"]
 
 

@@ -29,7 +29,7 @@ class AdvantageOperator(ColumnOperator):
     def apply(self, batch: ExperienceBatch) -> tuple[ExperienceBatch, dict[str, Any]]:
         """Return the experiences that have advantages, and the estimator's metrics."""
         metrics: dict[str, Any] = {}
-        if self.config.advantages_in == "operator":
+        if self.config.advantage_agent == "operator":
             least = self.config.effective_min_group_runs
             batch, metrics = estimate(batch, self.config.estimator, min_group_runs=least)
         elif isinstance(self.config.estimator, GroupEstimator):

@@ -105,7 +105,7 @@ class ColumnOperator(ExperienceOperatorV1):
         return await in_thread(lambda: self.apply(ExperienceBatch.of(exps)), self.name)
 
 
-def of_tasks(batch: ExperienceBatch, tids: Collection[str]) -> list[int]:
+def rows_of_tasks(batch: ExperienceBatch, tids: Collection[str]) -> list[int]:
     """Return the row numbers of the experiences of these tasks."""
     return [number for number, tid in enumerate(batch.ids("tid")) if tid in tids]
 

@@ -8,9 +8,9 @@ from numbers import Real
 from typing import Any
 
 from trinity_mq.experience import Experience, ExperienceBatch
-from trinity_mq.experience.fields import short
+from trinity_mq.experience.fields import short_repr
 from trinity_mq.operators.base import ColumnOperator, ExperienceOperatorV1
-from trinity_mq.runtime.errors import described
+from trinity_mq.runtime.errors import describe_error
 
 PREFIX = "experience_pipeline"
 Experiences = list[Experience] | ExperienceBatch
@@ -91,10 +91,10 @@ async def _process(
             raise
         raise OperatorError(label, "cancelled itself") from None
     except (Exception, SystemExit) as error:
-        raise OperatorError(label, described(error)) from error
+        raise OperatorError(label, describe_error(error)) from error
     match result:
         case (ExperienceBatch() as remaining_batch, Mapping() as metrics):
             return remaining_batch, metrics
         case (list(remaining_list), Mapping() as metrics) if all(isinstance(exp, Experience) for exp in remaining_list):
             return remaining_list, metrics
-    raise OperatorError(label, f"returned {short(result)}, wanted a list of experiences and a dict of metrics")
+    raise OperatorError(label, f"returned {short_repr(result)}, wanted a list of experiences and a dict of metrics")

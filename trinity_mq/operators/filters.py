@@ -8,7 +8,7 @@ from typing import Any
 
 from trinity_mq.algorithms.estimators.runs import is_finite, run_values, spread
 from trinity_mq.experience import ExperienceBatch
-from trinity_mq.operators.base import ColumnOperator, of_tasks
+from trinity_mq.operators.base import ColumnOperator, rows_of_tasks
 
 
 class RewardFilter(ColumnOperator):
@@ -47,7 +47,7 @@ class RewardStdFilter(ColumnOperator):
         """Return the remaining experiences, ``operator_filtered_count`` and the original spread of the groups."""
         runs, _ = run_values(batch, batch.values("reward"))
         groups = {tid: list(group.values()) for tid, group in runs.items()}
-        rows = of_tasks(batch, {tid for tid, rewards in groups.items() if self._differ(rewards)})
+        rows = rows_of_tasks(batch, {tid for tid, rewards in groups.items() if self._differ(rewards)})
         means = [statistics.fmean(rewards) for rewards in groups.values() if rewards]
         stds = [statistics.pstdev(rewards) for rewards in groups.values() if rewards]
         return batch.select(rows), {

@@ -38,7 +38,7 @@ class Disagreement(BaseModel):
     """A run with a greater value is reviewed."""
 
 
-class Choice(BaseModel):
+class ReviewConditions(BaseModel):
     """Conditions for a review: a run is reviewed if any of them holds."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
@@ -59,7 +59,7 @@ class Choice(BaseModel):
     """A metric of the run is above a bound."""
 
     @model_validator(mode="after")
-    def _check_conditions(self) -> Choice:
+    def _check_conditions(self) -> ReviewConditions:
         chosen = (self.reward_above, self.reward_below, self.judges_disagree)
         if all(condition is None for condition in chosen) and not (
             self.fraction or self.zero_variance or self.truncated
@@ -98,7 +98,7 @@ class HumanReview(ExperienceOperatorV1):
 
     def __init__(
         self,
-        choose: Choice,
+        choose: ReviewConditions,
         limit: int = 8,
         seconds: float = REVIEW_SECONDS,
         default: Literal["keep", "drop"] | RewardDefault = "keep",

@@ -7,7 +7,7 @@ from typing import Any
 from trinity_mq.algorithms.estimators.runs import run_values, scores
 from trinity_mq.experience import ExperienceBatch
 from trinity_mq.experience.ragged import column_items
-from trinity_mq.operators.base import ColumnOperator, of_tasks
+from trinity_mq.operators.base import ColumnOperator, rows_of_tasks
 
 
 class DapoDynamicSampling(ColumnOperator):
@@ -38,7 +38,7 @@ class DapoDynamicSampling(ColumnOperator):
                 dropped["dropped_all_wrong"] += 1
             else:
                 kept_tids.add(tid)
-        rows = of_tasks(batch, kept_tids)
+        rows = rows_of_tasks(batch, kept_tids)
         return batch.select(rows), {"filtered_count": len(batch) - len(rows), **dropped}
 
 

@@ -15,7 +15,7 @@ from trinity_mq.operations import dead_letters as dead
 from trinity_mq.page.broker_runs import broker_runs
 from trinity_mq.runtime.deliveries import envelope
 from trinity_mq.runtime.errors import first_leaf
-from trinity_mq.targets.connection import Target, reached
+from trinity_mq.targets.connection import Target, open_bus
 
 Verb = Literal["restart", "drain", "pause", "resume"]
 LISTED = 200
@@ -26,7 +26,7 @@ class ActionError(Exception):
     """The request cannot be carried out; the message gives the reason and a remedy."""
 
 
-class Actions:
+class BrokerActions:
     """Requests to the broker.
 
     Args:
@@ -56,7 +56,7 @@ class Actions:
             yield self._connection()
             return
         try:
-            async with reached(target, "dash") as connection:
+            async with open_bus(target, "dash") as connection:
                 yield connection
         except ExceptionGroup as errors:
             raise first_leaf(errors) from None
@@ -141,4 +141,4 @@ class Actions:
 def _last_start(target: Target) -> int:
     """Return the time at which a process last locked the run's folder, in nanoseconds since the epoch."""
     folder = target.folder
-    return 0 if folder is None else folder.last_taken()
+    return 0 if folder is None else folder.last_locked_ns()

@@ -16,15 +16,15 @@ from aiohttp import web
 from trinity_mq.bus import BusError
 from trinity_mq.errors import CommandError
 from trinity_mq.observability.curves import Curves
-from trinity_mq.observability.evaluations import answers_to, sets_of
+from trinity_mq.observability.evaluations import evaluation_sets, question_history
 from trinity_mq.observability.experiences.show_experience import as_json
 from trinity_mq.observability.experiences.token_texts import TokenTexts
-from trinity_mq.observability.observatory import Observatory
+from trinity_mq.observability.observatory import RunState
 from trinity_mq.observability.prometheus.families import RunCollector
 from trinity_mq.observability.prometheus.handler import metrics_handler
 from trinity_mq.observability.samples import COLUMNS, MOST_ROWS, experience_at
 from trinity_mq.page.access import PageAccess
-from trinity_mq.page.actions import ActionError, Actions
+from trinity_mq.page.actions import ActionError, BrokerActions
 from trinity_mq.runtime.http.serving import new_application, read_json
 from trinity_mq.runtime.notify import Notifier
 from trinity_mq.telemetry.evaluations.log import Evaluation
@@ -62,8 +62,8 @@ class DashApp:
 
     def __init__(
         self,
-        observatory: Observatory,
-        actions: Actions,
+        observatory: RunState,
+        actions: BrokerActions,
         access: PageAccess,
         texts: Callable[[], TokenTexts],
         *,
@@ -207,12 +207,12 @@ class DashApp:
 
     async def evaluations(self, _: web.Request) -> web.Response:
         """Return the questions of all sets, each with its mean reward by label."""
-        return _json({"sets": sets_of(await asyncio.to_thread(self._evaluations))})
+        return _json({"sets": evaluation_sets(await asyncio.to_thread(self._evaluations))})
 
     async def evaluation(self, request: web.Request) -> web.Response:
         """Return one question, selected by ``set`` and ``task``, with its answers by label."""
         name, task = request.query.get("set", ""), int(_number(request, "task", 0))
-        answers = answers_to(await asyncio.to_thread(self._evaluations), name, task)
+        answers = question_history(await asyncio.to_thread(self._evaluations), name, task)
         if not answers:
             return _json({"error": f"no answers to question {task} of {name!r} are kept"}, status=404)
         return _json({"set": name, "task": task, "evaluations": answers})

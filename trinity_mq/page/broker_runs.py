@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from trinity_mq.operations.doctor.facts import API_PATHS, Facts, ask_management, management_url
+from trinity_mq.operations.doctor.facts import API_PATHS, DoctorFacts, ask_management, management_url
 
 QUEUE = re.compile(r"tmq\.(?P<run>[a-z0-9-]{1,40})\.(?P<name>.+)")
 
@@ -44,7 +44,7 @@ async def broker_runs(url: str) -> tuple[list[dict[str, Any]], str]:
     first = url.split(",", maxsplit=1)[0]
     parts = urlsplit(first)
     no_answers = dict.fromkeys(name for name in API_PATHS if name != "queues")
-    facts = Facts(
+    facts = DoctorFacts(
         vhost=unquote(parts.path[1:]) or "/", user=unquote(parts.username or "guest"), clock=None, **no_answers
     )
     await ask_management(management_url(first, None), None, facts)

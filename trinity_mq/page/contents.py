@@ -54,12 +54,12 @@ def workflows(config: Config) -> dict[str, str]:
 
 
 def runs(folder: Path | None) -> list[dict[str, Any]]:
-    from trinity_mq.observability.run_list import found_runs, row
+    from trinity_mq.observability.run_list import find_runs, row
     from trinity_mq.targets.target import RUNS
 
     top = RUNS if folder is None else folder.parent
     rows = []
-    for path in found_runs(top):
+    for path in find_runs(top):
         summary = row(path)
         rows.append(
             {

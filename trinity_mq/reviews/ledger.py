@@ -124,11 +124,11 @@ class ReviewLedger:
             allowed_range = f"wanted a number from {-MAX_REWARD:g} to {MAX_REWARD:g}"
             return Applied("refused", f"its reward is {verdict.reward:g}, {allowed_range}")
         if (closed := self.closing(verdict.request)) is not None:
-            return Applied("refused", f"it is closed: {in_words(closed)}")
+            return Applied("refused", f"it is closed: {verdict_text(closed)}")
         review = self.get(verdict.request)
         earlier = self._early.get(verdict.request) if review is None else review.verdict
         if earlier is not None:
-            return Applied("refused", f"there is a verdict already: {in_words(earlier)}")
+            return Applied("refused", f"there is a verdict already: {verdict_text(earlier)}")
         if review is not None:
             review.verdict = verdict
             return Applied("new")
@@ -138,7 +138,7 @@ class ReviewLedger:
 
     def _close(self, closed: ReviewClosed) -> Applied:
         if (earlier := self.closing(closed.request)) is not None:
-            return Applied("repeated" if earlier == closed else "refused", f"it is closed: {in_words(earlier)}")
+            return Applied("repeated" if earlier == closed else "refused", f"it is closed: {verdict_text(earlier)}")
         review = self._open.pop(closed.request, None)
         if review is None:
             self._orphans[closed.request] = closed
@@ -153,7 +153,7 @@ class ReviewLedger:
         _bound(self._closed, KEPT_CLOSED)
 
 
-def in_words(decided: ReviewVerdict | ReviewClosed) -> str:
+def verdict_text(decided: ReviewVerdict | ReviewClosed) -> str:
     """Return a short text for a verdict or an outcome."""
     what = decided.verdict if decided.reward is None else f"{decided.verdict} {decided.reward:g}"
     if isinstance(decided, ReviewClosed) and decided.how == "timeout":

@@ -25,8 +25,8 @@ from trinity_mq.messages import (
     decode_any,
 )
 from trinity_mq.reviews.ledger import Applied, Review, ReviewEvent, ReviewLedger
-from trinity_mq.runtime.deliveries import check_readable, envelope, in_hand, new_mark
-from trinity_mq.runtime.errors import first_leaf, is_of_content
+from trinity_mq.runtime.deliveries import check_readable, envelope, message_in_hand, new_mark
+from trinity_mq.runtime.errors import first_leaf, is_content_error
 from trinity_mq.runtime.notify import Notifier
 
 log = structlog.get_logger(__name__)
@@ -217,10 +217,10 @@ class ReviewStream:
 
     def _take(self, delivery: Delivery, offset: int) -> None:
         try:
-            with in_hand(self._bus, delivery):
+            with message_in_hand(self._bus, delivery):
                 self._take_in(delivery, offset)
         except Exception as error:
-            if not is_of_content(error):
+            if not is_content_error(error):
                 raise
             self.unreadable += 1
             log.warning("review_unreadable", offset=offset, message_id=delivery.message_id, reason=str(error))

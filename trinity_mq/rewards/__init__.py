@@ -8,8 +8,8 @@ from trinity_mq.rewards.registry import (
     RewardFn,
     counts_tokens,
     create_reward,
-    fault_of,
     find_reward,
+    invalid_parts_reason,
     judge_conversation,
     parts_of,
 )
@@ -24,8 +24,8 @@ __all__ = [
     "UnknownNameError",
     "counts_tokens",
     "create_reward",
-    "fault_of",
     "find_reward",
+    "invalid_parts_reason",
     "judge_conversation",
     "parts_of",
 ]

@@ -9,8 +9,8 @@ from collections import Counter
 from collections.abc import Iterator
 from fractions import Fraction
 
-from trinity_mq.rewards.text import boxed, tagged
-from trinity_mq.rewards.truth import takes_any_truth
+from trinity_mq.rewards.text import last_boxed, last_tagged
+from trinity_mq.rewards.truth import accept_any_truth_type
 from trinity_mq.thoughts import after_thoughts
 
 LONGEST = 300
@@ -26,7 +26,7 @@ class FormulaError(ValueError):
     """A text is not a formula of whole numbers, + - * / and parentheses."""
 
 
-@takes_any_truth
+@accept_any_truth_type
 def countdown_reward(
     response: str,
     truth: str | None,
@@ -56,7 +56,7 @@ def countdown_reward(
     """
     target, numbers = _parse_truth(truth)
     answer = after_thoughts(response, prompt_end)
-    stated = tagged(answer) or boxed(answer)
+    stated = last_tagged(answer) or last_boxed(answer)
     try:
         tree = _parse(stated[1]) if stated else None
     except FormulaError:

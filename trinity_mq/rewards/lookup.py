@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, TypeVar
 
-from trinity_mq.runtime.errors import described
+from trinity_mq.runtime.errors import describe_error
 from trinity_mq.runtime.plugins import UnknownNameError, import_named, registered_plugins
 
 T = TypeVar("T")
@@ -108,7 +108,8 @@ def lookup(kind: str, name: str, table: Mapping[str, str], entry_group: str | No
             return added[name].load()
         except (Exception, SystemExit) as error:  # an import may raise any error
             raise UnknownNameError(
-                f"{kind} {name!r} of an installed package ({added[name].value}) cannot be loaded: {described(error)}"
+                f"{kind} {name!r} of an installed package ({added[name].value}) cannot be loaded: "
+                f"{describe_error(error)}"
             ) from error
     registry = table if isinstance(table, Registry) else None
     if registry is not None and (registered := registry.find(kind, name)) is not None:

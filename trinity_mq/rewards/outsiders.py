@@ -15,7 +15,7 @@ class NotAllowed(ValueError):
     """
 
 
-def allowed_task(config: Config, task: TaskBody) -> TaskBody:
+def restrict_task(config: Config, task: TaskBody) -> TaskBody:
     """Return a task from outside, with every value that the task may not set replaced by the configuration's value.
 
     Nothing is imported: names are compared as text.
@@ -83,7 +83,7 @@ def replay_refusal(config: Config, replay: SessionReplay) -> str | None:
     """Return the reason why a session may not be replayed with these settings, or None if it may."""
     body = TaskBody(workflow=replay.workflow, workflow_args=replay.workflow_args, repeat_times=replay.runs)
     try:
-        allowed_task(config, body)
+        restrict_task(config, body)
     except NotAllowed as error:
         return str(error)
     return None

@@ -16,7 +16,7 @@ import structlog
 
 from trinity_mq.rewards.countdown import formula_value
 from trinity_mq.rewards.registry import RewardError
-from trinity_mq.rewards.text import boxed, tagged
+from trinity_mq.rewards.text import last_boxed, last_tagged
 from trinity_mq.thoughts import after_thoughts
 
 log = structlog.get_logger(__name__)
@@ -62,7 +62,7 @@ literals or formulas instead.
 
 
 @functools.cache
-def registered() -> Mapping[str, tuple[type, type]]:
+def registered_datasets() -> Mapping[str, tuple[type, type]]:
     """Return class and configuration of every dataset by name. The evaluating functions of the datasets in SAFE are
     replaced.
 
@@ -116,7 +116,7 @@ def open_dataset(name: str, args: Mapping[str, Any], *, size: int = 1, seed: int
 
 
 def _dataset_class(name: str) -> tuple[type, Any]:
-    datasets = registered()
+    datasets = registered_datasets()
     if name in REFUSED:
         raise DatasetError(
             f"dataset {name!r} scores by having SymPy evaluate the answer as Python code, and nothing that a model "
@@ -177,7 +177,7 @@ def reasoning_gym_reward(
     """
     name, args, entry = _origin(record)
     response = after_thoughts(response, prompt_end)
-    stated = tagged(response) or boxed(response)
+    stated = last_tagged(response) or last_boxed(response)
     if stated is None and not finished:
         return {"accuracy": 0.0, "partial_credit": 0.0}
     answer = (stated[1] if stated else response).strip()

@@ -253,7 +253,7 @@ def parts_of(
     return _checked(reward_fn, reward_fn(response, truth, finished=finished, **more))
 
 
-def fault_of(reward_fn: RewardFn, parts: Mapping[str, float]) -> str | None:
+def invalid_parts_reason(reward_fn: RewardFn, parts: Mapping[str, float]) -> str | None:
     """Return the reason why ``parts`` of ``reward_fn`` cannot be trained on, or None if all are finite numbers."""
     wrong = ", ".join(f"{name}={value}" for name, value in parts.items() if not math.isfinite(value))
     return f"reward function {_name_and_place(reward_fn)} returned {wrong}, wanted finite numbers" if wrong else None

@@ -6,8 +6,8 @@ import re
 from collections import deque
 from typing import Literal
 
-from trinity_mq.rewards.truth import BOOLEANS, takes_any_truth
-from trinity_mq.thoughts import FORMATS, after_thoughts, opened_by
+from trinity_mq.rewards.truth import BOOLEANS, accept_any_truth_type
+from trinity_mq.thoughts import FORMATS, after_thoughts, opening_tag_of
 
 EXACT_WEIGHT = 0.5
 POSITION_WEIGHT = 0.8
@@ -22,7 +22,7 @@ _BOX = re.compile(r"\\(?:boxed|fbox)\s?\{")
 Form = Literal["boxed", "think_answer", "think_boxed"]
 
 
-@takes_any_truth
+@accept_any_truth_type
 def exact_match(response: str, truth: str | None, *, finished: bool, prompt_end: str | None = None) -> dict[str, float]:
     """Return accuracy 1 if ``response`` ended by itself and its text after the thoughts equals ``truth``, ignoring
     surrounding white space; else 0.
@@ -32,7 +32,7 @@ def exact_match(response: str, truth: str | None, *, finished: bool, prompt_end:
     return {"accuracy": float(finished and truth is not None and truth.strip() in answers)}
 
 
-@takes_any_truth
+@accept_any_truth_type
 def char_match(response: str, truth: str | None, *, finished: bool, prompt_end: str | None = None) -> dict[str, float]:
     """Return accuracy (exact text after the thoughts of a response that ended by itself) and, if it is 0, partial
     credit.
@@ -88,7 +88,7 @@ def has_form(response: str, form: Form, prompt_end: str | None = None) -> bool:
     if form not in {"think_answer", "think_boxed"}:
         raise ValueError(f"form is {form!r}, wanted boxed, think_answer or think_boxed")
     opening, _ = FORMATS[0]
-    is_opened = bool(opened_by(prompt_end)) or (prompt_end is None and opening not in response)
+    is_opened = bool(opening_tag_of(prompt_end)) or (prompt_end is None and opening not in response)
     thought = _enclosed((opening if is_opened else "") + response.strip(), "think")
     if thought is None:
         return False
@@ -99,7 +99,7 @@ def has_form(response: str, form: Form, prompt_end: str | None = None) -> bool:
 
 
 def _has_box(text: str) -> bool:
-    box = boxed(text)
+    box = last_boxed(text)
     return box is not None and bool(box[1].strip())
 
 
@@ -114,7 +114,7 @@ def _enclosed(text: str, tag: str) -> str | None:
     return rest if inside.strip() else None
 
 
-def tagged(text: str) -> tuple[int, str] | None:
+def last_tagged(text: str) -> tuple[int, str] | None:
     """Return the position and the content of the last non-empty ``<answer></answer>``, or None."""
     end = len(text)
     for _ in range(MARKS):
@@ -127,7 +127,7 @@ def tagged(text: str) -> tuple[int, str] | None:
     return None
 
 
-def boxed(text: str) -> tuple[int, str] | None:
+def last_boxed(text: str) -> tuple[int, str] | None:
     r"""Return the position and the content of the last non-empty ``\boxed{}``, or None."""
     for opening in reversed(deque(_BOX.finditer(text), maxlen=MARKS)):
         depth = 1

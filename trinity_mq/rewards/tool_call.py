@@ -6,7 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Mapping
 
-from trinity_mq.rewards.truth import takes_any_truth
+from trinity_mq.rewards.truth import accept_any_truth_type
 from trinity_mq.thoughts import after_thoughts
 
 MAX_CALLS = 16
@@ -21,7 +21,7 @@ Call = tuple[str, dict[str, str]]
 """Name, and the canonical JSON of each argument."""
 
 
-@takes_any_truth
+@accept_any_truth_type
 def tool_call(
     response: str,
     truth: str | None,

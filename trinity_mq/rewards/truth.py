@@ -38,10 +38,10 @@ def truth_text(truth: Any) -> str | None:
 def expected_answer(truth: Any) -> str | None:
     """Return the expected answer for a person, as short text that is safe to send; None if unknown."""
     text = truth_text(truth)
-    return shortened(text, MOST_TRUTH) if text else None
+    return truncate_middle(text, MOST_TRUTH) if text else None
 
 
-def shortened(text: str, most: int) -> str:
+def truncate_middle(text: str, most: int) -> str:
     """Return text that is safe to send. A longer text loses its middle, because its end holds the answer.
 
     >>> shortened("0123456789", 5), shortened("01234", 5)
@@ -52,7 +52,7 @@ def shortened(text: str, most: int) -> str:
     return short.encode(errors="replace").decode()  # half a surrogate pair cannot be sent
 
 
-def takes_any_truth(reward: F) -> F:
+def accept_any_truth_type(reward: F) -> F:
     """Convert the ground truth of any type to text before the reward function is called."""
 
     @functools.wraps(reward)

@@ -14,12 +14,12 @@ from trinity_mq.models import InferenceModel
 from trinity_mq.models.engine_selection import Engines
 from trinity_mq.models.errors import EngineLost, EngineNotReady, VersionMismatch
 from trinity_mq.models.recording.responses import check_asked, is_asked
-from trinity_mq.models.retried import retried
+from trinity_mq.models.retried import call_with_retries
 from trinity_mq.rollout.failures import describe, failure_of, is_retryable, reward_fault
 from trinity_mq.rollout.instances import Instances
 from trinity_mq.rollout.run_results import RunResults
 from trinity_mq.rollout.seeds import stable_seed
-from trinity_mq.rollout.status import Failure
+from trinity_mq.rollout.status import RunFailure
 from trinity_mq.telemetry import get_logger
 from trinity_mq.telemetry.trace import span
 from trinity_mq.workflows import RunFailedError, Task, Workflow, execute
@@ -33,7 +33,7 @@ LONGEST_PAUSE = 5.0
 
 
 @dataclass(frozen=True)
-class Limits:
+class AttemptLimits:
     """Limits on the time and the number of attempts."""
 
     attempt: float
@@ -45,12 +45,12 @@ class Limits:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class SliceJob:
     """The runs of one task to execute: the task, its engines and its limits."""
 
     task: Task
     kind: type[Workflow]
-    limits: Limits
+    limits: AttemptLimits
     seed: int
     models: Callable[[], InferenceModel]
     """Returns the engine to use now. Raises EngineNotReady or EngineLost if no engine is available at present."""
@@ -66,7 +66,7 @@ class Job:
 class RunGroup:
     """Runs that one workflow call executes: all runs of a slice if its workflow can repeat, else one run."""
 
-    def __init__(self, job: Job, runs: Sequence[int], instances: Instances) -> None:
+    def __init__(self, job: SliceJob, runs: Sequence[int], instances: Instances) -> None:
         self.job = job
         self.missing = list(runs)
         self._instances = instances
@@ -77,7 +77,7 @@ class RunGroup:
     async def finish(self) -> None:
         """Execute the runs and retry failed runs. Errors of the workflow are not raised here; the results hold them."""
         try:
-            await retried(self._retrying, self._attempt)
+            await call_with_retries(self._retrying, self._attempt)
         except Exception as error:
             what = describe(error, self.job.kind)
             log.info("runs_failed", runner=self.job.runner, runs=self.missing, attempts=self._attempts, error=what)
@@ -94,7 +94,7 @@ class RunGroup:
     def _engine_retrying(self) -> AsyncRetrying:
         return AsyncRetrying(
             wait=self._engine_delay,
-            retry=retry_if_exception(lambda error: engine_trouble(error) is not None),
+            retry=retry_if_exception(lambda error: engine_unavailable_error(error) is not None),
             sleep=asyncio.sleep,
             reraise=True,
         )
@@ -103,7 +103,7 @@ class RunGroup:
         """Try all missing runs, then raise the first failure."""
         self._attempts += 1
         failure: Exception | None = None
-        for block in consecutive(self.missing):
+        for block in consecutive_blocks(self.missing):
             try:
                 await self._run_block(block)
             except Exception as error:
@@ -117,7 +117,7 @@ class RunGroup:
         """Execute consecutive runs with one instance of the workflow. Waiting for an engine does not count as an
         attempt.
         """
-        experiences, seconds = await retried(self._engine_retrying, self._call_workflow, block)
+        experiences, seconds = await call_with_retries(self._engine_retrying, self._call_workflow, block)
         with span("finish runs", count=len(experiences)):
             by_run = self._by_run(block, experiences)
             unasked = [run for run, listed in by_run.items() if not is_asked(listed)]
@@ -125,7 +125,7 @@ class RunGroup:
                 if run in unasked:
                     continue
                 if (fault := reward_fault(self.job.kind, listed, needed=self.job.needs_reward)) is not None:
-                    self.job.results.add_failure(Failure(fault))
+                    self.job.results.add_failure(RunFailure(fault))
                 self.job.results.finished(self.job.task, run, listed, seconds)
                 self.missing.remove(run)
         for run in unasked:
@@ -189,7 +189,7 @@ class RunGroup:
     def _engine_delay(self, state: RetryCallState) -> float:
         """Return the jittered seconds until the next engine lookup."""
         error = state.outcome and state.outcome.exception()
-        trouble = error and engine_trouble(error)
+        trouble = error and engine_unavailable_error(error)
         self.engine_trouble = str(trouble)
         if isinstance(trouble, EngineNotReady):
             return trouble.retry_after * random.uniform(1.0, 1.5)
@@ -197,7 +197,7 @@ class RunGroup:
         return min(LONGEST_PAUSE, longest) * random.uniform(0.5, 1.0)
 
 
-def engine_trouble(error: BaseException) -> BaseException | None:
+def engine_unavailable_error(error: BaseException) -> BaseException | None:
     """Return the error which shows that no engine serves at present: ``error`` or one of its causes. Return None if it
     has another reason.
     """
@@ -225,7 +225,7 @@ def lost_engine(error: BaseException, asked: InferenceModel) -> InferenceModel |
     return None
 
 
-def consecutive(runs: Sequence[int]) -> list[list[int]]:
+def consecutive_blocks(runs: Sequence[int]) -> list[list[int]]:
     """Return ``runs``, in ascending order, as lists without gaps.
 
     >>> consecutive([0, 1, 4, 5, 7])

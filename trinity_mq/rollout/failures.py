@@ -11,12 +11,12 @@ from collections.abc import Iterator, Sequence
 
 from trinity_mq.algorithms.estimators.runs import is_finite
 from trinity_mq.experience import Experience
-from trinity_mq.experience.fields import short
+from trinity_mq.experience.fields import short_repr
 from trinity_mq.experience.rules import REWARD_FAULT
 from trinity_mq.models.errors import EngineError, EngineRefused, ModelError
 from trinity_mq.rewards import RewardError, UnknownNameError
-from trinity_mq.rollout.status import Failure
-from trinity_mq.runtime.errors import place, shown
+from trinity_mq.rollout.status import RunFailure
+from trinity_mq.runtime.errors import display_path, place
 from trinity_mq.workflows import RunFailedError, SandboxFailed, TaskError, Workflow
 from trinity_mq.workflows.auxiliary import AuxiliaryError
 from trinity_mq.workflows.step_wise import TOO_LONG
@@ -42,9 +42,9 @@ _KINDS: tuple[tuple[type[BaseException], str], ...] = (
 """Kinds of exceptions that do not carry a kind themselves; the first match counts."""
 
 
-def failure_of(error: BaseException, workflow: type[Workflow] | None = None) -> Failure:
+def failure_of(error: BaseException, workflow: type[Workflow] | None = None) -> RunFailure:
     """Return the failure that describes an exception of an attempt; see :func:`describe`, :func:`kind_of`."""
-    return Failure(describe(error, workflow), kind_of(error), is_retryable(error))
+    return RunFailure(describe(error, workflow), kind_of(error), is_retryable(error))
 
 
 def kind_of(error: BaseException) -> str:
@@ -126,7 +126,7 @@ def reward_fault(kind: type[Workflow], experiences: Sequence[Experience], *, nee
     """
     for experience in experiences:
         if experience.reward is not None and not is_finite(experience.reward):
-            fault = f"{kind.__name__} returned the reward {short(experience.reward)}, wanted a finite number"
+            fault = f"{kind.__name__} returned the reward {short_repr(experience.reward)}, wanted a finite number"
             return str(experience.info.get(REWARD_FAULT) or f"{fault}{_place_of(kind)}")
     if needed and last_step(experiences).reward is None:
         return f"{kind.__name__} returned no reward; set experience.reward to a number{_place_of(kind)}"
@@ -143,4 +143,4 @@ def last_step(experiences: Sequence[Experience]) -> Experience:
 def _place_of(kind: type[Workflow]) -> str:
     function = inspect.unwrap(kind.run_async if kind.is_async else kind.run)
     code = getattr(function, "__code__", None)
-    return "" if code is None else f" ({shown(code.co_filename)}:{code.co_firstlineno})"
+    return "" if code is None else f" ({display_path(code.co_filename)}:{code.co_firstlineno})"

@@ -45,7 +45,7 @@ class Instances:
             instance = Instance(self, models)
         else:
             self._idle.remove(instance)
-            instance.take_over(self, models)
+            instance.reassign(self, models)
         self._taken.append(instance)
         return instance
 
@@ -78,21 +78,21 @@ class Instance:
         urls = [wrapper.model.url for wrapper in (self.model, *self._auxiliary)]
         return self._of.kind is kind and urls == [wrapper.model.url for wrapper in models]
 
-    def take_over(self, of: Instances, models: Sequence[ModelWrapper]) -> None:
+    def reassign(self, of: Instances, models: Sequence[ModelWrapper]) -> None:
         """Use this instance for the task of ``of`` from now on, with the settings of the views ``models``."""
         self._of = of
         for current, fresh in zip((self.model, *self._auxiliary), models, strict=True):
-            current.become(fresh)
+            current.adopt_settings(fresh)
 
     def ready(self, block: Sequence[int]) -> Workflow:
         """Return the workflow, prepared for the runs of ``block``. May block, because a workflow's constructor may
         block.
         """
-        task = self._of.task.own_copy()
+        task = self._of.task.copy_for_run()
         if self._workflow is None:
             self._workflow = task.to_workflow(self.model, self._auxiliary)
         else:
-            task.sample_from(self.model)
+            task.inherit_sampling(self.model)
             self._workflow.reset(task)
         if self._of.kind.can_repeat:
             self._workflow.set_repeat_times(len(block), block[0])

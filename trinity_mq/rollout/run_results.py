@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from trinity_mq.experience import Experience
 from trinity_mq.messages import Version
 from trinity_mq.messages.tasks import MOST_ANSWER, MOST_ANSWERS, TRUTH
-from trinity_mq.rewards.truth import expected_answer, shortened
-from trinity_mq.rollout.status import Failure, SliceOutcome
+from trinity_mq.rewards.truth import expected_answer, truncate_middle
+from trinity_mq.rollout.status import RunFailure, SliceOutcome
 from trinity_mq.telemetry import aggregate_runs
 from trinity_mq.workflows import Task
 
@@ -22,12 +22,12 @@ class RunResults:
     """Experiences by run."""
     metrics: dict[int, dict[str, float]] = field(default_factory=dict)
     """Metrics by run."""
-    failure: Failure | None = None
+    failure: RunFailure | None = None
     """The first failure."""
     on_run: Callable[[int], None] | None = None
     """Called with the number of each run when the run is finished."""
 
-    def add_failure(self, failure: Failure) -> None:
+    def add_failure(self, failure: RunFailure) -> None:
         """Store ``failure`` if it is the first."""
         self.failure = self.failure or failure
 
@@ -79,13 +79,15 @@ class RunResults:
         )
 
 
-def answers_of(outcome: SliceOutcome) -> list[str]:
+def answer_texts(outcome: SliceOutcome) -> list[str]:
     """Return the answers of the first finished runs of a slice, for a person: the text of the last step of each run."""
     last: dict[int, Experience] = {}
     for experience in outcome.experiences:
         if experience.eid.run not in last or experience.eid.step >= last[experience.eid.run].eid.step:
             last[experience.eid.run] = experience
-    return [shortened(_text_of(last[run]) if run in last else "", MOST_ANSWER) for run in outcome.runs[:MOST_ANSWERS]]
+    return [
+        truncate_middle(_text_of(last[run]) if run in last else "", MOST_ANSWER) for run in outcome.runs[:MOST_ANSWERS]
+    ]
 
 
 def _text_of(experience: Experience) -> str:

@@ -31,7 +31,7 @@ class Status:
 
 
 @dataclass(frozen=True)
-class Failure:
+class RunFailure:
     """An error that ended an attempt at a run."""
 
     message: str

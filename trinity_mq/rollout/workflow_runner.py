@@ -12,14 +12,14 @@ from trinity_mq.messages import TaskSlice, Version
 from trinity_mq.models import EngineClients, InferenceModel, ModelWrapper
 from trinity_mq.models.engine_selection import auxiliary_models
 from trinity_mq.rewards import UnknownNameError
-from trinity_mq.rollout.attempts import Job, Limits, RunGroup
+from trinity_mq.rollout.attempts import AttemptLimits, RunGroup, SliceJob
 from trinity_mq.rollout.instances import Instance, Instances
 from trinity_mq.rollout.run_results import RunResults
 from trinity_mq.rollout.seeds import stable_seed
-from trinity_mq.rollout.status import Failure, SliceOutcome, Status
+from trinity_mq.rollout.status import RunFailure, SliceOutcome, Status
 from trinity_mq.telemetry import aggregate_runs
 from trinity_mq.workflows import Task, TaskError, load_workflow
-from trinity_mq.workflows.sessions.children import close_kept
+from trinity_mq.workflows.sessions.children import close_persistent_programs
 
 __all__ = ["SliceOutcome", "Status", "WorkflowRunner"]
 
@@ -86,7 +86,7 @@ class WorkflowRunner:
         outcome = await self._run(
             task,
             range(run_id_base, run_id_base + repeat_times),
-            Limits(explorer.max_timeout, explorer.max_retry_times, explorer.slice_timeout),
+            AttemptLimits(explorer.max_timeout, explorer.max_retry_times, explorer.slice_timeout),
             seed=stable_seed(self.config.seed, task.batch_id, task.task_id),
             models=lambda: model,
         )
@@ -119,7 +119,7 @@ class WorkflowRunner:
         return await self._run(
             task,
             range(task_slice.run_base, task_slice.run_base + task_slice.repeat_times),
-            Limits(task_slice.max_timeout, task_slice.max_retry_times, task_slice.slice_timeout),
+            AttemptLimits(task_slice.max_timeout, task_slice.max_retry_times, task_slice.slice_timeout),
             seed=task_slice.seed,
             models=models,
             pinned=task_slice.pinned,
@@ -147,14 +147,14 @@ class WorkflowRunner:
         idle, self._idle[:] = list(self._idle), []
         for instance in idle:
             await instance.aclose()
-        await close_kept()
+        await close_persistent_programs()
         await self._clients.aclose()
 
     async def _run(
         self,
         task: Task,
         runs: Sequence[int],
-        limits: Limits,
+        limits: AttemptLimits,
         *,
         seed: int,
         models: Callable[[], InferenceModel],
@@ -169,7 +169,7 @@ class WorkflowRunner:
         results = RunResults() if results is None else results
         loop = asyncio.get_running_loop()
         start = loop.time()
-        job = Job(
+        job = SliceJob(
             task=task,
             kind=task.workflow,
             limits=limits,
@@ -200,13 +200,13 @@ class WorkflowRunner:
             trouble = next((group.engine_trouble for group in groups if group.engine_trouble), "")
             why = f", waiting for an engine: {trouble}" if trouble else ""
             late = f"not done within the {limits.total:g} s of the slice{why}"
-            results.add_failure(Failure(late, "engine" if trouble else "timeout"))
+            results.add_failure(RunFailure(late, "engine" if trouble else "timeout"))
         finally:
             await instances.aclose()
         return results.outcome(loop.time() - start)
 
     def _wrap(
-        self, job: Job, engine: InferenceModel, seed: int, pinned: Version | None, clients: EngineClients | None
+        self, job: SliceJob, engine: InferenceModel, seed: int, pinned: Version | None, clients: EngineClients | None
     ) -> list[ModelWrapper]:
         """Return views of ``engine`` and of the auxiliary models."""
         rollout, model = self.config.explorer.rollout_model, self.config.model

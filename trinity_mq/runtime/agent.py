@@ -20,12 +20,12 @@ from trinity_mq.messages import OWN, Compatibility, ControlEvent, ExplorerStatus
 from trinity_mq.messages.status import STATUS_BY_ROLE, AnyStatus
 from trinity_mq.runtime.deliveries import (
     acknowledge,
+    acknowledge_foreign,
     decode_or_dead_letter,
-    drop_foreign,
     envelope,
     handle_or_set_aside,
 )
-from trinity_mq.runtime.errors import RestartMe
+from trinity_mq.runtime.errors import RestartRequested
 from trinity_mq.runtime.notify import Notifier
 from trinity_mq.runtime.peers import (
     HEARTBEAT_INTERVAL,
@@ -35,7 +35,7 @@ from trinity_mq.runtime.peers import (
     Peers,
     heartbeat_patterns,
 )
-from trinity_mq.runtime.process import folder_run, is_run_over, other_run
+from trinity_mq.runtime.process import is_run_over, other_run_error, read_run_id
 from trinity_mq.telemetry import MetricsWriter
 
 log = structlog.get_logger(__name__)
@@ -121,7 +121,7 @@ class Agent(ABC):
 
     def heartbeat_soon(self) -> None:
         """Schedule a heartbeat that reports a change within half a second."""
-        self._heartbeats.soon()
+        self._heartbeats.send_soon()
 
     def heartbeat_now(self) -> None:
         """Send a heartbeat at once, since another agent may be waiting for its content."""
@@ -143,7 +143,7 @@ class Agent(ABC):
         """
         return min(self.config.runner.drain_timeout, self._drain_within)
 
-    def restart(self, why: RestartMe) -> None:
+    def restart(self, why: RestartRequested) -> None:
         """End this process so that a new process replaces it. Agents that can return their work to the queue do so
         first.
         """
@@ -154,13 +154,13 @@ class Agent(ABC):
         if not await self.woken.unless(self.draining.is_set, self.bus.connect()):
             return
         if self.run_folder is not None and self.role in TAKES_WORK:
-            self.bus.run_id = folder_run(self.run_folder)
+            self.bus.run_id = read_run_id(self.run_folder)
         try:
             await self.bus.declare(*self.topology.durable)
             self.bus.on_change(self._bus_changed)
             # subscribed before the first heartbeat, so that no answer to it is missed
             subscribed = asyncio.Event()
-            await self.with_background(
+            await self.run_with_background(
                 self._serve_once(subscribed),
                 self._listen(subscribed),
                 self._send_metrics(),
@@ -232,7 +232,7 @@ class Agent(ABC):
             group.create_task(self.each(heartbeats, self._on_heartbeat, quiet=quiet, at_once=True))
             group.create_task(self.each(commands, self._on_control))
 
-    async def with_background(self, main: Awaitable[Any], *background: Coroutine[Any, Any, None]) -> None:
+    async def run_with_background(self, main: Awaitable[Any], *background: Coroutine[Any, Any, None]) -> None:
         """Await ``main`` and run ``background`` tasks until it returns. An exception in any of them ends all."""
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(coroutine) for coroutine in background]
@@ -274,8 +274,8 @@ class Agent(ABC):
         Raises:
             FatalError: The agent's run folder belongs to another run.
         """
-        if self.run_folder is not None and folder_run(self.run_folder) not in {None, explorer.run_id}:
-            raise other_run(self.topology.run, self.run_folder, "explorer", explorer.run_id, explorer.place)
+        if self.run_folder is not None and read_run_id(self.run_folder) not in {None, explorer.run_id}:
+            raise other_run_error(self.topology.run, self.run_folder, "explorer", explorer.run_id, explorer.place)
         self.bus.run_id = explorer.run_id
 
     async def drop_foreign(self, delivery: Delivery) -> bool:
@@ -298,7 +298,7 @@ class Agent(ABC):
                 return True
             if self.bus.is_foreign(delivery):
                 self._other_runs.add(delivery.run_id)
-        return await drop_foreign(self.bus, delivery)
+        return await acknowledge_foreign(self.bus, delivery)
 
     @property
     def _is_run_confirmed(self) -> bool:
@@ -312,7 +312,7 @@ class Agent(ABC):
         if message.verb == "drain":
             self.drain()
         elif message.verb == "restart":
-            self.restart(RestartMe(message.reason or "asked to restart"))
+            self.restart(RestartRequested(message.reason or "asked to restart"))
         else:
             await self.on_control(message)
 
@@ -335,7 +335,7 @@ class Agent(ABC):
                 return True
         return False
 
-    async def restart_without_lock(self) -> None:
+    async def restart_when_lock_lost(self) -> None:
         """Wait until the lock is lost.
 
         Raises:
@@ -343,7 +343,7 @@ class Agent(ABC):
         """
         assert self.lock is not None
         await self.lock.wait_lost()
-        raise RestartMe(TAKEN_OVER.format(self))
+        raise RestartRequested(TAKEN_OVER.format(self))
 
     async def ensure_lock(self) -> None:
         """Return if the lock is held, after waiting for a lost connection to return. Without a lock, return at once.
@@ -355,7 +355,7 @@ class Agent(ABC):
             return
         await self.bus.wait_usable()
         if not self.lock.held:
-            raise RestartMe(TAKEN_OVER.format(self))
+            raise RestartRequested(TAKEN_OVER.format(self))
 
     async def publish(self, exchange: str, key: str, message: Message, *, message_id: str | None = None) -> bool:
         """Publish a control-plane message of this run and wait for its confirm."""

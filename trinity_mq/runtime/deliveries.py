@@ -16,9 +16,18 @@ from pathlib import Path
 import structlog
 
 from trinity_mq.bus import Bus, BusError, Delivery, Envelope, Incoming, StaleDelivery, Topology
-from trinity_mq.bus.properties import HeaderValue, clamped, header_text, outside_headers, said_left_out
-from trinity_mq.messages import CONTENT_TYPE, DecodeError, Mark, Message, NewerBodyError, decode, decode_any, encode
-from trinity_mq.runtime.errors import EndsProcessError, is_of_content, reason_of
+from trinity_mq.bus.properties import HeaderValue, clamped, header_text, omitted_headers_text, outside_headers
+from trinity_mq.messages import (
+    CONTENT_TYPE,
+    DecodeError,
+    Mark,
+    Message,
+    NewerBodyError,
+    decode,
+    decode_any,
+    encode,
+)
+from trinity_mq.runtime.errors import CrashingMessageError, dead_letter_reason, is_content_error
 from trinity_mq.telemetry.trace import parent_header
 
 log = structlog.get_logger(__name__)
@@ -32,7 +41,7 @@ OFFSETS_HEADER = "offsets"
 
 GIVEN_BACK, FAILED, RETURNED, FAILURES = "given-back", "failed-tries", "returned", "failures"
 PUT_BACK = "put-back"
-"""Headers of a message that an agent returned to the queue: see :class:`PastDeliveries`."""
+"""Headers of a message that an agent returned to the queue: see :class:`DeliveryHistory`."""
 MAX_FAILURES = 5
 """Maximum number of failure reasons in the headers of a message."""
 MAX_FAILURE = 240
@@ -81,14 +90,14 @@ def new_mark() -> Envelope:
 
 
 async def dead_letter(
-    bus: Bus, topology: Topology, incoming: Incoming, reason: str, by: str, *, past: PastDeliveries | None = None
+    bus: Bus, topology: Topology, incoming: Incoming, reason: str, by: str, *, past: DeliveryHistory | None = None
 ) -> None:
     """Publish a copy of a body to ``dead`` with its reason. The caller acknowledges the original afterwards.
 
     A body too large to publish is rejected instead: the broker moves it, and only our log has the reason. ``past`` are
     its deliveries so far, by default the deliveries before this one.
     """
-    past = past or PastDeliveries.of(incoming)
+    past = past or DeliveryHistory.of(incoming)
     log.warning(
         "dead_letter",
         queue=incoming.queue,
@@ -103,7 +112,7 @@ async def dead_letter(
     _, left_out = outside_headers(incoming.headers)
     headers: dict[str, HeaderValue] = {
         **past.headers,
-        "dead-reason": header_text(reason, 1000) + said_left_out(left_out),
+        "dead-reason": header_text(reason, 1000) + omitted_headers_text(left_out),
         "dead-queue": incoming.queue,
         "dead-by": by,
         "dead-deliveries": past.count,
@@ -147,7 +156,7 @@ def check_readable(incoming: Incoming) -> None:
 
 
 @contextlib.contextmanager
-def in_hand(bus: Bus, incoming: Incoming) -> Iterator[None]:
+def message_in_hand(bus: Bus, incoming: Incoming) -> Iterator[None]:
     """Note that a message is in hand while the ``with`` block handles it.
 
     Raises:
@@ -158,7 +167,7 @@ def in_hand(bus: Bus, incoming: Incoming) -> Iterator[None]:
         return
     with bus.notes.in_hand(incoming) as deaths:
         if deaths >= MAX_DEATHS:
-            raise EndsProcessError(f"it was in hand at {deaths} deaths of the process that handles it")
+            raise CrashingMessageError(f"it was in hand at {deaths} deaths of the process that handles it")
         yield
 
 
@@ -186,14 +195,14 @@ async def handle_or_set_aside(
         quiet: Only log the message, since another of the many receivers of a broadcast dead-letters it.
     """
     try:
-        with in_hand(bus, delivery):
+        with message_in_hand(bus, delivery):
             await handle()
         return
     except Exception as error:
-        if not is_of_content(error):
+        if not is_content_error(error):
             raise
         log.warning("set_aside", queue=delivery.queue, message_id=delivery.message_id, exc_info=error)
-        reason = reason_of(error)
+        reason = dead_letter_reason(error)
     if decide is not None:
         await decide(reason)
     if not quiet:
@@ -242,7 +251,7 @@ async def decode_or_dead_letter(
         return None
 
 
-async def drop_foreign(bus: Bus, delivery: Delivery) -> bool:
+async def acknowledge_foreign(bus: Bus, delivery: Delivery) -> bool:
     """Acknowledge and count a message of another run of the same name; return whether it was such a message."""
     if not bus.is_foreign(delivery):
         return False
@@ -269,7 +278,7 @@ async def requeue(delivery: Delivery) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class PastDeliveries:
+class DeliveryHistory:
     """The outcomes of the earlier deliveries of a message."""
 
     given_back: int = 0
@@ -287,7 +296,7 @@ class PastDeliveries:
     a sandbox."""
 
     @classmethod
-    def of(cls, incoming: Incoming) -> PastDeliveries:
+    def of(cls, incoming: Incoming) -> DeliveryHistory:
         """Return the outcomes recorded in the headers and in the broker's count."""
 
         def number(name: str) -> int:
@@ -318,11 +327,11 @@ class PastDeliveries:
 
     def poisoned(self, limit: int, crashes: int) -> bool:
         """Return whether the message must not be tried again. It had ``limit`` suspect deliveries, and there is
-        evidence against its handling: a reported failure, or ``crashes`` counted by :class:`CrashNotes`.
+        evidence against its handling: a reported failure, or ``crashes`` counted by :class:`CrashLog`.
         """
         return self.suspect >= limit and bool(self.failed or crashes)
 
-    def then(self, failure: str | None) -> PastDeliveries:
+    def then(self, failure: str | None) -> DeliveryHistory:
         """Return the outcomes with one more delivery, which ended with ``failure``, or in good order if None."""
         if failure is None:
             return replace(self, given_back=self.given_back + 1)
@@ -343,7 +352,7 @@ class PastDeliveries:
         return {name: value for name, value in headers.items() if value}
 
 
-async def give_back(bus: Bus, delivery: Delivery, failure: str | None = None) -> None:
+async def return_delivery(bus: Bus, delivery: Delivery, failure: str | None = None) -> None:
     """Publish a delivery again under its message id with headers for its outcome, then acknowledge it.
 
     If this process dies between the two, both copies are delivered, and the readers of slices and manifests drop the
@@ -354,23 +363,23 @@ async def give_back(bus: Bus, delivery: Delivery, failure: str | None = None) ->
         delivery: The delivery.
         failure: Reason why its handling failed; None: it is returned in good order.
     """
-    await _give_back(bus, delivery, PastDeliveries.of(delivery).then(failure))
+    await _give_back(bus, delivery, DeliveryHistory.of(delivery).then(failure))
 
 
 async def put_back(bus: Bus, delivery: Delivery) -> None:
-    """Call :func:`give_back` in good order, and count a try that failed because infrastructure was unavailable."""
-    past = PastDeliveries.of(delivery)
+    """Call :func:`return_delivery` in good order, and count a try that failed because infrastructure was away."""
+    past = DeliveryHistory.of(delivery)
     await _give_back(bus, delivery, replace(past.then(None), put_back=past.put_back + 1))
 
 
-async def _give_back(bus: Bus, delivery: Delivery, past: PastDeliveries) -> None:
-    if await publish_again(bus, delivery, past):
+async def _give_back(bus: Bus, delivery: Delivery, past: DeliveryHistory) -> None:
+    if await republish(bus, delivery, past):
         await acknowledge(delivery)
     else:
         await requeue(delivery)
 
 
-async def publish_again(bus: Bus, delivery: Delivery, past: PastDeliveries) -> bool:
+async def republish(bus: Bus, delivery: Delivery, past: DeliveryHistory) -> bool:
     """Publish a copy of a delivery under its message id to its original exchange and routing key, with headers for its
     past outcomes; return whether it reached a queue. The caller acknowledges or requeues the delivery.
     """
@@ -382,7 +391,7 @@ async def publish_again(bus: Bus, delivery: Delivery, past: PastDeliveries) -> b
         return False
 
 
-class CrashNotes:
+class CrashLog:
     """The deliveries that earlier processes of this agent were handling when they died. Unlike the broker's count, they
     are evidence of a crash. The notes are kept in a file that is not synced to disk, since a failing machine is not a
     crash of the agent.

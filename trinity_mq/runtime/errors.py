@@ -27,11 +27,11 @@ class FatalError(Exception):
     """The run cannot continue, and a restart would fail in the same way. The message is one line for people."""
 
 
-class RestartMe(Exception):
+class RestartRequested(Exception):
     """Raised so that a new process replaces a process that cannot continue."""
 
 
-class RecycleMe(RestartMe):
+class RecycleRequested(RestartRequested):
     """Raised so that a new process replaces this process without counting a failure."""
 
 
@@ -42,7 +42,7 @@ def first_leaf(error: BaseException) -> BaseException:
     return error
 
 
-def described(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """Return error and place in one line, such as ``KeyError: 'answer' (my_operator.py:17)``."""
     error = first_leaf(error)  # the text of a group does not describe the error
     name, text = type(error).__name__, " ".join(str(error).split())
@@ -55,20 +55,19 @@ def place(error: BaseException) -> str:
     if not frames:
         return ""
     raised = frames[-1]
-    user_frame = next((frame for frame in reversed(frames) if is_own(frame.filename)), raised)
+    user_frame = next((frame for frame in reversed(frames) if is_user_code(frame.filename)), raised)
     if user_frame is raised:
-        return f" ({shown(user_frame.filename)}:{user_frame.lineno})"
-    return (
-        f" ({shown(user_frame.filename)}:{user_frame.lineno}, raised in {Path(raised.filename).name}:{raised.lineno})"
-    )
+        return f" ({display_path(user_frame.filename)}:{user_frame.lineno})"
+    position = f"{display_path(user_frame.filename)}:{user_frame.lineno}"
+    return f" ({position}, raised in {Path(raised.filename).name}:{raised.lineno})"
 
 
-def is_own(file: str) -> bool:
+def is_user_code(file: str) -> bool:
     """Return whether a file is the user's own: it does not belong to a library or to this project."""
     return not file.startswith(("<", *_LIBRARIES, *_PROJECT))
 
 
-def shown(file: str) -> str:
+def display_path(file: str) -> str:
     """Return the name of a file for messages: relative to the working directory if it is below it, otherwise without
     its folder.
     """
@@ -81,26 +80,28 @@ def shown(file: str) -> str:
 
 OF_CONTENT = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
 """Errors that handling code raises at unexpected values. They include errors of decoding and validation."""
-NOT_OF_CONTENT = (OSError, BusError, FatalError, RestartMe)
+NOT_OF_CONTENT = (OSError, BusError, FatalError, RestartRequested)
 """Errors of disk, broker and run. They take precedence over :data:`OF_CONTENT`."""
 
 
-def is_of_content(error: BaseException) -> bool:
+def is_content_error(error: BaseException) -> bool:
     """Return whether handling failed because of the content of a message. All errors of a group must be such errors.
 
     >>> is_of_content(KeyError("a")), is_of_content(OSError()), is_of_content(MemoryError())
     (True, False, False)
     """
     if isinstance(error, BaseExceptionGroup):
-        return all(is_of_content(part) for part in error.exceptions)
+        return all(is_content_error(part) for part in error.exceptions)
     return isinstance(error, OF_CONTENT) and not isinstance(error, NOT_OF_CONTENT)
 
 
-def reason_of(error: BaseException) -> str:
+def dead_letter_reason(error: BaseException) -> str:
     """Return the dead-letter reason of an error of content."""
     cause = first_leaf(error)
-    return str(cause) if isinstance(cause, EndsProcessError) else f"cannot be handled: {type(cause).__name__}: {cause}"
+    return (
+        str(cause) if isinstance(cause, CrashingMessageError) else f"cannot be handled: {type(cause).__name__}: {cause}"
+    )
 
 
-class EndsProcessError(ValueError):
+class CrashingMessageError(ValueError):
     """A message was in hand at too many deaths of the process and is not handled again."""

@@ -9,7 +9,7 @@ EXPECTED = (
     "trinity_mq.bus.base.BusError",
     "trinity_mq.data.errors.TasksetError",
     "trinity_mq.runtime.errors.FatalError",
-    "trinity_mq.runtime.errors.RestartMe",
+    "trinity_mq.runtime.errors.RestartRequested",
     "trinity_mq.errors.CommandError",
 )
 """Errors, subclasses included, whose message is enough for the user and is printed without a traceback. They are listed
@@ -17,7 +17,7 @@ by name because importing their modules takes a second.
 """
 
 
-PASSING = ("trinity_mq.bus.base.BusUnavailable", "trinity_mq.runtime.errors.RestartMe")
+PASSING = ("trinity_mq.bus.base.BusUnavailable", "trinity_mq.runtime.errors.RestartRequested")
 """The errors of ``EXPECTED`` that a restart may fix."""
 
 
@@ -28,9 +28,9 @@ def expected_error(error: BaseException) -> BaseException | None:
         return problems[0] if problems and None not in problems else None
     if is_named(error, EXPECTED):
         return error
-    from trinity_mq.runtime.process import disk_full
+    from trinity_mq.runtime.process import disk_full_message
 
-    full = disk_full(error)
+    full = disk_full_message(error)
     return None if full is None else OSError(full)
 
 

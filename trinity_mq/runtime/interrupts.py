@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
-def run_to_the_end(work: Coroutine[Any, Any, T]) -> T:
+def run_until_complete(work: Coroutine[Any, Any, T]) -> T:
     """Run ``work`` on a new event loop. SIGTERM has the effect of Ctrl-C: it cancels ``work``, which then cleans up.
 
     Raises:

@@ -12,7 +12,16 @@ from typing import TypeVar
 import structlog
 
 from trinity_mq.bus import Bus, BusUnavailable, Topology
-from trinity_mq.messages import OWN, Compatibility, ExplorerStatus, Heartbeat, Role, Status, TrainerStatus, misfit
+from trinity_mq.messages import (
+    OWN,
+    Compatibility,
+    ExplorerStatus,
+    Heartbeat,
+    Role,
+    Status,
+    TrainerStatus,
+    incompatibility_reason,
+)
 from trinity_mq.runtime.deliveries import envelope
 from trinity_mq.runtime.errors import FatalError
 from trinity_mq.runtime.notify import Notifier
@@ -131,7 +140,7 @@ class Peers:
     def _refuse(self, beat: Heartbeat, theirs: Compatibility) -> None:
         if beat.state in {"gone", "finished"}:
             return
-        reason = misfit(self.own, beat.id, theirs)
+        reason = incompatibility_reason(self.own, beat.id, theirs)
         # not younger than this agent, as far as known
         if beat.uptime is None or self.uptime < beat.uptime + HEARTBEAT_INTERVAL:
             raise FatalError(reason)
@@ -275,14 +284,14 @@ class HeartbeatPublisher:
         """Send a heartbeat at once, since another agent may be waiting for its content."""
         self._due.set()
 
-    def soon(self) -> None:
+    def send_soon(self) -> None:
         """Send a heartbeat as soon as :data:`CHANGE_GAP` has passed since the last heartbeat."""
         if self._timer is None:
             loop = asyncio.get_running_loop()
             self._timer = loop.call_at(max(self._sent + CHANGE_GAP, loop.time()), self._due.set)
 
     async def run(self) -> None:
-        """Send a heartbeat at each interval, on :meth:`now` and on :meth:`soon`, until cancelled."""
+        """Send a heartbeat at each interval, on :meth:`now` and on :meth:`send_soon`, until cancelled."""
         while True:
             self._due.clear()
             if self._timer is not None:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from trinity_mq.runtime.errors import FatalError, described
+from trinity_mq.runtime.errors import FatalError, describe_error
 
 _added: dict[Path, None] = {}
 
@@ -120,7 +120,7 @@ def import_named(kind: str, name: str) -> Any:
         holder = importlib.import_module(module)
     except (Exception, SystemExit) as error:  # the user's module may raise any error while it is imported
         raise UnknownNameError(
-            f"{kind} {name!r}: module {module!r} cannot be imported: {described(error)}. "
+            f"{kind} {name!r}: module {module!r} cannot be imported: {describe_error(error)}. "
             "It must be on PYTHONPATH or installed where this runs"
         ) from error
     try:

@@ -78,7 +78,7 @@ def keep_freed_memory(size: int = KEPT_MEMORY) -> None:
         mallopt(_M_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD)
 
 
-async def give_back_freed_memory(every: float = TRIM_INTERVAL) -> None:
+async def trim_memory_periodically(every: float = TRIM_INTERVAL) -> None:
     """Return the freed pages between malloc's blocks to the kernel every ``every`` seconds, until cancelled.
 
     A process that handles messages of many sizes fragments its heap: without this the memory of a supervisor grew by 1
@@ -91,7 +91,7 @@ async def give_back_freed_memory(every: float = TRIM_INTERVAL) -> None:
         await asyncio.to_thread(trim, 0)  # takes a quarter of a second with a gigabyte of fragments
 
 
-def when_parent_ends(parent: int, call: Callable[[], None]) -> None:
+def call_when_parent_ends(parent: int, call: Callable[[], None]) -> None:
     """Call ``call`` in a separate thread within :data:`PARENT_INTERVAL` seconds after the parent ``parent`` has ended.
 
     It does not need an event loop, and works on every system.
@@ -168,7 +168,7 @@ def apply_umask(folder: Path) -> None:
             path.chmod(mode)
 
 
-def disk_full(error: BaseException) -> str | None:
+def disk_full_message(error: BaseException) -> str | None:
     """Return a line with the full disk's path and the remedy; None if neither ``error`` nor a cause reports a full
     disk.
     """
@@ -204,7 +204,7 @@ def unmark_run_over(folder: Path) -> None:
     (folder / _RUN_MARKER).unlink(missing_ok=True)
 
 
-def folder_run(folder: Path) -> str | None:
+def read_run_id(folder: Path) -> str | None:
     """Return the id of the run that ``folder`` belongs to; None if the folder is not claimed."""
     return next(iter(_words(folder)), None)
 
@@ -224,13 +224,13 @@ def claim_folder(folder: Path) -> None:
         file.write(uuid.uuid4().hex)
 
 
-def claimed_run(folder: Path) -> str:
+def claimed_run_id(folder: Path) -> str:
     """Return the id for a run that begins in ``folder``: the claimed id if no run has used it, otherwise a new id."""
     words = _words(folder)
     return words[0] if len(words) == 1 else uuid.uuid4().hex
 
 
-def note_run(folder: Path, run_id: str) -> None:
+def write_run_id(folder: Path, run_id: str) -> None:
     """Write the id of the run that has begun in ``folder``, where its agents read it.
 
     Raises:
@@ -240,21 +240,24 @@ def note_run(folder: Path, run_id: str) -> None:
         write_atomic(folder / RUN_FILE, f"{run_id} {_BEGUN}".encode())
 
 
-def own_trainer(folder: Path) -> str:
-    """Return the id by which trainers that share ``folder`` recognise each other; empty before :func:`note_trainer`."""
+def read_trainer_id(folder: Path) -> str:
+    """Return the id by which trainers that share ``folder`` recognise each other.
+
+    The id is empty before :func:`ensure_trainer_id`.
+    """
     return next(iter(_words(folder, TRAINER_FILE)), "")
 
 
-def note_trainer(folder: Path) -> str:
-    """Return :func:`own_trainer` of the folder of a trainer with the run's lock; create the id if missing.
+def ensure_trainer_id(folder: Path) -> str:
+    """Return :func:`read_trainer_id` of the folder of a trainer with the run's lock; create the id if missing.
 
     Raises:
         OSError: The file cannot be written.
     """
-    if not own_trainer(folder):
+    if not read_trainer_id(folder):
         folder.mkdir(parents=True, exist_ok=True)
         write_atomic(folder / TRAINER_FILE, uuid.uuid4().hex.encode())
-    return own_trainer(folder)
+    return read_trainer_id(folder)
 
 
 def place(folder: Path) -> str:
@@ -262,7 +265,7 @@ def place(folder: Path) -> str:
     return f"{socket.gethostname()}:{folder.absolute()}"
 
 
-def other_run(name: str, folder: Path, role: str, theirs: str, where: str) -> FatalError:
+def other_run_error(name: str, folder: Path, role: str, theirs: str, where: str) -> FatalError:
     """Return the error of an agent that meets another run of its name on the broker.
 
     Args:
@@ -272,7 +275,7 @@ def other_run(name: str, folder: Path, role: str, theirs: str, where: str) -> Fa
         theirs: Id of the other run; empty if unknown.
         where: Host and folder of that agent; empty if not reported.
     """
-    ours = folder_run(folder)
+    ours = read_run_id(folder)
     return FatalError(
         f"another run of the name {name!r} works on this broker: its {role}{f' in {where}' if where else ''} "
         f"has{f' run id {theirs} and' if theirs else ''} another run folder than {folder}"

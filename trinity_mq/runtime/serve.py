@@ -17,24 +17,29 @@ from trinity_mq.bus import AddressError, Bus, BusRefused, BusUnavailable, Stream
 from trinity_mq.config import Config
 from trinity_mq.messages import Role
 from trinity_mq.runtime.agent import HEARTBEAT_LEASE, Agent
-from trinity_mq.runtime.deliveries import CrashNotes
+from trinity_mq.runtime.deliveries import CrashLog
 from trinity_mq.runtime.errors import (
     EXIT_DISK_FULL,
     EXIT_FATAL,
     EXIT_RECYCLE,
     EXIT_RESTART,
     FatalError,
-    RecycleMe,
-    RestartMe,
-    described,
+    RecycleRequested,
+    RestartRequested,
+    describe_error,
     first_leaf,
 )
 from trinity_mq.runtime.event_loop import run_on_fast_loop
 from trinity_mq.runtime.plugins import add_plugins
-from trinity_mq.runtime.process import die_with_parent, disk_full, give_back_freed_memory, when_parent_ends
+from trinity_mq.runtime.process import (
+    call_when_parent_ends,
+    die_with_parent,
+    disk_full_message,
+    trim_memory_periodically,
+)
 from trinity_mq.runtime.processes.marked_points import marked
 from trinity_mq.runtime.processes.supervisor import PARENT_VARIABLE
-from trinity_mq.runtime.service import LifeSigns
+from trinity_mq.runtime.service import LivenessReporter
 from trinity_mq.telemetry import setup_logging, start_trace
 
 log = structlog.get_logger(__name__)
@@ -50,7 +55,7 @@ GC_THRESHOLDS = (20_000, 20, 20)
 scheduler with 10,000 tasks in flight spends a quarter of its time in the collector."""
 
 
-def collect_seldom() -> None:
+def tune_garbage_collection() -> None:
     """Exclude all existing objects from the cycle collector, and run it less often."""
     gc.freeze()
     gc.set_threshold(*GC_THRESHOLDS)
@@ -74,25 +79,25 @@ def run_daemon(config: Config, agent_id: str, role: Role, build: Callable[[Bus, 
     start_trace(role, agent_id, config.path, on=monitor.traced, sample=monitor.sample, exported_only=not monitor.trace)
     supervised = parent is not None
     # before any child is started that could inherit the request
-    signs = LifeSigns.from_environment(supervised=supervised)
+    signs = LivenessReporter.from_environment(supervised=supervised)
     try:
         add_plugins(config.plugin_dirs)
         if role in {"explorer", "runner"}:
-            collect_seldom()
+            tune_garbage_collection()
         with signs.ended():
             run_on_fast_loop(_serve(config, agent_id, build, signs, parent))
     except KeyboardInterrupt:
         return 130
     except BaseException as error:
         cause = first_leaf(error)
-        if (full := disk_full(cause)) is not None:
+        if (full := disk_full_message(cause)) is not None:
             return _end(agent_id, cause if isinstance(cause, FatalError) else FatalError(full), EXIT_DISK_FULL)
         if isinstance(cause, FatalError | AddressError | BusRefused | StreamCut):
             return _end(agent_id, cause, EXIT_FATAL)
-        if isinstance(cause, RecycleMe):
+        if isinstance(cause, RecycleRequested):
             log.info("agent_recycled", agent=agent_id, reason=str(cause))
             return EXIT_RECYCLE
-        if isinstance(cause, RestartMe | BusUnavailable):
+        if isinstance(cause, RestartRequested | BusUnavailable):
             return _end(agent_id, cause, EXIT_RESTART)
         if not isinstance(cause, Exception):
             raise
@@ -102,7 +107,7 @@ def run_daemon(config: Config, agent_id: str, role: Role, build: Callable[[Bus, 
 
 
 def _end(agent_id: str, error: BaseException, code: int) -> int:
-    named = str(error) if code != 1 else described(error)
+    named = str(error) if code != 1 else describe_error(error)
     # this is also the line on stderr that its supervisor shows
     log.error("agent_ends", agent=agent_id, reason=named, code=code)
     return code
@@ -112,12 +117,12 @@ async def _serve(
     config: Config,
     agent_id: str,
     build: Callable[[Bus, Topology], Agent],
-    signs: LifeSigns,
+    signs: LivenessReporter,
     parent: int | None,
 ) -> None:
     topology = Topology.of(config)
     agent = build(create_bus(config.broker, topology, agent_id), topology)
-    agent.bus.notes = CrashNotes(config.path / f"{agent_id}.in-hand.json")
+    agent.bus.notes = CrashLog(config.path / f"{agent_id}.in-hand.json")
     marked(agent.bus, agent.role, agent_id)
     if agent.role != "explorer":  # the explorer itself tells agents that cannot see the folder
         agent.run_folder = config.path
@@ -133,15 +138,15 @@ async def _serve(
     try:
         async with asyncio.timeout(None) as until:
             if parent is not None:
-                when_parent_ends(parent, functools.partial(_end_orphaned, loop, drain, until))
+                call_when_parent_ends(parent, functools.partial(_end_orphaned, loop, drain, until))
             background = [signs.report(agent)]
             if agent.role != "trainer":  # the trainer keeps freed memory for its next step
-                background.append(give_back_freed_memory())
-            await agent.with_background(agent.run(), *background)
+                background.append(trim_memory_periodically())
+            await agent.run_with_background(agent.run(), *background)
     except TimeoutError:
         if not until.expired():
             raise
-        raise RestartMe("its supervisor is gone, and what it had in hand took too long") from None
+        raise RestartRequested("its supervisor is gone, and what it had in hand took too long") from None
     log.info("agent_done", agent=agent_id)
 
 

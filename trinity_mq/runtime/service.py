@@ -97,7 +97,7 @@ class HealthFile:
                 path.unlink()
 
 
-class LifeSigns:
+class LivenessReporter:
     """Reports to a service manager and a health file while :meth:`report` runs."""
 
     def __init__(self, manager: ServiceManager | None = None, health: HealthFile | None = None) -> None:
@@ -109,7 +109,9 @@ class LifeSigns:
         self._drains_since: float | None = None
 
     @classmethod
-    def from_environment(cls, environ: MutableMapping[str, str] = os.environ, *, supervised: bool = False) -> LifeSigns:
+    def from_environment(
+        cls, environ: MutableMapping[str, str] = os.environ, *, supervised: bool = False
+    ) -> LivenessReporter:
         """Return the reports that the environment requests, and remove the request, so that children do not report for
         us.
 

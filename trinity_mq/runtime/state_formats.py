@@ -18,7 +18,7 @@ class NewerStateError(FatalError):
     """A file was written by a newer release, in a format that this release does not read."""
 
 
-def refuse_newer(path: Path, number: int, newest: int, release: str = "of a later date") -> None:
+def check_readable_format(path: Path, number: int, newest: int, release: str = "of a later date") -> None:
     """Check that this release can read the file ``path`` of format ``number``.
 
     Args:
@@ -42,11 +42,11 @@ def format_of(path: Path, fields: Mapping[str, Any], newest: int) -> int:
     """Return the format of a JSON file, 1 if the file does not contain it.
 
     Raises:
-        NewerStateError: As :func:`refuse_newer`.
+        NewerStateError: As :func:`check_readable_format`.
         ValueError: The format is not a positive whole number.
     """
     number = fields.get(FORMAT, 1)
     if type(number) is not int or number < 1:
         raise ValueError(f"{path} has format {number!r}, wanted a whole number from 1 to {newest}")
-    refuse_newer(path, number, newest, *([str(fields[RELEASE])] if RELEASE in fields else []))
+    check_readable_format(path, number, newest, *([str(fields[RELEASE])] if RELEASE in fields else []))
     return number

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from trinity_mq.engines.vllm import api as vllm_api
-from trinity_mq.sync.channels.receiver import Receiver
+from trinity_mq.sync.channels.receiver import WeightReceiver
 
 
 def register() -> None:
     """Register our weight-transfer backend; vLLM calls this in each of its processes."""
-    vllm_api.install(Receiver().receive_blocking)
+    vllm_api.install(WeightReceiver().receive_blocking)

@@ -18,9 +18,9 @@ from trinity_mq.bus.base import NOT_CONNECTED
 from trinity_mq.config import BrokerConfig, Config
 from trinity_mq.errors import CommandError
 from trinity_mq.runtime.errors import FatalError
-from trinity_mq.targets.private_broker import own_broker
+from trinity_mq.targets.private_broker import private_broker
 from trinity_mq.targets.run_folder import RunFolder
-from trinity_mq.targets.target import broker_of_name, find_configuration, known_runs
+from trinity_mq.targets.target import default_broker, find_configuration, run_list_suffix
 
 TROUBLE_LOOK, TROUBLE_INTERVAL = 0.5, 10.0
 """Seconds between two checks for connection problems, and between two reports about them."""
@@ -28,7 +28,7 @@ COMMAND_CONNECT_TIMEOUT = 10.0
 """Seconds; shorter than for daemons, because a person waits for the command."""
 
 
-def known_broker(config: Config, environ: Mapping[str, str] = os.environ) -> str | None:
+def find_broker_url(config: Config, environ: Mapping[str, str] = os.environ) -> str | None:
     """Return the broker's URL from the configuration, else from the environment, else from the run that runs on this
     machine, else None. Several URLs are separated by commas. A URL file left by a killed run is ignored.
 
@@ -36,7 +36,7 @@ def known_broker(config: Config, environ: Mapping[str, str] = os.environ) -> str
         AddressError: The file with the URL cannot be read.
     """
     addresses = Addresses.of(config.broker, environ)
-    return RunFolder(config).live_broker() if addresses is None else addresses.text()
+    return RunFolder(config).live_broker_url() if addresses is None else addresses.text()
 
 
 @dataclass(frozen=True)
@@ -71,8 +71,8 @@ def find_target(
     """
     config = find_configuration(arguments.target, arguments.overrides)
     name = arguments.target if config is None else config.name
-    broker = broker_of_name(name, arguments.overrides) if config is None else config.broker
-    url = arguments.broker or (broker_url(broker) if config is None else known_broker(config))
+    broker = default_broker(name, arguments.overrides) if config is None else config.broker
+    url = arguments.broker or (broker_url(broker) if config is None else find_broker_url(config))
     folder = None if config is None else RunFolder(config)
     has_folder = folder is not None and (
         folder.broker.is_dir() or (folder_suffices and folder.path.is_dir() and folder.holder() is None)
@@ -80,7 +80,7 @@ def find_target(
     if url is None and not has_folder:
         raise CommandError(
             f"no broker is known for run {name!r}: does it run on this machine? Else give --broker URL, or set "
-            f"{URL_VARIABLE} or {URL_FILE_VARIABLE}{known_runs()}"
+            f"{URL_VARIABLE} or {URL_FILE_VARIABLE}{run_list_suffix()}"
         )
     if blob_store is not None:
         broker = BrokerConfig(**{**broker.model_dump(), "blob_store": blob_store})
@@ -98,7 +98,7 @@ def saved_run_id(run_folder: Path) -> str | None:
 
 
 @asynccontextmanager
-async def reached(target: Target, who: str) -> AsyncIterator[tuple[Bus, Topology]]:
+async def open_bus(target: Target, who: str) -> AsyncIterator[tuple[Bus, Topology]]:
     """Open a bus to the run's broker. The private broker of a run that does not run now is started, and stopped at the
     end.
 
@@ -108,15 +108,15 @@ async def reached(target: Target, who: str) -> AsyncIterator[tuple[Bus, Topology
         NodeError: The private broker cannot be started.
     """
     if target.broker.url is not None:
-        async with connected(target.run, target.broker, who) as connection:
+        async with connect_bus(target.run, target.broker, who) as connection:
             yield connection
         return
     assert target.config is not None
     folder = RunFolder(target.config)
     with folder.locked():
         _print_note(f"starting the private broker of run {target.run!r}, which does not run now")
-        async with own_broker(folder.broker, target.config.supervisor, _print_note) as url:
-            async with connected(target.run, target.broker.model_copy(update={"url": url}), who) as connection:
+        async with private_broker(folder.broker, target.config.supervisor, _print_note) as url:
+            async with connect_bus(target.run, target.broker.model_copy(update={"url": url}), who) as connection:
                 yield connection
 
 
@@ -125,7 +125,7 @@ def _print_note(line: str) -> None:
 
 
 @asynccontextmanager
-async def connected(
+async def connect_bus(
     run: str, broker: BrokerConfig, who: str, waiting: Callable[[str], None] | None = None
 ) -> AsyncIterator[tuple[Bus, Topology]]:
     """Open a bus to the run's broker; ``waiting`` is called with a line of text during waits for the broker.

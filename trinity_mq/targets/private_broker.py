@@ -12,11 +12,11 @@ from trinity_mq.config import SupervisorConfig
 from trinity_mq.local_broker.base import LocalNode
 from trinity_mq.local_broker.choose import local_broker
 from trinity_mq.local_broker.node import NodeError
-from trinity_mq.runtime.process import disk_full, wait_exit
+from trinity_mq.runtime.process import disk_full_message, wait_exit
 
 
 @contextlib.asynccontextmanager
-async def own_broker(folder: Path, config: SupervisorConfig, report: Callable[[str], None]) -> AsyncIterator[str]:
+async def private_broker(folder: Path, config: SupervisorConfig, report: Callable[[str], None]) -> AsyncIterator[str]:
     """Run a private broker and yield its URL. If it dies, it is restarted with the same data and port.
 
     Args:
@@ -52,7 +52,7 @@ async def _keep(node: LocalNode, folder: Path, config: SupervisorConfig, report:
         try:
             await node.launch()
         except OSError as error:
-            why = disk_full(error) or error.strerror or str(error)
+            why = disk_full_message(error) or error.strerror or str(error)
             raise NodeError(f"the broker died and cannot be started again in {folder}: {why}") from error
         if node.url != url:
             raise NodeError("the broker died and another program took its port: start the run again")

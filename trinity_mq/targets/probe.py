@@ -10,7 +10,7 @@ PROBE_TIMEOUT = 4.0
 """Seconds for the broker to confirm a message; longer than the bus needs to detect blocked publishers."""
 
 
-async def broker_trouble(bus: Bus, topology: Topology) -> str:
+async def broker_problem(bus: Bus, topology: Topology) -> str:
     """Return the problem of the broker; empty if it works.
 
     A broker reports an alarm only to connections that publish, so this publishes a message without a matching queue.

@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from trinity_mq.config import Config, ConfigError, literal, load_config
+from trinity_mq.config import Config, ConfigError, escape_interpolations, load_config
 from trinity_mq.errors import CommandError
 from trinity_mq.runtime.process import is_run_over, mark_run_over, unmark_run_over, write_atomic
 
@@ -76,7 +76,7 @@ class LockedFolder:
             return int(self._lock.read_text() or 0) or None
         return None
 
-    def last_taken(self) -> int:
+    def last_locked_ns(self) -> int:
         """Return the time of the last lock acquisition in nanoseconds since the epoch, or 0 if the folder was never
         locked.
         """
@@ -85,26 +85,26 @@ class LockedFolder:
         except FileNotFoundError:
             return 0
 
-    def note_broker(self, url: str) -> None:
+    def save_broker_url(self, url: str) -> None:
         """Write the broker's URL for other commands, readable by the owner only."""
         write_atomic(self._url, url.encode(), mode=0o600)
 
-    def forget_broker(self) -> None:
+    def remove_broker_url(self) -> None:
         """Remove the URL of a stopped broker."""
         self._url.unlink(missing_ok=True)
 
-    def known_broker(self) -> str | None:
+    def saved_broker_url(self) -> str | None:
         """Return the stored broker URL, or None if no URL is stored."""
         try:
             return self._url.read_text().strip() or None
         except OSError:
             return None
 
-    def live_broker(self) -> str | None:
+    def live_broker_url(self) -> str | None:
         """Return the stored broker URL if a process holds the lock, else None. A killed process leaves its URL
         behind.
         """
-        return self.known_broker() if self.holder() is not None else None
+        return self.saved_broker_url() if self.holder() is not None else None
 
 
 class RunFolder(LockedFolder):
@@ -157,7 +157,7 @@ class RunFolder(LockedFolder):
             )
         return [line for _, line in changes]
 
-    def adopt(self) -> list[str]:
+    def write_configuration(self) -> list[str]:
         """Write the configuration into the folder. Return values and errors are the same as for :meth:`changes`."""
         changes = self.changes()
         self.logs.mkdir(parents=True, exist_ok=True)
@@ -165,7 +165,9 @@ class RunFolder(LockedFolder):
         data["run_dir"] = str(self.path)
         data["broker"]["url"] = None  # the URL may hold a password; agents get it from the environment
         # Readable by the owner only: ${oc.env:NAME} is already resolved and may be a secret.
-        write_atomic(self.config_file, yaml.safe_dump(literal(data), sort_keys=False).encode(), mode=0o600)
+        write_atomic(
+            self.config_file, yaml.safe_dump(escape_interpolations(data), sort_keys=False).encode(), mode=0o600
+        )
         return changes
 
     @property

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable
 
 from trinity_mq.config import Config
 from trinity_mq.errors import CommandError
-from trinity_mq.targets.private_broker import own_broker
+from trinity_mq.targets.private_broker import private_broker
 from trinity_mq.targets.run_folder import RunFolder
 
 LOOK_SECONDS = 1.0
@@ -67,9 +67,9 @@ async def _serve(folder: RunFolder, config: Config, report: Callable[[str], None
     """
     with folder.locked():
         report(f"starting the private broker of run {folder.name!r}, which does not run now")
-        async with own_broker(folder.broker, config.supervisor, report) as url:
-            folder.note_broker(url)
+        async with private_broker(folder.broker, config.supervisor, report) as url:
+            folder.save_broker_url(url)
             try:
                 await asyncio.get_running_loop().create_future()
             finally:
-                folder.forget_broker()
+                folder.remove_broker_url()

@@ -17,7 +17,7 @@ RUNS = Path("runs")
 """Default folder of runs whose configuration sets no ``run_dir``."""
 
 
-def configuration(arguments: argparse.Namespace) -> Config:
+def load_target_configuration(arguments: argparse.Namespace) -> Config:
     """Return the configuration of TARGET with the settings of the command line applied.
 
     Raises:
@@ -28,12 +28,12 @@ def configuration(arguments: argparse.Namespace) -> Config:
     if config is None:
         raise CommandError(
             f"{arguments.target!r} is neither a file nor a run's folder, and there is no {RUNS / arguments.target}; "
-            f"give a YAML file such as examples/arithmetic.yaml{known_runs()}"
+            f"give a YAML file such as examples/arithmetic.yaml{run_list_suffix()}"
         )
     return config
 
 
-def name_newest(arguments: argparse.Namespace) -> None:
+def select_newest_run(arguments: argparse.Namespace) -> None:
     """If the command line names no TARGET, set it to the run started last and print that run's folder on stderr.
 
     Raises:
@@ -52,7 +52,7 @@ def name_newest(arguments: argparse.Namespace) -> None:
     print(f"the newest run, {folder}:", file=sys.stderr)
 
 
-def staged(arguments: argparse.Namespace) -> list[Stage]:
+def load_target_stages(arguments: argparse.Namespace) -> list[Stage]:
     """Return the stages of TARGET if it is a file that describes several runs, else an empty list.
 
     Raises:
@@ -76,7 +76,7 @@ def find_configuration(target: str, overrides: Sequence[str]) -> Config | None:
         if RUN_NAME.fullmatch(target):
             return None
         if path.is_dir():
-            raise CommandError(f"{target} holds no {CONFIG_FILE}, so it is no run's folder{known_runs()}")
+            raise CommandError(f"{target} holds no {CONFIG_FILE}, so it is no run's folder{run_list_suffix()}")
         if "=" in target:
             raise CommandError(f"{target!r} is a setting; name the run before it: a YAML file, a run's folder or name")
     return load_config(path, overrides)
@@ -90,7 +90,7 @@ def _configuration_of_folder(folder: Path, overrides: Sequence[str]) -> Config:
     return config.model_copy(update={"run_dir": "" if "name" in keys else str(folder.absolute())})
 
 
-def broker_of_name(name: str, overrides: Sequence[str]) -> BrokerConfig:
+def default_broker(name: str, overrides: Sequence[str]) -> BrokerConfig:
     """Return the broker settings of a run known only by name: the defaults with the given settings applied.
 
     Raises:
@@ -104,7 +104,7 @@ def run_names() -> list[str]:
     return sorted(path.parent.name for path in RUNS.glob(f"*/{CONFIG_FILE}"))
 
 
-def known_runs() -> str:
+def run_list_suffix() -> str:
     """Return an error suffix that lists up to five run folders below ``runs``, or an empty string without run
     folders.
     """

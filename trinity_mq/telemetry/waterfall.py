@@ -124,7 +124,7 @@ def lay_out(spans: Sequence[TraceSpan], batch: str) -> Waterfall:
     )
 
 
-def typical(waterfalls: Sequence[Waterfall]) -> Waterfall:
+def median_waterfall(waterfalls: Sequence[Waterfall]) -> Waterfall:
     """Return the medians of several waterfalls, for rows and gaps that at least half of the waterfalls have."""
     enough = len(waterfalls) / 2
     rows: dict[tuple[str, str], list[Row]] = defaultdict(list)

@@ -171,7 +171,7 @@ class FakeRunner:
     spoil: Callable[[TaskSlice], str | None] = lambda task_slice: None
     done: MutableSequence[TaskSlice] = field(default_factory=list)
     name: str = "runner-0"
-    make: Callable[[TaskSlice, int, Version], Experience] = field(default_factory=lambda: one_experience)
+    make: Callable[[TaskSlice, int, Version], Experience] = field(default_factory=lambda: small_experience)
     answer: Callable[[TaskSlice], str] = lambda task_slice: ""
     """Returns the answer of each run of an evaluation's slice."""
 
@@ -222,7 +222,7 @@ class FakeRunner:
         await acknowledge(delivery)
 
 
-def one_experience(task_slice: TaskSlice, run: int, version: Version) -> Experience:
+def small_experience(task_slice: TaskSlice, run: int, version: Version) -> Experience:
     """Return a small experience of a run; its reward differs between runs."""
     return Experience(
         eid=EID(batch=task_slice.batch, task=task_slice.task_id, run=run),
@@ -255,4 +255,4 @@ class FakeRunnerAgent(Agent):
     async def serve(self) -> None:
         """Work until the explorer has finished."""
         over = self.woken.until(lambda: self.draining.is_set() or self.peers.explorer.finished)
-        await self.with_background(over, self._work(self.bus, self.topology))
+        await self.run_with_background(over, self._work(self.bus, self.topology))

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 CHUNK = 65536
 
 
-class CuttingProxy:
+class FaultProxy:
     """A proxy between a server and its clients, on loopback.
 
     Args:

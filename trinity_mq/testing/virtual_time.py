@@ -19,7 +19,7 @@ OWNER: contextvars.ContextVar[str | None] = contextvars.ContextVar("owner", defa
 """Name of the simulated process whose code runs. Its tasks and timers inherit it, so that the process can be frozen."""
 
 
-class StandsStill(Exception):
+class DeadlockError(Exception):
     """Every task waits and no timer is set: a deadlock."""
 
 
@@ -35,7 +35,7 @@ class _JumpingSelector(selectors.SelectSelector):
         if ready or timeout == 0:
             return ready
         if timeout is None:
-            raise StandsStill("every task waits and no timer is set")
+            raise DeadlockError("every task waits and no timer is set")
         self.now += timeout
         return ready
 

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from trinity_mq.algorithms.estimators import estimate
 from trinity_mq.algorithms.estimators.runs import with_scores
-from trinity_mq.algorithms.regularisers import adapted, sampler_kl
+from trinity_mq.algorithms.regularisers import adapt_coefficient, sampler_kl
 from trinity_mq.config.algorithm.reference import RewardKL
 from trinity_mq.config.run import Config
 from trinity_mq.experience import ExperienceBatch
 from trinity_mq.training.critic import Critic, Targets
-from trinity_mq.training.packing import flatten
+from trinity_mq.training.packing import train_tokens
 from trinity_mq.training.reference import Reference
 
 
@@ -38,7 +38,7 @@ class Memory:
 
 
 @dataclass(frozen=True)
-class Advantages:
+class AdvantageResult:
     """Experiences of a train step with their advantages, plus the tensors and metrics computed along the way."""
 
     batch: ExperienceBatch
@@ -60,7 +60,7 @@ def trainer_advantages(
     memory: Memory,
     critic: Critic | None = None,
     reference: Reference | None = None,
-) -> Advantages:
+) -> AdvantageResult:
     """Compute the advantages of a train step's samples with an estimator that runs in the trainer.
 
     Args:
@@ -91,7 +91,7 @@ def trainer_advantages(
         inputs["baselines"] = baselines
     if critic is not None or algorithm.reward_kl is not None:
         # Only the states matter for this packing, but flatten() requires an advantages field.
-        tokens = flatten(with_scores(batch, [0.0] * len(batch)), algorithm, weights, step)
+        tokens = train_tokens(with_scores(batch, [0.0] * len(batch)), algorithm, weights, step)
         model = critic or reference
         assert model is not None
         batches = model.division.of(tokens, range(len(batch)))
@@ -110,7 +110,7 @@ def trainer_advantages(
     if critic is not None:
         targets, more_metrics = _critic_targets(estimated, values[remaining], critic)
         metrics |= more_metrics
-    return Advantages(
+    return AdvantageResult(
         estimated, Memory(baselines, coef), metrics, targets, None if ref is None else ref[remaining[mask]]
     )
 
@@ -137,7 +137,7 @@ def _penalty(
     if not len(means):
         return used * kl, coef, {}
     mean = float(means.mean())
-    following = None if args.target is None else adapted(used, mean, len(means), args)
+    following = None if args.target is None else adapt_coefficient(used, mean, len(means), args)
     return used * kl, following, {"actor/kl_reward": mean, "actor/kl_reward_coef": used}
 
 

@@ -14,12 +14,12 @@ from torch.nn.utils import clip_grad_norm_
 from trinity_mq.algorithms.values import clipped_value_loss
 from trinity_mq.config.algorithm import CriticConfig
 from trinity_mq.config.run import Config
-from trinity_mq.training.checkpoints.state import Part, Parts, module_state, optimizer_part, optimizer_state
+from trinity_mq.training.checkpoints.state import Parts, StatePart, module_state, optimizer_part, optimizer_state
 from trinity_mq.training.model.attention import model_inputs
 from trinity_mq.training.model.policy import Policy
 from trinity_mq.training.packing import MicroBatch
 from trinity_mq.training.parallel.ranks import Ranks
-from trinity_mq.training.parallel.sharding import blocks, shard, sharded_states, whole
+from trinity_mq.training.parallel.sharding import blocks, gathered, shard, sharded_states
 
 CRITIC, CRITIC_OPTIMIZER = "critic", "critic_optimizer"
 """Names of the critic's parts in a checkpoint."""
@@ -132,7 +132,7 @@ class Critic:
             torch.autograd.backward(loss)
             total, cut = total + loss.detach(), cut + clipped.sum()
         self.ranks.sum(total, cut)
-        norm = whole(clip_grad_norm_(self.parameters, self.settings.clip_grad)).item()
+        norm = gathered(clip_grad_norm_(self.parameters, self.settings.clip_grad)).item()
         metrics = {"critic/vf_loss": total.item(), "critic/vf_clipfrac": cut.item() / tokens, "critic/grad_norm": norm}
         finite = math.isfinite(norm) and math.isfinite(metrics["critic/vf_loss"])
         if finite:
@@ -141,7 +141,7 @@ class Critic:
 
     def parts(self) -> Parts:
         """Return the critic's parts of a checkpoint: its live weights and its optimizer state."""
-        weights = Part(module_state(self.module), {"steps": self.steps})
+        weights = StatePart(module_state(self.module), {"steps": self.steps})
         return {CRITIC: weights, CRITIC_OPTIMIZER: optimizer_part(self._optimizer, self.module)}
 
     def restore(self, parts: Parts) -> None:

@@ -8,11 +8,11 @@ import numpy as np
 import torch
 
 from trinity_mq.algorithms.estimators.runs import is_finite, scores
-from trinity_mq.algorithms.mismatch import AGES, of_age
+from trinity_mq.algorithms.mismatch import AGES, age_mask
 from trinity_mq.experience import ExperienceBatch
 from trinity_mq.experience.ragged import Indexes
 from trinity_mq.experience.rules import DPO, RESPONSE_TRUNCATED
-from trinity_mq.training.packing import IMITATED, SAMPLED, TrainTokens
+from trinity_mq.training.packing import IMITATED, SAMPLED, StepTokens
 
 
 def tokens_of(batch: ExperienceBatch) -> Indexes:
@@ -49,7 +49,7 @@ def length_metrics(batch: ExperienceBatch) -> dict[str, float]:
     return metrics
 
 
-def token_metrics(tokens: TrainTokens, weights: Mapping[str, float]) -> dict[str, float]:
+def token_metrics(tokens: StepTokens, weights: Mapping[str, float]) -> dict[str, float]:
     """Return the number of trained tokens and the age of the sampled tokens in train steps. Where answers are imitated,
     also return their share of the sequences and the weight of their loss component.
 
@@ -62,7 +62,7 @@ def token_metrics(tokens: TrainTokens, weights: Mapping[str, float]) -> dict[str
         metrics |= {"data/expert_frac": float((tokens.role == IMITATED).mean()), "data/mu": weights["ce"]}
     ages = tokens.columns["staleness"][torch.from_numpy(np.repeat(tokens.role == SAMPLED, tokens.counts))]
     if len(ages):
-        shares = {name: of_age(ages, name).float().mean() for name in AGES}
+        shares = {name: age_mask(ages, name).float().mean() for name in AGES}
         staleness = {"mean": ages.float().mean(), "max": ages.max(), **shares}
         metrics |= {f"sample/staleness/tokens/{name}": float(value) for name, value in staleness.items()}
     return metrics

@@ -31,13 +31,13 @@ from trinity_mq.experience import Experience, ExperienceBatch
 from trinity_mq.runtime.errors import FatalError
 from trinity_mq.runtime.threads import run_to_end
 from trinity_mq.telemetry.trace import span
-from trinity_mq.training.advantages import Advantages, Memory, trainer_advantages
+from trinity_mq.training.advantages import AdvantageResult, Memory, trainer_advantages
 from trinity_mq.training.checkpoints.checkpoint import DamagedCheckpointError, Writer
-from trinity_mq.training.checkpoints.old_checkpoint import is_old, read_old_facts, read_old_parts
+from trinity_mq.training.checkpoints.old_checkpoint import is_legacy, read_old_facts, read_old_parts
 from trinity_mq.training.checkpoints.state import (
     HostCopies,
-    Part,
     Parts,
+    StatePart,
     flat,
     module_state,
     optimizer_part,
@@ -50,11 +50,11 @@ from trinity_mq.training.checkpoints.state import (
 from trinity_mq.training.critic import CRITIC, Critic, CriticTotals
 from trinity_mq.training.data_metrics import length_metrics, token_metrics, tokens_of
 from trinity_mq.training.guard import Guard
-from trinity_mq.training.model.policy import LearnerError, ModelNotLoadedError, Policy, chosen_device
+from trinity_mq.training.model.policy import LearnerError, ModelNotLoadedError, Policy, select_device
 from trinity_mq.training.optimizers import learning_rate, make_optimizer, restore_state, set_learning_rate
-from trinity_mq.training.packing import PAIRED, SAMPLED, TrainTokens, flatten, split, without_unknown
-from trinity_mq.training.parallel.ranks import Command, FailedElsewhereError, RankError, Ranks
-from trinity_mq.training.parallel.sharding import whole
+from trinity_mq.training.packing import PAIRED, SAMPLED, StepTokens, mask_nonfinite_logprobs, split, train_tokens
+from trinity_mq.training.parallel.ranks import FailedElsewhereError, RankCommand, RankError, Ranks
+from trinity_mq.training.parallel.sharding import gathered
 from trinity_mq.training.reference import Reference
 from trinity_mq.training.stopwatch import Stopwatch
 from trinity_mq.training.update import (
@@ -181,7 +181,7 @@ class TorchLearner:
 
         Args:
             experiences: Experiences with the fields that the loss needs, see
-                :func:`trinity_mq.training.packing.flatten`.
+                :func:`trinity_mq.training.packing.train_tokens`.
             step_number: Number of the train step, from 1. It determines learning rate, entropy and component weights,
                 mini-batches, token age and every random draw.
 
@@ -265,9 +265,9 @@ class TorchLearner:
         return self._loaded
 
     def _lead_open(self, checkpoint: Path | None) -> None:
-        if self._ranks.world > 1 and (why := self._config.not_sharded):
+        if self._ranks.world > 1 and (why := self._config.sharding_obstacle):
             raise LearnerError(f"the trainer was started with {self._ranks.world} processes, but {why}")
-        self._ranks.meet()
+        self._ranks.connect_store()
         place = None if checkpoint is None else str(checkpoint.absolute())
         try:
             with self._ranks.command("open", checkpoint=place):
@@ -297,7 +297,7 @@ class TorchLearner:
 
         def gather(name: str) -> Tensor:
             with self._ranks.together("gathering"), self._ranks.command("gather", weight=name):
-                return whole(policy.weight(name))
+                return gathered(policy.weight(name))
 
         # gather on the learner's thread, because all rank commands run there
         late = [(name, _Gathered(partial(self._pool.submit, gather, name))) for name, _, _ in policy.manifest()]
@@ -320,19 +320,19 @@ class TorchLearner:
         Raises:
             RankError: Another rank is gone.
         """
-        self._ranks.meet()
+        self._ranks.connect_store()
         patience = math.inf
         while (command := self._ranks.next(patience)).name != "end":
             patience = math.inf
             try:
-                with self._ranks.together(command.name), self._ranks.agreed(command.name):
+                with self._ranks.together(command.name), self._ranks.voting(command.name):
                     self._execute(command)
             except FatalError as error:
                 log.warning("command_failed", command=command.name, reason=str(error))
                 patience = AFTER_AN_ERROR
         self._ranks.close()
 
-    def _execute(self, command: Command) -> None:
+    def _execute(self, command: RankCommand) -> None:
         arguments = command.arguments
         if command.name == "open":
             self._open(None if arguments["checkpoint"] is None else Path(arguments["checkpoint"]))
@@ -340,18 +340,18 @@ class TorchLearner:
             self._step(ExperienceBatch.decode(command.body), arguments["number"])
         elif command.name == "copy":
             for tensor in flat(self._parts()).values():
-                whole(tensor)
+                gathered(tensor)
         elif command.name == "gather":
-            whole(self._opened[0].weight(arguments["weight"]))
+            gathered(self._opened[0].weight(arguments["weight"]))
         elif command.name == "canary":
             self._opened[0].sequence_logprobs(arguments["tokens"])
         else:
             raise RankError(f"rank 0 announced {command.name!r}, which is not known here: use one release on all")
 
     def _open(self, checkpoint: Path | None) -> None:
-        self._ranks.open(chosen_device(self._config.model.device))
+        self._ranks.open(select_device(self._config.model.device))
         load_plugins(self._config.algorithm)
-        old = checkpoint if checkpoint is not None and is_old(checkpoint) else None
+        old = checkpoint if checkpoint is not None and is_legacy(checkpoint) else None
         facts: dict[str, dict[str, Any]] = {}
         if checkpoint is not None:
             facts = read_old_facts(checkpoint) if old else read_facts(checkpoint)
@@ -379,7 +379,7 @@ class TorchLearner:
         self._guard = Guard(self._config.trainer.guard, self._memory.guard)
 
     def _take_weights(self, checkpoint: Path | None) -> None:
-        if checkpoint is None or is_old(checkpoint):  # a checkpoint of an earlier release holds a model folder
+        if checkpoint is None or is_legacy(checkpoint):  # a checkpoint of an earlier release holds a model folder
             self._open(checkpoint)
             return
         if self._loaded is None:
@@ -399,7 +399,7 @@ class TorchLearner:
             modules["reference"] = self._reference.policy.model
         if self._critic is not None:
             modules[CRITIC] = self._critic.module
-        if not is_old(checkpoint):
+        if not is_legacy(checkpoint):
             states = {name: module_state(module) for name, module in modules.items()}
             parts = read_parts(checkpoint, states | {"policy": policy.state()})
         elif policy.adapters is None:
@@ -421,8 +421,8 @@ class TorchLearner:
     def _parts(self) -> Parts:
         """Return everything that a checkpoint needs, as live tensors."""
         policy, optimizer = self._opened
-        parts = {"policy": Part(policy.state()), "optimizer": optimizer_part(optimizer, policy.model)}
-        parts["memory"] = Part(facts=asdict(self._memory))
+        parts = {"policy": StatePart(policy.state()), "optimizer": optimizer_part(optimizer, policy.model)}
+        parts["memory"] = StatePart(facts=asdict(self._memory))
         if self._reference is not None:
             parts["reference"] = self._reference.part()
         if self._critic is not None:
@@ -441,13 +441,13 @@ class TorchLearner:
         started = time.perf_counter()
         config = self._config.algorithm
         seed_step(self._config.seed, step_number)
-        batch, unknown = without_unknown(batch, config)
+        batch, unknown = mask_nonfinite_logprobs(batch, config)
         rate = learning_rate(config.optimizer, step_number, self._total_steps)
         set_learning_rate(self._opened[1], rate)
         weights = component_weights(config, step_number)
-        advantages = Advantages(batch, self._memory)
+        advantages = AdvantageResult(batch, self._memory)
         watch = Stopwatch(self._opened[0].device)
-        if config.advantages_in == "trainer":
+        if config.advantage_agent == "trainer":
             models = self._critic, self._reference
             with watch.part("score"):
                 advantages = trainer_advantages(batch, self._config, weights, step_number, self._memory, *models)
@@ -483,7 +483,7 @@ class TorchLearner:
         } | ({} if peak is None else {"perf/mfu": tflops / peak})
 
     def _train(
-        self, advantages: Advantages, weights: Mapping[str, float], step_number: int, watch: Stopwatch
+        self, advantages: AdvantageResult, weights: Mapping[str, float], step_number: int, watch: Stopwatch
     ) -> dict[str, float]:
         """Run the optimizer steps of a train step and return their metrics. Where ``advantages`` has critic targets,
         the critic's optimizer steps run too.
@@ -498,7 +498,7 @@ class TorchLearner:
         only_critic = critic is not None and critic.is_warming_up
         loss = StepLoss(config, weights, entropy_coefficient(config, step_number, self._total_steps))
         with span("pack tokens"):
-            tokens = flatten(batch, config, weights, step_number)
+            tokens = train_tokens(batch, config, weights, step_number)
         needed = set() if only_critic else needs(config, weights)
         with watch.part("score"):
             columns, before = self._score(tokens, needed, advantages.ref)
@@ -551,7 +551,7 @@ class TorchLearner:
         return metrics_of_step | critic_tally.metrics()
 
     def _score(
-        self, tokens: TrainTokens, needed: Collection[str], ref: Tensor | None
+        self, tokens: StepTokens, needed: Collection[str], ref: Tensor | None
     ) -> tuple[dict[str, Tensor], Scores | None]:
         """Return the columns ``old`` and ``ref`` of a train step, if needed, and all scores computed with ``old``. Each
         column takes one forward pass, before the weights change. A ``ref`` argument that is not None is used instead of

@@ -15,7 +15,7 @@ from torch.nn.utils import get_total_norm
 
 from trinity_mq.config.algorithm import OptimizerConfig
 from trinity_mq.training.model.policy import LearnerError
-from trinity_mq.training.parallel.sharding import sharded_states, whole
+from trinity_mq.training.parallel.sharding import gathered, sharded_states
 
 KIND = "optimizer_type"
 """Key of parameter groups, and therefore of a saved state, that names the optimizer type."""
@@ -238,7 +238,7 @@ def make_step(optimizer: torch.optim.Optimizer, *, offload: bool = False, part: 
             for parameter in chosen:
                 parameter.grad = None
             change = [after - old for after, old in zip(chosen, before, strict=True)]
-            norms = [whole(get_total_norm(change)), whole(get_total_norm(chosen))]
+            norms = [gathered(get_total_norm(change)), gathered(get_total_norm(chosen))]
             squares.append(torch.stack(norms).double().square())
     finally:
         for parameter, gradient in zip(parameters, gradients, strict=True):

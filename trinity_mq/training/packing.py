@@ -73,9 +73,9 @@ class MicroBatch:
     temperature: Tensor
     """float32 ``[tokens]``: sampling temperature; 1 for answers that the policy did not sample."""
     index: Tensor
-    """int64 ``[tokens]``: index of the token in :class:`TrainTokens`."""
+    """int64 ``[tokens]``: index of the token in :class:`StepTokens`."""
     sequence: Tensor
-    """int64 ``[tokens]``: index of the token's sequence in :class:`TrainTokens`."""
+    """int64 ``[tokens]``: index of the token's sequence in :class:`StepTokens`."""
     role: Tensor
     """int64 ``[tokens]``: ``SAMPLED``, ``IMITATED`` or ``PAIRED``."""
     mu: Tensor
@@ -135,8 +135,8 @@ class MicroBatch:
 
 
 @dataclass(frozen=True)
-class Division:
-    """How a model divides an optimizer step; the arguments of :meth:`TrainTokens.micro_batches`."""
+class DivisionSettings:
+    """How a model divides an optimizer step; the arguments of :meth:`StepTokens.micro_batches`."""
 
     max_tokens: int
     packed: bool = False
@@ -146,7 +146,7 @@ class Division:
     hidden_size: int = 1024
 
     def of(
-        self, tokens: TrainTokens, experiences: Sequence[int] | Indexes, reduction: Reduction | None = None
+        self, tokens: StepTokens, experiences: Sequence[int] | Indexes, reduction: Reduction | None = None
     ) -> list[MicroBatch]:
         """Return this rank's micro-batches. All ranks get the same number of micro-batches; some may be empty."""
         return tokens.micro_batches(
@@ -162,7 +162,7 @@ class Division:
 
 
 @dataclass(frozen=True)
-class TrainTokens:
+class StepTokens:
     """The sequences of a train step and their trained tokens, flat. The tokens of a sequence are contiguous, and so are
     the two sequences of a pair. Experiences without a trained token have no sequence.
     """
@@ -352,9 +352,9 @@ def split(size: int, count: int, seed: str) -> list[list[int]]:
     return [part for part in (order[start::count] for start in range(count)) if part]
 
 
-def flatten(
+def train_tokens(
     experiences: Sequence[Experience], config: LossConfig, weights: Mapping[str, float], step: int
-) -> TrainTokens:
+) -> StepTokens:
     """Return the trained tokens of a train step.
 
     A pair of answers gets the role ``PAIRED``. An experience is imitated if its ``info`` says ``is_expert``; so is
@@ -379,7 +379,7 @@ def flatten(
     plain = np.flatnonzero(active & (role != PAIRED))
     plain = plain[trained_tokens(batch.select(plain)) > 0]
     pairs = np.flatnonzero(active & (role == PAIRED))
-    halves = ExperienceBatch.of(split_dpo_experience_to_single_turn(batch.select(pairs).into_list()))
+    halves = ExperienceBatch.of(split_dpo_experience_to_single_turn(batch.select(pairs).to_shared_list()))
     whole = (trained_tokens(halves).reshape(-1, 2) > 0).all(1)
     pairs, halves = pairs[whole], halves.select(np.repeat(whole, 2))
     _check_lengths(batch.select(plain))
@@ -391,7 +391,7 @@ def flatten(
     return _flat(answers, np.concatenate([role[plain], np.full(len(halves), PAIRED)]), first, weights, step)
 
 
-def without_unknown(batch: ExperienceBatch, config: LossConfig) -> tuple[ExperienceBatch, int]:
+def mask_nonfinite_logprobs(batch: ExperienceBatch, config: LossConfig) -> tuple[ExperienceBatch, int]:
     """Mask out tokens whose logprob is not finite. Return the batch with an action mask of False where the engine's or
     the teacher's logprob of a sampled token is not finite, and the number of masked tokens. These tokens count in no
     loss and no denominator.
@@ -498,7 +498,7 @@ def _refuse(experiences: ExperienceBatch, wrong: Flags, why: str) -> None:
 
 def _flat(
     answers: ExperienceBatch, role: Indexes, first: Indexes, weights: Mapping[str, float], step: int
-) -> TrainTokens:
+) -> StepTokens:
     """Return the tensors of all sequences in ``answers``, without a Python loop over tokens.
 
     Args:
@@ -529,7 +529,7 @@ def _flat(
     if weights.get("ref_kl"):
         columns["teacher"] = _column(answers, "teacher_logprobs", responses, sampled)[keep]
     chosen = np.flatnonzero(sampled)
-    return TrainTokens(
+    return StepTokens(
         ids=answers.dense("tokens").long() if len(answers) else torch.zeros(0, dtype=torch.int64),
         starts=lengths.cumsum() - lengths,
         lengths=lengths,

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from trinity_mq.config.algorithm.reference import ReferenceConfig
 from trinity_mq.config.run import Config
-from trinity_mq.training.checkpoints.state import Part, module_state
+from trinity_mq.training.checkpoints.state import StatePart, module_state
 from trinity_mq.training.model.policy import LearnerError, Policy
-from trinity_mq.training.packing import Division, MicroBatch
+from trinity_mq.training.packing import DivisionSettings, MicroBatch
 from trinity_mq.training.parallel.ranks import Ranks
-from trinity_mq.training.parallel.sharding import whole
+from trinity_mq.training.parallel.sharding import gathered
 from trinity_mq.training.update import score
 
 
@@ -75,7 +75,7 @@ class Reference:
             self._leave_device()
 
     @property
-    def division(self) -> Division:
+    def division(self) -> DivisionSettings:
         """Division into micro-batches for this model."""
         return self.policy.division
 
@@ -93,10 +93,10 @@ class Reference:
             parameter.lerp_(new.detach().to(parameter.device), share)
         self.has_moved = True
 
-    def part(self) -> Part:
+    def part(self) -> StatePart:
         """Return the reference's part of a checkpoint, with its live weights if they have moved."""
         weights = module_state(self.policy.model) if self.has_moved else {}
-        return Part(weights, {"origin": self.origin, "has_moved": self.has_moved})
+        return StatePart(weights, {"origin": self.origin, "has_moved": self.has_moved})
 
 
 def _checked(weights_hash: str, origin: str | None, where: str) -> str:
@@ -116,6 +116,6 @@ def digest(policy: Policy) -> str:
         if name in adapters:
             continue
         hasher.update(name.encode())
-        data: Any = whole(tensor.detach()).cpu().contiguous().view(torch.uint8).numpy()
+        data: Any = gathered(tensor.detach()).cpu().contiguous().view(torch.uint8).numpy()
         hasher.update(memoryview(data).cast("B"))
     return hasher.hexdigest()

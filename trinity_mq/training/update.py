@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
 from trinity_mq.algorithms.corrections import step_choice
-from trinity_mq.algorithms.evaluator import evaluate, over_step, step_weights
-from trinity_mq.algorithms.mismatch import AGES, metrics_by, mismatch_metrics, mismatch_sums, of_age, sums_by
+from trinity_mq.algorithms.evaluator import evaluate, needs_whole_step, step_weights
+from trinity_mq.algorithms.mismatch import AGES, age_mask, metrics_by, mismatch_metrics, mismatch_sums, sums_by
 from trinity_mq.algorithms.regularisers import kl_estimate
 from trinity_mq.algorithms.scoring import Scores
-from trinity_mq.algorithms.view import TokenView, limited
+from trinity_mq.algorithms.view import TokenView, clamp_log_ratio
 from trinity_mq.config.agents import GuardConfig
 from trinity_mq.config.algorithm import AlgorithmConfig
 from trinity_mq.config.algorithm.pieces import CovarianceKL, LossConfig
@@ -26,7 +26,7 @@ from trinity_mq.training.model.policy import Policy
 from trinity_mq.training.optimizers import decay_factor, make_step
 from trinity_mq.training.packing import ROLES, SAMPLED, MicroBatch
 from trinity_mq.training.parallel.ranks import Ranks
-from trinity_mq.training.parallel.sharding import whole
+from trinity_mq.training.parallel.sharding import gathered
 from trinity_mq.training.stopwatch import Stopwatch
 
 Columns = Mapping[str, Tensor]
@@ -94,7 +94,9 @@ def token_view(batch: MicroBatch, logprob: Tensor, entropy: Tensor, columns: Col
 
 def compares_tokens(config: LossConfig) -> bool:
     """Return whether a part of the loss compares the tokens of a whole optimizer step."""
-    return any(map(over_step, config.correction)) or any(isinstance(term, CovarianceKL) for term in config.regularisers)
+    return any(map(needs_whole_step, config.correction)) or any(
+        isinstance(term, CovarianceKL) for term in config.regularisers
+    )
 
 
 @torch.no_grad()
@@ -264,10 +266,10 @@ def _observe(total: StepSums, samples: TokenView, engines: Mapping[str, Tensor])
     _add(total.sums, {"advantage_squares": advantage.square().sum(), "advantage_positive": (advantage > 0).sum()})
     _add_maxima(total.maxima, {"difference": difference.max()})
     if samples.ref is not None:
-        ref_difference = limited(samples.logprob.detach() - samples.ref)
+        ref_difference = clamp_log_ratio(samples.logprob.detach() - samples.ref)
         _add(total.sums, {f"kl_ref_{kind}": kl_estimate(ref_difference, kind).sum() for kind in ("k1", "k3")})
     sums, maxima = mismatch_sums(samples.where(samples.staleness == 0))
-    groups = {age: of_age(samples.staleness, age) for age in AGES}
+    groups = {age: age_mask(samples.staleness, age) for age in AGES}
     groups |= {f"engine/{name}": flags for name, flags in engines.items()}
     _add(total.mismatch, sums | sums_by(samples, groups))
     _add_maxima(total.mismatch_maxima, maxima)
@@ -323,7 +325,7 @@ def optimizer_step(
     optimizer.zero_grad()
     total = accumulate(policy, batches, loss, columns, watch)
     with watch.part("optimizer"):
-        norm = whole(clip_grad_norm_(policy.parameters, clip_grad)).item()
+        norm = gathered(clip_grad_norm_(policy.parameters, clip_grad)).item()
     with span("measure step"):
         metrics = step_metrics(total) | {"actor/grad_norm": norm}
     reason = guard.judge(

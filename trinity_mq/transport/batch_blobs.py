@@ -13,7 +13,7 @@ import structlog
 
 from trinity_mq.bus import Bus, BusError, Topology
 from trinity_mq.messages import DecodeError, ExperienceReference
-from trinity_mq.transport.blobs import CHUNKS, PARTS, BlobStore, StoreUnavailable, patiently
+from trinity_mq.transport.blobs import CHUNKS, PARTS, BlobStore, StoreUnavailable, run_with_store_retries
 
 log = structlog.get_logger(__name__)
 
@@ -38,7 +38,7 @@ def chunk_name(ticket: str, op: str, n: int) -> str:
     return f"{CHUNKS}/{ticket}/{op}-{n}.tmqx"
 
 
-async def stored(
+async def store_large_bodies(
     store: BlobStore | None, bodies: Sequence[bytes], max_bytes: int, name: Callable[[int], str]
 ) -> list[Content]:
     """Write each body over ``max_bytes`` into the store, under the name for its index. Return the message contents in
@@ -53,7 +53,7 @@ async def stored(
         if store is None or len(body) <= max_bytes:
             contents.append(body)
         else:
-            contents.append(await patiently(store.put, name(n), body))
+            contents.append(await run_with_store_retries(store.put, name(n), body))
     return contents
 
 
@@ -65,7 +65,7 @@ async def delete_blobs(store: BlobStore | None, *names: str) -> None:
 
 async def _delete(delete: Callable[..., None], *names: str) -> None:
     try:
-        await patiently(delete, *names, seconds=DELETE_PATIENCE)
+        await run_with_store_retries(delete, *names, seconds=DELETE_PATIENCE)
     except (StoreUnavailable, DecodeError) as error:
         log.warning("blobs_left", names=names, reason=str(error))
 
@@ -102,7 +102,7 @@ def _delete_tickets(store: BlobStore, tickets: Collection[str], kind: str) -> No
     store.delete(*(f"{kind}/{ticket}" for ticket in store.folders(kind) if ticket in tickets))
 
 
-class Sweep:
+class BlobSweep:
     """Removes the blobs of batches whose queue no longer exists, for example after a crash.
 
     A queue exists before the first slice of its batch is published, so blobs without a queue are no longer needed. They
@@ -130,11 +130,11 @@ class Sweep:
             BusError: The broker does not answer.
         """
         now = asyncio.get_running_loop().time()
-        tickets = await patiently(self._store.folders, PARTS)
+        tickets = await run_with_store_retries(self._store.folders, PARTS)
         orphans = [
             ticket for ticket in tickets if await self._bus.depth(self._topology.batch_queue(0, ticket).name) is None
         ]
         self._gone_since = {ticket: self._gone_since.get(ticket, now) for ticket in orphans}
         for ticket, since in self._gone_since.items():
             if now - since >= GRACE:
-                await patiently(self._store.delete, f"{PARTS}/{ticket}")
+                await run_with_store_retries(self._store.delete, f"{PARTS}/{ticket}")

@@ -48,7 +48,7 @@ class BlobDamaged(DecodeError):
     """A blob that does not match its reference."""
 
 
-class BlobGone(DecodeError):
+class BlobMissing(DecodeError):
     """A blob that does not exist in an available store."""
 
 
@@ -57,7 +57,7 @@ class StoreUnavailable(Exception):
 
 
 class BlobStore:
-    """The blobs of one run. All methods block: call them in a thread with :func:`patiently`.
+    """The blobs of one run. All methods block: call them in a thread with :func:`run_with_store_retries`.
 
     Args:
         url: ``broker.blob_store``, without a slash at its end.
@@ -196,7 +196,7 @@ class BlobStore:
 
     def _missing(self, name: str) -> Exception:
         if self._fs.exists(self._path(MARK)):
-            return BlobGone(f"blob {name} does not exist in {self.url}")
+            return BlobMissing(f"blob {name} does not exist in {self.url}")
         return StoreUnavailable(
             f"{self.url} holds neither blob {name} nor the file {MARK!r} that every run has: is it mounted? If it was "
             f"emptied on purpose, put an empty file {MARK!r} there"
@@ -252,7 +252,7 @@ def open_store(broker: BrokerConfig, run: str) -> BlobStore | None:
     return store
 
 
-async def patiently(function: Callable[..., T], *args: Any, seconds: float = STORE_PATIENCE) -> T:
+async def run_with_store_retries(function: Callable[..., T], *args: Any, seconds: float = STORE_PATIENCE) -> T:
     """Run ``function`` in a thread, and retry while the store is unavailable.
 
     Raises:
@@ -272,7 +272,7 @@ async def patiently(function: Callable[..., T], *args: Any, seconds: float = STO
         raise StoreUnavailable(f"not done within {seconds:g} s; {last or 'the blob store does not answer'}") from last
 
 
-def resolve(store: BlobStore | None, body: bytes, content_type: str | None) -> bytes:
+def resolve_body(store: BlobStore | None, body: bytes, content_type: str | None) -> bytes:
     """Return the experience body: ``body`` itself, or the blob that it refers to.
 
     Raises:
@@ -289,7 +289,7 @@ def resolve(store: BlobStore | None, body: bytes, content_type: str | None) -> b
     return store.get(reference)
 
 
-def carried_bytes(store: BlobStore | None, body: bytes, content_type: str | None) -> int:
+def resolved_size(store: BlobStore | None, body: bytes, content_type: str | None) -> int:
     """Return the bytes that a body takes after its reference is resolved. A reference that will be refused counts with
     its own size.
     """

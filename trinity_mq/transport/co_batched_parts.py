@@ -27,7 +27,7 @@ MAX_COUNT_DIGITS = 6
 
 
 @dataclass(frozen=True)
-class Member:
+class PartMember:
     """Contribution of one attempt to a shared part."""
 
     task_slice: TaskSlice

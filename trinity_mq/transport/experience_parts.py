@@ -16,8 +16,8 @@ from trinity_mq.messages import BatchClosed, TaskSlice, Version, encode
 from trinity_mq.runtime.deliveries import EXPERIENCES, REFERENCE
 from trinity_mq.telemetry.trace import parent_header
 from trinity_mq.transport.batch_blobs import Content
-from trinity_mq.transport.blobs import BlobStore, resolve
-from trinity_mq.transport.co_batched_parts import AttemptRows, Member, PartKey
+from trinity_mq.transport.blobs import BlobStore, resolve_body
+from trinity_mq.transport.co_batched_parts import AttemptRows, PartKey, PartMember
 
 
 def split_to_size(
@@ -67,7 +67,7 @@ def part_message(
     return _message("experience_part", f"{attempt}-{part}", content, headers)
 
 
-def shared_part_message(members: Sequence[Member], body: bytes) -> Envelope:
+def shared_part_message(members: Sequence[PartMember], body: bytes) -> Envelope:
     """Return the part for ``members`` of one ticket; ``body`` holds their experiences in this order. A single member
     gets an ordinary part.
     """
@@ -102,14 +102,14 @@ def _message(kind: str, message_id: str, content: Content, headers: dict[str, He
 
 
 @dataclass(frozen=True)
-class Part:
+class ReceivedPart:
     """Received experiences of one attempt: a message, or some rows of a message."""
 
     incoming: Incoming
     share: AttemptRows
 
 
-def requested_parts(manifest: BatchClosed, parts: Mapping[PartKey, Part]) -> Iterable[tuple[str, Envelope]]:
+def requested_parts(manifest: BatchClosed, parts: Mapping[PartKey, ReceivedPart]) -> Iterable[tuple[str, Envelope]]:
     """Yield ``(reply_to, part)`` for submitters that requested the experiences of their task.
 
     A reference is sent unresolved. A submitter without access to the store gets only the reference. A submitter with
@@ -141,7 +141,7 @@ def requested_parts(manifest: BatchClosed, parts: Mapping[PartKey, Part]) -> Ite
                 )
 
 
-def _body_of_attempt(part: Part) -> bytes | None:
+def _body_of_attempt(part: ReceivedPart) -> bytes | None:
     """Return a body with the experiences of this attempt only; None if the part does not decode."""
     body = part.incoming.body
     if part.share.rows is None:
@@ -152,7 +152,9 @@ def _body_of_attempt(part: Part) -> bytes | None:
         return None
 
 
-def decode_parts(parts: Iterable[Part], store: BlobStore | None) -> tuple[ExperienceBatch, list[tuple[Incoming, str]]]:
+def decode_parts(
+    parts: Iterable[ReceivedPart], store: BlobStore | None
+) -> tuple[ExperienceBatch, list[tuple[Incoming, str]]]:
     """Return the experiences in ``parts``, in order, and the messages that do not decode, each with its reason.
 
     Raises:
@@ -169,7 +171,7 @@ def decode_parts(parts: Iterable[Part], store: BlobStore | None) -> tuple[Experi
         try:
             if id(incoming) not in bodies and id(incoming) not in bad:
                 # decode everything now: a malformed part from another program can still be parked here
-                whole = ExperienceBatch.decode(resolve(store, incoming.body, incoming.content_type)).settle()
+                whole = ExperienceBatch.decode(resolve_body(store, incoming.body, incoming.content_type)).settle()
                 part.share.check(len(whole))
                 bodies[id(incoming)], first[id(incoming)] = whole, total
                 total += len(whole)

@@ -28,7 +28,7 @@ Which = Annotated[int, Field(ge=0)] | Annotated[str, Field(min_length=1)]
 """An auxiliary model: its position in ``explorer.auxiliary_models``, from 0, or its name there."""
 
 
-def auxiliary_place(workflow: Workflow, which: int | str, purpose: str) -> int:
+def auxiliary_index(workflow: Workflow, which: int | str, purpose: str) -> int:
     """Return the position of an auxiliary model among the auxiliary models of a workflow.
 
     Args:
@@ -51,7 +51,7 @@ def auxiliary_place(workflow: Workflow, which: int | str, purpose: str) -> int:
 
 
 @contextlib.contextmanager
-def asking(model: ModelWrapper, purpose: str) -> Iterator[None]:
+def auxiliary_errors(model: ModelWrapper, purpose: str) -> Iterator[None]:
     """Convert failures of an auxiliary model into AuxiliaryError. Such a failure does not move the run to another
     rollout engine. EngineNotReady passes through, so the caller waits for the model as usual.
 

@@ -25,7 +25,7 @@ class DualWorkflow(Workflow):
     """
 
     def run(self) -> list[Experience]:
-        return completed(self.body())
+        return run_to_completion(self.body())
 
     async def run_async(self) -> list[Experience]:
         return await self.body()
@@ -35,7 +35,7 @@ class DualWorkflow(Workflow):
         raise NotImplementedError(f"{type(self).__name__} has no body(); write it")
 
 
-def completed(coroutine: Coroutine[Any, Any, T]) -> T:
+def run_to_completion(coroutine: Coroutine[Any, Any, T]) -> T:
     """Return the result of a coroutine that never waits."""
     try:
         coroutine.send(None)
@@ -53,7 +53,7 @@ async def call(asynchronous: bool, owner: Any, name: str, *args: Any, **keywords
     return getattr(owner, name)(*args, **keywords)
 
 
-async def compute(asynchronous: bool, function: Callable[[], T], name: str) -> T:
+async def run_in_thread_if_async(asynchronous: bool, function: Callable[[], T], name: str) -> T:
     """Return the result of a computing function. On an event loop, the function runs in a thread called ``name``."""
 
     def computed() -> T:

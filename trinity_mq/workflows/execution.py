@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Awaitable, Callable
 
 from trinity_mq.experience import Experience
-from trinity_mq.experience.fields import short
+from trinity_mq.experience.fields import short_repr
 from trinity_mq.runtime.threads import in_thread, interrupt
 from trinity_mq.workflows.errors import RunFailedError
 from trinity_mq.workflows.workflow import Workflow
@@ -59,7 +59,7 @@ async def execute(
             raise
         raise RunFailedError(f"{kind.__name__} cancelled itself") from None
     if not isinstance(result, list) or not all(isinstance(item, Experience) for item in result):
-        raise RunFailedError(f"{kind.__name__} returned {short(result)}, wanted a list of experiences")
+        raise RunFailedError(f"{kind.__name__} returned {short_repr(result)}, wanted a list of experiences")
     if not result:
         raise RunFailedError(f"{kind.__name__} returned no experience; a run gives at least one")
     return result

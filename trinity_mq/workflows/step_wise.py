@@ -123,7 +123,7 @@ class _StepRewards(RecordedWorkflow):
         return experiences
 
 
-class RewardedAtTheEnd(RecordedWorkflow):
+class FinalRewardWorkflow(RecordedWorkflow):
     """Base of workflows with one reward at the end, which is given to the experiences of all steps."""
 
     async def body(self) -> list[Experience]:
@@ -174,7 +174,7 @@ class AsyncStepWiseRewardWorkflow(_StepRewards):
         """Return the reward of step ``step_num``, which produced ``exps``."""
 
 
-class RewardPropagationWorkflow(RewardedAtTheEnd):
+class RewardPropagationWorkflow(FinalRewardWorkflow):
     """A workflow of several steps with one reward at the end, given to all steps."""
 
     @abstractmethod
@@ -186,7 +186,7 @@ class RewardPropagationWorkflow(RewardedAtTheEnd):
         """Return the reward of the whole run, which produced ``exps``."""
 
 
-class AsyncRewardPropagationWorkflow(RewardedAtTheEnd):
+class AsyncRewardPropagationWorkflow(FinalRewardWorkflow):
     """:class:`RewardPropagationWorkflow` on the event loop."""
 
     is_async = True

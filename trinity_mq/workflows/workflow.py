@@ -89,10 +89,10 @@ class Task:
         """
         if self.workflow is None:
             raise TaskError("the task has no workflow; set Task.workflow to a Workflow class")
-        self.sample_from(model)
+        self.inherit_sampling(model)
         return self.workflow(task=self, model=model, auxiliary_models=auxiliary_models)
 
-    def sample_from(self, model: ModelWrapper) -> None:
+    def inherit_sampling(self, model: ModelWrapper) -> None:
         """Make sampling parameters that the task does not set default to the parameters of ``model``, if it has any."""
         self.rollout_args = RolloutArgs(self.rollout_args, getattr(model, "sampling", None))
 
@@ -100,7 +100,7 @@ class Task:
         """Return the record."""
         return self.raw_task
 
-    def own_copy(self) -> Task:
+    def copy_for_run(self) -> Task:
         """Return a copy that a workflow may change without affecting another run."""
         return dataclasses.replace(
             self,

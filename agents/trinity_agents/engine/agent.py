@@ -21,7 +21,7 @@ import structlog
 
 from trinity_mq.config import Config
 from trinity_mq.config.threads import cpu_threads
-from trinity_mq.engines.host.ready_file import TOKEN_VARIABLE, announce, engine_digest, kept_descriptor, refuse
+from trinity_mq.engines.host.ready_file import TOKEN_VARIABLE, engine_digest, ready_descriptor, refuse, write_ready
 from trinity_mq.engines.server.admin_api import Receiver
 from trinity_mq.engines.server.server import EngineServer, ServerSettings
 from trinity_mq.engines.torch.generator import TextGenerator
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None, receiver: Receiver | None = Non
     parser.add_argument("--config", type=Path, required=True, help="the run's configuration as JSON")
     parser.add_argument("--id", required=True, help="the engine's id")
     parser.add_argument("--ready-file", type=Path, required=True, help="written once requests are taken")
-    parser.add_argument("--ready-fd", type=kept_descriptor, help="closed after that")
+    parser.add_argument("--ready-fd", type=ready_descriptor, help="closed after that")
     options = parser.parse_args(arguments)
     try:
         config = Config.model_validate(json.loads(options.config.read_bytes()))
@@ -123,7 +123,9 @@ async def _serve_generator(
 
     def ready(url: str) -> None:
         fields = {"token": token, "name": name, "model_path": str(folder), "fingerprint": fingerprint}
-        announce(options.ready_file, options.ready_fd, id=options.id, url=url, digest=engine_digest(config), **fields)
+        write_ready(
+            options.ready_file, options.ready_fd, id=options.id, url=url, digest=engine_digest(config), **fields
+        )
         log.info("engine_ready", engine=options.id, url=url, model=name, device=str(generator.device))
 
     async with asyncio.TaskGroup() as group:

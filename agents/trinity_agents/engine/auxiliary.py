@@ -22,7 +22,7 @@ import structlog
 
 from trinity_mq.config import AuxiliaryModelConfig, Config
 from trinity_mq.config.threads import cpu_threads
-from trinity_mq.engines.host.ready_file import TOKEN_VARIABLE, announce, engine_digest, kept_descriptor, refuse
+from trinity_mq.engines.host.ready_file import TOKEN_VARIABLE, engine_digest, ready_descriptor, refuse, write_ready
 from trinity_mq.models.errors import ModelError
 from trinity_mq.runtime.errors import EXIT_FATAL, FatalError
 from trinity_mq.runtime.event_loop import run_on_fast_loop
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--id", required=True, help="the engine's id")
     parser.add_argument("--auxiliary", required=True, help="the name of the model")
     parser.add_argument("--ready-file", type=Path, required=True, help="written once requests are taken")
-    parser.add_argument("--ready-fd", type=kept_descriptor, help="closed after that")
+    parser.add_argument("--ready-fd", type=ready_descriptor, help="closed after that")
     options = parser.parse_args(arguments)
     try:
         config = Config.model_validate(json.loads(options.config.read_bytes()))
@@ -69,11 +69,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 async def _hosted(config: Config, model: AuxiliaryModelConfig, options: argparse.Namespace) -> None:
     from trinity_mq.engines.server.server import EngineServer, ServerSettings
-    from trinity_mq.engines.torch.generator import fixed_generator, takes_no_weights
+    from trinity_mq.engines.torch.generator import auxiliary_generator, refuse_transfer
 
     assert model.model is not None
     threads = cpu_threads(config, model.num_threads)
-    generator, folder = fixed_generator(model, config.path / f"model-{model.name}", config.seed, num_threads=threads)
+    generator, folder = auxiliary_generator(
+        model, config.path / f"model-{model.name}", config.seed, num_threads=threads
+    )
     gc.collect()
     gc.freeze()  # for the reason see trinity_agents.engine.agent
     rollout = config.explorer.rollout_model
@@ -90,8 +92,8 @@ async def _hosted(config: Config, model: AuxiliaryModelConfig, options: argparse
         max_batch_delay=rollout.max_batch_delay,
         lease=rollout.lease,
     )
-    server = EngineServer(generator, settings, takes_no_weights)
-    server.state.hold_for_good()
+    server = EngineServer(generator, settings, refuse_transfer)
+    server.state.serve_fixed_weights()
     await _run(server, config, model, options, ready_fields)
 
 
@@ -123,7 +125,7 @@ async def _run(
     digest = engine_digest(config, model)
 
     def ready(url: str) -> None:
-        announce(
+        write_ready(
             options.ready_file, options.ready_fd, id=options.id, url=url, name=model.name, digest=digest, **ready_fields
         )
         log.info("engine_ready", engine=options.id, url=url, model=model.name)

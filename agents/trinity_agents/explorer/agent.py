@@ -25,12 +25,12 @@ from trinity_mq.runtime.agent import HEARTBEAT_LEASE, Agent
 from trinity_mq.runtime.plugins import add_plugins
 from trinity_mq.runtime.process import (
     claim_folder,
-    claimed_run,
-    folder_run,
+    claimed_run_id,
     mark_run_over,
-    note_run,
-    other_run,
+    other_run_error,
+    read_run_id,
     unmark_run_over,
+    write_run_id,
 )
 from trinity_mq.runtime.serve import run_daemon
 from trinity_mq.telemetry import MetricsWriter
@@ -124,10 +124,10 @@ class Explorer(Agent):
             FatalError: An explorer belongs to another run.
         """
         for status in self.peers.statuses("explorer", ExplorerStatus):
-            if status.run_id in {"", folder_run(self._folder)}:
+            if status.run_id in {"", read_run_id(self._folder)}:
                 continue
             if status.run_id != StateFile.of(self._folder).load().run_id:  # release 0.1.0 keeps the id only here
-                raise other_run(self.topology.run, self._folder, "explorer", status.run_id, status.place)
+                raise other_run_error(self.topology.run, self._folder, "explorer", status.run_id, status.place)
 
     def hosted_heartbeats(self) -> list[Heartbeat]:
         """Return the engines' heartbeats."""
@@ -146,7 +146,7 @@ class Explorer(Agent):
         state = self._file.load()  # with the lock, because another explorer may have changed the state before
         state.mark_gateways(self.topology.sessions.name)
         if not state.run_id:
-            await begin_run(state, self.bus, self.topology, claimed_run(self._folder))
+            await begin_run(state, self.bus, self.topology, claimed_run_id(self._folder))
         self.bus.run_id = state.run_id
         state.incarnations += 1
         sources = self._taskset, self._eval_sets, await asyncio.to_thread(checksums, self.config)
@@ -155,7 +155,7 @@ class Explorer(Agent):
         # would use the same numbers. The loop is created first, because a save moves the observations that the loop
         # reads from the state into the file.
         await self._file.save(state)
-        note_run(self._folder, state.run_id)
+        write_run_id(self._folder, state.run_id)
         self.heartbeat_seq = state.incarnations << 32  # heartbeats of a later process always have higher numbers
         self.exploration = exploration
         if state.finished:
@@ -168,11 +168,11 @@ class Explorer(Agent):
         try:
             await hosted.start()
             background = await self.exploration.background()
-            await self.with_background(self.exploration.run(), self.restart_without_lock(), *background)
+            await self.run_with_background(self.exploration.run(), self.restart_when_lock_lost(), *background)
             await hosted.leave()
             if state.finished:
                 await asyncio.to_thread(mark_run_over, self._folder)  # agents that start later see the mark
-                await self.exploration.see_off()
+                await self.exploration.announce_end()
         finally:
             # A drained or finished run needs no engines; after a failure the next explorer adopts the engines.
             await hosted.close(stop=self.draining.is_set() or state.finished)

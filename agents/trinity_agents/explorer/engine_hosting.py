@@ -16,7 +16,7 @@ from trinity_mq.bus import Bus, Topology
 from trinity_mq.config import Config
 from trinity_mq.messages import EngineStatus, ExplorerStatus, Heartbeat
 from trinity_mq.runtime.agent import Agent
-from trinity_mq.runtime.errors import FatalError, RestartMe
+from trinity_mq.runtime.errors import FatalError, RestartRequested
 from trinity_mq.runtime.serve import run_daemon
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class EngineHosting(Agent):
         before = self.bus.run_id
         self._is_of_another_run = before is not None and before != explorer.run_id
         if self._is_of_another_run:
-            raise RestartMe(f"the explorer has begun another run: {explorer.run_id} in place of {before}")
+            raise RestartRequested(f"the explorer has begun another run: {explorer.run_id} in place of {before}")
         super().follow_run(explorer)
 
     async def serve(self) -> None:
@@ -83,7 +83,7 @@ class EngineHosting(Agent):
             await self.hosted.start()
             self.set_state("working")
             background = await self.hosted.background()
-            await self.with_background(self.woken.until(self._is_over), self.restart_without_lock(), *background)
+            await self.run_with_background(self.woken.until(self._is_over), self.restart_when_lock_lost(), *background)
             await self.hosted.leave()
         finally:
             await self.hosted.close(stop=self._is_over() or self._is_of_another_run)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from trinity_mq.config import SyncConfig
 from trinity_mq.messages import GateStatus, Heartbeat, MemberStatus, SyncEvent, TrainerStatus, Version
-from trinity_mq.models.engine_selection import known_model
+from trinity_mq.models.engine_selection import announced_model
 from trinity_mq.models.inference import ModelRole
 from trinity_mq.runtime.agent import HEARTBEAT_LEASE, Agent
 from trinity_mq.runtime.errors import FatalError
@@ -168,7 +168,7 @@ class HostedEngines:
     def _remote_versions(self) -> list[Version]:
         """Return the versions that the engines of other hosts serve."""
         own_ids = {engine.snapshot.id for engine in self.engines}
-        models = [known_model(beat) for beat in self._agent.peers.alive("engine") if beat.id not in own_ids]
+        models = [announced_model(beat) for beat in self._agent.peers.alive("engine") if beat.id not in own_ids]
         return [
             model.version
             for model in models

@@ -45,7 +45,7 @@ from trinity_mq.runtime.deliveries import (
     envelope,
     handle_or_set_aside,
 )
-from trinity_mq.runtime.errors import FatalError, is_of_content, reason_of
+from trinity_mq.runtime.errors import FatalError, dead_letter_reason, is_content_error
 from trinity_mq.runtime.process import place
 from trinity_mq.telemetry.evaluations.log import EvaluationLog
 from trinity_mq.telemetry.trace_ids import TRACEPARENT, read_traceparent
@@ -285,7 +285,7 @@ class ExplorerLoop:
 
     def _has_final_weights(self) -> bool:
         trainer = self.agent.peers.trainer
-        if not (trainer.finished and self.batches.are_all_consumed):
+        if not (trainer.finished and self.batches.all_consumed):
             return False
         return self.hosted.version == (trainer.generation, trainer.step)
 
@@ -300,7 +300,7 @@ class ExplorerLoop:
             log.info("runners_left_behind")
         await self.save()
 
-    async def see_off(self) -> None:
+    async def announce_end(self) -> None:
         """Keep announcing the end of the run until each living agent has received it, at most two heartbeat leases.
 
         An agent that is restarting or disconnected and cannot read the run's folder would otherwise wait forever.
@@ -515,9 +515,9 @@ class ExplorerLoop:
                     f"the task takes {size} bytes in a message; broker.max_message_bytes leaves {limit} for it"
                 )
         except Exception as error:
-            if not is_of_content(error):
+            if not is_content_error(error):
                 raise
-            reason = str(error) if isinstance(error, NotAllowed) else reason_of(error)
+            reason = str(error) if isinstance(error, NotAllowed) else dead_letter_reason(error)
             self.dispatcher.refused_submissions += 1
             await self._refuse(ref, "failed", reason)
             await dead_letter(agent.bus, agent.topology, delivery, reason, agent.id)

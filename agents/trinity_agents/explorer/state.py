@@ -19,8 +19,8 @@ from pydantic import BaseModel, Field, ValidationError
 from trinity_agents.explorer.in_flight import InFlightBatch, InFlightBatches, PendingTask, SubmittedTask
 from trinity_mq.data import TaskStats
 from trinity_mq.dispatch.tickets import SubmissionRef, Ticket
-from trinity_mq.runtime.errors import FatalError, RestartMe
-from trinity_mq.runtime.state_formats import refuse_newer
+from trinity_mq.runtime.errors import FatalError, RestartRequested
+from trinity_mq.runtime.state_formats import check_readable_format
 
 
 class Observation(BaseModel):
@@ -170,7 +170,7 @@ class StateFile:
             return ExplorerState()
         try:
             with self._database() as database:
-                refuse_newer(self._path, _format(database), NEWEST_FORMAT)
+                check_readable_format(self._path, _format(database), NEWEST_FORMAT)
                 bodies: dict[str, bytes] = dict(database.execute("SELECT name, body FROM part"))
                 observed = _observations(database)
             self._last_mark = bodies.pop("writer")
@@ -344,8 +344,8 @@ def _observations(database: sqlite3.Connection) -> list[dict[str, Any]]:
     return [{"ticket": ticket, "stats": _unpack(body)} for ticket, body in rows]
 
 
-def _taken_over(path: Path) -> RestartMe:
-    return RestartMe(f"{path}: another explorer has gone on with this run; this one starts anew from there")
+def _taken_over(path: Path) -> RestartRequested:
+    return RestartRequested(f"{path}: another explorer has gone on with this run; this one starts anew from there")
 
 
 def _ticket_parts(ticket: Ticket, written: int) -> Iterator[tuple[str, Any]]:

@@ -17,7 +17,7 @@ from trinity_mq.dispatch.pacing import Counters, last_with_room
 from trinity_mq.dispatch.tickets import SubmissionRef, Ticket
 from trinity_mq.gateway.recorded_call import RECORDED_SESSIONS
 from trinity_mq.messages import TaskBody
-from trinity_mq.rewards.outsiders import allowed_task
+from trinity_mq.rewards.outsiders import restrict_task
 
 log = structlog.get_logger(__name__)
 
@@ -176,7 +176,7 @@ class TaskSource:
             NotAllowed: The task uses a name or a setting that ``outsiders`` does not allow.
         """
         if not (by_gateway and task.workflow == RECORDED_SESSIONS):
-            task = allowed_task(self._config, task)
+            task = restrict_task(self._config, task)
         grouped = exact_runs or task.is_eval or task.repeat_times > 1
         return task if grouped else task.model_copy(update={"repeat_times": self._config.algorithm.repeat_times})
 

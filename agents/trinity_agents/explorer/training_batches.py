@@ -422,6 +422,6 @@ class TrainingBatches:
         )
 
     @property
-    def are_all_consumed(self) -> bool:
+    def all_consumed(self) -> bool:
         """Whether every opened batch has been closed and consumed by the trainer."""
         return not self._open_batches and not self._state.following.tickets

@@ -12,8 +12,8 @@ from collections.abc import Awaitable, Callable
 
 import structlog
 
-from trinity_agents.gateway.stream_book import EVENT, OUTSIDE, StreamBook
-from trinity_agents.gateway.submissions import Submissions, all_of, task_of
+from trinity_agents.gateway.stream_book import EVENT, OUTSIDE, SessionStream
+from trinity_agents.gateway.submissions import Submissions, gather_limited, task_of
 from trinity_mq.bus import Bus, BusUnavailable, Delivery, Incoming, StreamCut, Topology
 from trinity_mq.config import Config
 from trinity_mq.gateway.book import BookUnavailable
@@ -28,7 +28,7 @@ from trinity_mq.messages import (
 )
 from trinity_mq.runtime.deliveries import dead_letter, decode_or_dead_letter
 
-__all__ = ["Acting", "task_of"]
+__all__ = ["ActingGateway", "task_of"]
 
 log = structlog.get_logger(__name__)
 
@@ -45,7 +45,7 @@ TOLD_PAUSE = 1.0
 """Unpublished pause in seconds from which a mark is published at once."""
 
 
-class Acting:
+class ActingGateway:
     """The acting gateway's work.
 
     Args:
@@ -63,7 +63,7 @@ class Acting:
         config: Config,
         bus: Bus,
         topology: Topology,
-        book: StreamBook,
+        book: SessionStream,
         *,
         agent_id: str,
         clock: Callable[[], float] = time.time,
@@ -114,7 +114,7 @@ class Acting:
         await self._publish_time_mark()
         await self._refuse()
         due = self._book.ledger.due(self._book.now())
-        await all_of(self._book.say(event, _id_of(event)) for event in due)
+        await gather_limited(self._book.say(event, _id_of(event)) for event in due)
         await self._carry()
         await self._submissions.submit()
 
@@ -135,7 +135,7 @@ class Acting:
             is_news = paused - marked_pause >= TOLD_PAUSE
             if not is_news and (not self._book.ledger.live or now - marked_at < TELL_SECONDS):
                 return
-        await self._book.tell_time()
+        await self._book.publish_time_mark()
         self._last_mark = (now, paused)
 
     # -- refused messages
@@ -171,7 +171,7 @@ class Acting:
         for session in carried:
             log.info("session_carried", session=session.id, events=len(session.events), bytes=session.size)
             for event in list(session.events):
-                await self._book.carry(event)
+                await self._book.republish(event)
         outcomes = {session.batch.submission_id: session.batch for session in carried if session.batch is not None}
         for submission, outcome in outcomes.items():
             await self._book.publish(outcome, f"outcome-{submission}")

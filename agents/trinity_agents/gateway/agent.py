@@ -17,8 +17,8 @@ from collections.abc import Callable
 import structlog
 from aiohttp import web
 
-from trinity_agents.gateway.acting import Acting
-from trinity_agents.gateway.stream_book import StreamBook
+from trinity_agents.gateway.acting import ActingGateway
+from trinity_agents.gateway.stream_book import SessionStream
 from trinity_mq.bus import Bus, Topology
 from trinity_mq.config import Config
 from trinity_mq.gateway.access import Access, read_keys
@@ -68,7 +68,7 @@ class Gateway(Agent):
         self._access = Access(read_keys(config.gateway.key_file))
         self._tls = _tls(config)
         self._selector = EngineSelector(lambda: self.peers.alive("engine"))
-        self.book: StreamBook | None = None
+        self.book: SessionStream | None = None
         self._app: GatewayApp | None = None
         self._acts = False
         self.url = ""
@@ -107,7 +107,7 @@ class Gateway(Agent):
                 stack.callback(self._metrics.close)
             clients = await stack.enter_async_context(EngineClients())
             recording = await stack.enter_async_context(asyncio.TaskGroup())
-            self.book = StreamBook(
+            self.book = SessionStream(
                 self.bus,
                 self.topology,
                 record_timeout=settings.record_timeout,
@@ -123,7 +123,7 @@ class Gateway(Agent):
             self._app = GatewayApp(
                 AppSettings.of(self.config), self.book, engines, self._access, self._public_url, self._clock
             )
-            await self.with_background(
+            await self.run_with_background(
                 self._serve_http(self._app),
                 self.book.follow(),
                 self._act(self.book),
@@ -163,14 +163,14 @@ class Gateway(Agent):
     def _public_url(self) -> str:
         return (self.config.gateway.public_url or self.url).rstrip("/")
 
-    async def _act(self, book: StreamBook) -> None:
+    async def _act(self, book: SessionStream) -> None:
         """Act for the run once no other gateway holds the lock."""
         await book.changed.until(book.is_ready)
         self.heartbeat_now()
         if not await self.take_lock("gateway", "working", "", until=self.draining.is_set):
             return
         self._acts = True
-        acting = Acting(
+        acting = ActingGateway(
             self.config,
             self.bus,
             self.topology,
@@ -179,7 +179,7 @@ class Gateway(Agent):
             clock=self._clock,
             may_act=lambda: self.lock is not None and self.lock.held,
         )
-        await self.with_background(self.restart_without_lock(), acting.run())
+        await self.run_with_background(self.restart_when_lock_lost(), acting.run())
 
     async def _follow_engines(self) -> None:
         while True:

@@ -35,8 +35,8 @@ from trinity_mq.messages import (
     decode,
     decode_any,
 )
-from trinity_mq.runtime.deliveries import check_readable, envelope, in_hand, new_mark
-from trinity_mq.runtime.errors import is_of_content, reason_of
+from trinity_mq.runtime.deliveries import check_readable, envelope, message_in_hand, new_mark
+from trinity_mq.runtime.errors import dead_letter_reason, is_content_error
 from trinity_mq.runtime.notify import Notifier
 
 log = structlog.get_logger(__name__)
@@ -82,7 +82,7 @@ PUBLISH_COST = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class NotTaken:
+class RefusedMessage:
     """A message on the stream that is not an event, or an outsider's event that its session refused."""
 
     offset: int
@@ -90,7 +90,7 @@ class NotTaken:
     reason: str
 
 
-class StreamBook:
+class SessionStream:
     """The book of one gateway; see :class:`trinity_mq.gateway.book.Book`.
 
     Args:
@@ -117,7 +117,7 @@ class StreamBook:
         """Notified after each event that was read."""
         self.position = 0
         """Bytes of all events read so far."""
-        self.not_taken: list[NotTaken] = []
+        self.not_taken: list[RefusedMessage] = []
         """Messages for the acting gateway to dead-letter."""
         self.paused = 0.0
         """Seconds for which session time limits were paused, because agents could not have kept them."""
@@ -195,7 +195,7 @@ class StreamBook:
         mark = Mark(nonce=uuid.uuid4().hex)
         await self._publish_and_read_back(mark, f"mark-{mark.nonce}")
 
-    async def tell_time(self) -> None:
+    async def publish_time_mark(self) -> None:
         """Publish a mark with the current time and the paused seconds; raises the errors of :meth:`publish`."""
         mark = Mark(nonce=uuid.uuid4().hex)
         await self.publish(mark, f"time-{mark.nonce}")
@@ -218,7 +218,7 @@ class StreamBook:
         stamped = {**self._stamps(at), **(headers or {})}
         await self._publish(envelope(message, message_id=message_id, headers=stamped))
 
-    async def carry(self, event: Event) -> None:
+    async def republish(self, event: Event) -> None:
         """Publish a copy of an event that retention is about to remove; raises the errors of :meth:`publish`.
 
         The time includes the pauses, so that release 0.1.0, which does not know pauses, sees the same session age.
@@ -334,13 +334,13 @@ class StreamBook:
 
     def _take(self, delivery: Delivery, offset: int) -> None:
         try:
-            with in_hand(self._bus, delivery):
+            with message_in_hand(self._bus, delivery):
                 self._take_in(delivery, offset)
         except Exception as error:
-            if not is_of_content(error):
+            if not is_content_error(error):
                 raise
-            reason = f"does not decode: {error}" if isinstance(error, DecodeError) else reason_of(error)
-            self.not_taken.append(NotTaken(offset, delivery, reason))
+            reason = f"does not decode: {error}" if isinstance(error, DecodeError) else dead_letter_reason(error)
+            self.not_taken.append(RefusedMessage(offset, delivery, reason))
 
     def _take_in(self, delivery: Delivery, offset: int) -> None:
         message = _decoded(delivery)
@@ -350,7 +350,7 @@ class StreamBook:
         )
         if not is_own:
             if applied.taken == "refused":
-                self.not_taken.append(NotTaken(offset, delivery, applied.reason))
+                self.not_taken.append(RefusedMessage(offset, delivery, applied.reason))
             return
         for waiting in self._waiting.pop(delivery.message_id or "", ()):
             if not waiting.done():

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import structlog
 
-from trinity_agents.gateway.stream_book import StreamBook
+from trinity_agents.gateway.stream_book import SessionStream
 from trinity_mq.bus import Bus, BusUnavailable, MessageTooLarge, Topology
 from trinity_mq.bus.topology import BY_GATEWAY
 from trinity_mq.config import Config
@@ -16,7 +16,7 @@ from trinity_mq.gateway.ledger import Ledger
 from trinity_mq.gateway.recorded_call import RECORDED_SESSIONS
 from trinity_mq.gateway.session import Session
 from trinity_mq.messages import ContentError, SubmissionOutcome, TaskBody, TaskSubmission, encode
-from trinity_mq.rewards.outsiders import NotAllowed, allowed_task
+from trinity_mq.rewards.outsiders import NotAllowed, restrict_task
 from trinity_mq.runtime.deliveries import envelope
 from trinity_mq.runtime.errors import first_leaf
 from trinity_mq.telemetry.trace_ids import TRACEPARENT
@@ -54,7 +54,7 @@ class Submissions:
         book: The sessions.
     """
 
-    def __init__(self, config: Config, bus: Bus, topology: Topology, book: StreamBook) -> None:
+    def __init__(self, config: Config, bus: Bus, topology: Topology, book: SessionStream) -> None:
         self._config, self._bus, self._topology, self._book = config, bus, topology, book
         self._ledger: Ledger | None = None
         self._waiting: dict[str, None] = {}
@@ -97,7 +97,7 @@ class Submissions:
             batch = [
                 (name, sessions) for name in names[begin : begin + AT_ONCE] if (sessions := ledger.sessions_of(name))
             ]
-            taken = await all_of(self._publish(*entry) for entry in batch)
+            taken = await gather_limited(self._publish(*entry) for entry in batch)
             accepted = {name for (name, _), is_taken in zip(batch, taken, strict=True) if is_taken}
             self._submitted |= dict.fromkeys(accepted, now)
             for name in names[begin : begin + AT_ONCE]:
@@ -153,7 +153,7 @@ class Submissions:
         await self._book.publish(failed, f"{why}-{submission}")
 
 
-async def all_of(work: Iterable[Coroutine[object, object, T]]) -> list[T]:
+async def gather_limited(work: Iterable[Coroutine[object, object, T]]) -> list[T]:
     """Await all work, :data:`AT_ONCE` coroutines at a time, and return the results; raise the first error unwrapped."""
     waiting, results = list(work), list[T]()
     try:
@@ -215,4 +215,4 @@ def _replay(session: Session, config: Config) -> TaskBody:
         raw_task={taskset.format.prompt_key: question, **asked_for, **task},
         repeat_times=replay.runs,
     )
-    return allowed_task(config, body)
+    return restrict_task(config, body)

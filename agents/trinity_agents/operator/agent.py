@@ -14,7 +14,7 @@ from collections.abc import Callable
 import structlog
 
 from trinity_agents.operator.batch_publisher import BatchPublisher
-from trinity_agents.operator.batch_reader import BatchReader, BatchUnusable
+from trinity_agents.operator.batch_reader import BatchReader, UnusableBatch
 from trinity_agents.operator.chain_run import ChainRun
 from trinity_mq.bus import Bus, Consumer, Delivery, QueueGone, Topology
 from trinity_mq.config import Config
@@ -22,20 +22,20 @@ from trinity_mq.messages import BatchClosed, OperatorStatus
 from trinity_mq.operators import OperatorError
 from trinity_mq.runtime.agent import Agent
 from trinity_mq.runtime.deliveries import (
-    CrashNotes,
-    PastDeliveries,
+    CrashLog,
+    DeliveryHistory,
     acknowledge,
     dead_letter,
     decode_or_dead_letter,
-    give_back,
+    return_delivery,
 )
-from trinity_mq.runtime.errors import RestartMe, is_of_content, reason_of
+from trinity_mq.runtime.errors import RestartRequested, dead_letter_reason, is_content_error
 from trinity_mq.runtime.serve import run_daemon
 from trinity_mq.runtime.threads import stuck_threads
 from trinity_mq.telemetry import MetricsWriter, work_for
 from trinity_mq.telemetry.durations import WorkUnderWay
 from trinity_mq.telemetry.trace import span, works_on
-from trinity_mq.transport.batch_blobs import Sweep
+from trinity_mq.transport.batch_blobs import BlobSweep
 from trinity_mq.transport.blobs import open_store
 
 log = structlog.get_logger(__name__)
@@ -60,16 +60,16 @@ class Operator(Agent):
         topology: Topology,
         agent_id: str,
         metrics: MetricsWriter | None = None,
-        crash_notes: CrashNotes | None = None,
+        crash_notes: CrashLog | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         super().__init__(config, bus=bus, topology=topology, agent_id=agent_id, metrics=metrics)
-        self._crash_notes = crash_notes or CrashNotes()
+        self._crash_notes = crash_notes or CrashLog()
         self._ticket: str | None = None
         self._work = WorkUnderWay()
         self._delivery: Delivery | None = None
         """Delivery of the manifest in progress, None while idle."""
-        self._restart_reason: RestartMe | None = None
+        self._restart_reason: RestartRequested | None = None
         self._store = store = open_store(config.broker, topology.run)
         self._chain = ChainRun(config, bus, topology, store, self.peers, clock)
         self._publisher = BatchPublisher(bus, topology, store, self._has_other_chain)
@@ -108,7 +108,7 @@ class Operator(Agent):
             deletions = await stack.enter_async_context(asyncio.TaskGroup())
             batches = deletions.create_task(self._process_all(manifests, deletions))
             if self._store is not None:
-                sweep = deletions.create_task(Sweep(self.bus, self.topology, self._store).run())
+                sweep = deletions.create_task(BlobSweep(self.bus, self.topology, self._store).run())
                 stack.callback(sweep.cancel)
             await self.woken.until(self._is_over)
             await manifests.stop()
@@ -117,7 +117,7 @@ class Operator(Agent):
             if batches.cancel() and self._delivery is not None:
                 log.info("batch_given_back", ticket=self._ticket)
                 await asyncio.wait([batches])
-                await give_back(self.bus, self._delivery)
+                await return_delivery(self.bus, self._delivery)
         if self._restart_reason is not None:
             raise self._restart_reason
 
@@ -135,7 +135,7 @@ class Operator(Agent):
     def _is_over(self) -> bool:
         return self._restart_reason is not None or self.draining.is_set() or self.peers.explorer.finished
 
-    def restart(self, why: RestartMe) -> None:
+    def restart(self, why: RestartRequested) -> None:
         """Finish the batch in progress or return it to the queue, as when drained, and then restart the process."""
         self._restart_reason = self._restart_reason or why
         self.woken.notify()
@@ -171,15 +171,15 @@ class Operator(Agent):
         try:
             return await self._process(delivery, manifest)
         except Exception as error:
-            if not is_of_content(error):
+            if not is_content_error(error):
                 raise
             log.exception("batch_set_aside", ticket=manifest.ticket)
-            await self._fail(delivery, manifest, reason_of(error))
+            await self._fail(delivery, manifest, dead_letter_reason(error))
             return False
 
     async def _process(self, delivery: Delivery, manifest: BatchClosed) -> bool:
         """Process a batch up to the acknowledgement; return whether its queue can be deleted."""
-        limit, past = self.config.broker.delivery_limit, PastDeliveries.of(delivery)
+        limit, past = self.config.broker.delivery_limit, DeliveryHistory.of(delivery)
         if past.poisoned(limit, self._crash_notes.crashes(manifest.ticket)):
             reason = (
                 f"{past.suspect} tries of this batch did not end well (limit {limit}); its queue is kept for replay"
@@ -197,7 +197,7 @@ class Operator(Agent):
         except QueueGone:
             await self._skip(delivery, manifest)
             return False
-        except BatchUnusable as error:
+        except UnusableBatch as error:
             await self._fail(delivery, manifest, str(error))
             return False
         await self._publisher.send_requested(manifest, parts)
@@ -209,11 +209,13 @@ class Operator(Agent):
         except Exception as error:
             # An error of an operator costs the batch one attempt but never ends the daemon; the delivery limit bounds
             # the attempts.
-            log.exception("batch_failed", ticket=manifest.ticket, attempt=PastDeliveries.of(delivery).count + 1)
+            log.exception("batch_failed", ticket=manifest.ticket, attempt=DeliveryHistory.of(delivery).count + 1)
             await self._try_again(delivery, manifest, error)
             if threads := stuck_threads():
                 names = ", ".join(threads)
-                raise RestartMe(f"{names} computes on though its time was over: only a new process ends it") from error
+                raise RestartRequested(
+                    f"{names} computes on though its time was over: only a new process ends it"
+                ) from error
             return False
         for part, reason in batch.bad:
             await dead_letter(self.bus, self.topology, part, reason, self.id)
@@ -249,7 +251,7 @@ class Operator(Agent):
         await acknowledge(delivery)
 
     async def _try_again(self, delivery: Delivery, manifest: BatchClosed, error: Exception) -> None:
-        limit, past = self.config.broker.delivery_limit, PastDeliveries.of(delivery)
+        limit, past = self.config.broker.delivery_limit, DeliveryHistory.of(delivery)
         failure = f"{type(error).__name__}: {error}"
         if past.suspect + 1 >= limit:
             reason = f"the operator chain failed; {past.suspect + 1} tries did not end well, last with {failure}"
@@ -259,7 +261,7 @@ class Operator(Agent):
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(pause * random.uniform(0.5, 1.0)):
                 await self._stopped.wait()
-        await give_back(self.bus, delivery, f"{self.id}: {failure}")
+        await return_delivery(self.bus, delivery, f"{self.id}: {failure}")
 
 
 def main(config: Config, agent_id: str = "operator-0") -> int:
@@ -267,7 +269,7 @@ def main(config: Config, agent_id: str = "operator-0") -> int:
 
     def build(bus: Bus, topology: Topology) -> Operator:
         metrics = MetricsWriter(config.path, "operator", agent_id, config.monitor.tensorboard)
-        notes = CrashNotes(config.path / f"{agent_id}.at-work.json")
+        notes = CrashLog(config.path / f"{agent_id}.at-work.json")
         return Operator(config, bus=bus, topology=topology, agent_id=agent_id, metrics=metrics, crash_notes=notes)
 
     return run_daemon(config, agent_id, "operator", build)

@@ -15,11 +15,11 @@ from trinity_mq.bus.topology import batch_key
 from trinity_mq.dispatch.collector import UNBOUND_BEFORE_DELETE
 from trinity_mq.messages import BatchClosed, BatchReady
 from trinity_mq.runtime.deliveries import REFERENCE, envelope
-from trinity_mq.runtime.errors import RestartMe
+from trinity_mq.runtime.errors import RestartRequested
 from trinity_mq.transport.batch_blobs import delete_blobs
 from trinity_mq.transport.blobs import PARTS, BlobStore
 from trinity_mq.transport.co_batched_parts import PartKey
-from trinity_mq.transport.experience_parts import Part, chunk_message, requested_parts
+from trinity_mq.transport.experience_parts import ReceivedPart, chunk_message, requested_parts
 
 log = structlog.get_logger(__name__)
 
@@ -45,7 +45,7 @@ class BatchPublisher:
         self._referenced_tickets: set[str] = set()
         """Tickets whose submitters were sent references to blobs; the sweep deletes these blobs an hour later."""
 
-    async def send_requested(self, manifest: BatchClosed, parts: Mapping[PartKey, Part]) -> None:
+    async def send_requested(self, manifest: BatchClosed, parts: Mapping[PartKey, ReceivedPart]) -> None:
         """Send submitters the requested experience parts, at least once."""
         if not manifest.wanted:
             return
@@ -108,7 +108,7 @@ class BatchPublisher:
     async def _to_ready(self, manifest: BatchClosed, message: Envelope) -> None:
         if not await self._bus.publish(self._topology.exchange("ready"), batch_key(manifest.batch), message):
             # The publish was confirmed but not routed to a queue; the next steps would delete the only copy.
-            raise RestartMe(f"{self._topology.ready.name} does not exist any more; a start declares it again")
+            raise RestartRequested(f"{self._topology.ready.name} does not exist any more; a start declares it again")
 
     async def delete_queue(self, manifest: BatchClosed) -> None:
         """Delete the queue of a processed batch and the blobs of its parts."""

@@ -10,15 +10,15 @@ from trinity_mq.config import Config
 from trinity_mq.messages import BatchClosed, DecodeError, Mark, OperatorStatus
 from trinity_mq.runtime.deliveries import acknowledge, dead_letter
 from trinity_mq.runtime.peers import Peers
-from trinity_mq.transport.blobs import BlobStore, carried_bytes
+from trinity_mq.transport.blobs import BlobStore, resolved_size
 from trinity_mq.transport.co_batched_parts import AttemptRows, PartKey, attempt_rows_of
-from trinity_mq.transport.experience_parts import Part
+from trinity_mq.transport.experience_parts import ReceivedPart
 
 IDLE_CHECK = 2.0
 """Seconds without a part after which the existence of the batch queue is checked."""
 
 
-class BatchUnusable(Exception):
+class UnusableBatch(Exception):
     """No operator can process this batch: the batch is at fault, not the operator."""
 
 
@@ -50,7 +50,7 @@ class BatchReader:
         self._max_bytes, self._deadline = config.broker.max_batch_bytes, config.explorer.operator_deadline
         self._operator, self._peers, self._waiting = operator, peers, waiting
 
-    async def read(self, manifest: BatchClosed) -> dict[PartKey, Part]:
+    async def read(self, manifest: BatchClosed) -> dict[PartKey, ReceivedPart]:
         """Return the parts that the manifest lists, in its order.
 
         No part is acknowledged, so that the parts are redelivered if this process dies.
@@ -62,7 +62,7 @@ class BatchReader:
         expected = [(accepted.attempt, part) for accepted in manifest.accepted for part in range(accepted.parts)]
         if not expected:
             return {}
-        received: dict[PartKey, Part] = {}
+        received: dict[PartKey, ReceivedPart] = {}
         missing, size, idle = set(expected), 0, 0.0
         queue = self._topology.batch_queue(manifest.batch, manifest.ticket)
         async with await self._bus.consume(queue, prefetch=0) as consumer:
@@ -74,7 +74,7 @@ class BatchReader:
                     self._waiting(f"{len(missing)} parts of batch {manifest.batch}")
                     idle += await self._idle_seconds(manifest, queue.name)
                     if idle >= self._deadline:
-                        raise BatchUnusable(
+                        raise UnusableBatch(
                             f"{len(missing)} of {len(expected)} parts did not come in {self._deadline:g} s"
                         ) from None
                     continue
@@ -82,11 +82,11 @@ class BatchReader:
                 idle = 0.0
                 parts = [part for part in await self._parts(delivery) if part.key in missing]
                 missing.difference_update(part.key for part in parts)
-                received.update((part.key, Part(delivery, part)) for part in parts)
+                received.update((part.key, ReceivedPart(delivery, part)) for part in parts)
                 if parts:
-                    size += carried_bytes(self._store, delivery.body, delivery.content_type)
+                    size += resolved_size(self._store, delivery.body, delivery.content_type)
                 if size > self._max_bytes:
-                    raise BatchUnusable(f"batch {manifest.batch} is over broker.max_batch_bytes {self._max_bytes}")
+                    raise UnusableBatch(f"batch {manifest.batch} is over broker.max_batch_bytes {self._max_bytes}")
         return {key: received[key] for key in expected}
 
     async def _parts(self, delivery: Delivery) -> list[AttemptRows]:

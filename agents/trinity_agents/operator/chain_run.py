@@ -22,9 +22,9 @@ from trinity_mq.operators.outcome_metrics import outcome_metrics
 from trinity_mq.runtime.deliveries import REFERENCE
 from trinity_mq.runtime.peers import Peers
 from trinity_mq.telemetry.trace import span
-from trinity_mq.transport.batch_blobs import Content, chunk_name, stored
-from trinity_mq.transport.blobs import BlobStore, patiently
-from trinity_mq.transport.experience_parts import Part, decode_parts, split_to_size
+from trinity_mq.transport.batch_blobs import Content, chunk_name, store_large_bodies
+from trinity_mq.transport.blobs import BlobStore, run_with_store_retries
+from trinity_mq.transport.experience_parts import ReceivedPart, decode_parts, split_to_size
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class ChainRun:
         """Return the number of runs that wait for a person's verdict, and the seconds until the defaults count."""
         return (0, 0.0) if self._reviews is None else self._reviews.unanswered()
 
-    async def process(self, manifest: BatchClosed, parts: Collection[Part]) -> ProcessedBatch:
+    async def process(self, manifest: BatchClosed, parts: Collection[ReceivedPart]) -> ProcessedBatch:
         """Return the result of the chain on the parts; chunks that are too large for a message are stored as blobs.
 
         Raises:
@@ -106,7 +106,9 @@ class ChainRun:
         loop, processing_id, limit = asyncio.get_running_loop(), uuid.uuid4().hex, self._bus.max_message_bytes
         is_stored = any(part.incoming.content_type == REFERENCE for part in parts)
         with span("decode parts", threads=True):
-            experiences, bad = await (patiently if is_stored else asyncio.to_thread)(decode_parts, parts, self._store)
+            experiences, bad = await (run_with_store_retries if is_stored else asyncio.to_thread)(
+                decode_parts, parts, self._store
+            )
         if bad and await self._bus.depth(self._topology.batch_queue(manifest.batch, manifest.ticket).name) is None:
             raise QueueGone(manifest.ticket)
         with span("measure outcomes", threads=True):
@@ -126,7 +128,7 @@ class ChainRun:
             bodies = await asyncio.to_thread(split, remaining, limit)
             traced.size = sum(map(len, bodies))
         name = functools.partial(chunk_name, manifest.ticket, processing_id)
-        chunks = await stored(self._store, bodies, limit, name)
+        chunks = await store_large_bodies(self._store, bodies, limit, name)
         metrics["experience_pipeline/chunks_by_reference"] = float(
             sum(not isinstance(content, bytes) for content in chunks)
         )

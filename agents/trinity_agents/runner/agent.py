@@ -17,7 +17,7 @@ from typing import Any
 
 import structlog
 
-from trinity_agents.runner.circuit import Circuit, is_infrastructure
+from trinity_agents.runner.circuit import CircuitBreaker, is_infrastructure
 from trinity_agents.runner.in_flight_slice import (
     CANCELLED,
     PREEMPTED,
@@ -38,15 +38,22 @@ from trinity_mq.models.engine_selection import EngineSelector
 from trinity_mq.rollout.workflow_runner import SliceOutcome, WorkflowRunner
 from trinity_mq.runtime.agent import Agent
 from trinity_mq.runtime.deliveries import (
-    CrashNotes,
-    PastDeliveries,
+    CrashLog,
+    DeliveryHistory,
     acknowledge,
     dead_letter,
     decode_or_dead_letter,
-    give_back,
     put_back,
+    return_delivery,
 )
-from trinity_mq.runtime.errors import EXIT_RECYCLE, EXIT_RESTART, RecycleMe, RestartMe, is_of_content, reason_of
+from trinity_mq.runtime.errors import (
+    EXIT_RECYCLE,
+    EXIT_RESTART,
+    RecycleRequested,
+    RestartRequested,
+    dead_letter_reason,
+    is_content_error,
+)
 from trinity_mq.runtime.serve import run_daemon
 from trinity_mq.runtime.threads import stuck_threads
 from trinity_mq.telemetry.durations import UsualDuration
@@ -87,11 +94,11 @@ class Runner(Agent):
         isolated: ProcessPool | None = None,
         end_process: Callable[[int], None] = lambda code: None,
         watchdog: Watchdog | None = None,
-        crash_notes: CrashNotes | None = None,
+        crash_notes: CrashLog | None = None,
     ) -> None:
         super().__init__(config, bus=bus, topology=topology, agent_id=agent_id)
         self._end_process, self._watchdog = end_process, watchdog
-        self._crash_notes = crash_notes or CrashNotes()
+        self._crash_notes = crash_notes or CrashLog()
         self._engines = EngineSelector(lambda: self.peers.alive("engine"))
         self._executor = SliceExecutor(
             config,
@@ -124,7 +131,7 @@ class Runner(Agent):
                 bus,
                 queues[lane],
                 count,
-                Circuit(config.runner.circuit_breaker),
+                CircuitBreaker(config.runner.circuit_breaker),
                 start=lambda delivery: self._start(self._handle(delivery)),
                 woken=self.woken,
                 is_over=self._is_over,
@@ -138,7 +145,7 @@ class Runner(Agent):
         self._detached: set[asyncio.Task[None]] = set()
         """Tasks of workflows that ignored their cancellation."""
         self._failure: BaseException | None = None
-        self._restart_reason: RestartMe | None = None
+        self._restart_reason: RestartRequested | None = None
         self._idle_timer: asyncio.TimerHandle | None = None
         self._attempts = itertools.count(uuid.uuid4().int >> 1)  # unique ids without a system call for each
         self._done = 0
@@ -208,7 +215,7 @@ class Runner(Agent):
             await self._executor.close()
             if self._detached:
                 log.error("workflows_ignore_cancellation", runner=self.id, tasks=len(self._detached))
-                exit_code = EXIT_RECYCLE if isinstance(self._restart_reason, RecycleMe) else EXIT_RESTART
+                exit_code = EXIT_RECYCLE if isinstance(self._restart_reason, RecycleRequested) else EXIT_RESTART
                 self._end_process(exit_code if self._restart_reason or self._failure else 0)
         if self._restart_reason:
             raise self._restart_reason
@@ -229,7 +236,7 @@ class Runner(Agent):
             self._failure = self._failure or error
             self.woken.notify()
 
-    def restart(self, why: RestartMe) -> None:
+    def restart(self, why: RestartRequested) -> None:
         """Return unfinished slices to the queue, and end the process with a request for a restart."""
         if self._restart_reason is None:
             log.info("leaving", runner=self.id, reason=str(why))
@@ -254,7 +261,7 @@ class Runner(Agent):
             del self._counts["stuck"]
         most = self.config.runner.max_stuck
         if stuck > most:
-            self.restart(RestartMe(f"{stuck} workflows that were given up run on (runner.max_stuck {most})"))
+            self.restart(RestartRequested(f"{stuck} workflows that were given up run on (runner.max_stuck {most})"))
 
     # -- one slice
 
@@ -282,8 +289,8 @@ class Runner(Agent):
         group = SliceGroup(delivery, slices)
         if not slices:
             await acknowledge(delivery)
-        elif PastDeliveries.of(delivery).count or not self._intakes[slices[0].lane].circuit.is_closed:
-            await group.take_apart(self.bus)
+        elif DeliveryHistory.of(delivery).count or not self._intakes[slices[0].lane].circuit.is_closed:
+            await group.publish_separately(self.bus)
         else:
             for task_slice, slice_delivery in group.deliveries:
                 self._intakes[task_slice.lane].track(self._start(self._execute_when_free(task_slice, slice_delivery)))
@@ -315,7 +322,7 @@ class Runner(Agent):
             if not intake.circuit.begin(key, asyncio.get_running_loop().time()):
                 await self.woken.until(lambda: not intake.taking)  # otherwise this runner would get it again at once
                 self._counts["given_back"] += 1
-                await give_back(self.bus, delivery)
+                await return_delivery(self.bus, delivery)
                 return
             in_flight = self._held[key] = InFlightSlice(task_slice, delivery, f"{next(self._attempts):032x}")
             self._show_state()
@@ -331,10 +338,10 @@ class Runner(Agent):
         try:
             await self._slice(in_flight)
         except Exception as error:
-            if not is_of_content(error):
+            if not is_content_error(error):
                 raise
             log.exception("slice_set_aside", slice=in_flight.name)
-            await self._poison(in_flight, in_flight.past, reason_of(error))
+            await self._poison(in_flight, in_flight.past, dead_letter_reason(error))
 
     def _log_batch(self, task_slice: TaskSlice) -> None:
         """Log the first slice of each ticket; a line per slice would cost more than many slices themselves."""
@@ -453,7 +460,7 @@ class Runner(Agent):
         with span("acknowledge", wait=True):
             await acknowledge(in_flight.delivery)
         if self.config.runner.recycle_after is not None and self._done >= self.config.runner.recycle_after:
-            self.restart(RecycleMe(f"{self._done} slices done (runner.recycle_after)"))
+            self.restart(RecycleRequested(f"{self._done} slices done (runner.recycle_after)"))
 
     async def _retry(self, in_flight: InFlightSlice, what: str, error: Exception) -> None:
         """Requeue a slice for another attempt on any runner; at the delivery limit report it as poisoned."""
@@ -464,12 +471,12 @@ class Runner(Agent):
                 "slice_comes_again", ticket=task_slice.ticket, task=task_slice.task_id, why=what, reason=str(error)
             )
             self._counts["given_back"] += 1
-            await give_back(self.bus, in_flight.delivery, failure)
+            await return_delivery(self.bus, in_flight.delivery, failure)
         else:
             past = in_flight.past.then(failure)
             await self._poison(in_flight, past, f"{what}; {past.suspect} tries did not end well, last: {error}")
 
-    async def _poison(self, in_flight: InFlightSlice, past: PastDeliveries, reason: str) -> None:
+    async def _poison(self, in_flight: InFlightSlice, past: DeliveryHistory, reason: str) -> None:
         """Report a poisoned slice, dead-letter a copy, then acknowledge it."""
         self._counts["poisoned"] += 1
         await self._publisher.report(
@@ -514,7 +521,7 @@ class Runner(Agent):
 
     async def _give_back(self, delivery: Delivery, task: asyncio.Task[None]) -> None:
         await asyncio.wait([task], timeout=STOP_PATIENCE)
-        await give_back(self.bus, delivery)
+        await return_delivery(self.bus, delivery)
 
     async def _wait_for_tasks(self, until: float) -> None:
         while self._tasks and (remaining_s := until - asyncio.get_running_loop().time()) > 0:
@@ -544,7 +551,7 @@ def main(config: Config, agent_id: str = "runner-0") -> int:
             agent_id=agent_id,
             end_process=_end_process,
             watchdog=dog,
-            crash_notes=CrashNotes(config.path / f"{agent_id}.at-work.json"),
+            crash_notes=CrashLog(config.path / f"{agent_id}.at-work.json"),
         )
 
     return run_daemon(config, agent_id, "runner", build)

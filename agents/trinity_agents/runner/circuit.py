@@ -26,7 +26,7 @@ NO_EVIDENCE = frozenset({"timeout", "engine", "process", "stopped"})
 """Kinds of failures that neither extend nor reset the row of failures."""
 
 
-class Circuit:
+class CircuitBreaker:
     """The circuit breaker of one lane of a runner. Times are seconds of the same monotonic clock.
 
     Args:

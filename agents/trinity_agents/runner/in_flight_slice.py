@@ -8,7 +8,7 @@ from typing import Final
 from trinity_mq.bus import Delivery
 from trinity_mq.messages import SchedulerStatus, TaskSlice
 from trinity_mq.rollout.run_results import RunResults
-from trinity_mq.runtime.deliveries import PastDeliveries
+from trinity_mq.runtime.deliveries import DeliveryHistory
 from trinity_mq.runtime.peers import Peers
 
 SliceKey = tuple[str, int, int]
@@ -26,7 +26,7 @@ class InFlightSlice:
     def __init__(self, task_slice: TaskSlice, delivery: Delivery, attempt: str) -> None:
         loop = asyncio.get_running_loop()
         self.task_slice, self.delivery, self.attempt = task_slice, delivery, attempt
-        self.past = PastDeliveries.of(delivery)
+        self.past = DeliveryHistory.of(delivery)
         self.task = asyncio.current_task()
         self.started = loop.time()
         self.results = RunResults()

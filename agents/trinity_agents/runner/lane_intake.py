@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from trinity_agents.runner.circuit import Circuit
+from trinity_agents.runner.circuit import CircuitBreaker
 from trinity_mq.bus import Bus, Consumer, Delivery, Queue
 from trinity_mq.runtime.notify import Notifier
 
@@ -30,7 +30,7 @@ class LaneIntake:
         bus: Bus,
         queue: Queue,
         slots: int,
-        circuit: Circuit,
+        circuit: CircuitBreaker,
         *,
         start: Callable[[Delivery], asyncio.Task[None]],
         woken: Notifier,

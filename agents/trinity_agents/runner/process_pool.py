@@ -25,7 +25,7 @@ from trinity_mq.models import InferenceModel
 from trinity_mq.models.engine_selection import Engines, auxiliary_models
 from trinity_mq.models.errors import EngineLost, EngineNotReady
 from trinity_mq.rollout.run_results import RunResults
-from trinity_mq.rollout.status import Failure, SliceOutcome
+from trinity_mq.rollout.status import RunFailure, SliceOutcome
 from trinity_mq.runtime.threads import in_thread
 
 T = TypeVar("T")
@@ -139,7 +139,7 @@ class _Child:
                 self._receive(kind)
             end = msgpack.unpackb(self._ours.recv_bytes())
             seconds = float(end["seconds"])
-            failure = Failure(end["message"], str(end["kind"]), bool(end["retryable"])) if end["message"] else None
+            failure = RunFailure(end["message"], str(end["kind"]), bool(end["retryable"])) if end["message"] else None
         except (EOFError, OSError):
             raise _died(self._end()) from None
         except (DecodeError, ValueError, KeyError, TypeError, msgpack.UnpackException) as error:

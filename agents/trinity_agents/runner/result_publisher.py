@@ -22,16 +22,16 @@ from trinity_mq.config import BrokerConfig
 from trinity_mq.experience import DecodeError, EncodeError, Experience, ExperienceBatch
 from trinity_mq.experience.fields import TENSOR_FIELDS
 from trinity_mq.messages import BatchId, ContentError, Outcome, TaskResult, TaskResults, TaskSlice, Version
-from trinity_mq.rollout.run_results import answers_of
+from trinity_mq.rollout.run_results import answer_texts
 from trinity_mq.rollout.status import SliceOutcome
 from trinity_mq.runtime.deliveries import envelope
-from trinity_mq.runtime.errors import RestartMe
+from trinity_mq.runtime.errors import RestartRequested
 from trinity_mq.runtime.notify import Notifier
 from trinity_mq.telemetry.trace import span
-from trinity_mq.transport.batch_blobs import Content, delete_blobs, part_name, stored
+from trinity_mq.transport.batch_blobs import Content, delete_blobs, part_name, store_large_bodies
 from trinity_mq.transport.batched_publish import BatchedPublish
 from trinity_mq.transport.blobs import BlobStore
-from trinity_mq.transport.co_batched_parts import Member
+from trinity_mq.transport.co_batched_parts import PartMember
 from trinity_mq.transport.experience_parts import part_message, shared_part_message, split_to_size
 
 log = structlog.get_logger(__name__)
@@ -133,7 +133,7 @@ class ResultPublisher:
             runs=outcome.runs,
             parts=parts,
             metrics=outcome.metrics,
-            answers=answers_of(outcome) if self._keeps_answers and task_slice.lane == "eval" else [],
+            answers=answer_texts(outcome) if self._keeps_answers and task_slice.lane == "eval" else [],
             message=text and text[:MESSAGE_LIMIT].encode(errors="replace").decode(),
             failure_kind=outcome.failure_kind,
             seconds=in_flight.seconds,
@@ -152,13 +152,13 @@ class ResultPublisher:
         """
         task_slice = in_flight.task_slice
         experiences = outcome.experiences if task_slice.deliver != "none" else []
-        size = size_at_most(experiences)
+        size = max_encoded_size(experiences)
         try:
             if not experiences:
                 return self.result(in_flight, end, outcome=outcome)
             if size <= self._shared_limit:
                 result = self.result(in_flight, end, outcome=outcome, parts=1)
-                member = Member(task_slice, in_flight.attempt, experiences, size, outcome.version_min)
+                member = PartMember(task_slice, in_flight.attempt, experiences, size, outcome.version_min)
                 ticket = (task_slice.batch, task_slice.ticket, in_flight.delivery.run_id)
                 taken = await self._taken(in_flight, functools.partial(self._shared_parts.publish, ticket, member))
             else:
@@ -190,7 +190,7 @@ class ResultPublisher:
             reason = f"{error}; or lower explorer.max_repeat_times_per_runner: the metrics of all runs travel together"
             taken = await self._results.publish(key, self.result(in_flight, "failed", message=reason, kind="workflow"))
         if not taken:
-            raise RestartMe(f"{self._topology.results.name} does not exist any more; a start declares it again")
+            raise RestartRequested(f"{self._topology.results.name} does not exist any more; a start declares it again")
 
     async def close(self) -> None:
         """Drop all content that is not published yet."""
@@ -209,7 +209,7 @@ class ResultPublisher:
         with span("encode experiences", threads=True):
             bodies = await asyncio.to_thread(split, experiences, limit)
         name = functools.partial(part_name, in_flight.task_slice.ticket, in_flight.attempt)
-        return await stored(self._store, bodies, limit, name)
+        return await store_large_bodies(self._store, bodies, limit, name)
 
     async def _publish(self, in_flight: InFlightSlice, contents: list[Content], oldest: Version | None) -> bool:
         """Publish the parts of one attempt; return False if the batch queue does not take them any more.
@@ -250,7 +250,7 @@ class ResultPublisher:
         return True
 
     async def _publish_shared_part(
-        self, ticket: tuple[BatchId, str, str | None], members: list[Member]
+        self, ticket: tuple[BatchId, str, str | None], members: list[PartMember]
     ) -> list[bool | Exception]:
         """Publish the experiences of several attempts as one part; an unfit attempt does not affect other attempts."""
         batch, name, run_id = ticket
@@ -293,7 +293,7 @@ class ResultPublisher:
             ]
 
 
-def size_at_most(experiences: Sequence[Experience]) -> int:
+def max_encoded_size(experiences: Sequence[Experience]) -> int:
     """Return an upper bound of the encoded bytes, with at least ``EXPERIENCE_COST`` per experience.
 
     The result is more than ``SHARED`` if no cheap estimate is possible.

@@ -12,10 +12,10 @@ from trinity_agents.runner.process_pool import GRACE, START_LIMIT, ChildDied, Pr
 from trinity_mq.config import Config
 from trinity_mq.messages import TaskSlice
 from trinity_mq.models import InferenceModel
-from trinity_mq.models.engine_selection import Answering, AuxiliaryEngines
-from trinity_mq.rollout.status import Failure, SliceOutcome
+from trinity_mq.models.engine_selection import AuxiliaryAsPolicy, AuxiliaryEngines
+from trinity_mq.rollout.status import RunFailure, SliceOutcome
 from trinity_mq.rollout.workflow_runner import WorkflowRunner
-from trinity_mq.runtime.deliveries import CrashNotes
+from trinity_mq.runtime.deliveries import CrashLog
 
 log = structlog.get_logger(__name__)
 
@@ -47,7 +47,7 @@ class SliceExecutor:
         workflows: WorkflowRunner,
         isolated: ProcessPool | None,
         on_detached: Callable[[InFlightSlice], None],
-        crash_notes: CrashNotes,
+        crash_notes: CrashLog,
     ) -> None:
         self._config, self._models, self._take_over = config, models, on_detached
         self._crash_notes = crash_notes
@@ -94,7 +94,7 @@ class SliceExecutor:
     def stop(self, in_flight: InFlightSlice, why: str) -> None:
         """Cancel a workflow from outside; a workflow that ignores the cancellation is detached."""
         if in_flight.end(why):
-            in_flight.results.add_failure(Failure(why, "timeout" if why == OVERDUE else STOPPED))
+            in_flight.results.add_failure(RunFailure(why, "timeout" if why == OVERDUE else STOPPED))
             asyncio.get_running_loop().call_later(STOP_PATIENCE, self._detach, in_flight)
 
     async def close(self) -> None:
@@ -123,11 +123,11 @@ class SliceExecutor:
                 f"not done within the {task_slice.slice_timeout:g} s of the slice, the wait for one of "
                 f"{self._config.runner.max_isolated} isolated processes (runner.max_isolated) included"
             )
-            results.add_failure(Failure(late, "timeout"))
+            results.add_failure(RunFailure(late, "timeout"))
         except ChildDied as error:
             if not error.overdue:
                 raise
-            results.add_failure(Failure(str(error), "timeout"))
+            results.add_failure(RunFailure(str(error), "timeout"))
         return results.outcome(in_flight.seconds)
 
     def _engines_for(self, task_slice: TaskSlice) -> tuple[TaskSlice, Callable[[], InferenceModel]]:
@@ -139,7 +139,7 @@ class SliceExecutor:
         name = task_slice.task.rollout_args.get("model")
         if task_slice.lane != "eval" or name is None or not isinstance(self._models, AuxiliaryEngines):
             return task_slice, self._models
-        return task_slice.model_copy(update={"pinned": None}), Answering(str(name), self._models)
+        return task_slice.model_copy(update={"pinned": None}), AuxiliaryAsPolicy(str(name), self._models)
 
     def _detach(self, in_flight: InFlightSlice) -> None:
         if in_flight.running:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from trinity_mq.bus import Bus, Delivery
 from trinity_mq.bus.base import Answer
 from trinity_mq.messages import CONTENT_TYPE, TaskSlice, encode
-from trinity_mq.runtime.deliveries import PastDeliveries, acknowledge, publish_again, requeue
+from trinity_mq.runtime.deliveries import DeliveryHistory, acknowledge, republish, requeue
 
 
 class SliceGroup:
@@ -29,15 +29,15 @@ class SliceGroup:
         """Each slice with a separate delivery."""
         return [(task_slice, _SliceDelivery(self, self._delivery, task_slice)) for task_slice in self._slices]
 
-    async def take_apart(self, bus: Bus) -> None:
+    async def publish_separately(self, bus: Bus) -> None:
         """Publish each slice in a separate message, with headers about earlier deliveries, then acknowledge the group.
 
         If a slice has crashed the runners that had the message, it is then identified and does not affect the other
         slices. If this process dies before the acknowledgement, slices are delivered twice, and the readers of results
         drop the second result.
         """
-        past = PastDeliveries.of(self._delivery)
-        apart = (publish_again(bus, delivery, past) for _, delivery in self.deliveries)
+        past = DeliveryHistory.of(self._delivery)
+        apart = (republish(bus, delivery, past) for _, delivery in self.deliveries)
         if all(await asyncio.gather(*apart)):
             await acknowledge(self._delivery)
         else:

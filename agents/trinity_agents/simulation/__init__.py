@@ -2,6 +2,13 @@
 fault schedules (``python -m trinity_agents.simulation``).
 """
 
-from trinity_agents.simulation.harness import RECORDED, NumberedTasks, Simulation, killed, killed_once, until
+from trinity_agents.simulation.harness import (
+    RECORDED,
+    NumberedTasks,
+    Simulation,
+    kill_and_replace_trainer,
+    killed,
+    until,
+)
 
-__all__ = ["RECORDED", "NumberedTasks", "Simulation", "killed", "killed_once", "until"]
+__all__ = ["RECORDED", "NumberedTasks", "Simulation", "kill_and_replace_trainer", "killed", "until"]

@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from trinity_agents.simulation.explore import Played, explore_in_processes, play, shrink
+from trinity_agents.simulation.explore import ScheduleOutcome, explore_in_processes, minimize_faults, play_schedule
 from trinity_agents.simulation.schedule import draw
 
 
@@ -41,12 +41,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _play_one(options: argparse.Namespace) -> int:
     schedule = draw(options.seed, sessions=options.sessions)
     try:
-        outcome = play(schedule if options.faults is None else schedule.only(options.faults))
+        outcome = play_schedule(schedule if options.faults is None else schedule.only(options.faults))
     except ValueError as error:
         _print(f"{error}; see them with --seed {options.seed} alone")
         return 2
     if outcome.violations and not options.no_shrink:
-        outcome = shrink(outcome)
+        outcome = minimize_faults(outcome)
     _print(outcome.report())
     return int(bool(outcome.violations))
 
@@ -54,9 +54,9 @@ def _play_one(options: argparse.Namespace) -> int:
 def _play_many(options: argparse.Namespace) -> int:
     began = time.monotonic()
 
-    def done(count: int, failed: list[Played]) -> None:
+    def done(count: int, failed: list[ScheduleOutcome]) -> None:
         for failure in failed:
-            _print((failure if options.no_shrink else shrink(failure)).report())
+            _print((failure if options.no_shrink else minimize_faults(failure)).report())
         if sys.stderr.isatty():
             sys.stderr.write(f"\r{count} of {len(options.seeds)} seeds")
             sys.stderr.flush()

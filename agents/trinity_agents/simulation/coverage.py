@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 from typing import Any, get_args
 from unittest import mock
 
-from trinity_agents.runner.circuit import Circuit
+from trinity_agents.runner.circuit import CircuitBreaker
 from trinity_mq.messages import BatchClosed, BatchReady, Message, Progress, SyncEvent, TaskResult, TaskSlice, TaskSlices
 from trinity_mq.messages.batches import BatchState
 from trinity_mq.runtime.agent import Agent
 from trinity_mq.sync.gate.coordinator import Coordinator
 from trinity_mq.sync.gate.member import Member
 from trinity_mq.sync.gate.member import Stage as MemberStage
-from trinity_mq.sync.gate.records import Member as CoordinatedMember
+from trinity_mq.sync.gate.records import MemberRecord as CoordinatedMember
 from trinity_mq.sync.gate.records import Phase
 from trinity_mq.telemetry.durations import WorkUnderWay
 
@@ -144,7 +144,7 @@ class Observer:
                     mock.patch.object(watched, name, _Watched(watched, name, describe, self), create=True)
                 )
             for name in ("_until", "_probe"):
-                stack.enter_context(mock.patch.object(Circuit, name, _WatchedCircuit(name, self), create=True))
+                stack.enter_context(mock.patch.object(CircuitBreaker, name, _WatchedCircuit(name, self), create=True))
             yield
 
     def read(self, messages: Iterable[Message]) -> None:

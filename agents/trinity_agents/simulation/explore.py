@@ -10,11 +10,11 @@ from functools import partial
 
 from trinity_agents.simulation.coverage import ALL_STATES, STATES, Coverage, Transition
 from trinity_agents.simulation.invariants import NO_ERROR, NO_FAILURE, NO_HANG, Evidence, violations
-from trinity_agents.simulation.schedule import Schedule, draw
-from trinity_agents.simulation.scheduled_run import AgentFailed, Hang, ScheduledRun, played
+from trinity_agents.simulation.schedule import FaultSchedule, draw
+from trinity_agents.simulation.scheduled_run import AgentFailed, RunHung, ScheduledRun, play_to_end
 from trinity_agents.simulation.sessions.invariants import SessionEvidence, note_sessions, session_violations
 from trinity_agents.simulation.sessions.run import SessionRun
-from trinity_mq.testing.virtual_time import StandsStill
+from trinity_mq.testing.virtual_time import DeadlockError
 
 SHOWN = 8
 """Maximum number of violations listed in a report."""
@@ -23,10 +23,10 @@ CHUNK = 20
 
 
 @dataclass
-class Played:
+class ScheduleOutcome:
     """Outcome of a played schedule."""
 
-    schedule: Schedule
+    schedule: FaultSchedule
     violations: list[tuple[str, str]]
     """Pairs of (violated invariant, description of the violation)."""
     trail: list[str]
@@ -54,20 +54,20 @@ class Played:
         return "\n".join([*lines, f"again: {self.schedule.command}"])
 
 
-def play(schedule: Schedule | int, kind: type[ScheduledRun] | None = None) -> Played:
+def play_schedule(schedule: FaultSchedule | int, kind: type[ScheduledRun] | None = None) -> ScheduleOutcome:
     """Play a schedule, or the schedule of a seed, and check the invariants."""
     schedule = draw(schedule) if isinstance(schedule, int) else schedule
     if kind is None:
         kind = ScheduledRun if schedule.sessions is None else SessionRun
     try:
-        return played(schedule, _judge, kind)
-    except StandsStill as error:
-        return Played(schedule, [(NO_HANG, str(error))], [], set(), 0.0)
+        return play_to_end(schedule, _judge, kind)
+    except DeadlockError as error:
+        return ScheduleOutcome(schedule, [(NO_HANG, str(error))], [], set(), 0.0)
 
 
-def _judge(run: ScheduledRun, error: BaseException | None) -> Played:
+def _judge(run: ScheduledRun, error: BaseException | None) -> ScheduleOutcome:
     evidence = SessionEvidence(run) if isinstance(run, SessionRun) else Evidence(run)
-    if isinstance(error, Hang):
+    if isinstance(error, RunHung):
         found_violations = [(NO_HANG, f"not over after {run.seconds:.0f} virtual seconds: {error}")]
     elif isinstance(error, AgentFailed):
         found_violations = [(NO_FAILURE, str(error))]
@@ -81,10 +81,10 @@ def _judge(run: ScheduledRun, error: BaseException | None) -> Played:
         note_sessions(evidence)
     run.observer.read(evidence.messages)
     trail = [f"{time:9.3f} {who:<12} {text}" for time, who, text in run.faults.trail]
-    return Played(run.schedule, found_violations, trail, run.observer.transitions, run.seconds)
+    return ScheduleOutcome(run.schedule, found_violations, trail, run.observer.transitions, run.seconds)
 
 
-def shrink(failed: Played, kind: type[ScheduledRun] | None = None) -> Played:
+def minimize_faults(failed: ScheduleOutcome, kind: type[ScheduledRun] | None = None) -> ScheduleOutcome:
     """Return the failure with a minimal set of faults that violates the same invariant. Single faults are removed until
     no further removal keeps the violation.
     """
@@ -95,19 +95,19 @@ def shrink(failed: Played, kind: type[ScheduledRun] | None = None) -> Played:
             fewer = smallest.schedule.only(
                 [kept_place for kept_place in smallest.schedule.places if kept_place != index]
             )
-            replayed = play(fewer, kind)
+            replayed = play_schedule(fewer, kind)
             if replayed.invariant == failed.invariant:
                 smallest = replayed
     return smallest
 
 
-def explore(seeds: Iterable[int], *, sessions: bool = False) -> tuple[Coverage, list[Played]]:
+def explore(seeds: Iterable[int], *, sessions: bool = False) -> tuple[Coverage, list[ScheduleOutcome]]:
     """Play seeds one after another. Return (the reached states, the failed runs). ``sessions`` selects runs with
     sessions.
     """
     coverage, failed = Coverage(states=ALL_STATES if sessions else STATES), []
     for seed in seeds:
-        outcome = play(draw(seed, sessions=sessions))
+        outcome = play_schedule(draw(seed, sessions=sessions))
         coverage.add(outcome.transitions)
         if outcome.violations:
             failed.append(outcome)
@@ -115,8 +115,8 @@ def explore(seeds: Iterable[int], *, sessions: bool = False) -> tuple[Coverage, 
 
 
 def explore_in_processes(
-    seeds: Sequence[int], workers: int, done: Callable[[int, list[Played]], None], *, sessions: bool = False
-) -> tuple[Coverage, list[Played]]:
+    seeds: Sequence[int], workers: int, done: Callable[[int, list[ScheduleOutcome]], None], *, sessions: bool = False
+) -> tuple[Coverage, list[ScheduleOutcome]]:
     """Play seeds in ``workers`` processes. Return (the reached states, the failed runs).
 
     Args:

@@ -11,7 +11,16 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Coroutine
 from typing import Any, Never
 
-from trinity_agents.simulation.schedule import Delay, Freeze, Jitter, Kill, LostConfirm, Repeats, Role, Schedule
+from trinity_agents.simulation.schedule import (
+    Delay,
+    FaultSchedule,
+    Freeze,
+    Jitter,
+    Kill,
+    LostConfirm,
+    RepeatedPublishes,
+    Role,
+)
 from trinity_mq.bus import Consumer, Delivery, Envelope, Queue, Topology
 from trinity_mq.bus.memory.bus import MemoryBroker, MemoryBus
 from trinity_mq.config.bus import BrokerConfig
@@ -38,7 +47,7 @@ PointFault = Kill | Freeze | LostConfirm | Delay
 class Faults:
     """The connection faults of a schedule, the number of points that each role has passed, and the recorded events."""
 
-    def __init__(self, schedule: Schedule) -> None:
+    def __init__(self, schedule: FaultSchedule) -> None:
         self.dice = random.Random(f"{schedule.seed}/run")
         """Random generator for decisions that depend on the agents' behaviour."""
         self.trail: deque[tuple[float, str, str]] = deque(maxlen=TRAIL)
@@ -48,7 +57,9 @@ class Faults:
         self._due: defaultdict[str, dict[int, list[PointFault]]] = defaultdict(dict)
         jitter = [fault for fault in schedule.faults if isinstance(fault, Jitter)]
         self._late_share, self._mean_delay = max(((fault.share, fault.mean) for fault in jitter), default=(0.0, 1.0))
-        self._repeat_share = max((fault.share for fault in schedule.faults if isinstance(fault, Repeats)), default=0.0)
+        self._repeat_share = max(
+            (fault.share for fault in schedule.faults if isinstance(fault, RepeatedPublishes)), default=0.0
+        )
         for fault in schedule.faults:
             if isinstance(fault, PointFault):
                 self._due[fault.role].setdefault(fault.point, []).append(fault)
@@ -63,7 +74,7 @@ class Faults:
         self.passed[role] = point + 1
         return self._due[role].pop(point, [])
 
-    def lateness(self) -> float:
+    def next_delay(self) -> float:
         """Return the delay of the next operation in seconds, mostly 0."""
         return (
             self.dice.expovariate(1 / self._mean_delay)
@@ -229,7 +240,7 @@ class FaultyBus(MemoryBus):
         await self._delay()
 
     async def _delay(self) -> None:
-        if seconds := self.faults.lateness():
+        if seconds := self.faults.next_delay():
             await asyncio.sleep(seconds)
 
 
@@ -245,7 +256,7 @@ class LateConsumer(Consumer):
 
     async def __anext__(self) -> Delivery:
         if self._pending is None:
-            if seconds := self._bus.faults.lateness():
+            if seconds := self._bus.faults.next_delay():
                 await asyncio.sleep(min(MOST_LATE, seconds))
             self._pending = await self._consumer.__anext__()
         await self._bus.point(f"received {self._pending.kind}")

@@ -291,7 +291,7 @@ async def killed(task: asyncio.Task[Any]) -> bool:
     return not ended
 
 
-def killed_once(sim: Simulation, after: float) -> Callable[[], Awaitable[None]]:
+def kill_and_replace_trainer(sim: Simulation, after: float) -> Callable[[], Awaitable[None]]:
     """Return a ``trainer`` for :meth:`Simulation.run` that is killed after ``after`` seconds and replaced 2 seconds
     later.
     """

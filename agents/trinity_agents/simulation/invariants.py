@@ -111,7 +111,7 @@ def run_is_over(evidence: Evidence) -> Faults:
         yield f"the trainer came to progress {reached} of {batches}"
 
 
-def no_task_is_left(evidence: Evidence) -> Faults:
+def no_asyncio_task_left(evidence: Evidence) -> Faults:
     """Check that no asyncio task of the agents is left running after their end."""
     yield from (f"left running: {name}" for name in evidence.run.left_running)
 
@@ -165,7 +165,7 @@ def one_outcome(evidence: Evidence) -> Faults:
             yield f"batch {batch}: slices {sorted(lost)} lack runs, and {cancelled} were cut off"
 
 
-def tasks_once(evidence: Evidence) -> Faults:
+def each_task_once(evidence: Evidence) -> Faults:
     """Check that each batch is opened once and that each task of the taskset is in one batch.
 
     A task is in a second batch only if it was returned to the taskset, and at most once. No task is skipped, except
@@ -293,14 +293,14 @@ def _entry(evidence: Evidence, entry: Mapping[str, object]) -> Faults:
     is_overtaken = max(before[: before.index(batch) + 1]) > batch
     if (
         left_out
-        and evidence.run.is_calm
+        and evidence.run.is_undisturbed
         and not is_overtaken
         and bound.effective_max_staleness >= bound.inherent_staleness
     ):
         yield f"batch {batch}: left out though nothing went wrong: {dict(left_out)}"
 
 
-def fresh_enough(evidence: Evidence) -> Faults:
+def within_staleness_bound(evidence: Evidence) -> Faults:
     """Check that no trained experience exceeds the staleness bound."""
     try:
         history = evidence.history
@@ -401,7 +401,7 @@ def queues_are_empty(evidence: Evidence) -> Faults:
         if (
             short_name.startswith("batch.")
             and queue.depth
-            and evidence.run.is_calm
+            and evidence.run.is_undisturbed
             and short_name.rpartition(".")[2] not in given_up
         ):
             yield f"{queue.depth} parts are left in {short_name}"
@@ -415,13 +415,13 @@ def _tickets_given_up(evidence: Evidence) -> set[str]:
 
 INVARIANTS: Mapping[str, Callable[[Evidence], Faults]] = {
     "the run is over": run_is_over,
-    "no task is left": no_task_is_left,
+    "no task is left": no_asyncio_task_left,
     "one manifest a batch": one_manifest,
     "one outcome a slice": one_outcome,
-    "tasks are given out once": tasks_once,
+    "tasks are given out once": each_task_once,
     "processed as listed": processed_as_listed,
     "trained on once": trained_once,
-    "fresh enough": fresh_enough,
+    "fresh enough": within_staleness_bound,
     "tokens of the weights they name": tokens_of_their_weights,
     "versions in order": versions_in_order,
     "dead letters accounted for": dead_letters_accounted_for,

@@ -127,7 +127,7 @@ class Drain:
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class ConnectionLoss:
     """An agent of a role loses its connection and reconnects after ``seconds``."""
 
     role: Role
@@ -144,7 +144,7 @@ class BrokerRestart:
 
 
 @dataclass(frozen=True, slots=True)
-class Alarm:
+class BrokerAlarm:
     """The broker blocks publishers for ``seconds``."""
 
     at: float
@@ -180,7 +180,7 @@ class Jitter:
 
 
 @dataclass(frozen=True, slots=True)
-class Repeats:
+class RepeatedPublishes:
     """A fraction of all publishes loses its confirm and is repeated."""
 
     share: float
@@ -196,7 +196,7 @@ class EngineDeath:
 
 
 @dataclass(frozen=True, slots=True)
-class KeptWeights:
+class StaleWeightsFault:
     """An engine that receives new weights for the ``n``-th time keeps its old weights, and its answers show the old
     weights.
     """
@@ -213,7 +213,7 @@ class BrokenTransfer:
 
 
 @dataclass(frozen=True, slots=True)
-class Outage:
+class SandboxOutage:
     """The sandbox of all workflows is unavailable for ``seconds``."""
 
     at: float
@@ -231,23 +231,23 @@ Fault = (
     Kill
     | Freeze
     | Drain
-    | Cut
+    | ConnectionLoss
     | BrokerRestart
-    | Alarm
+    | BrokerAlarm
     | LostConfirm
     | Delay
     | Jitter
-    | Repeats
+    | RepeatedPublishes
     | EngineDeath
-    | KeptWeights
+    | StaleWeightsFault
     | BrokenTransfer
-    | Outage
+    | SandboxOutage
     | DeadlyBatch
 )
 
 
 @dataclass(frozen=True, slots=True)
-class Sessions:
+class SessionLoad:
     """Gateways of a run in mode ``serve``, and the behaviour of their users."""
 
     gateways: int
@@ -277,7 +277,7 @@ class Sessions:
 
 
 @dataclass(frozen=True, slots=True)
-class Schedule:
+class FaultSchedule:
     """A run's configuration and faults."""
 
     seed: int
@@ -285,10 +285,10 @@ class Schedule:
     faults: tuple[Fault, ...]
     kept: tuple[int, ...] | None = None
     """Indices of the faults here among all faults of the seed. None: all faults of the seed."""
-    sessions: Sessions | None = None
+    sessions: SessionLoad | None = None
     """Gateways and users of a run in mode ``serve``. None: the run has a taskset instead."""
 
-    def only(self, places: Collection[int]) -> Schedule:
+    def only(self, places: Collection[int]) -> FaultSchedule:
         """Return the schedule with only the seed's faults at the indices ``places``.
 
         Raises:
@@ -324,11 +324,11 @@ class Schedule:
         return [*shown, *(f"{index:>3}  {fault}" for index, fault in zip(self.places, self.faults, strict=True))]
 
 
-def _fields_of(part: Settings | Sessions) -> str:
+def _fields_of(part: Settings | SessionLoad) -> str:
     return ", ".join(f"{part_field.name}={getattr(part, part_field.name)!r}" for part_field in fields(part))
 
 
-def draw(seed: int, *, sessions: bool = False) -> Schedule:
+def draw(seed: int, *, sessions: bool = False) -> FaultSchedule:
     """Return the schedule of a seed. It stays the same as long as this function is not changed.
 
     Args:
@@ -339,7 +339,7 @@ def draw(seed: int, *, sessions: bool = False) -> Schedule:
         return _with_sessions(seed)
     dice = random.Random(seed)
     settings = _settings(dice)
-    return Schedule(seed, settings, tuple(_faults(dice, settings)))
+    return FaultSchedule(seed, settings, tuple(_faults(dice, settings)))
 
 
 def _settings(dice: random.Random) -> Settings:
@@ -398,7 +398,7 @@ def _faults(dice: random.Random, settings: Settings) -> list[Fault]:
     if dice.random() < 0.5:
         faults.append(Jitter(dice.choice([0.05, 0.2, 0.5]), dice.choice([0.01, 0.1, 0.6])))
     if dice.random() < 0.4:
-        faults.append(Repeats(dice.choice([0.05, 0.3])))
+        faults.append(RepeatedPublishes(dice.choice([0.05, 0.3])))
     faults += [
         Kill(fault_role, point(fault_role))
         for fault_role in (role() for _ in range(dice.choice([0, 0, 1, 1, 2, 3, 5])))
@@ -416,9 +416,11 @@ def _faults(dice: random.Random, settings: Settings) -> list[Fault]:
         for fault_role in (role() for _ in range(dice.randrange(4)))
     ]
     faults += [Drain(role(), at()) for _ in range(dice.choice([0, 0, 0, 1, 2]))]
-    faults += [Cut(role(), at(), dice.choice([0.3, 3.0, 15.0, 70.0])) for _ in range(dice.choice([0, 0, 1, 2]))]
+    faults += [
+        ConnectionLoss(role(), at(), dice.choice([0.3, 3.0, 15.0, 70.0])) for _ in range(dice.choice([0, 0, 1, 2]))
+    ]
     faults += [BrokerRestart(at(), dice.choice([0.5, 2.0, 12.0])) for _ in range(dice.choice([0, 0, 0, 1]))]
-    faults += [Alarm(at(), dice.choice([0.5, 5.0, 40.0])) for _ in range(dice.choice([0, 0, 0, 1]))]
+    faults += [BrokerAlarm(at(), dice.choice([0.5, 5.0, 40.0])) for _ in range(dice.choice([0, 0, 0, 1]))]
     return [*faults, *_rare(dice, settings)]
 
 
@@ -433,11 +435,11 @@ def _rare(dice: random.Random, settings: Settings) -> list[Fault]:
     if dice.random() < 0.2:
         faults.append(EngineDeath(engine, at(), dice.choice([0.5, 5.0, 20.0])))
     if dice.random() < 0.15:
-        faults.append(KeptWeights(dice.randrange(settings.engines), dice.randrange(1, 5)))
+        faults.append(StaleWeightsFault(dice.randrange(settings.engines), dice.randrange(1, 5)))
     if dice.random() < 0.15:
         faults.append(BrokenTransfer(dice.randrange(1, 5)))
     if dice.random() < 0.1:
-        faults.append(Outage(at(), dice.choice([1.0, 10.0, 40.0])))
+        faults.append(SandboxOutage(at(), dice.choice([1.0, 10.0, 40.0])))
     if dice.random() < 0.05:
         faults.append(DeadlyBatch(dice.randrange(1, settings.batches + 1)))
     return faults
@@ -453,7 +455,7 @@ away.
 """
 
 
-def _with_sessions(seed: int) -> Schedule:
+def _with_sessions(seed: int) -> FaultSchedule:
     dice = random.Random(f"{seed}/sessions")
     drawn, cut = _settings(dice), dice.random() < 0.4
     grouped = dice.random() < 0.4
@@ -471,7 +473,7 @@ def _with_sessions(seed: int) -> Schedule:
         repeat=dice.choice([2, 2, 3]) if grouped else 1,
         slice_runs=dice.choice([1, 2, 4]),
     )
-    sessions = Sessions(
+    sessions = SessionLoad(
         gateways=dice.choice([1, 2, 2]),
         grouped=grouped,
         users=dice.randrange(3, 5) if cut else dice.randrange(3, 9),
@@ -484,10 +486,10 @@ def _with_sessions(seed: int) -> Schedule:
         noise=3.0 if cut else 0.0,
         parked=dice.choice([1, 2]) if cut else 0,
     )
-    return Schedule(seed, settings, tuple(_session_faults(dice, sessions)), sessions=sessions)
+    return FaultSchedule(seed, settings, tuple(_session_faults(dice, sessions)), sessions=sessions)
 
 
-def _session_faults(dice: random.Random, sessions: Sessions) -> list[Fault]:
+def _session_faults(dice: random.Random, sessions: SessionLoad) -> list[Fault]:
     if dice.random() < 0.1:
         return []
     roles: list[Role] = ["gateway", "explorer", "runner", "operator", "trainer"]
@@ -508,7 +510,7 @@ def _session_faults(dice: random.Random, sessions: Sessions) -> list[Fault]:
     if dice.random() < 0.4:
         faults.append(Jitter(dice.choice([0.05, 0.2]), dice.choice([0.01, 0.1])))
     if dice.random() < 0.4:
-        faults.append(Repeats(dice.choice([0.05, 0.3])))
+        faults.append(RepeatedPublishes(dice.choice([0.05, 0.3])))
     faults += [Kill(fault_role, point(fault_role)) for fault_role in some(0, 1, 1, 2, 3, 5)]
     faults += [
         Freeze(fault_role, point(fault_role), dice.choice([0.5, 4.0, 15.0, 45.0])) for fault_role in some(0, 0, 1, 2)
@@ -516,9 +518,11 @@ def _session_faults(dice: random.Random, sessions: Sessions) -> list[Fault]:
     faults += [LostConfirm(fault_role, point(fault_role), dice.choice([0.0, 0.1, 3.0])) for fault_role in some(3)]
     faults += [Delay(fault_role, point(fault_role), dice.choice([0.2, 2.0, 8.0])) for fault_role in some(0, 1, 3, 6)]
     faults += [Drain(role(), at()) for _ in range(dice.choice([0, 0, 0, 1]))]
-    faults += [Cut(role(), at(), dice.choice([0.3, 3.0, 15.0, 40.0])) for _ in range(dice.choice([0, 1, 1, 2]))]
+    faults += [
+        ConnectionLoss(role(), at(), dice.choice([0.3, 3.0, 15.0, 40.0])) for _ in range(dice.choice([0, 1, 1, 2]))
+    ]
     if sessions.noise and dice.random() < 0.5:
-        faults.append(Cut("gateway", at(), 170.0))  # longer than the stream retains any message
+        faults.append(ConnectionLoss("gateway", at(), 170.0))  # longer than the stream retains any message
     faults += [BrokerRestart(at(), dice.choice([0.5, 2.0, 12.0])) for _ in range(dice.choice([0, 0, 1]))]
-    faults += [Alarm(at(), dice.choice([0.5, 5.0, 20.0])) for _ in range(dice.choice([0, 0, 0, 1]))]
+    faults += [BrokerAlarm(at(), dice.choice([0.5, 5.0, 20.0])) for _ in range(dice.choice([0, 0, 0, 1]))]
     return faults

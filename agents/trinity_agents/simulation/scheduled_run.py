@@ -25,27 +25,27 @@ from trinity_agents.simulation.coverage import Observer
 from trinity_agents.simulation.faulty_bus import Faults, FaultyBus
 from trinity_agents.simulation.harness import NumberedTasks, Simulation
 from trinity_agents.simulation.schedule import (
-    Alarm,
     BrokenTransfer,
+    BrokerAlarm,
     BrokerRestart,
-    Cut,
+    ConnectionLoss,
     DeadlyBatch,
     Drain,
     EngineDeath,
+    FaultSchedule,
     Freeze,
-    KeptWeights,
-    Outage,
     Role,
-    Schedule,
+    SandboxOutage,
+    StaleWeightsFault,
 )
-from trinity_agents.simulation.stand_ins import SimulatedChannel, SimulatedEngine, SimulatedLearner, Workflows
+from trinity_agents.simulation.stand_ins import FakeWorkflowRunner, SimulatedChannel, SimulatedEngine, SimulatedLearner
 from trinity_agents.trainer.agent import Trainer
 from trinity_mq.bus import BusUnavailable
 from trinity_mq.experience import ExperienceBatch
 from trinity_mq.messages import BatchReady, decode_any
 from trinity_mq.runtime.agent import Agent
-from trinity_mq.runtime.deliveries import EXPERIENCES, CrashNotes
-from trinity_mq.runtime.errors import RestartMe, first_leaf
+from trinity_mq.runtime.deliveries import EXPERIENCES, CrashLog
+from trinity_mq.runtime.errors import RestartRequested, first_leaf
 from trinity_mq.testing.virtual_time import VirtualTimeLoop, run_virtually
 
 IN_MEMORY = Path("/dev/shm")
@@ -56,12 +56,22 @@ RESTART_SECONDS = (0.05, 0.5, 3.0)
 """Restart delays in seconds of an agent that died."""
 END_PATIENCE = 30.0
 """Seconds after the end of the explorer during which timed faults continue and dead agents are restarted."""
-COSTLY = Cut | BrokerRestart | Alarm | Drain | EngineDeath | KeptWeights | BrokenTransfer | Outage | Freeze
+COSTLY = (
+    ConnectionLoss
+    | BrokerRestart
+    | BrokerAlarm
+    | Drain
+    | EngineDeath
+    | StaleWeightsFault
+    | BrokenTransfer
+    | SandboxOutage
+    | Freeze
+)
 """Faults that may make a batch stale or cost an engine its weights."""
 T = TypeVar("T")
 
 
-class Hang(Exception):
+class RunHung(Exception):
     """The run was not over in time. The message lists each waiting agent and the agent that it waits for."""
 
 
@@ -73,7 +83,7 @@ class AgentFailed(Exception):
 class ScheduledRun(Simulation):
     """A run under a schedule. Tests subclass it to break rules on purpose."""
 
-    schedule: Schedule = field(kw_only=True)
+    schedule: FaultSchedule = field(kw_only=True)
     observer: Observer = field(default_factory=Observer)
     lives: list[FaultyBus] = field(default_factory=list)
     living: dict[str, Agent] = field(default_factory=dict)
@@ -100,16 +110,18 @@ class ScheduledRun(Simulation):
         )
         failed_receives = defaultdict(list)
         for fault in self.schedule.faults:
-            if isinstance(fault, KeptWeights):
+            if isinstance(fault, StaleWeightsFault):
                 failed_receives[fault.engine].append(fault.n)
         names = [f"engine-{number}" for number in range(settings.engines)]
         self.engines = {name: SimulatedEngine(name, settings, failed_receives[n]) for n, name in enumerate(names)}
         self.deadly = [fault.batch for fault in self.schedule.faults if isinstance(fault, DeadlyBatch)]
         self.outages = [
-            (fault.at, fault.at + fault.seconds) for fault in self.schedule.faults if isinstance(fault, Outage)
+            (fault.at, fault.at + fault.seconds) for fault in self.schedule.faults if isinstance(fault, SandboxOutage)
         ]
-        self.workflows = Workflows(seed, settings, self.engines, self._is_sandbox_down, self.faults.dice)
-        self.pool = Workflows(seed, settings, self.engines, self._is_sandbox_down, self.faults.dice, is_pool=True)
+        self.workflows = FakeWorkflowRunner(seed, settings, self.engines, self._is_sandbox_down, self.faults.dice)
+        self.pool = FakeWorkflowRunner(
+            seed, settings, self.engines, self._is_sandbox_down, self.faults.dice, is_pool=True
+        )
         super().__post_init__()
 
     def settings(self) -> dict[str, Any]:
@@ -139,13 +151,13 @@ class ScheduledRun(Simulation):
         """Return a new runner."""
         bus = self.life("runner", name)
         stand_ins: dict[str, Any] = {"workflows": self.workflows, "isolated": self.pool}
-        notes = CrashNotes(self.folder / f"{name}.at-work.json")
+        notes = CrashLog(self.folder / f"{name}.at-work.json")
         return Runner(self.config, bus=bus, topology=self.topology, agent_id=name, crash_notes=notes, **stand_ins)
 
     def new_operator(self, name: str) -> Agent:
         """Return a new operator."""
         bus = self.life("operator", name)
-        notes = CrashNotes(self.folder / f"{name}.at-work.json")
+        notes = CrashLog(self.folder / f"{name}.at-work.json")
         return Operator(self.config, bus=bus, topology=self.topology, agent_id=name, crash_notes=notes)
 
     def new_explorer(self, name: str) -> Agent:
@@ -206,7 +218,7 @@ class ScheduledRun(Simulation):
                 self.observer.note(bus.role, agent.state, "failed")
                 self.faults.note(bus.who, f"ended with {type(cause).__name__}: {cause}")
                 self.ends.append(f"{bus.who}: {type(cause).__name__}: {cause}")
-                if not isinstance(cause, RestartMe | BusUnavailable):
+                if not isinstance(cause, RestartRequested | BusUnavailable):
                     raise AgentFailed(f"{bus.who} ended with {type(cause).__name__}: {cause}") from error
             if self.over.is_set():
                 return
@@ -218,17 +230,17 @@ class ScheduledRun(Simulation):
         """Inject the timed faults."""
         async with asyncio.TaskGroup() as group:
             for fault in self.schedule.faults:
-                if isinstance(fault, Drain | Cut | BrokerRestart | Alarm | EngineDeath):
+                if isinstance(fault, Drain | ConnectionLoss | BrokerRestart | BrokerAlarm | EngineDeath):
                     group.create_task(self._inject(fault))
 
-    async def _inject(self, fault: Drain | Cut | BrokerRestart | Alarm | EngineDeath) -> None:
+    async def _inject(self, fault: Drain | ConnectionLoss | BrokerRestart | BrokerAlarm | EngineDeath) -> None:
         await asyncio.sleep(fault.at)
         self.faults.note("", f"{fault} happens")
         living = [bus for bus in self.lives if bus.lives]
         if isinstance(fault, BrokerRestart):
             for bus in living:
                 self.broker.drop(bus, delay=fault.seconds + self.faults.dice.random())
-        elif isinstance(fault, Alarm):
+        elif isinstance(fault, BrokerAlarm):
             self.broker.block()
             await asyncio.sleep(fault.seconds)
             self.broker.unblock()
@@ -236,10 +248,10 @@ class ScheduledRun(Simulation):
             engine = list(self.engines.values())[fault.engine]
             engine.die()
             await asyncio.sleep(fault.seconds)
-            engine.come_back()
+            engine.restart()
         elif candidates := [bus for bus in living if bus.role == fault.role]:
             bus = self.faults.dice.choice(candidates)
-            if isinstance(fault, Cut):
+            if isinstance(fault, ConnectionLoss):
                 self.broker.drop(bus, delay=fault.seconds)
             else:
                 name = bus.who.rstrip("'")
@@ -263,7 +275,7 @@ class ScheduledRun(Simulation):
             task.cancel()
         await asyncio.wait([deadline, run])
         if waiting:
-            raise Hang("; ".join(waiting))
+            raise RunHung("; ".join(waiting))
         await run
         for engine in self.engines.values():
             await engine.end()
@@ -330,7 +342,7 @@ class ScheduledRun(Simulation):
     # -- results
 
     @property
-    def is_calm(self) -> bool:
+    def is_undisturbed(self) -> bool:
         """True if no fault cost an agent its memory or its connection."""
         return (
             not self.ends
@@ -376,7 +388,9 @@ def drawn(seed: int) -> Iterator[None]:
             random.setstate(state)
 
 
-def played(schedule: Schedule, judge: Callable[[ScheduledRun, BaseException | None], T], kind: type[ScheduledRun]) -> T:
+def play_to_end(
+    schedule: FaultSchedule, judge: Callable[[ScheduledRun, BaseException | None], T], kind: type[ScheduledRun]
+) -> T:
     """Play a schedule to its end and return the result of ``judge``.
 
     Args:

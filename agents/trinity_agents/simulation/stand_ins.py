@@ -23,7 +23,7 @@ from trinity_mq.messages import TaskSlice, Version
 from trinity_mq.models import InferenceModel
 from trinity_mq.models.errors import EngineLost, VersionMismatch
 from trinity_mq.rollout.run_results import RunResults
-from trinity_mq.rollout.status import Failure, SliceOutcome
+from trinity_mq.rollout.status import RunFailure, SliceOutcome
 from trinity_mq.runtime.notify import Notifier
 from trinity_mq.sync.channels.base import ChannelError
 from trinity_mq.testing.fakes import FakeChannel, FakeEngine, FakeLearner
@@ -200,7 +200,7 @@ class SimulatedEngine(FakeEngine):
         self._changed.notify()
         self.on_change()
 
-    def come_back(self) -> None:
+    def restart(self) -> None:
         """Restart the engine's process, without weights."""
         self.snapshot = replace(self.snapshot, alive=True, state="empty")
         self.on_change()
@@ -264,7 +264,7 @@ class SimulatedLearner(FakeLearner):
         await super().save(folder)
 
 
-class Workflows:
+class FakeWorkflowRunner:
     """Stand-in for WorkflowRunner and ProcessPool. It samples each run from an engine and fails as the schedule
     determines.
 
@@ -319,7 +319,7 @@ class Workflows:
             self._note_cut_short(task_slice, results)
             raise
         except TimeoutError:
-            results.failure = Failure(f"not done within the {task_slice.slice_timeout:g} s of the slice", "timeout")
+            results.failure = RunFailure(f"not done within the {task_slice.slice_timeout:g} s of the slice", "timeout")
             self._note_cut_short(task_slice, results)
         return results.outcome(loop.time() - started)
 
@@ -349,13 +349,13 @@ class Workflows:
     ) -> bool:
         """Execute a run. Return False if it failed for another reason than its workflow."""
         if self._is_sandbox_down():
-            results.add_failure(Failure("the sandbox is away", "sandbox"))
+            results.add_failure(RunFailure("the sandbox is away", "sandbox"))
             return False
         if task_slice.task.workflow == RECORDED_SESSIONS:
             return await self._recorded(task_slice, run, results)
         is_training = task_slice.lane == "train"
         if is_training and self.fails(task_slice.batch, task_slice.task_id, run):
-            results.add_failure(Failure("the workflow failed by lot", "workflow"))
+            results.add_failure(RunFailure("the workflow failed by lot", "workflow"))
             return True
         while True:
             try:
@@ -363,7 +363,7 @@ class Workflows:
             except EngineLost:
                 await asyncio.sleep(RETRY)
             except VersionMismatch as error:
-                results.add_failure(Failure(str(error), "engine", retryable=False))
+                results.add_failure(RunFailure(str(error), "engine", retryable=False))
                 return False
             else:
                 break
@@ -380,7 +380,7 @@ class Workflows:
         try:
             experiences = await workflow.run_async()
         except TaskError as error:
-            results.add_failure(Failure(str(error), "workflow"))
+            results.add_failure(RunFailure(str(error), "workflow"))
             return True
         for experience in experiences:
             experience.eid.batch, experience.eid.task = task_slice.batch, task_slice.task_id

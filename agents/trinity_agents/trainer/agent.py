@@ -16,7 +16,7 @@ from pathlib import Path
 import structlog
 
 from trinity_agents.trainer.loop import TrainLoop
-from trinity_agents.trainer.presenter import SYNC_VERBS, Presenter, without_training
+from trinity_agents.trainer.presenter import SYNC_VERBS, CheckpointServer, weights_only_config
 from trinity_agents.trainer.recorder import RecordingLearner
 from trinity_agents.trainer.sources.base import Source
 from trinity_agents.trainer.sources.mix import open_experts
@@ -31,13 +31,20 @@ from trinity_mq.models import ensure_model_folder
 from trinity_mq.runtime.agent import Agent
 from trinity_mq.runtime.errors import EXIT_RESTART
 from trinity_mq.runtime.plugins import add_plugins
-from trinity_mq.runtime.process import keep_freed_memory, mark_run_over, note_trainer, other_run, own_trainer, place
+from trinity_mq.runtime.process import (
+    ensure_trainer_id,
+    keep_freed_memory,
+    mark_run_over,
+    other_run_error,
+    place,
+    read_trainer_id,
+)
 from trinity_mq.runtime.serve import run_daemon
 from trinity_mq.sync.channels.base import Channel
 from trinity_mq.sync.channels.factory import open_channel
 from trinity_mq.sync.gate.canary import FIRST_IDS, canary_tokens
 from trinity_mq.telemetry import MetricsWriter, setup_logging
-from trinity_mq.training.checkpoints.benchmarked import benchmarked
+from trinity_mq.training.checkpoints.benchmarked import select_checkpoints
 from trinity_mq.training.learner import Learner, TorchLearner
 from trinity_mq.training.parallel.ranks import RankError, RankProcesses, Ranks, begin_follower, own_rank, world_size
 
@@ -97,8 +104,8 @@ class Trainer(Agent):
             FatalError: A trainer uses another folder, so its checkpoints are not in this folder.
         """
         for status in self.peers.statuses("trainer", TrainerStatus):
-            if status.folder_id and status.folder_id != own_trainer(self.loop.folder):
-                raise other_run(self.topology.run, self.loop.folder, "trainer", "", status.place)
+            if status.folder_id and status.folder_id != read_trainer_id(self.loop.folder):
+                raise other_run_error(self.topology.run, self.loop.folder, "trainer", "", status.place)
 
     def follow_run(self, explorer: ExplorerStatus) -> None:
         """Adopt the run of the explorer that schedules.
@@ -121,23 +128,23 @@ class Trainer(Agent):
 
         if not await self.take_lock("trainer", "idle", "the other trainer of this run to end", until=gives_up):
             return
-        self._where = {"folder_id": note_trainer(loop.folder), "place": place(loop.folder)}
+        self._where = {"folder_id": ensure_trainer_id(loop.folder), "place": place(loop.folder)}
         queue = self.topology.listener(self.id, self.incarnation, "sync", *(f"weights.{verb}" for verb in SYNC_VERBS))
         await self.bus.declare(queue)
         try:
             await self.ranks.start()
-            await self.with_background(loop.restore(), self.ranks.watch())
+            await self.run_with_background(loop.restore(), self.ranks.watch())
             async with await self.bus.consume(queue) as feed:
                 self.heartbeat_now()  # an engine that this heartbeat does not list as a member joins now
-                await self.with_background(
+                await self.run_with_background(
                     loop.run(),
                     self.ranks.watch(),
                     loop.source.run(),
                     loop.saver.run(),
                     loop.gate.run(feed, self.each),
-                    loop.follow_gate(),
-                    loop.excuse_step(),
-                    self.restart_without_lock(),
+                    loop.watch_gate(),
+                    loop.withdraw_attempt(),
+                    self.restart_when_lock_lost(),
                 )
             if self.config.mode == "train" and loop.finished:
                 await asyncio.to_thread(mark_run_over, loop.folder)  # a later start has no work left
@@ -154,20 +161,20 @@ def main(config: Config, agent_id: str = "trainer-0") -> int:
     keep_freed_memory()
     world = world_size(config.trainer.nproc)
     if own_rank():
-        return follow(config, agent_id, world)
+        return run_follower_rank(config, agent_id, world)
 
     def build(bus: Bus, topology: Topology) -> Agent:
         model = ensure_model_folder(config.model, config.path / "model", config.seed)
         ranks = Ranks(0, world, config.trainer.rank_timeout)
         codec = TextCodec.load(model, trust_remote_code=config.model.trust_remote_code)
         if config.mode == "bench":
-            return Presenter(
+            return CheckpointServer(
                 config,
                 bus=bus,
                 topology=topology,
                 agent_id=agent_id,
-                reader=TorchLearner(without_training(config), model, None),
-                checkpoints=partial(benchmarked, config),
+                reader=TorchLearner(weights_only_config(config), model, None),
+                checkpoints=partial(select_checkpoints, config),
                 channel=open_channel(config),
                 metrics=MetricsWriter(config.path, "trainer", agent_id, config.monitor.tensorboard),
                 fingerprint=codec.fingerprint(),
@@ -199,7 +206,7 @@ def main(config: Config, agent_id: str = "trainer-0") -> int:
     return run_daemon(config, agent_id, "trainer", build)
 
 
-def follow(config: Config, agent_id: str, world: int) -> int:
+def run_follower_rank(config: Config, agent_id: str, world: int) -> int:
     """Run a rank above 0, which executes the commands of rank 0; returns the exit code."""
     begin_follower()
     rank = own_rank()

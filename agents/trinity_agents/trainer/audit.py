@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from trinity_agents.trainer.decisions import NONE_SETTLED
-from trinity_agents.trainer.history import Line, some, trace
+from trinity_agents.trainer.history import Lineage, some, trace
 from trinity_mq.training.checkpoints.checkpoint import Checkpoint, DamagedCheckpointError, verify
 
 Entry = dict[str, Any]
@@ -65,7 +65,7 @@ class Auditor:
     def __init__(self, folder: Path, checkpoint: Checkpoint) -> None:
         self.checkpoint, self._folder = checkpoint, folder
         state = checkpoint.state
-        self._line: Line = trace(folder / "history", state.generation, state.progress)
+        self._line: Lineage = trace(folder / "history", state.generation, state.progress)
         self.checks: list[Check] = []
 
     @property

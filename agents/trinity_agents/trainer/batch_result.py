@@ -234,7 +234,7 @@ def _drop_stale_groups(
     return stale, fresh, metrics
 
 
-def keep_for_a_look(batch: TrainBatch, folder: Path, tokenizer: Path) -> str:
+def dump_batch(batch: TrainBatch, folder: Path, tokenizer: Path) -> str:
     """Write the experiences at which the guard stopped the training to a file.
 
     Args:

@@ -15,7 +15,7 @@ from types import MappingProxyType
 from trinity_mq.messages import BatchReady
 
 NONE_SETTLED = -1
-"""Value of :attr:`Decider.settled` if no batch is settled: lower than any batch number."""
+"""Value of :attr:`TicketDecider.settled` if no batch is settled: lower than any batch number."""
 MAX_STARTS = 2
 """Crashed starts on a batch after which the next start skips it. If the batch had company, which may be the cause of
 the crashes, the next start tries the batch alone, and the start after that skips it."""
@@ -72,7 +72,7 @@ class _Sets:
     by_op: dict[str, dict[int, Chunk]] = field(default_factory=dict)
 
 
-class Decider:
+class TicketDecider:
     """Decides tickets from the events of the ready stream, in stream order.
 
     The first complete ``(ticket, op)``, in the order of the BatchReady messages, decides its ticket; other sets are

@@ -26,7 +26,7 @@ class HistoryError(FatalError):
 
 
 @dataclass(frozen=True)
-class StreamPlace:
+class StreamPosition:
     """Place on the ``ready`` stream of the set that decided a ticket."""
 
     offset: int
@@ -38,7 +38,7 @@ class StreamPlace:
 
 
 @dataclass
-class Line:
+class Lineage:
     """Content of a checkpoint's history, and its faults."""
 
     entries: list[dict[str, Any]] = field(default_factory=list)
@@ -87,7 +87,7 @@ class History:
         repaired: bool = False,
         dropped: int = 0,
         replayed: Sequence[str] = (),
-        stream: StreamPlace | None = None,
+        stream: StreamPosition | None = None,
     ) -> None:
         """Record a decided ticket, before any checkpoint that contains the ticket is saved.
 
@@ -206,9 +206,9 @@ def lineage(folder: Path, generation: int, progress: int) -> list[dict[str, Any]
     return line.entries
 
 
-def trace(folder: Path, generation: int, progress: int) -> Line:
+def trace(folder: Path, generation: int, progress: int) -> Lineage:
     """Return the entries of :func:`lineage`, and a list of all faults instead of an error."""
-    line = Line()
+    line = Lineage()
     end, current = progress, generation
     while True:
         path = folder / f"{current}.jsonl"

@@ -13,10 +13,10 @@ from typing import Any
 
 import structlog
 
-from trinity_agents.trainer.batch_result import BatchResult, keep_for_a_look, skipped_batch_dead_letter, train_on
-from trinity_agents.trainer.history import History, StreamPlace, last_generation, last_progress, last_saved
-from trinity_agents.trainer.pinning import evaluation_ended
-from trinity_agents.trainer.samples import Samples
+from trinity_agents.trainer.batch_result import BatchResult, dump_batch, skipped_batch_dead_letter, train_on
+from trinity_agents.trainer.history import History, StreamPosition, last_generation, last_progress, last_saved
+from trinity_agents.trainer.pinning import wait_for_evaluation
+from trinity_agents.trainer.samples import TrainSamples
 from trinity_agents.trainer.saving import CheckpointSaver
 from trinity_agents.trainer.sources.base import Source, TrainBatch
 from trinity_agents.trainer.sources.mix import MixSource
@@ -26,7 +26,7 @@ from trinity_agents.trainer.sources.stream import REMEMBERED, StreamSource
 from trinity_mq.dispatch.pacing import Boundary, sync_due
 from trinity_mq.messages import Progress, SyncEvent, TrainerStatus
 from trinity_mq.runtime.agent import Agent
-from trinity_mq.runtime.errors import FatalError, RestartMe
+from trinity_mq.runtime.errors import FatalError, RestartRequested
 from trinity_mq.sync.channels.base import Channel
 from trinity_mq.sync.gate.canary import FIRST_IDS
 from trinity_mq.sync.gate.coordinator_driver import CoordinatorDriver
@@ -37,10 +37,10 @@ from trinity_mq.training.checkpoints.checkpoint import (
     Checkpoint,
     CheckpointError,
     CheckpointStore,
-    Damaged,
+    DamagedCheckpoint,
     DamagedCheckpointError,
     StepAttempts,
-    TrainerState,
+    TrainerProgress,
     publish_final,
     verify,
 )
@@ -97,7 +97,7 @@ class TrainLoop:
         blobs = open_store(config.broker, agent.topology.run)
         self._is_alone = config.mode == "train"
         """True in mode ``train``, which has neither explorer nor engines."""
-        self._max_staleness = sys.maxsize if config.takes_any_age else config.synchronizer.effective_max_staleness
+        self._max_staleness = sys.maxsize if config.accepts_any_age else config.synchronizer.effective_max_staleness
         self._in_batch_order = config.synchronizer.sync_style == "fixed"
         stream = StreamSource(
             agent.bus,
@@ -117,7 +117,7 @@ class TrainLoop:
         self.source.changed = agent.woken
         self._blobs = ChunkBlobs(blobs, config.trainer.max_checkpoints_to_keep)
         monitor = config.monitor
-        self._samples = Samples(folder, monitor.samples_per_step, monitor.samples_max_bytes)
+        self._samples = TrainSamples(folder, monitor.samples_per_step, monitor.samples_max_bytes)
         self._saved_progress = self._first_step = 0
         self._last_save = 0
         """Progress at the start of the last save."""
@@ -222,7 +222,7 @@ class TrainLoop:
                 await self.learner.open(checkpoint.path)
             except DamagedCheckpointError as error:
                 log.warning("damaged_checkpoint_skipped", path=str(checkpoint.path), reason=str(error))
-                damaged.append(Damaged(checkpoint.path, str(error)))
+                damaged.append(DamagedCheckpoint(checkpoint.path, str(error)))
             else:
                 if damaged:
                     self.agent.report(checkpoint.state.progress, {"trainer/damaged_checkpoints": float(len(damaged))})
@@ -256,7 +256,7 @@ class TrainLoop:
             )
         own_run = self.agent.bus.run_id
         if self.generation and own_run and own_run != run_id:
-            raise RestartMe(f"the explorer has begun another run: {run_id} in place of {own_run}")
+            raise RestartRequested(f"the explorer has begun another run: {run_id} in place of {own_run}")
 
     async def close(self) -> None:
         """Close the learner and the history."""
@@ -265,14 +265,14 @@ class TrainLoop:
             self._history.close()
         self._samples.close()
 
-    async def follow_gate(self) -> None:
+    async def watch_gate(self) -> None:
         """Wake this loop and send a heartbeat after each change of the gate, until cancelled."""
         while True:
             await self.gate.changed.wait()
             self.agent.woken.notify()
             self.agent.heartbeat_soon()
 
-    async def excuse_step(self) -> None:
+    async def withdraw_attempt(self) -> None:
         """Withdraw the recorded attempt once this process is asked to end or is cancelled.
 
         A step that is interrupted after this point does not count as a crash of its batch.
@@ -290,7 +290,7 @@ class TrainLoop:
         self._counts_since = asyncio.get_running_loop().time()
         while not (agent.draining.is_set() or self.is_run_over):
             replay_left = self._replay_left
-            if not replay_left and (self.gate.someone_is_behind or self._sync_is_due()):
+            if not replay_left and (self.gate.needs_full_sync or self._sync_is_due()):
                 await self._sync()
             elif self._is_at_end:
                 if not self.finished:
@@ -359,7 +359,7 @@ class TrainLoop:
 
     async def _sync(self) -> None:
         machine, requested = self.gate.machine, self._requested_batch
-        if machine.committed == self.version and not self.gate.someone_is_behind:
+        if machine.committed == self.version and not self.gate.needs_full_sync:
             await self.gate.confirm_unchanged(self.progress)
             self._answered = max(self._answered, requested)
             self.agent.heartbeat_now()
@@ -382,7 +382,7 @@ class TrainLoop:
         The wait lasts at most ``explorer.eval_timeout`` seconds.
         """
         if self._in_batch_order:
-            await evaluation_ended(self.agent, self.gate.machine)
+            await wait_for_evaluation(self.agent, self.gate.machine)
 
     async def _consume(self) -> None:
         self.agent.set_state("working", None)
@@ -410,7 +410,7 @@ class TrainLoop:
                 )
         except TrainingStopped as error:
             tokenizer = self.folder / "model" if self.config.model.tiny else Path(str(self.config.model.model_path))
-            dump_message = await asyncio.to_thread(keep_for_a_look, batch, self.folder, tokenizer)
+            dump_message = await asyncio.to_thread(dump_batch, batch, self.folder, tokenizer)
             raise TrainingStopped(f"{error}. {dump_message}") from error
         self.step += result.stepped
         first, self.progress = self.progress + 1, self.progress + len(batches)
@@ -488,7 +488,7 @@ class TrainLoop:
             repaired=repaired,
             dropped=event.dropped,
             replayed=list(dict.fromkeys(batch.replayed.ids("tid"))),
-            stream=None if self._is_alone else StreamPlace(batch.offset, batch.offsets, batch.announced),
+            stream=None if self._is_alone else StreamPosition(batch.offset, batch.offsets, batch.announced),
         )
 
     def _progress_of(self, progress: int, batch: TrainBatch, result: BatchResult) -> Progress:
@@ -512,7 +512,7 @@ class TrainLoop:
         await self.saver.idle()
         if self.progress == self._saved_progress and self.store.latest() is not None:
             return
-        state = TrainerState(
+        state = TrainerProgress(
             generation=self.generation,
             step=self.step,
             progress=self.progress,
@@ -528,7 +528,7 @@ class TrainLoop:
             await self.saver.save(state, self._saved)
         self.agent.report(self.progress, {"time/save": asyncio.get_running_loop().time() - started})
 
-    async def _saved(self, state: TrainerState, seconds: float) -> None:
+    async def _saved(self, state: TrainerProgress, seconds: float) -> None:
         """Record a committed checkpoint and release consumed blobs; the write took ``seconds``."""
         assert self._history is not None
         self._history.saved(state.progress)

@@ -8,7 +8,7 @@ from trinity_mq.runtime.agent import HEARTBEAT_INTERVAL, Agent
 from trinity_mq.sync.gate.coordinator import Coordinator
 
 
-async def evaluation_ended(agent: Agent, machine: Coordinator) -> None:
+async def wait_for_evaluation(agent: Agent, machine: Coordinator) -> None:
     """Wait until no engine serves a running evaluation, at most ``explorer.eval_timeout`` seconds."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + agent.config.explorer.eval_timeout

@@ -15,7 +15,7 @@ from typing import Protocol
 
 import structlog
 
-from trinity_agents.trainer.pinning import evaluation_ended
+from trinity_agents.trainer.pinning import wait_for_evaluation
 from trinity_mq.bus import Bus, Topology
 from trinity_mq.config import AlgorithmConfig, Config
 from trinity_mq.messages import SyncEvent, TrainerStatus
@@ -43,7 +43,7 @@ class WeightReader(Weights, Protocol):
         """Release all resources."""
 
 
-class Presenter(Agent):
+class CheckpointServer(Agent):
     """The trainer of a run that evaluates checkpoints.
 
     Args:
@@ -93,7 +93,7 @@ class Presenter(Agent):
             channel=channel,
             canary=canary[: config.model.max_model_len],
             publish=self._publish_sync,
-            may_begin=lambda: evaluation_ended(self, self.gate.machine),
+            may_begin=lambda: wait_for_evaluation(self, self.gate.machine),
             fingerprint=fingerprint,
         )
 
@@ -126,8 +126,8 @@ class Presenter(Agent):
         try:
             async with await self.bus.consume(queue) as feed:
                 self.heartbeat_now()  # an engine that this heartbeat does not list as a member joins now
-                await self.with_background(
-                    self._present(), self.gate.run(feed, self.each), self._follow_gate(), self.restart_without_lock()
+                await self.run_with_background(
+                    self._present(), self.gate.run(feed, self.each), self._follow_gate(), self.restart_when_lock_lost()
                 )
         finally:
             await self._reader.close()
@@ -137,7 +137,7 @@ class Presenter(Agent):
             explorer = self.peers.explorer
             if explorer.opened and explorer.wants != self.label:
                 await self._load_checkpoint(explorer.wants or 0)
-            elif self.step and (self.gate.someone_is_behind or self.gate.machine.committed != self._version):
+            elif self.step and (self.gate.needs_full_sync or self.gate.machine.committed != self._version):
                 await self._sync()
             else:
                 self.set_state("idle", "the explorer to ask for a checkpoint")
@@ -190,7 +190,7 @@ class Presenter(Agent):
         await self.publish("sync", f"weights.{event.verb}", event)
 
 
-def without_training(config: Config) -> Config:
+def weights_only_config(config: Config) -> Config:
     """Return a configuration that only loads the policy's weights, without a reference model and a critic."""
     plain = AlgorithmConfig.model_validate({"algorithm_type": "rloo"})
     return config.model_copy(update={"algorithm": plain})

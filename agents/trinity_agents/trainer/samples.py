@@ -33,7 +33,7 @@ def chosen(batch: ExperienceBatch, most: int, seed: int) -> list[int]:
     return sorted(indexes)
 
 
-class Samples:
+class TrainSamples:
     """The sample log of one trainer.
 
     Args:

@@ -6,11 +6,11 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from trinity_mq.runtime.notify import Notifier
-from trinity_mq.runtime.processes.marked_points import passed
-from trinity_mq.training.checkpoints.checkpoint import CheckpointStore, TrainerState, Writer
+from trinity_mq.runtime.processes.marked_points import pass_point
+from trinity_mq.training.checkpoints.checkpoint import CheckpointStore, TrainerProgress, Writer
 from trinity_mq.training.learner import Learner
 
-Committed = Callable[[TrainerState, float], Awaitable[None]]
+Committed = Callable[[TrainerProgress, float], Awaitable[None]]
 """Called with the state of a committed checkpoint, and the seconds since the write began."""
 
 
@@ -25,11 +25,11 @@ class CheckpointSaver:
 
     def __init__(self, store: CheckpointStore, learner: Learner, *, in_background: bool) -> None:
         self._store, self._learner, self._in_background = store, learner, in_background
-        self._staged: tuple[Writer, TrainerState, Committed] | None = None
+        self._staged: tuple[Writer, TrainerProgress, Committed] | None = None
         """The staged checkpoint that :meth:`run` writes, None without a staged checkpoint."""
         self._changed = Notifier()
 
-    async def save(self, state: TrainerState, committed: Committed) -> None:
+    async def save(self, state: TrainerProgress, committed: Committed) -> None:
         """Start a checkpoint after the previous checkpoint is committed; the weights may change after the return.
 
         Args:
@@ -66,8 +66,8 @@ class CheckpointSaver:
             self._staged = None
             self._changed.notify()
 
-    async def _write(self, write: Writer, state: TrainerState, committed: Committed) -> None:
+    async def _write(self, write: Writer, state: TrainerProgress, committed: Committed) -> None:
         started = asyncio.get_running_loop().time()
         await self._store.save(write, state)
-        passed("saved checkpoint")
+        pass_point("saved checkpoint")
         await committed(state, asyncio.get_running_loop().time() - started)

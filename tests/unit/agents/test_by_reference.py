@@ -25,7 +25,7 @@ from trinity_mq.operators import ExperienceOperatorV1
 from trinity_mq.operators.base import Processed
 from trinity_mq.rollout.status import SliceOutcome
 from trinity_mq.runtime.deliveries import EXPERIENCES, REFERENCE, envelope
-from trinity_mq.runtime.errors import RestartMe
+from trinity_mq.runtime.errors import RestartRequested
 from trinity_mq.testing.virtual_time import run_virtually
 from trinity_mq.transport.batch_blobs import GRACE, SWEEP_INTERVAL
 from trinity_mq.transport.blobs import STORE_PATIENCE, BlobStore
@@ -618,7 +618,7 @@ def test_a_store_that_is_away_makes_a_trainer_wait_then_start_anew_and_loses_no_
         await processed(world, disk)
         disk.down()
         started = loop.time()
-        with pytest.raises(RestartMe, match="batch 1 cannot be read now"):
+        with pytest.raises(RestartRequested, match="batch 1 cannot be read now"):
             await trained(world, disk)
         assert loop.time() - started >= STORE_PATIENCE
         later = asyncio.create_task(trained(world, disk))

@@ -15,7 +15,7 @@ import pytest
 
 from tests.unit.agents.watched import WatchedSimulation
 from trinity_agents.explorer.agent import Explorer
-from trinity_agents.simulation import NumberedTasks, Simulation, killed, killed_once, until
+from trinity_agents.simulation import NumberedTasks, Simulation, kill_and_replace_trainer, killed, until
 from trinity_agents.trainer.history import lineage
 from trinity_mq.experience import ExperienceBatch
 from trinity_mq.messages import BatchClosed, BatchReady, Progress, RunEnd, TaskSlice
@@ -221,7 +221,7 @@ def test_a_debt_that_was_not_saved_is_read_again(tmp_path: Path) -> None:
 def test_a_trainer_that_consumes_batches_again_adds_to_no_debt(tmp_path: Path) -> None:
     for number, after in enumerate((2.5, 5.5, 8.5)):
         sim = refilling(tmp_path / str(number), "trainer.save_interval=100", "synchronizer.sync_timeout=5", batches=8)
-        run_virtually(sim.run(trainer=killed_once(sim, after)), limit=3000)
+        run_virtually(sim.run(trainer=kill_and_replace_trainer(sim, after)), limit=3000)
         reported = [one.ticket for one in sim.published(Progress)]
         assert len(set(reported)) == 8 < len(reported), "some were reported twice"
         check(sim, 8)

@@ -14,7 +14,7 @@ from trinity_agents.simulation import RECORDED, Simulation, killed, until
 from trinity_agents.trainer.history import lineage
 from trinity_mq.bus.memory.queues import Stored, WorkQueue
 from trinity_mq.messages import BatchClosed, ExplorerStatus
-from trinity_mq.runtime.errors import FatalError, RestartMe
+from trinity_mq.runtime.errors import FatalError, RestartRequested
 from trinity_mq.testing.fakes import FakeEngine
 from trinity_mq.testing.virtual_time import run_virtually
 
@@ -206,7 +206,7 @@ def test_a_host_of_engines_that_lives_on_stops_them_and_starts_anew(tmp_path: Pa
             try:
                 await EngineHosting(first.config, bus=bus, topology=topology, agent_id="far", engines=[engine]).run()
             except ExceptionGroup as group:
-                errors.append(group.subgroup(RestartMe))
+                errors.append(group.subgroup(RestartRequested))
 
         async def explorer() -> None:
             task = asyncio.get_running_loop().create_task(first.make_explorer().run())

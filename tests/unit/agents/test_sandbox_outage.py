@@ -20,7 +20,7 @@ from trinity_mq.rollout.run_results import RunResults
 from trinity_mq.rollout.status import SliceOutcome
 from trinity_mq.rollout.workflow_runner import WorkflowRunner
 from trinity_mq.runtime.errors import FatalError, first_leaf
-from trinity_mq.testing.fakes import one_experience
+from trinity_mq.testing.fakes import small_experience
 from trinity_mq.testing.virtual_time import run_virtually
 from trinity_mq.workflows import SandboxFailed, Workflow
 
@@ -57,7 +57,7 @@ class Sandboxed(Workflow):
         if not type(self).is_up():
             raise SandboxFailed("connection refused")
         task_slice = TaskSlice(batch=self.task.batch_id, ticket="", task_id=self.task.task_id, task=self.task.to_body())
-        return [one_experience(task_slice, 0, type(self).version())]
+        return [small_experience(task_slice, 0, type(self).version())]
 
 
 class InSandbox(WorkflowRunner):

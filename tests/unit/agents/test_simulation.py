@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from trinity_agents.operator.batch_publisher import BatchPublisher
-from trinity_agents.simulation import Simulation, killed_once
+from trinity_agents.simulation import Simulation, kill_and_replace_trainer
 from trinity_agents.trainer.history import lineage
 from trinity_mq.runtime.errors import FatalError, first_leaf
 from trinity_mq.testing.virtual_time import run_virtually
@@ -119,7 +119,7 @@ def test_no_runners_for_an_hour(tmp_path: Path) -> None:
 def test_trainer_killed_between_any_two_events_and_resumed(tmp_path: Path, after: float) -> None:
     sim = Simulation(tmp_path, ("trainer.save_interval=2", "synchronizer.sync_timeout=5"), batches=5, step_seconds=0.3)
 
-    run_virtually(sim.run(trainer=killed_once(sim, after)), limit=3000)
+    run_virtually(sim.run(trainer=kill_and_replace_trainer(sim, after)), limit=3000)
     trainer = sim.trainer.loop
     assert trainer.progress == 5
     history = lineage(tmp_path / "history", trainer.generation, 5)

@@ -13,7 +13,7 @@ import sys
 import pytest
 
 from trinity_agents.simulation.coverage import Coverage
-from trinity_agents.simulation.explore import explore, play
+from trinity_agents.simulation.explore import explore, play_schedule
 from trinity_agents.simulation.schedule import draw
 
 CHUNK, CHUNKS = 100, 10
@@ -90,7 +90,7 @@ ONCE_WRONG = [
 
 @pytest.mark.parametrize(("seed", "places"), ONCE_WRONG)
 def test_simulation_of_what_once_went_wrong(seed: int, places: list[int]) -> None:
-    played = play(draw(seed).only(places))
+    played = play_schedule(draw(seed).only(places))
     assert not played.violations, played.report()
 
 

@@ -17,9 +17,9 @@ from trinity_agents.operator.agent import Operator
 from trinity_agents.operator.batch_reader import BatchReader
 from trinity_agents.runner.result_publisher import ResultPublisher
 from trinity_agents.simulation.__main__ import main
-from trinity_agents.simulation.explore import Played, play, shrink
-from trinity_agents.simulation.schedule import KeptWeights, Schedule, draw
-from trinity_agents.trainer.decisions import Decider
+from trinity_agents.simulation.explore import ScheduleOutcome, minimize_faults, play_schedule
+from trinity_agents.simulation.schedule import FaultSchedule, StaleWeightsFault, draw
+from trinity_agents.trainer.decisions import TicketDecider
 from trinity_mq.dispatch.dispatcher import Dispatcher
 from trinity_mq.runtime.agent import Agent
 from trinity_mq.runtime.deliveries import acknowledge
@@ -29,9 +29,9 @@ END = 80
 """One of the seeds before this one fails."""
 
 
-def first_failure(seeds: Iterable[int | Schedule]) -> Played:
+def first_failure(seeds: Iterable[int | FaultSchedule]) -> ScheduleOutcome:
     for seed in seeds:
-        played = play(seed)
+        played = play_schedule(seed)
         if played.violations:
             return played
     raise AssertionError(f"none of {seeds} fails")
@@ -80,7 +80,7 @@ def an_explorer_that_does_not_save_before_it_publishes(monkeypatch: pytest.Monke
 
 
 def a_trainer_that_resumes_behind_what_it_has_not_consumed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Decider, "resume_offset", lambda self: self.next_offset)
+    monkeypatch.setattr(TicketDecider, "resume_offset", lambda self: self.next_offset)
 
 
 def a_runner_that_acknowledges_before_its_result_is_confirmed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,7 +140,7 @@ def an_agent_that_does_not_look_for_the_end_after_an_outage(monkeypatch: pytest.
 def test_a_broken_rule_is_found(
     monkeypatch: pytest.MonkeyPatch,
     breaks: Callable[[pytest.MonkeyPatch], None],
-    seeds: Iterable[int | Schedule],
+    seeds: Iterable[int | FaultSchedule],
     invariant: str,
 ) -> None:
     breaks(monkeypatch)
@@ -154,8 +154,8 @@ def test_a_failing_schedule_is_shrunk_and_repeated_by_one_line(
 ) -> None:
     a_gate_that_does_not_ask_the_canary(monkeypatch)
     failure = first_failure(range(20, END))
-    least = shrink(failure)
-    assert any(isinstance(fault, KeptWeights) for fault in least.schedule.faults)
+    least = minimize_faults(failure)
+    assert any(isinstance(fault, StaleWeightsFault) for fault in least.schedule.faults)
     assert len(least.schedule.faults) < len(failure.schedule.faults)
     assert main(least.schedule.command.split()[3:]) == 1
     shown = capsys.readouterr().out

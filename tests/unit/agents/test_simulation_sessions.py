@@ -15,7 +15,7 @@ import pytest
 from trinity_agents.gateway.agent import Gateway
 from trinity_agents.simulation.__main__ import main
 from trinity_agents.simulation.coverage import ALL_STATES, Coverage
-from trinity_agents.simulation.explore import Played, explore, play
+from trinity_agents.simulation.explore import ScheduleOutcome, explore, play_schedule
 from trinity_agents.simulation.schedule import draw
 from trinity_mq.gateway.session import Session
 
@@ -75,9 +75,9 @@ def test_the_faults_come_to_where_sessions_matter() -> None:
     assert [state for state in OFTEN if state in REACHED.missing()] == []
 
 
-def first_failure(seeds: Iterable[int]) -> Played:
+def first_failure(seeds: Iterable[int]) -> ScheduleOutcome:
     for seed in seeds:
-        played = play(draw(seed, sessions=True))
+        played = play_schedule(draw(seed, sessions=True))
         if played.violations:
             return played
     raise AssertionError(f"none of {seeds} fails")
@@ -91,7 +91,7 @@ def every_gateway_acts(monkeypatch: pytest.MonkeyPatch) -> None:
         await asyncio.Event().wait()
 
     monkeypatch.setattr(Gateway, "take_lock", at_once)
-    monkeypatch.setattr(Gateway, "restart_without_lock", never)
+    monkeypatch.setattr(Gateway, "restart_when_lock_lost", never)
 
 
 def a_late_reward_counts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

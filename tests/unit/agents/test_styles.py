@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from trinity_agents.operator.batch_publisher import BatchPublisher
-from trinity_agents.simulation import Simulation, killed, killed_once, until
+from trinity_agents.simulation import Simulation, kill_and_replace_trainer, killed, until
 from trinity_agents.trainer.history import lineage
 from trinity_mq.messages import Progress, TaskSlice
 from trinity_mq.runtime.errors import FatalError
@@ -185,7 +185,7 @@ def test_no_runners_for_an_hour(tmp_path: Path, style: str) -> None:
 def test_trainer_killed_between_any_two_events_and_resumed(tmp_path: Path, style: str, after: float) -> None:
     sim = styled(tmp_path, style, "trainer.save_interval=2", "synchronizer.sync_timeout=5", batches=5, step_seconds=0.3)
 
-    run_virtually(sim.run(trainer=killed_once(sim, after)), limit=3000)
+    run_virtually(sim.run(trainer=kill_and_replace_trainer(sim, after)), limit=3000)
     history = lineage(tmp_path / "history", sim.trainer.loop.generation, 5)
     uids = [uid for entry in history for uid in entry["uids"]]
     assert len({entry["ticket"] for entry in history}) == 5

@@ -15,7 +15,7 @@ from trinity_mq.messages import BatchClosed, BatchReady
 from trinity_mq.runtime.agent import HEARTBEAT_LEASE, Agent
 from trinity_mq.runtime.deliveries import envelope
 from trinity_mq.runtime.errors import FatalError, first_leaf
-from trinity_mq.runtime.process import claim_folder, claimed_run, folder_run, note_run
+from trinity_mq.runtime.process import claim_folder, claimed_run_id, read_run_id, write_run_id
 from trinity_mq.testing.virtual_time import run_virtually
 
 BATCHES = 4
@@ -166,23 +166,23 @@ def test_a_manifest_of_another_run_is_not_dropped_while_no_explorer_is_heard(tmp
 def test_a_run_takes_the_id_that_its_folder_was_claimed_with(tmp_path: Path) -> None:
     sim = Simulation(tmp_path, SETTINGS, batches=2)
     claim_folder(tmp_path)
-    claimed = folder_run(tmp_path)
+    claimed = read_run_id(tmp_path)
     claim_folder(tmp_path)
-    assert folder_run(tmp_path) == claimed
+    assert read_run_id(tmp_path) == claimed
     run_virtually(sim.run(), limit=1000)
     assert sim.state().run_id == claimed
 
 
 def test_an_id_that_a_run_has_used_is_not_used_again(tmp_path: Path) -> None:
     claim_folder(tmp_path)
-    claimed = claimed_run(tmp_path)
-    assert claimed == folder_run(tmp_path)
-    note_run(tmp_path, claimed)
-    assert claimed_run(tmp_path) != claimed
+    claimed = claimed_run_id(tmp_path)
+    assert claimed == read_run_id(tmp_path)
+    write_run_id(tmp_path, claimed)
+    assert claimed_run_id(tmp_path) != claimed
 
 
 @pytest.mark.parametrize("name", ["state", "checkpoints"])
 def test_a_folder_of_an_earlier_release_is_not_claimed(tmp_path: Path, name: str) -> None:
     (tmp_path / name).mkdir()
     claim_folder(tmp_path)
-    assert folder_run(tmp_path) is None
+    assert read_run_id(tmp_path) is None

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.agents.world import experience
-from trinity_mq.algorithms.estimators.runs import LARGEST, are_equal, centred, deviation, run_values
+from trinity_mq.algorithms.estimators.runs import LARGEST, are_equal, center, deviation, run_values
 from trinity_mq.experience import ExperienceBatch
 
 NUMBERS = st.lists(st.floats(-LARGEST, LARGEST) | st.sampled_from([0.0, 1.0]), min_size=2, max_size=300).map(np.array)
@@ -19,7 +19,7 @@ def test_the_deviation_is_that_of_numpy_and_exactly_0_for_equal_numbers(values: 
 
     assert deviation(values, ddof) == wanted
     assert are_equal(values) == (values.min() == values.max())
-    assert np.array_equal(centred(values), np.zeros(len(values)) if are_equal(values) else values - np.mean(values))
+    assert np.array_equal(center(values), np.zeros(len(values)) if are_equal(values) else values - np.mean(values))
 
 
 def test_numbers_that_are_none_are_not_equal() -> None:

@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from trinity_mq.algorithms.scoring import AfterHead, Scores, entropy_baselines, head_scores, token_logprobs
+from trinity_mq.algorithms.scoring import HeadOperation, Scores, entropy_baselines, head_scores, token_logprobs
 
 TOKENS, WIDTH, VOCABULARY = 23, 8, 37
 TRANSFORMS = {
-    "plain": AfterHead(),
-    "scaled": AfterHead(scale=0.25),
-    "capped": AfterHead(softcap=3.0),
-    "both": AfterHead(scale=1.5, softcap=2.0),
+    "plain": HeadOperation(),
+    "scaled": HeadOperation(scale=0.25),
+    "capped": HeadOperation(softcap=3.0),
+    "both": HeadOperation(scale=1.5, softcap=2.0),
 }
 
 
@@ -29,7 +29,13 @@ def inputs(dtype: torch.dtype = torch.float64, *, bias: bool = False) -> tuple[T
 
 
 def from_logits(
-    hidden: Tensor, head: nn.Module, targets: Tensor, temperature: Tensor, after: AfterHead, *, entropy_gradient: bool
+    hidden: Tensor,
+    head: nn.Module,
+    targets: Tensor,
+    temperature: Tensor,
+    after: HeadOperation,
+    *,
+    entropy_gradient: bool,
 ) -> Scores:
     logits = after(head(hidden))
     found = token_logprobs(logits, targets, temperature, entropy_gradient=entropy_gradient)
@@ -82,7 +88,7 @@ def test_scores_and_gradients_are_those_of_all_logits(
 @pytest.mark.parametrize("chunk", [3 * VOCABULARY, 2**20])
 def test_a_head_of_another_kind_is_called_for_each_chunk(chunk: int) -> None:
     hidden, base, targets, temperature = inputs()
-    head, after = Adapted(base), AfterHead(softcap=3.0)
+    head, after = Adapted(base), HeadOperation(softcap=3.0)
     leaves = [hidden, *head.parameters()]
     sizes: list[int] = []
     head.register_forward_hook(lambda module, arguments, output: sizes.append(len(output)))
@@ -108,7 +114,9 @@ def test_tied_embeddings_get_both_gradients() -> None:
 
     torch.testing.assert_close(
         gradient(lambda states: head_scores(states, head, targets, temperature, entropy_gradient=True, chunk=100)),
-        gradient(lambda states: from_logits(states, head, targets, temperature, AfterHead(), entropy_gradient=True)),
+        gradient(
+            lambda states: from_logits(states, head, targets, temperature, HeadOperation(), entropy_gradient=True)
+        ),
         rtol=1e-9,
         atol=1e-9,
     )
@@ -131,7 +139,7 @@ def test_under_autocast_inputs_are_rounded_and_nothing_else(kind: str) -> None:
         leaves, close = [states, exact.weight], {"rtol": 1e-5, "atol": 1e-6}
     else:
         exact, states, leaves, close = head, hidden, [hidden, base.weight], {"rtol": 0.05, "atol": 0.05}
-    wanted = from_logits(states, exact, targets, temperature, AfterHead(), entropy_gradient=True)
+    wanted = from_logits(states, exact, targets, temperature, HeadOperation(), entropy_gradient=True)
     torch.testing.assert_close(found[:2], wanted[:2], **close)
     torch.testing.assert_close(slopes, gradients(wanted, leaves, entropy=True), **close)
 
@@ -183,7 +191,7 @@ def test_a_logit_of_minus_infinity_has_no_part_in_the_entropy(entropy_gradient: 
     found = head_scores(
         hidden, head, targets, temperature, entropy_gradient=entropy_gradient, with_baseline=True, chunk=100
     )
-    wanted = from_logits(hidden, shorter, targets, temperature, AfterHead(), entropy_gradient=entropy_gradient)
+    wanted = from_logits(hidden, shorter, targets, temperature, HeadOperation(), entropy_gradient=entropy_gradient)
     torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
     slopes = [
         gradients(one, [hidden, *layer.parameters()], entropy=entropy_gradient)

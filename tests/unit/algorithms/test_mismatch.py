@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.unit.algorithms.vectors import VECTORS, Case
-from trinity_mq.algorithms.mismatch import AGES, metrics_by, mismatch_metrics, mismatch_sums, of_age, sums_by
+from trinity_mq.algorithms.mismatch import AGES, age_mask, metrics_by, mismatch_metrics, mismatch_sums, sums_by
 from trinity_mq.algorithms.view import TokenView
 
 NAMES = {
@@ -63,7 +63,7 @@ def test_sums_of_parts_are_those_of_the_whole() -> None:
 
 def test_the_ages_divide_the_tokens() -> None:
     staleness = torch.tensor([0, 1, 2, 3, 7, 8, 40, 0, 5])
-    groups = {name: of_age(staleness, name) for name in AGES}
+    groups = {name: age_mask(staleness, name) for name in AGES}
     found = {name: value.item() for name, value in sums_by(view(), groups).items()}
     assert [found[f"tokens/{name}"] for name in AGES] == [2, 2, 3, 2]
     sums, _ = mismatch_sums(view())

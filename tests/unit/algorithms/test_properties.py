@@ -27,7 +27,7 @@ from trinity_mq.config.algorithm.needs import components, needs
 from trinity_mq.config.algorithm.pieces import LossConfig
 from trinity_mq.config.algorithm.presets import PRESETS
 from trinity_mq.experience import EID, Experience
-from trinity_mq.training.packing import MicroBatch, flatten
+from trinity_mq.training.packing import MicroBatch, train_tokens
 from trinity_mq.training.parallel.ranks import Ranks
 from trinity_mq.training.update import StepLoss, accumulate, compared, compares_tokens, score
 
@@ -90,7 +90,7 @@ def step(
 ) -> Found:
     """Return what an optimizer step would do. ``fresh``: the old policy is the one that is trained."""
     loss = StepLoss(algorithm, component_weights(algorithm, STEP), entropy)
-    tokens = flatten(experiences, algorithm, loss.weights, STEP)
+    tokens = train_tokens(experiences, algorithm, loss.weights, STEP)
     batches = tokens.micro_batches(range(len(experiences)), budget, algorithm.reduction)
     policy = Table(0, tokens.tokens)
     needed = needs(algorithm, loss.weights)

@@ -13,7 +13,7 @@ from tests.unit.algorithms.vectors import FIXTURES, VECTORS, Case, grid, of_kind
 from trinity_agents.trainer.sources.replay_index import linear_decay
 from trinity_mq.algorithms.corrections import correction
 from trinity_mq.algorithms.evaluator import evaluate, policy_terms
-from trinity_mq.algorithms.regularisers import adapted, kl_estimate, sampler_kl
+from trinity_mq.algorithms.regularisers import adapt_coefficient, kl_estimate, sampler_kl
 from trinity_mq.algorithms.scoring import entropy_baselines, token_logprobs
 from trinity_mq.algorithms.surrogates import likelihood, surrogate
 from trinity_mq.algorithms.values import clipped_value_loss
@@ -187,11 +187,11 @@ def test_the_coefficient_of_a_kl_in_the_rewards_follows_its_target() -> None:
     args, coef, found = vector["args"], vector["args"]["kl_coef"], []
     section = RewardKL(coef=coef, target=args["target_kl"], horizon=args["horizon"])
     for kl in vector["inputs"]["current_kl"]:
-        coef = adapted(coef, kl, args["batch_size"], section)
+        coef = adapt_coefficient(coef, kl, args["batch_size"], section)
         found.append(coef)
     assert found == pytest.approx(vector["expected"], rel=1e-12)
-    assert adapted(0.1, 5.0, 64, RewardKL()) == 0.1, "without a target it stays"
-    assert adapted(1.0, 0.0, 10**9, section) == pytest.approx(0.8), "it never changes its sign"
+    assert adapt_coefficient(0.1, 5.0, 64, RewardKL()) == 0.1, "without a target it stays"
+    assert adapt_coefficient(1.0, 0.0, 10**9, section) == pytest.approx(0.8), "it never changes its sign"
 
 
 def test_the_kl_in_the_rewards_is_finite_and_that_of_the_sampler() -> None:

@@ -10,7 +10,7 @@ import torch
 
 from tests.unit.algorithms.vectors import VECTORS, Case, grid, of_kind, reduction_of, with_step_weights
 from trinity_mq.algorithms.corrections import correction, covariance, step_choice
-from trinity_mq.algorithms.evaluator import evaluate, over_step, scheduled, token_losses
+from trinity_mq.algorithms.evaluator import evaluate, needs_whole_step, schedule_value, token_losses
 from trinity_mq.algorithms.ratios import anchor_logprob
 from trinity_mq.config.algorithm.pieces import LossConfig, Schedule
 
@@ -311,7 +311,7 @@ def test_corrections(name: str) -> None:
     anchor = anchor_logprob(view, "old")
     log_weight = (view.logprob.detach() if bypass else anchor) - view.mu
     close(Case("losses").full(correction(view, anchor, log_weight, rule, "seed")), VECTORS[name]["expected"])
-    assert over_step(rule) is (kind == "second_moment" or "normalize" in args)
+    assert needs_whole_step(rule) is (kind == "second_moment" or "normalize" in args)
 
 
 def test_anchor_between_sampler_and_policy() -> None:
@@ -334,7 +334,7 @@ def test_covariance() -> None:
 def test_the_weight_of_imitation_follows_its_schedule() -> None:
     vector = VECTORS["mix_chord/mu_schedule"]
     schedule = Schedule(warmup_steps=10, decay_steps=20, peak=0.9, valley=0.05)
-    close([scheduled(schedule, step) for step in vector["inputs"]["steps"]], vector["expected"])
+    close([schedule_value(schedule, step) for step in vector["inputs"]["steps"]], vector["expected"])
 
 
 @pytest.mark.parametrize("mode", list(VECTORS["normalisation/modes"]["expected"]))

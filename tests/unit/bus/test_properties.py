@@ -14,9 +14,9 @@ from trinity_mq.bus.properties import (
     MAX_OUTSIDE_HEADERS,
     PropertyError,
     clamped,
+    omitted_headers_text,
     outside_headers,
     publishable,
-    said_left_out,
     short_property,
 )
 from trinity_mq.config.bus import BrokerConfig
@@ -84,11 +84,11 @@ def test_of_an_outsiders_headers_those_travel_on_that_can() -> None:
     assert kept == good
     assert left_out == tuple(bad)
     assert publishable(Envelope(body=b"", kind="k", headers=kept)).headers == good
-    said = said_left_out(left_out)
+    said = omitted_headers_text(left_out)
     assert said.startswith("; headers left out: nnnn")
     assert said.endswith("and 2 more")
     assert len(said) < 300
-    assert said_left_out(()) == ""
+    assert omitted_headers_text(()) == ""
 
 
 def test_an_outsiders_headers_leave_room_for_ours() -> None:

@@ -13,7 +13,7 @@ from trinity_mq.bus import BusRefused, BusUnavailable
 from trinity_mq.cli import main as cli
 from trinity_mq.config import ConfigError
 from trinity_mq.data import TasksetError
-from trinity_mq.runtime.errors import FatalError, RestartMe
+from trinity_mq.runtime.errors import FatalError, RestartRequested
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> type[Exception]:
         (BusUnavailable("nobody there"), 2, 75),
         (TasksetError("no such file"), 2, 78),
         (FatalError("port 5 is in use"), 2, 78),
-        (RestartMe("lost the lock"), 2, 75),
+        (RestartRequested("lost the lock"), 2, 75),
         (ExceptionGroup("tasks", [ExceptionGroup("more", [FatalError("inner")])]), 2, 78),
     ],
 )

@@ -15,7 +15,7 @@ SCHEMAS = Path(__file__).parents[3] / "schemas"
 
 
 def test_the_committed_schemas_are_those_of_the_models() -> None:
-    assert command.drifted(SCHEMAS) == [], "the models have changed: see schemas/README.md, Evolution"
+    assert command.schema_differences(SCHEMAS) == [], "the models have changed: see schemas/README.md, Evolution"
 
 
 @pytest.mark.parametrize(("key", "cls"), CATALOGUE.items(), ids=str)
@@ -68,7 +68,7 @@ def test_schemas_of_old_versions_stay(tmp_path: Path, monkeypatch: pytest.Monkey
     main(["schema", "--out", str(tmp_path)])
     (tmp_path / "mark.v0.schema.json").write_text("as it was")
     monkeypatch.setitem(UPGRADES, ("mark", 0), dict)
-    assert command.drifted(tmp_path) == []
+    assert command.schema_differences(tmp_path) == []
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,12 +20,19 @@ from trinity_mq.cli.dead import paragraph
 from trinity_mq.errors import CommandError
 from trinity_mq.messages import FailureStatus, Heartbeat
 from trinity_mq.messages.reviews import ReviewedCall, ReviewRequest
-from trinity_mq.observability.display import LiveDisplay, PlainDisplay, picture
+from trinity_mq.observability.display import LiveDisplay, PlainDisplay, render_table
 from trinity_mq.observability.run_view import RunView
 from trinity_mq.operations.dead_letters import row
-from trinity_mq.operations.review import as_page, in_short
+from trinity_mq.operations.review import full_text, summary_lines
 from trinity_mq.reviews.ledger import Review
-from trinity_mq.terminal import Guarded, indented, one_line, open_console, unguarded, visible
+from trinity_mq.terminal import (
+    EscapingStream,
+    escape_and_indent,
+    escape_to_one_line,
+    escape_unsafe,
+    open_console,
+    unguarded,
+)
 
 HOSTILE = "a\x1b]52;c;cm0\x07\x1b[2J\x9b31m\r\u202e\u2066\u200b\ud800\U000e0041b"
 """Clipboard, clearing, colour by C1, a line written over, bidirectional overrides, invisible and lone characters."""
@@ -39,17 +46,17 @@ def is_harmless(text: str, allowed: str = "\n\t") -> bool:
 
 def test_every_character_that_a_terminal_obeys_is_spelled_out() -> None:
     everything = "".join(map(chr, [*range(0x11100), *range(0xE0000, 0xE0080), sys.maxunicode]))
-    assert is_harmless(visible(everything))
-    assert is_harmless(one_line(everything), allowed="")
-    assert visible(HARMLESS) == one_line(HARMLESS) == HARMLESS
-    assert visible("a\n\tb") == "a\n\tb"
-    assert one_line("a\nb") == "a\\u000ab"
-    assert indented("a\nb\n  c\r\x1b") == "a\n  b\n  c\\u000d\\u001b"
+    assert is_harmless(escape_unsafe(everything))
+    assert is_harmless(escape_to_one_line(everything), allowed="")
+    assert escape_unsafe(HARMLESS) == escape_to_one_line(HARMLESS) == HARMLESS
+    assert escape_unsafe("a\n\tb") == "a\n\tb"
+    assert escape_to_one_line("a\nb") == "a\\u000ab"
+    assert escape_and_indent("a\nb\n  c\r\x1b") == "a\n  b\n  c\\u000d\\u001b"
 
 
 def test_json_keeps_its_meaning() -> None:
     values = {HOSTILE: [HOSTILE, HARMLESS, "two\nlines"]}
-    assert json.loads(visible(json.dumps(values, ensure_ascii=False))) == values
+    assert json.loads(escape_unsafe(json.dumps(values, ensure_ascii=False))) == values
 
 
 def fails(error: Exception) -> Callable[[Namespace], int]:
@@ -143,7 +150,7 @@ def hostile_view() -> RunView:
 
 def test_the_display_of_a_run() -> None:
     view, plain = hostile_view(), io.StringIO()
-    assert is_harmless(drawn(picture(view, 100.0), io.StringIO()))  # type: ignore[arg-type]
+    assert is_harmless(drawn(render_table(view, 100.0), io.StringIO()))  # type: ignore[arg-type]
     shown = PlainDisplay(plain, clock=lambda: "12:00")
     shown.show(view, [f"{HOSTILE}\nforged"], 100.0)
     assert is_harmless(plain.getvalue())
@@ -174,13 +181,13 @@ def test_reviews() -> None:
         "parts": {HOSTILE: 1.0},
     }
     request = ReviewRequest(batch=1, ticket="t", asked=0.0, deadline=1.0, calls=[call], **fields)
-    assert is_harmless("\n".join(in_short(Review(request), 0.0)))
-    assert is_harmless(as_page(Review(request), 0.0))
+    assert is_harmless("\n".join(summary_lines(Review(request), 0.0)))
+    assert is_harmless(full_text(Review(request), 0.0))
 
 
 def test_the_guard_is_one_however_often_it_is_set() -> None:
     out = io.StringIO()
-    guard: Any = Guarded(out)
+    guard: Any = EscapingStream(out)
     assert unguarded(guard) is out
     assert guard.write("\x1b") == 1
     guard.writelines(["\x1b", "a\n"])

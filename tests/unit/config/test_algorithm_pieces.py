@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from trinity_mq.config import AlgorithmConfig, ConfigError, load_config
 from trinity_mq.config.algorithm import CriticConfig
-from trinity_mq.config.algorithm.checks import contradictions
+from trinity_mq.config.algorithm.checks import algorithm_problems
 from trinity_mq.config.algorithm.pieces import Clip, LossConfig, ReferenceKL, Truncate
 from trinity_mq.config.algorithm.presets import ALIASES, PRESETS
 from trinity_mq.config.algorithm.reference import RewardKL
@@ -110,7 +110,7 @@ ADAPTIVE = {"adaptive": True, "kl_coef": 0.01, "target_kl": 0.1, "horizon": 100}
 def test_the_kl_penalty_of_trinity_is_the_kl_in_the_rewards(section: dict[str, Any], reward_kl: Any) -> None:
     config = loss_of(algorithm_type="reinforceplusplus", **section)
     assert config.reward_kl == reward_kl
-    assert config.advantages_in == ("operator" if reward_kl is None else "trainer")
+    assert config.advantage_agent == ("operator" if reward_kl is None else "trainer")
     assert config.kl == ReferenceKL(kind="k2", coef=0.001), "the term in the loss is another one"
 
 
@@ -211,16 +211,18 @@ def test_what_else_a_trainer_of_trinity_says_is_refused(trainer: Any, words: str
 
 
 def test_k1_belongs_in_the_rewards() -> None:
-    assert list(contradictions(loss_of(algorithm_type="reinforceplusplus", reward_kl={"kind": "k1"}), 0, 4096)) == []
+    assert (
+        list(algorithm_problems(loss_of(algorithm_type="reinforceplusplus", reward_kl={"kind": "k1"}), 0, 4096)) == []
+    )
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_no_preset_contradicts_itself_on_fresh_data(name: str) -> None:
-    assert list(contradictions(loss_of(algorithm_type=name), 0, 4096)) == []
+    assert list(algorithm_problems(loss_of(algorithm_type=name), 0, 4096)) == []
 
 
 def test_on_old_data_only_presets_that_multiply_whole_answers_are_refused() -> None:
-    refused = {name for name in PRESETS if list(contradictions(loss_of(algorithm_type=name), 8, 4096))}
+    refused = {name for name in PRESETS if list(algorithm_problems(loss_of(algorithm_type=name), 8, 4096))}
     assert refused == {"vespo"}
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from trinity_mq.config import Config, ConfigError, literal, load_config, load_stages
+from trinity_mq.config import Config, ConfigError, escape_interpolations, load_config, load_stages
 from trinity_mq.config.loading.strict_yaml import load_yaml
 
 TINY = {"model": {"tiny": {}}}
@@ -158,7 +158,7 @@ def test_interpolations_as_users_of_the_reference_system_write_them(monkeypatch:
 
 @pytest.mark.parametrize("text", ["${x}", "a\\${x}b${y", "\\\\${oc.env:HOME}", "$", "a\\n", "{{ x }}"])
 def test_a_literal_text_is_read_as_it_is(text: str) -> None:
-    assert load_config({**TINY, "runner": literal({"env": {"X": text}})}).runner.env == {"X": text}
+    assert load_config({**TINY, "runner": escape_interpolations({"env": {"X": text}})}).runner.env == {"X": text}
 
 
 def test_an_override_of_an_item_of_a_list() -> None:

@@ -20,7 +20,7 @@ def test_it_makes_mode_train_of_a_configuration_that_rolls_out() -> None:
     assert tapping(mode="both").mode == "train"
     assert tapping(mode="train").source.start == "beginning"
     assert tapping("source.start=17").source.start == 17
-    assert tapping().takes_any_age
+    assert tapping().accepts_any_age
     assert load_config(B).mode == "both"
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from tests.chat_codec import codec_of
 from trinity_mq.config import ExperienceBufferConfig, RecordFormatConfig
-from trinity_mq.data.formatters import FORMATTERS, FormatError, Reader, fitted
+from trinity_mq.data.formatters import FORMATTERS, FormatError, Reader, fit_to_length
 from trinity_mq.engines.generation.text import TextCodec, TextError
 from trinity_mq.engines.server.openai.requests import checked_messages, checked_tools
 from trinity_mq.experience import Experience, split_dpo_experience_to_single_turn
@@ -161,23 +161,23 @@ def test_a_template_that_rewrites_the_prompt_is_refused(reader_of: ReaderOf) -> 
 def test_what_is_too_long_is_left_out_or_cut(reader_of: ReaderOf) -> None:
     reader = reader_of(template="")
     one = FORMATTERS["sft"](reader, {"question": "abcd", "answer": "123"})
-    assert fitted(one, 8, "skip") is one
-    assert fitted(one, 7, "skip") is None
-    cut = fitted(one, 6, "cut")
+    assert fit_to_length(one, 8, "skip") is one
+    assert fit_to_length(one, 7, "skip") is None
+    cut = fit_to_length(one, 6, "cut")
     assert cut is not None
     assert shown(reader, cut) == ("abcd", "12")
     assert cut.truncate_status == "response_truncated"
-    assert fitted(one, 4, "cut") is None
+    assert fit_to_length(one, 4, "cut") is None
     pair = FORMATTERS["dpo"](reader, {"question": "ab", "chosen": "1", "rejected": "234"})
-    assert fitted(pair, 5, "skip") is None
-    shorter = fitted(pair, 5, "cut")
+    assert fit_to_length(pair, 5, "skip") is None
+    shorter = fit_to_length(pair, 5, "cut")
     assert shorter is not None
     assert [len(part) for part in (shorter.chosen, shorter.rejected) if part is not None] == [2, 3]
 
 
 def test_a_conversation_that_is_cut_before_the_first_trained_token_is_left_out(reader_of: ReaderOf) -> None:
     one = Experience(tokens=[1, 2, 3, 4], prompt_length=1, action_mask=[False, False, True])
-    assert fitted(one, 3, "cut") is None
+    assert fit_to_length(one, 3, "cut") is None
 
 
 def test_the_keys_that_every_record_must_have_follow_from_the_format() -> None:
@@ -241,7 +241,7 @@ def test_of_an_answer_of_several_turns_only_what_the_assistant_wrote_counts(read
 
 
 def fitted_pair(pair: Experience, room: int) -> Experience:
-    cut = fitted(pair, len(pair.tokens) + room, "cut")
+    cut = fit_to_length(pair, len(pair.tokens) + room, "cut")
     assert cut is not None
     return cut
 

@@ -179,7 +179,7 @@ def test_a_reward_of_ones_own_stays():
 
 def test_without_the_package_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
-    reasoning_gym_scores.registered.cache_clear()
+    reasoning_gym_scores.registered_datasets.cache_clear()
     with pytest.raises(TasksetError, match=r"pip install 'trinity-mq\[reasoning-gym\]'"):
         open_taskset(config())
 
@@ -187,7 +187,7 @@ def test_without_the_package_the_extra_is_named(monkeypatch):
 @pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.timeout(120)
 def test_every_dataset_gives_records_that_travel():
-    names = reasoning_gym_scores.registered().keys() - reasoning_gym_scores.REFUSED - {"composite"}
+    names = reasoning_gym_scores.registered_datasets().keys() - reasoning_gym_scores.REFUSED - {"composite"}
     assert len(names) > 90
     for name in sorted(names):
         for body in open_taskset(config(name, limit=1)).all_tasks():

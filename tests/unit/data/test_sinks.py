@@ -48,7 +48,7 @@ def rewards(folder: Path, kind: str) -> dict[str, list[float]]:
 
         rows = {file.stem[-1]: from_hf_datasets(parquet.read_table(file).to_pylist()) for file in files}
     else:
-        rows = {file.stem[-1]: ExperienceBatch.decode(file.read_bytes()).into_list() for file in files}
+        rows = {file.stem[-1]: ExperienceBatch.decode(file.read_bytes()).to_shared_list() for file in files}
     assert all(one.response_text == "é" and one.advantages is not None for batch in rows.values() for one in batch)
     return {batch: [one.reward or 0.0 for one in members] for batch, members in rows.items()}
 

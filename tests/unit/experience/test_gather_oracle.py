@@ -28,7 +28,7 @@ from trinity_mq.experience import (
     group_by,
     split_dpo_experience_to_single_turn,
 )
-from trinity_mq.experience.fields import same
+from trinity_mq.experience.fields import values_equal
 
 FLOATS = ("logprobs", "advantages", "returns", "token_level_reward", "teacher_logprobs")
 DTYPES = st.sampled_from([torch.float32, torch.float16, torch.bfloat16])
@@ -120,8 +120,8 @@ def check(form, experiences, ours, plain):
     found, error = outcome(lambda: ours(form(experiences)))
     assert (list_error is None) == (refused is None), (list_error, refused)
     assert error == list_error
-    assert same(on_list, expected)
-    assert same(found, expected)
+    assert values_equal(on_list, expected)
+    assert values_equal(found, expected)
     return found
 
 

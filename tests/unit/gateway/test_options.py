@@ -15,7 +15,7 @@ from tests.unit.gateway.serving import Serving, serving
 from trinity_mq.gateway import app
 from trinity_mq.gateway.conversations import digest_of
 from trinity_mq.models.inference import InferenceModel
-from trinity_mq.models.recording.sse import PieceMender
+from trinity_mq.models.recording.sse import SurrogateRepairer
 from trinity_mq.testing.scripted import logprob
 
 HALF = '<tool_call>{"name": "add", "arguments": {"a": "\\ud83d"}}</tool_call>'
@@ -175,7 +175,7 @@ async def test_a_character_whose_bytes_are_several_tokens_is_streamed_whole(path
 
 
 def test_a_mender_joins_halves_of_each_choice_and_replaces_what_stays_alone() -> None:
-    mender = PieceMender()
+    mender = SurrogateRepairer()
 
     def mended(index: int, piece: str, finish: str | None = None) -> str:
         chunk: dict[str, Any] = {"choices": [{"index": index, "delta": {"content": piece}, "finish_reason": finish}]}

@@ -17,10 +17,15 @@ from trinity_mq.cli.main import main
 from trinity_mq.config import load_config
 from trinity_mq.data.records import read_records
 from trinity_mq.experience import Experience, encode
-from trinity_mq.launch.earlier_start import check_data, extension, go_back, start_anew
+from trinity_mq.launch.earlier_start import (
+    check_data_unchanged,
+    describe_extension,
+    discard_earlier_run,
+    rewind_to_checkpoint,
+)
 from trinity_mq.targets.run_folder import RunFolder
 from trinity_mq.testing.virtual_time import run_virtually
-from trinity_mq.training.checkpoints.checkpoint import CheckpointStore, TrainerState, find_checkpoints
+from trinity_mq.training.checkpoints.checkpoint import CheckpointStore, TrainerProgress, find_checkpoints
 
 
 def finished_run(folder: Path, batches: int, *settings: str) -> Path:
@@ -31,7 +36,7 @@ def finished_run(folder: Path, batches: int, *settings: str) -> Path:
         "  taskset: {storage_type: synthetic, path: max3, limit: 10}\n"
     )
     config = load_config(path, settings)
-    RunFolder(config).adopt()
+    RunFolder(config).write_configuration()
     RunFolder(config).mark_finished()
     taskset = open_tasksets(config)[0]
     assert taskset is not None
@@ -78,7 +83,7 @@ def test_other_settings_are_no_silent_success(tmp_path: Path, capsys: pytest.Cap
 )
 def test_more_batches_extend_it(tmp_path: Path, before: tuple[str], settings: tuple[str], total: int) -> None:
     config = load_config(finished_run(tmp_path, 3, *before), settings)
-    line = extension(config, RunFolder(config).changes())
+    line = describe_extension(config, RunFolder(config).changes())
     assert line is not None
     assert f"finished after 3 batches and goes on to batch {total}; the learning rate decays" in line
 
@@ -87,7 +92,7 @@ def test_its_length_is_read_from_the_state_that_an_explorer_left(tmp_path: Path)
     run_virtually(Simulation(tmp_path / "run", batches=2).run(), limit=1000)
     words = ["buffer.taskset.storage_type=synthetic", "buffer.taskset.path=max3", "buffer.total_steps=5"]
     config = load_config({"name": "r", "run_dir": f"{tmp_path}/run", "model": {"tiny": {}}}, words)
-    assert str(extension(config, ["buffer.total_steps: 2 -> 5"])).startswith(
+    assert str(describe_extension(config, ["buffer.total_steps: 2 -> 5"])).startswith(
         "this run had finished after 2 batches and goes on to batch 5"
     )
 
@@ -98,12 +103,12 @@ def test_begun_anew_the_folder_is_moved_aside_and_nothing_in_it_is_lost(
     monkeypatch.delenv(URL_VARIABLE, raising=False)
     config = load_config(finished_run(tmp_path, 3))
     for number in (1, 2):
-        RunFolder(config).adopt()
+        RunFolder(config).write_configuration()
         (tmp_path / "run" / "metrics.jsonl").write_text(f"{number}")
-        assert start_anew(config, RunFolder(config)) == [f"the earlier run is in {tmp_path}/run.{number}"]
+        assert discard_earlier_run(config, RunFolder(config)) == [f"the earlier run is in {tmp_path}/run.{number}"]
         assert (tmp_path / f"run.{number}" / "metrics.jsonl").read_text() == f"{number}"
         assert not (tmp_path / "run").exists()
-    assert start_anew(config, RunFolder(config)) == []
+    assert discard_earlier_run(config, RunFolder(config)) == []
 
 
 # -- other data
@@ -119,7 +124,7 @@ def with_records(folder: Path, settings: str) -> Path:
     write_records(folder, 10)
     path = folder / "c.yaml"
     path.write_text(f"name: earlier\nrun_dir: {folder}/run\nmodel: {{tiny: {{}}}}\n{settings}\n")
-    RunFolder(load_config(path)).adopt()
+    RunFolder(load_config(path)).write_configuration()
     return path
 
 
@@ -156,7 +161,7 @@ def test_changed_data_are_told_before_an_agent_starts(
     asyncio.run(StateFile.of(tmp_path / "run").save(state))
     saved(tmp_path, 2, source=source)
     before = sorted((tmp_path / "run").rglob("*"))
-    check_data(config)
+    check_data_unchanged(config)
 
     write_records(tmp_path, 11)
     (tmp_path / "t.tmqx").write_bytes(encode([experience] * 11))
@@ -179,7 +184,7 @@ def saved(folder: Path, *progress: int, source: dict[str, Any] | None = None) ->
 
     store = CheckpointStore(folder / "run" / "checkpoints", 9)
     for one in progress:
-        state = TrainerState(generation=1, step=one // 2, progress=one, source=source or {})
+        state = TrainerProgress(generation=1, step=one // 2, progress=one, source=source or {})
         asyncio.run(store.save(write, state))
 
 
@@ -214,7 +219,7 @@ def test_going_back_opens_a_finished_run_again(tmp_path: Path, name: str) -> Non
     state = file.load()
     state.evaluated = ["0/held", "4/held", "5/held"]
     asyncio.run(file.save(state))
-    lines = go_back(load_config(path, ("buffer.total_steps=5",)), name)
+    lines = rewind_to_checkpoint(load_config(path, ("buffer.total_steps=5",)), name)
     assert lines == ["goes on from progress-000002 (step-1); up to 3 batches after it are trained on again"]
     state = file.load()
     assert (state.finished, state.opened, state.evaluated) == (False, 5, ["0/held", "4/held"])

@@ -318,7 +318,7 @@ def test_status_while_it_runs(bench: Bench) -> None:
     (bench.run_dir / "go-slow").touch()
     with bench.start() as process:
         read_until(process, lambda line: "agents 5/5" in line)
-        assert RunFolder(load_config(bench.config)).known_broker() == bench.url
+        assert RunFolder(load_config(bench.config)).saved_broker_url() == bench.url
         code, out, err = bench.finish("status", str(bench.config), "--seconds", "1.5", TRINITY_MQ_BROKER_URL="")
         assert (code, err) == (0, "")
         assert [agent for agent in AGENTS if agent not in out] == []

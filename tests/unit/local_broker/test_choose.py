@@ -13,9 +13,9 @@ import pytest
 
 from tests.unit.local_broker.docker_engine import FakeEngine, serving
 from trinity_mq.local_broker import choose as local
-from trinity_mq.local_broker.container import DockerNode, docker_answers
+from trinity_mq.local_broker.container import DockerNode, is_docker_available
 from trinity_mq.local_broker.node import NodeError, PrivateNode, find_rabbitmq
-from trinity_mq.local_broker.ports import accepts
+from trinity_mq.local_broker.ports import accepts_connections
 
 OWNER = """
 import asyncio, pathlib, sys
@@ -59,12 +59,12 @@ class TestChoice:
     async def test_docker_where_rabbitmq_is_not_installed(self, tmp_path: Path) -> None:
         node = await local.local_broker(tmp_path / "broker")
         assert isinstance(node, DockerNode)
-        assert await accepts(node.ports["amqp"])
+        assert await accepts_connections(node.ports["amqp"])
         await node.stop()
 
     @pytest.mark.usefixtures("_no_engine")
     async def test_neither_says_what_to_install(self, tmp_path: Path) -> None:
-        assert not await docker_answers()
+        assert not await is_docker_available()
         with pytest.raises(NodeError, match=r"apt-get install rabbitmq-server.*Docker.*broker\.url"):
             await local.local_broker(tmp_path / "broker")
         with pytest.raises(NodeError, match="apt-get install rabbitmq-server"):
@@ -100,7 +100,7 @@ class TestContainer:
         }
         assert docker.stops == 1
         assert node.pid is None
-        assert not await accepts(port)
+        assert not await accepts_connections(port)
         async with DockerNode(base) as again:
             assert again.url == url
         assert docker.volumes == {volume}

@@ -17,7 +17,7 @@ from trinity_mq.local_broker.node_files import (
     FolderLock,
     NodeError,
     NodeState,
-    before_boot,
+    boot_script,
     failure_excerpt,
     server_config,
     server_environment,
@@ -103,7 +103,7 @@ class TestPorts:
         assert len({*found, *theirs}) == 6
         for port in (*found, *theirs):
             server = await asyncio.start_server(lambda reader, writer: writer.close(), LOOPBACK, port)
-            assert await ports.accepts(port)
+            assert await ports.accepts_connections(port)
             server.close()
             await server.wait_closed()
         other.stdin.close()
@@ -156,9 +156,9 @@ def test_environment_leaves_no_path_of_a_system_wide_broker(tmp_path: Path) -> N
 
 
 def test_before_the_boot_a_folder_of_plugins_is_replaced_only_where_none_is_wanted() -> None:
-    assert "make_symlink" in before_boot(rabbit_only=True)
-    assert "RABBITMQ_PLUGINS_DIR" not in before_boot(rabbit_only=False)
-    for text in (before_boot(rabbit_only=True), before_boot(rabbit_only=False)):
+    assert "make_symlink" in boot_script(rabbit_only=True)
+    assert "RABBITMQ_PLUGINS_DIR" not in boot_script(rabbit_only=False)
+    for text in (boot_script(rabbit_only=True), boot_script(rabbit_only=False)):
         assert "Applications = [kernel, stdlib, rabbit, " in text
         assert text.endswith(".\n"), "Erlang evaluates nothing of a file whose last expression has no end"
 

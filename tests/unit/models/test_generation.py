@@ -154,7 +154,7 @@ def test_cancel_ends_generation_within_a_step(generator: TextGenerator) -> None:
         generator.generate([request(generator, "+1=", max_tokens=60, stop_ids=frozenset())])
 
 
-def sampled(generator: TextGenerator, requests: list[GenerationRequest], *, share: bool) -> list[decoding.Sampled]:
+def sampled(generator: TextGenerator, requests: list[GenerationRequest], *, share: bool) -> list[decoding.SampledRow]:
     return decoding.decode(
         generator.model, requests, pad_id=generator.codec.pad_id, device=generator.device, share=share
     )

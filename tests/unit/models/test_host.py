@@ -22,7 +22,7 @@ from tests.unit.sync.weights import manifest_of
 from trinity_mq.config import Config
 from trinity_mq.engines.host.host import EngineHost
 from trinity_mq.engines.host.process import EngineProcess
-from trinity_mq.engines.host.ready_file import ReadyFile, kept_descriptor
+from trinity_mq.engines.host.ready_file import ReadyFile, ready_descriptor
 from trinity_mq.engines.torch.generator import TextGenerator
 from trinity_mq.engines.torch.weights import named_weights
 from trinity_mq.models import EngineFailed, EngineLost, ModelError, ModelWrapper
@@ -283,7 +283,7 @@ def test_the_end_of_the_pipe_is_seen_although_the_engine_has_started_a_process()
         await child.wait()
         return is_seen
 
-    assert kept_descriptor(str(writer)) == writer
+    assert ready_descriptor(str(writer)) == writer
     try:
         assert run_on_fast_loop(start_and_announce())
     finally:

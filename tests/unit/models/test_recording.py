@@ -270,7 +270,7 @@ async def test_an_answer_that_comes_after_the_run_is_not_the_next_runs(wrap: Wra
         asked: Any = client.chat.completions.create(model="tiny", messages=MESSAGES)
         late = [asyncio.create_task(asked), asyncio.create_task(model.chat_async(MESSAGES))]
         await pending(server, 2)
-        model.become(wrap(seed=9))
+        model.adopt_settings(wrap(seed=9))
         server.state.resume()
         await asyncio.gather(*late)
     assert model.extract_experience_from_history() == []

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Sequence
 import pytest
 from tenacity import AsyncRetrying, RetryCallState, RetryError, retry_if_exception_type, stop_after_attempt
 
-from trinity_mq.models.retried import retried
+from trinity_mq.models.retried import call_with_retries
 
 Caller = Callable[[Callable[[], AsyncRetrying], Callable[[str], Awaitable[str]], str], Awaitable[str]]
 
@@ -73,14 +73,14 @@ async def outcome_of(
 async def test_it_ends_as_tenacity_would_end_it(failures: list[Exception], attempts: int, reraise: bool) -> None:
     wanted = await outcome_of(by_tenacity, failures, attempts, reraise=reraise)
 
-    assert await outcome_of(retried, failures, attempts, reraise=reraise) == wanted
+    assert await outcome_of(call_with_retries, failures, attempts, reraise=reraise) == wanted
 
 
 async def test_without_a_failure_no_policy_is_asked_for() -> None:
     def policy() -> AsyncRetrying:
         raise AssertionError("nothing failed")
 
-    assert await retried(policy, asyncio.sleep, 0, "done") == "done"
+    assert await call_with_retries(policy, asyncio.sleep, 0, "done") == "done"
 
 
 async def test_a_cancellation_ends_it() -> None:
@@ -91,7 +91,7 @@ async def test_a_cancellation_ends_it() -> None:
         calls += 1
         await asyncio.Event().wait()
 
-    task = asyncio.create_task(retried(AsyncRetrying, function))
+    task = asyncio.create_task(call_with_retries(AsyncRetrying, function))
     await asyncio.sleep(0)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):

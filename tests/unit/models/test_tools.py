@@ -15,19 +15,21 @@ from trinity_mq.engines.generation.messages import MAX_TOOLS
 from trinity_mq.engines.generation.text import TextError
 from trinity_mq.engines.server.openai.requests import checked_messages, checked_tools
 from trinity_mq.engines.server.openai.streaming import TextFlow
-from trinity_mq.engines.server.openai.tools import MAX_CALLS, calls_in
+from trinity_mq.engines.server.openai.tools import MAX_CALLS, parse_tool_calls
 from trinity_mq.testing.scripted import byte_codec
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 
 
 def test_calls_are_understood() -> None:
-    content, calls = calls_in(f"I add. \n{CALL}\n{CALL}")
+    content, calls = parse_tool_calls(f"I add. \n{CALL}\n{CALL}")
     assert content == "I add."
     assert [call["function"] for call in calls] == [{"name": "add", "arguments": '{"a": 1}'}] * 2
     assert len({call["id"] for call in calls}) == 2
-    assert calls_in('<tool_call>{"name": "f"}')[1][0]["function"] == {"name": "f", "arguments": "{}"}, "no closing tag"
-    assert calls_in('<tool_call>{"name": "f", "arguments": "x"}')[1][0]["function"]["arguments"] == "x"
+    assert parse_tool_calls('<tool_call>{"name": "f"}')[1][0]["function"] == {"name": "f", "arguments": "{}"}, (
+        "no closing tag"
+    )
+    assert parse_tool_calls('<tool_call>{"name": "f", "arguments": "x"}')[1][0]["function"]["arguments"] == "x"
 
 
 @pytest.mark.parametrize(
@@ -48,7 +50,7 @@ def test_calls_are_understood() -> None:
     ids=lambda text: text[:30],
 )
 def test_what_is_no_call_stays_text(text: str) -> None:
-    assert calls_in(text) == (text, [])
+    assert parse_tool_calls(text) == (text, [])
 
 
 @pytest.mark.parametrize(
@@ -71,7 +73,7 @@ def test_what_is_no_call_stays_text(text: str) -> None:
     ],
 )
 def test_a_call_inside_thoughts_is_text(text: str, prompt: str | None, content: str | None, names: list[str]) -> None:
-    found, calls = calls_in(text, prompt)
+    found, calls = parse_tool_calls(text, prompt)
     assert found == (text if content is None else content)
     assert [call["function"]["name"] for call in calls] == names
 
@@ -79,14 +81,14 @@ def test_a_call_inside_thoughts_is_text(text: str, prompt: str | None, content: 
 def test_tags_in_the_arguments_of_a_call_stay_in_them() -> None:
     for words in ("<think>a</think>", "a</think>", "<think>"):
         call = CALL.replace("1", json.dumps(words))
-        _, [found] = calls_in(f"<think>hm</think>{call}")
+        _, [found] = parse_tool_calls(f"<think>hm</think>{call}")
         assert json.loads(found["function"]["arguments"]) == {"a": words}
 
 
 def test_megabytes_of_tags_take_no_time() -> None:
     started = time.process_time()
     for text in ("<tool_call>" * 300_000, "<tool_call" * 300_000, CALL * 50_000, "<tool_call>{" * 300_000):
-        assert calls_in(text) == (text, [])
+        assert parse_tool_calls(text) == (text, [])
     assert time.process_time() - started < 5.0
 
 
@@ -121,7 +123,7 @@ def test_a_conversation_with_tools_is_rendered_as_it_was_sampled() -> None:
     tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
     asked = codec.render_with_tools([{"role": "user", "content": "1+1?"}], [tool])
     assert json.dumps(tool) in asked
-    _, calls = calls_in(CALL)
+    _, calls = parse_tool_calls(CALL)
     messages = checked_messages([{"role": "user", "content": "1+1?"}, {"role": "assistant", "tool_calls": calls}])
     again = codec.render(messages, [tool], add_generation_prompt=False)
     assert again == f"{asked}{CALL}<|im_end|>\n"

@@ -28,7 +28,7 @@ from trinity_mq.engines.state import EngineState
 from trinity_mq.engines.torch.weights import WeightsError
 from trinity_mq.engines.vllm import adapters, api
 from trinity_mq.engines.vllm.client import VllmClient
-from trinity_mq.engines.vllm.flow import Flow
+from trinity_mq.engines.vllm.flow import VllmBatcher
 from trinity_mq.messages import Version
 from trinity_mq.models import ensure_model_folder
 from trinity_mq.models.errors import ModelError
@@ -249,7 +249,7 @@ class World:
         self.generator = adapters.AdapterGenerator(
             self.adapters, plan, self._receive, codec, client, max_model_len=9, give_up=lambda: None, **sizes
         )
-        self.flow = Flow(client, self.state, codec, max_sequences=8, hold=5.0, adapters=self.adapters, **sizes)
+        self.flow = VllmBatcher(client, self.state, codec, max_sequences=8, hold=5.0, adapters=self.adapters, **sizes)
         self.tensors = some_tensors()
 
     async def _receive(self, spec: dict[str, Any]) -> Mapping[str, Tensor]:

@@ -13,7 +13,7 @@ from trinity_mq.engines.api_errors import ApiError
 from trinity_mq.engines.generation.request import GenerationRequest, ScoreRequest
 from trinity_mq.engines.state import EngineState
 from trinity_mq.engines.vllm import api
-from trinity_mq.engines.vllm.flow import Flow
+from trinity_mq.engines.vllm.flow import VllmBatcher
 
 
 def answer(tokens: list[int], *, ended: str = "stop", runs: tuple[tuple[str, int, int], ...] = ()) -> dict[str, Any]:
@@ -71,7 +71,7 @@ class World:
         self.state.phase, self.state.version = "current", (1, 1)
         codec: Any = Letters()
         client: Any = self.vllm
-        self.flow = Flow(client, self.state, codec, vocabulary=9, max_sequences=8, pause_mode=mode, hold=5.0)
+        self.flow = VllmBatcher(client, self.state, codec, vocabulary=9, max_sequences=8, pause_mode=mode, hold=5.0)
 
     async def asked(self, number: int = 1) -> asyncio.Future[dict[str, Any]]:
         await until(lambda: len(self.vllm.asked) == number)
@@ -216,7 +216,7 @@ async def test_after_closing_nothing_is_sent() -> None:
     assert world.vllm.sent == []
 
 
-async def refusal(flow: Flow, count: int = 1) -> ApiError:
+async def refusal(flow: VllmBatcher, count: int = 1) -> ApiError:
     with pytest.raises(ApiError) as refused:
         await flow.generate([REQUEST] * count, None)
     return refused.value
@@ -245,7 +245,7 @@ async def test_a_stream_that_cannot_begin_says_so_as_other_requests_do() -> None
     assert refused.value.status == 503
 
 
-async def streamed(flow: Flow) -> list[int]:
+async def streamed(flow: VllmBatcher) -> list[int]:
     async with flow.stream(REQUEST, None) as stream:
         await stream.begun()
         return [token.token_id async for news in stream for token in news]

@@ -17,7 +17,7 @@ from trinity_mq.engines.server.openai.requests import CompletionBody
 from trinity_mq.engines.server.openai.streaming import Chunks
 from trinity_mq.messages import Version
 from trinity_mq.models.recording.responses import experiences_of
-from trinity_mq.models.recording.sse import Gathered
+from trinity_mq.models.recording.sse import AnswerAssembler
 
 OLD, NEW = (1, 1), (1, 2)
 
@@ -249,7 +249,7 @@ def recorded(reader: Reader) -> list[tuple[int, int, int]] | None:
     chunks = Chunks(
         CompletionBody(prompt=[4, 4], return_token_ids=True), reader.request, codec, model="m", prompt_text="ee"
     )
-    gathered = Gathered()
+    gathered = AnswerAssembler()
     for chunk in (*chunks.opening(reader.began), *chunks.of(reader.tokens)):
         gathered.add(chunk)
     first = experiences_of(gathered.answer(), 1.0)[0]

@@ -24,7 +24,7 @@ from trinity_mq.models import (
     VersionMismatch,
 )
 from trinity_mq.models.recording.responses import experiences_of
-from trinity_mq.models.recording.sse import Gathered
+from trinity_mq.models.recording.sse import AnswerAssembler
 
 MESSAGES = [{"role": "user", "content": "+372="}]
 Wrap = Callable[..., ModelWrapper]
@@ -266,7 +266,7 @@ def test_a_token_without_a_finite_logprob_costs_no_answer(value: str) -> None:
     """As JSON holds it, streamed or not; -9999 is what vLLM writes for minus infinity."""
     sampled = {"token_ids": [5, 6, 7], "token_logprobs": [-1.5, json.loads(value), -0.5], "finish_reason": "stop"}
     whole = {"index": 0, "message": {"content": "1"}, **sampled}
-    gathered = Gathered()
+    gathered = AnswerAssembler()
     gathered.add({"prompt_token_ids": [3, 4], "choices": [{**whole, "delta": {"content": "1"}}]})
     for answer in ({"prompt_token_ids": [3, 4], "choices": [whole]}, gathered.answer()):
         [found] = experiences_of(answer, 1.0)

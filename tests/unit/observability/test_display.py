@@ -6,7 +6,7 @@ from typing import Any
 from rich.console import Console
 
 from trinity_mq.messages import Heartbeat, Metrics
-from trinity_mq.observability.display import LiveDisplay, PlainDisplay, open_display, picture, plain_line
+from trinity_mq.observability.display import LiveDisplay, PlainDisplay, format_status_line, open_display, render_table
 from trinity_mq.observability.run_view import RunView
 
 NOW = 100.0
@@ -40,7 +40,7 @@ class Terminal(io.StringIO):
 
 def drawn(view: RunView) -> str:
     console = Console(file=io.StringIO(), width=120)
-    console.print(picture(view, NOW))
+    console.print(render_table(view, NOW))
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert isinstance(text, str)
     return text
@@ -57,7 +57,7 @@ def test_releases_are_shown_where_there_are_several() -> None:
 
 
 def test_plain_line_says_it_all() -> None:
-    assert plain_line(full(), NOW) == (
+    assert format_status_line(full(), NOW) == (
         "step 120/300 | reward 0.710 | ops3 accuracy 0.894 (step 100) | tokens/s 8,123 | policy 1.119 | staleness 1 | "
         "left 1 min 30 s | queues closed 0 tasks.train 12 dead - | agents 1/3 | "
         "explorer-0 waits 1 min 15 s for a commit | runner-0 waits 11 s for a sign of life"
@@ -79,7 +79,9 @@ def test_the_last_line_is_of_the_end_and_shows_no_gauge_that_is_over() -> None:
 
 
 def test_plain_line_of_nothing() -> None:
-    assert plain_line(EMPTY, NOW).startswith("step 0/? | reward - | tokens/s - | policy - | staleness - | left -")
+    assert format_status_line(EMPTY, NOW).startswith(
+        "step 0/? | reward - | tokens/s - | policy - | staleness - | left -"
+    )
 
 
 def test_plain_lines_come_while_steps_are_made_and_news_at_once() -> None:
@@ -162,7 +164,7 @@ def test_the_sessions_of_a_run_are_shown_and_where_it_answers() -> None:
     beat(view, "gateway-1", "gateway", state="working", detail={"url": "http://127.0.0.1:8711"}, at=NOW)
     beat(view, "gateway-0", "gateway", state="working", detail={**status, "dropped": 1, "unrecorded": 2}, at=NOW)
     line = "sessions 3 open, 2 parked, 40 waiting, 1200 trained, 1 dropped, 2 not recorded"
-    assert line in plain_line(view, NOW)
+    assert line in format_status_line(view, NOW)
     assert line in drawn(view)
     assert view.take_news()[-2:] == [
         "gateway-1 answers at http://127.0.0.1:8711: POST http://127.0.0.1:8711/sessions",
@@ -183,7 +185,7 @@ def test_the_reason_why_nothing_moves_is_shown_and_is_news_once() -> None:
 
     for seq, seconds in enumerate((0.0, 20.0, 31.0, 33.0), start=1):
         heartbeats(seq, NOW + seconds)
-        view.explain(NOW + seconds + 4.0)
+        view.diagnose_stall(NOW + seconds + 4.0)
     (news,) = view.take_news()
     assert news.startswith("nothing has moved for 35 s: ")
     assert "task 7 (from run 0) runs on runner-0 for 9 s; the median is 1.0 s; what to do: look at its" in news
@@ -191,6 +193,6 @@ def test_the_reason_why_nothing_moves_is_shown_and_is_news_once() -> None:
     assert view.finding.culprit == "runner-0"
     assert "nothing has moved for" in drawn(view)
     heartbeats(9, NOW + 40.0, done=5)
-    view.explain(NOW + 41.0)
+    view.diagnose_stall(NOW + 41.0)
     assert view.finding is None
     assert "nothing has moved" not in drawn(view)

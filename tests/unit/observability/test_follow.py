@@ -7,7 +7,7 @@ from trinity_mq.bus import Topology
 from trinity_mq.bus.memory.bus import MemoryBroker, MemoryBus
 from trinity_mq.config import BrokerConfig
 from trinity_mq.messages import ControlEvent
-from trinity_mq.observability.follow import MetricsTail, listen
+from trinity_mq.observability.follow import MetricsTail, consume_messages
 from trinity_mq.runtime.deliveries import envelope
 from trinity_mq.telemetry import MetricsWriter
 from trinity_mq.testing.virtual_time import run_virtually
@@ -68,7 +68,7 @@ def test_a_connection_that_breaks_under_an_answer_ends_nothing() -> None:
                 broker.drop(bus)
 
         queue = topology.listener("supervisor", "a", "control", "#")
-        listening = asyncio.create_task(listen(bus, queue, receive))
+        listening = asyncio.create_task(consume_messages(bus, queue, receive))
         while len(received) < 2:
             event = ControlEvent(verb="restart", target=f"runner-{len(received)}")
             await other.publish(topology.exchange("control"), "restart.x", envelope(event))

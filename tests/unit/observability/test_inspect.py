@@ -21,7 +21,7 @@ from trinity_mq.errors import CommandError
 from trinity_mq.experience import EID, Experience, ExperienceBatch
 from trinity_mq.messages import BatchClosed, BatchReady, ExperienceReference, Mark, RunEnd
 from trinity_mq.observability.experiences.printer import Printer
-from trinity_mq.observability.experiences.stream import QUIET_SECONDS, Choice, ReadyReader, StreamSummary
+from trinity_mq.observability.experiences.stream import QUIET_SECONDS, ExperienceFilter, ReadyReader, StreamSummary
 from trinity_mq.observability.experiences.token_texts import TokenTexts
 from trinity_mq.runtime.deliveries import envelope
 from trinity_mq.testing.virtual_time import run_virtually
@@ -64,7 +64,7 @@ class Stream:
             return len(self.taken) >= self.enough
 
         self.taken = []
-        reader = ReadyReader(self.bus, self.topology, Choice(**wanted), None, take)
+        reader = ReadyReader(self.bus, self.topology, ExperienceFilter(**wanted), None, take)
         return await reader.read()
 
     @property

@@ -20,7 +20,7 @@ from trinity_mq.cli.main import main
 from trinity_mq.errors import CommandError
 from trinity_mq.observability.logs.files import LogFiles
 from trinity_mq.observability.logs.follow import since
-from trinity_mq.observability.logs.lines import LineFilter, LogLine, in_words, parse
+from trinity_mq.observability.logs.lines import LineFilter, LogLine, format_line, parse
 from trinity_mq.runtime.process import mark_run_over
 
 
@@ -95,14 +95,14 @@ def test_lines_are_chosen() -> None:
 
 
 def test_a_line_cannot_command_the_terminal() -> None:
-    text = in_words(found(line(1, event="a\x1b[31mb", reason="two\nlines \x07", exception="Trace\nValueError: no")))
+    text = format_line(found(line(1, event="a\x1b[31mb", reason="two\nlines \x07", exception="Trace\nValueError: no")))
     assert "\n" not in text
     assert "\x1b" not in text
     assert "error=" in text
     assert "ValueError: no" in text
-    assert in_words(found(line(1, level="error")), colour=True).startswith("\x1b[31m")
+    assert format_line(found(line(1, level="error")), colour=True).startswith("\x1b[31m")
     for name in ("level", "agent", "event", "batch", "ticket", "exception", "more", "\x1b]52;c;x\x07"):
-        evil = in_words(found(line(1, **{name: "\x1b]52;c;x\x07\u202e"})), colour=True)
+        evil = format_line(found(line(1, **{name: "\x1b]52;c;x\x07\u202e"})), colour=True)
         assert evil.isprintable(), name
 
 
@@ -121,7 +121,7 @@ def test_no_line_of_a_log_file_is_a_fault(tmp_path: Path, capsys: pytest.Capture
 @given(st.text())
 def test_whatever_is_in_a_file_is_a_line_or_none(text: str) -> None:
     made = parse(text)
-    assert made is None or "\n" not in in_words(made)
+    assert made is None or "\n" not in format_line(made)
 
 
 def test_ages() -> None:
@@ -135,16 +135,16 @@ def test_a_file_that_was_replaced_is_read_from_its_beginning(tmp_path: Path) -> 
     path = put(tmp_path, "runner-0", line(1), line(2))
     files = LogFiles(tmp_path)
     assert len(list(files.merged())) == 2
-    assert files.appended() == ([], False)
+    assert files.read_appended() == ([], False)
     (tmp_path / "logs").rename(tmp_path / "earlier")
     put(tmp_path, "runner-0", line(3))
-    assert [one.text for one in files.appended()[0]] == [line(3)]
+    assert [one.text for one in files.read_appended()[0]] == [line(3)]
     with path.open("a") as file:
         file.write(line(4)[:20])
         file.flush()
-        assert files.appended() == ([], False), "half a line is none yet"
+        assert files.read_appended() == ([], False), "half a line is none yet"
         file.write(line(4)[20:] + "\n")
-    assert [one.text for one in files.appended()[0]] == [line(4)]
+    assert [one.text for one in files.read_appended()[0]] == [line(4)]
 
 
 async def following(folder: Path, *words: str) -> asyncio.subprocess.Process:
@@ -165,10 +165,10 @@ def test_a_file_that_was_renamed_goes_on_where_it_was(tmp_path: Path) -> None:
     put(tmp_path, "runner-0", line(3))
     path.replace(path.with_name("runner-0.1.jsonl"))
     put(tmp_path, "runner-0", line(4))
-    found, more = files.appended()
+    found, more = files.read_appended()
     assert [one.text for one in found] == [line(3), line(4)]
     assert not more
-    assert files.appended() == ([], False)
+    assert files.read_appended() == ([], False)
     assert len(list(LogFiles(tmp_path).merged())) == 4, "a log in two files is read whole"
 
 

@@ -17,8 +17,8 @@ from trinity_agents.simulation import Simulation
 from trinity_mq.cli.main import main
 from trinity_mq.config import ConfigError, load_config
 from trinity_mq.messages import BatchReady, Mark
-from trinity_mq.observability.spans import Collector, SpanForwarder
-from trinity_mq.observability.spans.collector import headers_of
+from trinity_mq.observability.spans import OtlpClient, SpanForwarder
+from trinity_mq.observability.spans.collector import parse_headers
 from trinity_mq.observability.spans.tree import HELD_SECONDS, SETTLED_SECONDS, TraceTree, TreeSpan
 from trinity_mq.observability.trackers.base import TrackerError
 from trinity_mq.observability.trackers.process import TrackerProcess
@@ -208,7 +208,7 @@ def test_a_task_from_outside_is_linked_to_the_work_that_submitted_it(tmp_path: P
         trace.stop_trace()
     tree = TraceTree("sim", trace_key(tmp_path / "trace"))
     with receiving(Receiver()) as receiver:
-        collector = Collector(receiver.url, "NONE", 5.0)
+        collector = OtlpClient(receiver.url, "NONE", 5.0)
         collector.send([*tree.add(read_trace(tmp_path)), *tree.finish()])
     spans = receiver.batches()["batch 1"]
     (taken,) = [one for _, one in spans.values() if one.name == "take submission"]
@@ -271,9 +271,9 @@ def test_a_collector_gets_each_span_once_also_from_a_later_process(
     recorded(folder)
     monkeypatch.setenv("HEADERS", "Authorization=Basic%20eHk=, x-project=p")
     with receiving(Receiver()) as receiver:
-        SpanForwarder(folder, "traced", Collector(receiver.url, "HEADERS", 5.0)).send()
+        SpanForwarder(folder, "traced", OtlpClient(receiver.url, "HEADERS", 5.0)).send()
         recorded(folder)
-        SpanForwarder(folder, "traced", Collector(f"{receiver.url}/v1/traces", "HEADERS", 5.0)).finish()
+        SpanForwarder(folder, "traced", OtlpClient(f"{receiver.url}/v1/traces", "HEADERS", 5.0)).finish()
     (spans,) = receiver.spans.values()
     assert sorted(one.name for _, one in spans.values()) == ["ask engine"] * 3 + ["batch 1", "rollout"]
     assert receiver.headers[0]["path"] == "/v1/traces"
@@ -288,7 +288,7 @@ def test_a_collector_that_is_away_gets_all_of_it_later(folder: Path, capfd: pyte
     recorded(folder)
     with receiving(Receiver()) as receiver:
         receiver.answers = [503, 401, 404]
-        forwarder = SpanForwarder(folder, "traced", Collector(receiver.url, "NONE", 5.0))
+        forwarder = SpanForwarder(folder, "traced", OtlpClient(receiver.url, "NONE", 5.0))
         forwarder.send()
         assert "answers 503, wanted 200: not now" in forwarder.problem
         forwarder.send()
@@ -306,7 +306,7 @@ def test_what_a_collector_refuses_keeps_nothing_from_the_rest(folder: Path) -> N
     recorded(folder)
     with receiving(Receiver()) as receiver:
         receiver.answers = [400]
-        forwarder = SpanForwarder(folder, "traced", Collector(receiver.url, "NONE", 5.0))
+        forwarder = SpanForwarder(folder, "traced", OtlpClient(receiver.url, "NONE", 5.0))
         forwarder.finish()
     assert (forwarder.lost, forwarder.sent) == (3, 2)
 
@@ -373,7 +373,7 @@ def test_settings_and_headers_are_checked(monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(ConfigError, match=r"pip install 'trinity-mq\[otel\]'"):
         check_trackers(config)
     with pytest.raises(TrackerError, match=r"entry 2 of the environment variable X is no name=value") as caught:
-        headers_of("a=b,secret", "X")
+        parse_headers("a=b,secret", "X")
     assert "secret" not in str(caught.value)
 
 
@@ -382,4 +382,4 @@ def test_a_state_that_is_rubbish_says_what_to_remove(folder: Path) -> None:
     for rubbish in ("[]", "{", '{"tree": {"open": 3}}'):
         (folder / "trackers" / "spans.json").write_text(rubbish)
         with pytest.raises(TrackerError, match=r"spans\.json does not say how far .*: remove it to send all again"):
-            SpanForwarder(folder, "traced", Collector("http://127.0.0.1:9", "NONE", 1.0))
+            SpanForwarder(folder, "traced", OtlpClient("http://127.0.0.1:9", "NONE", 1.0))

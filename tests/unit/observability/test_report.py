@@ -3,7 +3,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from trinity_mq.observability.report.text import curve, distinct, lost, make_report, newest_checkpoint
+from trinity_mq.observability.report.text import distinct, loss_counts, make_report, metric_curve, newest_checkpoint
 from trinity_mq.telemetry import MetricsWriter
 
 
@@ -95,13 +95,13 @@ def test_steps_that_were_done_again_count_once() -> None:
         {"role": "trainer", "a": 9.0},
     ]
     found = distinct(lines)
-    assert curve(found, "a") == [(1, 10.0), (2, 2.0)]
-    assert curve(found, "b") == [(1, 5.0)]
-    assert curve(found, "c") == [(1, 6.0)]
+    assert metric_curve(found, "a") == [(1, 10.0), (2, 2.0)]
+    assert metric_curve(found, "b") == [(1, 5.0)]
+    assert metric_curve(found, "c") == [(1, 6.0)]
 
 
 def test_curves_leave_out_what_is_not_known() -> None:
-    assert curve([{"step": 1, "a": None}, {"step": 2}, {"step": 3, "a": 1}], "a") == [(3, 1.0)]
+    assert metric_curve([{"step": 1, "a": None}, {"step": 2}, {"step": 3, "a": 1}], "a") == [(3, 1.0)]
 
 
 def test_lost_counts_only_what_is_there() -> None:
@@ -110,7 +110,7 @@ def test_lost_counts_only_what_is_there() -> None:
         {"step": 2, "sample/skipped_step": 1.0, "sample/dropped_stale_groups": 3},
     ]
     lines += [{"step": 2, "sample/dropped_stale_groups": 3}]  # another agent says the same
-    assert lost(lines) == {"steps skipped": 2, "groups too old": 3}
+    assert loss_counts(lines) == {"steps skipped": 2, "groups too old": 3}
     skips = [{"step": 1, "actor/skipped_norm_spike": 1.0, "actor/skipped_nonfinite_loss": 0.0}]
-    assert lost(skips) == {"optimizer steps with too large a gradient": 1}
-    assert lost([]) == {}
+    assert loss_counts(skips) == {"optimizer steps with too large a gradient": 1}
+    assert loss_counts([]) == {}

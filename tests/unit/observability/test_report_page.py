@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from trinity_mq.cli.main import main
-from trinity_mq.observability.report.curves import MOST_CURVES, PICTURES, as_svg, drawn, thinned
+from trinity_mq.observability.report.curves import MOST_CURVES, PICTURES, as_svg, downsample, drawn
 from trinity_mq.telemetry import METRICS_FILE
 
 SETTINGS: dict[str, Any] = {
@@ -107,11 +107,11 @@ def test_values_that_cannot_be_drawn_break_nothing(tmp_path: Path, value: Any) -
 
 def test_a_long_curve_is_averaged_and_keeps_its_end() -> None:
     points = [(step, float(step)) for step in range(1000)] + [(1000, math.nan)]
-    found = thinned(points, 10)
+    found = downsample(points, 10)
     assert len(found) == 10
     assert found[0] == (99, 49.5)
     assert found[-1] == (999, 949.5)
-    assert thinned(points[:5], 10) == points[:5]
+    assert downsample(points[:5], 10) == points[:5]
 
 
 def test_few_curves_in_a_picture_and_each_picture_has_names_of_its_own() -> None:

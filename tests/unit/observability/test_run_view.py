@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from trinity_mq.messages import Heartbeat, Mark, Metrics
-from trinity_mq.observability.report.figures import duration, evaluations
+from trinity_mq.observability.report.figures import evaluations, format_duration
 from trinity_mq.observability.run_view import RunView
 from trinity_mq.runtime.processes.supervisor import ProcessEvent
 
@@ -53,7 +53,7 @@ def test_rates_of_an_earlier_start_are_forgotten_and_rewards_are_not() -> None:
     view = RunView("r", 10)
     values = {"rollout/reward/mean": 0.5, "perf/tokens_per_second": 100.0, "sample/staleness/max": 1.0}
     view.receive(metrics("trainer", 1, **values), 0.0)
-    view.forget_rates()
+    view.clear_momentary_metrics()
     assert view.metrics == {"rollout/reward/mean": 0.5}
 
 
@@ -150,13 +150,13 @@ def test_process_events_that_matter_are_news() -> None:
 def test_before_the_first_heartbeat_the_broker_alone_is_blamed() -> None:
     """Agents load for a while; a broker with an alarm lets no heartbeat through."""
     view = RunView("r", 20)
-    view.explain(1e6, broker="alarm")
+    view.diagnose_stall(1e6, broker="alarm")
     view.began = 100.0
-    view.explain(129.0, broker="alarm")
-    view.explain(200.0)
+    view.diagnose_stall(129.0, broker="alarm")
+    view.diagnose_stall(200.0)
     assert (view.finding, view.take_news()) == (None, [])
     for now in (131.0, 133.0):
-        view.explain(now, broker="memory alarm")
+        view.diagnose_stall(now, broker="memory alarm")
     assert view.finding is not None
     [line] = view.take_news()
     assert line.startswith("nothing has moved for 31 s: everybody waits for the broker: memory alarm; what to do: free")
@@ -217,7 +217,7 @@ def test_evaluations_take_accuracy_before_reward() -> None:
     [(0, "0 s"), (59.4, "59 s"), (65, "1 min 05 s"), (3600, "1 h 00 min"), (7265, "2 h 01 min"), (-3, "0 s")],
 )
 def test_duration(seconds: float, text: str) -> None:
-    assert duration(seconds) == text
+    assert format_duration(seconds) == text
 
 
 def explorer(seq: int, **detail: Any) -> Heartbeat:

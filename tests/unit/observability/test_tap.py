@@ -10,13 +10,13 @@ from tests.unit.agents.world import experience
 from trinity_mq.cli.main import main
 from trinity_mq.experience import EID, ExperienceBatch
 from trinity_mq.observability.experiences.show_experience import as_json, json_fields
-from trinity_mq.observability.experiences.tap import Lines, selected
+from trinity_mq.observability.experiences.tap import ExperienceLinePrinter, select_fields
 from trinity_mq.observability.experiences.token_texts import TokenTexts
 
 
 def test_parts_of_a_field_by_a_dot_and_what_is_not_there_as_null() -> None:
     whole = {"eid": {"batch": 1}, "metrics": {"a.b": 2.0}, "reward": 1.0}
-    assert selected(whole, ["reward", "eid.batch", "eid.none", "prompt_text", "reward.x"]) == {
+    assert select_fields(whole, ["reward", "eid.batch", "eid.none", "prompt_text", "reward.x"]) == {
         "reward": 1.0,
         "eid.batch": 1,
         "eid.none": None,
@@ -31,7 +31,7 @@ def test_every_field_of_an_experience_may_be_chosen() -> None:
 
 
 def test_each_third_one_over_the_limits_of_batches(capsys: pytest.CaptureFixture[str]) -> None:
-    lines = Lines(None, ["eid.run"], 3)
+    lines = ExperienceLinePrinter(None, ["eid.run"], 3)
     made = [experience(eid=EID(batch=1, task=0, run=run)) for run in range(10)]
     for part in (made[:1], made[1:5], made[5:]):
         assert lines.take([ExperienceBatch.of(part)]) is False

@@ -18,7 +18,7 @@ from trinity_mq.config import BrokerConfig, SupervisorConfig
 from trinity_mq.local_broker.base import LocalNode
 from trinity_mq.local_broker.node import NodeError, find_rabbitmq
 from trinity_mq.operations.broker import broker_folder
-from trinity_mq.targets.private_broker import own_broker
+from trinity_mq.targets.private_broker import private_broker
 
 ROOT = Path(__file__).parents[3]
 pytestmark = [
@@ -77,7 +77,7 @@ def test_what_keeps_it_from_starting_is_one_line(tmp_path: Path) -> None:
 
 async def test_one_that_dies_comes_back_where_it_was(tmp_path: Path) -> None:
     told = asyncio.Event()
-    async with own_broker(tmp_path, SupervisorConfig(), lambda _text: told.set()) as url:
+    async with private_broker(tmp_path, SupervisorConfig(), lambda _text: told.set()) as url:
         bus = create_bus(BrokerConfig(url=url), Topology("t"), "test")
         await bus.connect()
         os.kill(int((tmp_path / "lock").read_text()), signal.SIGKILL)
@@ -90,7 +90,7 @@ async def test_one_that_dies_comes_back_where_it_was(tmp_path: Path) -> None:
 async def test_one_that_dies_too_often_ends_the_run(tmp_path: Path) -> None:
     async with asyncio.timeout(50):
         with pytest.RaisesGroup(pytest.RaisesExc(NodeError, match="died 1 times within 600 s")):
-            async with own_broker(tmp_path, SupervisorConfig(max_restarts=0), lambda _text: None):
+            async with private_broker(tmp_path, SupervisorConfig(max_restarts=0), lambda _text: None):
                 os.kill(int((tmp_path / "lock").read_text()), signal.SIGKILL)
                 await asyncio.Event().wait()
 
@@ -104,7 +104,7 @@ async def test_one_that_finds_no_room_for_its_files_names_its_folder(
     wanted = f"the broker died and cannot be started again in {tmp_path}: the disk is full"
     async with asyncio.timeout(50):
         with pytest.RaisesGroup(pytest.RaisesExc(NodeError, match=wanted)):
-            async with own_broker(tmp_path, SupervisorConfig(), lambda _text: None):
+            async with private_broker(tmp_path, SupervisorConfig(), lambda _text: None):
                 monkeypatch.setattr(LocalNode, "launch", launch)
                 os.kill(int((tmp_path / "lock").read_text()), signal.SIGKILL)
                 await asyncio.Event().wait()

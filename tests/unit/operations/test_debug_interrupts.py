@@ -8,7 +8,7 @@ import signal
 
 import pytest
 
-from trinity_mq.runtime.interrupts import run_to_the_end
+from trinity_mq.runtime.interrupts import run_until_complete
 
 
 def test_what_is_done_is_returned_and_what_is_raised_is_raised() -> None:
@@ -19,9 +19,9 @@ def test_what_is_done_is_returned_and_what_is_raised_is_raised() -> None:
         async with asyncio.TaskGroup():
             raise ArithmeticError("mine")
 
-    assert run_to_the_end(work()) == 3
+    assert run_until_complete(work()) == 3
     with pytest.raises(ExceptionGroup) as caught:
-        run_to_the_end(fails())
+        run_until_complete(fails())
     assert caught.value.subgroup(ArithmeticError) is not None
 
 
@@ -43,7 +43,7 @@ def test_a_signal_cancels_and_what_is_open_is_closed(number: signal.Signals) -> 
     of_interrupt = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt):
-            run_to_the_end(work())
+            run_until_complete(work())
     finally:
         signal.signal(signal.SIGINT, of_interrupt)
     assert closed
@@ -57,4 +57,4 @@ def test_a_reader_that_has_left_is_told_as_such() -> None:
             raise BrokenPipeError
 
     with pytest.raises(BrokenPipeError):
-        run_to_the_end(work())
+        run_until_complete(work())

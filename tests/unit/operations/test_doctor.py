@@ -18,14 +18,21 @@ from trinity_mq.operations.doctor.checks import (
     BROKER_CHECKS,
     FLAGS,
     MACHINE_CHECKS,
-    Finding,
+    DoctorFinding,
     allows,
     findings,
     names_of,
     size,
 )
-from trinity_mq.operations.doctor.facts import API_PATHS, Facts, Needs, ask_machine, ask_rabbitmqctl, management_url
-from trinity_mq.training.checkpoints.checkpoint import CheckpointStore, TrainerState
+from trinity_mq.operations.doctor.facts import (
+    API_PATHS,
+    DoctorFacts,
+    Needs,
+    ask_machine,
+    ask_rabbitmqctl,
+    management_url,
+)
+from trinity_mq.training.checkpoints.checkpoint import CheckpointStore, TrainerProgress
 
 GIB = 2**30
 DAY = 24 * 3600 * 1000
@@ -63,7 +70,7 @@ def beats(*releases: str, **fields: Any) -> dict[str, Heartbeat]:
     return {one.id: one for one in made}
 
 
-def healthy(**changes: Any) -> Facts:
+def healthy(**changes: Any) -> DoctorFacts:
     """A broker with nothing wrong."""
     answers: dict[str, Any] = {
         "urls": ("amqp://u:p@127.0.0.1/",),
@@ -82,10 +89,10 @@ def healthy(**changes: Any) -> Facts:
         "beats": {},
         **changes,
     }
-    return Facts(**{name: answer for name, answer in answers.items() if answer is not UNKNOWN})
+    return DoctorFacts(**{name: answer for name, answer in answers.items() if answer is not UNKNOWN})
 
 
-def judged(facts: Facts, needs: Needs = NEEDS) -> dict[str, Finding]:
+def judged(facts: DoctorFacts, needs: Needs = NEEDS) -> dict[str, DoctorFinding]:
     """The findings by subject; every one that is not well says what to do."""
     found = list(findings(BROKER_CHECKS, facts, needs))
     for finding in found:
@@ -168,7 +175,7 @@ def test_each_thing_that_can_be_wrong(changes: dict[str, Any], subject: str, ver
 
 
 def test_an_unknown_fact_is_not_guessed() -> None:
-    facts = Facts(urls=(), tls_verified=True, user="u", vhost="/", server=OLD)
+    facts = DoctorFacts(urls=(), tls_verified=True, user="u", vhost="/", server=OLD)
     facts.missing("nobody at home", "limits", "policies")
     facts.missing("nobody at home", "limits")
     found = judged(facts)
@@ -218,7 +225,7 @@ def policy(pattern: str = "^tmq", *, apply_to: str = "all", priority: int = 0, *
     return {"name": "p", "pattern": pattern, "apply-to": apply_to, "priority": priority, "definition": definition}
 
 
-def judged_policies(*policies: dict[str, Any], operator: tuple[dict[str, Any], ...] = ()) -> list[Finding]:
+def judged_policies(*policies: dict[str, Any], operator: tuple[dict[str, Any], ...] = ()) -> list[DoctorFinding]:
     facts = healthy(policies=list(policies), operator_policies=list(operator))
     return [found for found in findings(BROKER_CHECKS, facts, NEEDS) if found.subject == "policies"]
 
@@ -307,7 +314,7 @@ HERE = {
     ],
 )
 def test_this_machine(changes: dict[str, Any], engine: str | None, problems: dict[str, str]) -> None:
-    found = list(findings(MACHINE_CHECKS, Facts(**{**HERE, **changes}), replace(NEEDS, engine=engine)))
+    found = list(findings(MACHINE_CHECKS, DoctorFacts(**{**HERE, **changes}), replace(NEEDS, engine=engine)))
     assert {one.subject: one.verdict for one in found if one.verdict != "ok"} == problems
     assert all(one.do for one in found if one.verdict != "ok")
 
@@ -323,7 +330,7 @@ def test_facts_about_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     async def write(checkpoint: Path) -> None:
         (checkpoint / "model.safetensors").write_bytes(bytes(1536 * 1024))
 
-    state = TrainerState(generation=1, step=1, progress=1, source={})
+    state = TrainerProgress(generation=1, step=1, progress=1, source={})
     asyncio.run(CheckpointStore(folder / "checkpoints", keep=1).save(write, state))
     found = ask_machine(folder)
     assert "the last checkpoint has 1.5 MiB" in list(findings(MACHINE_CHECKS, found, NEEDS))[-1].seen
@@ -353,7 +360,7 @@ async def test_tools_that_answer_nonsense_tell_nothing(printed: str) -> None:
     async def ctl(*_words: str) -> str:
         return printed
 
-    facts = Facts(user="u", vhost="/")
+    facts = DoctorFacts(user="u", vhost="/")
     await ask_rabbitmqctl(ctl, facts)
     assert set(facts) == {"user", "vhost"}
     assert "rabbitmqctl does not report it" in facts.why("nodes")
@@ -363,7 +370,7 @@ async def test_a_user_without_permissions() -> None:
     async def ctl(*_words: str) -> str:
         return json.dumps({**{question: [] for question in ("limits", *API_PATHS)}, "permissions": None})
 
-    facts = Facts(user="u", vhost="/")
+    facts = DoctorFacts(user="u", vhost="/")
     await ask_rabbitmqctl(ctl, facts)
     assert "permissions" not in facts
     assert "no permission of user 'u'" in facts.why("permissions")
@@ -373,7 +380,7 @@ async def test_tools_that_fail_say_why() -> None:
     async def ctl(*_words: str) -> str:
         raise NodeError("rabbitmqctl eval: exit code 69\nnodedown")
 
-    facts = Facts(user="u", vhost="/")
+    facts = DoctorFacts(user="u", vhost="/")
     await ask_rabbitmqctl(ctl, facts)
     assert "exit code 69 nodedown" in facts.why("limits")
 
@@ -385,7 +392,7 @@ async def test_names_in_the_question_are_no_code() -> None:
         asked.extend(words)
         return ""
 
-    await ask_rabbitmqctl(ctl, Facts(user='">>, halt(), <<"', vhost="/"))
+    await ask_rabbitmqctl(ctl, DoctorFacts(user='">>, halt(), <<"', vhost="/"))
     assert asked[0] == "eval"
     assert "halt" not in asked[1]
     assert "V = <<47>>" in asked[1]
@@ -396,9 +403,9 @@ async def test_names_in_the_question_are_no_code() -> None:
 
 def test_the_report() -> None:
     found = [
-        Finding("a", "ok", "fine", wanted="w"),
-        Finding("bb", "problem", "bad", wanted="good", do="something " * 30),
-        Finding("c", "not looked at", "nobody told", do="to look: there"),
+        DoctorFinding("a", "ok", "fine", wanted="w"),
+        DoctorFinding("bb", "problem", "bad", wanted="good", do="something " * 30),
+        DoctorFinding("c", "not looked at", "nobody told", do="to look: there"),
     ]
     report = lines(found)
     assert report[0] == "ok       a   fine"

@@ -15,7 +15,7 @@ from trinity_mq.cli.main import main
 from trinity_mq.config import Config, load_config
 from trinity_mq.data.records import read_tasks
 from trinity_mq.experience import EID, Experience, ExperienceBatch
-from trinity_mq.operations.regrade.comparison import Comparison, Graded
+from trinity_mq.operations.regrade.comparison import Comparison, RegradedExperience
 from trinity_mq.operators import AdvantageOperator
 
 YAML = """
@@ -28,9 +28,9 @@ buffer:
 """
 
 
-def graded(*rewards: tuple[float, float], group: str = "1/0") -> list[Graded]:
+def graded(*rewards: tuple[float, float], group: str = "1/0") -> list[RegradedExperience]:
     return [
-        Graded(f"{group}/{n}", group, old, new, old - 0.5, new - 0.5, f"answer {n}")
+        RegradedExperience(f"{group}/{n}", group, old, new, old - 0.5, new - 0.5, f"answer {n}")
         for n, (old, new) in enumerate(rewards)
     ]
 
@@ -62,13 +62,19 @@ def test_orders_ties_and_spreads() -> None:
 
 def test_ten_that_change_most_of_many() -> None:
     comparison = Comparison()
-    comparison.add([Graded(f"u{n}", "g", 0.0, n / 100) for n in range(100)])
+    comparison.add([RegradedExperience(f"u{n}", "g", 0.0, n / 100) for n in range(100)])
     assert [one.uid for one in comparison.most] == [f"u{n}" for n in range(99, 89, -1)]
 
 
 def test_an_advantage_that_appears_or_vanishes_is_no_flip() -> None:
     comparison = Comparison()
-    comparison.add([Graded("a", "g", 1, 1, 0.0, 0.5), Graded("b", "g", 1, 0, 0.5, None), Graded("c", "g", 1, 0, 1, -1)])
+    comparison.add(
+        [
+            RegradedExperience("a", "g", 1, 1, 0.0, 0.5),
+            RegradedExperience("b", "g", 1, 0, 0.5, None),
+            RegradedExperience("c", "g", 1, 0, 1, -1),
+        ]
+    )
     advantage = comparison.figures()["advantage"]
     assert (advantage["sign_flips"], advantage["appear"], advantage["vanish"]) == (1, 1, 1)
 

@@ -10,7 +10,7 @@ from trinity_mq.cli.main import main
 from trinity_mq.errors import CommandError
 from trinity_mq.experience import EID, Experience
 from trinity_mq.messages import SubmissionOutcome, encode
-from trinity_mq.operations.submit import Replies, read_task
+from trinity_mq.operations.submit import SubmissionReplies, read_task
 from trinity_mq.runtime.deliveries import EXPERIENCES
 
 TASK = '{"raw_task": {"question": "+372="}, "repeat_times": 2}'
@@ -80,7 +80,7 @@ def test_answers_come_with_the_outcome_in_any_order_and_each_once() -> None:
         return Experience.serialize_many([one])
 
     outcome = SubmissionOutcome(submission_id="s", batch=3, ticket="t", outcome="finished", experiences=2)
-    replies = Replies()
+    replies = SubmissionReplies()
     for message in (reply(answered(1), "b"), reply(outcome, "o"), reply(answered(1), "b")):
         replies.take(message)
         assert not replies.complete
@@ -94,7 +94,7 @@ def test_answers_come_with_the_outcome_in_any_order_and_each_once() -> None:
 
 
 def test_an_answer_that_cannot_be_read_is_explained() -> None:
-    replies = Replies()
+    replies = SubmissionReplies()
     replies.take(reply(b"\xc1", "a"))
     with pytest.raises(CommandError, match="an answer cannot be read"):
         replies.answers(None)

@@ -21,11 +21,11 @@ from trinity_mq.config import BrokerConfig, load_config
 from trinity_mq.errors import CommandError
 from trinity_mq.observability.curves import Curves
 from trinity_mq.observability.experiences.token_texts import TokenTexts
-from trinity_mq.observability.observatory import Observatory
+from trinity_mq.observability.observatory import RunState
 from trinity_mq.observability.sources import BrokerSource, FolderSource
 from trinity_mq.page import actions
 from trinity_mq.page.access import KEY_COOKIE, POLICY, PageAccess
-from trinity_mq.page.actions import Actions
+from trinity_mq.page.actions import BrokerActions
 from trinity_mq.page.app import PAGE_FILES, STATIC, DashApp
 from trinity_mq.targets.connection import Target
 from trinity_mq.targets.run_folder import RunFolder
@@ -37,7 +37,7 @@ PAGE_BYTES = 300_000
 
 class Served(NamedTuple):
     client: TestClient[Any, Any]
-    observatory: Observatory
+    observatory: RunState
     access: PageAccess
     app: DashApp
 
@@ -51,9 +51,9 @@ async def served(
     stopped: Callable[[], Target | None] = lambda: None,
     folder: Path = Path("/nowhere"),
 ) -> AsyncIterator[Served]:
-    observatory = Observatory("r", 10)
+    observatory = RunState("r", 10)
     access = PageAccess(host, operate=operate)
-    asked = Actions(BrokerSource(lambda: None, observatory), stopped)
+    asked = BrokerActions(BrokerSource(lambda: None, observatory), stopped)
     evaluations = functools.partial(read_evaluations, folder)
     app = DashApp(observatory, asked, access, lambda: TokenTexts(None), evaluations=evaluations, others=others)
     async with TestClient(TestServer(app.application())) as client:

@@ -20,7 +20,7 @@ from trinity_mq.observability import curves, samples
 from trinity_mq.observability.curves import Curves
 from trinity_mq.observability.diagnosis import Room
 from trinity_mq.observability.intervals import KEPT_SECONDS, AgentState, Intervals
-from trinity_mq.observability.observatory import Observatory
+from trinity_mq.observability.observatory import RunState
 from trinity_mq.observability.samples import COLUMNS, SampleStore, decoded, experience_at
 from trinity_mq.page.broker_runs import broker_runs, runs_of
 from trinity_mq.telemetry.jsonline import dump_line
@@ -174,9 +174,9 @@ class Clock:
         return self.now
 
 
-def observed() -> tuple[Observatory, Clock]:
+def observed() -> tuple[RunState, Clock]:
     clock = Clock()
-    found = Observatory("r", 100, clock=clock)
+    found = RunState("r", 100, clock=clock)
     found.is_live = True
     return found, clock
 
@@ -230,7 +230,7 @@ def test_a_run_that_stands_still_has_a_culprit_and_one_that_moves_none() -> None
     assert state["finding"]["sentence"]
 
 
-def healthy(found: Observatory, clock: Clock, second: int) -> None:
+def healthy(found: RunState, clock: Clock, second: int) -> None:
     """Pass on what the agents of a healthy run on two cores say in one second: single steps differ widely."""
     clock.now += 1
     waits = {"state": "idle", "waits_for": "a closed batch"} if second % 4 else {"state": "working"}
@@ -296,7 +296,7 @@ def test_a_stage_that_stays_the_limit_is_named_and_a_standstill_soon() -> None:
 )
 def test_the_advice_is_one_that_the_machine_can_follow(room: frozenset[Room] | None, place: str, words: str) -> None:
     clock = Clock()
-    found = Observatory("r", 100, room=room, clock=clock)
+    found = RunState("r", 100, room=room, clock=clock)
     found.is_live = True
     for second in range(60):
         healthy(found, clock, second)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from trinity_mq.messages import ReviewClosed, ReviewRequest, ReviewVerdict, Verdict
-from trinity_mq.reviews.ledger import KEPT_CLOSED, ReviewEvent, ReviewLedger, in_words
+from trinity_mq.reviews.ledger import KEPT_CLOSED, ReviewEvent, ReviewLedger, verdict_text
 
 IDS = [f"{number:016x}" for number in range(2)]
 
@@ -85,7 +85,7 @@ def test_a_verdict_has_a_reward_where_it_says_so_and_only_there() -> None:
         ReviewVerdict(request=IDS[0], verdict="reward")
     with pytest.raises(ValidationError, match="others none"):
         ReviewVerdict(request=IDS[0], verdict="keep", reward=1.0)
-    assert in_words(closed()) == "keep, the default, for nobody answered in time"
+    assert verdict_text(closed()) == "keep, the default, for nobody answered in time"
 
 
 Events = list[tuple[ReviewEvent, str]]

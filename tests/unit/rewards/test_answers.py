@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from trinity_mq.rewards import create_reward, parts_of
 from trinity_mq.rewards.math import answers
-from trinity_mq.rewards.math.answers import correct, equal, read, stated
+from trinity_mq.rewards.math.answers import equal, extract_answer, is_correct, read
 from trinity_mq.rewards.math.judge import LONGEST
 
 GSM8K = Path(__file__).parents[4] / "shared" / "data" / "gsm8k"
@@ -59,19 +59,19 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_what_is_stated(text: str, answer: str) -> None:
-    found = stated(text, finished=True)
+    found = extract_answer(text, finished=True)
     assert found is not None
     assert found.text == answer
 
 
 @pytest.mark.parametrize("text", ["nothing", "", "#### Check", "\\boxed{}", "<answer> </answer>"])
 def test_nothing_is_stated(text: str) -> None:
-    assert stated(text, finished=True) is None
+    assert extract_answer(text, finished=True) is None
 
 
 def test_without_its_end_a_response_states_only_what_it_marks() -> None:
     for text in ("2", "The answer is 2.", "\\boxed{2", "<answer>2", "#### Step 2\nIt is"):
-        assert stated(text, finished=False) is None
+        assert extract_answer(text, finished=False) is None
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_without_its_end_a_response_states_only_what_it_marks() -> None:
     ],
 )
 def test_ordinary_answers_cost_no_second_process(alone: None, response: str, truth: str | None, right: bool) -> None:
-    assert correct(response, truth, finished=True) is right
+    assert is_correct(response, truth, finished=True) is right
 
 
 @pytest.mark.parametrize(
@@ -150,13 +150,13 @@ def test_ordinary_answers_cost_no_second_process(alone: None, response: str, tru
     ],
 )
 def test_the_rest_is_judged_mathematically(response: str, truth: str, right: bool) -> None:
-    assert correct(response, truth, finished=True) is right
+    assert is_correct(response, truth, finished=True) is right
 
 
 def test_a_cut_response_counts_only_with_a_marked_answer() -> None:
-    assert not correct("3 + 4 = 7", "7", finished=False)
-    assert correct("#### 7\nand then", "7", finished=False)
-    assert correct("\\boxed{7} and", "7", finished=False)
+    assert not is_correct("3 + 4 = 7", "7", finished=False)
+    assert is_correct("#### 7\nand then", "7", finished=False)
+    assert is_correct("\\boxed{7} and", "7", finished=False)
 
 
 def same_number(one: str, other: str) -> bool:
@@ -180,15 +180,15 @@ def test_numbers_are_compared_exactly(top: int, bottom: int, other: int) -> None
 @given(response=st.text(max_size=60), truth=st.text(max_size=20))
 @settings(max_examples=40, deadline=None)
 def test_no_text_makes_it_fail(response: str, truth: str) -> None:
-    assert correct(f"\\boxed{{{response}}}", truth, finished=True) in {True, False}
-    assert correct(response, truth, finished=True) in {True, False}
+    assert is_correct(f"\\boxed{{{response}}}", truth, finished=True) in {True, False}
+    assert is_correct(response, truth, finished=True) in {True, False}
 
 
 @example(truth="*\x1f")  # white space, if a rare one
 @given(truth=st.text(min_size=1, max_size=40).filter(lambda text: text.strip() and not set("{}\\<#") & set(text)))
 @settings(deadline=None)
 def test_the_right_answer_is_right(truth: str) -> None:
-    assert correct(f"I say \\boxed{{{truth}}}", truth, finished=True)
+    assert is_correct(f"I say \\boxed{{{truth}}}", truth, finished=True)
 
 
 @pytest.mark.timeout(300)

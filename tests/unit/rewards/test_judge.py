@@ -16,20 +16,20 @@ import pytest
 
 from trinity_mq.rewards import RewardError
 from trinity_mq.rewards.math import judge as module
-from trinity_mq.rewards.math.judge import Judge, same
-from trinity_mq.runtime.processes.children import ChildSilentError
+from trinity_mq.rewards.math.judge import AnswerComparer, same
+from trinity_mq.runtime.processes.children import ChildTimeoutError
 
 SERVES = "import os, time\nfrom trinity_mq.runtime.processes.children import serve\n"
 
 
 @pytest.fixture
-def judge() -> Iterator[Judge]:
-    made = Judge(cpu_seconds=1.0)
+def judge() -> Iterator[AnswerComparer]:
+    made = AnswerComparer(cpu_seconds=1.0)
     yield made
     made.close()
 
 
-def test_one_process_answers_in_turn(judge: Judge) -> None:
+def test_one_process_answers_in_turn(judge: AnswerComparer) -> None:
     assert judge.pids == []
     assert judge.same("\\frac{1}{2}", "0.5")
     (first,) = judge.pids
@@ -37,7 +37,7 @@ def test_one_process_answers_in_turn(judge: Judge) -> None:
     assert judge.pids == [first]
 
 
-def in_threads(judge: Judge, count: int) -> list[bool]:
+def in_threads(judge: AnswerComparer, count: int) -> list[bool]:
     with ThreadPoolExecutor(count) as pool:
         return list(pool.map(lambda number: judge.same("x", str(number)), range(count)))
 
@@ -62,7 +62,7 @@ def test_pairs_of_several_threads_are_compared_at_the_same_time(
     child = tmp_path / "child.py"
     child.write_text(SERVES + MEETING)
     monkeypatch.setattr(module, "CHILD", child)
-    judge = Judge(silence=20.0, processes=2)
+    judge = AnswerComparer(silence=20.0, processes=2)
     assert in_threads(judge, 2) == [True, True], "each process answers only once the other one is asked"
     assert in_threads(judge, 6) == [True] * 6
     assert len(judge.pids) == 2, "no more processes than allowed"
@@ -71,13 +71,13 @@ def test_pairs_of_several_threads_are_compared_at_the_same_time(
 
 
 def test_there_is_a_process_for_each_core_at_most() -> None:
-    judge = Judge()
+    judge = AnswerComparer()
     in_threads(judge, 8)
     assert 1 <= len(judge.pids) <= len(os.sched_getaffinity(0))
     judge.close()
 
 
-def test_time_that_a_process_waits_for_a_processor_does_not_count(judge: Judge) -> None:
+def test_time_that_a_process_waits_for_a_processor_does_not_count(judge: AnswerComparer) -> None:
     assert judge.same("x", "x")
     (child,) = judge.pids
     os.kill(child, signal.SIGSTOP)
@@ -97,7 +97,7 @@ def test_time_that_a_process_waits_for_a_processor_does_not_count(judge: Judge) 
         "{" * 240 + "}" * 240,
     ],
 )
-def test_what_takes_too_long_is_wrong_and_the_next_is_judged(judge: Judge, hostile: str) -> None:
+def test_what_takes_too_long_is_wrong_and_the_next_is_judged(judge: AnswerComparer, hostile: str) -> None:
     assert not judge.same("5", hostile)
     assert judge.same("\\frac{1}{2}", "0.5")
 
@@ -105,19 +105,19 @@ def test_what_takes_too_long_is_wrong_and_the_next_is_judged(judge: Judge, hosti
 @pytest.mark.parametrize(
     "hostile", ["\\sqrt{" * 80 + "2" + "}" * 80, "$" * 500, "\\frac{" * 80, "\ud800\x00\n", "", "\\"]
 )
-def test_what_cannot_be_parsed_is_wrong(judge: Judge, hostile: str) -> None:
+def test_what_cannot_be_parsed_is_wrong(judge: AnswerComparer, hostile: str) -> None:
     assert not judge.same("5", hostile)
     assert judge.same("5", "4+1")
 
 
-def test_text_is_not_evaluated(judge: Judge, tmp_path: Path) -> None:
+def test_text_is_not_evaluated(judge: AnswerComparer, tmp_path: Path) -> None:
     made = tmp_path / "made"
     for code in (f"open('{made}','w')", f"__import__('pathlib').Path('{made}').touch()"):
         assert not judge.same("5", code)
     assert not made.exists()
 
 
-def test_a_process_that_was_killed_is_started_again(judge: Judge) -> None:
+def test_a_process_that_was_killed_is_started_again(judge: AnswerComparer) -> None:
     assert judge.same("x", "x")
     (first,) = judge.pids
     os.kill(first, signal.SIGKILL)
@@ -129,7 +129,7 @@ def test_an_answer_that_ends_every_process_is_wrong(tmp_path: Path, monkeypatch:
     child = tmp_path / "child.py"
     child.write_text(SERVES + "serve(lambda _: os.abort())\n")
     monkeypatch.setattr(module, "CHILD", child)
-    judge = Judge()
+    judge = AnswerComparer()
     assert not judge.same("x", "y")
     assert judge.pids == []
 
@@ -138,8 +138,8 @@ def test_silence_is_no_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     child = tmp_path / "child.py"
     child.write_text(SERVES + "serve(lambda _: time.sleep(1000))\n")
     monkeypatch.setattr(module, "CHILD", child)
-    judge = Judge(silence=2.0)
-    with pytest.raises(ChildSilentError, match="no answer in 2 s"):
+    judge = AnswerComparer(silence=2.0)
+    with pytest.raises(ChildTimeoutError, match="no answer in 2 s"):
         judge.same("x", "y")
     assert judge.pids == [], "killed: its late answer must not be taken for that to another question"
 
@@ -149,10 +149,10 @@ def test_a_process_that_does_not_start_says_what_to_try(tmp_path: Path, monkeypa
     child.write_text("raise SystemExit(3)")
     monkeypatch.setattr(module, "CHILD", child)
     with pytest.raises(RewardError, match=r"ended with code 3 before it was ready.*import math_verify"):
-        Judge().same("x", "y")
+        AnswerComparer().same("x", "y")
 
 
-def test_threads_share_it(judge: Judge) -> None:
+def test_threads_share_it(judge: AnswerComparer) -> None:
     found: dict[int, bool] = {}
 
     def ask(number: int) -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from trinity_mq.rewards.math.answers import stated
+from trinity_mq.rewards.math.answers import extract_answer
 from trinity_mq.rewards.math.math_answer import math_answer
 
 GSM8K = Path(__file__).parents[4] / "shared" / "data" / "gsm8k"
@@ -66,7 +66,7 @@ def accuracy(response, truth, *, finished=True):
     ],
 )
 def test_the_number_that_is_stated(text, number):
-    found = stated(text, finished=True)
+    found = extract_answer(text, finished=True)
     assert (found and found.number) == number
 
 
@@ -106,7 +106,7 @@ def test_a_truth_that_is_no_number_is_not_reduced_to_one(truth):
     ],
 )
 def test_a_calculation_that_is_left_to_do_is_no_number(text):
-    assert stated(text, finished=True).number == 18, "it has the value"
+    assert extract_answer(text, finished=True).number == 18, "it has the value"
     assert accuracy(text, "18") == 0
     assert accuracy(text, "20 - 2") == 1, "the right answer is a calculation itself"
 

@@ -9,7 +9,7 @@ import pytest
 
 from trinity_mq.config import Config
 from trinity_mq.messages import SessionReplay, TaskBody
-from trinity_mq.rewards.outsiders import NotAllowed, allowed_task, replay_refusal
+from trinity_mq.rewards.outsiders import NotAllowed, replay_refusal, restrict_task
 
 PROGRAM = {"command": ["solve", "--fast"], "cwd": "/srv"}
 GYM = {"env": "module:Id-v0", "env_args": {"size": 3}}
@@ -37,7 +37,7 @@ def config(**outsiders: Any) -> Config:
 
 
 def test_what_a_task_leaves_out_comes_from_the_taskset() -> None:
-    task = allowed_task(config(), TaskBody(raw_task={"question": "x"}))
+    task = restrict_task(config(), TaskBody(raw_task={"question": "x"}))
     assert (task.workflow, task.workflow_args) == ("program_workflow", PROGRAM)
     assert (task.reward_fn, task.reward_fn_args) == ("math_dapo_reward", {"max_response_length": 9})
     assert (task.rollout_args, task.format_args["system_prompt"]) == ({"temperature": 0.5}, "Be brief.")
@@ -45,9 +45,9 @@ def test_what_a_task_leaves_out_comes_from_the_taskset() -> None:
 
 
 def test_a_workflow_has_the_arguments_of_its_own_taskset() -> None:
-    task = allowed_task(config(), TaskBody(workflow="gymnasium_workflow"))
+    task = restrict_task(config(), TaskBody(workflow="gymnasium_workflow"))
     assert (task.workflow_args, task.reward_fn) == (GYM, "char_match")
-    task = allowed_task(config(), TaskBody(workflow="gymnasium_workflow", reward_fn="math_dapo_reward"))
+    task = restrict_task(config(), TaskBody(workflow="gymnasium_workflow", reward_fn="math_dapo_reward"))
     assert task.reward_fn_args == {"max_response_length": 9}
 
 
@@ -72,20 +72,20 @@ def test_a_workflow_has_the_arguments_of_its_own_taskset() -> None:
 )
 def test_what_is_not_open_is_refused_with_the_setting_that_opens_it(fields: dict[str, Any], setting: str) -> None:
     with pytest.raises(NotAllowed, match=setting):
-        allowed_task(config(), TaskBody(**fields))
+        restrict_task(config(), TaskBody(**fields))
 
 
 def test_nothing_is_imported_for_the_answer() -> None:
     assert "this" not in sys.modules, "this test needs a module that nothing else imports"
     for fields in ({"workflow": "this.s"}, {"reward_fn": "this.s"}):
         with pytest.raises(NotAllowed):
-            allowed_task(config(), TaskBody(**fields))
+            restrict_task(config(), TaskBody(**fields))
     assert "this" not in sys.modules
 
 
 def test_equal_arguments_are_no_change() -> None:
-    own = allowed_task(config(), TaskBody())
-    assert allowed_task(config(), own) == own
+    own = restrict_task(config(), TaskBody())
+    assert restrict_task(config(), own) == own
 
 
 def test_an_open_key_may_be_set_and_no_other() -> None:
@@ -97,12 +97,12 @@ def test_an_open_key_may_be_set_and_no_other() -> None:
         record_args=["seed"],
         max_runs=2,
     )
-    task = allowed_task(opened, TaskBody(workflow_args={"cwd": "/tmp"}, rollout_args={"temperature": 1.0}))
+    task = restrict_task(opened, TaskBody(workflow_args={"cwd": "/tmp"}, rollout_args={"temperature": 1.0}))
     assert task.workflow_args == {**PROGRAM, "cwd": "/tmp"}
     assert task.rollout_args == {"temperature": 1.0}
-    task = allowed_task(opened, TaskBody(reward_fn="math_reward", reward_fn_args={"tolerance": 1}))
+    task = restrict_task(opened, TaskBody(reward_fn="math_reward", reward_fn_args={"tolerance": 1}))
     assert (task.reward_fn, task.reward_fn_args) == ("math_reward", {"tolerance": 1})
-    task = allowed_task(opened, TaskBody(workflow="my.Workflow", workflow_args={"turns": 2}, repeat_times=2))
+    task = restrict_task(opened, TaskBody(workflow="my.Workflow", workflow_args={"turns": 2}, repeat_times=2))
     assert (task.workflow, task.workflow_args) == ("my.Workflow", {"turns": 2}), "and none of another workflow"
     for fields in (
         {"workflow_args": {"command": ["sh"]}},
@@ -112,19 +112,19 @@ def test_an_open_key_may_be_set_and_no_other() -> None:
         {"repeat_times": 3},
     ):
         with pytest.raises(NotAllowed):
-            allowed_task(opened, TaskBody(**fields))
+            restrict_task(opened, TaskBody(**fields))
 
 
 def test_a_task_from_outside_opens_nothing_for_itself() -> None:
     claimed = TaskBody(record_args=["env_args"], index={"taskset": "a", "index": 0})
-    task = allowed_task(config(record_args=["seed"]), claimed)
+    task = restrict_task(config(record_args=["seed"]), claimed)
     assert (task.record_args, task.index) == (["seed"], {})
 
 
 def test_text_of_a_stranger_is_spelled_out_in_the_reason() -> None:
     for fields in ({"workflow": "\x1b]0;x\x07" * 99}, {"workflow_args": {"\x1b[2J" * 99: 1}}):
         with pytest.raises(NotAllowed) as refused:
-            allowed_task(config(), TaskBody(**fields))
+            restrict_task(config(), TaskBody(**fields))
         assert str(refused.value).isprintable()
         assert len(str(refused.value)) < 500
 

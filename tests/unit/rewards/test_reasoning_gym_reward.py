@@ -14,7 +14,7 @@ import pytest
 from trinity_mq.config import TasksetConfig
 from trinity_mq.data import open_taskset
 from trinity_mq.rewards import RewardError, create_reward, parts_of, reasoning_gym_scores
-from trinity_mq.rewards.reasoning_gym_scores import REFUSED, SAFE, registered
+from trinity_mq.rewards.reasoning_gym_scores import REFUSED, SAFE, registered_datasets
 
 pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed: a part of it needs a C compiler")
 
@@ -140,7 +140,7 @@ def test_every_dataset_that_evaluates_anything_is_known():
     """A new release may have more: look at whether they evaluate the answer, and say so in SAFE, REFUSED or here."""
     folders = {
         name: Path(sys.modules[kind.__module__].__file__)
-        for name, (kind, _) in reasoning_gym_scores.registered().items()
+        for name, (kind, _) in reasoning_gym_scores.registered_datasets().items()
     }
     found = set()
     for name, file in folders.items():
@@ -148,4 +148,4 @@ def test_every_dataset_that_evaluates_anything_is_known():
         if any(EVALUATES.search(path.read_text(encoding="utf-8")) for path in texts):
             found.add(name)
     assert found == {*SAFE, *REFUSED, *HARMLESS}
-    assert registered().keys() >= REFUSED
+    assert registered_datasets().keys() >= REFUSED

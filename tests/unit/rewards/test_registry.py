@@ -9,7 +9,7 @@ import threading
 import numpy as np
 import pytest
 
-from trinity_mq.rewards import REWARDS, RewardError, UnknownNameError, create_reward, fault_of, parts_of
+from trinity_mq.rewards import REWARDS, RewardError, UnknownNameError, create_reward, invalid_parts_reason, parts_of
 from trinity_mq.rewards.lookup import lookup, name_of
 from trinity_mq.rewards.text import exact_match
 from trinity_mq.runtime.threads import in_thread, interrupt
@@ -198,10 +198,10 @@ def test_a_fault_names_the_function_and_the_part():
         return {"accuracy": 1.0, "length": float("nan"), "speed": float("-inf")}
 
     reward = create_reward(broken, {})
-    fault = fault_of(reward, parts_of(reward, "x", None, finished=True))
+    fault = invalid_parts_reason(reward, parts_of(reward, "x", None, finished=True))
     place = f"test_registry.py:{broken.__code__.co_firstlineno}"
     assert fault.endswith(f"broken ({place}) returned length=nan, speed=-inf, wanted finite numbers")
-    assert fault_of(reward, {"accuracy": 1.0}) is None
+    assert invalid_parts_reason(reward, {"accuracy": 1.0}) is None
 
 
 def test_entry_points_add_names(monkeypatch):

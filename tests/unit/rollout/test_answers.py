@@ -8,8 +8,8 @@ import pytest
 
 from tests.unit.agents.world import experience
 from trinity_mq.messages.tasks import MOST_ANSWER, MOST_ANSWERS, MOST_TRUTH
-from trinity_mq.rewards.truth import shortened
-from trinity_mq.rollout.run_results import RunResults, answers_of
+from trinity_mq.rewards.truth import truncate_middle
+from trinity_mq.rollout.run_results import RunResults, answer_texts
 from trinity_mq.rollout.status import SliceOutcome
 from trinity_mq.workflows import Task
 
@@ -50,17 +50,17 @@ def test_the_answer_of_a_run_is_what_its_last_step_said() -> None:
         one.eid.step, one.response_text = step, text
     talk = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "in messages"}]
     said[2].messages = [*talk, {"role": "tool", "content": "5"}]
-    assert answers_of(SliceOutcome(experiences=said, runs=[0, 1, 2])) == ["last", "in messages", ""]
+    assert answer_texts(SliceOutcome(experiences=said, runs=[0, 1, 2])) == ["last", "in messages", ""]
 
 
 def test_answers_are_bounded() -> None:
     said = [experience(1, run) for run in range(MOST_ANSWERS + 5)]
     for one in said:
         one.response_text = "thoughts " * 1000 + "the answer is 7"
-    found = answers_of(SliceOutcome(experiences=said, runs=list(range(len(said)))))
+    found = answer_texts(SliceOutcome(experiences=said, runs=list(range(len(said)))))
     assert [len(text) for text in found] == [MOST_ANSWER] * MOST_ANSWERS
     assert all(text.endswith("the answer is 7") for text in found)
 
 
 def test_text_that_is_short_enough_stays() -> None:
-    assert shortened("x" * MOST_ANSWER, MOST_ANSWER) == "x" * MOST_ANSWER
+    assert truncate_middle("x" * MOST_ANSWER, MOST_ANSWER) == "x" * MOST_ANSWER

@@ -13,11 +13,11 @@ from trinity_agents.runner.slice_executor import SliceExecutor
 from trinity_mq.config import load_config
 from trinity_mq.messages import Heartbeat, TaskBody, TaskSlice
 from trinity_mq.models import InferenceModel
-from trinity_mq.models.engine_selection import BACKOFF, STALE, Answering, auxiliary_models
+from trinity_mq.models.engine_selection import BACKOFF, STALE, AuxiliaryAsPolicy, auxiliary_models
 from trinity_mq.models.errors import EngineLost
 from trinity_mq.rollout.attempts import lost_engine
 from trinity_mq.rollout.workflow_runner import WorkflowRunner
-from trinity_mq.runtime.deliveries import CrashNotes, PastDeliveries
+from trinity_mq.runtime.deliveries import CrashLog, DeliveryHistory
 from trinity_mq.testing.virtual_time import run_virtually
 from trinity_mq.workflows.auxiliary import AuxiliaryError
 
@@ -118,13 +118,13 @@ class Held:
         from trinity_mq.rollout.run_results import RunResults
 
         self.task_slice, self.results, self.running, self.seconds = task_slice, RunResults(), False, 0.0
-        self.past, self.name = PastDeliveries(returned=before), "slice"
+        self.past, self.name = DeliveryHistory(returned=before), "slice"
 
     def absorb_cancel(self):
         return False
 
 
-ALONE = {"on_detached": lambda work: None, "crash_notes": CrashNotes()}
+ALONE = {"on_detached": lambda work: None, "crash_notes": CrashLog()}
 
 
 def judge(engine, name):
@@ -253,7 +253,7 @@ def test_whose_loss_an_error_speaks_of():
 
 def test_one_asked_in_place_of_the_policy_is_told_apart_when_it_is_lost():
     models = Alive(InferenceModel("p", "u", "m"), judge=InferenceModel("j", "u", "judge", role="auxiliary"))
-    answering = Answering("judge", models)
+    answering = AuxiliaryAsPolicy("judge", models)
     answering.lost(answering())
     assert models.gone == ["j"]
     assert answering.auxiliary("judge").id == "j"

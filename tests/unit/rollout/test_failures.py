@@ -15,7 +15,7 @@ from trinity_mq.models import InferenceModel
 from trinity_mq.models.errors import EngineLost, EngineNotReady, EngineRefused, PromptTooLong
 from trinity_mq.rewards import UnknownNameError
 from trinity_mq.rollout.failures import MAX_ERROR, describe, failure_key, failure_of, kind_of, reward_fault
-from trinity_mq.rollout.status import Failure
+from trinity_mq.rollout.status import RunFailure
 from trinity_mq.workflows import RunFailedError, SandboxFailed, TaskError, Workflow
 from trinity_mq.workflows.auxiliary import AuxiliaryError
 
@@ -88,7 +88,7 @@ def sandbox_away() -> None:
 def test_a_sandbox_says_its_kind_and_where_it_was_asked() -> None:
     failure = failure_of(raised(sandbox_away), Own)
     place = f"{HERE}:{line_of(sandbox_away) + 4}"
-    assert failure == Failure(failure.message, "sandbox", True)
+    assert failure == RunFailure(failure.message, "sandbox", True)
     assert failure.message.startswith("sandbox: no answer from 10.0.0.3 (")
     assert failure.message.endswith(f"{place})")
     assert failure_key(failure.message).startswith("sandbox ")

@@ -14,7 +14,7 @@ from trinity_mq.messages import TaskBody, TaskSlice
 from trinity_mq.models import InferenceModel
 from trinity_mq.models.errors import EngineLost, EngineNotReady
 from trinity_mq.rollout import attempts
-from trinity_mq.rollout.attempts import consecutive
+from trinity_mq.rollout.attempts import consecutive_blocks
 from trinity_mq.rollout.seeds import stable_seed
 from trinity_mq.rollout.workflow_runner import WorkflowRunner
 from trinity_mq.workflows import AsyncSimpleWorkflow, SandboxFailed, StepWiseRewardWorkflow, Task, Workflow
@@ -510,8 +510,8 @@ async def test_run_task_gives_status_and_experiences(config, engine):
 
 
 def test_consecutive():
-    assert consecutive([]) == []
-    assert consecutive([0, 1, 4, 5, 7]) == [[0, 1], [4, 5], [7]]
+    assert consecutive_blocks([]) == []
+    assert consecutive_blocks([0, 1, 4, 5, 7]) == [[0, 1], [4, 5], [7]]
 
 
 def test_seeds_are_stable():

@@ -15,7 +15,7 @@ from trinity_mq.messages import ControlEvent, Heartbeat, Role, RunnerStatus, dec
 from trinity_mq.messages.status import AnyStatus
 from trinity_mq.runtime.agent import HEARTBEAT_INTERVAL, Agent
 from trinity_mq.runtime.deliveries import envelope
-from trinity_mq.runtime.errors import RestartMe
+from trinity_mq.runtime.errors import RestartRequested
 from trinity_mq.runtime.peers import CHANGE_GAP
 from trinity_mq.testing.virtual_time import run_virtually
 
@@ -228,7 +228,7 @@ def test_told_to_restart_it_ends_so_that_it_is_started_again() -> None:
 
     with pytest.raises(ExceptionGroup) as caught:
         simulate(script)
-    assert caught.value.subgroup(RestartMe) is not None
+    assert caught.value.subgroup(RestartRequested) is not None
 
 
 def test_a_command_or_beat_that_does_not_decode_changes_nothing() -> None:
@@ -269,7 +269,7 @@ def test_what_fails_beside_it_ends_it() -> None:
                 await asyncio.sleep(1)
                 raise ArithmeticError("beside")
 
-            await self.with_background(asyncio.Event().wait(), fails())
+            await self.run_with_background(asyncio.Event().wait(), fails())
 
     with pytest.raises(ExceptionGroup) as caught:
         run_virtually(Failing(MemoryBroker()).run())

@@ -13,14 +13,14 @@ from trinity_mq.bus.properties import publishable
 from trinity_mq.config.bus import BrokerConfig
 from trinity_mq.messages import BatchReady, ControlEvent, Heartbeat, TaskResult, decode, decode_any
 from trinity_mq.runtime.deliveries import (
-    CrashNotes,
-    PastDeliveries,
+    CrashLog,
+    DeliveryHistory,
     acknowledge,
     dead_letter,
     decode_or_dead_letter,
     envelope,
-    give_back,
     requeue,
+    return_delivery,
 )
 
 TOPOLOGY = Topology("w")
@@ -135,43 +135,43 @@ async def test_requeued_it_comes_again_and_counts_as_returned(bus: MemoryBus) ->
     await requeue(delivery)
     again = await anext(bus._consumers[0])
     assert (again.body, again.deliveries_before) == (b"again", 1)
-    assert PastDeliveries.of(again) == PastDeliveries(returned=1)
+    assert DeliveryHistory.of(again) == DeliveryHistory(returned=1)
 
 
 async def test_given_back_it_comes_again_under_its_id_and_says_so(bus: MemoryBus) -> None:
     how = {"message_id": "m7", "content_type": "text/plain", "correlation_id": "c", "reply_to": "r"}
     delivery = await received(bus, b"again", headers={"ticket": "t", "x-death": "no"}, **how)
-    await give_back(bus, delivery)
+    await return_delivery(bus, delivery)
     again = await anext(bus._consumers[0])
     assert (again.body, again.message_id, again.kind, again.routing_key) == (b"again", "m7", "odd", "closed")
     assert (again.content_type, again.correlation_id, again.reply_to) == ("text/plain", "c", "r")
     assert again.headers == {"ticket": "t", "kind": "odd", "given-back": 1}
     assert await acknowledge(delivery) is False
-    await give_back(bus, again, "out of\n memory")
-    past = PastDeliveries.of(await anext(bus._consumers[0]))
-    assert past == PastDeliveries(given_back=1, failed=1, failures=("delivery 2: out of memory",))
+    await return_delivery(bus, again, "out of\n memory")
+    past = DeliveryHistory.of(await anext(bus._consumers[0]))
+    assert past == DeliveryHistory(given_back=1, failed=1, failures=("delivery 2: out of memory",))
     assert (past.count, past.suspect) == (2, 1)
 
 
 async def test_what_the_broker_took_back_is_not_forgotten_when_it_is_given_back(bus: MemoryBus) -> None:
     await requeue(await received(bus, message_id="m"))
-    await give_back(bus, await anext(bus._consumers[0]))
+    await return_delivery(bus, await anext(bus._consumers[0]))
     again = await anext(bus._consumers[0])
-    assert (again.deliveries_before, PastDeliveries.of(again)) == (0, PastDeliveries(given_back=1, returned=1))
+    assert (again.deliveries_before, DeliveryHistory.of(again)) == (0, DeliveryHistory(given_back=1, returned=1))
 
 
 @pytest.mark.parametrize("exchange", ["", "somebody-elses", TOPOLOGY.exchange("tasks")])
 async def test_what_cannot_be_published_again_is_requeued(bus: MemoryBus, exchange: str) -> None:
     delivery = await received(bus, message_id="m")
     delivery.exchange, delivery.routing_key = exchange, "nowhere"
-    await give_back(bus, delivery)
+    await return_delivery(bus, delivery)
     async with asyncio.timeout(5):
         again = await anext(bus._consumers[0])
     assert (again.deliveries_before, "given-back" in again.headers) == (1, False)
 
 
 def test_only_the_latest_failures_travel_and_are_kept_short() -> None:
-    past = PastDeliveries()
+    past = DeliveryHistory()
     for number in range(9):
         past = past.then(f"{number} " + "x" * 1000)
     assert [line.split()[2] for line in past.failures] == ["4", "5", "6", "7", "8"]
@@ -180,19 +180,19 @@ def test_only_the_latest_failures_travel_and_are_kept_short() -> None:
 
 async def test_headers_from_outside_are_no_numbers_of_ours(bus: MemoryBus) -> None:
     odd = {"given-back": "many", "failed-tries": -3, "returned": 1.5, "failures": 7}
-    assert PastDeliveries.of(await received(bus, headers=odd)) == PastDeliveries()
+    assert DeliveryHistory.of(await received(bus, headers=odd)) == DeliveryHistory()
 
 
 def test_crash_notes_know_what_was_at_work_when_a_process_ended(tmp_path: Path) -> None:
     path = tmp_path / "runner-0.at-work.json"
-    notes = CrashNotes(path)
+    notes = CrashLog(path)
     with notes.at_work("a"):
         with notes.at_work("b"):
             pass
-        died_here = CrashNotes(path)  # what a process that is started now finds
+        died_here = CrashLog(path)  # what a process that is started now finds
     assert (died_here.crashes("a"), died_here.crashes("b")) == (1, 0)
     with died_here.at_work("a"):
-        again = CrashNotes(path)
+        again = CrashLog(path)
     assert (again.crashes("a"), again.crashes("c")) == (2, 0)
     again.forget("a")
     assert not path.exists()
@@ -203,12 +203,12 @@ def test_crash_notes_that_cannot_be_read_are_no_evidence(tmp_path: Path, content
     path = tmp_path / "notes"
     path.write_text(content)
     with capture_logs() as logs:
-        assert CrashNotes(path).crashes("a") == 0
+        assert CrashLog(path).crashes("a") == 0
     assert [each["event"] for each in logs] == ["crash_notes_unreadable"]
 
 
 def test_crash_notes_that_cannot_be_written_stop_no_work(tmp_path: Path) -> None:
-    with capture_logs() as logs, CrashNotes(tmp_path / "missing" / "notes").at_work("a"):
+    with capture_logs() as logs, CrashLog(tmp_path / "missing" / "notes").at_work("a"):
         pass
     assert {each["event"] for each in logs} == {"crash_notes_not_written"}
 

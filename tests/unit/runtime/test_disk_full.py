@@ -13,7 +13,7 @@ import structlog
 
 from trinity_mq.config import SupervisorConfig
 from trinity_mq.runtime.errors import EXIT_DISK_FULL, FatalError
-from trinity_mq.runtime.process import disk_full
+from trinity_mq.runtime.process import disk_full_message
 from trinity_mq.runtime.processes.supervisor import ProcessEvent, ProcessSpec, Supervisor
 from trinity_mq.telemetry import MetricsWriter, setup_logging
 
@@ -36,11 +36,13 @@ sys.exit(run_daemon(config, "explorer-0", "explorer", build))
 
 def test_the_path_and_what_to_do_are_said() -> None:
     error = OSError(errno.ENOSPC, "No space left on device", "runs/a/x")
-    assert str(disk_full(error)).startswith("runs/a/x: the disk is full (No space left on device); make room there")
+    assert str(disk_full_message(error)).startswith(
+        "runs/a/x: the disk is full (No space left on device); make room there"
+    )
     fatal = FatalError("the history cannot be written")
     fatal.__cause__ = error
-    assert disk_full(fatal) == disk_full(error)
-    assert disk_full(OSError(errno.EACCES, "Permission denied", "runs/a/x")) is None
+    assert disk_full_message(fatal) == disk_full_message(error)
+    assert disk_full_message(OSError(errno.EACCES, "Permission denied", "runs/a/x")) is None
 
 
 def test_metrics_on_a_full_disk_name_their_file(tmp_path: Path) -> None:
@@ -50,7 +52,7 @@ def test_metrics_on_a_full_disk_name_their_file(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="No space left on device") as caught:
         writer.write(1, {"a": 1.0})
     writer.close()
-    assert str(disk_full(caught.value)).startswith(f"{path}: the disk is full")
+    assert str(disk_full_message(caught.value)).startswith(f"{path}: the disk is full")
 
 
 def test_a_log_on_a_full_disk_is_one_line_and_no_traceback(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

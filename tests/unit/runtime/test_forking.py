@@ -19,8 +19,8 @@ from trinity_mq.runtime.processes.fork_server_process import ForkServer
 from trinity_mq.runtime.processes.forking import (
     ForkedProcess,
     NotForkedError,
+    adopted_orphans,
     fork,
-    orphans_of,
     start_forked,
 )
 
@@ -284,7 +284,7 @@ async def test_orphans_of_a_killed_process_are_buried(server: ForkServer, folder
     [left] = psutil.Process(process.pid).children()
     process.send_signal(signal.SIGKILL)
     await process.wait()
-    [orphan] = orphans_of(process.pid)
+    [orphan] = adopted_orphans(process.pid)
     assert orphan.pid == left.pid
     orphan.send_signal(signal.SIGTERM)
     assert await orphan.wait() == -signal.SIGTERM

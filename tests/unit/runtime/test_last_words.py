@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from trinity_mq.runtime.processes.last_words import last_words
+from trinity_mq.runtime.processes.last_words import exit_reason
 
 BAR = "\rLoading weights:  42%|████▏     | 122/290 [00:01<00:02, 77.3it/s, Materializing param=model.norm]"
 ENDLESS = "\r1021it [00:03, 340.1it/s]"
@@ -67,16 +67,16 @@ Thread 0x00007f1 (most recent call first):
     ],
 )
 def test_what_a_process_said_last(printed: str, code: int, said: str) -> None:
-    assert last_words(printed, code) == said
+    assert exit_reason(printed, code) == said
 
 
 def test_a_signal_is_named_before_all_else() -> None:
-    killed = last_words(BAR, 128 + signal.SIGKILL)
+    killed = exit_reason(BAR, 128 + signal.SIGKILL)
     assert killed.startswith("killed by SIGKILL: ")
     assert "%" not in killed
-    assert last_words("", 128 + signal.SIGABRT) == "killed by SIGABRT"
+    assert exit_reason("", 128 + signal.SIGABRT) == "killed by SIGABRT"
     said = "killed by SIGSEGV; it said last: Fatal Python error: Segmentation fault (my_operator.py:8)"
-    assert last_words(STACKS, 128 + signal.SIGSEGV) == said
+    assert exit_reason(STACKS, 128 + signal.SIGSEGV) == said
 
 
 def test_a_real_crash_and_a_real_traceback(tmp_path: Path) -> None:
@@ -91,4 +91,4 @@ def test_a_real_crash_and_a_real_traceback(tmp_path: Path) -> None:
         done = subprocess.run([sys.executable, tmp_path / name], stderr=subprocess.PIPE, text=True, check=False)
         code = done.returncode if done.returncode >= 0 else 128 - done.returncode
         assert "33%" in done.stderr
-        assert last_words(done.stderr, code) == said
+        assert exit_reason(done.stderr, code) == said

@@ -15,7 +15,7 @@ from trinity_mq.bus.memory.bus import MemoryBroker, MemoryBus
 from trinity_mq.config.bus import BrokerConfig
 from trinity_mq.messages import BatchClosed, TaskResult, TaskResults
 from trinity_mq.proof.chaos.points import INSIDE
-from trinity_mq.proof.chaos.targets.marks import Hit, Marks
+from trinity_mq.proof.chaos.targets.marks import ArmedPoints, Hit
 from trinity_mq.runtime.deliveries import acknowledge, envelope
 from trinity_mq.runtime.processes import marked_points
 from trinity_mq.runtime.processes.marked_points import POINTS_VARIABLE, MarkedPoints, mark_bus, marked
@@ -127,7 +127,7 @@ def test_without_the_variable_nothing_is_wrapped(tmp_path: Path, monkeypatch: py
 
 
 async def test_whoever_arms_is_told_who_stopped_and_disarms_what_nobody_passed(tmp_path: Path) -> None:
-    marks = Marks(tmp_path)
+    marks = ArmedPoints(tmp_path)
     agent = MarkedPoints(tmp_path, "trainer", "trainer-0", lambda: None)
 
     async def pass_it() -> None:

@@ -15,7 +15,16 @@ from structlog.testing import capture_logs
 from trinity_mq.bus import Envelope, Topology
 from trinity_mq.bus.memory.bus import MemoryBroker, MemoryBus
 from trinity_mq.config import load_config
-from trinity_mq.messages import OWN, BatchClosed, Compatibility, Heartbeat, NewerBodyError, decode, decode_any, misfit
+from trinity_mq.messages import (
+    OWN,
+    BatchClosed,
+    Compatibility,
+    Heartbeat,
+    NewerBodyError,
+    decode,
+    decode_any,
+    incompatibility_reason,
+)
 from trinity_mq.messages.codec import CATALOGUE
 from trinity_mq.messages.compatibility import EXPERIENCES_VERSION, NEWEST
 from trinity_mq.runtime.agent import Agent
@@ -46,7 +55,7 @@ class Taker(Agent):
 
     async def serve(self) -> None:
         self.began = asyncio.get_running_loop().time()
-        await self.with_background(self.draining.wait(), self._take())
+        await self.run_with_background(self.draining.wait(), self._take())
 
     async def _take(self) -> None:
         async with await self.bus.consume(TOPOLOGY.closed, prefetch=1) as feed:
@@ -97,12 +106,12 @@ def test_a_heartbeat_of_the_first_release_says_so() -> None:
 
 
 def test_the_sentence_names_both_and_whom_to_upgrade_first() -> None:
-    assert misfit(THIRD, "trainer-0", FIRST) == (
+    assert incompatibility_reason(THIRD, "trainer-0", FIRST) == (
         "this agent is of release 0.3.0, which reads message schema 1 to 2 and writes 2; trainer-0 is of release "
         "0.1.0, which reads message schema 1 and writes 1. They cannot work in one run: upgrade trainer-0 first, "
         "through a release that reads both schemas where one jump is too far (docs/upgrading.md)"
     )
-    assert "upgrade this one first" in misfit(FIRST, "trainer-0", THIRD)
+    assert "upgrade this one first" in incompatibility_reason(FIRST, "trainer-0", THIRD)
 
 
 @pytest.mark.parametrize("releases", [(FIRST, THIRD), (THIRD, FIRST)], ids=["newer comes", "older comes"])

@@ -18,7 +18,7 @@ from structlog.testing import capture_logs
 from trinity_mq.bus import Topology
 from trinity_mq.bus.memory.bus import MemoryBroker, MemoryBus
 from trinity_mq.cli.health import HEALTH_VARIABLE as READ_VARIABLE
-from trinity_mq.cli.health import health, judge
+from trinity_mq.cli.health import check_health, health
 from trinity_mq.config import load_config
 from trinity_mq.runtime.agent import Agent
 from trinity_mq.runtime.service import (
@@ -26,7 +26,7 @@ from trinity_mq.runtime.service import (
     HEALTH_VARIABLE,
     LONGEST_DRAIN,
     HealthFile,
-    LifeSigns,
+    LivenessReporter,
     ServiceManager,
     status_of,
 )
@@ -104,10 +104,10 @@ def ears(tmp_path: Path) -> Iterator[Ears]:
     made.socket.close()
 
 
-def live(signs: LifeSigns, script: Any, agent: Idler | None = None) -> None:
+def live(signs: LivenessReporter, script: Any, agent: Idler | None = None) -> None:
     async def main() -> None:
         one = agent or Idler()
-        running = asyncio.create_task(one.with_background(one.run(), signs.report(one)))
+        running = asyncio.create_task(one.run_with_background(one.run(), signs.report(one)))
         await script(one)
         one.drain()
         await running
@@ -127,7 +127,7 @@ def test_the_environment_is_taken_out(tmp_path: Path, ears: Ears) -> None:
         HEALTH_VARIABLE: str(health_file),
         "PATH": "/bin",
     }
-    signs = LifeSigns.from_environment(environ)
+    signs = LivenessReporter.from_environment(environ)
     assert environ == {"PATH": "/bin"}
     assert signs.interval == 1.5
     with signs.ended():
@@ -149,7 +149,7 @@ def test_the_environment_is_taken_out(tmp_path: Path, ears: Ears) -> None:
     ],
 )
 def test_the_watchdog_is_ours_or_not(variables: dict[str, str], interval: float, logs: list[Any]) -> None:
-    signs = LifeSigns.from_environment({"NOTIFY_SOCKET": "/nowhere", **variables})
+    signs = LivenessReporter.from_environment({"NOTIFY_SOCKET": "/nowhere", **variables})
     assert signs.interval == interval
     unusable = variables.get("WATCHDOG_USEC") in {"soon", "-4", "0"}
     assert [entry["event"] for entry in logs] == (["watchdog_unusable"] if unusable else [])
@@ -157,7 +157,7 @@ def test_the_watchdog_is_ours_or_not(variables: dict[str, str], interval: float,
 
 def test_the_agents_of_a_supervisor_say_nothing(tmp_path: Path, ears: Ears) -> None:
     environ = {"NOTIFY_SOCKET": str(tmp_path / "notify"), HEALTH_VARIABLE: str(tmp_path / "health")}
-    signs = LifeSigns.from_environment(environ, supervised=True)
+    signs = LivenessReporter.from_environment(environ, supervised=True)
     with signs.ended():
         live(signs, lambda _agent: asyncio.sleep(12))
     assert environ == {}
@@ -166,7 +166,7 @@ def test_the_agents_of_a_supervisor_say_nothing(tmp_path: Path, ears: Ears) -> N
 
 
 def test_an_address_of_a_kind_we_do_not_know_is_said_and_left(logs: list[Any]) -> None:
-    signs = LifeSigns.from_environment({"NOTIFY_SOCKET": "vsock:2:1234"})
+    signs = LivenessReporter.from_environment({"NOTIFY_SOCKET": "vsock:2:1234"})
     live(signs, lambda _agent: asyncio.sleep(12))
     assert [(entry["event"], entry["seen"]) for entry in logs if "seen" in entry] == [
         ("service_manager_unknown", "vsock:2:1234")
@@ -207,7 +207,7 @@ def test_a_full_socket_does_not_block(tmp_path: Path, ears: Ears) -> None:
 
 def test_ready_status_pings_stopping_in_order() -> None:
     manager = Noting(watchdog=4.0)
-    live(LifeSigns(manager), lambda _agent: asyncio.sleep(60))
+    live(LivenessReporter(manager), lambda _agent: asyncio.sleep(60))
     first = manager.told[0][1]
     assert first[0].startswith("STATUS=starting")
     assert "READY=1" not in first
@@ -231,7 +231,7 @@ def test_not_ready_before_it_is_connected() -> None:
         await connect()
 
     agent.bus.connect = late  # type: ignore[method-assign]
-    live(LifeSigns(manager), lambda _agent: asyncio.sleep(110), agent)
+    live(LivenessReporter(manager), lambda _agent: asyncio.sleep(110), agent)
     starting = [lines for when, lines in manager.told if when < manager.times("READY=1")[0]]
     assert len(starting) >= 40
     assert manager.times("READY=1")[0] - manager.told[0][0] >= 100
@@ -259,7 +259,7 @@ def test_draining_before_the_connection_stands_ends_at_once() -> None:
 
 def test_a_long_drain_asks_for_time_but_not_for_ever() -> None:
     manager = Noting(watchdog=20.0)
-    live(LifeSigns(manager), lambda _agent: asyncio.sleep(30), Idler(drain_seconds=LONGEST_DRAIN + 300))
+    live(LivenessReporter(manager), lambda _agent: asyncio.sleep(30), Idler(drain_seconds=LONGEST_DRAIN + 300))
     asked = [when for when, lines in manager.told if any(line.startswith("EXTEND_TIMEOUT_USEC=") for line in lines)]
     begun = manager.times("STOPPING=1")[0]
     during = [when - begun for when in asked if when >= begun]
@@ -278,7 +278,7 @@ def test_what_was_not_heard_is_said_again() -> None:
         manager.deaf = False
         await asyncio.sleep(10)
 
-    live(LifeSigns(manager), script)
+    live(LivenessReporter(manager), script)
     assert len(manager.times("READY=1")) == 1
     assert "STATUS=idle; waits for a slice" in manager.told[0][1]
 
@@ -307,7 +307,7 @@ def test_the_status_names_what_is_wrong_with_the_broker() -> None:
 
 async def test_a_blocked_loop_is_silent(tmp_path: Path, ears: Ears) -> None:
     agent = Idler()
-    signs = LifeSigns(ServiceManager(str(tmp_path / "notify"), 0.2), HealthFile(tmp_path / "health"))
+    signs = LivenessReporter(ServiceManager(str(tmp_path / "notify"), 0.2), HealthFile(tmp_path / "health"))
     task = asyncio.create_task(signs.report(agent))
 
     async def pings(number: int) -> None:
@@ -364,19 +364,19 @@ async def test_the_health_file_is_what_the_command_reads(
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "3", "{}", '{"clock": "x", "ready": true, "agent": 1, "state": 1}'])
 def test_nonsense_is_not_healthy(content: str) -> None:
-    healthy, line = judge(content, 30.0, 100.0)
+    healthy, line = check_health(content, 30.0, 100.0)
     assert not healthy
     assert "not a health file" in line
 
 
 def test_the_age_counts_on_the_machine_s_own_clock() -> None:
     said = {"clock": 100.0, "ready": True, "agent": "runner-0", "state": "idle"}
-    assert judge(json.dumps(said), 30.0, 129.0)[0]
-    assert judge(json.dumps(said), 30.0, 131.0) == (
+    assert check_health(json.dumps(said), 30.0, 129.0)[0]
+    assert check_health(json.dumps(said), 30.0, 131.0) == (
         False,
         "runner-0 wrote it 31 s ago, wanted at most 30 s: its event loop is blocked, or it was killed",
     )
-    healthy, line = judge(json.dumps(said), 30.0, 5.0)
+    healthy, line = check_health(json.dumps(said), 30.0, 5.0)
     assert not healthy
     assert "before this machine started" in line
 

@@ -17,13 +17,13 @@ from trinity_mq.config.bus import BrokerConfig
 from trinity_mq.messages import DecodeError
 from trinity_mq.runtime.deliveries import (
     MAX_DEATHS,
-    CrashNotes,
+    CrashLog,
     acknowledge,
     decode_or_dead_letter,
     handle_or_set_aside,
-    in_hand,
+    message_in_hand,
 )
-from trinity_mq.runtime.errors import EndsProcessError, FatalError, RestartMe, is_of_content
+from trinity_mq.runtime.errors import CrashingMessageError, FatalError, RestartRequested, is_content_error
 from trinity_mq.runtime.plugins import UnknownNameError
 
 TOPOLOGY = Topology("w")
@@ -87,13 +87,13 @@ async def dead_reasons(bus: MemoryBus) -> list[str]:
         (BusUnavailable("away"), False),
         (FatalError("f"), False),
         (UnknownNameError("a name of the configuration"), False),
-        (RestartMe("r"), False),
+        (RestartRequested("r"), False),
         (asyncio.CancelledError(), False),
     ],
     ids=repr,
 )
 def test_which_errors_are_of_the_content(error: BaseException, wanted: bool) -> None:
-    assert is_of_content(error) is wanted
+    assert is_content_error(error) is wanted
 
 
 async def test_a_message_that_cannot_be_handled_is_set_aside_and_decided(bus: MemoryBus) -> None:
@@ -159,7 +159,7 @@ async def test_a_message_in_hand_at_three_deaths_is_set_aside_raw(bus: MemoryBus
     path = tmp_path / "explorer.in-hand.json"
     deaths = [kill_with(path, WORK.name, name="deadly") for _ in range(MAX_DEATHS)]
     assert deaths == [0, 1, 2]
-    bus.notes, handled = CrashNotes(path), list[str]()
+    bus.notes, handled = CrashLog(path), list[str]()
 
     async def handle(delivery: Delivery) -> None:
         handled.append(str(delivery.message_id))
@@ -177,14 +177,14 @@ def test_a_place_on_a_stream_stays_set_aside_when_the_stream_is_read_again(tmp_p
     for _ in range(MAX_DEATHS):
         kill_with(path, queue, offset="17")
     for _ in range(2):  # lives of the gateway
-        bus.notes = CrashNotes(path)
+        bus.notes = CrashLog(path)
         for offset in (16, 17, 18):
             message = Incoming(body=b"", exchange="", routing_key="", queue=queue, offset=offset)
             if offset == 17:
-                with pytest.raises(EndsProcessError), in_hand(bus, message):
+                with pytest.raises(CrashingMessageError), message_in_hand(bus, message):
                     raise AssertionError("it was handled")
             else:
-                with in_hand(bus, message):
+                with message_in_hand(bus, message):
                     pass
 
 
@@ -192,8 +192,8 @@ def test_a_message_that_was_handled_is_forgotten(tmp_path: Path, bus: MemoryBus)
     path = tmp_path / "x.json"
     message = Incoming(body=b"x", exchange="", routing_key="", queue=WORK.name, message_id="m")
     assert kill_with(path, WORK.name, name="m") == 0
-    bus.notes = CrashNotes(path)
-    with in_hand(bus, message):
+    bus.notes = CrashLog(path)
+    with message_in_hand(bus, message):
         pass
     assert kill_with(path, WORK.name, name="m") == 0
 
@@ -202,6 +202,6 @@ def test_an_error_is_no_death(tmp_path: Path, bus: MemoryBus) -> None:
     path = tmp_path / "x.json"
     message = Incoming(body=b"x", exchange="", routing_key="", queue=WORK.name, message_id="m")
     for _ in range(MAX_DEATHS + 1):
-        bus.notes = CrashNotes(path)
-        with pytest.raises(OSError, match="disk"), in_hand(bus, message):
+        bus.notes = CrashLog(path)
+        with pytest.raises(OSError, match="disk"), message_in_hand(bus, message):
             raise OSError("disk")

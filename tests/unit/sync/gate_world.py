@@ -28,7 +28,7 @@ from trinity_mq.messages import SyncEvent, Version
 from trinity_mq.sync.gate.catch_up import CatchUpFetches
 from trinity_mq.sync.gate.coordinator import Coordinator
 from trinity_mq.sync.gate.member import Commit, Member, Pause, Receive, Rejoin, Resume, Stage
-from trinity_mq.sync.gate.records import AbandonCollective, Committed, Phase, Phases, StartCollective
+from trinity_mq.sync.gate.records import AbandonCollective, AttemptTimes, Committed, Phase, StartCollective
 
 NEVER = float("inf")
 LONG_AFTER = 100.0
@@ -77,7 +77,7 @@ class World:
         other = copy.copy(self)
         t = other.trainer = slots_copied(self.trainer)
         t.members = {name: slots_copied(member) for name, member in t.members.items()}
-        t._ready, t._applied, t.phases = set(t._ready), set(t._applied), Phases()
+        t._ready, t._applied, t.phases = set(t._ready), set(t._applied), AttemptTimes()
         t._catch_ups = CatchUpFetches(
             TIMEOUT, 1.0, {name: slots_copied(pull) for name, pull in t._catch_ups.under_way.items()}
         )

@@ -18,7 +18,7 @@ from trinity_mq.sync.channels.checkpoint.channel import CheckpointChannel
 from trinity_mq.sync.channels.collective.channel import CollectiveChannel
 from trinity_mq.sync.channels.factory import open_channel, weights_folder
 from trinity_mq.sync.channels.memory.channel import MemoryChannel
-from trinity_mq.sync.channels.receiver import Receiver
+from trinity_mq.sync.channels.receiver import WeightReceiver
 
 from .weights import manifest_of, pull, same, send, some_weights, spec_of
 
@@ -43,35 +43,35 @@ async def channel(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterat
 
 
 async def test_every_bit_of_several_versions_arrives(channel: Channel) -> None:
-    receiver = Receiver()
+    receiver = WeightReceiver()
     for step in (1, 2, 3):
         tensors = some_weights(step)
         assert same(await send(channel, receiver, (1, step), tensors, 1), tensors)
 
 
 async def test_a_committed_version_can_be_pulled_whatever_happens_to_the_live_weights(channel: Channel) -> None:
-    receiver = Receiver()
+    receiver = WeightReceiver()
     assert await channel.catch_up_source() is None
     for step in (1, 2):
         tensors, kept = some_weights(step), some_weights(step)
         await send(channel, receiver, (1, step), tensors, step)
         for _, tensor in tensors:
             tensor.zero_()
-        version, arrived = await pull(channel, Receiver())
+        version, arrived = await pull(channel, WeightReceiver())
         assert version == (1, step)
         assert same(arrived, kept)
 
 
 async def test_what_was_offered_and_not_committed_is_not_pulled(channel: Channel) -> None:
     old, new = some_weights(1), some_weights(2)
-    await send(channel, Receiver(), (1, 1), old, 1)
+    await send(channel, WeightReceiver(), (1, 1), old, 1)
     await channel.offer((1, 2), new, manifest_of(new))
     channel.abandon()
-    version, arrived = await pull(channel, Receiver())
+    version, arrived = await pull(channel, WeightReceiver())
     assert version == (1, 1)
     assert same(arrived, old)
-    assert same(await send(channel, Receiver(), (1, 2), new, 2), new)  # and the next try of it goes through
-    assert (await pull(channel, Receiver()))[0] == (1, 2)
+    assert same(await send(channel, WeightReceiver(), (1, 2), new, 2), new)  # and the next try of it goes through
+    assert (await pull(channel, WeightReceiver()))[0] == (1, 2)
 
 
 async def test_a_second_try_of_a_version_stages_nothing_again(tmp_path: Path) -> None:
@@ -81,13 +81,13 @@ async def test_a_second_try_of_a_version_stages_nothing_again(tmp_path: Path) ->
         first = await channel.offer((1, 1), tensors, manifest_of(tensors))
         changed = [(name, tensor + 1) for name, tensor in tensors]
         assert await channel.offer((1, 1), changed, manifest_of(tensors)) == first
-        arrived = await Receiver().receive(spec_of(first, manifest_of(tensors)))
+        arrived = await WeightReceiver().receive(spec_of(first, manifest_of(tensors)))
         assert same(arrived, tensors)
         await channel.close()
 
 
 async def test_one_engine_changes_methods_from_one_spec_to_the_next(tmp_path: Path) -> None:
-    receiver = Receiver()
+    receiver = WeightReceiver()
     for step, way in enumerate(WAYS.values(), 1):
         channel, tensors = open_channel(config(tmp_path, **way)), some_weights(step)
         assert same(await send(channel, receiver, (1, step), tensors, step), tensors)
@@ -102,7 +102,7 @@ def places(arrived: dict[str, torch.Tensor]) -> set[int]:
 async def test_an_engine_fills_its_buffers_again_but_never_those_of_a_transfer_that_failed(
     tmp_path: Path, method: str
 ) -> None:
-    channel, receiver = open_channel(config(tmp_path, sync_method=method)), Receiver()
+    channel, receiver = open_channel(config(tmp_path, sync_method=method)), WeightReceiver()
     first = await send(channel, receiver, (1, 1), some_weights(1), 1)
     again = await send(channel, receiver, (1, 2), some_weights(2), 1)
     assert places(again) == places(first)
@@ -119,9 +119,9 @@ async def test_an_engine_fills_its_buffers_again_but_never_those_of_a_transfer_t
 
 async def test_a_method_that_an_engine_does_not_know_is_an_error_that_says_so() -> None:
     with pytest.raises(ChannelError, match="by 'pigeon', which this engine does not know"):
-        await Receiver().receive(spec_of({"method": "pigeon"}, []))
+        await WeightReceiver().receive(spec_of({"method": "pigeon"}, []))
     with pytest.raises(ChannelError, match="by 'pigeon'"):
-        Receiver().receive_blocking(spec_of({"method": "pigeon"}, []))
+        WeightReceiver().receive_blocking(spec_of({"method": "pigeon"}, []))
 
 
 def test_the_configuration_chooses(tmp_path: Path) -> None:

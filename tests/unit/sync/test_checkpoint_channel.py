@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from trinity_mq.sync.channels.base import ChannelError
 from trinity_mq.sync.channels.checkpoint.channel import CheckpointChannel
 from trinity_mq.sync.channels.checkpoint.files import MANIFEST as MANIFEST_FILE
-from trinity_mq.sync.channels.receiver import Receiver
+from trinity_mq.sync.channels.receiver import WeightReceiver
 
 from .weights import BUCKET, manifest_of, same, send, some_weights, spec_of
 
@@ -26,7 +26,7 @@ def channel_in(root: Path | str, keep: int = 2) -> CheckpointChannel:
 
 
 async def receive(where: dict[str, Any], **more: Any) -> dict[str, torch.Tensor]:
-    return await Receiver().receive(spec_of(where, MANIFEST, **more))
+    return await WeightReceiver().receive(spec_of(where, MANIFEST, **more))
 
 
 def versions(root: Path) -> list[str]:
@@ -51,7 +51,7 @@ async def test_weights_in_an_object_store(tmp_path: Path) -> None:
     channel = channel_in(root)
     for step in (1, 2, 3, 4):
         tensors = some_weights(step)
-        assert same(await send(channel, Receiver(), (1, step), tensors, step), tensors)
+        assert same(await send(channel, WeightReceiver(), (1, step), tensors, step), tensors)
     kept = [path.rpartition("/")[2].partition("-")[0] for path in channel._files._folders()]
     assert sorted(kept) == ["1.3", "1.4"]
 
@@ -64,7 +64,7 @@ async def test_the_newest_stay_and_nothing_of_others_is_touched(tmp_path: Path) 
     for generation in (1, 2):  # a restart begins with what it finds
         channel = channel_in(tmp_path)
         for step in (2, 9, 10):
-            await send(channel, Receiver(), (generation, step), some_weights(step), 1)
+            await send(channel, WeightReceiver(), (generation, step), some_weights(step), 1)
     assert versions(tmp_path) == ["2.10", "2.9", "9.9", "mine"]
 
 
@@ -75,7 +75,7 @@ async def test_of_several_tries_only_the_committed_one_stays(tmp_path: Path) -> 
             for _ in range(3):
                 await channel.offer((keep, step), TENSORS, MANIFEST)
                 channel.abandon()
-            await send(channel, Receiver(), (keep, step), TENSORS, 1)
+            await send(channel, WeightReceiver(), (keep, step), TENSORS, 1)
             found = await channel.catch_up_source()
             assert found is not None
             assert Path(found[1]["path"]).is_dir()
@@ -89,13 +89,13 @@ async def test_files_that_a_try_could_not_use_are_written_anew(tmp_path: Path) -
     with pytest.raises(ChannelError, match="checksum"):
         await receive(where)
     channel.abandon()
-    assert same(await send(channel, Receiver(), (1, 1), TENSORS, 2), TENSORS)
+    assert same(await send(channel, WeightReceiver(), (1, 1), TENSORS, 2), TENSORS)
 
 
 async def test_what_a_member_reads_survives_the_next_version(tmp_path: Path) -> None:
     channel = channel_in(tmp_path, keep=1)
-    arrived = await send(channel, Receiver(), (1, 1), TENSORS, 1)
-    await send(channel, Receiver(), (1, 2), some_weights(2), 2)
+    arrived = await send(channel, WeightReceiver(), (1, 1), TENSORS, 1)
+    await send(channel, WeightReceiver(), (1, 2), some_weights(2), 2)
     assert versions(tmp_path) == ["1.2"]
     assert same(arrived, TENSORS)  # mapped from files that have no name any more
 
@@ -127,9 +127,9 @@ async def test_files_of_other_weights_are_refused(tmp_path: Path) -> None:
     where = await channel_in(tmp_path).offer((1, 1), TENSORS, MANIFEST)
     wider = [(name, "float64" if name == "last" else dtype, shape) for name, dtype, shape in MANIFEST]
     with pytest.raises(ChannelError, match=r"'last' is .*float32.*, the manifest of the sync says .*float64"):
-        await Receiver().receive(spec_of(where, wider))
+        await WeightReceiver().receive(spec_of(where, wider))
     with pytest.raises(ChannelError, match=r"'last' is .*the manifest of the sync says None"):
-        await Receiver().receive(spec_of(where, MANIFEST[:-1]))
+        await WeightReceiver().receive(spec_of(where, MANIFEST[:-1]))
 
 
 async def test_a_name_that_leads_elsewhere_is_refused(tmp_path: Path) -> None:
@@ -166,5 +166,5 @@ async def test_a_write_that_fails_half_way_leaves_no_version_and_the_next_try_wo
         await channel.offer((1, 1), TENSORS[:-1], MANIFEST)
     [left] = tmp_path.iterdir()
     assert not (left / MANIFEST_FILE).exists()
-    assert same(await send(channel, Receiver(), (1, 1), TENSORS, 1), TENSORS)
+    assert same(await send(channel, WeightReceiver(), (1, 1), TENSORS, 1), TENSORS)
     assert not left.exists()

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from trinity_mq.sync.channels.base import ChannelError
-from trinity_mq.sync.channels.buckets import ahead, dtype_of, fill, packed, plan, raw, split
+from trinity_mq.sync.channels.buckets import dtype_of, fill, packed, plan, prefetch, raw, split
 
 TENSORS = [
     ("a", torch.arange(100.0)),
@@ -89,7 +89,7 @@ def test_the_next_item_is_made_while_one_is_used_and_no_more() -> None:
             yield number
 
     found = []
-    for item in ahead(items()):
+    for item in prefetch(items()):
         found.append(item)
         if item == 0:
             assert made.acquire(timeout=10)
@@ -103,14 +103,14 @@ def test_an_error_while_making_reaches_whoever_takes() -> None:
         yield 1
         raise ChannelError("no more")
 
-    taking = ahead(items())
+    taking = prefetch(items())
     assert next(taking) == 1
     with pytest.raises(ChannelError, match="no more"):
         next(taking)
 
 
 def test_whoever_leaves_early_leaves_no_thread_behind() -> None:
-    taking = ahead(iter(range(1000)))
+    taking = prefetch(iter(range(1000)))
     assert next(taking) == 0
     [thread] = [one for one in threading.enumerate() if one.name == "packing"]
     taking.close()  # type: ignore[attr-defined]

@@ -17,7 +17,7 @@ from trinity_mq.sync.channels.collective.channel import CollectiveChannel
 from trinity_mq.sync.channels.factory import open_channel
 from trinity_mq.sync.channels.memory.channel import MemoryChannel
 from trinity_mq.sync.channels.memory.host_copy import HostCopy
-from trinity_mq.sync.channels.receiver import Receiver
+from trinity_mq.sync.channels.receiver import WeightReceiver
 
 from .weights import BUCKET, manifest_of, pull, same, some_weights, spec_of
 
@@ -101,7 +101,7 @@ async def test_an_offer_does_not_wait_for_the_copy_and_a_commit_does(channel: Co
     held = Held(TENSORS)
     async with asyncio.timeout(10):
         where = await channel.offer((1, 1), held, MANIFEST)
-    receiving = asyncio.create_task(Receiver().receive(spec_of(where, MANIFEST)))
+    receiving = asyncio.create_task(WeightReceiver().receive(spec_of(where, MANIFEST)))
     sending = asyncio.create_task(channel.broadcast(held, MANIFEST, 1, 1, 2))
     committing = asyncio.create_task(channel.committed((1, 1), held, MANIFEST))
     done, _ = await asyncio.wait({sending, committing, receiving}, timeout=0.3)
@@ -109,7 +109,7 @@ async def test_an_offer_does_not_wait_for_the_copy_and_a_commit_does(channel: Co
     held.allowed.set()
     await asyncio.gather(sending, committing)
     assert same(await receiving, TENSORS)
-    assert same((await pull(channel, Receiver()))[1], TENSORS)
+    assert same((await pull(channel, WeightReceiver()))[1], TENSORS)
 
 
 async def test_a_copy_that_is_abandoned_while_it_is_filled_is_made_anew_in_other_memory(
@@ -123,7 +123,7 @@ async def test_a_copy_that_is_abandoned_while_it_is_filled_is_made_anew_in_other
     channel.abandon()
     where = await channel.offer((1, 1), other, MANIFEST)
     arrived, _ = await asyncio.gather(
-        Receiver().receive(spec_of(where, MANIFEST)), channel.broadcast(other, MANIFEST, 1, 1, 2)
+        WeightReceiver().receive(spec_of(where, MANIFEST)), channel.broadcast(other, MANIFEST, 1, 1, 2)
     )
     held.allowed.set()
     assert same(arrived, other)
@@ -136,7 +136,7 @@ async def test_weights_that_are_not_the_manifests_end_the_broadcast_with_that_re
 ) -> None:
     wrong = [*TENSORS[:-1], ("last", torch.zeros(2))]
     where = await channel.offer((1, 1), wrong, MANIFEST)
-    receiving = asyncio.create_task(Receiver().receive(spec_of(where, MANIFEST, seconds=2.0)))
+    receiving = asyncio.create_task(WeightReceiver().receive(spec_of(where, MANIFEST, seconds=2.0)))
     with pytest.raises(ChannelError, match="'last' has shape"):
         await channel.broadcast(wrong, MANIFEST, 1, 1, 2)
     with pytest.raises(ChannelError):
@@ -150,5 +150,5 @@ async def test_a_copy_that_failed_is_made_again_by_the_next_offer() -> None:
     with pytest.raises(ChannelError, match="'last' has shape"):
         await channel.offer((1, 1), [*TENSORS[:-1], ("last", torch.zeros(2))], MANIFEST)
     where = await channel.offer((1, 1), TENSORS, MANIFEST)
-    assert same(await Receiver().receive(spec_of(where, MANIFEST)), TENSORS)
+    assert same(await WeightReceiver().receive(spec_of(where, MANIFEST)), TENSORS)
     await channel.close()

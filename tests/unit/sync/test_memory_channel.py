@@ -16,8 +16,8 @@ from trinity_mq.sync.channels.base import ChannelError
 from trinity_mq.sync.channels.buckets import raw
 from trinity_mq.sync.channels.memory.channel import MemoryChannel
 from trinity_mq.sync.channels.memory.host_copy import HostCopy
-from trinity_mq.sync.channels.receiver import Receiver
-from trinity_mq.testing.tcp_proxy import CuttingProxy
+from trinity_mq.sync.channels.receiver import WeightReceiver
+from trinity_mq.testing.tcp_proxy import FaultProxy
 
 from .weights import BUCKET, manifest_of, same, send, some_weights, spec_of
 
@@ -33,7 +33,7 @@ async def channel() -> AsyncIterator[MemoryChannel]:
 
 
 async def receive(where: dict[str, Any], **more: Any) -> Any:
-    return await Receiver().receive(spec_of(where, MANIFEST, **more))
+    return await WeightReceiver().receive(spec_of(where, MANIFEST, **more))
 
 
 async def test_without_the_token_nobody_reads(channel: MemoryChannel) -> None:
@@ -67,7 +67,7 @@ async def test_a_version_let_go_says_what_there_is(channel: MemoryChannel) -> No
 
 
 async def test_two_versions_of_memory_are_all_it_takes(channel: MemoryChannel) -> None:
-    receiver = Receiver()
+    receiver = WeightReceiver()
     buckets = sum(1 for bucket in HostCopy((0, 0), MANIFEST, BUCKET).buckets if bucket.num_elements)
     places = set()
     for step in range(1, 7):
@@ -108,15 +108,15 @@ async def test_damaged_weights_are_never_taken_in(channel: MemoryChannel) -> Non
 async def test_other_weights_than_the_manifests_are_refused(channel: MemoryChannel) -> None:
     where = await channel.offer((1, 1), TENSORS, MANIFEST)
     with pytest.raises(ChannelError, match="checksums for 1 buckets"):
-        await Receiver().receive(spec_of(where, [("a", "float32", [3])]))
+        await WeightReceiver().receive(spec_of(where, [("a", "float32", [3])]))
     wider = [(name, "float64" if name == "last" else dtype, shape) for name, dtype, shape in MANIFEST]
     with pytest.raises(ChannelError, match=r"bytes, the manifest of the sync says"):
-        await Receiver().receive(spec_of(where, wider))
+        await WeightReceiver().receive(spec_of(where, wider))
 
 
 async def test_a_connection_that_breaks_is_opened_again(channel: MemoryChannel) -> None:
     where = await channel.offer((1, 1), TENSORS, MANIFEST)
-    async with CuttingProxy(where["url"]) as proxy:
+    async with FaultProxy(where["url"]) as proxy:
         proxy.hold_replies()
         receiving = asyncio.create_task(receive({**where, "url": proxy.url}))
         await until(lambda: bool(proxy._pairs))
@@ -126,7 +126,7 @@ async def test_a_connection_that_breaks_is_opened_again(channel: MemoryChannel) 
 
 async def test_a_trainer_that_stays_silent_costs_the_deadline(channel: MemoryChannel) -> None:
     where = await channel.offer((1, 1), TENSORS, MANIFEST)
-    async with CuttingProxy(where["url"]) as proxy:
+    async with FaultProxy(where["url"]) as proxy:
         proxy.hold_replies()
         loop = asyncio.get_running_loop()
         started = loop.time()

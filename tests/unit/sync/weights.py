@@ -11,7 +11,7 @@ from torch import Tensor
 
 from trinity_mq.messages import Version
 from trinity_mq.sync.channels.base import Channel, Manifest, Tensors
-from trinity_mq.sync.channels.receiver import Receiver
+from trinity_mq.sync.channels.receiver import WeightReceiver
 
 BUCKET = 4096
 
@@ -53,7 +53,7 @@ def spec_of(where: dict[str, Any], manifest: Manifest, attempt: int = 1, **more:
 
 
 async def send(
-    channel: Channel, receiver: Receiver, version: Version, tensors: Tensors, attempt: int
+    channel: Channel, receiver: WeightReceiver, version: Version, tensors: Tensors, attempt: int
 ) -> dict[str, Tensor]:
     """Carry one version to one engine and commit it."""
     manifest = manifest_of(tensors)
@@ -65,7 +65,7 @@ async def send(
     return receiving.result()
 
 
-async def pull(channel: Channel, receiver: Receiver) -> tuple[Version, dict[str, Tensor]]:
+async def pull(channel: Channel, receiver: WeightReceiver) -> tuple[Version, dict[str, Tensor]]:
     """Fetch the committed version as one engine alone."""
     found = await channel.catch_up_source()
     assert found is not None

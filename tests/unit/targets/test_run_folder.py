@@ -23,7 +23,7 @@ def test_the_resolved_configuration_is_what_agents_read(tmp_path: Path) -> None:
     given = config(tmp_path, seed=3, runner={"env": {"KEY": "a\\${b}"}}, broker={"url": "amqp://u:secret@h/"})
     folder = RunFolder(given)
     with folder.locked():
-        assert folder.adopt() == []
+        assert folder.write_configuration() == []
     assert "secret" not in folder.config_file.read_text()
     read = load_config(folder.config_file)
     assert read.path == tmp_path
@@ -31,11 +31,11 @@ def test_the_resolved_configuration_is_what_agents_read(tmp_path: Path) -> None:
 
 
 def test_changes_are_told_except_of_places(tmp_path: Path) -> None:
-    RunFolder(config(tmp_path)).adopt()
+    RunFolder(config(tmp_path)).write_configuration()
     changed = config(tmp_path, buffer={"total_steps": 7, "batch_size": 4}, broker={"url": "amqp://h/"})
     assert RunFolder(changed).changes() == ["buffer.batch_size: 32 -> 4", "buffer.total_steps: None -> 7"]
-    assert RunFolder(changed).adopt() == ["buffer.batch_size: 32 -> 4", "buffer.total_steps: None -> 7"]
-    assert RunFolder(changed).adopt() == []
+    assert RunFolder(changed).write_configuration() == ["buffer.batch_size: 32 -> 4", "buffer.total_steps: None -> 7"]
+    assert RunFolder(changed).write_configuration() == []
 
 
 @pytest.mark.parametrize(
@@ -51,27 +51,27 @@ def test_changes_are_told_except_of_places(tmp_path: Path) -> None:
 def test_what_checkpoints_and_the_order_of_tasks_depend_on_needs_another_run(
     tmp_path: Path, sections: dict[str, Any], key: str
 ) -> None:
-    RunFolder(config(tmp_path)).adopt()
+    RunFolder(config(tmp_path)).write_configuration()
     before = (tmp_path / "config.yaml").read_bytes()
     with pytest.raises(ConfigError, match=r"of another name .* or train anew with --fresh") as caught:
-        RunFolder(config(tmp_path, **sections)).adopt()
+        RunFolder(config(tmp_path, **sections)).write_configuration()
     assert key in str(caught.value)
     assert (tmp_path / "config.yaml").read_bytes() == before
 
 
 def test_a_setting_that_an_older_version_did_not_know_is_no_change(tmp_path: Path) -> None:
     folder = RunFolder(config(tmp_path))
-    folder.adopt()
+    folder.write_configuration()
     data = yaml.safe_load(folder.config_file.read_text())
     del data["algorithm"]["entropy_decay"]
     folder.config_file.write_text(yaml.safe_dump(data))
-    assert folder.adopt() == []
+    assert folder.write_configuration() == []
 
 
 def test_an_unreadable_old_configuration_is_an_error_that_names_it(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("model: {no_such_key: 1}")
     with pytest.raises(ConfigError, match=r"remove it to go on\n.*config.yaml: model.no_such_key"):
-        RunFolder(config(tmp_path)).adopt()
+        RunFolder(config(tmp_path)).write_configuration()
 
 
 def test_one_process_a_folder(tmp_path: Path) -> None:
@@ -108,10 +108,10 @@ def test_finished_and_broker_marks(tmp_path: Path) -> None:
     assert not folder.finished
     folder.mark_finished()
     assert folder.finished
-    assert folder.known_broker() is None
-    folder.note_broker("amqp://u:p@h/")
-    assert folder.known_broker() == "amqp://u:p@h/"
+    assert folder.saved_broker_url() is None
+    folder.save_broker_url("amqp://u:p@h/")
+    assert folder.saved_broker_url() == "amqp://u:p@h/"
     assert stat.S_IMODE((tmp_path / "broker.url").stat().st_mode) == 0o600
-    folder.forget_broker()
-    folder.forget_broker()
-    assert folder.known_broker() is None
+    folder.remove_broker_url()
+    folder.remove_broker_url()
+    assert folder.saved_broker_url() is None

@@ -14,7 +14,7 @@ from trinity_mq.config import load_config
 from trinity_mq.errors import CommandError
 from trinity_mq.targets.connection import find_target
 from trinity_mq.targets.run_folder import RunFolder
-from trinity_mq.targets.target import configuration
+from trinity_mq.targets.target import load_target_configuration
 
 CONFIG = "name: base\nmodel: {tiny: {}}\nbuffer: {total_steps: 4}\nbroker: {blob_store: /b}\n"
 
@@ -27,7 +27,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "c.yaml").write_text(CONFIG)
     folder = RunFolder(load_config("c.yaml", ["name=mine", "buffer.total_steps=5"]))
     with folder.locked():
-        folder.adopt()
+        folder.write_configuration()
     (folder.path / "broker").mkdir()
     write_metrics(folder.path, *({"role": "trainer", "step": step, "time": 1000.0 + step} for step in range(1, 4)))
     return tmp_path
@@ -52,11 +52,11 @@ def test_file_folder_and_name_are_the_same_run(here: Path, target: list[str]) ->
 
 
 def test_settings_over_those_of_a_folder(here: Path) -> None:
-    assert configuration(words("mine", "buffer.total_steps=9")).buffer.total_steps == 9
-    other = configuration(words("runs/mine", "name=other"))
+    assert load_target_configuration(words("mine", "buffer.total_steps=9")).buffer.total_steps == 9
+    other = load_target_configuration(words("runs/mine", "name=other"))
     assert (other.name, other.path, other.buffer.total_steps) == ("other", Path("runs/other"), 5), "a pattern for it"
     (here / "runs" / "mine").rename(here / "moved")
-    assert configuration(words("moved")).path == here / "moved"
+    assert load_target_configuration(words("moved")).path == here / "moved"
 
 
 def test_a_name_without_a_folder_needs_a_broker(here: Path) -> None:
@@ -71,7 +71,7 @@ def test_a_name_without_a_folder_needs_a_broker(here: Path) -> None:
 
 def test_the_broker_of_a_run_that_was_killed_is_not_taken_for_one(here: Path) -> None:
     folder = RunFolder(load_config("c.yaml", ["name=mine"]))
-    folder.note_broker("amqp://lives/")
+    folder.save_broker_url("amqp://lives/")
     assert find_target(words("mine")).broker.url is None
     with folder.locked():
         assert find_target(words("mine")).broker.url == "amqp://lives/"
@@ -114,7 +114,7 @@ def test_without_a_target_the_run_that_was_started_last_is_taken(
     """Also where another one has metrics of later, or lies deeper; a setting is not taken for a target."""
     later = RunFolder(load_config("c.yaml", ["name=later", "run_dir=runs/group/later"]))
     with later.locked():
-        later.adopt()
+        later.write_configuration()
     (later.path / "broker").mkdir()
     os.utime(here / "runs" / "mine" / "config.yaml", (1000, 1000))
     for given in ([], ["buffer.total_steps=7"]):

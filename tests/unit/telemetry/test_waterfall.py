@@ -13,7 +13,7 @@ import pytest
 from trinity_mq.telemetry import trace
 from trinity_mq.telemetry.trace import BATCH, TraceSpan, record, shared_span, span, start_trace, works_on
 from trinity_mq.telemetry.trace_files import read_trace
-from trinity_mq.telemetry.waterfall import batches_of, lay_out, typical, union
+from trinity_mq.telemetry.waterfall import batches_of, lay_out, median_waterfall, union
 
 
 @pytest.fixture
@@ -193,7 +193,7 @@ def test_medians_of_several_leave_out_what_is_seldom() -> None:
 
     rare = one("trainer", "save checkpoint", 21.0, 21.1, 2)
     spans = [*later(0, 1, 0.1), *later(10, 2, 0.2), *later(20, 3, 0.6), rare]
-    found = typical([lay_out(spans, str(batch)) for batch in (1, 2, 3)])
+    found = median_waterfall([lay_out(spans, str(batch)) for batch in (1, 2, 3)])
     assert found.batch == "1 to 3"
     assert [(row.what, round(row.total)) for row in found.rows] == [("make ticket", 200), ("train step", 400)]
     assert [round(gap.took) for gap in found.gaps] == [1650]  # between the two whose gap no rare span cuts

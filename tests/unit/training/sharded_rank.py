@@ -30,7 +30,7 @@ from trinity_mq.runtime.errors import EXIT_RESTART, FatalError
 from trinity_mq.sync.channels.buckets import packed, plan
 from trinity_mq.training.checkpoints.checkpoint import DamagedCheckpointError
 from trinity_mq.training.learner import TorchLearner
-from trinity_mq.training.parallel.ranks import Command, RankError, RankProcesses, Ranks, begin_follower, own_rank
+from trinity_mq.training.parallel.ranks import RankCommand, RankError, RankProcesses, Ranks, begin_follower, own_rank
 
 WORLD = 2
 PPO: dict[str, Any] = {
@@ -110,7 +110,7 @@ async def lead_cases(ranks: Ranks, model: Path, out: Path, checkpoint: Path | No
 class Mortal(Ranks):
     """Ends at the command that the environment names."""
 
-    def next(self, patience: float = math.inf) -> Command:
+    def next(self, patience: float = math.inf) -> RankCommand:
         command = super().next(patience)
         if command.name == os.environ.get("KILLED_AT"):
             os.kill(os.getpid(), signal.SIGKILL)
@@ -122,7 +122,7 @@ class Failing(TorchLearner):
 
     has_failed = False
 
-    def _execute(self, command: Command) -> None:
+    def _execute(self, command: RankCommand) -> None:
         fails = command.name == os.environ.get("FAILS_AT") and not self.has_failed
         self.has_failed |= fails
         if fails and os.environ["FAILS_WITH"] == "memory":

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from trinity_mq.config import Config, ConfigError, load_config
-from trinity_mq.training.checkpoints.benchmarked import FIRST_MODEL, benchmarked, checksums
-from trinity_mq.training.checkpoints.checkpoint import CheckpointError, CheckpointStore, TrainerState
+from trinity_mq.training.checkpoints.benchmarked import FIRST_MODEL, checksums, select_checkpoints
+from trinity_mq.training.checkpoints.checkpoint import CheckpointError, CheckpointStore, TrainerProgress
 
 SETS = [{"name": "held-out", "storage_type": "synthetic", "path": "max3"}]
 
@@ -39,18 +39,18 @@ def save(folder: Path, *progress: int) -> None:
         return f"sum of {into.name}"
 
     for one in progress:
-        state = TrainerState(generation=generation, step=one, progress=one, source={})
+        state = TrainerProgress(generation=generation, step=one, progress=one, source={})
         asyncio.run(store.save(write, state))
 
 
 def test_all_of_them_in_order_after_the_first_model(tmp_path: Path) -> None:
     save(tmp_path, 5, 20, 100)
-    found = benchmarked(config(tmp_path))
+    found = select_checkpoints(config(tmp_path))
     assert list(found) == [0, 5, 20, 100]
     assert found[0] is None
     assert found[20] is not None
     assert found[20].path.name == "progress-000020"
-    assert list(benchmarked(config(tmp_path, explorer={"eval_on_startup": False}))) == [5, 20, 100]
+    assert list(select_checkpoints(config(tmp_path, explorer={"eval_on_startup": False}))) == [5, 20, 100]
     assert checksums(config(tmp_path))[0] == FIRST_MODEL
     assert len(set(checksums(config(tmp_path)).values())) == 4
 
@@ -60,26 +60,26 @@ def test_all_of_them_in_order_after_the_first_model(tmp_path: Path) -> None:
 )
 def test_some_of_them(tmp_path: Path, wanted: Any, labels: list[int]) -> None:
     save(tmp_path, 5, 20, 100)
-    assert list(benchmarked(config(tmp_path, {"checkpoints": wanted}))) == labels
+    assert list(select_checkpoints(config(tmp_path, {"checkpoints": wanted}))) == labels
 
 
 def test_one_that_is_not_there_is_named_beside_those_that_are(tmp_path: Path) -> None:
     save(tmp_path, 5, 20)
     with pytest.raises(CheckpointError, match=r"bench\.checkpoints: 7 not among those in .*, which are 5, 20"):
-        benchmarked(config(tmp_path, {"checkpoints": [5, 7]}))
+        select_checkpoints(config(tmp_path, {"checkpoints": [5, 7]}))
 
 
 def test_a_damaged_one_is_left_out_and_named(tmp_path: Path) -> None:
     save(tmp_path, 5, 20)
     (tmp_path / "run" / "checkpoints" / "progress-000005" / "weights").unlink()
-    assert list(benchmarked(config(tmp_path))) == [0, 20]
+    assert list(select_checkpoints(config(tmp_path))) == [0, 20]
     with pytest.raises(CheckpointError, match="progress-000005 is damaged"):
-        benchmarked(config(tmp_path, {"checkpoints": [5]}))
+        select_checkpoints(config(tmp_path, {"checkpoints": [5]}))
 
 
 def test_a_folder_without_any(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"no checkpoint to evaluate in .*run/checkpoints: give the folder"):
-        benchmarked(config(tmp_path))
+        select_checkpoints(config(tmp_path))
 
 
 def test_an_evaluation_is_a_run_of_its_own_beside_the_one_it_evaluates(tmp_path: Path) -> None:

@@ -12,26 +12,26 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
-from trinity_mq.runtime.errors import RestartMe
-from trinity_mq.runtime.process import disk_full
+from trinity_mq.runtime.errors import RestartRequested
+from trinity_mq.runtime.process import disk_full_message
 from trinity_mq.runtime.state_formats import NewerStateError
 from trinity_mq.training.checkpoints.checkpoint import (
     CheckpointError,
     CheckpointStore,
     DamagedCheckpointError,
     StepAttempts,
-    TrainerState,
+    TrainerProgress,
     choose,
+    find_by_name,
     find_checkpoints,
-    first_of_each,
-    named,
+    milestones,
     publish_final,
     verify,
 )
 
 
-def state(progress: int, generation: int = 1, step: int | None = None) -> TrainerState:
-    return TrainerState(
+def state(progress: int, generation: int = 1, step: int | None = None) -> TrainerProgress:
+    return TrainerProgress(
         generation=generation,
         step=progress if step is None else step,
         progress=progress,
@@ -123,7 +123,7 @@ async def test_a_full_disk_is_known_also_where_a_writer_hides_it(
         monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(CheckpointError, match="No space left" if is_full else "unexpected pos") as caught:
         await store.save(fails, state(2))
-    assert (disk_full(caught.value) is not None) == is_full
+    assert (disk_full_message(caught.value) is not None) == is_full
     assert visible(tmp_path) == ["progress-000001"]
 
 
@@ -214,9 +214,9 @@ async def test_of_every_so_many_batches_one_stays_for_good(tmp_path: Path) -> No
 
 
 def test_the_first_of_each_multiple() -> None:
-    assert first_of_each(None, [1, 2]) == []
-    assert first_of_each(10, [35, 9, 10, 11, 30]) == [10, 30]
-    assert first_of_each(1, [3, 1, 2]) == [1, 2, 3]
+    assert milestones(None, [1, 2]) == []
+    assert milestones(10, [35, 9, 10, 11, 30]) == [10, 30]
+    assert milestones(1, [3, 1, 2]) == [1, 2, 3]
 
 
 async def test_a_changed_byte_shows_before_anything_is_loaded(tmp_path: Path) -> None:
@@ -267,7 +267,7 @@ async def test_a_checkpoint_of_a_newer_release_is_refused_and_nothing_older_is_t
     await store.save(writer(), state(1))
     newer = await store.save(writer(), state(2))
     with_fields(newer.path / "trainer.json", format=2, release="0.9.0", state={"of": "another form"})
-    for use in (store.latest, store.next_generation, lambda: named(tmp_path, "progress-1")):
+    for use in (store.latest, store.next_generation, lambda: find_by_name(tmp_path, "progress-1")):
         with pytest.raises(NewerStateError) as refused:
             use()
         said = str(refused.value)
@@ -305,18 +305,18 @@ async def test_checkpoints_have_names_by_batches_and_by_train_steps(tmp_path: Pa
     for progress, step in ((50, 45), (100, 90), (101, 90), (150, 140)):
         await store.save(writer(), state(progress, step=step))
     for name, progress in {"progress-50": 50, "progress-000100": 100, "step-90": 101, "step-140": 150}.items():
-        assert named(tmp_path, name).state.progress == progress
+        assert find_by_name(tmp_path, name).state.progress == progress
     with pytest.raises(
         CheckpointError, match=r"no checkpoint step-50 in .*progress-000050 \(step-45\), progress-000100"
     ):
-        named(tmp_path, "step-50")
+        find_by_name(tmp_path, "step-50")
     with pytest.raises(CheckpointError, match=r"'newest' is no name of a checkpoint, such as step-120"):
-        named(tmp_path, "newest")
+        find_by_name(tmp_path, "newest")
     (tmp_path / "progress-000150" / "optimizer.pt").unlink()
     with pytest.raises(CheckpointError, match=r"progress-000150 is damaged: .*optimizer\.pt"):
-        named(tmp_path, "progress-150")
+        find_by_name(tmp_path, "progress-150")
     with pytest.raises(CheckpointError, match="there: none"):
-        named(tmp_path / "nowhere", "step-1")
+        find_by_name(tmp_path / "nowhere", "step-1")
 
 
 async def test_the_chosen_one_comes_first_until_a_trainer_that_went_on_from_it_has_saved(tmp_path: Path) -> None:
@@ -325,7 +325,7 @@ async def test_the_chosen_one_comes_first_until_a_trainer_that_went_on_from_it_h
         while (counted := store.next_generation()) < generation:
             pass
         await store.save(writer(f"{generation}/{progress}"), state(progress, counted))
-    choose(tmp_path, named(tmp_path, "progress-10"))
+    choose(tmp_path, find_by_name(tmp_path, "progress-10"))
     for _ in range(3):
         again = CheckpointStore(tmp_path, 9)
         generation = again.next_generation()  # starts that end before they save
@@ -422,7 +422,7 @@ async def test_a_trainer_that_was_cut_off_saves_nothing(tmp_path: Path, progress
         await other.save(writer("new"), state(2, 2))
 
     for write in (slow, writer("later")):
-        with pytest.raises(RestartMe, match="another trainer has gone on with this run as generation 2"):
+        with pytest.raises(RestartRequested, match="another trainer has gone on with this run as generation 2"):
             await cut_off.save(write, state(progress, 1))
         assert visible(tmp_path) == ["generation", "progress-000001", "progress-000002"]
         assert text_of(other) == "new"
@@ -445,7 +445,7 @@ async def test_a_commit_that_stood_still_gives_the_newer_checkpoint_back(
 
     await cut_off.save(writer("old"), state(1, 1))
     monkeypatch.setattr(Path, "rename", after_the_other)
-    with pytest.raises(RestartMe, match="generation 2"):
+    with pytest.raises(RestartRequested, match="generation 2"):
         await cut_off.save(writer("late"), state(1, 1))
     assert visible(tmp_path) == ["generation", "progress-000001"]
     assert text_of(other) == "new"

@@ -21,7 +21,7 @@ from trinity_mq.config.algorithm.presets import PRESETS
 from trinity_mq.experience import EID, Experience
 from trinity_mq.training.model.attention import Packing
 from trinity_mq.training.model.policy import LearnerError, Policy
-from trinity_mq.training.packing import SAMPLED, flatten
+from trinity_mq.training.packing import SAMPLED, train_tokens
 from trinity_mq.training.update import StepLoss, accumulate, compared, compares_tokens, score
 
 __all__ = ["folder", "opened"]
@@ -82,7 +82,7 @@ def gradient(
         for number, parameter in enumerate(other.parameters):
             parameter.mul_(1 + 0.01 * (number % 3))
     loss = StepLoss(algorithm, component_weights(algorithm, 4), entropy)
-    tokens = flatten(experiences, algorithm, loss.weights, 4)
+    tokens = train_tokens(experiences, algorithm, loss.weights, 4)
     batches = tokens.micro_batches(range(len(experiences)), budget, algorithm.reduction, packed=policy.packs)
     columns = {"ref": score(other, batches, tokens.tokens)[0], "old": score(other, batches, tokens.tokens)[0]}
     if compares_tokens(algorithm) and loss.weights.get("rl"):
@@ -119,7 +119,7 @@ async def test_every_preset_makes_a_train_step(opened: Opener, name: str) -> Non
     before = await weights_of(learner)
     kind = {"pair": "dpo", "ce": "mix"}.get(next(iter(component_weights(settings.algorithm, 1))), "grpo")
     experiences = rows(kind if "mix" not in name else "mix")
-    if settings.algorithm.advantages_in == "trainer":
+    if settings.algorithm.advantage_agent == "trainer":
         for number, one in enumerate(experiences):
             one.advantages, one.reward, one.info = None, float(number), {"role": "player"}
     metrics = await learner.step(experiences, 4)
@@ -149,7 +149,7 @@ async def test_on_fresh_data_the_policy_before_the_step_is_the_sampler(opened: O
 async def sampled_by(learner: Any, experiences: list[Experience]) -> list[Experience]:
     """Return the experiences with the learner's own logprobs, as an engine without any difference would give them."""
     policy = learner._loaded[0]
-    tokens = flatten(experiences, AlgorithmConfig(), {"rl": 1.0}, 1)
+    tokens = train_tokens(experiences, AlgorithmConfig(), {"rl": 1.0}, 1)
     batches = tokens.micro_batches(tokens.experiences({SAMPLED}), 16384)
     logprobs = score(policy, batches, tokens.tokens).logprob
     start = 0
@@ -382,7 +382,7 @@ async def test_ratios_advantages_and_padding_are_measured(opened: Opener) -> Non
     """Over two micro-batches and two optimizer steps, against numbers of each token."""
     settings = with_algorithm(config(max_tokens=40, lr=1e-2, epochs=2), epochs=2)
     learner, experiences = await opened(settings), rows("grpo")
-    tokens = flatten(experiences, settings.algorithm, {"rl": 1.0}, 4)
+    tokens = train_tokens(experiences, settings.algorithm, {"rl": 1.0}, 4)
     batches = tokens.micro_batches(range(len(experiences)), 40)
     assert len(batches) > 1
     logprob = score(learner._loaded[0], batches, tokens.tokens)[0]
@@ -408,7 +408,7 @@ async def test_weights_left_out_sequences_and_decisions_are_measured(opened: Ope
     ]
     settings = with_algorithm(config(max_tokens=40), anchor="old", correction=rules)
     learner, experiences = await opened(settings), rows("grpo")
-    tokens = flatten(experiences, settings.algorithm, {"rl": 1.0}, 4)
+    tokens = train_tokens(experiences, settings.algorithm, {"rl": 1.0}, 4)
     batches = tokens.micro_batches(range(len(experiences)), 40)
     assert len(batches) > 1
     logprob, entropy, _ = score(learner._loaded[0], batches, tokens.tokens)

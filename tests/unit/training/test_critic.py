@@ -12,11 +12,11 @@ from transformers import Qwen3ForCausalLM
 from tests.unit.training.test_learner import Opener, batch, config, folder, opened, same, weights_of
 from trinity_mq.config import Config
 from trinity_mq.experience import EID, Experience, ExperienceBatch
-from trinity_mq.training.advantages import Advantages, Memory, trainer_advantages
+from trinity_mq.training.advantages import AdvantageResult, Memory, trainer_advantages
 from trinity_mq.training.checkpoints.checkpoint import DamagedCheckpointError
 from trinity_mq.training.critic import Critic, Targets
 from trinity_mq.training.learner import TorchLearner
-from trinity_mq.training.packing import flatten
+from trinity_mq.training.packing import train_tokens
 
 __all__ = ["folder", "opened"]
 
@@ -35,7 +35,7 @@ def rewarded(seed: int) -> list[Experience]:
     return experiences
 
 
-def learned(critic: Critic, experiences: list[Experience], settings: Config) -> tuple[Advantages, Targets]:
+def learned(critic: Critic, experiences: list[Experience], settings: Config) -> tuple[AdvantageResult, Targets]:
     """Return the advantages of train step 1 and what the critic learns in it."""
     whole = ExperienceBatch.of(experiences)
     found = trainer_advantages(whole, settings, {"rl": 1.0}, 1, Memory(), critic)
@@ -116,7 +116,7 @@ def test_micro_batches_do_not_change_the_gradient(folder: Path) -> None:
     def gradient(max_tokens: int) -> torch.Tensor:
         critic = shaken(Critic(ppo(clip_grad=1e9, value_clip=5.0), folder))
         found, targets = learned(critic, rewarded(2), settings)
-        tokens = flatten(found.batch, settings.algorithm, {"rl": 1.0}, 1)
+        tokens = train_tokens(found.batch, settings.algorithm, {"rl": 1.0}, 1)
         batches = tokens.micro_batches(range(len(found.batch)), max_tokens)
         assert (len(batches) > 1) == (max_tokens < 1000)
         finite, _ = critic.optimizer_step(batches, targets)
@@ -131,7 +131,9 @@ def test_micro_batches_do_not_change_the_gradient(folder: Path) -> None:
 def test_a_return_that_is_not_finite_changes_nothing(folder: Path) -> None:
     settings, critic = ppo(), Critic(ppo(), folder)
     found, targets = learned(critic, rewarded(2), settings)
-    batches = flatten(found.batch, settings.algorithm, {"rl": 1.0}, 1).micro_batches(range(len(found.batch)), 16384)
+    batches = train_tokens(found.batch, settings.algorithm, {"rl": 1.0}, 1).micro_batches(
+        range(len(found.batch)), 16384
+    )
     before = [one.detach().clone() for one in critic.parameters]
     finite, _ = critic.optimizer_step(batches, Targets(targets.old, targets.returns * float("inf")))
     assert not finite

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from trinity_mq.training.checkpoints.checkpoint import DamagedCheckpointError
 from trinity_mq.training.checkpoints.old_checkpoint import OPTIMIZER_FILE, read_old_facts
-from trinity_mq.training.checkpoints.state import Part, read_parts, read_policy, write_parts
+from trinity_mq.training.checkpoints.state import StatePart, read_parts, read_policy, write_parts
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool)
 Reader = Callable[[Path, dict[str, torch.Tensor]], Any]
@@ -38,7 +38,7 @@ def tensors() -> dict[str, torch.Tensor]:
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
     (tmp_path / "made").mkdir()
-    write_parts(tmp_path / "made", {"policy": Part(tensors()), "other": Part({"scalar": torch.tensor(3.5)})})
+    write_parts(tmp_path / "made", {"policy": StatePart(tensors()), "other": StatePart({"scalar": torch.tensor(3.5)})})
     return tmp_path / "made"
 
 

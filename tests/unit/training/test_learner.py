@@ -26,7 +26,7 @@ from trinity_mq.training import learner as learner_module
 from trinity_mq.training.checkpoints.checkpoint import DamagedCheckpointError
 from trinity_mq.training.learner import TorchLearner
 from trinity_mq.training.model.policy import LearnerError, Policy
-from trinity_mq.training.packing import MicroBatch, flatten, split
+from trinity_mq.training.packing import MicroBatch, split, train_tokens
 from trinity_mq.training.update import StepLoss, optimizer_step
 
 PAD, EOS = 0, 1
@@ -37,7 +37,7 @@ VOCABULARY = len(CHARACTERS) + 2
 
 def pack(experiences: list[Experience], max_tokens: int, algorithm: AlgorithmConfig | None = None) -> list[MicroBatch]:
     settings = algorithm or AlgorithmConfig()
-    tokens = flatten(experiences, settings, component_weights(settings, 1), 1)
+    tokens = train_tokens(experiences, settings, component_weights(settings, 1), 1)
     return tokens.micro_batches(range(len(experiences)), max_tokens, settings.reduction)
 
 

@@ -37,7 +37,7 @@ from trinity_mq.training.learner import TorchLearner
 from trinity_mq.training.model import lora as lora_module
 from trinity_mq.training.model.lora import AdapterError, Adapters, check_targets
 from trinity_mq.training.model.policy import Policy
-from trinity_mq.training.packing import flatten
+from trinity_mq.training.packing import train_tokens
 
 __all__ = ["folder", "opened"]
 
@@ -178,7 +178,7 @@ async def test_the_reference_is_the_model_without_adapters(folder: Path, opened:
     reference, experiences = learner._reference, batch(1)
     assert reference is not None
     assert reference.policy is policy_of(learner)
-    tokens = flatten(experiences, with_lora().algorithm, {"rl": 1.0}, 1)
+    tokens = train_tokens(experiences, with_lora().algorithm, {"rl": 1.0}, 1)
     plain, before = loaded(folder), await learner.canary_logprobs(TOKENS)
     with torch.no_grad():
         wanted = torch.cat([plain_logprobs(plain, one) for one in experiences])

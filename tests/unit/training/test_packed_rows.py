@@ -20,7 +20,7 @@ from trinity_mq.training.critic import Critic, Targets
 from trinity_mq.training.model import attention
 from trinity_mq.training.model.attention import model_inputs, packing_problem, use_packed_attention
 from trinity_mq.training.model.policy import LearnerError, Policy, checkpoint_blocks
-from trinity_mq.training.packing import MicroBatch, flatten
+from trinity_mq.training.packing import MicroBatch, train_tokens
 from trinity_mq.training.update import StepLoss, accumulate
 
 __all__ = ["folder", "opened"]
@@ -73,7 +73,7 @@ def model_folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPa
 
 
 def packed_row(experiences: list[Experience], max_tokens: int) -> list[MicroBatch]:
-    tokens = flatten(experiences, AlgorithmConfig(), {"rl": 1.0}, 1)
+    tokens = train_tokens(experiences, AlgorithmConfig(), {"rl": 1.0}, 1)
     return tokens.micro_batches(range(len(experiences)), max_tokens, packed=True)
 
 
@@ -153,7 +153,7 @@ def test_gradients_of_packed_and_padded_rows_are_equal(model_folder: Path) -> No
     found = []
     for packing, max_tokens in (("padded", 16384), ("packed", 16384), ("packed", 30)):
         policy = Policy(config().model, model_folder, 0, trained(packing))
-        tokens = flatten(batch(2), algorithm, loss.weights, 1)
+        tokens = train_tokens(batch(2), algorithm, loss.weights, 1)
         batches = tokens.micro_batches(range(12), max_tokens, packed=policy.packs)
         total = accumulate(policy, batches, loss, {})
         assert (total.padding == 0) == (packing == "packed")
@@ -170,7 +170,7 @@ def test_the_critic_takes_packed_rows(model_folder: Path) -> None:
         critic = Critic(base.model_copy(update={"trainer": trained(packing)}), model_folder)
         assert critic.division.packed == (packing == "packed")
         torch.nn.init.normal_(critic.module.head.weight, generator=torch.Generator().manual_seed(0))
-        tokens = flatten(batch(2), AlgorithmConfig(), {"rl": 1.0}, 1)
+        tokens = train_tokens(batch(2), AlgorithmConfig(), {"rl": 1.0}, 1)
         batches = tokens.micro_batches(range(12), 60, packed=critic.division.packed)
         values = critic.values(batches, tokens.tokens)
         _, metrics = critic.optimizer_step(batches, Targets(values, torch.arange(tokens.tokens).float()))
@@ -261,7 +261,7 @@ def test_why_auto_pads_is_logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_a_rank_without_sequences_still_passes_through_the_model(folder: Path) -> None:
     algorithm = AlgorithmConfig()
-    tokens = flatten(batch(2, 3), algorithm, {"rl": 1.0}, 1)
+    tokens = train_tokens(batch(2, 3), algorithm, {"rl": 1.0}, 1)
     for packed in (False, True):
         (empty,) = tokens.micro_batches([0], 100, packed=packed, rank=1, ranks=2)
         assert (empty.tokens, empty.input_ids.shape, empty.longest_packed) == (0, (1, 1), 0)
@@ -273,7 +273,7 @@ def test_a_rank_without_sequences_still_passes_through_the_model(folder: Path) -
 
 def test_ranks_share_an_optimizer_step(folder: Path) -> None:
     experiences = batch(2, 12)
-    tokens = flatten(experiences, AlgorithmConfig(), {"rl": 1.0}, 1)
+    tokens = train_tokens(experiences, AlgorithmConfig(), {"rl": 1.0}, 1)
     for packed in (False, True):
         whole = tokens.micro_batches(range(12), 16384, packed=packed)[0]
         parts = [tokens.micro_batches(range(12), 30, packed=packed, rank=rank, ranks=3) for rank in range(3)]
@@ -291,7 +291,7 @@ def test_gradients_are_the_same_without_kept_activations(model_folder: Path, pac
     found, kept = [], []
     for is_on in (False, True):
         policy = Policy(config().model, model_folder, 0, trained(packing, gradient_checkpointing=is_on))
-        tokens = flatten(batch(2), AlgorithmConfig(), loss.weights, 1)
+        tokens = train_tokens(batch(2), AlgorithmConfig(), loss.weights, 1)
         batches = tokens.micro_batches(range(12), 16384, packed=policy.packs)
         elements = [0]
 

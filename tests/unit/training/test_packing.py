@@ -10,13 +10,13 @@ import torch
 from trinity_mq.algorithms.evaluator import component_weights
 from trinity_mq.config.algorithm.pieces import LossConfig
 from trinity_mq.experience import EID, CustomField, Experience
-from trinity_mq.training.packing import IMITATED, PAIRED, SAMPLED, MicroBatch, flatten, split
+from trinity_mq.training.packing import IMITATED, PAIRED, SAMPLED, MicroBatch, split, train_tokens
 
 
 def pack(experiences: list[Experience], max_tokens: int, **pieces: Any) -> list[MicroBatch]:
     """Return the micro-batches of one optimizer step over all experiences, in train step 1."""
     config = LossConfig.model_validate(pieces)
-    tokens = flatten(experiences, config, component_weights(config, 1), 1)
+    tokens = train_tokens(experiences, config, component_weights(config, 1), 1)
     return tokens.micro_batches(range(len(experiences)), max_tokens, config.reduction)
 
 
@@ -215,7 +215,7 @@ def test_answers_to_imitate_and_pairs_are_reduced_by_themselves() -> None:
 def test_tokens_know_how_old_the_weights_were_that_sampled_them() -> None:
     config = LossConfig()
     given = [experience(1, 1, 4, versions=[(0, 1, 3), (2, 1, 5)]), experience(2, 1, 2)]
-    tokens = flatten(given, config, {"rl": 1.0}, 8)
+    tokens = train_tokens(given, config, {"rl": 1.0}, 8)
     (batch,) = tokens.micro_batches([0, 1], 100)
     assert batch.staleness.tolist() == [4, 4, 2, 2, 0, 0]
 

@@ -192,7 +192,7 @@ def test_a_single_rank_needs_nobody() -> None:
     import torch
 
     ranks = Ranks()
-    ranks.meet()
+    ranks.connect_store()
     ranks.open(torch.device("cpu"))
     ranks.announce("step", b"body")
     value = torch.tensor([3.0])

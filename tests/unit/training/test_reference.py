@@ -15,7 +15,7 @@ from tests.unit.training.test_learner import Opener, batch, config, folder, open
 from trinity_mq.config import Config
 from trinity_mq.training.checkpoints.checkpoint import DamagedCheckpointError
 from trinity_mq.training.learner import TorchLearner
-from trinity_mq.training.packing import flatten
+from trinity_mq.training.packing import train_tokens
 from trinity_mq.training.reference import Reference
 
 __all__ = ["folder", "opened"]
@@ -45,7 +45,7 @@ def test_logprobs_are_at_the_temperature_of_the_sample(
     reference = Reference.load(settings, folder, None)
     places: list[str] = []
     monkeypatch.setattr(reference.policy.model, "to", lambda device: places.append(str(device)))
-    tokens = flatten(experiences, settings.algorithm, {"rl": 1.0}, 1)
+    tokens = train_tokens(experiences, settings.algorithm, {"rl": 1.0}, 1)
     found = reference.logprobs(tokens.micro_batches(range(len(experiences)), 40), tokens.tokens)
     assert places == ["cpu", "cpu"][: 1 + offload], "to the policy's device, and away from it"
     with torch.no_grad():

@@ -21,7 +21,7 @@ from trinity_mq.experience import EID, Experience
 from trinity_mq.training.critic import Critic
 from trinity_mq.training.model.policy import Policy
 from trinity_mq.training.model.shared_prefixes import prefix_problem
-from trinity_mq.training.packing import MicroBatch, TrainTokens, flatten
+from trinity_mq.training.packing import MicroBatch, StepTokens, train_tokens
 from trinity_mq.training.prefixes import KEPT, Prefixes, divide_shared
 from trinity_mq.training.update import StepLoss, accumulate
 
@@ -64,8 +64,8 @@ def groups(answers: int = 6, prompts: tuple[int, ...] = (9, 4, 12)) -> list[Expe
     return found
 
 
-def tokens_of(experiences: list[Experience]) -> TrainTokens:
-    return flatten(experiences, AlgorithmConfig(), {"rl": 1.0}, 1)
+def tokens_of(experiences: list[Experience]) -> StepTokens:
+    return train_tokens(experiences, AlgorithmConfig(), {"rl": 1.0}, 1)
 
 
 def shared(experiences: list[Experience], max_tokens: int = 16384) -> list[MicroBatch]:

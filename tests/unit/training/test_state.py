@@ -26,7 +26,7 @@ from trinity_mq.models.model_folder import has_chat_template
 from trinity_mq.sync.channels.buckets import fill, plan, raw
 from trinity_mq.training.checkpoints.checkpoint import DamagedCheckpointError
 from trinity_mq.training.checkpoints.old_checkpoint import OPTIMIZER_FILE
-from trinity_mq.training.checkpoints.state import Part, read_parts, write_parts
+from trinity_mq.training.checkpoints.state import StatePart, read_parts, write_parts
 from trinity_mq.training.learner import TorchLearner, seed_step
 
 __all__ = ["folder", "opened"]
@@ -232,8 +232,10 @@ async def test_what_is_drawn_in_a_step_follows_from_its_number_alone(
 
 
 def test_parts_come_back_as_they_were_written(tmp_path: Path) -> None:
-    part = Part({"w/moment": torch.full((3,), 0.1), "count": torch.tensor(7)}, {"rate": 0.1, "flags": [True, None]})
-    write_parts(tmp_path, {"one": part, "empty": Part(facts={"x": 1})})
+    part = StatePart(
+        {"w/moment": torch.full((3,), 0.1), "count": torch.tensor(7)}, {"rate": 0.1, "flags": [True, None]}
+    )
+    write_parts(tmp_path, {"one": part, "empty": StatePart(facts={"x": 1})})
     back = read_parts(tmp_path, {})
     assert back["one"].facts == part.facts
     assert back["empty"].facts == {"x": 1}

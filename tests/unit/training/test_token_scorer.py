@@ -14,17 +14,20 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from tests.unit.training.test_learner import batch, config, folder, pack
 from tests.unit.training.test_packed_rows import SHAPE, alone, saved
-from trinity_mq.algorithms.scoring import AfterHead, entropy_baselines, token_logprobs
+from trinity_mq.algorithms.scoring import HeadOperation, entropy_baselines, token_logprobs
 from trinity_mq.training.model.policy import LearnerError, Policy
-from trinity_mq.training.model.token_scorer import TokenScorer, after_head
+from trinity_mq.training.model.token_scorer import TokenScorer, detect_head_operation
 
 __all__ = ["folder"]
 
-AFTER: dict[str, tuple[PreTrainedConfig, AfterHead]] = {
-    "nothing": (transformers.LlamaConfig(**SHAPE), AfterHead()),
-    "softcap": (transformers.Gemma2Config(**SHAPE, head_dim=16, final_logit_softcapping=2.0), AfterHead(softcap=2.0)),
-    "scale": (transformers.CohereConfig(**SHAPE, logit_scale=0.5), AfterHead(scale=0.5)),
-    "divisor": (transformers.GraniteConfig(**SHAPE, logits_scaling=4.0), AfterHead(scale=0.25)),
+AFTER: dict[str, tuple[PreTrainedConfig, HeadOperation]] = {
+    "nothing": (transformers.LlamaConfig(**SHAPE), HeadOperation()),
+    "softcap": (
+        transformers.Gemma2Config(**SHAPE, head_dim=16, final_logit_softcapping=2.0),
+        HeadOperation(softcap=2.0),
+    ),
+    "scale": (transformers.CohereConfig(**SHAPE, logit_scale=0.5), HeadOperation(scale=0.5)),
+    "divisor": (transformers.GraniteConfig(**SHAPE, logits_scaling=4.0), HeadOperation(scale=0.25)),
 }
 
 
@@ -68,9 +71,9 @@ def test_scores_are_those_of_the_models_logits(name: str) -> None:
 
 def test_a_setting_that_the_model_does_not_follow_is_not_believed() -> None:
     model = AutoModelForCausalLM.from_config(transformers.LlamaConfig(**SHAPE)).eval()
-    assert after_head(model) == AfterHead()
+    assert detect_head_operation(model) == HeadOperation()
     model.config.final_logit_softcapping = 30.0
-    assert after_head(model) is None
+    assert detect_head_operation(model) is None
 
 
 def test_the_head_sees_no_token_but_for_unknown_logits(folder: Path) -> None:

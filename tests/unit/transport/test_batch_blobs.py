@@ -14,7 +14,14 @@ from trinity_mq.bus.memory.bus import MemoryBroker, MemoryBus
 from trinity_mq.config import BrokerConfig
 from trinity_mq.messages import ExperienceReference
 from trinity_mq.testing.virtual_time import run_virtually
-from trinity_mq.transport.batch_blobs import GRACE, SWEEP_INTERVAL, Sweep, delete_blobs, part_name, stored
+from trinity_mq.transport.batch_blobs import (
+    GRACE,
+    SWEEP_INTERVAL,
+    BlobSweep,
+    delete_blobs,
+    part_name,
+    store_large_bodies,
+)
 from trinity_mq.transport.blobs import BlobStore
 
 Act = Callable[[MemoryBus, BlobStore], Coroutine[Any, Any, None]]
@@ -28,7 +35,7 @@ def play(folder: Path, act: Act) -> list[Any]:
     async def main() -> None:
         bus = MemoryBus(MemoryBroker(), TOPOLOGY, config=BrokerConfig())
         await bus.connect()
-        sweep = asyncio.create_task(Sweep(bus, TOPOLOGY, store).run())
+        sweep = asyncio.create_task(BlobSweep(bus, TOPOLOGY, store).run())
         await act(bus, store)
         assert not sweep.done()
         sweep.cancel()
@@ -101,12 +108,12 @@ def test_what_is_left_in_the_folder_by_others_is_not_touched(tmp_path: Path) -> 
 def test_only_what_no_message_takes_is_stored(tmp_path: Path) -> None:
     store = BlobStore(f"file://{tmp_path}", "r", 1 << 20)
     bodies = [b"x" * 10, b"y" * 11, b"z" * 10]
-    contents = run_virtually(stored(store, bodies, 10, lambda n: part_name("t", "a", n)))
+    contents = run_virtually(store_large_bodies(store, bodies, 10, lambda n: part_name("t", "a", n)))
     assert [contents[0], contents[2]] == [bodies[0], bodies[2]]
     assert isinstance(contents[1], ExperienceReference)
     assert contents[1].url.endswith("/r/batch/t/a-1.tmqx")
     assert store.get(contents[1]) == bodies[1]
-    assert run_virtually(stored(None, bodies, 20, lambda n: "x")) == bodies
+    assert run_virtually(store_large_bodies(None, bodies, 20, lambda n: "x")) == bodies
 
 
 def test_a_deletion_that_fails_is_left_to_the_sweep(tmp_path: Path) -> None:

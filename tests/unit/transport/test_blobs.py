@@ -22,14 +22,14 @@ from trinity_mq.testing.virtual_time import run_virtually
 from trinity_mq.transport.blobs import (
     MARK,
     BlobDamaged,
-    BlobGone,
+    BlobMissing,
     BlobRefused,
     BlobStore,
     StoreUnavailable,
-    carried_bytes,
     open_store,
-    patiently,
-    resolve,
+    resolve_body,
+    resolved_size,
+    run_with_store_retries,
 )
 
 NAME = "batch/t1/a-0.tmqx"
@@ -248,7 +248,7 @@ def test_a_folder_or_pipe_in_its_place_is_damage(local: BlobStore, tmp_path: Pat
 def test_a_missing_blob_is_gone_only_where_the_store_is_there(store: BlobStore) -> None:
     reference = store.put(NAME, BODY)
     store.delete(NAME)
-    with pytest.raises(BlobGone, match="does not exist"):
+    with pytest.raises(BlobMissing, match="does not exist"):
         store.get(reference)
     store.delete(MARK)
     with pytest.raises(StoreUnavailable, match="is it mounted"):
@@ -311,12 +311,12 @@ def test_patience_tries_again_and_ends() -> None:
 
     async def main() -> None:
         loop = asyncio.get_running_loop()
-        assert await patiently(fails_until, 30.0) == "up"
+        assert await run_with_store_retries(fails_until, 30.0) == "up"
         assert 30 <= loop.time() < 45
         assert 4 < len(calls) < 200
         started = loop.time()
         with pytest.raises(StoreUnavailable, match="not done within 20 s; down"):
-            await patiently(fails_until, 1e9, seconds=20.0)
+            await run_with_store_retries(fails_until, 1e9, seconds=20.0)
         assert loop.time() - started == pytest.approx(20)
 
     with capture_logs() as lines:
@@ -332,7 +332,7 @@ async def test_a_store_that_hangs_is_given_up() -> None:
         asyncio.run_coroutine_threadsafe(released.wait(), loop).result()
 
     with pytest.raises(StoreUnavailable, match="does not answer"):
-        await patiently(hangs, seconds=0.1)
+        await run_with_store_retries(hangs, seconds=0.1)
     released.set()
 
 
@@ -341,7 +341,7 @@ def test_other_errors_pass_at_once() -> None:
         raise BlobDamaged("x")
 
     with pytest.raises(BlobDamaged):
-        run_virtually(patiently(damaged))
+        run_virtually(run_with_store_retries(damaged))
 
 
 # -- bodies that stand for one
@@ -349,25 +349,25 @@ def test_other_errors_pass_at_once() -> None:
 
 def test_a_body_is_itself_or_what_it_refers_to(store: BlobStore) -> None:
     reference = store.put(NAME, BODY)
-    assert resolve(store, b"TMQX", EXPERIENCES) == b"TMQX"
-    assert resolve(None, b"TMQX", None) == b"TMQX"
-    assert resolve(store, encode(reference), REFERENCE) == BODY
+    assert resolve_body(store, b"TMQX", EXPERIENCES) == b"TMQX"
+    assert resolve_body(None, b"TMQX", None) == b"TMQX"
+    assert resolve_body(store, encode(reference), REFERENCE) == BODY
     with pytest.raises(DecodeError, match=r"broker\.blob_store is not set here"):
-        resolve(None, encode(reference), REFERENCE)
+        resolve_body(None, encode(reference), REFERENCE)
     for junk in (b"", b"TMQX", b"\x80", encode(changed(reference, sha256="no"))):
         with pytest.raises(DecodeError):
-            resolve(store, junk, REFERENCE)
+            resolve_body(store, junk, REFERENCE)
 
 
 def test_how_much_a_body_will_take(store: BlobStore) -> None:
     reference = store.put(NAME, BODY)
     body = encode(reference)
-    assert carried_bytes(store, b"12345", EXPERIENCES) == 5
-    assert carried_bytes(store, body, REFERENCE) == len(BODY)
-    assert carried_bytes(None, body, REFERENCE) == len(body)  # it will be refused
+    assert resolved_size(store, b"12345", EXPERIENCES) == 5
+    assert resolved_size(store, body, REFERENCE) == len(BODY)
+    assert resolved_size(None, body, REFERENCE) == len(body)  # it will be refused
     large = encode(changed(reference, bytes=LIMIT + 1))
-    assert carried_bytes(store, large, REFERENCE) == len(large)
-    assert carried_bytes(store, b"junk", REFERENCE) == 4
+    assert resolved_size(store, large, REFERENCE) == len(large)
+    assert resolved_size(store, b"junk", REFERENCE) == 4
 
 
 def test_its_library_is_not_imported_before_it_is_needed() -> None:

@@ -8,15 +8,15 @@ from tests.unit.agents.world import a_slice, experience
 from trinity_mq.bus import Envelope, Incoming
 from trinity_mq.experience import DecodeError, Experience, ExperienceBatch
 from trinity_mq.messages.batches import Accepted, BatchClosed, Wanted
-from trinity_mq.transport.co_batched_parts import AttemptRows, Member, attempt_rows_of
-from trinity_mq.transport.experience_parts import Part, decode_parts, requested_parts, shared_part_message
+from trinity_mq.transport.co_batched_parts import AttemptRows, PartMember, attempt_rows_of
+from trinity_mq.transport.experience_parts import ReceivedPart, decode_parts, requested_parts, shared_part_message
 
 
-def member(attempt: str, *runs: int, task: int = 0, oldest: tuple[int, int] | None = (1, 3)) -> Member:
-    return Member(a_slice(task=task), attempt, [experience(task, run) for run in runs], 100, oldest)
+def member(attempt: str, *runs: int, task: int = 0, oldest: tuple[int, int] | None = (1, 3)) -> PartMember:
+    return PartMember(a_slice(task=task), attempt, [experience(task, run) for run in runs], 100, oldest)
 
 
-def body_of(*members: Member) -> bytes:
+def body_of(*members: PartMember) -> bytes:
     return Experience.serialize_many([each for one in members for each in one.experiences])
 
 
@@ -27,8 +27,8 @@ def received(mail: Envelope) -> Incoming:
     )
 
 
-def parts_of(*incoming: Incoming) -> dict[tuple[str, int], Part]:
-    return {share.key: Part(each, share) for each in incoming for share in attempt_rows_of(each)}
+def parts_of(*incoming: Incoming) -> dict[tuple[str, int], ReceivedPart]:
+    return {share.key: ReceivedPart(each, share) for each in incoming for share in attempt_rows_of(each)}
 
 
 MEMBERS = (member("a", 0, 1), member("b", 4, oldest=(1, 2)), member("c", 6, 7, 8, oldest=None))

@@ -18,7 +18,7 @@ from tests.waiting import until
 from trinity_mq.experience import Experience
 from trinity_mq.testing.scripted import END, byte_codec, scripted_model
 from trinity_mq.workflows import RunFailedError, SandboxFailed, Task
-from trinity_mq.workflows.sessions.children import close_kept, kept, program_of
+from trinity_mq.workflows.sessions.children import close_persistent_programs, kept, make_program
 from trinity_mq.workflows.sessions.program import ProgramWorkflow
 from trinity_mq.workflows.sessions.verifiers import VerifiersWorkflow
 
@@ -145,10 +145,10 @@ async def test_a_kept_program_answers_many_runs_and_is_started_again(tmp_path: P
         [again] = await run(command, keep=True)
         assert int(again.metrics["pid"]) != pid
         os.kill(int(again.metrics["pid"]), signal.SIGKILL)
-        await until(lambda: not kept(program_of(command, {}, None)).runs)
+        await until(lambda: not kept(make_program(command, {}, None)).runs)
         assert (await run(command, keep=True))[0].reward == 1.0
     finally:
-        await close_kept()
+        await close_persistent_programs()
 
 
 async def test_the_session_of_a_run_opens_for_nobody_else(tmp_path: Path) -> None:
@@ -190,7 +190,7 @@ async def test_an_environment_of_verifiers() -> None:
     try:
         [one] = await run_task(VerifiersWorkflow, task, lambda _: "4")
     finally:
-        await close_kept()
+        await close_persistent_programs()
     assert one.reward == 1.0
 
 
@@ -205,4 +205,4 @@ async def test_a_python_without_verifiers_says_so(tmp_path: Path) -> None:
         with pytest.raises(SandboxFailed, match="No module named 'nowhere'"):
             await run_task(VerifiersWorkflow, task, lambda _: "7")
     finally:
-        await close_kept()
+        await close_persistent_programs()

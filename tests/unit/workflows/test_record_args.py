@@ -33,4 +33,4 @@ def test_a_task_from_outside_gives_those_that_are_open() -> None:
 
 def test_it_stays_so_on_the_way_through_a_runner() -> None:
     task = Task.from_body(TaskBody(workflow="math_workflow", record_args=["seed"]))
-    assert task.own_copy().to_body().record_args == ["seed"]
+    assert task.copy_for_run().to_body().record_args == ["seed"]

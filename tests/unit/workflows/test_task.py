@@ -114,7 +114,7 @@ def test_sampling_parameters_are_attributes_too(stub_model):
     assert workflow.task.rollout_args == {"temperature": 0.5}, "n is passed on only where it is asked for"
     assert workflow.rollout_args == {"temperature": 0.5, "n": 2}
     workflow.task.rollout_args.n = 3
-    assert copy.deepcopy(workflow.task).own_copy().rollout_args == {"temperature": 0.5, "n": 3}
+    assert copy.deepcopy(workflow.task).copy_for_run().rollout_args == {"temperature": 0.5, "n": 3}
     with pytest.raises(AttributeError, match="rollout_args has no 'temprature', only n, temperature, top_p"):
         _ = workflow.rollout_args.temprature
 
@@ -155,7 +155,7 @@ def test_to_workflow_makes_an_instance_each_time():
 
 def test_an_own_copy_shares_nothing_that_a_workflow_might_change():
     task = Task.from_body(BODY.model_copy(update={"raw_task": {"state": {"a": [1]}}, "workflow_args": {"b": [1]}}))
-    copied = task.own_copy()
+    copied = task.copy_for_run()
     copied.raw_task["state"]["a"].append(2)
     copied.workflow_args["b"].append(2)
     assert task.raw_task == {"state": {"a": [1]}}

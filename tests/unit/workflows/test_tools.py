@@ -173,6 +173,6 @@ def test_what_is_no_tool_is_refused_when_it_is_named(paths, error, said):
 
 
 def test_a_blocking_workflow_takes_no_asynchronous_function():
-    box("add").need_synchronous()
+    box("add").check_synchronous()
     with pytest.raises(TaskError, match="'later' is asynchronous; use async_tool_agent_workflow"):
-        box("add", "later").need_synchronous()
+        box("add", "later").check_synchronous()

@@ -8,7 +8,7 @@ from trinity_mq.algorithms.estimators.runs import (
     LARGEST,
     Counts,
     Numbers,
-    centred,
+    center,
     deviation,
     is_finite,
     mask_lengths,
@@ -89,7 +89,7 @@ def _scaled_distances(values: Numbers, groups: Counts, args: GigpoEstimator) -> 
     for group in range(int(groups.max()) + 1):
         chosen = groups == group
         scale = deviation(values[chosen]) if args.scale == "group" else 1.0
-        result[chosen] = centred(values[chosen]) / (scale + args.epsilon) if scale else 0.0
+        result[chosen] = center(values[chosen]) / (scale + args.epsilon) if scale else 0.0
     return result
 
 

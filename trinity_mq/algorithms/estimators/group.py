@@ -9,16 +9,16 @@ from collections.abc import Iterable, MutableMapping, Sequence
 import numpy as np
 
 from trinity_mq.algorithms.estimators.penalties import (
-    length_penalised,
+    apply_length_penalty,
+    apply_rank_penalty,
     mean_logprobs,
-    rank_penalised,
     sizes,
 )
 from trinity_mq.algorithms.estimators.runs import (
     Group,
     Numbers,
     are_equal,
-    centred,
+    center,
     deviation,
     mask_lengths,
     reward_metrics,
@@ -147,10 +147,10 @@ def _penalised(batch: ExperienceBatch, units: Sequence[str], groups: Groups, arg
     result = {tid: group for tid, group in groups.items() if group}
     if args.length_penalty is not None:
         run_sizes, weights = sizes(batch, units), args.length_penalty
-        result = {tid: length_penalised(group, run_sizes, weights) for tid, group in result.items()}
+        result = {tid: apply_length_penalty(group, run_sizes, weights) for tid, group in result.items()}
     if args.rank_penalty is not None:
         likelihood, penalty = mean_logprobs(batch, units), args.rank_penalty
-        result = {tid: rank_penalised(group, likelihood, penalty) for tid, group in result.items()}
+        result = {tid: apply_rank_penalty(group, likelihood, penalty) for tid, group in result.items()}
     return result
 
 
@@ -166,7 +166,7 @@ def _balanced(group: Group) -> Group:
 
     A hash of the ids chooses the dropped runs. This is as good as random, and a retry drops the same runs.
     """
-    distances = dict(zip(group, centred(_array(group)), strict=True))
+    distances = dict(zip(group, center(_array(group)), strict=True))
     below = [unit for unit, distance in distances.items() if distance < 0]
     surplus = len(below) - sum(distance > 0 for distance in distances.values())
     surplus_units = set(sorted(below, key=lambda unit: hashlib.blake2b(unit.encode()).digest())[: max(surplus, 0)])
@@ -210,7 +210,7 @@ def baseline_distances(rewards: Numbers, args: GroupEstimator, weights: Numbers,
         return np.zeros(count) - args.shift
     match args.baseline:
         case "leave_one_out":  # R_i minus the mean of the others (arXiv 2402.14740)
-            distances = centred(rewards) * count / (count - 1)
+            distances = center(rewards) * count / (count - 1)
         case "logavgexp":
             top = rewards.max()
             distances = rewards - top - args.tau * np.log(np.mean(np.exp((rewards - top) / args.tau)))
@@ -220,7 +220,7 @@ def baseline_distances(rewards: Numbers, args: GroupEstimator, weights: Numbers,
             best, second = np.sort(rewards)[[-1, -2]]
             distances = np.where(rewards == best, best - second, 0.0)
         case _:
-            distances = centred(rewards)
+            distances = center(rewards)
     return distances - args.shift
 
 
@@ -241,11 +241,11 @@ def _role_distances(
         role, reward = acting[unit], rewards[unit]
         before = baselines.get(role, 0.0)
         result[order[unit][0]][unit] = reward - before - args.shift
-        baselines[role] = moved(before, reward, args.decay)
+        baselines[role] = update_average(before, reward, args.decay)
     return result
 
 
-def moved(average: float, value: float, decay: float) -> float:
+def update_average(average: float, value: float, decay: float) -> float:
     """Return the moving average after another value (role-conditioned advantages, arXiv 2506.24119)."""
     return decay * average + (1 - decay) * value
 

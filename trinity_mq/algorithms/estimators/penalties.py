@@ -22,7 +22,7 @@ from trinity_mq.experience import ExperienceBatch
 
 
 @dataclass(frozen=True)
-class Sizes:
+class RunSizes:
     """Token and turn counts of runs, float64 each, indexed by the run's number in :attr:`number`."""
 
     number: dict[str, int]
@@ -38,7 +38,7 @@ class Sizes:
         return counts[[self.number[unit] for unit in group]]
 
 
-def sizes(batch: ExperienceBatch, units: Sequence[str]) -> Sizes:
+def sizes(batch: ExperienceBatch, units: Sequence[str]) -> RunSizes:
     """Return the sizes of the runs. ``units`` holds the run id of each experience."""
     rows, number = numbered(units), {unit: place for place, unit in enumerate(dict.fromkeys(units))}
     owner = np.repeat(np.arange(len(batch)), mask_lengths(batch))
@@ -47,7 +47,7 @@ def sizes(batch: ExperienceBatch, units: Sequence[str]) -> Sizes:
     begins = trained & ~(before & (np.diff(owner, prepend=-1) == 0))
     output = _by_run(trained, owner, rows, len(number))
     total = np.bincount(rows, weights=batch.lengths("tokens"), minlength=len(number))
-    return Sizes(number, output, total - output, _by_run(begins, owner, rows, len(number)))
+    return RunSizes(number, output, total - output, _by_run(begins, owner, rows, len(number)))
 
 
 def mean_logprobs(batch: ExperienceBatch, units: Sequence[str]) -> dict[str, float]:
@@ -66,7 +66,7 @@ def mean_logprobs(batch: ExperienceBatch, units: Sequence[str]) -> dict[str, flo
     return dict(zip(runs, (sums / np.maximum(counts, 1)).tolist(), strict=True))
 
 
-def rank_penalised(group: Group, likelihood: dict[str, float], penalty: float) -> Group:
+def apply_rank_penalty(group: Group, likelihood: dict[str, float], penalty: float) -> Group:
     """Return ``R (1 - penalty * rank / G)`` for the G rewards R of a task's runs. The rank of a run is the number of
     runs that the policy found less likely (unlikeliness reward, arXiv 2506.02355).
     """
@@ -78,7 +78,7 @@ def rank_penalised(group: Group, likelihood: dict[str, float], penalty: float) -
     }
 
 
-def length_penalised(group: Group, run_sizes: Sizes, weights: LengthPenaltyWeights) -> Group:
+def apply_length_penalty(group: Group, run_sizes: RunSizes, weights: LengthPenaltyWeights) -> Group:
     """Return the rewards of a task's runs minus ``mean * (a out / max out + b in / max in + c turns / max turns)``,
     with the mean of the rewards and the weights a, b, c (the GRPO length penalty of prime-rl).
     """

@@ -9,7 +9,7 @@ from typing import Any
 from trinity_mq.algorithms.estimators.runs import is_finite, mask_lengths, reward_metrics, run_values, with_scores
 from trinity_mq.config.estimators import EstimatorPlugin
 from trinity_mq.experience import ExperienceBatch
-from trinity_mq.runtime.errors import FatalError, described
+from trinity_mq.runtime.errors import FatalError, describe_error
 from trinity_mq.runtime.plugins import import_named
 
 PluginFunction = Callable[..., Sequence[float]]
@@ -85,7 +85,7 @@ def _call(function: PluginFunction, args: EstimatorPlugin, rewards: list[float])
         result: Any = function(list(rewards), **args.args)
     except Exception as error:  # custom code may raise any error
         raise EstimatorError(
-            f"estimator {args.kind!r} raised {described(error)}, for the rewards {rewards} of one task"
+            f"estimator {args.kind!r} raised {describe_error(error)}, for the rewards {rewards} of one task"
         ) from error
     try:
         values = [float(value) for value in result]

@@ -22,7 +22,7 @@ Estimated = tuple[ExperienceBatch, dict[str, float]]
 
 
 @dataclass(frozen=True)
-class Entry:
+class EstimatorEntry:
     """An estimator: computes advantages from a batch and its section of the configuration.
 
     The section declares the inputs of the estimator and where it runs
@@ -39,19 +39,19 @@ def no_advantages(batch: ExperienceBatch, _: NoEstimator) -> Estimated:
     return batch, {}
 
 
-ESTIMATORS: Mapping[str, Entry] = MappingProxyType(
+ESTIMATORS: Mapping[str, EstimatorEntry] = MappingProxyType(
     {
-        "group": Entry(group_advantages, ("min_group_runs", "baselines")),
-        "discounted": Entry(discounted_advantages, ("token_penalty",)),
-        "gigpo": Entry(gigpo_advantages, ("min_group_runs",)),
-        "distill": Entry(distillation_advantages),
-        "jsd": Entry(jsd_advantages),
-        "gae": Entry(gae_advantages, ("values", "token_penalty")),
-        "none": Entry(no_advantages),
+        "group": EstimatorEntry(group_advantages, ("min_group_runs", "baselines")),
+        "discounted": EstimatorEntry(discounted_advantages, ("token_penalty",)),
+        "gigpo": EstimatorEntry(gigpo_advantages, ("min_group_runs",)),
+        "distill": EstimatorEntry(distillation_advantages),
+        "jsd": EstimatorEntry(jsd_advantages),
+        "gae": EstimatorEntry(gae_advantages, ("values", "token_penalty")),
+        "none": EstimatorEntry(no_advantages),
     }
 )
 """Estimators by the ``kind`` of their section."""
-PLUGIN = Entry(plugin_advantages, ("min_group_runs",))
+PLUGIN = EstimatorEntry(plugin_advantages, ("min_group_runs",))
 """Entry that calls a custom function."""
 
 

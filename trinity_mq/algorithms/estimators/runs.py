@@ -117,7 +117,7 @@ def are_equal(values: Numbers) -> bool:
     return listed.count(listed[0]) == len(listed)
 
 
-def centred(values: Numbers) -> Numbers:
+def center(values: Numbers) -> Numbers:
     """Return the values minus their mean; exactly 0 for equal values."""
     if len(values) == 0 or are_equal(values):
         return np.zeros(len(values))
@@ -218,7 +218,7 @@ def whiten(flat: Numbers, trained: Flags) -> Numbers:
     trained values are equal, all results are 0. With the variance v the divisor is ``sqrt(v + 1e-8)`` (arXiv
     2501.03262).
     """
-    values = centred(flat[trained])
+    values = center(flat[trained])
     result = np.zeros(len(flat))
     result[trained] = values / math.sqrt(deviation(values) ** 2 + WHITEN_EPSILON)
     return result

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from trinity_mq.config.algorithm.needs import needs_reference
-from trinity_mq.config.algorithm.pieces import CovarianceKL, Weight
+from trinity_mq.config.algorithm.pieces import CovarianceKL, ImportanceWeight
 from trinity_mq.config.algorithm.section import AlgorithmConfig
 
 BY_TOKEN = ("discounted", "gae")
@@ -18,7 +18,7 @@ AGAINST_SAMPLER = {"weight", "reject", "divergence", "second_moment"}
 """Corrections that use the sampler's logprob of each token."""
 
 
-def contradictions(config: AlgorithmConfig, staleness: int, max_response_tokens: int) -> Iterator[str]:
+def algorithm_problems(config: AlgorithmConfig, staleness: int, max_response_tokens: int) -> Iterator[str]:
     """Yield one sentence for each problem: the settings, the reason and the remedy.
 
     Args:
@@ -44,7 +44,7 @@ def contradictions(config: AlgorithmConfig, staleness: int, max_response_tokens:
             "choose an estimator, or weights: {rl: 0}"
         )
     imitates = weights.ce or weights.pair or loss.ce_schedule is not None
-    if config.advantages_in == "trainer" and imitates:
+    if config.advantage_agent == "trainer" and imitates:
         yield (
             f"algorithm.estimator is {config.estimator.kind}, in the trainer, and weights.ce, weights.pair or "
             "ce_schedule trains on answers that were not sampled: the trainer computes advantages of samples alone; "
@@ -56,7 +56,7 @@ def contradictions(config: AlgorithmConfig, staleness: int, max_response_tokens:
             f"algorithm.regularisers has kind covariance {len(terms)} times: each would act on the tokens that any of "
             "them chooses, and not on its own share. Keep one, with the share and the coef that you want"
         )
-    weighs = [rule for rule in loss.correction if isinstance(rule, Weight)]
+    weighs = [rule for rule in loss.correction if isinstance(rule, ImportanceWeight)]
     if loss.anchor == "old" and staleness and not any(rule.kind in AGAINST_SAMPLER for rule in loss.correction):
         yield (
             f"algorithm.anchor is old without a correction, and data may be {staleness} train steps old: the ratio to "

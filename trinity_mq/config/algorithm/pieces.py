@@ -22,7 +22,7 @@ class Piece(Section):
     ``entropy_baseline``, ``staleness``."""
 
 
-class Plugin(Piece):
+class PluginPiece(Piece):
     """A user-defined function, imported by its dotted path."""
 
     kind: str
@@ -149,7 +149,7 @@ class Truncate(Piece):
     """Drop tokens with ``A > 0`` and a ratio above 1 plus this value."""
 
 
-class Gate(Piece):
+class SigmoidGate(Piece):
     """``-A 4/tau sigmoid(tau (r - 1))``: a soft clip whose gradient decreases on both sides of 1 (SAPO, arXiv
     2511.20347).
     """
@@ -265,20 +265,20 @@ class Pair(Piece):
 Surrogate = Annotated[
     Annotated[Clip, Tag("clip")]
     | Annotated[Truncate, Tag("truncate")]
-    | Annotated[Gate, Tag("gate")]
+    | Annotated[SigmoidGate, Tag("gate")]
     | Annotated[Linear, Tag("linear")]
     | Annotated[LogLinear, Tag("log_linear")]
     | Annotated[LogRatio, Tag("log_ratio")]
     | Annotated[Quadratic, Tag("quadratic")]
     | Annotated[Vespo, Tag("vespo")]
-    | Annotated[Plugin, Tag("plugin")],
+    | Annotated[PluginPiece, Tag("plugin")],
     _by_kind("clip", "truncate", "gate", "linear", "log_linear", "log_ratio", "quadratic", "vespo"),
 ]
 
 # Corrections: a constant weight for each token; 0 leaves the token out
 
 
-class Weight(Piece):
+class ImportanceWeight(Piece):
     """The bounded ratio of the old policy to the sampler. If the anchor is the sampler, the ratio of the policy itself.
 
     With ``beyond: truncate`` it is truncated importance sampling. With ``beyond: mask`` it is IcePop (arXiv 2510.18855)
@@ -410,7 +410,7 @@ class CovarianceClip(Piece):
 
 
 Correction = Annotated[
-    Annotated[Weight, Tag("weight")]
+    Annotated[ImportanceWeight, Tag("weight")]
     | Annotated[Reject, Tag("reject")]
     | Annotated[Divergence, Tag("divergence")]
     | Annotated[SecondMoment, Tag("second_moment")]
@@ -419,7 +419,7 @@ Correction = Annotated[
     | Annotated[EntropyClip, Tag("entropy_clip")]
     | Annotated[VocabularyClip, Tag("vocabulary_clip")]
     | Annotated[CovarianceClip, Tag("covariance_clip")]
-    | Annotated[Plugin, Tag("plugin")],
+    | Annotated[PluginPiece, Tag("plugin")],
     _by_kind(
         "weight",
         "reject",
@@ -464,7 +464,7 @@ class CovarianceKL(Piece):
     """Weight of the term."""
 
 
-class Square(Piece):
+class SquaredLogRatio(Piece):
     """``coef log(pi / anchor)^2``: holds the policy near the policy that sampled (Kimi k1.5, arXiv 2501.12599)."""
 
     kind: Literal["square"] = "square"
@@ -480,7 +480,7 @@ class NegativeLikelihood(Piece):
     """Weight of the term."""
 
 
-Regulariser = Annotated[CovarianceKL | Square | NegativeLikelihood, Field(discriminator="kind")]
+Regulariser = Annotated[CovarianceKL | SquaredLogRatio | NegativeLikelihood, Field(discriminator="kind")]
 
 # Reduction
 

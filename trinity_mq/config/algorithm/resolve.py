@@ -10,7 +10,7 @@ from pydantic import BaseModel
 
 from trinity_mq.config.algorithm.pieces import LossConfig
 from trinity_mq.config.algorithm.presets import ALIASES, PRESETS, Preset
-from trinity_mq.config.algorithm.translate import translated
+from trinity_mq.config.algorithm.translate import take_trinity_names
 
 
 def preset_of(name: Any) -> Preset:
@@ -19,7 +19,7 @@ def preset_of(name: Any) -> Preset:
     Raises:
         ValueError: No preset has this name; the message suggests similar names.
     """
-    preset = PRESETS.get(canonical(name))
+    preset = PRESETS.get(canonical_name(name))
     if preset is None:
         near = difflib.get_close_matches(str(name), PRESETS, n=3, cutoff=0.5)
         hint = f"; did you mean {' or '.join(near)}?" if near else ""
@@ -27,12 +27,12 @@ def preset_of(name: Any) -> Preset:
     return preset
 
 
-def canonical(name: Any) -> str:
+def canonical_name(name: Any) -> str:
     """Return our name of an algorithm."""
     return ALIASES.get(str(name), str(name))
 
 
-def resolved(data: Mapping[str, Any]) -> dict[str, Any]:
+def resolve_algorithm(data: Mapping[str, Any]) -> dict[str, Any]:
     """Return the section with every piece in full: the defaults, overridden by the preset, overridden by ``data``.
 
     A piece in ``data`` with the preset's kind, or without a kind, keeps the preset's other fields. A piece with another
@@ -45,10 +45,10 @@ def resolved(data: Mapping[str, Any]) -> dict[str, Any]:
     user_settings = {key: _plain(key, value) for key, value in data.items()}
     estimator = {} if "advantage_fn" in user_settings else {"estimator": preset.estimator}
     loss = {key: value for key, value in preset.loss.items() if key == "kl" or "policy_loss_fn" not in user_settings}
-    for layer in (estimator, loss, translated(user_settings, preset), user_settings):
+    for layer in (estimator, loss, take_trinity_names(user_settings, preset), user_settings):
         for key, value in layer.items():
             result[key] = _merged(result.get(key), value)
-    return {**result, "algorithm_type": canonical(name)}
+    return {**result, "algorithm_type": canonical_name(name)}
 
 
 def _plain(key: str, value: Any) -> Any:

@@ -11,7 +11,7 @@ from pydantic import Field, field_validator, model_validator
 from trinity_mq.config.algorithm.critic import CriticConfig
 from trinity_mq.config.algorithm.pieces import LossConfig
 from trinity_mq.config.algorithm.reference import ReferenceConfig, RewardKL
-from trinity_mq.config.algorithm.resolve import resolved
+from trinity_mq.config.algorithm.resolve import resolve_algorithm
 from trinity_mq.config.base import Section
 from trinity_mq.config.estimators import Estimator, GroupEstimator, Place
 
@@ -111,10 +111,10 @@ class AlgorithmConfig(LossConfig):
     @model_validator(mode="before")
     @classmethod
     def _resolved(cls, data: Any) -> Any:
-        return resolved(data) if isinstance(data, Mapping) else data
+        return resolve_algorithm(data) if isinstance(data, Mapping) else data
 
     @property
-    def advantages_in(self) -> Place:
+    def advantage_agent(self) -> Place:
         """The agent that computes advantages: the trainer if they need a state or a model of their own."""
         return "trainer" if self.reward_kl is not None else self.estimator.where
 

@@ -109,7 +109,7 @@ CRITIC_KEYS = {
 """Settings of a critic in Trinity-RFT's section ``trainer``, and the fields of ``algorithm.critic``."""
 
 
-def translated(user_settings: dict[str, Any], preset: Preset) -> dict[str, Any]:
+def take_trinity_names(user_settings: dict[str, Any], preset: Preset) -> dict[str, Any]:
     """Remove names of Trinity-RFT from ``user_settings`` and return the corresponding pieces.
 
     Raises:
@@ -215,7 +215,7 @@ def _lookup(name: str, value: Any, table: Mapping[str, str]) -> str:
     return table[value]
 
 
-def with_critic(data: dict[str, Any]) -> dict[str, Any]:
+def move_critic_settings(data: dict[str, Any]) -> dict[str, Any]:
     """Return a configuration with Trinity-RFT's critic settings moved from ``trainer`` to ``algorithm.critic``.
     Settings that ``algorithm.critic`` already has take precedence.
 

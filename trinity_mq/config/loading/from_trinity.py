@@ -80,7 +80,7 @@ OF_TASKSETS: Mapping[str, str] = MappingProxyType(
 """Advice for settings of a taskset in Trinity-RFT."""
 
 
-def counterpart(location: Sequence[int | str]) -> str | None:
+def trinity_key_advice(location: Sequence[int | str]) -> str | None:
     """Return the advice for a key of Trinity-RFT, None for any other key.
 
     Args:

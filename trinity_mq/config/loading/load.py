@@ -14,7 +14,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import ConfigIndexError, OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
 
-from trinity_mq.config.loading.from_trinity import counterpart
+from trinity_mq.config.loading.from_trinity import trinity_key_advice
 from trinity_mq.config.loading.strict_yaml import DuplicateKeyError, load_yaml
 from trinity_mq.config.run import Config
 from trinity_mq.telemetry.log import mask_passwords
@@ -41,16 +41,16 @@ def load_config(path: str | Path | Mapping[str, Any], overrides: Sequence[str] =
     Raises:
         ConfigError: The file cannot be read, a key is unknown, a value is not allowed, or a variable is not set.
     """
-    data, where = read_settings(path, overrides), title(path)
+    data, where = read_settings(path, overrides), config_title(path)
     if STAGES in data:
         raise ConfigError(
             f"{where}: holds {STAGES}, each a run of its own: give the folder or the name of one, as `trinity-mq list` "
             "shows it (`trinity-mq run` and `trinity-mq validate` take the whole file)"
         )
-    return validated(data, where)
+    return validate_settings(data, where)
 
 
-def title(path: str | Path | Mapping[str, Any]) -> str:
+def config_title(path: str | Path | Mapping[str, Any]) -> str:
     """Return the name of a configuration for error messages."""
     return "configuration" if isinstance(path, Mapping) else str(path)
 
@@ -71,11 +71,11 @@ def read_settings(path: str | Path | Mapping[str, Any], overrides: Sequence[str]
             _override(data, word)
         settings: dict[str, Any] = OmegaConf.to_container(data, resolve=True)  # type: ignore[assignment]  # of a mapping
     except OmegaConfBaseException as error:
-        raise ConfigError(f"{title(path)}: {_explain_interpolation(error)}") from None
+        raise ConfigError(f"{config_title(path)}: {_explain_interpolation(error)}") from None
     return settings
 
 
-def validated(settings: Mapping[str, Any], where: str) -> Config:
+def validate_settings(settings: Mapping[str, Any], where: str) -> Config:
     """Return the validated configuration.
 
     Raises:
@@ -88,12 +88,12 @@ def validated(settings: Mapping[str, Any], where: str) -> Config:
         raise ConfigError("\n".join(f"{where}: {line}" for line in lines)) from None
 
 
-def literal(value: Any) -> Any:
+def escape_interpolations(value: Any) -> Any:
     """Return ``value`` with its texts escaped, so that :func:`load_config` does not interpolate them."""
     if isinstance(value, dict):
-        return {key: literal(inner) for key, inner in value.items()}
+        return {key: escape_interpolations(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [literal(inner) for inner in value]
+        return [escape_interpolations(inner) for inner in value]
     return _INTERPOLATION.sub(r"\1\1\\${", value) if isinstance(value, str) else value
 
 
@@ -170,7 +170,7 @@ def _explain(model: type[BaseModel], finding: Any) -> str:
     location, names = _user_location(model, tuple(finding["loc"]))
     where = ".".join(map(str, location)) or "(top level)"
     if finding["type"] == "extra_forbidden":
-        if (advice := counterpart(location)) is not None:
+        if (advice := trinity_key_advice(location)) is not None:
             return f"{where}: a key of Trinity-RFT: {advice}"
         near = difflib.get_close_matches(str(location[-1]), names, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]!r}?" if near else f"known here: {', '.join(sorted(names))}"

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trinity_mq.config.loading.load import STAGES, ConfigError, read_settings, title, validated
+from trinity_mq.config.loading.load import STAGES, ConfigError, config_title, read_settings, validate_settings
 from trinity_mq.config.modes.mode import TRAINING_MODES
 from trinity_mq.config.run import Config
 
@@ -53,7 +53,7 @@ def load_stages(path: str | Path | Mapping[str, Any], overrides: Sequence[str] =
         ConfigError: As :func:`trinity_mq.config.load_config`; a stage has no name or a name that is already used; or an
             override has no effect, because each stage sets the value itself.
     """
-    settings, where = read_settings(path, overrides), title(path)
+    settings, where = read_settings(path, overrides), config_title(path)
     raw_stages = settings.pop(STAGES, None)
     if raw_stages is None:
         return []
@@ -112,7 +112,7 @@ def _stage(name: str, settings: dict[str, Any], earlier: Stage | None, where: st
     if earlier is not None:
         model = {key: value for key, value in settings.get("model", {}).items() if key not in {"tiny", "model_path"}}
         settings["model"] = {**model, "model_path": str(final_model(earlier.config))}
-    return Stage(name, validated(settings, f"{where}: stage {name}"), None if earlier is None else earlier.name)
+    return Stage(name, validate_settings(settings, f"{where}: stage {name}"), None if earlier is None else earlier.name)
 
 
 def final_model(config: Config) -> Path:

@@ -23,7 +23,7 @@ class SourceConfig(Section):
     on, or a batch number."""
 
 
-def trains_on_tap(settings: dict[str, Any]) -> dict[str, Any]:
+def with_tap_mode(settings: dict[str, Any]) -> dict[str, Any]:
     """Return settings with mode ``train`` instead of ``both`` if ``source.tap`` is set, since nothing is rolled out
     then.
     """

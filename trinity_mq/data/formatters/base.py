@@ -151,7 +151,7 @@ Raises:
 """
 
 
-def fitted(experience: Experience, max_tokens: int, too_long: Literal["skip", "cut"]) -> Experience | None:
+def fit_to_length(experience: Experience, max_tokens: int, too_long: Literal["skip", "cut"]) -> Experience | None:
     """Return the experience if it has at most ``max_tokens`` tokens, with its answers cut if ``too_long`` allows it.
     Return None if it does not fit.
 

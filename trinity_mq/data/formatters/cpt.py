@@ -9,7 +9,7 @@ from trinity_mq.data.formatters.base import FormatError, Reader
 from trinity_mq.experience import Experience
 
 
-def text_of(reader: Reader, record: Mapping[str, Any]) -> Experience:
+def format_text(reader: Reader, record: Mapping[str, Any]) -> Experience:
     """Return the experience of a text: all tokens except the first are trained on, including the end of sequence."""
     tokens = reader.codec.encode(reader.text(record, reader.keys.prompt_key), special=True)
     if not tokens or tokens[-1] not in reader.codec.stop_ids:

@@ -12,7 +12,7 @@ from trinity_mq.experience import Experience
 from trinity_mq.experience.rules import CHOSEN_MASK, REJECTED_MASK
 
 
-def pair_of(reader: Reader, record: Mapping[str, Any]) -> Experience:
+def format_pair(reader: Reader, record: Mapping[str, Any]) -> Experience:
     """Return the experience of a record, of type ``dpo``: the prompt and both answers. In an answer of several messages
     only the assistant's tokens count.
     """

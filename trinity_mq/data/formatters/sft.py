@@ -9,7 +9,7 @@ from trinity_mq.data.formatters.base import FormatError, Reader
 from trinity_mq.experience import Experience
 
 
-def answer_of(reader: Reader, record: Mapping[str, Any]) -> Experience:
+def format_answer(reader: Reader, record: Mapping[str, Any]) -> Experience:
     """Return the experience of a record. Trained on are the answer, the last message, or all turns of the assistant."""
     if not reader.has_messages:
         prompt = reader.prompt_messages(record)

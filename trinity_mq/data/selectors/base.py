@@ -48,7 +48,7 @@ class Selector(Protocol):
         """Return metrics of its progress by name."""
 
 
-class Draws:
+class DrawPosition:
     """The position of a selector that draws at random: the number of tasks it returned, which also seeds each draw.
 
     Args:
@@ -68,10 +68,10 @@ class Draws:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from a position. Raises ValueError if it is invalid."""
-        self.given = given_of(state)
+        self.given = returned_count(state)
 
 
-def given_of(state: Mapping[str, Any]) -> int:
+def returned_count(state: Mapping[str, Any]) -> int:
     """Return the number of returned tasks in a saved position.
 
     Raises:

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trinity_mq.config.buffer.selectors import DifficultyBasedSelector
-from trinity_mq.data.selectors.base import Draws, TaskStats
+from trinity_mq.data.selectors.base import DrawPosition, TaskStats
 
 Floats = NDArray[np.float64]
 
@@ -73,7 +73,7 @@ def probabilities(rates: Floats, target: float, tau: float) -> Floats:
     return total
 
 
-class DifficultyBased(Draws):
+class DifficultyBased(DrawPosition):
     """Tasks by the closeness of their estimated pass rate to the target, without replacement within a batch.
 
     Args:

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from trinity_mq.config.buffer.selectors import DifficultyPoolsSelector
-from trinity_mq.data.selectors.base import Draws, TaskStats
+from trinity_mq.data.selectors.base import DrawPosition, TaskStats
 
 
-class DifficultyPools(Draws):
+class DifficultyPools(DrawPosition):
     """Tasks drawn with replacement, with probabilities proportional to the weights of their pools.
 
     If all weights are 0, for example because all tasks are in disabled pools, all tasks are equally likely, so that a

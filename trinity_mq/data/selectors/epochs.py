@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trinity_mq.data.epochs import EpochOrder
-from trinity_mq.data.selectors.base import TaskStats, given_of
+from trinity_mq.data.selectors.base import TaskStats, returned_count
 
 
 class EpochSelector:
@@ -37,7 +37,7 @@ class EpochSelector:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from a position. Raises ValueError if it is invalid."""
-        self._order.move_to(*divmod(given_of(state), self._count))
+        self._order.move_to(*divmod(returned_count(state), self._count))
 
     def metrics(self) -> Mapping[str, float]:
         """Return an empty mapping."""

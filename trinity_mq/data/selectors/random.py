@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from trinity_mq.data.selectors.base import Draws, TaskStats
+from trinity_mq.data.selectors.base import DrawPosition, TaskStats
 
 
-class RandomOrder(Draws):
+class RandomOrder(DrawPosition):
     """Uniformly random tasks. The ``count`` indexes of one :meth:`next` are distinct, unless there are fewer tasks.
 
     Args:

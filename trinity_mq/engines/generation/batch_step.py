@@ -15,9 +15,9 @@ from typing import Any, Literal, Protocol, TypeVar
 import structlog
 
 from trinity_mq.engines.api_errors import ApiError, not_current, stopping
-from trinity_mq.engines.generation.pause import BatchCutOff, PauseControl, Spans
+from trinity_mq.engines.generation.pause import BatchStepAborted, PauseControl, Spans
 from trinity_mq.engines.generation.request import Completion, GenerationListener, GenerationRequest, ScoreRequest
-from trinity_mq.engines.generation.token_stream import BatchListener, Job, TokenStream, stamped, token_stream
+from trinity_mq.engines.generation.token_stream import BatchListener, Job, TokenStream, token_stream, with_versions
 from trinity_mq.engines.state import EngineState
 from trinity_mq.messages import Version
 from trinity_mq.telemetry.trace import record, shared_span
@@ -260,7 +260,7 @@ class StaticBatcher:
                 job.stream.begin(version)
         try:
             results = await loop.run_in_executor(self._worker, self._compute, jobs, loop, spans)
-        except BatchCutOff:
+        except BatchStepAborted:
             self._restart_later(jobs)
         except Exception as error:
             if self._closing:  # close() cut it off
@@ -313,7 +313,7 @@ class StaticBatcher:
         elif scored:
             job.answer.set_result((result, spans[-1][1]))  # scores are computed after all sampling
         else:
-            job.answer.set_result(([stamped(completion, spans) for completion in result], spans[0][1]))
+            job.answer.set_result(([with_versions(completion, spans) for completion in result], spans[0][1]))
 
     def _restart_later(self, jobs: list[Job]) -> None:
         """Put the jobs of a batch step that was cut off back at the head of the queue."""

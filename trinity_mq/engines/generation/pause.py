@@ -14,7 +14,7 @@ Spans = list[tuple[int, Version]]
 """``(first step, version)`` of each stretch of a batch step that was sampled under one version."""
 
 
-class BatchCutOff(Exception):
+class BatchStepAborted(Exception):
     """The batch step was ended between two decode steps; its requests may start again."""
 
 
@@ -43,7 +43,7 @@ class PauseControl:
         self._released.clear()
 
     def cut(self) -> None:
-        """Make the batch step raise :class:`BatchCutOff` before its next decode step."""
+        """Make the batch step raise :class:`BatchStepAborted` before its next decode step."""
         self._cut = True
 
     def release(self, version: Version | None) -> None:
@@ -67,7 +67,7 @@ class PauseControl:
             self._standing = False
         if self._cut:
             self._cut = False
-            raise BatchCutOff
+            raise BatchStepAborted
         version = self._version
         if version is None or version == spans[-1][1]:
             return None

@@ -55,6 +55,6 @@ def cut(text: str, stops: Sequence[str]) -> str:
     return text[: min(positions)] if positions else text
 
 
-def without_end(token_ids: list[int], stop_ids: frozenset[int]) -> list[int]:
+def without_stop_token(token_ids: list[int], stop_ids: frozenset[int]) -> list[int]:
     """Return ``token_ids`` without a final end-of-sequence token, which belongs to the tokens but not to the text."""
     return token_ids[:-1] if token_ids and token_ids[-1] in stop_ids else token_ids

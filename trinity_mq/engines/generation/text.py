@@ -167,11 +167,13 @@ class TextCodec:
         """Return the conversation as the chat template writes it, with nothing left out.
 
         Raises:
-            TextError: As :meth:`render` and :meth:`placed`.
+            TextError: As :meth:`render` and :meth:`messages_for_template`.
         """
-        return self.render(self.placed(messages, tools), tools, add_generation_prompt=add_generation_prompt)
+        return self.render(
+            self.messages_for_template(messages, tools), tools, add_generation_prompt=add_generation_prompt
+        )
 
-    def placed(self, messages: Messages, tools: Tools = None) -> list[Message]:
+    def messages_for_template(self, messages: Messages, tools: Tools = None) -> list[Message]:
         """Return the messages in the form of the template's family, with roles that the template supports.
 
         Args:
@@ -234,7 +236,7 @@ class TextCodec:
         Raises:
             TextError: The template leaves something out, or it rewrites earlier turns, so that no mask is right.
         """
-        messages = self.placed(messages, tools)
+        messages = self.messages_for_template(messages, tools)
         if _GENERATION.search(_COMMENT.sub("", self._template(tools))):
             tokens, turns = self._marked_turns(messages, tools)
         else:

@@ -153,7 +153,7 @@ class BatchListener:
                 stream.put(news)
 
 
-def stamped(completion: Completion, spans: Spans) -> Completion:
+def with_versions(completion: Completion, spans: Spans) -> Completion:
     """Return a completion of a batch step with the versions of its tokens if the weights changed during the step."""
     if len(spans) == 1:
         return completion

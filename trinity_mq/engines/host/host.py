@@ -32,7 +32,7 @@ from trinity_mq.messages import Version
 from trinity_mq.models.errors import EngineError, EngineFailed, EngineLost
 from trinity_mq.models.inference import EngineSnapshot
 from trinity_mq.runtime.process import write_atomic
-from trinity_mq.runtime.processes.last_words import end_of, ended_by, last_words
+from trinity_mq.runtime.processes.last_words import describe_exit_code, exit_reason, read_output_tail
 
 log = structlog.get_logger(__name__)
 
@@ -143,7 +143,7 @@ class EngineHost:
         """
         self._closing = True
         if self._process is not None:
-            self._process.leave_alone()
+            self._process.detach()
         await self._close_session()
 
     # -- commands of the sync gate
@@ -293,9 +293,9 @@ class EngineHost:
     def _why_it_died(self, code: int | None) -> str:
         """Return the cause of death from ``code``, an exit code of Popen. ``code`` is None for an adopted engine."""
         if code is None:
-            return last_words(end_of(self.output), 1) or "its exit code is not known"
+            return exit_reason(read_output_tail(self.output), 1) or "its exit code is not known"
         code = code if code >= 0 else 128 - code
-        return last_words(end_of(self.output), code) or ended_by(code)
+        return exit_reason(read_output_tail(self.output), code) or describe_exit_code(code)
 
     async def _renew(self, process: EngineProcess) -> None:
         """Renew the lease. An engine that does not answer for a whole lease is frozen, and is killed."""

@@ -94,7 +94,7 @@ class EngineProcess:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.ready.pid, signal.SIGKILL)
 
-    def leave_alone(self) -> None:
+    def detach(self) -> None:
         """Let the process live on without this host."""
         if self._child is not None and self._child.poll() is None:
             self._child.returncode = 0  # else Popen warns of a child without wait()

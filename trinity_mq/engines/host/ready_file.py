@@ -62,7 +62,7 @@ class ReadyFile:
             return False
 
 
-def kept_descriptor(word: str) -> int:
+def ready_descriptor(word: str) -> int:
     """Return the file descriptor that ``--ready-fd`` names, made non-inheritable.
 
     A child process with the descriptor, such as vLLM's server, would keep the host waiting after the engine closed it.
@@ -72,7 +72,7 @@ def kept_descriptor(word: str) -> int:
     return fd
 
 
-def announce(path: Path, fd: int | None, **fields: str) -> None:
+def write_ready(path: Path, fd: int | None, **fields: str) -> None:
     """Write the ready-file of this process with ``fields``, its pid and its start time. Then close ``fd``, on which its
     host waits.
     """

@@ -13,7 +13,7 @@ from pydantic import Field, NonNegativeInt
 from trinity_mq.engines.api_errors import ApiError, bad_request, not_current
 from trinity_mq.engines.generation.batch_step import StaticBatcher
 from trinity_mq.engines.generation.request import ScoreRequest
-from trinity_mq.engines.server.http_server import Body, parsed
+from trinity_mq.engines.server.http_server import Body, read_request
 from trinity_mq.engines.state import EngineState, StateError
 from trinity_mq.engines.torch.weights import WeightsError
 from trinity_mq.telemetry.trace import span
@@ -66,7 +66,7 @@ class AdminApi:
 
     async def pause(self, request: web.Request) -> web.Response:
         """Start no more batch steps, and return when the engine is ready to receive weights."""
-        body = await parsed(request, PauseBody)
+        body = await read_request(request, PauseBody)
         self._state.pause(body.lease)
         try:
             async with asyncio.timeout(body.timeout):
@@ -83,7 +83,7 @@ class AdminApi:
 
     async def receive(self, request: web.Request) -> web.Response:
         """Receive new weights and apply them; they are served after a commit."""
-        body = await parsed(request, ReceiveBody)
+        body = await read_request(request, ReceiveBody)
         if not self._state.paused:
             raise ApiError(409, "the engine is not paused; POST /admin/pause first", code="not_paused")
         if self._state.receiving:
@@ -150,7 +150,7 @@ class AdminApi:
 
     async def commit(self, request: web.Request) -> web.Response:
         """Record the version of the applied weights, and serve them."""
-        body = await parsed(request, CommitBody)
+        body = await read_request(request, CommitBody)
         try:
             self._state.commit(body.version, body.progress)
         except StateError as error:

@@ -44,7 +44,7 @@ class LeaseBody(Body):
     seconds: float = Field(gt=0)
 
 
-def guarded(token: str, handler: Handler) -> Handler:
+def with_token_check(token: str, handler: Handler) -> Handler:
     """Return ``handler`` restricted to requests with the bearer ``token``."""
 
     async def checked(request: web.Request) -> web.StreamResponse:
@@ -103,7 +103,7 @@ def validated(fields: Mapping[str, Any], body: type[B]) -> B:
         raise bad_request(f"{where}: {first['msg']}{sent_value}", where) from None
 
 
-async def parsed(request: web.Request, body: type[B]) -> B:
+async def read_request(request: web.Request, body: type[B]) -> B:
     """Return the parsed body of ``request``; raises :class:`ApiError` (400) if it is invalid."""
     return validated(json_object(await read_body(request)), body)
 
@@ -174,7 +174,7 @@ class HttpServer(ABC):
         return self.answer()
 
     async def _renew(self, request: web.Request) -> web.Response:
-        self._lease.renew((await parsed(request, LeaseBody)).seconds)
+        self._lease.renew((await read_request(request, LeaseBody)).seconds)
         return self.answer()
 
     async def _end(self, request: web.Request) -> web.Response:
@@ -185,6 +185,9 @@ class HttpServer(ABC):
 def admin_routes(token: str, gets: Mapping[str, Handler], posts: Mapping[str, Handler]) -> list[web.RouteDef]:
     """Return the routes under ``/admin``, behind the bearer token."""
     return [
-        *(web.get(f"/admin/{name}", guarded(token, handler), allow_head=False) for name, handler in gets.items()),
-        *(web.post(f"/admin/{name}", guarded(token, handler)) for name, handler in posts.items()),
+        *(
+            web.get(f"/admin/{name}", with_token_check(token, handler), allow_head=False)
+            for name, handler in gets.items()
+        ),
+        *(web.post(f"/admin/{name}", with_token_check(token, handler)) for name, handler in posts.items()),
     ]

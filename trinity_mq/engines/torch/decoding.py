@@ -75,7 +75,7 @@ class GenerationCancelled(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Sampled:
+class SampledRow:
     """Sampled tokens of one row, including the end-of-sequence token."""
 
     token_ids: list[int]
@@ -100,11 +100,11 @@ class _Recorder:
         self._tokens.append(column.index_copy_(0, active, tokens))
         self._logprobs.append(values.index_copy_(0, active, logprobs))
 
-    def finished(self) -> list[Sampled]:
+    def finished(self) -> list[SampledRow]:
         tokens, logprobs = torch.stack(self._tokens, 1).tolist(), torch.stack(self._logprobs, 1).tolist()
         ends = zip(self.lengths.tolist(), self.stopped.tolist(), strict=True)
         return [
-            Sampled(row[:length], values[:length], "stop" if stopped else "length")
+            SampledRow(row[:length], values[:length], "stop" if stopped else "length")
             for row, values, (length, stopped) in zip(tokens, logprobs, ends, strict=True)
         ]
 
@@ -207,7 +207,7 @@ def decode(
     row_listener: RowListener | None = None,
     cancelled: Callable[[], bool] = lambda: False,
     share: bool = True,
-) -> list[Sampled]:
+) -> list[SampledRow]:
     """Return the sampled tokens of each row; request i has ``n`` rows, requests in order.
 
     Rows without a waiting caller by ``row_listener`` end at once, with an empty result. The listener may also let the

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from trinity_mq.config import AuxiliaryModelConfig, ModelConfig
 from trinity_mq.engines.generation.request import Completion, GenerationListener, GenerationRequest, ScoreRequest
-from trinity_mq.engines.generation.stopping import StopStrings, cut, stop_in, without_end
+from trinity_mq.engines.generation.stopping import StopStrings, cut, stop_in, without_stop_token
 from trinity_mq.engines.generation.text import TextCodec
 from trinity_mq.engines.torch.decoding import RowListener, decode
 from trinity_mq.engines.torch.sampling import tempered_logprobs
@@ -83,7 +83,7 @@ class TextGenerator:
         )
         stop_ids = [request.stop_ids for request in requests for _ in range(request.n)]
         texts = self.codec.decode(
-            [without_end(row.token_ids, ends) for row, ends in zip(sampled, stop_ids, strict=True)]
+            [without_stop_token(row.token_ids, ends) for row, ends in zip(sampled, stop_ids, strict=True)]
         )
         completions = iter(
             [
@@ -175,7 +175,7 @@ def _batches(requests: Sequence[ScoreRequest]) -> list[list[ScoreRequest]]:
     return parts
 
 
-def fixed_generator(
+def auxiliary_generator(
     auxiliary: AuxiliaryModelConfig, folder: Path, seed: int, *, num_threads: int
 ) -> tuple[TextGenerator, Path]:
     """Return a generator of an auxiliary model and the model's folder.
@@ -206,6 +206,6 @@ def fixed_generator(
     return generator, path
 
 
-async def takes_no_weights(spec: dict[str, Any]) -> Mapping[str, Any]:
+async def refuse_transfer(spec: dict[str, Any]) -> Mapping[str, Any]:
     """Refuse a transfer: an auxiliary model is never trained."""
     raise WeightsError("an auxiliary engine takes no weights: it serves those of its folder")

@@ -391,7 +391,7 @@ def _backend(receive: Receive) -> type[Any]:
             arrived, self._arrived = self._arrived, None
             if arrived is None:
                 raise RuntimeError("no weights have arrived that could be put in")
-            put_in(self.model, self.model_config, arrived)
+            load_tensors(self.model, self.model_config, arrived)
 
         def shutdown(self) -> None:
             self._arrived = None
@@ -399,7 +399,7 @@ def _backend(receive: Receive) -> type[Any]:
     return Backend
 
 
-def put_in(model: Any, model_config: Any, tensors: Mapping[str, Any]) -> None:
+def load_tensors(model: Any, model_config: Any, tensors: Mapping[str, Any]) -> None:
     """Load tensors, named as in the Hugging Face checkpoint, into the running model of a worker."""
     import torch
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload

@@ -147,7 +147,7 @@ def _reason(ended: str | None) -> FinishReason | None:
     return "stop" if ended == "stop" else "length"
 
 
-def as_tokens(completions: Sequence[Completion], announced: Version) -> list[Token]:
+def stream_tokens(completions: Sequence[Completion], announced: Version) -> list[Token]:
     """Return the tokens that one stream would have delivered. ``announced`` is the version announced at its start."""
     tokens = []
     for number, completion in enumerate(completions):

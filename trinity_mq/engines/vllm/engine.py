@@ -26,7 +26,7 @@ from trinity_mq.engines.torch.generator import choose_device
 from trinity_mq.engines.vllm import api
 from trinity_mq.engines.vllm.adapters import AdapterGenerator, Adapters, adapter_plan
 from trinity_mq.engines.vllm.client import VllmClient
-from trinity_mq.engines.vllm.flow import Flow
+from trinity_mq.engines.vllm.flow import VllmBatcher
 from trinity_mq.engines.vllm.generator import VllmGenerator, model_limits
 from trinity_mq.models.errors import EngineFailed
 
@@ -74,7 +74,7 @@ class VllmParts:
     """Parts of an :class:`~trinity_mq.engines.server.server.EngineServer` on vLLM."""
 
     generator: VllmGenerator
-    batcher: Callable[[EngineState], Flow]
+    batcher: Callable[[EngineState], VllmBatcher]
     receiver: Receiver
     child: Process
     """Process of vLLM's server; it ends when this process ends, for any reason."""
@@ -128,8 +128,8 @@ async def vllm_parts(config: Config, folder: Path, receiver: Receiver) -> AsyncI
                     give_up=lambda: _kill(child),
                 )
 
-                def batcher(state: EngineState) -> Flow:
-                    return Flow(
+                def batcher(state: EngineState) -> VllmBatcher:
+                    return VllmBatcher(
                         client,
                         state,
                         codec,

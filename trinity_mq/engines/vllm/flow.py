@@ -17,13 +17,13 @@ import structlog
 from trinity_mq.engines.api_errors import ApiError, bad_request, not_current, stopping
 from trinity_mq.engines.generation.batch_step import HOLD_SECONDS, Counters, PauseMode
 from trinity_mq.engines.generation.request import Completion, GenerationRequest, ScoreRequest
-from trinity_mq.engines.generation.stopping import cut, stop_in, without_end
+from trinity_mq.engines.generation.stopping import cut, stop_in, without_stop_token
 from trinity_mq.engines.generation.text import TextCodec
 from trinity_mq.engines.generation.token_stream import TokenStream, token_stream
 from trinity_mq.engines.state import EngineState
 from trinity_mq.engines.vllm import api
 from trinity_mq.engines.vllm.adapters import Adapters
-from trinity_mq.engines.vllm.choices import Choices, as_tokens
+from trinity_mq.engines.vllm.choices import Choices, stream_tokens
 from trinity_mq.engines.vllm.client import VllmClient
 from trinity_mq.messages import Version
 from trinity_mq.runtime.notify import Notifier
@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class ServingWeights:
     """The weights that answer a request."""
 
     version: Version
@@ -44,7 +44,7 @@ class Served:
     """
 
 
-class Flow:
+class VllmBatcher:
     """All requests of one engine. ``pause_mode`` decides the treatment of running requests when new weights come:
 
     ``wait``: they finish first. ``keep``: they continue with the new weights, and each token is labelled with its
@@ -166,7 +166,7 @@ class Flow:
         return self._adapters is None or self._adapters.has_room or self._closed.is_set()
 
     @contextlib.asynccontextmanager
-    async def _admitted(self, sequences: int, pin: Version | None) -> AsyncIterator[Served]:
+    async def _admitted(self, sequences: int, pin: Version | None) -> AsyncIterator[ServingWeights]:
         """Wait until a request may be sent; yield the weights that answer it. Count the request during the block."""
         self._waiting += sequences
         try:
@@ -195,7 +195,7 @@ class Flow:
         self._idle.clear()
         try:
             with contextlib.nullcontext() if self._adapters is None else self._adapters.in_use() as adapter:
-                yield Served(version, adapter)
+                yield ServingWeights(version, adapter)
             self.counters.batch_steps += 1
             self.counters.sequences += sequences
         finally:
@@ -232,7 +232,7 @@ class Flow:
         ]
         return completions, min((span[1], span[2]) for spans in versions for span in spans)
 
-    async def _complete(self, request: GenerationRequest, served: Served) -> list[api.Choice]:
+    async def _complete(self, request: GenerationRequest, served: ServingWeights) -> list[api.Choice]:
         if request.temperature == 0 and request.n > 1:  # vLLM refuses n identical greedy samples
             return await self._complete(replace(request, n=1), served) * request.n
         if request.stop:
@@ -243,7 +243,7 @@ class Flow:
         return api.read_choices(await self._client.post(api.GENERATE, body))
 
     async def _read_events(
-        self, request: GenerationRequest, served: Served, choices: Choices, only: int | None = None
+        self, request: GenerationRequest, served: ServingWeights, choices: Choices, only: int | None = None
     ) -> None:
         """Read an answer as it is sampled; stop strings are detected here, because vLLM runs without a tokenizer."""
         body = api.generate_body(request, api.label(served.version), served.adapter, stream=True)
@@ -261,7 +261,7 @@ class Flow:
             if request.top_p < 1 or (request.temperature == 0 and request.n > 1):
                 completions, version = await self._generated(request, pin)
                 stream.put(version)
-                stream.put(as_tokens(completions, version))
+                stream.put(stream_tokens(completions, version))
             else:
                 await self._sample_stream(request, pin, stream)
             if not stream.answer.done():
@@ -307,7 +307,7 @@ class Flow:
             raise not_current("the weights that sampled this were not committed; ask again, or use another engine")
 
     async def _untruncated(
-        self, request: GenerationRequest, choice: api.Choice, pin: Version | None, served: Served | None = None
+        self, request: GenerationRequest, choice: api.Choice, pin: Version | None, served: ServingWeights | None = None
     ) -> tuple[api.Choice, Version]:
         """Return the choice with logprobs before truncation, and their weight version. vLLM returns logprobs after
         truncation.
@@ -317,7 +317,7 @@ class Flow:
         return replace(choice, logprobs=scores[len(request.prompt) - 1 :]), version
 
     async def _scored(
-        self, request: ScoreRequest, pin: Version | None, held: Served | None = None
+        self, request: ScoreRequest, pin: Version | None, held: ServingWeights | None = None
     ) -> tuple[list[float], Version]:
         """Return the logprobs and their weight version. ``held``: weights that already answer the request; None: the
         weights that are served next.
@@ -342,7 +342,7 @@ class Flow:
     def _completion(
         self, request: GenerationRequest, choice: api.Choice, versions: tuple[tuple[int, int, int], ...]
     ) -> Completion:
-        [text] = self._codec.decode([without_end(choice.token_ids, request.stop_ids)])
+        [text] = self._codec.decode([without_stop_token(choice.token_ids, request.stop_ids)])
         return Completion(
             choice.token_ids,
             choice.logprobs,

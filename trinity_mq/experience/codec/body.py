@@ -31,7 +31,7 @@ from crc32c import crc32c
 
 from trinity_mq.experience.codec.documents import distinct
 from trinity_mq.experience.errors import DecodeError, EncodeError
-from trinity_mq.experience.fields import short
+from trinity_mq.experience.fields import short_repr
 from trinity_mq.messages.msgpack_scan import scan
 
 CONTENT_TYPE = "application/vnd.trinity-mq.experiences"
@@ -105,7 +105,7 @@ def decode_frame(data: Body) -> tuple[dict[str, Any], memoryview]:
         content = memoryview(_expanded(content, tail_start + tail_length))
     head = _head(content[:head_length])
     if not isinstance(head, dict):
-        raise DecodeError(f"the head is {short(head)}, wanted a map")
+        raise DecodeError(f"the head is {short_repr(head)}, wanted a map")
     return head, content[tail_start:]
 
 

@@ -144,13 +144,13 @@ def check_all_versions(column: Sequence[Any], responses: Indexes) -> list[Versio
         rows = list(chain.from_iterable(filter(None, column)))
         if set(map(type, rows)) <= {tuple} and set(map(len, rows)) <= {3}:
             ints = set(map(type, chain.from_iterable(rows))) <= {int}
-            if ints and sound_versions(column, responses):
+            if ints and are_versions_valid(column, responses):
                 return [rows or None for rows in column]
     limits = [None if size == NO_RESPONSE else size for size in responses.tolist()]
     return [check_versions(rows, limit) for rows, limit in zip(column, limits, strict=True)]
 
 
-def sound_versions(column: Sequence[Versions | None], responses: Indexes) -> bool:
+def are_versions_valid(column: Sequence[Versions | None], responses: Indexes) -> bool:
     """Return whether rows of three whole numbers keep the rules of :func:`check_versions`; arguments as for
     :func:`check_all_versions`.
     """

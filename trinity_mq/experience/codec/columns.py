@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from trinity_mq.experience.codec.documents import DocumentReader, DocumentWriter
 from trinity_mq.experience.errors import DecodeError, EncodeError
-from trinity_mq.experience.fields import short
+from trinity_mq.experience.fields import short_repr
 
 Column = dict[str, Any]
 Unpack = Callable[[Column, int, str], list[Any]]
@@ -40,7 +40,7 @@ def pack_lengths(lengths: Sequence[int] | npt.NDArray[Any]) -> bytes:
         raise EncodeError(f"a length does not fit 32 bits: {error}") from error
 
 
-def without_gaps(unpack_column: Unpack) -> Unpack:
+def required(unpack_column: Unpack) -> Unpack:
     """Return an unpacker that treats a missing value as an error."""
 
     def unpack_all(column: Column, count: int, name: str) -> list[Any]:
@@ -59,7 +59,7 @@ def unpack_array(data: Any, dtype: np.dtype[Any], count: int | None, name: str) 
         DecodeError: ``data`` is not bytes, or has another number of values.
     """
     if not isinstance(data, bytes) or len(data) % dtype.itemsize:
-        raise DecodeError(f"{name}: wanted packed {dtype.name} values, got {short(data)}")
+        raise DecodeError(f"{name}: wanted packed {dtype.name} values, got {short_repr(data)}")
     if count is not None and len(data) != count * dtype.itemsize:
         raise DecodeError(f"{name}: {len(data) // dtype.itemsize} values, wanted {count}")
     return np.frombuffer(data, dtype=dtype)
@@ -100,7 +100,7 @@ def unpack_ints(column: Column, count: int, name: str) -> list[Any]:
     """Return the values of a column of whole numbers."""
     if "c" in column:
         if type(column["c"]) is not int or column["c"] >= 1 << 63:
-            raise DecodeError(f"{name}: the constant is {short(column['c'])}, wanted a whole number of 64 bits")
+            raise DecodeError(f"{name}: the constant is {short_repr(column['c'])}, wanted a whole number of 64 bits")
         return [column["c"]] * count
     return _unpack_numbers(column, "i", INT64, count, name)
 
@@ -141,7 +141,7 @@ def _utf8(value: str, name: str) -> bytes:
     try:
         return value.encode()
     except UnicodeEncodeError as error:
-        raise EncodeError(f"{name} is {short(value)}, wanted text that UTF-8 can hold: {error}") from error
+        raise EncodeError(f"{name} is {short_repr(value)}, wanted text that UTF-8 can hold: {error}") from error
 
 
 def _joined(parts: Sequence[bytes | None], key: str) -> Column:
@@ -160,7 +160,7 @@ def _bounds(column: Column, key: str, count: int | None, name: str) -> tuple[byt
         *accumulate(lengths if min(lengths, default=0) >= 0 else [length for length in lengths if length >= 0]),
     ]
     if not isinstance(data, bytes) or min(lengths, default=0) < -1 or bounds[-1] != len(data):
-        raise DecodeError(f"{name}: the lengths do not add up to the data: {short(data)}")
+        raise DecodeError(f"{name}: the lengths do not add up to the data: {short_repr(data)}")
     return data, lengths, bounds
 
 
@@ -176,7 +176,7 @@ def unpack_texts(column: Column, count: int, name: str) -> list[Any]:
     """Return the values of a column of texts."""
     if "c" in column:
         if not isinstance(column["c"], str):
-            raise DecodeError(f"{name}: the constant is {short(column['c'])}, wanted text")
+            raise DecodeError(f"{name}: the constant is {short_repr(column['c'])}, wanted text")
         return [column["c"]] * count
     codes = column.get("k")
     data, lengths, bounds = _bounds(column, "s", count if codes is None else None, name)

@@ -19,10 +19,10 @@ from torch import Tensor
 from trinity_mq.experience.codec import layout
 from trinity_mq.experience.codec.column_rules import (
     Tensors,
+    are_versions_valid,
     check_all_versions,
     check_columns,
     responses_of,
-    sound_versions,
 )
 from trinity_mq.experience.codec.columns import (
     INT32,
@@ -33,18 +33,18 @@ from trinity_mq.experience.codec.columns import (
     pack_ints,
     pack_lengths,
     pack_texts,
+    required,
     unpack_array,
     unpack_documents,
     unpack_floats,
     unpack_ints,
     unpack_texts,
-    without_gaps,
 )
 from trinity_mq.experience.codec.documents import DocumentReader, DocumentWriter
 from trinity_mq.experience.codec.lazy import PlainColumns
-from trinity_mq.experience.codec.tail import MAX_TENSORS, RowLengths, TailWriter, part_of
+from trinity_mq.experience.codec.tail import MAX_TENSORS, RowLengths, TailWriter, entry_part
 from trinity_mq.experience.errors import DecodeError, EncodeError
-from trinity_mq.experience.fields import TENSOR_FIELDS, ExperienceError, short
+from trinity_mq.experience.fields import TENSOR_FIELDS, ExperienceError, short_repr
 from trinity_mq.experience.ragged import Column, Ragged, column_copy, column_items, column_lengths, column_of
 from trinity_mq.experience.record import CustomField
 
@@ -78,7 +78,7 @@ def _unpack_ids(column: dict[str, Any], count: int, name: str) -> list[Any]:
         values = unpack_ints(column, count, name)
     if not set(map(type, values)) <= {int, str}:
         misfit = next(value for value in values if type(value) not in {int, str})
-        raise DecodeError(f"{name} holds {short(misfit)}, wanted whole numbers and texts")
+        raise DecodeError(f"{name} holds {short_repr(misfit)}, wanted whole numbers and texts")
     return values
 
 
@@ -98,8 +98,8 @@ _UNPACKERS: dict[str, Unpack] = {
     **dict.fromkeys(layout.TEXT_COLUMNS, unpack_texts),
     **dict.fromkeys(layout.FLOAT_COLUMNS, unpack_floats),
     **dict.fromkeys(layout.EID_IDS, _unpack_ids),
-    **dict.fromkeys(layout.EID_INTS, without_gaps(unpack_ints)),
-    layout.EID_SUFFIX: without_gaps(unpack_texts),
+    **dict.fromkeys(layout.EID_INTS, required(unpack_ints)),
+    layout.EID_SUFFIX: required(unpack_texts),
 }
 
 _EAGER_COLUMNS = ("experience_type", "truncate_status", *layout.INT_COLUMNS, *layout.FLOAT_COLUMNS)
@@ -168,7 +168,7 @@ class _ColumnUnpackers:
         rows = list(zip(numbers, numbers, numbers, strict=True))
         runs: list[Any] = [rows[start:end] or None for start, end in pairwise(bounds)]
         responses = responses_of(self._kinds, self._tensors)
-        if sound_versions(runs, responses):
+        if are_versions_valid(runs, responses):
             return runs
         try:
             return check_all_versions(runs, responses)
@@ -191,7 +191,7 @@ class _ColumnUnpackers:
         kind = layout.DOCUMENT_COLUMNS.get(name, list)
         if not set(map(type, documents)) <= {kind, NoneType}:
             misfit = next(item for item in documents if item is not None and not isinstance(item, kind))
-            raise DecodeError(f"{name} is {short(misfit)}, wanted a {kind.__name__}")
+            raise DecodeError(f"{name} is {short_repr(misfit)}, wanted a {kind.__name__}")
         return documents
 
     def custom_fields(self, column: dict[str, Any], count: int, name: str) -> list[Any]:
@@ -205,10 +205,10 @@ def _described(item: CustomField) -> list[str]:
 
 def _custom(item: Any) -> CustomField:
     if not isinstance(item, list) or len(item) != 3 or not all(isinstance(part, str) for part in item):
-        raise DecodeError(f"{layout.CUSTOM_FIELDS} holds {short(item)}, wanted source, destination and dtype")
+        raise DecodeError(f"{layout.CUSTOM_FIELDS} holds {short_repr(item)}, wanted source, destination and dtype")
     dtype = getattr(torch, item[2], None)
     if not isinstance(dtype, torch.dtype):
-        raise DecodeError(f"{layout.CUSTOM_FIELDS} names the dtype {short(item[2])}, which torch does not have")
+        raise DecodeError(f"{layout.CUSTOM_FIELDS} names the dtype {short_repr(item[2])}, which torch does not have")
     return CustomField(item[0], item[1], dtype)
 
 
@@ -221,12 +221,14 @@ class _Entries:
         self.documents: Column = ()
         self._count = count
         if head.keys() != tail.keys():
-            raise DecodeError(f"head and tail name different tensors: {short(list(head))}, {short(list(tail))}")
+            raise DecodeError(
+                f"head and tail name different tensors: {short_repr(list(head))}, {short_repr(list(tail))}"
+            )
         self._row_lengths: dict[tuple[bytes, int | None], RowLengths] = {}
         tensor_count = 0
         for name, entry in head.items():
             if not isinstance(entry, dict) or not isinstance(entry.get("lengths"), bytes):
-                raise DecodeError(f"tensors: entry {name!r} is {short(entry)}, wanted field and lengths")
+                raise DecodeError(f"tensors: entry {name!r} is {short_repr(entry)}, wanted field and lengths")
             tensor_count += len(entry["lengths"]) // INT32.itemsize
             if tensor_count > MAX_TENSORS + len(TENSOR_FIELDS) * count:
                 raise DecodeError(f"more than {MAX_TENSORS} tensors in one body")
@@ -239,7 +241,7 @@ class _Entries:
         if isinstance(field, str) and field in TENSOR_FIELDS:
             _, dtypes, dims = TENSOR_FIELDS[field]
             if flat.dtype not in dtypes or flat.dim() != dims or "scalar" in entry:
-                raise DecodeError(f"tensors: {name!r} is {short(flat)}, wanted {dims} dimensions of {dtypes}")
+                raise DecodeError(f"tensors: {name!r} is {short_repr(flat)}, wanted {dims} dimensions of {dtypes}")
             part = self._part(name, entry, flat, self._count)
             self.fields[field] = _joined(name, self.fields[field], part) if field in self.fields else (part,)
         elif field == layout.DOCUMENT_TENSORS:
@@ -249,7 +251,7 @@ class _Entries:
             part = self._part(name, entry, flat, self._count)
             self.multi_modal[key] = _joined(name, self.multi_modal.get(key, ()), part)
         elif not isinstance(field, str) or field == layout.MULTI_MODAL:
-            raise DecodeError(f"tensors: entry {name!r} is {short(entry)}, wanted a field, for inputs with a key")
+            raise DecodeError(f"tensors: entry {name!r} is {short_repr(entry)}, wanted a field, for inputs with a key")
 
     def _part(self, name: str, entry: dict[str, Any], flat: Tensor, count: int | None) -> Ragged:
         """Return an entry as a part of a column. Entries of equal lengths, such as response fields, share their
@@ -259,7 +261,7 @@ class _Entries:
         rows = self._row_lengths.get(key)
         if rows is None:
             rows = self._row_lengths[key] = RowLengths.unpacked(entry["lengths"], count, name)
-        return part_of(name, entry, flat, rows)
+        return entry_part(name, entry, flat, rows)
 
 
 def _joined(name: str, column: Column, part: Ragged) -> Column:
@@ -281,7 +283,7 @@ def unpack(
     """
     count, columns, entries = head.get("n"), head.get("columns"), head.get("tensors")
     if type(count) is not int or not isinstance(columns, dict) or not isinstance(entries, dict):
-        raise DecodeError(f"the head has {short(list(head))}, wanted n, columns and tensors")
+        raise DecodeError(f"the head has {short_repr(list(head))}, wanted n, columns and tensors")
     if not 0 <= count <= layout.MAX_EXPERIENCES:
         raise DecodeError(f"the head claims {count} experiences, wanted at most {layout.MAX_EXPERIENCES}")
     tail_entries = _Entries(count, entries, tail)
@@ -308,7 +310,7 @@ def unpack(
             if opened:
                 values[name] = _unpacked(columns, name, count, unpack_column)
             else:
-                values.put_off(name, partial(_unpacked, columns, name, count, unpack_column))
+                values.set_lazy(name, partial(_unpacked, columns, name, count, unpack_column))
     return count, values, tensors, _present(tail_entries.multi_modal)
 
 
@@ -323,5 +325,5 @@ def _present(columns: Tensors) -> Tensors:
 
 def _unpacked(columns: dict[str, Any], name: str, count: int, unpack_column: Unpack) -> list[Any]:
     if not isinstance(columns[name], dict):
-        raise DecodeError(f"{name}: {short(columns[name])}, wanted a column")
+        raise DecodeError(f"{name}: {short_repr(columns[name])}, wanted a column")
     return unpack_column(columns[name], count, name)

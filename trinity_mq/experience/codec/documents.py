@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from trinity_mq.experience.errors import DecodeError, EncodeError
-from trinity_mq.experience.fields import short
+from trinity_mq.experience.fields import short_repr
 from trinity_mq.messages.msgpack_scan import MAX_NESTING, QUICK_ARRAY_LENGTH, container_bytes, measure, scan
 
 MAX_CONTAINERS = 1 << 18
@@ -133,8 +133,8 @@ class DocumentWriter:
         if isinstance(value, bytearray | memoryview):
             return bytes(value)
         raise EncodeError(
-            f"{where} is {short(value)} of type {type(value).__module__}.{type(value).__qualname__}, wanted None, a "
-            "number, text, bytes, lists and maps of those, numpy scalars, arrays or tensors; convert it first"
+            f"{where} is {short_repr(value)} of type {type(value).__module__}.{type(value).__qualname__}, wanted None, "
+            "a number, text, bytes, lists and maps of those, numpy scalars, arrays or tensors; convert it first"
         )
 
     def _moved(self, extension: int, tensor: Tensor) -> msgpack.ExtType:
@@ -278,7 +278,7 @@ def _kinds(maps: Sequence[dict[str, Any]]) -> set[type]:
 def _key(key: Any, where: str) -> str:
     if isinstance(key, str):
         return str(key)
-    raise EncodeError(f"{where} has the key {short(key)}, wanted text; use str({short(key)})")
+    raise EncodeError(f"{where} has the key {short_repr(key)}, wanted text; use str({short_repr(key)})")
 
 
 def _blame(value: Any, where: str) -> str | None:
@@ -291,6 +291,6 @@ def _blame(value: Any, where: str) -> str | None:
         try:
             msgpack.packb(value)
         except (ValueError, OverflowError, TypeError) as error:
-            return f"{where} is {short(value)}, which msgpack cannot hold: {error}"
+            return f"{where} is {short_repr(value)}, which msgpack cannot hold: {error}"
         return None
     return next((fault for item, path in parts if (fault := _blame(item, path))), None)

@@ -17,8 +17,8 @@ from trinity_mq.experience.codec.column_rules import Tensors, check_all_versions
 from trinity_mq.experience.codec.lazy import PlainColumns
 from trinity_mq.experience.eid import EID
 from trinity_mq.experience.errors import EncodeError
-from trinity_mq.experience.fields import TENSOR_FIELDS, ExperienceError, number, short, whole
-from trinity_mq.experience.ragged import Column, Indexes, Ragged, column_of, joined
+from trinity_mq.experience.fields import TENSOR_FIELDS, ExperienceError, number, short_repr, whole
+from trinity_mq.experience.ragged import Column, Indexes, Ragged, column_of, concatenate
 from trinity_mq.experience.record import CustomField, Experience
 
 Rows = list[dict[str, Any]]
@@ -36,7 +36,7 @@ def columns_of(experiences: Sequence[Experience]) -> tuple[PlainColumns, Tensors
     """
     for item in experiences:
         if not isinstance(item, Experience):
-            raise EncodeError(f"got {short(item)}, wanted Experience objects")
+            raise EncodeError(f"got {short_repr(item)}, wanted Experience objects")
     rows: Rows = [experience.__dict__ for experience in experiences]
     if not rows:
         return PlainColumns(), {}, {}
@@ -87,7 +87,7 @@ def convert_column(name: str, column: list[Any]) -> Any:
     if name == layout.CUSTOM_FIELDS:
         for item in (item for fields in column for item in fields):
             if not isinstance(item, CustomField) or not isinstance(item.data_type, torch.dtype):
-                raise ExperienceError(f"custom_fields holds {short(item)}, wanted CustomField with a torch.dtype")
+                raise ExperienceError(f"custom_fields holds {short_repr(item)}, wanted CustomField with a torch.dtype")
         return column if any(column) else None
     return column
 
@@ -95,7 +95,7 @@ def convert_column(name: str, column: list[Any]) -> Any:
 def _text(name: str, value: Any) -> str:
     if isinstance(value, str):
         return value
-    raise ExperienceError(f"{name} is {short(value)}, wanted text or None")
+    raise ExperienceError(f"{name} is {short_repr(value)}, wanted text or None")
 
 
 _PLAIN_TYPES: dict[str, tuple[type, Callable[[str, Any], Any]]] = {
@@ -110,7 +110,7 @@ def _document_column(name: str, column: list[Any], kinds: set[type]) -> list[Any
     if kinds - {NoneType, expected_type}:
         misfit = next((item for item in column if item is not None and not isinstance(item, expected_type)), None)
         if misfit is not None:
-            raise ExperienceError(f"{name} is {short(misfit)}, wanted a {expected_type.__name__}")
+            raise ExperienceError(f"{name} is {short_repr(misfit)}, wanted a {expected_type.__name__}")
     if name in layout.OWN_DOCUMENTS:
         # An empty info or metrics is the default and takes no space. An empty list of messages differs from None.
         return [item or None for item in column] if any(column) else None
@@ -123,7 +123,7 @@ def _tensor_column(name: str, column: list[Any], kinds: set[type]) -> Column:
         if kinds == {Tensor} and dims == 1:
             lengths = _lengths(column, dtypes)
             if lengths is not None:
-                return (Ragged.packed(joined(column), lengths),)
+                return (Ragged.packed(concatenate(column), lengths),)
         normalised = [
             item
             if item is None or (isinstance(item, Tensor) and item.dtype in dtypes and item.dim() == dims)
@@ -132,7 +132,7 @@ def _tensor_column(name: str, column: list[Any], kinds: set[type]) -> Column:
         ]
         return column_of(normalised)
     except RuntimeError as error:
-        raise ExperienceError(f"{name} is a {short(column[0])}, which cannot be read: {error}") from error
+        raise ExperienceError(f"{name} is a {short_repr(column[0])}, which cannot be read: {error}") from error
 
 
 def _lengths(column: list[Tensor], dtypes: frozenset[torch.dtype]) -> Indexes | None:
@@ -148,7 +148,7 @@ def _eid_columns(rows: Rows) -> dict[str, list[Any]]:
     eids = [row["eid"] for row in rows]
     for eid in eids:
         if not isinstance(eid, EID):
-            raise EncodeError(f"eid is {short(eid)}, wanted an EID")
+            raise EncodeError(f"eid is {short_repr(eid)}, wanted an EID")
     columns = dict(zip(layout.EID_COLUMNS, map(list, zip(*map(_EID_PARTS, eids), strict=True)), strict=True))
     for name, column in columns.items():
         kinds, convert = _EID_TYPES[name]
@@ -169,7 +169,7 @@ def _id(name: str, value: Any) -> int | str:
 def _suffix(name: str, value: Any) -> str:
     if type(value) is str:
         return value
-    raise ExperienceError(f"{name} is {short(value)}, wanted text")
+    raise ExperienceError(f"{name} is {short_repr(value)}, wanted text")
 
 
 _EID_TYPES: dict[str, tuple[set[type], Callable[[str, Any], Any]]] = {
@@ -185,7 +185,9 @@ def _multi_modal_columns(rows: Rows) -> Tensors:
         return {}
     for number_, item in enumerate(inputs):
         if item is not None and not all(type(key) is str and isinstance(t, Tensor) for key, t in item.items()):
-            raise EncodeError(f"experience {number_}: {layout.MULTI_MODAL} is {short(item)}, wanted tensors by name")
+            raise EncodeError(
+                f"experience {number_}: {layout.MULTI_MODAL} is {short_repr(item)}, wanted tensors by name"
+            )
     keys = dict.fromkeys(key for item in inputs if item is not None for key in item)
     try:
         return {key: column_of([None if item is None else item.get(key) for item in inputs]) for key in keys}

@@ -31,7 +31,7 @@ class PlainColumns(dict[str, Any]):
     An entry is a list, or a function that returns a list; the function is called once, on first access.
     """
 
-    def put_off(self, name: str, opener: Opener) -> None:
+    def set_lazy(self, name: str, opener: Opener) -> None:
         """Set a column that ``opener`` returns on first access."""
         self[name] = Once(opener)
 
@@ -46,14 +46,14 @@ class PlainColumns(dict[str, Any]):
         entry = super().get(name, default)
         return entry() if callable(entry) else entry
 
-    def mapped(self, change: Callable[[list[Any]], list[Any]]) -> PlainColumns:
+    def map(self, change: Callable[[list[Any]], list[Any]]) -> PlainColumns:
         """Return the same columns, changed. Columns that are not open yet are changed when they are opened."""
         result = PlainColumns()
         for name in self:
             if self.opened(name):
                 result[name] = change(self[name])
             else:
-                result.put_off(name, partial(self._changed, name, change))
+                result.set_lazy(name, partial(self._changed, name, change))
         return result
 
     def _changed(self, name: str, change: Callable[[list[Any]], list[Any]]) -> list[Any]:

@@ -19,7 +19,7 @@ from torch import Tensor
 from trinity_mq.experience.codec.columns import INT32, pack_lengths, unpack_array
 from trinity_mq.experience.codec.documents import distinct
 from trinity_mq.experience.errors import DecodeError, EncodeError
-from trinity_mq.experience.fields import short
+from trinity_mq.experience.fields import short_repr
 from trinity_mq.experience.ragged import Column, Indexes, Ragged, least
 
 DTYPES: dict[str, torch.dtype] = {
@@ -74,7 +74,7 @@ class TailWriter:
     def _add(self, field: str, key: str | None, part: Ragged) -> None:
         where = field if key is None else f"{field}[{key!r}]"
         if part.flat.dtype not in _NAMES:
-            raise EncodeError(f"{where} is a {short(part.flat)}, wanted one of {', '.join(map(str, _NAMES))}")
+            raise EncodeError(f"{where} is a {short_repr(part.flat)}, wanted one of {', '.join(map(str, _NAMES))}")
         self._count += int((part.lengths >= 0).sum())
         if self._count > MAX_TENSORS:
             raise EncodeError(f"more than {MAX_TENSORS} tensors in one body; send fewer experiences at once")
@@ -84,7 +84,7 @@ class TailWriter:
             # torch refuses a byte view of an empty tensor to which numpy gave a stride of 0
             data = (row.view(torch.uint8) if row.numel() else torch.empty(0, dtype=torch.uint8)).numpy()
         except RuntimeError as error:
-            raise EncodeError(f"{where} is a {short(part.flat)}, which cannot be read: {error}") from error
+            raise EncodeError(f"{where} is a {short_repr(part.flat)}, which cannot be read: {error}") from error
         name = base = field if key is None else f"{field}/{key}"
         while name in self.entries:
             name = f"{base}#{len(self.entries)}"
@@ -124,7 +124,7 @@ def read_tail(blob: memoryview) -> dict[str, Tensor]:
     except (ValueError, RecursionError) as error:
         raise DecodeError(f"tail: the safetensors header is not JSON: {error}") from error
     if not isinstance(header, dict):
-        raise DecodeError(f"tail: the safetensors header is {short(header)}, wanted a map")
+        raise DecodeError(f"tail: the safetensors header is {short_repr(header)}, wanted a map")
     data = _as_array(blob[start:])
     tensors: dict[str, Tensor] = {}
     covered = 0
@@ -164,12 +164,12 @@ def _entry(name: str, entry: Any, data: npt.NDArray[np.uint8], covered: int) -> 
     dtype = DTYPES.get(fields["dtype"]) if isinstance(fields.get("dtype"), str) else None
     shape, offsets = _naturals(fields.get("shape")), _naturals(fields.get("data_offsets"))
     if dtype is None or shape is None or len(shape) > MAX_DIMENSIONS or offsets is None or len(offsets) != 2:
-        raise DecodeError(f"tail: entry {name!r} is {short(entry)}, wanted dtype, shape and data_offsets")
+        raise DecodeError(f"tail: entry {name!r} is {short_repr(entry)}, wanted dtype, shape and data_offsets")
     count = math.prod(shape)
     begin, end = offsets
     if begin != covered or end > len(data) or end - begin != count * dtype.itemsize or begin % dtype.itemsize:
         raise DecodeError(
-            f"tail: entry {name!r} is {short(entry)}, which does not fit {len(data) - covered} bytes left"
+            f"tail: entry {name!r} is {short_repr(entry)}, which does not fit {len(data) - covered} bytes left"
         )
     if count == 0:
         if max(shape) >= 1 << 31:
@@ -222,7 +222,7 @@ class RowLengths(NamedTuple):
         return cls(lengths, bounds - rows, int(bounds[-1]))
 
 
-def part_of(name: str, entry: dict[str, Any], flat: Tensor, rows: RowLengths) -> Ragged:
+def entry_part(name: str, entry: dict[str, Any], flat: Tensor, rows: RowLengths) -> Ragged:
     """Return an entry as a part of a column.
 
     Args:

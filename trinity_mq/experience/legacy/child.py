@@ -25,8 +25,8 @@ from torch import Tensor
 
 from trinity_mq.experience.batch import decode, encode
 from trinity_mq.experience.errors import DecodeError
-from trinity_mq.experience.fields import short, whole
-from trinity_mq.experience.legacy.reader import MAGIC, max_unfolded
+from trinity_mq.experience.fields import short_repr, whole
+from trinity_mq.experience.legacy.reader import MAGIC, max_unfolded_bytes
 from trinity_mq.experience.legacy.unpickle import (
     DTYPES_BY_TEXT,
     PickledCustomField,
@@ -54,7 +54,7 @@ def answer(body: bytes) -> bytes:
     """Return the answer of :func:`read` for ``body``, computed in a fork with limits."""
     seconds = CPU_SECONDS + len(body) // BYTES_PER_CPU_SECOND
     try:
-        return answer_in_fork(read, body, seconds, max_unfolded(len(body)))
+        return answer_in_fork(read, body, seconds, max_unfolded_bytes(len(body)))
     except ChildEndedError as error:
         reason = f"reading the body ends the process that tries (exit code {error.exitcode})"
         if error.exitcode in {-signal.SIGXCPU, -signal.SIGKILL}:
@@ -66,7 +66,7 @@ def read(body: bytes) -> bytes:
     """Return ``{"items": [...]}`` as msgpack, with an experience body or an error text for each experience; or
     ``{"error": text}`` for a body that cannot be read.
     """
-    view, limit = memoryview(body), max_unfolded(len(body))
+    view, limit = memoryview(body), max_unfolded_bytes(len(body))
     try:
         items = _trxp_items(view) if body.startswith(MAGIC) else _pickled_items(view)
         answers = [_answer(number, item) for number, item in enumerate(items)]
@@ -111,11 +111,11 @@ def _trxp_items(view: memoryview) -> list[dict[str, Any]]:
         raise DecodeError(f'the metadata is not a map with a list "items" of maps of at most {MAX_FIELDS} fields')
     stated = metadata.get("version"), metadata.get("num_items")
     if stated != (VERSION, len(items)):
-        raise DecodeError(f"metadata of version and items {short(stated)}, wanted {(VERSION, len(items))}")
+        raise DecodeError(f"metadata of version and items {short_repr(stated)}, wanted {(VERSION, len(items))}")
     try:
         tensors: dict[str, Tensor] = load_safetensors(bytes(view[split:]))
     except Exception as error:  # hostile bytes: safetensors and torch raise errors of many classes
-        raise DecodeError(f"the tensors are no safetensors blob: {short(str(error))}") from error
+        raise DecodeError(f"the tensors are no safetensors blob: {short_repr(str(error))}") from error
     return _with_tensors(items, tensors)
 
 
@@ -125,7 +125,7 @@ def _with_tensors(items: Sequence[dict[str, Any]], tensors: Mapping[str, Tensor]
     for name, tensor in tensors.items():
         index, _, field = name.partition(":")
         if index not in tensors_by_index:
-            raise DecodeError(f"tensor {short(name)} belongs to none of {len(items)} experiences")
+            raise DecodeError(f"tensor {short_repr(name)} belongs to none of {len(items)} experiences")
         group, _, key = field.partition(":")
         if group == _MULTI_MODAL:
             tensors_by_index[index].setdefault(group, {})[key] = tensor
@@ -165,7 +165,7 @@ def _arguments(item: dict[str, Any]) -> dict[str, Any]:
         raise DecodeError(f"unknown fields {_first_names(unknown)}, which would be lost" if unknown else "no tokens")
     for name in ("info", "metrics", _MULTI_MODAL):
         if not isinstance(arguments.get(name, {}), dict):
-            raise DecodeError(f"{name} is {short(arguments[name])}, wanted a map")
+            raise DecodeError(f"{name} is {short_repr(arguments[name])}, wanted a map")
     named = set(arguments.get(_MULTI_MODAL, {}))
     if keys is not None and set(keys) != named:
         raise DecodeError(f"multi-modal inputs {_first_names(keys)} are named, {_first_names(named)} are there")
@@ -185,7 +185,9 @@ def _custom_field(value: Any) -> CustomField:
         dtype = DTYPES_BY_TEXT.get(dtype)
     names = fields.get("source_field"), fields.get("destination_field")
     if len(fields) != 3 or not isinstance(dtype, torch.dtype) or not all(isinstance(name, str) for name in names):
-        raise DecodeError(f"a custom field is {short(fields)}, wanted source_field, destination_field and data_type")
+        raise DecodeError(
+            f"a custom field is {short_repr(fields)}, wanted source_field, destination_field and data_type"
+        )
     return CustomField(**fields | {"data_type": dtype})
 
 
@@ -207,7 +209,7 @@ def _type_of(arguments: Mapping[str, Any]) -> str | None:
 
 def _first_names(names: Iterable[Any]) -> str:
     """Return the first of ``names`` for an error message."""
-    shown = sorted(map(short, names))
+    shown = sorted(map(short_repr, names))
     return ", ".join(shown[:5]) + (f" and {len(shown) - 5} more" if len(shown) > 5 else "") if shown else "none"
 
 

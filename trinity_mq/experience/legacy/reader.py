@@ -32,7 +32,7 @@ _child = ChildServer(Path(__file__).with_name("child.py"))
 atexit.register(_child.close)
 
 
-def max_unfolded(size: int) -> int:
+def max_unfolded_bytes(size: int) -> int:
     """Return the maximum number of bytes to which a body of ``size`` bytes may unfold."""
     return FREE_BYTES + GROWTH * size
 
@@ -71,7 +71,7 @@ def read_legacy_each(data: bytes | bytearray | memoryview) -> list[Experience | 
     if legacy_form(data) is None:
         raise DecodeError(f"the body starts with {bytes(data[:4])!r}, wanted {MAGIC!r} or a pickle: no legacy body")
     try:
-        answer: dict[str, Any] = msgpack.unpackb(_child.ask(bytes(data), max_unfolded(len(data))))
+        answer: dict[str, Any] = msgpack.unpackb(_child.ask(bytes(data), max_unfolded_bytes(len(data))))
     except ChildEndedError as error:
         raise DecodeError("the body ends the process that reads it, or unfolds to far more than it has") from error
     if "error" in answer:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from trinity_mq.experience.codec.tail import DTYPES
 from trinity_mq.experience.errors import DecodeError
-from trinity_mq.experience.fields import short
+from trinity_mq.experience.fields import short_repr
 
 Admitted = Mapping[tuple[str, str], Any]
 """Objects by the (module, name) under which a pickle may refer to them."""
@@ -54,7 +54,8 @@ class _Unpickler(pickle.Unpickler):
             return self._admitted[module, name]
         except KeyError:
             raise DecodeError(
-                f"the pickle asks for {short(module)} {short(name)}, which experiences do not need; nothing was run"
+                f"the pickle asks for {short_repr(module)} {short_repr(name)}, which experiences do not need; "
+                "nothing was run"
             ) from None
 
 
@@ -80,7 +81,7 @@ def load(data: memoryview) -> Any:
     except (DecodeError, MemoryError):
         raise
     except Exception as error:  # hostile bytes raise errors of many classes
-        raise DecodeError(f"the pickle is malformed before byte {file.tell()}: {short(str(error))}") from error
+        raise DecodeError(f"the pickle is malformed before byte {file.tell()}: {short_repr(str(error))}") from error
     if file.tell() != len(data):
         raise DecodeError(f"{len(data) - file.tell()} bytes follow the pickle, wanted none")
     return value
@@ -126,7 +127,7 @@ class _ArrayDtype:
 
     def __init__(self, code: str, align: bool = False, copy: bool = True) -> None:
         if not _ARRAY_DTYPE.fullmatch(code):
-            raise ValueError(f"an array of dtype {short(code)}, wanted booleans, numbers or text")
+            raise ValueError(f"an array of dtype {short_repr(code)}, wanted booleans, numbers or text")
         self.dtype = np.dtype(code)
 
     def __setstate__(self, state: Any) -> None:
@@ -161,7 +162,7 @@ def _scalar(dtype: _ArrayDtype, raw: bytes) -> np.generic:
 def _latin_1(text: str, encoding: str) -> bytes:
     """Return the bytes that protocol 2 wrote as text."""
     if encoding != "latin1":
-        raise ValueError(f"text encoded as {short(encoding)}, wanted latin1")
+        raise ValueError(f"text encoded as {short_repr(encoding)}, wanted latin1")
     return text.encode("latin-1")
 
 

@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trinity_mq.messages.msgpack_scan import mended
+from trinity_mq.messages.msgpack_scan import repair_surrogates
 
 
 class BadRequest(ValueError):
@@ -167,7 +167,7 @@ def check_options(body: Mapping[str, Any], passed: Collection[str]) -> None:
 
 def as_json(content: Any) -> str:
     """Return JSON that can be encoded as UTF-8. Answers of other servers may contain unpaired surrogates."""
-    return mended(json.dumps(content, ensure_ascii=False))
+    return repair_surrogates(json.dumps(content, ensure_ascii=False))
 
 
 def data_event(content: Any) -> bytes:

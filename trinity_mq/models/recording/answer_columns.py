@@ -26,7 +26,7 @@ WHOLE = frozenset({"stop", "tool_calls", "function_call", "content_filter"})
 _NONE = repeat(None)
 
 
-def experiences_at_once(
+def experiences_from_columns(
     answer: Mapping[str, Any], temperature: float, text_of: Callable[[Mapping[str, Any]], str]
 ) -> list[Experience] | None:
     """Return the experiences of an answer whose choices share a prompt and are complete, as
@@ -86,7 +86,7 @@ def experiences_at_once(
         "metrics": [{} for _ in choices],
         "custom_fields": [[] for _ in choices],
     }
-    return list(map(Experience.from_checked, *(columns.get(name, _NONE) for name in FIELD_NAMES)))
+    return list(map(Experience.from_valid_fields, *(columns.get(name, _NONE) for name in FIELD_NAMES)))
 
 
 def _split(flat: Tensor, sizes: list[int]) -> Any:

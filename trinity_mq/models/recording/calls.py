@@ -16,7 +16,7 @@ from trinity_mq.models.errors import EngineLost, EngineNotReady, PromptTooLong
 from trinity_mq.models.inference import InferenceModel
 from trinity_mq.models.recording.history import History, Seeds
 from trinity_mq.models.recording.responses import experiences_of, masked_experiences
-from trinity_mq.models.recording.sse import EventReader, Gathered
+from trinity_mq.models.recording.sse import AnswerAssembler, EventReader
 from trinity_mq.telemetry.trace import span
 
 LOGPROBS_HEADERS = {"X-TMQ-Logprobs": "numbers"}
@@ -42,7 +42,7 @@ class RecordedModel:
         """Default sampling parameters of a call; headers of every request."""
         self.not_ready_timeout, self.request_timeout = not_ready_timeout, request_timeout
         self.history, self.seeds = History(), Seeds(seed)
-        self.answered_by: Version | None = None
+        self.note_version: Version | None = None
         """Version that gave the latest answer."""
 
     def not_ready_policy(self) -> dict[str, Any]:
@@ -61,7 +61,7 @@ def _retry_after(state: RetryCallState) -> float:
     return error.retry_after if isinstance(error, EngineNotReady) else 1.0
 
 
-class Call:
+class RecordedCall:
     """A request to ``/v1/chat/completions`` or ``/v1/completions``.
 
     The request belongs to the history that the wrapper had when the request was made. An answer that arrives during the
@@ -109,16 +109,16 @@ class Call:
         if self.model.role == "rollout":
             for experience in experiences:
                 experience.info[ENGINE] = self.model.id
-        self.answered_by(answer, experiences)
+        self.note_version(answer, experiences)
         return experiences
 
-    def answered_by(self, answer: Mapping[str, Any], experiences: list[Experience] | None = None) -> None:
+    def note_version(self, answer: Mapping[str, Any], experiences: list[Experience] | None = None) -> None:
         """Store the version that gave ``answer``."""
         version = answer.get("weight_version")
         if experiences and experiences[0].versions:
             version = experiences[0].version_max
         if version is not None and self._wrapper.history is self._history:
-            self._wrapper.answered_by = (int(version[0]), int(version[1]))
+            self._wrapper.note_version = (int(version[0]), int(version[1]))
 
     def too_long(self, error: PromptTooLong) -> list[Experience]:
         """Return the masked experiences of a prompt that is too long, and add them to the history if it is enabled."""
@@ -135,7 +135,7 @@ class Call:
 class WholeAnswer:
     """Records an answer that is one JSON object; an incomplete answer is not recorded."""
 
-    def __init__(self, call: Call, named: Mapping[str, Any]) -> None:
+    def __init__(self, call: RecordedCall, named: Mapping[str, Any]) -> None:
         self._call, self._named = call, named
         self._received = bytearray()
 
@@ -170,9 +170,9 @@ class StreamedAnswer:
     Choices that had not ended by then are ``response_truncated``. Nothing is recorded twice.
     """
 
-    def __init__(self, call: Call, history: History, named: Mapping[str, Any]) -> None:
+    def __init__(self, call: RecordedCall, history: History, named: Mapping[str, Any]) -> None:
         self._call, self._history = call, history
-        self._reader, self._gathered = EventReader(), Gathered()
+        self._reader, self._gathered = EventReader(), AnswerAssembler()
         self._gathered.add(named)
         history.expect(self._partial_experiences)
 

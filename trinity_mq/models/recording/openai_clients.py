@@ -19,7 +19,7 @@ from tenacity import AsyncRetrying, Retrying
 from trinity_mq.models.clients import engine_error, with_version
 from trinity_mq.models.errors import EngineLost, PromptTooLong
 from trinity_mq.models.inference import InferenceModel
-from trinity_mq.models.recording.calls import Call, RecordedModel, Recording
+from trinity_mq.models.recording.calls import RecordedCall, RecordedModel, Recording
 
 API_KEY = "none"  # engines need no key, but the client requires one
 SAMPLING = ("/chat/completions", "/completions")
@@ -51,7 +51,7 @@ class RecordingClient(openai.DefaultHttpxClient):
         """Send a request, and record a sampled answer."""
         if not _samples(request):
             return self._sent(request, stream, options)
-        call = Call(self._wrapper, json.loads(request.read()), tokens=self._wrapper.enable_history)
+        call = RecordedCall(self._wrapper, json.loads(request.read()), tokens=self._wrapper.enable_history)
 
         def attempt() -> httpx2.Response:
             response = self._sent(_rewritten(request, call), True, options)
@@ -89,7 +89,7 @@ class AsyncRecordingClient(openai.DefaultAsyncHttpxClient):
         """Send a request, and record a sampled answer."""
         if not _samples(request):
             return await self._sent(request, stream, options)
-        call = Call(self._wrapper, json.loads(await request.aread()), tokens=self._wrapper.enable_history)
+        call = RecordedCall(self._wrapper, json.loads(await request.aread()), tokens=self._wrapper.enable_history)
 
         async def attempt() -> httpx2.Response:
             response = await self._sent(_rewritten(request, call), True, options)
@@ -183,7 +183,7 @@ def _samples(request: httpx2.Request) -> bool:
     return request.method == "POST" and request.url.path.endswith(SAMPLING)
 
 
-def _rewritten(request: httpx2.Request, call: Call) -> httpx2.Request:
+def _rewritten(request: httpx2.Request, call: RecordedCall) -> httpx2.Request:
     """Return the request with the wrapper's parameters, for one attempt."""
     headers = httpx2.Headers(request.headers)
     # the bytes are parsed on the way, so they must not be compressed
@@ -193,7 +193,7 @@ def _rewritten(request: httpx2.Request, call: Call) -> httpx2.Request:
     return httpx2.Request(request.method, request.url, headers=headers, json=call.body, extensions=request.extensions)
 
 
-def _refused(response: httpx2.Response, call: Call) -> None:
+def _refused(response: httpx2.Response, call: RecordedCall) -> None:
     """Raise our error for problems of the engine (409, 503). Errors of the caller's request are left to the OpenAI
     client.
 
@@ -210,13 +210,13 @@ def _refused(response: httpx2.Response, call: Call) -> None:
         call.too_long(error)
 
 
-def _recording(response: httpx2.Response, call: Call) -> Recording | None:
+def _recording(response: httpx2.Response, call: RecordedCall) -> Recording | None:
     """Return the recorder for the answer; None if the answer is not recorded."""
     if response.status_code != 200:
         return None
     named = with_version({}, response.headers)
     if not call.recorded:
-        call.answered_by(named)
+        call.note_version(named)
         return None
     streamed = response.headers.get("Content-Type", "").startswith("text/event-stream")
     return call.recording(named, streamed=streamed)

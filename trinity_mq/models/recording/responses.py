@@ -12,7 +12,7 @@ import torch
 from trinity_mq.experience import Experience
 from trinity_mq.experience.rules import PROMPT_TRUNCATED, RESPONSE_TRUNCATED, SINGLE_TURN, Versions
 from trinity_mq.models.errors import EngineRefused, PromptTooLong
-from trinity_mq.models.recording.answer_columns import LEAST_LOGPROB, WHOLE, experiences_at_once
+from trinity_mq.models.recording.answer_columns import LEAST_LOGPROB, WHOLE, experiences_from_columns
 from trinity_mq.models.recording.sse import numbers, text_of
 
 MASKED_TEXT = "[the prompt is too long: this experience is masked out]"
@@ -43,7 +43,7 @@ def experiences_of(answer: Mapping[str, Any], temperature: float, *, text_only: 
         raise EngineRefused("the server's answer has no choices: it is no completion", 200, "no_choices")
     if text_only and any(choice.get("token_ids") is None for choice in choices):
         return [_text_experience(choice, temperature) for choice in choices]
-    if (experiences := experiences_at_once(answer, temperature, text_of)) is not None:
+    if (experiences := experiences_from_columns(answer, temperature, text_of)) is not None:
         return experiences
     return [_experience(choice, answer, temperature) for choice in choices]
 

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-from trinity_mq.messages.msgpack_scan import mended
+from trinity_mq.messages.msgpack_scan import repair_surrogates
 
 MAX_EVENT = 1 << 24
 """Maximum bytes of one event. A server that sends more without an end does not send an event stream."""
@@ -41,7 +41,7 @@ class EventReader:
         return events
 
 
-class PieceMender:
+class SurrogateRepairer:
     """Repairs the texts of one stream's chunks. A server that cuts its text in UTF-16 can split a surrogate pair over
     two chunks, and no message can hold either half.
     """
@@ -61,10 +61,10 @@ class PieceMender:
             piece = self._halves.pop(index, "") + piece
             if "\ud800" <= piece[-1:] <= "\udbff" and choice.get("finish_reason") is None:
                 self._halves[index], piece = piece[-1], piece[:-1]
-            holder[name] = mended(piece)
+            holder[name] = repair_surrogates(piece)
 
 
-class Gathered:
+class AnswerAssembler:
     """The answer assembled from chunks, in the form of an answer without streaming. Threads may share it."""
 
     def __init__(self) -> None:
@@ -107,7 +107,7 @@ def numbers(choice: Mapping[str, Any]) -> list[float | None] | None:
 
 def text_of(choice: Mapping[str, Any]) -> str:
     """Return the complete text of a choice. Tool calls that a server moved out of the text are reconstructed."""
-    return mended(_text_of(choice))
+    return repair_surrogates(_text_of(choice))
 
 
 def _text_of(choice: Mapping[str, Any]) -> str:

@@ -30,7 +30,7 @@ ROLES: tuple[Role, ...] = ("explorer", "trainer", "operator", "runner", "engine"
 """The order in which silent agents are blamed. An explorer comes first, because its silence includes its engines."""
 
 
-def text_of(seconds: float) -> str:
+def duration_text(seconds: float) -> str:
     """Return a duration for a person.
 
     >>> text_of(0.03), text_of(0.25), text_of(9.4), text_of(212), text_of(4000)
@@ -50,7 +50,7 @@ def counted(number: int, thing: str, plural: str = "") -> str:
     return f"{number} {thing if number == 1 else plural or thing + 's'}"
 
 
-class Facts:
+class ObservationIndex:
     """Lookups in one observation, by role."""
 
     def __init__(self, observation: Observation) -> None:
@@ -112,7 +112,7 @@ class Facts:
         return not done and all(beat.seq < YOUNG_BEATS for beat, _ in self.living)
 
     @property
-    def unprocessed(self) -> bool:
+    def has_unprocessed_batch(self) -> bool:
         """Return whether the trainer has not received a closed batch yet."""
         if self.depth("closed"):
             return True
@@ -156,7 +156,7 @@ class Facts:
         syncs = isinstance(beat.detail, TrainerStatus) and bool(beat.detail.doing)
         if syncs or beat.state == "holding":
             return self._first_id("engine")
-        return self._first_id("operator") if self.unprocessed else self._source_of_batches()
+        return self._first_id("operator") if self.has_unprocessed_batch else self._source_of_batches()
 
     def _explorer_target(self) -> str | None:
         versions = [beat.detail.version for beat, _ in self.of_role("engine") if isinstance(beat.detail, EngineStatus)]
@@ -164,7 +164,7 @@ class Facts:
             return self._first_id("engine")
         if self.trainer is None or self.trainer[1].doing:
             return self._first_id("trainer")
-        if self.unprocessed:
+        if self.has_unprocessed_batch:
             return self._first_id("operator")
         return self._oldest_holder() if self.explorer_waits_for_rollouts else None
 
@@ -178,7 +178,7 @@ class Facts:
         return self.explorer is not None and bool(self.explorer[1].open)
 
     @property
-    def slices_are_nowhere(self) -> bool:
+    def has_lost_slices(self) -> bool:
         """Return whether batches are open, but neither a task queue nor a runner has a slice. This requires that every
         runner reports its slices.
         """

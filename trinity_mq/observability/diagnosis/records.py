@@ -60,7 +60,7 @@ class Edge:
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class RunFinding:
     """The reason why a run does not move, or the statement that it moves."""
 
     state: State

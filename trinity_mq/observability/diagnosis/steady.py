@@ -8,7 +8,7 @@ import collections
 from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
 
-from trinity_mq.observability.diagnosis.records import Bottleneck, Finding
+from trinity_mq.observability.diagnosis.records import Bottleneck, RunFinding
 
 T = TypeVar("T")
 
@@ -20,7 +20,7 @@ MOSTLY = 2 / 3
 """Share of the readings in that time that must agree. Rarer readings do not change the shown verdict."""
 
 
-class Steady(Generic[T]):
+class FlickerFilter(Generic[T]):
     """Selects the verdict to show. Time is an argument, in seconds of any clock.
 
     Args:
@@ -52,19 +52,19 @@ class Steady(Generic[T]):
         return self.shown
 
 
-def steady_limit() -> Steady[Bottleneck | None]:
+def bottleneck_filter() -> FlickerFilter[Bottleneck | None]:
     """Return the filter for the limiting stage of a run; initially None."""
-    return Steady[Bottleneck | None](
+    return FlickerFilter[Bottleneck | None](
         None, lambda limit: limit and limit.stage, LIMIT_SECONDS, lambda _shown, _read: False
     )
 
 
-def steady_finding() -> Steady[Finding | None]:
+def finding_filter() -> FlickerFilter[RunFinding | None]:
     """Return the filter for the finding. The first finding and the end of the run are shown at once."""
 
-    def at_once(shown: Finding | None, read: Finding | None) -> bool:
+    def at_once(shown: RunFinding | None, read: RunFinding | None) -> bool:
         return shown is None or (read is not None and read.state == "over")
 
-    return Steady[Finding | None](
+    return FlickerFilter[RunFinding | None](
         None, lambda finding: finding and (finding.state, finding.culprit), FINDING_SECONDS, at_once
     )

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from trinity_mq.messages import EngineStatus, ExplorerStatus, OperatorStatus, RunnerStatus, SilentAgent, TrainerStatus
-from trinity_mq.observability.diagnosis.facts import Facts, counted, slices_of, text_of
+from trinity_mq.observability.diagnosis.facts import ObservationIndex, counted, duration_text, slices_of
 from trinity_mq.observability.diagnosis.levers import lever
 from trinity_mq.observability.diagnosis.limits import bottleneck
-from trinity_mq.observability.diagnosis.records import BROKER, Bottleneck, Edge, Finding, Observation, State
+from trinity_mq.observability.diagnosis.records import BROKER, Bottleneck, Edge, Observation, RunFinding, State
 
 MOVING_SECONDS = 4.0
 """Seconds without progress up to which a run counts as moving: two heartbeat intervals."""
@@ -44,7 +44,7 @@ class _Cause:
     evidence: tuple[str, ...] = ()
 
 
-def diagnose(observation: Observation, limit_of: Callable[[Observation], Bottleneck | None] = bottleneck) -> Finding:
+def diagnose(observation: Observation, limit_of: Callable[[Observation], Bottleneck | None] = bottleneck) -> RunFinding:
     """Return the culprit that the run waits for, with evidence and remedy. Never raises, even for inconsistent
     heartbeats.
 
@@ -52,37 +52,37 @@ def diagnose(observation: Observation, limit_of: Callable[[Observation], Bottlen
         observation: All known facts about the run.
         limit_of: Returns the limiting stage to name if the run moves.
     """
-    facts = Facts(observation)
+    facts = ObservationIndex(observation)
     edges = facts.edges()
     if observation.broker:
         cause_key = (
             "unreachable" if "block" not in observation.broker and "alarm" not in observation.broker else "broker"
         )
         sentence = f"everybody waits for the broker: {observation.broker}"
-        return Finding("stuck", sentence, BROKER, _evidence_lines(facts), lever(cause_key), edges)
+        return RunFinding("stuck", sentence, BROKER, _evidence_lines(facts), lever(cause_key), edges)
     if _is_over(facts):
-        return Finding("over", "the run is over: its last batch and its last evaluation are done", edges=edges)
+        return RunFinding("over", "the run is over: its last batch and its last evaluation are done", edges=edges)
     if not facts.living and not facts.silent:
         ended = ", ".join(sorted(observation.heartbeats))
-        heard = f"has sent a heartbeat in {text_of(observation.listened)}"
+        heard = f"has sent a heartbeat in {duration_text(observation.listened)}"
         sentence = f"no agent of the run {heard}" + (f" but {ended}, which ended" if ended else "")
-        return Finding("silent", sentence, lever=lever("nobody"))
+        return RunFinding("silent", sentence, lever=lever("nobody"))
     cause = next((cause for rule in RULES for cause in rule(facts)), None)
     if cause is None:
         cause = _longest_wait(facts, edges)
     still = observation.still
     if cause is not None and still >= MOVING_SECONDS:
         waits = _wait_prefix(edges, cause.culprit)
-        evidence = (*cause.evidence, *_evidence_lines(facts), f"nothing has progressed for {text_of(still)}")
-        return Finding(cause.state, f"{waits}{cause.words}", cause.culprit, evidence, cause.lever, edges)
+        evidence = (*cause.evidence, *_evidence_lines(facts), f"nothing has progressed for {duration_text(still)}")
+        return RunFinding(cause.state, f"{waits}{cause.words}", cause.culprit, evidence, cause.lever, edges)
     limit = limit_of(observation)
     if still < MOVING_SECONDS:
         sentence = "the run moves" if limit is None else f"the run moves; {limit.sentence}"
         evidence = () if cause is None else (f"but {cause.words}",)
     else:
-        sentence = f"nothing has progressed for {text_of(still)}, and nobody takes longer than usual"
+        sentence = f"nothing has progressed for {duration_text(still)}, and nobody takes longer than usual"
         evidence = ()
-    return Finding(
+    return RunFinding(
         "moving", sentence, None, (*evidence, *_evidence_lines(facts)), "" if limit is None else limit.lever, edges
     )
 
@@ -90,33 +90,35 @@ def diagnose(observation: Observation, limit_of: Callable[[Observation], Bottlen
 # -- rules in the order of evaluation; each yields causes, worst first
 
 
-def _frozen_engine(facts: Facts) -> Iterator[_Cause]:
+def _frozen_engine(facts: ObservationIndex) -> Iterator[_Cause]:
     frozen = [
         (engine.unanswered + age, beat.id, engine)
         for beat, age in facts.of_role("engine")
         if isinstance(engine := beat.detail, EngineStatus) and engine.unanswered >= UNANSWERED_SECONDS
     ]
     for seconds, name, engine in sorted(frozen, key=lambda item: (-item[0], item[1])):
-        words = f"engine {name} has not answered its host for {text_of(seconds)}: its process is frozen"
+        words = f"engine {name} has not answered its host for {duration_text(seconds)}: its process is frozen"
         evidence = (f"{name} last reported state {engine.state or 'unknown'}, {engine.load} sequences to generate",)
         yield _Cause("stuck", name, words, lever("engine", name), evidence)
 
 
-def _silent(facts: Facts, *, long: bool) -> Iterator[_Cause]:
+def _silent(facts: ObservationIndex, *, long: bool) -> Iterator[_Cause]:
     for agent in facts.silent:
         others = bool(facts.of_role(agent.role))
         if (others and agent.seconds >= REDELIVERED_SECONDS) == long and (agent.role != "gateway" or long):
             yield _silent_cause(facts, agent)
 
 
-def _silent_cause(facts: Facts, agent: SilentAgent) -> _Cause:
-    words = f"{agent.id} has sent no heartbeat for {text_of(agent.seconds)}: its process is frozen, blocked or dead"
+def _silent_cause(facts: ObservationIndex, agent: SilentAgent) -> _Cause:
+    words = (
+        f"{agent.id} has sent no heartbeat for {duration_text(agent.seconds)}: its process is frozen, blocked or dead"
+    )
     evidence = []
     if agent.slices:
         _, task, first, seconds = max(agent.slices, key=lambda item: item[3])
         evidence.append(
             f"{agent.id} held at least {counted(len(agent.slices), 'slice')}, the oldest of task {task} "
-            f"(from run {first}) since {text_of(seconds + agent.seconds)}"
+            f"(from run {first}) since {duration_text(seconds + agent.seconds)}"
         )
     heard = [beat.id for beat, _ in facts.of_role(agent.role)]
     evidence.append(f"heard of its role: {', '.join(heard) or 'nobody'}")
@@ -124,15 +126,15 @@ def _silent_cause(facts: Facts, agent: SilentAgent) -> _Cause:
     return _Cause("stuck", agent.id, words, remedy, tuple(evidence))
 
 
-def _silent_now(facts: Facts) -> Iterator[_Cause]:
+def _silent_now(facts: ObservationIndex) -> Iterator[_Cause]:
     yield from _silent(facts, long=False)
 
 
-def _silent_long(facts: Facts) -> Iterator[_Cause]:
+def _silent_long(facts: ObservationIndex) -> Iterator[_Cause]:
     yield from _silent(facts, long=True)
 
 
-def _missing(facts: Facts) -> Iterator[_Cause]:
+def _missing(facts: ObservationIndex) -> Iterator[_Cause]:
     if facts.observation.listened < MISSING_SECONDS:
         return
     expected = facts.observation.expected
@@ -144,7 +146,7 @@ def _missing(facts: Facts) -> Iterator[_Cause]:
         ("runner", rolling, f"{counted(facts.depth('tasks.train'), 'message')} in the queue tasks.train"),
         (
             "operator",
-            facts.unprocessed,
+            facts.has_unprocessed_batch,
             f"{counted(facts.depth('closed'), 'closed batch', 'closed batches')} in the queue",
         ),
     )
@@ -154,15 +156,15 @@ def _missing(facts: Facts) -> Iterator[_Cause]:
                 yield _Cause("waiting", role, f"the run is starting: no {role} is heard yet", lever("loading"))
                 return
             words = f"no {role} lives: {why}"
-            listened = f"no heartbeat of one came in {text_of(facts.observation.listened)} of listening"
+            listened = f"no heartbeat of one came in {duration_text(facts.observation.listened)} of listening"
             yield _Cause("stuck", role, words, lever(role), (listened,))
 
 
-def _starting(facts: Facts) -> Iterator[_Cause]:
+def _starting(facts: ObservationIndex) -> Iterator[_Cause]:
     for beat, age in facts.living:
         if beat.state == "starting" and beat.role in {"explorer", "trainer", "engine"}:
             what = f", for {beat.waits_for}" if beat.waits_for else ""
-            since = f" since {text_of(beat.waits_seconds + age)}" if beat.waits_for else ""
+            since = f" since {duration_text(beat.waits_seconds + age)}" if beat.waits_for else ""
             yield _Cause("waiting", beat.id, f"{beat.id} is starting{what}{since}", lever("loading"))
     for beat, _ in facts.observation.heartbeats.values():
         if beat.role == "engine" and beat.state == "gone" and facts.explorer is not None:
@@ -170,14 +172,14 @@ def _starting(facts: Facts) -> Iterator[_Cause]:
             yield _Cause("waiting", beat.id, words, lever("engine_starting", beat.id))
 
 
-def _lost_slices(facts: Facts) -> Iterator[_Cause]:
+def _lost_slices(facts: ObservationIndex) -> Iterator[_Cause]:
     if facts.explorer is None:
         return
     beat, status = facts.explorer
     if status.lost:
         words = f"slices were lost, and {beat.id} has sent them again: {status.lost}"
         yield _Cause("waiting", beat.id, words, lever("lost_slices"))
-    elif facts.slices_are_nowhere:
+    elif facts.has_lost_slices:
         words = (
             f"the slices of {counted(len(status.open), 'open batch', 'open batches')} are lost, and {beat.id} will "
             "send them again: no runner has any, and "
@@ -186,12 +188,12 @@ def _lost_slices(facts: Facts) -> Iterator[_Cause]:
         yield _Cause("waiting", beat.id, words, lever("lost_slices"))
 
 
-def _review(facts: Facts) -> Iterator[_Cause]:
+def _review(facts: ObservationIndex) -> Iterator[_Cause]:
     for beat, age in facts.of_role("operator"):
         operator = beat.detail
         if isinstance(operator, OperatorStatus) and operator.reviews:
             runs = counted(operator.reviews, "run")
-            remaining = text_of(max(0.0, operator.review_seconds - age))
+            remaining = duration_text(max(0.0, operator.review_seconds - age))
             words = (
                 f"{beat.id} waits for people to judge {runs} of its batch; "
                 f"in {remaining} the default counts for those left"
@@ -199,7 +201,7 @@ def _review(facts: Facts) -> Iterator[_Cause]:
             yield _Cause("waiting", beat.id, words, lever("review"), (f"its ticket is {operator.ticket}",))
 
 
-def _overdue_trainer(facts: Facts) -> Iterator[_Cause]:
+def _overdue_trainer(facts: ObservationIndex) -> Iterator[_Cause]:
     for beat, age in facts.of_role("trainer"):
         trainer = beat.detail
         if not isinstance(trainer, TrainerStatus) or not trainer.doing:
@@ -208,7 +210,7 @@ def _overdue_trainer(facts: Facts) -> Iterator[_Cause]:
         if not _overdue(seconds, trainer.usual_seconds) or ("sync" in trainer.doing and _engine_suspected(facts)):
             continue
         usual = _median(trainer.usual_seconds)
-        words = f"{beat.id} is at {trainer.doing} for {text_of(seconds)}; {usual}"
+        words = f"{beat.id} is at {trainer.doing} for {duration_text(seconds)}; {usual}"
         if "sync" not in trainer.doing:
             queued = (
                 (f"{counted(len(trainer.in_hand), 'batch', 'batches')} in hand at {beat.id}",)
@@ -229,26 +231,26 @@ def _overdue_trainer(facts: Facts) -> Iterator[_Cause]:
         yield _Cause("waiting", culprit, words, lever("sync"), (*evidence, *trouble))
 
 
-def _overdue_operator(facts: Facts) -> Iterator[_Cause]:
+def _overdue_operator(facts: ObservationIndex) -> Iterator[_Cause]:
     for beat, age in facts.of_role("operator"):
         operator = beat.detail
         if not isinstance(operator, OperatorStatus) or operator.ticket is None or beat.waits_for:
             continue
         seconds = operator.seconds + age
         if operator.seconds and _overdue(seconds, operator.usual_seconds):
-            words = f"{beat.id} processes a batch for {text_of(seconds)}; {_median(operator.usual_seconds)}"
+            words = f"{beat.id} processes a batch for {duration_text(seconds)}; {_median(operator.usual_seconds)}"
             queued = f"{counted(facts.depth('closed'), 'closed batch', 'closed batches')} in the queue"
             yield _Cause("waiting", beat.id, words, lever("batch"), (f"its ticket is {operator.ticket}", queued))
 
 
-def _paused_lane(facts: Facts) -> Iterator[_Cause]:
+def _paused_lane(facts: ObservationIndex) -> Iterator[_Cause]:
     for beat, _ in facts.of_role("runner"):
         paused = beat.detail.paused if isinstance(beat.detail, RunnerStatus) else []
         for lane in paused:
             yield _Cause("waiting", beat.id, f"{beat.id} waits for {lane.line()}", lever("lane"))
 
 
-def _overdue_slice(facts: Facts) -> Iterator[_Cause]:
+def _overdue_slice(facts: ObservationIndex) -> Iterator[_Cause]:
     held = [
         (seconds + age, beat.id, task, first, beat.detail.usual_seconds if isinstance(beat.detail, RunnerStatus) else 0)
         for beat, age in facts.of_role("runner")
@@ -258,18 +260,18 @@ def _overdue_slice(facts: Facts) -> Iterator[_Cause]:
         return  # the slice may wait for an answer of the suspected engine
     for seconds, name, task, first, usual in sorted(held, key=lambda item: (-item[0], item[1:]))[:1]:
         if _overdue(seconds, usual):
-            words = f"task {task} (from run {first}) runs on {name} for {text_of(seconds)}; {_median(usual)}"
+            words = f"task {task} (from run {first}) runs on {name} for {duration_text(seconds)}; {_median(usual)}"
             limit = facts.observation.limits.get("explorer.max_timeout")
-            ends = (f"explorer.max_timeout bounds an attempt at {text_of(limit)}",) if limit else ()
+            ends = (f"explorer.max_timeout bounds an attempt at {duration_text(limit)}",) if limit else ()
             yield _Cause("waiting", name, words, lever("slice"), (*_idle_engines_evidence(facts), *ends))
 
 
-def _no_tasks(facts: Facts) -> Iterator[_Cause]:
+def _no_tasks(facts: ObservationIndex) -> Iterator[_Cause]:
     if facts.explorer and facts.explorer[0].waits_for == NO_TASKS and not facts.explorer_waits_for_rollouts:
         yield _Cause("waiting", None, "the run waits for tasks to be submitted", lever("tasks"))
 
 
-RULES: tuple[Callable[[Facts], Iterator[_Cause]], ...] = (
+RULES: tuple[Callable[[ObservationIndex], Iterator[_Cause]], ...] = (
     _frozen_engine,
     _silent_now,
     _missing,
@@ -285,7 +287,7 @@ RULES: tuple[Callable[[Facts], Iterator[_Cause]], ...] = (
 )
 
 
-def _longest_wait(facts: Facts, edges: tuple[Edge, ...]) -> _Cause | None:
+def _longest_wait(facts: ObservationIndex, edges: tuple[Edge, ...]) -> _Cause | None:
     """Follow the waits from the trainer, or from the longest wait, to an agent that does not wait for another agent."""
     if facts.observation.still < STILL_SECONDS:
         return None
@@ -302,11 +304,11 @@ def _longest_wait(facts: Facts, edges: tuple[Edge, ...]) -> _Cause | None:
         edge = by_waiter[edge.on]
         passed.append(edge.waiter)
     culprit = edge.on if edge.on is not None and edge.on not in passed else edge.waiter
-    words = f"{edge.waiter} waits {text_of(edge.seconds)} for {edge.waits_for}"
+    words = f"{edge.waiter} waits {duration_text(edge.seconds)} for {edge.waits_for}"
     return _Cause("waiting", culprit, words, lever("wait"), (f"followed: {' -> '.join([*passed, culprit])}",))
 
 
-def _engine_suspected(facts: Facts) -> bool:
+def _engine_suspected(facts: ObservationIndex) -> bool:
     """Return whether an engine has not answered its host for some time, but not long enough to count as frozen."""
     engines = [beat.detail for beat, _ in facts.of_role("engine") if isinstance(beat.detail, EngineStatus)]
     return any(SUSPECT_SECONDS <= engine.unanswered < UNANSWERED_SECONDS for engine in engines)
@@ -317,10 +319,10 @@ def _overdue(seconds: float, usual: float) -> bool:
 
 
 def _median(usual: float) -> str:
-    return f"the median is {text_of(usual)}" if usual else "none was done before"
+    return f"the median is {duration_text(usual)}" if usual else "none was done before"
 
 
-def _idle_engines_evidence(facts: Facts) -> tuple[str, ...]:
+def _idle_engines_evidence(facts: ObservationIndex) -> tuple[str, ...]:
     """Return a line if all engines are idle, because then the workflow itself takes the time."""
     engines = [beat.detail for beat, _ in facts.of_role("engine") if isinstance(beat.detail, EngineStatus)]
     if engines and all(engine.load == 0 for engine in engines):
@@ -328,13 +330,13 @@ def _idle_engines_evidence(facts: Facts) -> tuple[str, ...]:
     return ()
 
 
-def _has_ended(facts: Facts, role: str) -> bool:
+def _has_ended(facts: ObservationIndex, role: str) -> bool:
     """Return whether an agent of the role has finished normally, as at the end of a run."""
     ended = any(b.role == role and b.state == "finished" for b, _ in facts.observation.heartbeats.values())
     return ended and role != "runner"
 
 
-def _is_over(facts: Facts) -> bool:
+def _is_over(facts: ObservationIndex) -> bool:
     beats = [beat for beat, _ in facts.observation.heartbeats.values()]
     explorers = [beat for beat in beats if isinstance(beat.detail, ExplorerStatus)]
     if explorers or "explorer" in facts.observation.expected:
@@ -349,13 +351,13 @@ def _wait_prefix(edges: tuple[Edge, ...], culprit: str | None) -> str:
     if not waits or culprit is None:
         return ""
     edge = min(waits, key=lambda wait: (not wait.waiter.startswith("trainer"), -wait.seconds))
-    return f"{edge.waiter} waits {text_of(edge.seconds)} for {edge.waits_for}: "
+    return f"{edge.waiter} waits {duration_text(edge.seconds)} for {edge.waits_for}: "
 
 
-def _evidence_lines(facts: Facts) -> tuple[str, ...]:
+def _evidence_lines(facts: ObservationIndex) -> tuple[str, ...]:
     """Return lines about long waits, non-empty queues, dropped dead letters and missing agents."""
     waits = [edge for edge in facts.edges() if not edge.seconds < WAIT_SHOWN][:MOST_WAITS]
-    lines = [f"{edge.waiter} waits {text_of(edge.seconds)} for {edge.waits_for}" for edge in waits]
+    lines = [f"{edge.waiter} waits {duration_text(edge.seconds)} for {edge.waits_for}" for edge in waits]
     depths = {name: depth for name, depth in facts.observation.depths.items() if depth}
     if depths:
         lines.append("queues: " + ", ".join(f"{name} {depth}" for name, depth in depths.items()))

@@ -26,7 +26,7 @@ METRICS = frozenset({"trainer/idle_frac", "time/batch", "time/sync"})
 """Metrics that measure how busy a stage is. They are averaged, because values of a single step vary."""
 
 
-class Watch:
+class HeartbeatWindow:
     """Keeps the latest heartbeat of each agent and the time of the last progress. Time is an argument, in seconds of
     any clock.
 

@@ -24,7 +24,7 @@ def show_evaluations(arguments: argparse.Namespace) -> int:
         evaluations = read_evaluations(config.path)
     except OSError as error:
         raise CommandError(f"{config.path / EVALUATIONS_FOLDER} cannot be read: {error.strerror or error}") from error
-    chosen = chosen_of(evaluations, arguments.evaluation, arguments.step)
+    chosen = select_evaluations(evaluations, arguments.evaluation, arguments.step)
     rows = [
         (evaluation, question)
         for evaluation in chosen
@@ -38,7 +38,7 @@ def show_evaluations(arguments: argparse.Namespace) -> int:
     return 0 if shown else 1
 
 
-def chosen_of(evaluations: Sequence[Evaluation], name: str, step: str | None) -> list[Evaluation]:
+def select_evaluations(evaluations: Sequence[Evaluation], name: str, step: str | None) -> list[Evaluation]:
     """Return the evaluations of a set, or of all sets if ``name`` is empty: the evaluations at ``step``, or the last
     evaluation per set if ``step`` is None.
     """
@@ -55,7 +55,7 @@ def _fits(question: Question, task: str | None) -> bool:
 
 
 def _print(evaluation: Evaluation, question: Question, *, as_json: bool) -> None:
-    from trinity_mq.observability.experiences.show_experience import line, open_console, rule
+    from trinity_mq.observability.experiences.show_experience import line, open_console, print_title
     from trinity_mq.telemetry.jsonline import dump_line
 
     if as_json:
@@ -63,7 +63,7 @@ def _print(evaluation: Evaluation, question: Question, *, as_json: bool) -> None
         print(dump_line({**header, **question.model_dump()}), flush=True)
         return
     console = open_console(sys.stdout)
-    rule(console, f"{evaluation.set} at {evaluation.label}, question {question.task}", "cyan")
+    print_title(console, f"{evaluation.set} at {evaluation.label}, question {question.task}", "cyan")
     line(console, "asked", question.question)
     line(console, "expected", "unknown" if question.expected is None else question.expected)
     for answer in question.answers:

@@ -15,10 +15,10 @@ from trinity_mq.observability.experiences.token_texts import TokenTexts, tokeniz
 
 if TYPE_CHECKING:
     from trinity_mq.experience import Experience, ExperienceBatch
-    from trinity_mq.observability.experiences.stream import Choice, StreamSummary
+    from trinity_mq.observability.experiences.stream import ExperienceFilter, StreamSummary
 
 
-def known_texts(arguments: argparse.Namespace, config: Config | None) -> TokenTexts:
+def open_token_texts(arguments: argparse.Namespace, config: Config | None) -> TokenTexts:
     """Return the token texts of ``--tokenizer``, else of the run's model. Print a note if no tokenizer is available.
 
     Raises:
@@ -76,17 +76,17 @@ class Printer:
             self._print(experience)
 
     def _print(self, experience: Experience) -> None:
-        from trinity_mq.observability.experiences.show_experience import as_json, open_console, show
+        from trinity_mq.observability.experiences.show_experience import as_json, open_console, print_experience
         from trinity_mq.telemetry.jsonline import dump_line
 
         self.printed += 1
         if self._as_json:
             print(dump_line(as_json(experience, self._texts)), file=self._out, flush=True)
             return
-        show(open_console(self._out), experience, self._texts)
+        print_experience(open_console(self._out), experience, self._texts)
 
 
-def verdict(summary: StreamSummary, printer: Printer, choice: Choice, location: str) -> int:
+def verdict(summary: StreamSummary, printer: Printer, choice: ExperienceFilter, location: str) -> int:
     """Print on stderr why experiences are missing, and return the exit code."""
     if printer.printed:
         if printer.more:

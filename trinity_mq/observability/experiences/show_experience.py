@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from trinity_mq import terminal as output
 from trinity_mq.messages.tasks import TRUTH
 from trinity_mq.observability.experiences.token_texts import TokenTexts, spelled
-from trinity_mq.terminal import visible
+from trinity_mq.terminal import escape_unsafe
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -53,23 +53,23 @@ def open_console(out: TextIO) -> Console:
     return output.open_console(out, width=None if out.isatty() else FILE_WIDTH)
 
 
-def rule(console: Console, title: str, style: str) -> None:
+def print_title(console: Console, title: str, style: str) -> None:
     """Print a rule with a title. The title is not interpreted as markup."""
     from rich.text import Text
 
-    console.rule(Text(visible(title)), style=style)
+    console.rule(Text(escape_unsafe(title)), style=style)
 
 
 def line(console: Console, name: str, value: str, style: str = "") -> None:
     """Print a value next to its name. Neither is interpreted as markup."""
     from rich.text import Text
 
-    console.print(Text(visible(f"{name:>10}  {value}"), style=style), soft_wrap=True)
+    console.print(Text(escape_unsafe(f"{name:>10}  {value}"), style=style), soft_wrap=True)
 
 
-def show(console: Console, experience: Experience, texts: TokenTexts, title: str = "experience") -> None:
+def print_experience(console: Console, experience: Experience, texts: TokenTexts, title: str = "experience") -> None:
     """Print an experience with its token table."""
-    rule(console, f"{title} {_place(experience)}", "cyan")
+    print_title(console, f"{title} {_place(experience)}", "cyan")
     for name, value in (*_facts(experience), *_conversation(experience)):
         line(console, name, value)
     ids = experience.tokens.tolist()

@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from trinity_agents.trainer.decisions import Chunk, Decider, Decision
+from trinity_agents.trainer.decisions import Chunk, Decision, TicketDecider
 from trinity_agents.trainer.sources.last_batch import LastBatch
 from trinity_mq.bus import Bus, BusUnavailable, Consumer, Delivery, StreamCut, Topology
 from trinity_mq.bus.streams import next_or_quiet
@@ -19,7 +19,7 @@ from trinity_mq.errors import CommandError
 from trinity_mq.experience import ExperienceBatch
 from trinity_mq.messages import BatchReady, DecodeError, Mark, RunEnd, decode_any
 from trinity_mq.runtime.deliveries import EXPERIENCES, REFERENCE, envelope
-from trinity_mq.transport.blobs import BlobStore, StoreUnavailable, patiently, resolve
+from trinity_mq.transport.blobs import BlobStore, StoreUnavailable, resolve_body, run_with_store_retries
 
 MARK_SECONDS = 10.0
 """Timeout in seconds for publishing our end mark. If it is not confirmed, a quiet stream is assumed to be at its
@@ -34,7 +34,7 @@ REMEMBERED = 10_000
 
 
 @dataclass(frozen=True)
-class Choice:
+class ExperienceFilter:
     """A filter of experiences by id. None matches any id. Ids are compared as strings."""
 
     batch: str | None = None
@@ -90,7 +90,7 @@ class ReadyReader:
         self,
         bus: Bus,
         topology: Topology,
-        choice: Choice,
+        choice: ExperienceFilter,
         store: BlobStore | None,
         take: Callable[[Sequence[ExperienceBatch]], bool],
         *,
@@ -99,7 +99,7 @@ class ReadyReader:
     ) -> None:
         self._bus, self._topology, self._choice, self._store, self._take = bus, topology, choice, store, take
         self._since = since
-        self._decider = Decider()
+        self._decider = TicketDecider()
         self._open: dict[str, str] = {}
         """Batch by ticket, for batches with chunks but no decision yet."""
         self._nonce = self._end_nonce = uuid.uuid4().hex
@@ -216,7 +216,7 @@ class ReadyReader:
                 self._last.batch(message.batch)
             return await self._ready(message, delivery.offset) or self._all_batches_arrived
         if isinstance(message, RunEnd):
-            self._last.run_ends(message.batches)
+            self._last.set_batch_count(message.batches)
             return self._all_batches_arrived
         if isinstance(message, Mark) and message.nonce == self._nonce:
             self._has_caught_up = True
@@ -242,7 +242,7 @@ class ReadyReader:
         """True if a following reader has caught up and every batch of the run has arrived. Catching up comes first
         because a run may be extended after an end that is already on its stream.
         """
-        return self._is_following and self._has_caught_up and self._last.has_come
+        return self._is_following and self._has_caught_up and self._last.is_complete
 
     def _settle(self, ready: BatchReady) -> None:
         """Record a decided batch. A following reader remembers only the latest, so that its memory stays bounded."""
@@ -285,7 +285,9 @@ class ReadyReader:
     async def _decoded(self, decision: Decision, n: int, chunk: Chunk) -> ExperienceBatch | None:
         try:
             if chunk.content_type == REFERENCE:
-                body = await patiently(resolve, self._store, chunk.body, chunk.content_type, seconds=STORE_SECONDS)
+                body = await run_with_store_retries(
+                    resolve_body, self._store, chunk.body, chunk.content_type, seconds=STORE_SECONDS
+                )
             else:
                 body = chunk.body
             whole = await asyncio.to_thread(lambda: ExperienceBatch.decode(body).settle())

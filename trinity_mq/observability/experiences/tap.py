@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
 from trinity_mq.observability.experiences.printer import note
-from trinity_mq.targets.connection import Target, reached, saved_run_id
+from trinity_mq.targets.connection import Target, open_bus, saved_run_id
 
 if TYPE_CHECKING:
     from trinity_mq.bus import Bus, Topology
@@ -33,7 +33,7 @@ def names_texts(fields: Sequence[str] | None) -> bool:
     return fields is None or TEXTS in fields
 
 
-def selected(whole: Mapping[str, Any], fields: Sequence[str]) -> dict[str, Any]:
+def select_fields(whole: Mapping[str, Any], fields: Sequence[str]) -> dict[str, Any]:
     """Return the named fields. The name ``a.b`` selects the part ``b`` of ``a``, or None if that part does not
     exist.
     """
@@ -47,7 +47,7 @@ def selected(whole: Mapping[str, Any], fields: Sequence[str]) -> dict[str, Any]:
     return selection
 
 
-class Lines:
+class ExperienceLinePrinter:
     """Prints one JSON object per line for each experience.
 
     Args:
@@ -77,21 +77,23 @@ class Lines:
         from trinity_mq.telemetry.jsonline import dump_line
 
         whole = as_json(experience, self._texts)
-        print(dump_line(whole if self._fields is None else selected(whole, self._fields)), file=self.out, flush=True)
+        print(
+            dump_line(whole if self._fields is None else select_fields(whole, self._fields)), file=self.out, flush=True
+        )
         self.printed += 1
 
 
-async def tap_run(target: Target, lines: Lines, start: int | None, *, follow: bool) -> None:
-    from trinity_mq.observability.experiences.stream import Choice, ReadyReader
+async def tap_run(target: Target, lines: ExperienceLinePrinter, start: int | None, *, follow: bool) -> None:
+    from trinity_mq.observability.experiences.stream import ExperienceFilter, ReadyReader
     from trinity_mq.transport.blobs import open_store
 
     is_ours = target.broker.url is None
     """True if no other process uses the broker, because it is the private broker of a run that is not running."""
-    async with reached(target, "tap") as (bus, topology):
+    async with open_bus(target, "tap") as (bus, topology):
         if target.folder is not None:
             bus.run_id = saved_run_id(target.folder.path)
         store = open_store(target.broker, target.run)
-        reader = ReadyReader(bus, topology, Choice(), store, lines.take, since=start or None, note=note)
+        reader = ReadyReader(bus, topology, ExperienceFilter(), store, lines.take, since=start or None, note=note)
         if not follow or is_ours:
             await reader.read()
             return
@@ -143,7 +145,7 @@ async def _listen(bus: Bus, topology: Topology, over: asyncio.Event) -> None:
     from trinity_mq.bus import BusUnavailable
     from trinity_mq.bus.retry import retrying
     from trinity_mq.messages import ExplorerStatus, Heartbeat
-    from trinity_mq.observability.follow import listen
+    from trinity_mq.observability.follow import consume_messages
 
     def receive(message: object) -> None:
         if isinstance(message, Heartbeat) and isinstance(message.detail, ExplorerStatus) and message.detail.finished:
@@ -152,7 +154,7 @@ async def _listen(bus: Bus, topology: Topology, over: asyncio.Event) -> None:
     queue = topology.listener("tap", uuid.uuid4().hex[:12], "telemetry", "beat.explorer.#")
     async for attempt in retrying(BusUnavailable):
         with attempt:
-            await listen(bus, queue, receive)
+            await consume_messages(bus, queue, receive)
 
 
 async def _watch_folder(target: Target, over: asyncio.Event) -> None:

@@ -42,7 +42,7 @@ class LogFiles:
             *(self._lines(path, inode, size) for path, inode, size in sizes), key=lambda line: line.time
         )
 
-    def appended(self) -> tuple[list[LogLine], bool]:
+    def read_appended(self) -> tuple[list[LogLine], bool]:
         """Return (the lines appended since the last read in time order, whether more lines may be available)."""
         new_lines: list[LogLine] = []
         more = False

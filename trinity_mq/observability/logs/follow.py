@@ -31,7 +31,7 @@ async def follow(folder: Path, files: LogFiles, chosen: LineFilter, show: Callab
     lock, quiet = LockedFolder(folder, LOCK_FILE, ""), 0
     while quiet < QUIET_ROUNDS:
         over = is_run_over(folder) and lock.holder() is None  # checked before the last read, so that no line is missed
-        lines, more = files.appended()
+        lines, more = files.read_appended()
         for line in lines:
             if chosen.takes(line):
                 show(line)

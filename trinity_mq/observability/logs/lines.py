@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
-from trinity_mq.terminal import one_line
+from trinity_mq.terminal import escape_to_one_line
 
 LEVELS = ("debug", "info", "warning", "error", "critical")
 LONGEST_VALUE = 300
@@ -78,20 +78,20 @@ class LineFilter:
         return self.grep is None or self.grep.casefold() in line.text.casefold()
 
 
-def in_words(line: LogLine, *, colour: bool = False) -> str:
+def format_line(line: LogLine, *, colour: bool = False) -> str:
     """Return an event as one line for a person: local time, level, agent, event, batch, then the other fields."""
     fields = line.fields
     level = str(fields.get("level", "info"))
     when = datetime.fromtimestamp(line.time).strftime("%H:%M:%S.%f")[:-3]
-    event = one_line(str(fields.get("event", "")).replace("_", " "))
+    event = escape_to_one_line(str(fields.get("event", "")).replace("_", " "))
     of_batch = [f"batch={_value(fields['batch'])}"] if "batch" in fields else []
     if not of_batch and "ticket" in fields:
         of_batch = [f"ticket={_value(fields['ticket'])}"]
-    rest = [f"{one_line(key)}={_value(value)}" for key, value in fields.items() if key not in _SHOWN_APART]
+    rest = [f"{escape_to_one_line(key)}={_value(value)}" for key, value in fields.items() if key not in _SHOWN_APART]
     if error := str(fields.get("exception") or "").strip():
         rest.append(f"error={_value(error.splitlines()[-1])}")
-    agent = one_line(str(fields.get("agent", "?")))
-    text = " ".join([f"{when} {one_line(level):7} {agent:12}", event, *of_batch, *rest])
+    agent = escape_to_one_line(str(fields.get("agent", "?")))
+    text = " ".join([f"{when} {escape_to_one_line(level):7} {agent:12}", event, *of_batch, *rest])
     code = _COLOURS.get(level)
     return f"\x1b[{code}m{text}\x1b[0m" if colour and code else text
 
@@ -107,5 +107,5 @@ def _value(value: object) -> str:
     if isinstance(value, str) and (
         not text or any(character.isspace() or not character.isprintable() or character in "\"'=" for character in text)
     ):
-        return one_line(json.dumps(text, ensure_ascii=False))
-    return one_line(text)
+        return escape_to_one_line(json.dumps(text, ensure_ascii=False))
+    return escape_to_one_line(text)

@@ -30,7 +30,7 @@ batches must not end runners.
 """
 
 
-class Rising:
+class MonotonicCounters:
     """Counters that never decrease. When a restarted process counts from zero, its count is added to the earlier
     total.
     """
@@ -70,7 +70,7 @@ class RunCollector(Collector):
 
     def __init__(self, view: RunView, clock: Callable[[], float], slots: int | None = None) -> None:
         self._view, self._clock, self._slots = view, clock, slots
-        self._rising = Rising()
+        self._rising = MonotonicCounters()
         self._wanted_history: deque[int] = deque(maxlen=SMOOTHED)
 
     def describe(self) -> Iterable[Family]:

@@ -61,11 +61,11 @@ PICTURES = (
 def drawn(curves: Mapping[str, Sequence[Point]], picture: Picture) -> dict[str, list[Point]]:
     """Return the curves of a picture by metric name, averaged to at most :data:`MOST_POINTS` points each."""
     names = [name for pattern in picture.patterns for name in sorted(fnmatch.filter(curves, pattern))]
-    all_points = {name: thinned(curves[name]) for name in dict.fromkeys(names)}
+    all_points = {name: downsample(curves[name]) for name in dict.fromkeys(names)}
     return dict([(name, points) for name, points in all_points.items() if points][:MOST_CURVES])
 
 
-def thinned(points: Sequence[Point], most: int = MOST_POINTS) -> list[Point]:
+def downsample(points: Sequence[Point], most: int = MOST_POINTS) -> list[Point]:
     """Return the finite points in step order. If there are more than ``most``, neighbours are averaged."""
     finite = sorted((step, value) for step, value in points if math.isfinite(value))
     if len(finite) <= most:

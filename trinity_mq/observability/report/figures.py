@@ -24,7 +24,7 @@ def evaluations(values: Mapping[str, Any]) -> dict[str, float]:
     return {**results["reward"], **results["accuracy"]}
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Return a duration for a person, such as ``4 min 05 s``."""
     minutes, rest = divmod(max(0, round(seconds)), 60)
     hours, minutes = divmod(minutes, 60)

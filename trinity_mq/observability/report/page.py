@@ -13,7 +13,7 @@ from trinity_mq.config import Config
 from trinity_mq.errors import CommandError
 from trinity_mq.observability.report.curves import PICTURES, as_svg, drawn
 from trinity_mq.observability.report.evaluations import evaluation_table
-from trinity_mq.observability.report.text import curve, distinct, load_failures, lost, make_report
+from trinity_mq.observability.report.text import distinct, load_failures, loss_counts, make_report, metric_curve
 from trinity_mq.telemetry import LINE_FIELDS, METRICS_FILE, mask_passwords, read_metrics
 from trinity_mq.terminal import write_output
 
@@ -69,7 +69,7 @@ def page(config: Config) -> str:
         raise CommandError(f"run {config.name!r} has no metrics yet in {folder / METRICS_FILE}")
     lines = distinct(all_lines)
     names = sorted({name for line in lines for name in line if name not in LINE_FIELDS})
-    curves = {name: points for name in names if (points := curve(lines, name))}
+    curves = {name: points for name in names if (points := metric_curve(lines, name))}
     pictures = []
     for number, picture in enumerate(PICTURES):
         if chosen := drawn(curves, picture):
@@ -79,7 +79,7 @@ def page(config: Config) -> str:
         facts=_facts(config, folder),
         pictures=pictures,
         table=evaluation_table(lines),
-        losses=lost(lines),
+        losses=loss_counts(lines),
         failures=[failure.line() for failure in load_failures(folder)],
         settings=_settings(config),
         last=[(name, *points[-1]) for name, points in curves.items()],

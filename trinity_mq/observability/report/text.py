@@ -13,7 +13,7 @@ from typing import Any
 from trinity_mq.config.modes.mode import Mode
 from trinity_mq.messages import FailureStatus
 from trinity_mq.observability.report.evaluations import evaluation_table
-from trinity_mq.observability.report.figures import REWARD, TRAIN_STEPS, duration, evaluations
+from trinity_mq.observability.report.figures import REWARD, TRAIN_STEPS, evaluations, format_duration
 from trinity_mq.observability.timeline import TIMELINE_FILE
 from trinity_mq.runtime.process import write_atomic
 from trinity_mq.telemetry import METRICS_FILE, read_metrics, sparkline
@@ -71,18 +71,18 @@ def make_report(run: str, run_dir: Path, mode: Mode = "both") -> str:
         ("accuracy", f"{_rise(points)}  {taskset}, steps {points[0][0]} to {points[-1][0]}")
         for taskset, points in sorted(results.items())
     ]
-    curves = [*results.values(), curve(lines, REWARD)]
+    curves = [*results.values(), metric_curve(lines, REWARD)]
     if curves[-1]:
         rows.append(("reward", _rise(curves[-1])))
-    if not any(map(_moved, curves)) and (name := next((n for n in OTHERS if _moved(curve(lines, n))), None)):
-        rows.append((name, _rise(curve(lines, name))))
-    rows.append(("lost", ", ".join(f"{count} {label}" for label, count in lost(lines).items()) or "nothing"))
+    if not any(map(_moved, curves)) and (name := next((n for n in OTHERS if _moved(metric_curve(lines, n))), None)):
+        rows.append((name, _rise(metric_curve(lines, name))))
+    rows.append(("lost", ", ".join(f"{count} {label}" for label, count in loss_counts(lines).items()) or "nothing"))
     rows += [("failures", failure.line()) for failure in load_failures(run_dir)]
     rows += [(name, text) for name, text in _places(run_dir) if mode != "bench" or name not in {"model", "checkpoint"}]
     steps = max((line["step"] for line in lines if line["role"] == "trainer"), default=0)
     unit = "checkpoint" if mode == "bench" else "step"
     times = [line["time"] for line in all_lines if isinstance(line.get("time"), int | float)]
-    took = duration(max(times) - min(times)) if times else "an unknown time"
+    took = format_duration(max(times) - min(times)) if times else "an unknown time"
     head = f"run {run}: {steps} {unit}{'' if steps == 1 else 's'}, {took} from first to last"
     return "\n".join([head, *(f"  {name:<11} {text}" for name, text in rows)])
 
@@ -114,7 +114,7 @@ def load_failures(run_dir: Path) -> list[FailureStatus]:
 
 def train_steps(run_dir: Path) -> int | None:
     """Return the number of train steps that changed the weights, or None if no trainer has reported it."""
-    values = [value for _, value in curve(read_metrics(run_dir / METRICS_FILE), TRAIN_STEPS)]
+    values = [value for _, value in metric_curve(read_metrics(run_dir / METRICS_FILE), TRAIN_STEPS)]
     return round(max(values)) if values else None
 
 
@@ -132,16 +132,16 @@ def distinct(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return [merged[key] for key in sorted(merged, key=lambda key: key[1])]
 
 
-def curve(lines: Sequence[Mapping[str, Any]], name: str) -> list[Point]:
+def metric_curve(lines: Sequence[Mapping[str, Any]], name: str) -> list[Point]:
     """Return (step, value) pairs of one metric. If several agents report the metric for a step, the last value
     counts.
     """
     return list({line["step"]: float(line[name]) for line in lines if isinstance(line.get(name), int | float)}.items())
 
 
-def lost(lines: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+def loss_counts(lines: Sequence[Mapping[str, Any]]) -> dict[str, int]:
     """Return the non-zero counts of :data:`LOST` by their names in reports."""
-    sums = {label: round(sum(value for _, value in curve(lines, name))) for name, label in LOST.items()}
+    sums = {label: round(sum(value for _, value in metric_curve(lines, name))) for name, label in LOST.items()}
     return {label: count for label, count in sums.items() if count}
 
 

@@ -28,7 +28,7 @@ SHOWN = 200
 """Maximum characters of an HTTP response shown in a message."""
 
 
-class SpansRefused(TrackerError):
+class SpansRejected(TrackerError):
     """The collector permanently refuses some spans.
 
     Args:
@@ -41,7 +41,7 @@ class SpansRefused(TrackerError):
         self.count = count
 
 
-class Collector:
+class OtlpClient:
     """Client of one OpenTelemetry collector.
 
     Args:
@@ -62,7 +62,7 @@ class Collector:
         except ImportError as error:
             raise TrackerError(f"opentelemetry is not installed ({error}): pip install 'trinity-mq[otel]'") from error
         headers = {
-            **headers_of(os.environ.get(headers_env, ""), headers_env),
+            **parse_headers(os.environ.get(headers_env, ""), headers_env),
             "Content-Type": "application/x-protobuf",
             "Content-Encoding": "gzip",
         }
@@ -85,7 +85,7 @@ class Collector:
             ) from error
         reason = " ".join(response.text[:SHOWN].split()) if response.is_error else ""
         if response.status_code in REFUSED:
-            raise SpansRefused(
+            raise SpansRejected(
                 f"{self.url} refuses {len(spans)} spans with {response.status_code}: {reason}", len(spans)
             )
         if not response.is_success:
@@ -104,7 +104,7 @@ class Collector:
             return
         if rejected := answer.partial_success.rejected_spans:
             reason = answer.partial_success.error_message[:SHOWN]
-            raise SpansRefused(f"{self.url} rejects {rejected} spans: {reason}", int(rejected))
+            raise SpansRejected(f"{self.url} rejects {rejected} spans: {reason}", int(rejected))
 
     def encoded(self, spans: Sequence[TreeSpan]) -> bytes:
         """Return the body of a request with ``spans``."""
@@ -141,7 +141,7 @@ class Collector:
         self._client.close()
 
 
-def headers_of(text: str, name: str) -> dict[str, str]:
+def parse_headers(text: str, name: str) -> dict[str, str]:
     """Return the headers in an environment variable.
 
     Raises:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import structlog
 
-from trinity_mq.observability.spans.collector import SpansRefused
+from trinity_mq.observability.spans.collector import SpansRejected
 from trinity_mq.observability.spans.tree import TraceTree, TreeSpan
 from trinity_mq.observability.trackers.base import TrackerError
 from trinity_mq.observability.trackers.services import FOLDER
@@ -108,7 +108,7 @@ class SpanForwarder:
             try:
                 self._sink.send(chunk)
                 self.sent += len(chunk)
-            except SpansRefused as error:
+            except SpansRejected as error:
                 self.lost += error.count
                 self.sent += len(chunk) - error.count
                 self._note(str(error))

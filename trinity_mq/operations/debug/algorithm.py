@@ -22,7 +22,7 @@ from trinity_mq.algorithms.view import TokenView
 from trinity_mq.config import AlgorithmConfig
 from trinity_mq.experience import EID, Experience, ExperienceBatch
 from trinity_mq.runtime.plugins import add_plugins
-from trinity_mq.targets.target import configuration
+from trinity_mq.targets.target import load_target_configuration
 
 TASKS, RUNS, TOKENS = 2, 4, 6
 MASKED = (2, 3)
@@ -56,7 +56,7 @@ class Sample:
 
 def algorithm(arguments: argparse.Namespace) -> int:
     """Print losses and gradients of a small batch, then the checks. Return 1 if a check failed."""
-    config = configuration(arguments)
+    config = load_target_configuration(arguments)
     add_plugins(config.plugin_dirs)
     sample = make_sample(config.seed)
     advantages = advantages_of(sample, config.algorithm)

@@ -43,7 +43,7 @@ class DebugEngine:
 
 
 @contextlib.asynccontextmanager
-async def own_engine(
+async def child_engine(
     config: Config, folder: Path, weights: Path | None, report: Callable[[str], None]
 ) -> AsyncIterator[DebugEngine]:
     """Run the configured engine as a child process, and send it weights.
@@ -80,7 +80,7 @@ async def own_engine(
 async def auxiliary_engine(
     config: Config, folder: Path, model: AuxiliaryModelConfig, report: Callable[[str], None]
 ) -> AsyncIterator[DebugEngine]:
-    """Serve an auxiliary model as in a run. Raises the same errors as :func:`own_engine`."""
+    """Serve an auxiliary model as in a run. Raises the same errors as :func:`child_engine`."""
     report(f"starting auxiliary model {model.name!r}")
     host = EngineHost(_separate_config(config, folder), folder, f"{ENGINE_ID}-{model.name}", auxiliary=model)
     async with _hosted(host):
@@ -89,7 +89,7 @@ async def auxiliary_engine(
 
 
 @contextlib.asynccontextmanager
-async def given_engine(config: Config, url: str) -> AsyncIterator[DebugEngine]:
+async def external_engine(config: Config, url: str) -> AsyncIterator[DebugEngine]:
     """Use an engine that another process serves, without changing it.
 
     Raises:

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from trinity_mq.experience import Experience
-from trinity_mq.rollout.attempts import engine_trouble
+from trinity_mq.rollout.attempts import engine_unavailable_error
 from trinity_mq.rollout.failures import describe
 from trinity_mq.workflows import RunFailedError, Workflow
 
 
 @dataclass(frozen=True)
-class Failure:
+class WorkflowFailure:
     """The reason why a run failed."""
 
     type: str
@@ -47,11 +47,11 @@ class ErrorRecorder:
             yield
         except BaseException as error:
             self._error = error
-            if engine_trouble(error) is not None:
+            if engine_unavailable_error(error) is not None:
                 raise RunFailedError(describe(error)) from None
             raise
 
-    def failure(self) -> Failure | None:
+    def failure(self) -> WorkflowFailure | None:
         """Return the recorded failure; None if no exception was recorded."""
         error = self._error
         if error is None:
@@ -63,7 +63,7 @@ class ErrorRecorder:
         shown.stack = traceback.StackSummary.from_list(
             [frame for frame in shown.stack if frame.filename not in {__file__, contextlib.__file__}]
         )
-        return Failure(
+        return WorkflowFailure(
             type=type(error).__name__,
             message=" ".join(str(error).split()),
             file=place.filename,

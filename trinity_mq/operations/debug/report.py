@@ -9,10 +9,16 @@ from typing import Any, TextIO
 
 from trinity_mq.experience import Experience
 from trinity_mq.messages import TaskBody
-from trinity_mq.observability.experiences.show_experience import as_json, line, open_console, rule, show
+from trinity_mq.observability.experiences.show_experience import (
+    as_json,
+    line,
+    open_console,
+    print_experience,
+    print_title,
+)
 from trinity_mq.observability.experiences.token_texts import TokenTexts
-from trinity_mq.operations.debug.errors import Failure
-from trinity_mq.operations.debug.proxy import Call
+from trinity_mq.operations.debug.errors import WorkflowFailure
+from trinity_mq.operations.debug.proxy import RecordedCall
 from trinity_mq.operations.debug.show_call import call_json, show_call
 from trinity_mq.scheduling import Status
 from trinity_mq.telemetry.jsonline import dump_line
@@ -28,7 +34,7 @@ class JsonReport:
         """Write the task in its published form."""
         self._write("task", {"number": number, "task": body.model_dump(mode="json")})
 
-    def call(self, call: Call, texts: TokenTexts) -> None:
+    def call(self, call: RecordedCall, texts: TokenTexts) -> None:
         """Write request and answer."""
         self._write("call", call_json(call, texts))
 
@@ -36,7 +42,7 @@ class JsonReport:
         """Write all fields of the experience."""
         self._write("experience", as_json(experience, texts))
 
-    def end(self, status: Status, calls: int, failure: Failure | None) -> None:
+    def end(self, status: Status, calls: int, failure: WorkflowFailure | None) -> None:
         """Write status, metrics and error."""
         error = None if failure is None else dataclasses.asdict(failure)
         metrics = status.metrics[0] if status.metrics else {}
@@ -57,24 +63,24 @@ class TextReport:
 
     def task(self, number: int, body: TaskBody) -> None:
         """Print the task."""
-        rule(self._console, f"task {number}: {body.workflow}", "green")
+        print_title(self._console, f"task {number}: {body.workflow}", "green")
         for name, value in body.raw_task.items():
             self._line(name, value if isinstance(value, str) else json.dumps(value, default=repr))
         for name in ("reward_fn", "reward_fn_args", "workflow_args", "rollout_args"):
             if value := getattr(body, name):
                 self._line(name, str(value))
 
-    def call(self, call: Call, texts: TokenTexts) -> None:
+    def call(self, call: RecordedCall, texts: TokenTexts) -> None:
         """Print request and answer."""
         show_call(self._console, call, texts)
 
     def experience(self, experience: Experience, texts: TokenTexts) -> None:
         """Print the experience, token by token."""
-        show(self._console, experience, texts)
+        print_experience(self._console, experience, texts)
 
-    def end(self, status: Status, calls: int, failure: Failure | None) -> None:
+    def end(self, status: Status, calls: int, failure: WorkflowFailure | None) -> None:
         """Print status, metrics and error."""
-        rule(self._console, "finished" if status.ok else "failed", "green" if status.ok else "red")
+        print_title(self._console, "finished" if status.ok else "failed", "green" if status.ok else "red")
         self._line("calls", str(calls))
         for name, value in (status.metrics[0] if status.metrics else {}).items():
             self._line("metric", f"{name} = {value:g}")

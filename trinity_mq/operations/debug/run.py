@@ -59,14 +59,14 @@ def _task(body: TaskBody, number: int) -> Task:
 def _engine(
     config: Config, arguments: argparse.Namespace, folder: Path
 ) -> contextlib.AbstractAsyncContextManager[DebugEngine]:
-    from trinity_mq.operations.debug.engine import given_engine, own_engine
+    from trinity_mq.operations.debug.engine import child_engine, external_engine
 
     weights = None if arguments.weights is None else Path(arguments.weights).expanduser().resolve()
     if arguments.engine is None:
-        return own_engine(config, folder, weights, _print_note)
+        return child_engine(config, folder, weights, _print_note)
     if weights is not None:
         raise CommandError("--weights is for an engine of our own: leave it or --engine out")
-    return given_engine(config, arguments.engine)
+    return external_engine(config, arguments.engine)
 
 
 async def _run(
@@ -100,9 +100,9 @@ async def _run(
 @contextlib.asynccontextmanager
 async def _recorded(engine: DebugEngine, report: Report, numbers: Iterator[int]) -> AsyncIterator[InferenceModel]:
     """Yield the model's URL behind a proxy that reports each call."""
-    from trinity_mq.operations.debug.proxy import Call, RecordingProxy
+    from trinity_mq.operations.debug.proxy import RecordedCall, RecordingProxy
 
-    def on_call(call: Call) -> None:
+    def on_call(call: RecordedCall) -> None:
         engine.unanswered += bool(call.error)
         report.call(call, engine.texts)
 

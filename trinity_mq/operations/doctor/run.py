@@ -11,13 +11,13 @@ from trinity_mq.bus.addresses import Addresses
 from trinity_mq.bus.rabbit.connection import BrokerConnectError
 from trinity_mq.bus.tls import tls_context
 from trinity_mq.config import BrokerConfig
-from trinity_mq.local_broker.choose import own_kind
+from trinity_mq.local_broker.choose import local_broker_class
 from trinity_mq.local_broker.node import NodeError, PrivateNode
-from trinity_mq.operations.doctor.checks import BROKER_CHECKS, MACHINE_CHECKS, Finding, Verdict, findings
+from trinity_mq.operations.doctor.checks import BROKER_CHECKS, MACHINE_CHECKS, DoctorFinding, Verdict, findings
 from trinity_mq.operations.doctor.facts import (
     API_PATHS,
     Ctl,
-    Facts,
+    DoctorFacts,
     Needs,
     ask_amqp,
     ask_machine,
@@ -30,7 +30,7 @@ from trinity_mq.telemetry import mask_passwords
 
 async def check_all(
     folder: Path, broker: BrokerConfig, needs: Needs, management: str | None, node: Path | None
-) -> list[Finding]:
+) -> list[DoctorFinding]:
     machine, of_broker = await asyncio.gather(
         asyncio.to_thread(ask_machine, folder), check_broker(broker, needs, management, node)
     )
@@ -39,7 +39,7 @@ async def check_all(
 
 async def check_broker(
     broker: BrokerConfig, needs: Needs, management: str | None, node: Path | None, ctl: Ctl | None = None
-) -> list[Finding]:
+) -> list[DoctorFinding]:
     """Check a broker through every available source.
 
     Args:
@@ -50,21 +50,21 @@ async def check_broker(
         ctl: Runs its rabbitmqctl. None: the rabbitmqctl of ``node``, if the broker is that node.
     """
 
-    def no_broker(verdict: Verdict, seen: str, do: str) -> list[Finding]:
-        return [Finding("broker", verdict, mask_passwords(seen), "one that answers", do)]
+    def no_broker(verdict: Verdict, seen: str, do: str) -> list[DoctorFinding]:
+        return [DoctorFinding("broker", verdict, mask_passwords(seen), "one that answers", do)]
 
     try:
         addresses = Addresses.of(broker)
         if addresses is None:
             try:
-                await own_kind()
+                await local_broker_class()
             except NodeError as error:
                 return no_broker("problem", "none is known, and `trinity-mq run` can start none of its own", str(error))
             do = "give --broker amqp://user:password@host:port/vhost, or set TRINITY_MQ_BROKER_URL"
             return no_broker("warning", "none is known; `trinity-mq run` would start one of its own", do)
         urls = await asyncio.to_thread(addresses.read)
         parts = urlsplit(urls[0])
-        facts = Facts(
+        facts = DoctorFacts(
             urls=urls,
             tls_verified=broker.tls is None or broker.tls.verify,
             user=unquote(parts.username or "guest"),

@@ -18,7 +18,7 @@ BINARY = {0.0, 1.0}
 
 
 @dataclass(frozen=True, slots=True)
-class Graded:
+class RegradedExperience:
     """The rewards and advantages of an experience under the old and the new reward function."""
 
     uid: str
@@ -62,19 +62,19 @@ class Comparison:
     advantages_appear: int = 0
     """Number of experiences whose advantage is missing or 0 before and non-zero after."""
     advantages_vanish: int = 0
-    _most_changed: list[tuple[float, float, int, Graded]] = field(default_factory=list)
+    _most_changed: list[tuple[float, float, int, RegradedExperience]] = field(default_factory=list)
     _numbers: itertools.count[int] = field(default_factory=itertools.count)
 
-    def add(self, experiences: Sequence[Graded]) -> None:
+    def add(self, experiences: Sequence[RegradedExperience]) -> None:
         """Add the experiences of whole groups."""
-        by_group: dict[str, list[Graded]] = {}
+        by_group: dict[str, list[RegradedExperience]] = {}
         for experience in experiences:
             by_group.setdefault(experience.group, []).append(experience)
             self._add_one(experience)
         for members in by_group.values():
             self._add_group(members)
 
-    def _add_one(self, graded: Graded) -> None:
+    def _add_one(self, graded: RegradedExperience) -> None:
         self.old.append(graded.old)
         self.new.append(graded.new)
         self.changed += graded.old != graded.new
@@ -91,7 +91,7 @@ class Comparison:
             entry = (difference, abs(after - before), -next(self._numbers), graded)
             (heapq.heappush if len(self._most_changed) < SHOWN else heapq.heappushpop)(self._most_changed, entry)
 
-    def _add_group(self, members: Sequence[Graded]) -> None:
+    def _add_group(self, members: Sequence[RegradedExperience]) -> None:
         self.groups += 1
         inverted = 0
         for first, second in itertools.combinations(members, 2):
@@ -110,7 +110,7 @@ class Comparison:
         self.lose_spread += had_spread and not has_spread
 
     @property
-    def most(self) -> list[Graded]:
+    def most(self) -> list[RegradedExperience]:
         """The most changed experiences, sorted by reward change, then by advantage change."""
         return [entry[-1] for entry in sorted(self._most_changed, key=lambda entry: entry[:3], reverse=True)]
 

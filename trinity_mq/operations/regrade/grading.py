@@ -15,7 +15,7 @@ from trinity_mq.data import TasksetError
 from trinity_mq.data.records import Record, read_tasks
 from trinity_mq.experience import Experience
 from trinity_mq.experience.rules import DPO, PROMPT_TRUNCATED
-from trinity_mq.rewards import RewardFn, fault_of, judge_conversation, parts_of
+from trinity_mq.rewards import RewardFn, invalid_parts_reason, judge_conversation, parts_of
 from trinity_mq.rewards.truth import truth_text
 from trinity_mq.runtime.threads import in_thread, interrupt
 
@@ -23,7 +23,7 @@ SHOWN = 100
 """Maximum characters shown of an error."""
 
 
-class NotGradable(Exception):
+class NotRegradable(Exception):
     """An experience cannot be regraded. The message states the reason and is the key by which failures are counted."""
 
 
@@ -40,7 +40,7 @@ class GradingTime:
         self.calls, self.total, self.longest = self.calls + 1, self.total + seconds, max(self.longest, seconds)
 
 
-class Tasks:
+class TaskRecords:
     """Looks up the taskset records of experiences. Each taskset is read on first use.
 
     Args:
@@ -51,7 +51,7 @@ class Tasks:
         buffer = config.buffer
         self._tasksets = {taskset.name: taskset for taskset in (*buffer.training_tasksets, *buffer.eval_tasksets)}
         self._seed = config.seed
-        self._records: dict[str, list[Record] | NotGradable] = {}
+        self._records: dict[str, list[Record] | NotRegradable] = {}
 
     def of(self, experience: Experience) -> tuple[Record, TasksetConfig]:
         """Return (the record of an experience's task, the configuration section of its taskset).
@@ -61,13 +61,13 @@ class Tasks:
         """
         name, index = experience.taskset, experience.index
         if name is None or index is None:
-            raise NotGradable("its task came from outside, and nothing keeps the record of such a one")
+            raise NotRegradable("its task came from outside, and nothing keeps the record of such a one")
         taskset = self._tasksets.get(name)
         if taskset is None:
-            raise NotGradable(f"the configuration has no taskset {name!r}")
+            raise NotRegradable(f"the configuration has no taskset {name!r}")
         records = self._read(taskset)
         if not 0 <= index < len(records):
-            raise NotGradable(f"taskset {name!r} has {len(records)} records now, and not the one that it came from")
+            raise NotRegradable(f"taskset {name!r} has {len(records)} records now, and not the one that it came from")
         return records[index], taskset
 
     def _read(self, taskset: TasksetConfig) -> list[Record]:
@@ -75,10 +75,10 @@ class Tasks:
             try:
                 self._records[taskset.name] = read_tasks(taskset, seed=self._seed)[0]
             except TasksetError as error:
-                self._records[taskset.name] = NotGradable(str(error))
+                self._records[taskset.name] = NotRegradable(str(error))
         records = self._records[taskset.name]
-        if isinstance(records, NotGradable):
-            raise NotGradable(str(records))
+        if isinstance(records, NotRegradable):
+            raise NotRegradable(str(records))
         return records
 
 
@@ -92,7 +92,7 @@ class Grader:
 
     function: RewardFn
     """A reward function from :func:`trinity_mq.rewards.create_reward`."""
-    tasks: Tasks
+    tasks: TaskRecords
     limit: float
     """Timeout of one call in seconds."""
     failures: Counter[str] = field(default_factory=Counter)
@@ -103,7 +103,7 @@ class Grader:
         """Return the new reward of an experience, or None after a failure, which is counted."""
         try:
             call = self._call(experience)
-        except NotGradable as error:
+        except NotRegradable as error:
             self.failures[str(error)] += 1
             return None
         started = time.monotonic()
@@ -119,7 +119,7 @@ class Grader:
             return None
         finally:
             self.time.add(time.monotonic() - started)
-        if fault := fault_of(self.function, parts):
+        if fault := invalid_parts_reason(self.function, parts):
             self.failures[fault] += 1
             return None
         return float(sum(parts.values()))
@@ -131,12 +131,12 @@ class Grader:
             NotGradable: The experience lacks data that the function needs.
         """
         if experience.experience_type == DPO:
-            raise NotGradable("it is a pair of answers")
+            raise NotRegradable("it is a pair of answers")
         record, taskset = self.tasks.of(experience)
         truth = record.get(taskset.format.response_key)
         if getattr(self.function, "judges_conversation", False):
             if not experience.messages:
-                raise NotGradable("the reward function judges the conversation, which the experience does not keep")
+                raise NotRegradable("the reward function judges the conversation, which the experience does not keep")
             asked = experience.messages
             while asked and asked[-1].get("role") == "assistant":
                 asked = asked[:-1]
@@ -144,7 +144,7 @@ class Grader:
         return functools.partial(
             parts_of,
             self.function,
-            "" if experience.truncate_status == PROMPT_TRUNCATED else answer_of(experience),
+            "" if experience.truncate_status == PROMPT_TRUNCATED else rewarded_text(experience),
             truth_text(truth),
             finished=experience.truncate_status is None,
             tokens=experience.response_length,
@@ -153,7 +153,7 @@ class Grader:
         )
 
 
-def answer_of(experience: Experience) -> str:
+def rewarded_text(experience: Experience) -> str:
     """Return the rewarded text: the response, or the last answer of a conversation without a response text.
 
     Raises:
@@ -166,4 +166,4 @@ def answer_of(experience: Experience) -> str:
     ]
     if answers and isinstance(answers[-1], str):
         return answers[-1]
-    raise NotGradable("it keeps no text of the response")
+    raise NotRegradable("it keeps no text of the response")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from trinity_mq.config import Config
 from trinity_mq.experience import Experience, ExperienceBatch
-from trinity_mq.operations.regrade.comparison import Comparison, Graded
+from trinity_mq.operations.regrade.comparison import Comparison, RegradedExperience
 from trinity_mq.operations.regrade.grading import Grader
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ TEXT = 200
 """Characters kept of the response of each experience."""
 
 
-class Regrading:
+class BatchRegrader:
     """Regrades batches one after another.
 
     Args:
@@ -35,7 +35,9 @@ class Regrading:
         from trinity_mq.operators import AdvantageOperator
 
         self._algorithm = config.algorithm
-        self._advantages = AdvantageOperator(config.algorithm) if config.algorithm.advantages_in == "operator" else None
+        self._advantages = (
+            AdvantageOperator(config.algorithm) if config.algorithm.advantage_agent == "operator" else None
+        )
         self.comparison = Comparison()
         self.seen = 0
         """Number of experiences in all batches so far."""
@@ -67,10 +69,10 @@ class Regrading:
         self.comparison.add(await asyncio.to_thread(self._compared, regraded, new))
         return self._remaining <= 0
 
-    def _compared(self, regraded: Sequence[Experience], new: Sequence[float]) -> list[Graded]:
+    def _compared(self, regraded: Sequence[Experience], new: Sequence[float]) -> list[RegradedExperience]:
         advantages = self._new_advantages(regraded, new)
         return [
-            Graded(
+            RegradedExperience(
                 uid=experience.eid.uid,
                 group=experience.eid.tid,
                 old=float(experience.reward or 0.0),

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from trinity_mq.config import Config
 from trinity_mq.errors import CommandError
-from trinity_mq.targets.connection import Target, reached, saved_run_id
+from trinity_mq.targets.connection import Target, open_bus, saved_run_id
 
 if TYPE_CHECKING:
     from trinity_mq.experience import ExperienceBatch
     from trinity_mq.operations.regrade.grading import Grader
-    from trinity_mq.operations.regrade.regrading import Regrading
+    from trinity_mq.operations.regrade.regrading import BatchRegrader
 
 
 def open_grader(config: Config, arguments: argparse.Namespace) -> Grader:
@@ -26,7 +26,7 @@ def open_grader(config: Config, arguments: argparse.Namespace) -> Grader:
         CommandError: The function is not known or does not accept the arguments, or the arguments are not a JSON
             object.
     """
-    from trinity_mq.operations.regrade.grading import Grader, Tasks
+    from trinity_mq.operations.regrade.grading import Grader, TaskRecords
     from trinity_mq.rewards import RewardError, UnknownNameError, create_reward
     from trinity_mq.runtime.plugins import add_plugins
 
@@ -41,14 +41,14 @@ def open_grader(config: Config, arguments: argparse.Namespace) -> Grader:
         function = create_reward(arguments.reward, reward_args)
     except (UnknownNameError, RewardError) as error:
         raise CommandError(f"--reward: {error}") from error
-    return Grader(function, Tasks(config), arguments.timeout)
+    return Grader(function, TaskRecords(config), arguments.timeout)
 
 
-async def regrade_stream(target: Target, batch: str | None, regrading: Regrading) -> None:
+async def regrade_stream(target: Target, batch: str | None, regrading: BatchRegrader) -> None:
     from trinity_mq.bus import BusUnavailable
     from trinity_mq.experience import ExperienceBatch
     from trinity_mq.observability.experiences.printer import note
-    from trinity_mq.observability.experiences.stream import Choice, ReadyReader
+    from trinity_mq.observability.experiences.stream import ExperienceFilter, ReadyReader
     from trinity_mq.transport.blobs import open_store
 
     loop = asyncio.get_running_loop()
@@ -59,11 +59,11 @@ async def regrade_stream(target: Target, batch: str | None, regrading: Regrading
         return asyncio.run_coroutine_threadsafe(regrading.take(whole), loop).result() if len(whole) else False
 
     try:
-        async with reached(target, "regrade") as (bus, topology):
+        async with open_bus(target, "regrade") as (bus, topology):
             if target.folder is not None:
                 bus.run_id = saved_run_id(target.folder.path)
             store = open_store(target.broker, target.run)
-            reader = ReadyReader(bus, topology, Choice(batch=batch), store, take, note=note)
+            reader = ReadyReader(bus, topology, ExperienceFilter(batch=batch), store, take, note=note)
             await reader.read()
     except BusUnavailable as error:
         raise CommandError(
@@ -72,7 +72,7 @@ async def regrade_stream(target: Target, batch: str | None, regrading: Regrading
         ) from error
 
 
-async def regrade_file(config: Config, path: str, batch: str | None, regrading: Regrading) -> None:
+async def regrade_file(config: Config, path: str, batch: str | None, regrading: BatchRegrader) -> None:
     """Regrade recorded experiences, batch by batch.
 
     Raises:
@@ -80,10 +80,10 @@ async def regrade_file(config: Config, path: str, batch: str | None, regrading: 
     """
     from trinity_agents.trainer.sources.records import recorded
     from trinity_mq.config import ExperienceBufferConfig
-    from trinity_mq.observability.experiences.stream import Choice
+    from trinity_mq.observability.experiences.stream import ExperienceFilter
 
     data = ExperienceBufferConfig(storage_type="file", path=path, name=Path(path).name)
-    whole: ExperienceBatch = Choice(batch=batch).of((await asyncio.to_thread(recorded, data))[0])
+    whole: ExperienceBatch = ExperienceFilter(batch=batch).of((await asyncio.to_thread(recorded, data))[0])
     indices: dict[str, list[int]] = {}
     for index, number in enumerate(whole.values("eid.batch")):
         indices.setdefault(str(number), []).append(index)
@@ -92,7 +92,7 @@ async def regrade_file(config: Config, path: str, batch: str | None, regrading: 
             return
 
 
-def all_figures(reward: str, regrading: Regrading, grader: Grader) -> dict[str, Any]:
+def all_figures(reward: str, regrading: BatchRegrader, grader: Grader) -> dict[str, Any]:
     """Return all results as a JSON object."""
     time = grader.time
     failures: Mapping[str, int] = dict(grader.failures.most_common())

@@ -9,7 +9,7 @@ TEXT = 60
 """Maximum width of a response in characters."""
 
 
-def show(figures: Mapping[str, Any], out: TextIO) -> None:
+def print_figures(figures: Mapping[str, Any], out: TextIO) -> None:
     """Print the figures of :func:`trinity_mq.operations.regrade.run.all_figures`."""
     from trinity_mq.observability.experiences.show_experience import line, open_console
 
@@ -84,13 +84,13 @@ def _quantiles(quantiles: list[dict[str, float]]) -> Any:
 def _most(most: list[dict[str, Any]]) -> Any:
     from rich.text import Text
 
-    from trinity_mq.terminal import visible
+    from trinity_mq.terminal import escape_unsafe
 
     table = _table("experience", "reward", "advantage")
     table.add_column("response", overflow="ellipsis", no_wrap=True, max_width=TEXT)
     for change in most:
         reward, advantage = change["reward"], change["advantage"]
         shown = ["-" if value is None else f"{value:+.3f}" for value in (advantage["old"], advantage["new"])]
-        text = visible(" ".join(change["response_text"].split()))
+        text = escape_unsafe(" ".join(change["response_text"].split()))
         table.add_row(change["uid"], f"{reward['old']:g} -> {reward['new']:g}", " -> ".join(shown), Text(text))
     return table

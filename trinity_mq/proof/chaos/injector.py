@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from trinity_mq.errors import CommandError
 from trinity_mq.proof.chaos.points import INSIDE
 from trinity_mq.proof.chaos.schedule import ENDS, Fault
-from trinity_mq.proof.chaos.targets.base import NotOursError, Targets, Victim
-from trinity_mq.proof.chaos.targets.marks import Hit, Marks
-from trinity_mq.proof.chaos.witness import Beat, Witness
+from trinity_mq.proof.chaos.targets.base import FaultTargets, Victim, VictimGoneError
+from trinity_mq.proof.chaos.targets.marks import ArmedPoints, Hit
+from trinity_mq.proof.chaos.witness import Beat, RunObserver
 
 POINT_SECONDS = 30.0
 """Seconds to wait for a marked point; after that the fault is injected anyway."""
@@ -25,7 +25,7 @@ TRIES = 5
 
 
 @dataclass
-class Done:
+class InjectedFault:
     """A fault and its outcome. Times are in seconds of the event loop's clock."""
 
     fault: Fault
@@ -66,13 +66,13 @@ class Injector:
 
     def __init__(
         self,
-        targets: Targets,
-        witness: Witness,
+        targets: FaultTargets,
+        witness: RunObserver,
         *,
         timeout: float,
         tell: Callable[[str], None],
         budget: tuple[int, float] | None = None,
-        marks: Marks | None = None,
+        marks: ArmedPoints | None = None,
     ) -> None:
         self._targets, self._witness, self._timeout, self._tell = targets, witness, timeout, tell
         self._budget, self._marks = budget, marks
@@ -80,8 +80,8 @@ class Injector:
         self._lasting: dict[str, tuple[Victim, str]] = {}
         self._relieving: list[asyncio.Task[None]] = []
         self._ends: dict[str, deque[float]] = {}
-        self.done: list[Done] = []
-        self.stuck: Done | None = None
+        self.done: list[InjectedFault] = []
+        self.stuck: InjectedFault | None = None
         """The fault from which the run did not recover in time."""
         witness.on_beat, witness.on_step = self._beat, self._step
 
@@ -92,7 +92,7 @@ class Injector:
         try:
             async with asyncio.TaskGroup() as group:
                 for fault in faults:
-                    done = Done(fault)
+                    done = InjectedFault(fault)
                     self.done.append(done)
                     if not await self._wait_until_due(fault, over):
                         done.note = "the run was over" if over() else "the run had not recovered"
@@ -133,7 +133,7 @@ class Injector:
                 done.recovered = now
         return True
 
-    async def _inject(self, done: Done, group: asyncio.TaskGroup, over: Callable[[], bool]) -> None:
+    async def _inject(self, done: InjectedFault, group: asyncio.TaskGroup, over: Callable[[], bool]) -> None:
         fault = done.fault
         for _ in range(TRIES):
             victim = await self._choose(fault, over)
@@ -152,7 +152,7 @@ class Injector:
             done.victim, done.at = victim, self._clock()
             try:
                 await self._strike(done, victim)
-            except NotOursError as error:  # the victim ended in the meantime: choose another victim at once
+            except VictimGoneError as error:  # the victim ended in the meantime: choose another victim at once
                 done.at, done.victim = None, None
                 self._tell(str(error))
                 continue
@@ -166,7 +166,7 @@ class Injector:
             return
         done.note = f"every {fault.role} ended by itself"
 
-    def _note_injection(self, done: Done, group: asyncio.TaskGroup) -> None:
+    def _note_injection(self, done: InjectedFault, group: asyncio.TaskGroup) -> None:
         fault, victim = done.fault, done.victim
         assert victim is not None
         where = f" at {fault.point}" if fault.point and not done.note else ""
@@ -198,7 +198,7 @@ class Injector:
                     await asyncio.sleep(FIND_SECONDS)  # a started process does not announce itself
         return None
 
-    async def _strike(self, done: Done, victim: Victim) -> None:
+    async def _strike(self, done: InjectedFault, victim: Victim) -> None:
         """Inject the fault. If the victim has stopped itself at its point and survives the fault, resume it."""
         try:
             await self._targets.strike(victim, done.fault.kind)
@@ -206,7 +206,7 @@ class Injector:
             if done.is_inside and done.fault.kind not in {"kill", "freeze"}:
                 await self._relieve(victim, "freeze")
 
-    async def _at_point(self, done: Done, chosen: Victim, over: Callable[[], bool]) -> Victim | None:
+    async def _at_point(self, done: InjectedFault, chosen: Victim, over: Callable[[], bool]) -> Victim | None:
         """Wait for the marked point of a fault, and return its victim: the chosen victim, or the process that has
         stopped itself at an inside point. None: the point was not reached.
         """
@@ -243,7 +243,7 @@ class Injector:
             ends.popleft()
         return len(ends) >= most
 
-    async def _relieve_later(self, done: Done, victim: Victim) -> None:
+    async def _relieve_later(self, done: InjectedFault, victim: Victim) -> None:
         await asyncio.sleep(done.fault.seconds)
         await self._relieve(victim, done.fault.kind)
         done.ended = self._clock()
@@ -271,7 +271,7 @@ class Injector:
             if done.is_open and done.back is not None and at > done.back:
                 done.recovered = at
 
-    def _is_back(self, done: Done, beat: Beat) -> bool:
+    def _is_back(self, done: InjectedFault, beat: Beat) -> bool:
         """Return whether a heartbeat shows that the victim, or its replacement, works again."""
         victim, kind = done.victim, done.fault.kind
         assert victim is not None
@@ -291,7 +291,7 @@ class Injector:
         return is_same_or_new
 
 
-def by_role(done: Iterable[Done]) -> dict[str, int]:
+def by_role(done: Iterable[InjectedFault]) -> dict[str, int]:
     """Return the number of injected faults for each role."""
     return dict(Counter(injection.fault.role for injection in done if injection.at is not None))
 

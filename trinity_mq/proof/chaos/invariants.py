@@ -21,7 +21,7 @@ HAVE_RUNS = {"finished", "partial", "cancelled"}
 
 
 @dataclass(frozen=True)
-class Verdict:
+class InvariantVerdict:
     """The verdict on one invariant."""
 
     name: str
@@ -43,13 +43,13 @@ class Expected:
     """True if no user operator adds or drops experiences."""
 
 
-def judged(name: str, violations: Iterable[str], holds: str) -> Verdict:
+def verdict_of(name: str, violations: Iterable[str], holds: str) -> InvariantVerdict:
     """Return the verdict on an invariant from its violations, and the text for the case without violations."""
     violation_list = list(violations)
     if violation_list:
         count = f"{len(violation_list)} violation{'s' if len(violation_list) > 1 else ''}"
-        return Verdict(name, "violated", count, tuple(violation_list[:MOST_EVIDENCE]))
-    return Verdict(name, "holds", holds)
+        return InvariantVerdict(name, "violated", count, tuple(violation_list[:MOST_EVIDENCE]))
+    return InvariantVerdict(name, "holds", holds)
 
 
 def lineage(progress: Sequence[Progress]) -> list[Progress]:
@@ -70,11 +70,11 @@ def lineage(progress: Sequence[Progress]) -> list[Progress]:
 # -- each task has exactly one outcome
 
 
-def one_outcome(record: Record, expected: Expected) -> Verdict:
+def one_outcome(record: Record, expected: Expected) -> InvariantVerdict:
     """Check that each task of a decided batch has one outcome, and that each counted run is in the batch once."""
     name = "one outcome for each task"
     if record.results_begin or record.ready_begin:
-        return Verdict(name, "not checked", "retention has cut the beginning of the streams")
+        return InvariantVerdict(name, "not checked", "retention has cut the beginning of the streams")
     deciding = {ticket: processed for ticket, processed in record.deciding.items() if processed.ready.state == "ready"}
     first = _first_results(record.results)
     violations = [
@@ -84,7 +84,7 @@ def one_outcome(record: Record, expected: Expected) -> Verdict:
     ]
     tasks = sum(len({task for task, _ in first.get(ticket, ())}) for ticket in deciding)
     runs = sum(len(processed.uids) for processed in deciding.values())
-    return judged(name, violations, f"{tasks} tasks in {len(deciding)} batches, {runs} experiences")
+    return verdict_of(name, violations, f"{tasks} tasks in {len(deciding)} batches, {runs} experiences")
 
 
 def _first_results(results: Iterable[TaskResult]) -> dict[str, dict[tuple[int, int], TaskResult]]:
@@ -130,14 +130,14 @@ def _batch_violations(
 # -- each experience is trained on at most once
 
 
-def trained_once(record: Record) -> Verdict:
+def trained_once(record: Record) -> InvariantVerdict:
     """Check that each experience is trained on at most once in a lineage, and that no batch of it is missing or
     repeated.
     """
     name = "each experience trained on once"
     line = lineage(record.progress[: record.settled])
     if not line:
-        return Verdict(name, "not checked", "the trainer has consumed no batch")
+        return InvariantVerdict(name, "not checked", "the trainer has consumed no batch")
     deciding = record.deciding
     violations: list[str] = []
     begins = 1 if not record.results_begin else line[0].progress
@@ -159,7 +159,7 @@ def trained_once(record: Record) -> Verdict:
             trained.update(processed.uids)
             violations += _repeated_steps(processed)
     violations += [f"experience {uid} is in {times} places that were trained on" for uid, times in _repeated(trained)]
-    return judged(
+    return verdict_of(
         name,
         violations,
         f"{len(trained)} experiences in {len(line)} batches, over {_generations(record)} starts of the trainer",
@@ -189,7 +189,7 @@ def _generations(record: Record) -> int:
 
 def versions_rise(
     record: Record, commits: Sequence[VersionSeen], committed: Sequence[VersionSeen], served: Sequence[VersionSeen]
-) -> Verdict:
+) -> InvariantVerdict:
     """Check that committed versions, the trainer's steps and the versions served by each engine life never decrease."""
     violations = [*_decreases("committed", commits), *_decreases("in the trainer's heartbeats", committed)]
     by_life: defaultdict[str, list[VersionSeen]] = defaultdict(list)
@@ -206,7 +206,7 @@ def versions_rise(
             )
         before = step
     count = len({sighting.version for sighting in commits} | {sighting.version for sighting in committed})
-    return judged(
+    return verdict_of(
         "committed versions rise",
         violations,
         f"{count} versions, {len(by_life)} lives of engines, {_generations(record)} starts of the trainer",
@@ -219,21 +219,21 @@ def _decreases(what: str, sightings: Sequence[VersionSeen]) -> Iterator[str]:
             yield f"{what}: {_version(before.version)} was followed by {_version(after.version)} after {after.at:.1f} s"
 
 
-def versions_existed(record: Record) -> Verdict:
+def versions_existed(record: Record) -> InvariantVerdict:
     """Check that each version named by tokens existed in the trainer: as a step of its generation, or as its start."""
     name = "tokens name versions that were there"
     named = {version: processed for processed in record.sets for version in processed.versions}
     if not named:
-        return Verdict(name, "not checked", "no token names a version")
+        return InvariantVerdict(name, "not checked", "no token names a version")
     if record.results_begin:
-        return Verdict(name, "not checked", "retention has cut the beginning of the results stream")
+        return InvariantVerdict(name, "not checked", "retention has cut the beginning of the results stream")
     existing = _existing_versions(record.progress)
     violations = [
         f"batch {processed.ready.batch} names version {_version(version)}, which no trainer had"
         for version, processed in sorted(named.items())
         if version not in existing
     ]
-    return judged(name, violations, f"{len(named)} versions")
+    return verdict_of(name, violations, f"{len(named)} versions")
 
 
 def _existing_versions(progress: Sequence[Progress]) -> set[Version]:
@@ -258,7 +258,7 @@ def _existing_versions(progress: Sequence[Progress]) -> set[Version]:
 
 
 @dataclass(frozen=True)
-class Strikes:
+class FaultCounts:
     """Number of faults that struck each role."""
 
     by_role: Mapping[str, int]
@@ -268,7 +268,9 @@ class Strikes:
         return sum(self.by_role.get(role, 0) for role in (*roles, "broker"))
 
 
-def dead_letters_explained(letters: Sequence[Incoming], total: int, struck: Strikes, limit: int) -> Verdict:
+def dead_letters_explained(
+    letters: Sequence[Incoming], total: int, struck: FaultCounts, limit: int
+) -> InvariantVerdict:
     """Check that the faults explain every dead letter: its slice or batch lost its agents as often as the limit allows.
 
     Args:
@@ -279,7 +281,7 @@ def dead_letters_explained(letters: Sequence[Incoming], total: int, struck: Stri
     """
     name = "dead letters accounted for"
     if len(letters) < total:
-        return Verdict(name, "not checked", f"{len(letters)} of {total} could be read")
+        return InvariantVerdict(name, "not checked", f"{len(letters)} of {total} could be read")
     violations: list[str] = []
     explained: Counter[str] = Counter()
     for letter in letters:
@@ -295,22 +297,24 @@ def dead_letters_explained(letters: Sequence[Incoming], total: int, struck: Stri
         else:
             violations.append(f"{kind} {letter.message_id}: {reason}")
     words = ", ".join(f"{count} {what}" for what, count in explained.items())
-    return judged(name, violations, f"explained by the faults: {words}" if words else "there is none")
+    return verdict_of(name, violations, f"explained by the faults: {words}" if words else "there is none")
 
 
-def nothing_left(processes: Sequence[str] | None, *, over: bool) -> Verdict:
+def nothing_left(processes: Sequence[str] | None, *, over: bool) -> InvariantVerdict:
     """Check that no process of the run is left after its end."""
     name = "no process left"
     if not over:
-        return Verdict(name, "not checked", "the run goes on")
+        return InvariantVerdict(name, "not checked", "the run goes on")
     if processes is None:
-        return Verdict(name, "not checked", "its processes cannot be listed from here")
-    return judged(name, processes, "all have ended")
+        return InvariantVerdict(name, "not checked", "its processes cannot be listed from here")
+    return verdict_of(name, processes, "all have ended")
 
 
-def decodes(record: Record) -> Verdict:
+def streams_decode(record: Record) -> InvariantVerdict:
     """Check that every message on the streams is readable."""
-    return judged("streams can be read", record.undecodable, f"{len(record.results)} results, {len(record.sets)} sets")
+    return verdict_of(
+        "streams can be read", record.undecodable, f"{len(record.results)} results, {len(record.sets)} sets"
+    )
 
 
 def _repeated(counted: Counter[Key]) -> list[tuple[Key, int]]:

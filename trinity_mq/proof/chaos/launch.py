@@ -18,9 +18,9 @@ from trinity_mq.config import Config
 from trinity_mq.errors import CommandError
 from trinity_mq.proof.chaos.targets.local import MARK_VARIABLE
 from trinity_mq.runtime.processes.marked_points import POINTS_VARIABLE
-from trinity_mq.targets.private_broker import own_broker
+from trinity_mq.targets.private_broker import private_broker
 from trinity_mq.targets.run_folder import RunFolder
-from trinity_mq.testing.tcp_proxy import CuttingProxy
+from trinity_mq.testing.tcp_proxy import FaultProxy
 
 RESTARTS = ("supervisor.max_restarts=100000", "supervisor.restart_window=5")
 """Settings of a run that is started for faults. By default its supervisor would give up after so many restarts, and
@@ -38,7 +38,7 @@ class Launched:
     url: str
     """URL of the broker itself, not of the proxy."""
     mark: str
-    proxy: CuttingProxy | None
+    proxy: FaultProxy | None
     is_private: bool
     """True if the broker is a private node started by this process."""
 
@@ -70,7 +70,7 @@ def settings(overrides: Sequence[str]) -> list[str]:
 
 
 @contextlib.asynccontextmanager
-async def launched(
+async def launch_run(
     config: Config, words: Sequence[str], url: str | None, points: Path, tell: Callable[[str], None]
 ) -> AsyncIterator[Launched]:
     """Start a run, and end it on exit from the context.
@@ -95,10 +95,10 @@ async def launched(
     async with contextlib.AsyncExitStack() as stack:
         is_private = url is None
         if url is None:
-            url = await stack.enter_async_context(own_broker(folder.broker, config.supervisor, tell))
+            url = await stack.enter_async_context(private_broker(folder.broker, config.supervisor, tell))
         proxy = None
         if len(each(url)) == 1 and urlsplit(url).scheme == "amqp":
-            proxy = await stack.enter_async_context(CuttingProxy(url))
+            proxy = await stack.enter_async_context(FaultProxy(url))
         mark = secrets.token_hex(8)
         output = stack.enter_context((folder.logs / OUTPUT_FILE).open("ab"))
         process = await asyncio.create_subprocess_exec(

@@ -15,7 +15,7 @@ from trinity_mq.experience import DecodeError as BodyError
 from trinity_mq.experience import Experience, ExperienceBatch
 from trinity_mq.messages import BatchReady, DecodeError, Progress, TaskResult, TaskResults, Version, decode_any
 from trinity_mq.runtime.deliveries import EXPERIENCES, REFERENCE, new_mark
-from trinity_mq.transport.blobs import BlobStore, StoreUnavailable, resolve
+from trinity_mq.transport.blobs import BlobStore, StoreUnavailable, resolve_body
 
 SAMPLES = 32
 """Maximum sampled experiences for each version, for the check of their tokens."""
@@ -193,7 +193,7 @@ class _Reader:
 
     def _body(self, delivery: Delivery) -> ExperienceBatch | None:
         try:
-            return ExperienceBatch.decode(resolve(self._store, delivery.body, delivery.content_type)).settle()
+            return ExperienceBatch.decode(resolve_body(self._store, delivery.body, delivery.content_type)).settle()
         except (BodyError, StoreUnavailable) as error:
             self.record.undecodable.append(f"ready stream, offset {delivery.offset}: {error}")
             return None

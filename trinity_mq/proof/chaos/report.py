@@ -8,14 +8,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from trinity_mq.proof.chaos.injector import Done
-from trinity_mq.proof.chaos.trial import Outcome
+from trinity_mq.proof.chaos.injector import InjectedFault
+from trinity_mq.proof.chaos.trial import TrialOutcome
 
 SIGNS = {"holds": "holds", "violated": "VIOLATED", "not checked": "not checked"}
 HEADS = ("fault", "at s", "kind", "victim", "marked point", "back s", "recovered s", "")
 
 
-def lines(outcome: Outcome, schedule: Path, again: str) -> Iterator[str]:
+def lines(outcome: TrialOutcome, schedule: Path, again: str) -> Iterator[str]:
     """Yield the report for a person.
 
     Args:
@@ -42,7 +42,7 @@ def lines(outcome: Outcome, schedule: Path, again: str) -> Iterator[str]:
     yield f"repeat it: {again}"
 
 
-def as_json(outcome: Outcome, schedule: Path, again: str) -> Mapping[str, Any]:
+def as_json(outcome: TrialOutcome, schedule: Path, again: str) -> Mapping[str, Any]:
     """Return the report for programs. Times are in seconds since the start of the trial."""
     return {
         "holds": outcome.holds,
@@ -61,7 +61,7 @@ def as_json(outcome: Outcome, schedule: Path, again: str) -> Mapping[str, Any]:
     }
 
 
-def _as_json(done: Done, began: float) -> Mapping[str, Any]:
+def _as_json(done: InjectedFault, began: float) -> Mapping[str, Any]:
     return {
         **asdict(done.fault),
         "victim": done.victim.name if done.victim else None,
@@ -73,7 +73,7 @@ def _as_json(done: Done, began: float) -> Mapping[str, Any]:
     }
 
 
-def _row(done: Done, began: float) -> tuple[str, ...]:
+def _row(done: InjectedFault, began: float) -> tuple[str, ...]:
     fault = done.fault
     lasts = f" {fault.seconds:.1f} s" if fault.kind in {"freeze", "cut"} else ""
     at = _since(done.at, began)
@@ -95,7 +95,7 @@ def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
         yield "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
 
 
-def _counts(outcome: Outcome) -> Iterator[str]:
+def _counts(outcome: TrialOutcome) -> Iterator[str]:
     """Yield the number of faults by role, kind and point, and the counts of the clients."""
     for role, (kinds, points) in _by_role(outcome).items():
         at = ", ".join(f"{count} at {point}" for point, count in points.items())
@@ -105,7 +105,7 @@ def _counts(outcome: Outcome) -> Iterator[str]:
     yield ""
 
 
-def _by_role(outcome: Outcome) -> dict[str, tuple[dict[str, int], dict[str, int]]]:
+def _by_role(outcome: TrialOutcome) -> dict[str, tuple[dict[str, int], dict[str, int]]]:
     """Return, by role, the counts of injected faults by kind and by marked point."""
     kinds: defaultdict[str, Counter[str]] = defaultdict(Counter)
     points: defaultdict[str, Counter[str]] = defaultdict(Counter)
@@ -116,7 +116,7 @@ def _by_role(outcome: Outcome) -> dict[str, tuple[dict[str, int], dict[str, int]
     return {role: (dict(kinds[role].most_common()), dict(points[role].most_common())) for role in sorted(kinds)}
 
 
-def _summary(outcome: Outcome) -> str:
+def _summary(outcome: TrialOutcome) -> str:
     struck = _injected(outcome)
     took = sorted(done.recovered - done.at for done in struck if done.recovered is not None and done.at is not None)
     words = [f"{len(struck)} faults in {outcome.seconds:.0f} s, {outcome.steps} batches trained on"]
@@ -129,7 +129,7 @@ def _summary(outcome: Outcome) -> str:
     return f"{verdict}; {'; '.join(words)}"
 
 
-def _injected(outcome: Outcome) -> list[Done]:
+def _injected(outcome: TrialOutcome) -> list[InjectedFault]:
     return [done for done in outcome.done if done.at is not None]
 
 

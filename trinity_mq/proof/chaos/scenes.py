@@ -16,20 +16,20 @@ from trinity_mq.bus.addresses import Addresses
 from trinity_mq.config import Config
 from trinity_mq.config.modes.mode import AGENTS
 from trinity_mq.errors import CommandError
-from trinity_mq.launch.earlier_start import start_anew
+from trinity_mq.launch.earlier_start import discard_earlier_run
 from trinity_mq.messages import ControlEvent
-from trinity_mq.proof.chaos.launch import Launched, launched, settings
+from trinity_mq.proof.chaos.launch import Launched, launch_run, settings
 from trinity_mq.proof.chaos.schedule import Schedule, draw, load, save
 from trinity_mq.proof.chaos.sessions.clients import clients_of
-from trinity_mq.proof.chaos.targets.base import Targets
+from trinity_mq.proof.chaos.targets.base import FaultTargets
 from trinity_mq.proof.chaos.targets.local import LocalTargets
-from trinity_mq.proof.chaos.targets.marks import Marks
-from trinity_mq.proof.chaos.tokens import KeptWeights
-from trinity_mq.proof.chaos.trial import Outcome, Plan, judge, play
+from trinity_mq.proof.chaos.targets.marks import ArmedPoints
+from trinity_mq.proof.chaos.tokens import WeightArchive
+from trinity_mq.proof.chaos.trial import Plan, TrialOutcome, judge, run_trial
 from trinity_mq.runtime.deliveries import envelope
-from trinity_mq.targets.connection import connected, find_target, reached
+from trinity_mq.targets.connection import connect_bus, find_target, open_bus
 from trinity_mq.targets.run_folder import RunFolder
-from trinity_mq.targets.target import configuration, staged
+from trinity_mq.targets.target import load_target_configuration, load_target_stages
 from trinity_mq.transport.blobs import open_store
 
 FOLDER = "chaos"
@@ -51,7 +51,7 @@ Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wishes:
+class TrialOptions:
     """The options of the command line."""
 
     count: int
@@ -69,27 +69,27 @@ class Wishes:
     """Number of session clients, in mode ``serve``."""
 
 
-async def started(arguments: argparse.Namespace, wishes: Wishes, tell: Tell) -> tuple[Outcome, Path]:
+async def try_new_run(arguments: argparse.Namespace, wishes: TrialOptions, tell: Tell) -> tuple[TrialOutcome, Path]:
     """Start the run of TARGET, inject faults and wait for its end. Return the outcome and the folder for the report.
 
     Raises:
         CommandError: The run cannot be started, or does not make train steps.
         NodeError: Its broker cannot be started.
     """
-    if staged(arguments):
+    if load_target_stages(arguments):
         raise CommandError(f"{arguments.target} describes several runs: give the file of one stage")
-    addresses = Addresses.of(configuration(arguments).broker)
+    addresses = Addresses.of(load_target_configuration(arguments).broker)
     url = arguments.broker or (None if addresses is None else addresses.text())
     arguments.overrides = settings(arguments.overrides)
-    config = configuration(arguments)
+    config = load_target_configuration(arguments)
     if arguments.fresh:
-        for line in await asyncio.to_thread(start_anew, config, RunFolder(config)):
+        for line in await asyncio.to_thread(discard_earlier_run, config, RunFolder(config)):
             tell(line)
     words = [arguments.target, *arguments.overrides]
-    marks = Marks(config.path / FOLDER / POINTS_FOLDER)
-    async with launched(config, words, url, marks.folder, tell) as run:
+    marks = ArmedPoints(config.path / FOLDER / POINTS_FOLDER)
+    async with launch_run(config, words, url, marks.folder, tell) as run:
         broker = config.broker.model_copy(update={"url": run.url, "url_file": None})
-        async with connected(config.name, broker, "chaos") as (bus, topology):
+        async with connect_bus(config.name, broker, "chaos") as (bus, topology):
             targets = _local_targets(config, run.process.pid, bus, topology, run)
             serves = config.mode == "serve"  # a serving run does not end by itself
             further = FURTHER_STEPS if serves else None
@@ -97,7 +97,7 @@ async def started(arguments: argparse.Namespace, wishes: Wishes, tell: Tell) -> 
             weights = _kept_weights(config)
             ended = asyncio.create_task(run.process.wait(), name="the run's end")
             try:
-                outcome = await play(bus, topology, targets, plan, ended=ended.done, tell=tell, weights=weights)
+                outcome = await run_trial(bus, topology, targets, plan, ended=ended.done, tell=tell, weights=weights)
                 reached_end = outcome.over
                 if reached_end:
                     with contextlib.suppress(TimeoutError):
@@ -122,9 +122,9 @@ async def started(arguments: argparse.Namespace, wishes: Wishes, tell: Tell) -> 
     return outcome, config.path / FOLDER
 
 
-async def attached(arguments: argparse.Namespace, wishes: Wishes, tell: Tell) -> tuple[Outcome, Path]:
-    """Inject faults into a running local run, and leave it running. Returns and raises the same as :func:`started`."""
-    config = configuration(arguments)
+async def try_local_run(arguments: argparse.Namespace, wishes: TrialOptions, tell: Tell) -> tuple[TrialOutcome, Path]:
+    """Inject faults into a running local run, and leave it running. It returns and raises as :func:`try_new_run`."""
+    config = load_target_configuration(arguments)
     folder = RunFolder(config)
     supervisor = folder.holder()
     if supervisor is None:
@@ -132,12 +132,12 @@ async def attached(arguments: argparse.Namespace, wishes: Wishes, tell: Tell) ->
             f"{folder.path} is no run that runs now; give its YAML file in place of --attach to start it"
         )
     target = find_target(arguments)
-    async with reached(target, "chaos") as (bus, topology):
+    async with open_bus(target, "chaos") as (bus, topology):
         targets = _local_targets(config, supervisor, bus, topology)
         budget = config.supervisor.max_restarts, config.supervisor.restart_window
         plan = _plan(wishes, targets, config, config.path / FOLDER, tell, FURTHER_STEPS, budget)
         weights = _kept_weights(config)
-        outcome = await play(
+        outcome = await run_trial(
             bus,
             topology,
             targets,
@@ -147,7 +147,7 @@ async def attached(arguments: argparse.Namespace, wishes: Wishes, tell: Tell) ->
             weights=weights,
         )
     # a private broker ends with its run, and is restarted for reading
-    async with reached(find_target(arguments), "chaos") as (bus, topology):
+    async with open_bus(find_target(arguments), "chaos") as (bus, topology):
         store = open_store(target.broker, target.run)
         await judge(
             bus,
@@ -163,23 +163,23 @@ async def attached(arguments: argparse.Namespace, wishes: Wishes, tell: Tell) ->
 
 
 async def elsewhere(
-    arguments: argparse.Namespace, wishes: Wishes, targets: Targets, tell: Tell
-) -> tuple[Outcome, Path]:
+    arguments: argparse.Namespace, wishes: TrialOptions, targets: FaultTargets, tell: Tell
+) -> tuple[TrialOutcome, Path]:
     """Inject faults into a run in containers or pods, and leave it running. Returns and raises the same as
-    :func:`started`.
+    :func:`try_new_run`.
     """
-    config, target = configuration(arguments), find_target(arguments)
+    config, target = load_target_configuration(arguments), find_target(arguments)
     folder = Path(f"{FOLDER}-{config.name}")
-    async with reached(target, "chaos") as (bus, topology):
+    async with open_bus(target, "chaos") as (bus, topology):
         plan = _plan(wishes, targets, config, folder, tell, FURTHER_STEPS)
-        outcome = await play(bus, topology, targets, plan, ended=lambda: False, tell=tell)
+        outcome = await run_trial(bus, topology, targets, plan, ended=lambda: False, tell=tell)
         store = open_store(target.broker, target.run)
         await judge(bus, topology, config, outcome, run_dir=None, targets=targets, store=store)
     return outcome, folder
 
 
-def _kept_weights(config: Config) -> KeptWeights:
-    return KeptWeights(config.path / "checkpoints", config.path / FOLDER / "weights")
+def _kept_weights(config: Config) -> WeightArchive:
+    return WeightArchive(config.path / "checkpoints", config.path / FOLDER / "weights")
 
 
 def _local_targets(
@@ -218,14 +218,14 @@ def _restart_function(bus: Bus, topology: Topology) -> Callable[[str], Awaitable
 
 
 def _plan(
-    wishes: Wishes,
-    targets: Targets,
+    wishes: TrialOptions,
+    targets: FaultTargets,
     config: Config,
     folder: Path,
     tell: Tell,
     further: int | None = None,
     budget: tuple[int, float] | None = None,
-    marks: Marks | None = None,
+    marks: ArmedPoints | None = None,
 ) -> Plan:
     """Return the plan of a trial, and write its schedule into ``folder``.
 

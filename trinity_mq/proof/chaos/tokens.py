@@ -17,7 +17,7 @@ from trinity_mq.config import Config
 from trinity_mq.experience import Experience
 from trinity_mq.messages import Version
 from trinity_mq.models.model_folder import no_progress_bar
-from trinity_mq.proof.chaos.invariants import Verdict, judged
+from trinity_mq.proof.chaos.invariants import InvariantVerdict, verdict_of
 from trinity_mq.training.checkpoints.checkpoint import find_checkpoints
 
 TOLERANCE = {"float32": 2e-3, "bfloat16": 0.1}
@@ -27,7 +27,7 @@ MOST_KEPT = 8
 NAME = "tokens were sampled by the weights they name"
 
 
-class KeptWeights:
+class WeightArchive:
     """Weights of a run's first and newest versions, kept after the trainer deletes the checkpoints.
 
     Args:
@@ -72,7 +72,7 @@ class KeptWeights:
 
 def check_tokens(
     config: Config, weights: Mapping[Version, Path], samples: Mapping[Version, Sequence[Experience]]
-) -> Verdict:
+) -> InvariantVerdict:
     """Score experiences with the weights of their version, and compare the logprobs with the recorded values. This call
     blocks.
 
@@ -87,9 +87,11 @@ def check_tokens(
         if version in weights and (comparable := [sample for sample in experiences if _is_comparable(sample)])
     }
     if not usable:
-        return Verdict(NAME, "not checked", "no weights are kept of a version that sampled something")
+        return InvariantVerdict(NAME, "not checked", "no weights are kept of a version that sampled something")
     if config.algorithm.allow_truncated_sampling:
-        return Verdict(NAME, "not checked", "algorithm.allow_truncated_sampling: logprobs may not be the model's own")
+        return InvariantVerdict(
+            NAME, "not checked", "algorithm.allow_truncated_sampling: logprobs may not be the model's own"
+        )
     limit = TOLERANCE[config.model.dtype]
     violations: list[str] = []
     named_errors: list[float] = []
@@ -110,8 +112,8 @@ def check_tokens(
     distinguished = sum(difference > limit for difference in other_errors)
     if not violations and not distinguished:
         text = f"{len(named_errors)} experiences fit, but would under the weights of another version too"
-        return Verdict(NAME, "not checked", text)
-    return judged(
+        return InvariantVerdict(NAME, "not checked", text)
+    return verdict_of(
         NAME,
         violations,
         f"{len(named_errors)} experiences of {len(usable)} versions differ by at most {max(named_errors):.1e} nats; "

@@ -14,18 +14,18 @@ from trinity_mq.config import Config
 from trinity_mq.errors import CommandError
 from trinity_mq.operations.dead_letters import letters
 from trinity_mq.proof.chaos import invariants
-from trinity_mq.proof.chaos.injector import Done, Injector, by_role
-from trinity_mq.proof.chaos.invariants import Expected, Strikes, Verdict
+from trinity_mq.proof.chaos.injector import InjectedFault, Injector, by_role
+from trinity_mq.proof.chaos.invariants import Expected, FaultCounts, InvariantVerdict
 from trinity_mq.proof.chaos.points import INSIDE
 from trinity_mq.proof.chaos.record import read_record
 from trinity_mq.proof.chaos.schedule import Schedule
 from trinity_mq.proof.chaos.sessions.clients import Clients, Traffic
 from trinity_mq.proof.chaos.sessions.stream import read_sessions
 from trinity_mq.proof.chaos.sessions.verdicts import judge_sessions
-from trinity_mq.proof.chaos.targets.base import Targets
-from trinity_mq.proof.chaos.targets.marks import Marks
-from trinity_mq.proof.chaos.tokens import KeptWeights, check_tokens
-from trinity_mq.proof.chaos.witness import Witness, watch
+from trinity_mq.proof.chaos.targets.base import FaultTargets
+from trinity_mq.proof.chaos.targets.marks import ArmedPoints
+from trinity_mq.proof.chaos.tokens import WeightArchive, check_tokens
+from trinity_mq.proof.chaos.witness import RunObserver, watch
 from trinity_mq.targets.connection import saved_run_id
 from trinity_mq.training.checkpoints.checkpoint import Checkpoint, find_checkpoints
 from trinity_mq.transport.blobs import BlobStore
@@ -52,20 +52,20 @@ class Plan:
     further: int | None
     """Train steps after the last fault; None: until the run's end."""
     budget: tuple[int, float] | None = None
-    marks: Marks | None = None
+    marks: ArmedPoints | None = None
     """Arms points inside agents."""
     clients: Clients | None = None
     """Clients that hold sessions during the trial, in mode ``serve``."""
 
 
 @dataclass
-class Outcome:
+class TrialOutcome:
     """The outcome of a trial."""
 
     schedule: Schedule
     where: str
-    witness: Witness
-    done: list[Done] = field(default_factory=list)
+    witness: RunObserver
+    done: list[InjectedFault] = field(default_factory=list)
     began: float = 0.0
     """Time of the event loop at the start of the trial, in seconds."""
     rate_before: float | None = None
@@ -75,7 +75,7 @@ class Outcome:
     steps: int = 0
     """Number of observed train steps."""
     seconds: float = 0.0
-    verdicts: list[Verdict] = field(default_factory=list)
+    verdicts: list[InvariantVerdict] = field(default_factory=list)
     over: bool = False
     """True if the run came to its end."""
     traffic: Traffic | None = None
@@ -89,16 +89,16 @@ class Outcome:
         return all(verdict.result != "violated" for verdict in self.verdicts)
 
 
-async def play(
+async def run_trial(
     bus: Bus,
     topology: Topology,
-    targets: Targets,
+    targets: FaultTargets,
     plan: Plan,
     *,
     ended: Callable[[], bool],
     tell: Callable[[str], None],
-    weights: KeptWeights | None = None,
-) -> Outcome:
+    weights: WeightArchive | None = None,
+) -> TrialOutcome:
     """Watch a run, inject the faults, and keep watching until the run is over or has made its further steps.
 
     Args:
@@ -114,9 +114,9 @@ async def play(
         CommandError: The run does not make its first train steps.
     """
     loop = asyncio.get_running_loop()
-    witness = Witness()
+    witness = RunObserver()
     injector = Injector(targets, witness, timeout=plan.timeout, tell=tell, budget=plan.budget, marks=plan.marks)
-    outcome = Outcome(plan.schedule, targets.where, witness, injector.done, loop.time())
+    outcome = TrialOutcome(plan.schedule, targets.where, witness, injector.done, loop.time())
 
     def over() -> bool:
         return witness.finished or ended()
@@ -143,7 +143,7 @@ async def play(
     return outcome
 
 
-async def _poll(witness: Witness, weights: KeptWeights | None) -> None:
+async def _poll(witness: RunObserver, weights: WeightArchive | None) -> None:
     """Keep new weights, and wake waiting tasks regularly, because a run whose processes have all ended does not send
     messages.
     """
@@ -154,7 +154,7 @@ async def _poll(witness: Witness, weights: KeptWeights | None) -> None:
         witness.changed.notify()
 
 
-async def _first_steps(witness: Witness, count: int, over: Callable[[], bool]) -> None:
+async def _first_steps(witness: RunObserver, count: int, over: Callable[[], bool]) -> None:
     """Return after the run has made ``count`` train steps.
 
     Raises:
@@ -171,7 +171,7 @@ async def _first_steps(witness: Witness, count: int, over: Callable[[], bool]) -
         )
 
 
-async def _wait_for_further_steps(witness: Witness, plan: Plan, over: Callable[[], bool]) -> bool:
+async def _wait_for_further_steps(witness: RunObserver, plan: Plan, over: Callable[[], bool]) -> bool:
     """Wait until the run is over, or has made its further steps. Return False if it makes no steps in time."""
     target = None if plan.further is None else len(witness.steps) + plan.further
     while not over() and (target is None or len(witness.steps) < target):
@@ -183,11 +183,11 @@ async def _wait_for_further_steps(witness: Witness, plan: Plan, over: Callable[[
     return True
 
 
-async def _wait_for_step(witness: Witness, step_count: int, over: Callable[[], bool]) -> None:
+async def _wait_for_step(witness: RunObserver, step_count: int, over: Callable[[], bool]) -> None:
     await witness.changed.until(lambda: over() or len(witness.steps) > step_count)
 
 
-def _rates(done: Sequence[Done], witness: Witness) -> tuple[float | None, float | None]:
+def _rates(done: Sequence[InjectedFault], witness: RunObserver) -> tuple[float | None, float | None]:
     """Return train steps per minute before the first fault, and from there to the last recovery."""
     struck = [injection.at for injection in done if injection.at is not None]
     if not struck or not witness.steps:
@@ -196,7 +196,7 @@ def _rates(done: Sequence[Done], witness: Witness) -> tuple[float | None, float 
     return _rate(witness, witness.steps[0][0], first), _rate(witness, first, last)
 
 
-def _rate(witness: Witness, begin: float, end: float) -> float | None:
+def _rate(witness: RunObserver, begin: float, end: float) -> float | None:
     batches = [progress for at, progress in witness.steps if begin <= at <= end]
     if len(batches) < 2 or end <= begin:  # a rate needs an interval between two steps
         return None
@@ -210,11 +210,11 @@ async def judge(
     bus: Bus,
     topology: Topology,
     config: Config,
-    outcome: Outcome,
+    outcome: TrialOutcome,
     *,
     run_dir: Path | None,
-    targets: Targets,
-    weights: KeptWeights | None = None,
+    targets: FaultTargets,
+    weights: WeightArchive | None = None,
     store: BlobStore | None = None,
     code: int | None = None,
 ) -> None:
@@ -245,9 +245,9 @@ async def judge(
         sessions = await read_sessions(bus, topology) if config.mode == "serve" else None
         dead_letters, total = await letters(bus, topology, MOST_LETTERS)
     except BusError as error:
-        add(Verdict("streams can be read", "violated", "1 violation", (str(error),)))
+        add(InvariantVerdict("streams can be read", "violated", "1 violation", (str(error),)))
         return
-    add(invariants.decodes(record))
+    add(invariants.streams_decode(record))
     add(invariants.one_outcome(record, expected))
     add(invariants.trained_once(record))
     if sessions is not None:
@@ -259,7 +259,7 @@ async def judge(
         weights.clear()
     if run_dir is not None and whole:
         add(await _audited(bus, topology, run_dir, store))
-    strikes = Strikes(by_role(outcome.done))
+    strikes = FaultCounts(by_role(outcome.done))
     add(invariants.dead_letters_explained(dead_letters, total, strikes, config.broker.delivery_limit))
     add(invariants.nothing_left(await targets.left_over() if outcome.over else None, over=outcome.over))
 
@@ -277,7 +277,7 @@ def _tasks(config: Config) -> int | None:
     return config.buffer.batch_size if fixed else None
 
 
-def _recovered(outcome: Outcome, code: int | None) -> Verdict:
+def _recovered(outcome: TrialOutcome, code: int | None) -> InvariantVerdict:
     violations = [
         f"fault {done.fault.number} ({done.fault.kind} {done.victim.name if done.victim else done.fault.role}): "
         + ("its process was not heard of again" if done.back is None else "no train step after it was back")
@@ -290,23 +290,23 @@ def _recovered(outcome: Outcome, code: int | None) -> Verdict:
         violations.append(f"the run ended with exit code {code}")
     struck = [done for done in outcome.done if done.at is not None]
     if not violations and not struck:
-        return Verdict("the run recovers", "not checked", "no fault was done")
-    return invariants.judged("the run recovers", violations, f"from each of {len(struck)} faults")
+        return InvariantVerdict("the run recovers", "not checked", "no fault was done")
+    return invariants.verdict_of("the run recovers", violations, f"from each of {len(struck)} faults")
 
 
-def _points_passed(outcome: Outcome) -> Verdict:
+def _points_passed(outcome: TrialOutcome) -> InvariantVerdict:
     """Check that each inside point in the schedule was hit by at least one of its faults."""
     asked = Counter(fault.point for fault in outcome.schedule.faults if fault.point in INSIDE)
     hit = Counter(done.fault.point for done in outcome.done if done.is_inside)
     missed = [f"{point} ({INSIDE[str(point)].text}): asked for {times} times" for point, times in asked.items()]
-    return invariants.judged(
+    return invariants.verdict_of(
         "points inside agents were hit",
         [line for line, point in zip(missed, asked, strict=True) if not hit[point]],
         f"{len(asked)} points, {hit.total()} of {asked.total()} faults",
     )
 
 
-async def _audited(bus: Bus, topology: Topology, run_dir: Path, store: BlobStore | None) -> Verdict:
+async def _audited(bus: Bus, topology: Topology, run_dir: Path, store: BlobStore | None) -> InvariantVerdict:
     """Return the verdict of ``trinity-mq audit`` on the newest checkpoint."""
     from trinity_agents.trainer.audit import Auditor
     from trinity_mq.operations.audit import read_content
@@ -322,5 +322,5 @@ async def _audited(bus: Bus, topology: Topology, run_dir: Path, store: BlobStore
             auditor.check_stream(await read_content(bus, topology, store))
             faults = [f"{check.name}: {check.text}" for check in auditor.checks if check.result == "fault"]
             text = f"{newest.title}: {len(auditor.uids)} experiences"
-            return invariants.judged(name, faults, text)
-    return Verdict(name, "not checked", "the trainer deletes checkpoints faster than they can be read")
+            return invariants.verdict_of(name, faults, text)
+    return InvariantVerdict(name, "not checked", "the trainer deletes checkpoints faster than they can be read")

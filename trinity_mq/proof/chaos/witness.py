@@ -57,7 +57,7 @@ class VersionSeen:
 
 
 @dataclass
-class Witness:
+class RunObserver:
     """The observations so far. Times are in seconds of the event loop's clock."""
 
     points: PointWatch = field(default_factory=PointWatch)
@@ -148,7 +148,7 @@ class Witness:
             sightings.append(VersionSeen(at, who, version))
 
 
-async def watch(bus: Bus, topology: Topology, witness: Witness) -> None:
+async def watch(bus: Bus, topology: Topology, witness: RunObserver) -> None:
     """Pass published messages to the witness until cancelled. Messages during a broker outage are not seen."""
     loop = asyncio.get_running_loop()
     bus.on_change(lambda: witness.bus_changed(bus.usable, loop.time()))
@@ -159,7 +159,7 @@ async def watch(bus: Bus, topology: Topology, witness: Witness) -> None:
             group.create_task(_listen(bus, queue, witness), name=f"watch {exchange}")
 
 
-async def _listen(bus: Bus, queue: Queue, witness: Witness) -> None:
+async def _listen(bus: Bus, queue: Queue, witness: RunObserver) -> None:
     clock = asyncio.get_running_loop().time
     async for attempt in retrying(BusUnavailable):
         with attempt:

@@ -27,8 +27,8 @@ from typing import NamedTuple
 
 from trinity_mq.rewards.math.grammar import Quantity, plain, quantities, reads_as_words
 from trinity_mq.rewards.math.judge import LONGEST, same
-from trinity_mq.rewards.text import boxed, tagged
-from trinity_mq.rewards.truth import BOOLEANS, takes_any_truth
+from trinity_mq.rewards.text import last_boxed, last_tagged
+from trinity_mq.rewards.truth import BOOLEANS, accept_any_truth_type
 
 TAIL = 1000
 """Maximum characters read: of a marked text, and at the end of a text when searching for an unmarked answer."""
@@ -69,7 +69,7 @@ _LETTER = re.compile(r"\(?([A-J])\)?")
 _MARKUP = re.compile(r"\\(?:boxed|fbox)\s?\{?|</?\w+>|#{4,}")
 
 
-class Answer(NamedTuple):
+class StatedAnswer(NamedTuple):
     """The answer that a text states."""
 
     text: str
@@ -83,23 +83,23 @@ class Answer(NamedTuple):
     """Letter of a multiple-choice answer: B for ``(B) 12``, whose text is ``12``, and for ``(B)``."""
 
 
-@takes_any_truth
-def correct(response: str, truth: str | None, *, finished: bool) -> bool:
+@accept_any_truth_type
+def is_correct(response: str, truth: str | None, *, finished: bool) -> bool:
     """Return whether ``response``, ``finished`` or cut at a limit, states the answer that ``truth`` states."""
     if not truth:
         return False
-    right = wanted(truth)
-    answer = stated(response, finished=finished, words=reads_as_words(right.text))
+    right = requests(truth)
+    answer = extract_answer(response, finished=finished, words=reads_as_words(right.text))
     return answer is not None and equal(right, answer)
 
 
 @functools.lru_cache(maxsize=4096)
-def wanted(truth: str) -> Answer:
+def requests(truth: str) -> StatedAnswer:
     """Return the answer of a dataset's ground truth: its marked answer, else the whole text."""
     return next(_marked(truth, finished=True, words=True), None) or read(truth, latex=True)
 
 
-def stated(text: str, *, finished: bool, words: bool = False) -> Answer | None:
+def extract_answer(text: str, *, finished: bool, words: bool = False) -> StatedAnswer | None:
     """Return the answer that ``text`` states, or None. The order of the search is in the module's docstring.
 
     Args:
@@ -111,10 +111,10 @@ def stated(text: str, *, finished: bool, words: bool = False) -> Answer | None:
     return marked if marked or not finished else _unmarked(text, words)
 
 
-def read(text: str, *, latex: bool) -> Answer:
+def read(text: str, *, latex: bool) -> StatedAnswer:
     """Return the answer that the whole ``text``, a formula or prose, denotes: its only quantity, else all of it."""
     if len(text) > TAIL:
-        return Answer("")
+        return StatedAnswer("")
     shown = plain(text)
     if label := _LABEL.match(shown):
         return read(shown[label.end() :], latex=latex)._replace(choice=label[1] or label[2])
@@ -122,10 +122,10 @@ def read(text: str, *, latex: bool) -> Answer:
     if len(matches) == 1 and not _NOT.search(shown[: matches[0].start]):
         return _answer(shown, matches[0])
     letter = _LETTER.fullmatch(bare := _AROUND.sub("", shown))
-    return Answer(letter[1], choice=letter[1]) if letter else Answer(bare or text.strip())
+    return StatedAnswer(letter[1], choice=letter[1]) if letter else StatedAnswer(bare or text.strip())
 
 
-def equal(right: Answer, answer: Answer) -> bool:
+def equal(right: StatedAnswer, answer: StatedAnswer) -> bool:
     """Return whether two answers are equal. Numbers are compared exactly. An empty or too long answer equals none."""
     if not (0 < len(right.text) <= LONGEST and 0 < len(answer.text) <= LONGEST):
         return False
@@ -141,17 +141,17 @@ def equal(right: Answer, answer: Answer) -> bool:
     return right.text.split() == answer.text.split() or same(right.text, answer.text)
 
 
-def _answer(shown: str, quantity: Quantity) -> Answer:
+def _answer(shown: str, quantity: Quantity) -> StatedAnswer:
     text = shown[quantity.start : quantity.end].strip()
     return (
-        Answer(text)
+        StatedAnswer(text)
         if quantity.contradicts
-        else Answer(text, quantity.value, quantity.percent, quantity.is_calculation)
+        else StatedAnswer(text, quantity.value, quantity.percent, quantity.is_calculation)
     )
 
 
-def _marked(text: str, *, finished: bool, words: bool) -> Iterator[Answer]:
-    box, tag = boxed(text), tagged(text)
+def _marked(text: str, *, finished: bool, words: bool) -> Iterator[StatedAnswer]:
+    box, tag = last_boxed(text), last_tagged(text)
     if box is not None and (tag is None or box > tag):
         yield read(box[1], latex=True)
     elif tag is not None:
@@ -161,7 +161,7 @@ def _marked(text: str, *, finished: bool, words: bool) -> Iterator[Answer]:
         yield from _in_sentences(text, words)
 
 
-def _inside_tag(content: str, words: bool) -> Answer:
+def _inside_tag(content: str, words: bool) -> StatedAnswer:
     if len(content) > TAIL or len(quantities(plain(content), latex=False)) > 1:
         inner = (*_after_hashes(content, words), *_in_sentences(content, words))
         stated_inside = inner[0] if inner else _answer_in_clause(content.strip()[:LONGEST_LINE], words)
@@ -170,7 +170,7 @@ def _inside_tag(content: str, words: bool) -> Answer:
     return _read_text(content)
 
 
-def _read_text(text: str) -> Answer:
+def _read_text(text: str) -> StatedAnswer:
     """Return the answer that ``text`` denotes: prose, or one formula in dollar signs or other math delimiters."""
     formula = _FORMULA.fullmatch(text.strip().removesuffix("."))
     return read(_content(formula), latex=True) if formula else read(text, latex=False)
@@ -180,7 +180,7 @@ def _content(formula: re.Match[str]) -> str:
     return str(formula[formula.lastgroup or 0])
 
 
-def _after_hashes(text: str, words: bool) -> Iterator[Answer]:
+def _after_hashes(text: str, words: bool) -> Iterator[StatedAnswer]:
     for mark in reversed(deque(_HASHES.finditer(text), maxlen=CANDIDATES)):
         line = mark[1].partition("</answer>")[0]
         answer = _answer_in_line(line, ends=not text[mark.end() :].strip(), words=words)
@@ -188,7 +188,7 @@ def _after_hashes(text: str, words: bool) -> Iterator[Answer]:
             yield answer
 
 
-def _answer_in_line(line: str, *, ends: bool, words: bool) -> Answer | None:
+def _answer_in_line(line: str, *, ends: bool, words: bool) -> StatedAnswer | None:
     """Return the answer that a line after ``####`` states, None if the line is a heading.
 
     Words before a number must introduce it ("the total is"), and words after it must begin with a small letter. On the
@@ -212,21 +212,21 @@ def _answer_in_line(line: str, *, ends: bool, words: bool) -> Answer | None:
     return _read_text(line)
 
 
-def _answer_in_list(shown: str, matches: list[Quantity]) -> Answer | None:
+def _answer_in_list(shown: str, matches: list[Quantity]) -> StatedAnswer | None:
     """Return the answer that a list of quantities denotes, ``8, 7`` or ``3 or 4``; None if it contains other words."""
     rest = shown[: matches[0].start] + shown[matches[-1].end :]
     rest += "".join(shown[left.end : right.start] for left, right in itertools.pairwise(matches))
-    return None if re.search(r"[^\W\d_]", _JOINED.sub("", rest)) else Answer(shown.strip(" .:*$"))
+    return None if re.search(r"[^\W\d_]", _JOINED.sub("", rest)) else StatedAnswer(shown.strip(" .:*$"))
 
 
-def _in_sentences(text: str, words: bool) -> Iterator[Answer]:
+def _in_sentences(text: str, words: bool) -> Iterator[StatedAnswer]:
     for mark in reversed(deque(_SENTENCE.finditer(text), maxlen=CANDIDATES)):
         answer = _answer_in_clause(text[mark.end() : mark.end() + LONGEST_LINE], words)
         if answer is not None:
             yield answer
 
 
-def _answer_in_clause(rest: str, words: bool) -> Answer | None:
+def _answer_in_clause(rest: str, words: bool) -> StatedAnswer | None:
     formula = _FORMULA.match(rest)
     end = _CLAUSE_END.search(rest, formula.end() if formula else 0)
     clause = rest[: end.start()] if end else rest
@@ -239,10 +239,14 @@ def _answer_in_clause(rest: str, words: bool) -> Answer | None:
         return None if _NUMBERED.search(lead) or _NOT.search(lead) else _read_text(clause)
     if re.search(r"[^\W\d_]", lead) and not _CHOICE.search(lead):
         return None
-    return Answer(shown.strip(" .:*$")) if _JOINED.search(shown) else _answer(shown, matches[-1 if "=" in shown else 0])
+    return (
+        StatedAnswer(shown.strip(" .:*$"))
+        if _JOINED.search(shown)
+        else _answer(shown, matches[-1 if "=" in shown else 0])
+    )
 
 
-def _unmarked(text: str, words: bool) -> Answer | None:
+def _unmarked(text: str, words: bool) -> StatedAnswer | None:
     lines = text[-TAIL:].split("\n")
     prose_lines = [_LIST_MARKER.sub("", line) for line in lines if not _is_heading(line)]
     shown = plain(_MARKUP.sub(" ", "\n".join(prose_lines)))
@@ -257,7 +261,7 @@ def _unmarked(text: str, words: bool) -> Answer | None:
         content = _content(formula)
         if matches := quantities(content, latex=True, checked=False):
             between = content[matches[-2].end : matches[-1].start] if len(matches) > 1 else ""
-            return Answer(content) if _JOINED.search(between) else _answer(content, matches[-1])
+            return StatedAnswer(content) if _JOINED.search(between) else _answer(content, matches[-1])
         end = formula.start()
     prose = shown[:end]
     matches = quantities(prose, latex=False, checked=False)

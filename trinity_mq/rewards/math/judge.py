@@ -31,7 +31,7 @@ SILENCE = 120.0
 CHILD = Path(__file__).with_name("judge_child.py")
 
 
-class Judge:
+class AnswerComparer:
     """Compares answers in child processes. It is safe to share between threads: each concurrent pair has its own
     process, up to ``processes``; further pairs wait. Sequential comparisons start only one process.
 
@@ -108,17 +108,17 @@ class Judge:
             child.close()
 
 
-_judge = Judge()
+_judge = AnswerComparer()
 atexit.register(_judge.close)
 
 
 @functools.lru_cache(maxsize=4096)
 def same(truth: str, answer: str) -> bool:
-    """Return :meth:`Judge.same` of this process's judge. Results are cached, because the runs of a group often give the
-    same answers.
+    """Return :meth:`AnswerComparer.same` of this process's judge. Results are cached, because the runs of a group often
+    give the same answers.
 
     Raises:
-        ChildSilentError, RewardError: See :meth:`Judge.same`.
+        ChildSilentError, RewardError: See :meth:`AnswerComparer.same`.
     """
     if len(truth) > LONGEST or len(answer) > LONGEST:
         return False

@@ -2,9 +2,9 @@ r"""Rewards for a mathematically right answer, with optional credit for format a
 
 from __future__ import annotations
 
-from trinity_mq.rewards.math.answers import correct, equal, read, wanted
-from trinity_mq.rewards.text import Form, boxed, has_form
-from trinity_mq.rewards.truth import takes_any_truth
+from trinity_mq.rewards.math.answers import equal, is_correct, read, requests
+from trinity_mq.rewards.text import Form, has_form, last_boxed
+from trinity_mq.rewards.truth import accept_any_truth_type
 from trinity_mq.thoughts import after_thoughts
 
 
@@ -17,7 +17,7 @@ def accuracy_reward(
     reads as an answer; else in the last sentence "the answer is"; else in the last quantity or formula of the text. In
     a response cut at a limit only the first two count. :mod:`answers` has the details.
     """
-    return {"accuracy": float(correct(after_thoughts(response, prompt_end), truth, finished=finished))}
+    return {"accuracy": float(is_correct(after_thoughts(response, prompt_end), truth, finished=finished))}
 
 
 def math_reward(
@@ -40,7 +40,7 @@ def math_reward(
     return parts
 
 
-@takes_any_truth
+@accept_any_truth_type
 def math_boxed(
     response: str,
     truth: str | None,
@@ -55,15 +55,15 @@ def math_boxed(
 
     Args:
         response: The text of the response.
-        truth: The bare answer, or a text that marks it (:func:`answers.wanted`).
+        truth: The bare answer, or a text that marks it (:func:`answers.requests`).
         finished: Whether the response ended by itself. A truncated response fails the format, but its box counts.
         with_think: True: the expected format is ``<think>...</think>`` followed by a box. False: a box alone.
         format_score_coef: Penalty of a response without the expected format: the format score is 0 or minus this value,
             as in Trinity-RFT's reward of this name.
         prompt_end: The prompt, or its last characters, which may open the thoughts. None: unknown.
     """
-    box = boxed(after_thoughts(response, prompt_end))
-    right = box is not None and bool(truth) and equal(wanted(truth or ""), read(box[1], latex=True))
+    box = last_boxed(after_thoughts(response, prompt_end))
+    right = box is not None and bool(truth) and equal(requests(truth or ""), read(box[1], latex=True))
     formed = finished and has_form(response, "think_boxed" if with_think else "boxed", prompt_end)
     return {"accuracy": float(right), "format_score": 0.0 if formed else -format_score_coef}
 
@@ -120,7 +120,7 @@ class MathDapoReward:
         Raises:
             ValueError: The penalty is on, and the number of response ``tokens`` is unknown.
         """
-        right = correct(after_thoughts(response, prompt_end), truth, finished=finished)
+        right = is_correct(after_thoughts(response, prompt_end), truth, finished=finished)
         parts = {"accuracy": float(right), "wrong": 0.0 if right else -1.0}
         if self.max_response_length is not None and self.cache_length is not None:
             if tokens is None:

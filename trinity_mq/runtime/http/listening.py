@@ -16,7 +16,7 @@ SHUTDOWN_SECONDS = 1.0
 
 
 @asynccontextmanager
-async def listening(app: web.Application, host: str, port: int) -> AsyncIterator[str]:
+async def serve_app(app: web.Application, host: str, port: int) -> AsyncIterator[str]:
     """Serve an application inside the ``with`` block and yield its base URL.
 
     Args:

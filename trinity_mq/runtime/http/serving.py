@@ -134,19 +134,19 @@ def refuse_forged(request: web.Request, hosts: Collection[str] = (), types: Coll
         web.HTTPForbidden: ``Host`` or ``Origin`` is an unknown name, or the browser reports another site.
         web.HTTPUnsupportedMediaType: The body has a type that a page may send without a preflight request.
     """
-    if refused := forged(request.method, request.headers, hosts, types):
+    if refused := forgery_error(request.method, request.headers, hosts, types):
         kind, reason = refused
         raise kind(reason=reason, text=reason)
 
 
 @web.middleware
-async def from_this_site(request: web.Request, handler: Handler) -> web.StreamResponse:
+async def same_site_middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Middleware that applies :func:`refuse_forged` to a server on loopback."""
     refuse_forged(request)
     return await handler(request)
 
 
-def forged(
+def forgery_error(
     method: str, headers: CIMultiDictProxy[str], hosts: Collection[str], types: Collection[str]
 ) -> tuple[type[web.HTTPForbidden | web.HTTPUnsupportedMediaType], str] | None:
     """Return the error and its reason for :func:`refuse_forged`; None: the request is accepted."""

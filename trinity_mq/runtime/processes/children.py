@@ -35,7 +35,7 @@ class ChildEndedError(Exception):
         """Exit code as in ``subprocess.Popen``: a negative number is a signal."""
 
 
-class ChildSilentError(RuntimeError):
+class ChildTimeoutError(RuntimeError):
     """The child process did not answer in time, for a reason outside of the request; a retry may help."""
 
 
@@ -123,8 +123,8 @@ class ChildServer:
             raise ChildNotStartedError(f"the child process ended with code {self._end()} before it was ready") from None
         return self._pipe
 
-    def _timeout_error(self) -> ChildSilentError:
-        return ChildSilentError(f"no answer in {self._silence:g} s: the machine has no time for it")
+    def _timeout_error(self) -> ChildTimeoutError:
+        return ChildTimeoutError(f"no answer in {self._silence:g} s: the machine has no time for it")
 
     def _end(self) -> int:
         """Kill the child; return its exit code."""

@@ -87,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps children that no process waits for
     request, fds = import_and_serve(listener, options.modules)
     place(fds, request.fds)
-    become(request)
+    apply_request(request)
     sys.modules.pop(request.module, None)  # otherwise runpy warns; the imported dependencies stay
     try:
         runpy.run_module(request.module, run_name="__main__", alter_sys=True)
@@ -248,7 +248,7 @@ def place(fds: Sequence[int], numbers: Sequence[int]) -> None:
         os.close(spare)
 
 
-def become(request: ForkRequest) -> None:
+def apply_request(request: ForkRequest) -> None:
     """Give this process the state that it would have after a start with a command line."""
     os.setsid()
     for number in (signal.SIGINT, signal.SIGCHLD, signal.SIGTERM):

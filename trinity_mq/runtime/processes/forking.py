@@ -122,7 +122,7 @@ def start_forked(server: ForkServer) -> Starter:
     return start
 
 
-def orphans_of(session: int) -> list[ForkedProcess]:
+def adopted_orphans(session: int) -> list[ForkedProcess]:
     """Return our children in a session whose leader has ended. As their adoptive parent we have to reap them."""
     orphans = []
     for child in psutil.Process().children():

@@ -9,7 +9,7 @@ import re
 import signal
 from pathlib import Path
 
-from trinity_mq.runtime.errors import is_own, shown
+from trinity_mq.runtime.errors import display_path, is_user_code
 
 LAST_BYTES = 32 * 1024
 """Bytes at the end of a process's output that are searched for the reason of its end. Progress bars take many bytes."""
@@ -25,7 +25,7 @@ AGENT_ENDS = "(agent_ends "
 """Part of the line with which an agent logs the reason of its end."""
 
 
-def ended_by(code: int) -> str:
+def describe_exit_code(code: int) -> str:
     """Return a description of an exit code: 128 + n for signal n.
 
     >>> ended_by(1), ended_by(137)
@@ -40,7 +40,7 @@ def ended_by(code: int) -> str:
     return f"killed by {name}"
 
 
-def end_of(output: Path, start: int = 0) -> str:
+def read_output_tail(output: Path, start: int = 0) -> str:
     """Return the end of the output that a process wrote to a file from byte ``start`` on; empty if it cannot be
     read.
     """
@@ -50,7 +50,7 @@ def end_of(output: Path, start: int = 0) -> str:
     return ""
 
 
-def last_words(printed: str, code: int) -> str:
+def exit_reason(printed: str, code: int) -> str:
     """Return the reason why a process ended: the signal that killed it, and its last output without progress bars.
 
     For a traceback, the output is the error with the line of the user's own file; for the stacks of a crash it is that
@@ -62,7 +62,7 @@ def last_words(printed: str, code: int) -> str:
     """
     lines = map(_without_bar, _ESCAPE.sub("", printed).splitlines())
     last_output = _last_message([line for line in lines if line.strip()])
-    by = ended_by(code)
+    by = describe_exit_code(code)
     if by.startswith("exit code"):
         return last_output
     return f"{by}; it said last: {last_output}" if last_output else by
@@ -107,7 +107,7 @@ def _frames(below: list[str]) -> list[tuple[str, str]]:
 
 
 def _place_suffix(frames: list[tuple[str, str]]) -> str:
-    return next((f" ({shown(file)}:{line})" for file, line in frames if is_own(file)), "")
+    return next((f" ({display_path(file)}:{line})" for file, line in frames if is_user_code(file)), "")
 
 
 def _one_line(line: str) -> str:

@@ -1,8 +1,8 @@
 """Marked points inside an agent, at which ``trinity-mq chaos`` can stop its process: between the confirm of a publish
 and the acknowledgement of the delivery that caused it, and after a checkpoint is written.
 
-Without the environment variable :data:`POINTS_VARIABLE` nothing is wrapped, and :func:`passed` only checks one name. No
-message or request can set the variable.
+Without the environment variable :data:`POINTS_VARIABLE` nothing is wrapped, and :func:`pass_point` only checks a
+name. No message or request can set the variable.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _points: list[MarkedPoints] = []
 """The points of this agent; empty without the variable."""
 
 
-def passed(name: str) -> None:
+def pass_point(name: str) -> None:
     """Pass a point that no message marks."""
     for points in _points:
         points.passed(name)

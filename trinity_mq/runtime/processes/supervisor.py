@@ -14,8 +14,8 @@ from typing import Literal
 
 from trinity_mq.config import SupervisorConfig
 from trinity_mq.runtime.errors import EXIT_DISK_FULL, EXIT_FATAL, EXIT_RECYCLE
-from trinity_mq.runtime.processes.forking import ForkedProcess, Process, Starter, orphans_of, start_command
-from trinity_mq.runtime.processes.last_words import end_of, last_words
+from trinity_mq.runtime.processes.forking import ForkedProcess, Process, Starter, adopted_orphans, start_command
+from trinity_mq.runtime.processes.last_words import exit_reason, read_output_tail
 
 EXIT_NOT_STARTED = 127
 """Exit code of a program that cannot be started, as in a shell."""
@@ -62,7 +62,7 @@ class ProcessEvent:
     """restarting: number of restarts within the window, including this restart."""
     reason: str = ""
     output: str = ""
-    """died, failed, restarting: the reason from :func:`~trinity_mq.runtime.processes.last_words.last_words`, empty if
+    """died, failed, restarting: the reason from :func:`~trinity_mq.runtime.processes.exit_reason.exit_reason`, empty if
     only the exit code is known."""
 
 
@@ -235,7 +235,7 @@ class Supervisor:
         if child.stopping:  # a stop during the start found no process to stop
             await self._stop(child)
         code = await child.process.wait()
-        self._orphans = [orphan for orphan in self._orphans if orphan.returncode is None] + orphans_of(
+        self._orphans = [orphan for orphan in self._orphans if orphan.returncode is None] + adopted_orphans(
             child.process.pid
         )
         child.exit_code = code if code >= 0 else 128 - code
@@ -304,7 +304,7 @@ class Supervisor:
         return self._log_dir / f"{child.spec.name}.out"
 
     def _exit_reason(self, child: _Child) -> str:
-        return last_words(end_of(self._output(child), child.output_start), child.exit_code)
+        return exit_reason(read_output_tail(self._output(child), child.output_start), child.exit_code)
 
 
 def exponential_backoff(restarts: int) -> float:

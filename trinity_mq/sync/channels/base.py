@@ -34,7 +34,7 @@ class ChannelError(Exception):
 
 
 class Channel(Protocol):
-    """The trainer's end. The members' end is :class:`trinity_mq.sync.channels.receiver.Receiver`."""
+    """The trainer's end. The members' end is :class:`trinity_mq.sync.channels.receiver.WeightReceiver`."""
 
     async def offer(self, version: Version, tensors: Tensors, manifest: Manifest) -> dict[str, Any]:
         """Prepare ``version`` for the transfer while the engines keep serving. Called before each attempt's

@@ -105,7 +105,7 @@ def plan(manifest: Iterable[ManifestEntry], bucket_bytes: int) -> list[Bucket]:
     return buckets
 
 
-def whole(tensor: Tensor) -> Tensor:
+def gathered(tensor: Tensor) -> Tensor:
     """Return the whole tensor, detached. A sharded tensor is gathered; all of its ranks must call this."""
     gather = getattr(tensor, "full_tensor", None)
     return tensor.detach() if gather is None else gather().detach()
@@ -135,7 +135,7 @@ def packed(
                 raise ChannelError(
                     f"weights come in another order than their manifest: {tensor_name!r} where {name!r} is due"
                 )
-            full = whole(tensor)
+            full = gathered(tensor)
             if full.shape != part.shape:
                 raise ChannelError(f"{name!r} has shape {list(full.shape)}, its manifest says {list(part.shape)}")
             part.copy_(full)
@@ -176,7 +176,7 @@ def total_digest(tensors: Iterable[Tensor]) -> str:
     return total.hexdigest()
 
 
-def ahead(items: Iterator[T]) -> Iterator[T]:
+def prefetch(items: Iterator[T]) -> Iterator[T]:
     """Yield the items while a thread produces the next item, so that a bucket is packed while the previous bucket is on
     the wire.
 

@@ -15,7 +15,7 @@ from trinity_mq.sync.channels.memory import fetch as memory_fetch
 METHODS = ("collective", "checkpoint", "memory")
 
 
-class Receiver:
+class WeightReceiver:
     """Receives weights in one engine process. Holds the buffers, and the group that the collective keeps across
     versions.
     """
@@ -68,7 +68,7 @@ def _method_of(spec: dict[str, Any]) -> str:
     return method
 
 
-_RECEIVER = Receiver()
+_RECEIVER = WeightReceiver()
 
 
 async def receive_weights(spec: dict[str, Any]) -> dict[str, Tensor]:

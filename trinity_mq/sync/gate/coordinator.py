@@ -17,12 +17,12 @@ from trinity_mq.messages import SyncEvent, Version
 from trinity_mq.sync.gate.catch_up import CatchUpFetches
 from trinity_mq.sync.gate.records import (
     AbandonCollective,
+    AttemptTimes,
     Command,
     Committed,
     Failed,
-    Member,
+    MemberRecord,
     Phase,
-    Phases,
     StartCollective,
     key_of,
 )
@@ -46,7 +46,7 @@ class Coordinator:
     """Maximum duration of each phase in seconds."""
     lease: float
     """Seconds without a join after which a member counts as gone."""
-    members: dict[str, Member] = field(default_factory=dict)
+    members: dict[str, MemberRecord] = field(default_factory=dict)
     phase: Phase = Phase.IDLE
     epoch: int = 0
     attempt: int = 0
@@ -55,7 +55,7 @@ class Coordinator:
     canary_failures: int = 0
     pulled: int = 0
     """Number of catch-up fetches that succeeded."""
-    phases: Phases = field(default_factory=Phases)
+    phases: AttemptTimes = field(default_factory=AttemptTimes)
     """Durations of the latest attempt."""
     _catch_ups: CatchUpFetches = field(init=False)
     _tries: int = 0
@@ -86,7 +86,7 @@ class Coordinator:
             version = self.committed  # the member sent this before it received our commit
         if (version is None or reborn) and self.phase is Phase.IDLE and member in self._grouped:
             self._grouped = ()  # possibly a restarted process, which has never been in this group
-        entry = self.members[member] = Member(now + (lease or self.lease), version, life)
+        entry = self.members[member] = MemberRecord(now + (lease or self.lease), version, life)
         if previous is not None and not reborn:
             entry.quarantined, entry.given = previous.quarantined, previous.given
         if not reborn:
@@ -117,7 +117,7 @@ class Coordinator:
         """Return the members whose canary showed other weights than they were sent."""
         return tuple(sorted(name for name, member in self.members.items() if member.quarantined))
 
-    def free_quarantined(self) -> None:
+    def release_quarantined(self) -> None:
         """Release all quarantined members, because no catch-up fetch is possible."""
         for member in self.members.values():
             member.quarantined = False
@@ -204,12 +204,12 @@ class Coordinator:
         self._ready.clear()
         self._applied.clear()
         self.phase = Phase.PREPARING
-        self.phases = Phases(started=now, held=held)
+        self.phases = AttemptTimes(started=now, held=held)
         self._deadline, self._resend = now + self.timeout, now + RESEND_INTERVAL
         self._prepare = prepare.model_copy(update=self._stamp("prepare") | {"members": list(self._taking_part)})
         return [self._prepare]
 
-    def unchanged(self, progress: int) -> list[Command]:
+    def commit_progress(self, progress: int) -> list[Command]:
         """Commit the new progress without a transfer, because the weights have not changed since the last commit.
 
         Raises:

@@ -21,11 +21,11 @@ from trinity_mq.sync.gate.canary import Canary
 from trinity_mq.sync.gate.coordinator import Coordinator
 from trinity_mq.sync.gate.records import (
     AbandonCollective,
+    AttemptTimes,
     Command,
     Committed,
     Failed,
     Phase,
-    Phases,
     StartCollective,
 )
 from trinity_mq.telemetry.trace import span
@@ -88,7 +88,7 @@ class CoordinatorDriver:
         """Source for the catch-up fetch of a single member."""
         self._syncing = False
         self._outcome: asyncio.Future[Committed | Failed] | None = None
-        self._last = Phases()
+        self._last = AttemptTimes()
         """Durations of the last committed attempt. Its members may not serve yet."""
         self._in_transfer: tuple[Any, Any] = ([], [])
         """Tensors and manifest of the current attempt."""
@@ -105,7 +105,7 @@ class CoordinatorDriver:
         return bool(self.machine.members)
 
     @property
-    def someone_is_behind(self) -> bool:
+    def needs_full_sync(self) -> bool:
         """Whether a member lacks the committed version and can only get it in a sync of all members."""
         if self._may_catch_up:
             return False
@@ -234,7 +234,7 @@ class CoordinatorDriver:
         except ChannelError as error:
             log.warning("no_catch_up_source", version=version, reason=str(error))
         if not self._may_catch_up:
-            self.machine.free_quarantined()  # without a source the next sync is the only way to update them
+            self.machine.release_quarantined()  # without a source the next sync is the only way to update them
 
     async def settled(self) -> None:
         """Return when every command is executed, including the abort of a cancelled attempt."""
@@ -242,7 +242,7 @@ class CoordinatorDriver:
 
     async def confirm_unchanged(self, progress: int) -> None:
         """Commit the new progress with the weights that all members already have."""
-        self._enqueue(self.machine.unchanged(progress))
+        self._enqueue(self.machine.commit_progress(progress))
         await self.settled()
 
     # -- inside

@@ -29,7 +29,7 @@ def key_of(event: SyncEvent) -> Key:
 
 
 @dataclass(slots=True)
-class Phases:
+class AttemptTimes:
     """Times of one attempt, in seconds of the coordinator's clock. Members measure their durations with their own
     clocks.
     """
@@ -90,7 +90,7 @@ class Phase(enum.Enum):
 
 
 @dataclass(slots=True)
-class Member:
+class MemberRecord:
     """A gate member as the coordinator knows it."""
 
     lease_ends: float

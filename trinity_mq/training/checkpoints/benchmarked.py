@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from trinity_mq.config import Config
-from trinity_mq.training.checkpoints.checkpoint import Checkpoint, CheckpointError, Damaged, find_checkpoints
+from trinity_mq.training.checkpoints.checkpoint import Checkpoint, CheckpointError, DamagedCheckpoint, find_checkpoints
 
 FIRST = 0
 """Label of the first model, which has no checkpoint."""
@@ -14,7 +14,7 @@ FIRST_MODEL = "first model"
 """Stands for the checksum of the first model's weights."""
 
 
-def benchmarked(config: Config) -> Mapping[int, Checkpoint | None]:
+def select_checkpoints(config: Config) -> Mapping[int, Checkpoint | None]:
     """Return the checkpoints by label, in the order of their labels. The label is the number of batches that a
     checkpoint was trained on. The first model is None.
 
@@ -54,11 +54,11 @@ def checksums(config: Config) -> Mapping[int, str]:
     the title if the checksum is unknown. Empty in other modes.
 
     Raises:
-        CheckpointError: As in :func:`benchmarked`.
+        CheckpointError: As in :func:`select_checkpoints`.
     """
     if config.mode != "bench":
         return {}
-    checkpoints = benchmarked(config)
+    checkpoints = select_checkpoints(config)
     return {
         label: FIRST_MODEL if checkpoint is None else checkpoint.weights or checkpoint.title
         for label, checkpoint in checkpoints.items()
@@ -69,7 +69,7 @@ def _progress(checkpoint: Checkpoint) -> int:
     return checkpoint.state.progress
 
 
-def _damage_note(damaged: list[Damaged]) -> str:
+def _damage_note(damaged: list[DamagedCheckpoint]) -> str:
     return (
         f" ({'; '.join(f'{checkpoint.path.name} is damaged: {checkpoint.reason}' for checkpoint in damaged)})"
         if damaged

@@ -21,7 +21,7 @@ import xxhash
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from trinity_mq.release import FIRST, VERSION
-from trinity_mq.runtime.errors import FatalError, RestartMe
+from trinity_mq.runtime.errors import FatalError, RestartRequested
 from trinity_mq.runtime.state_formats import format_of
 from trinity_mq.runtime.threads import run_to_end
 from trinity_mq.training.guard import TrainingStopped
@@ -49,7 +49,7 @@ class DamagedCheckpointError(CheckpointError):
     """The files of a checkpoint have the right sizes but cannot be loaded. An earlier checkpoint may still load."""
 
 
-class TrainerState(BaseModel):
+class TrainerProgress(BaseModel):
     """State of a trainer apart from weights and optimizer, saved in each checkpoint."""
 
     model_config = ConfigDict(frozen=True)
@@ -70,7 +70,7 @@ class _StateFile(BaseModel):
     """Format of the whole checkpoint, see :mod:`trinity_mq.runtime.state_formats`."""
     release: str = FIRST
     """Release that wrote the checkpoint."""
-    state: TrainerState
+    state: TrainerProgress
     weights: str | None = None
     """Checksum of the weights that engines receive, see :func:`trinity_mq.sync.channels.buckets.total_digest`."""
     files: dict[str, int]
@@ -101,7 +101,7 @@ class Checkpoint:
     """A complete checkpoint on disk."""
 
     path: Path
-    state: TrainerState
+    state: TrainerProgress
     weights: str | None = None
     """Checksum of the weights; None if unknown."""
     checksums: Mapping[str, str] = field(default_factory=dict, compare=False)
@@ -115,14 +115,14 @@ class Checkpoint:
 
 
 @dataclass(frozen=True)
-class Damaged:
+class DamagedCheckpoint:
     """A checkpoint that cannot be used."""
 
     path: Path
     reason: str
 
 
-def find_checkpoints(folder: Path) -> tuple[list[Checkpoint], list[Damaged]]:
+def find_checkpoints(folder: Path) -> tuple[list[Checkpoint], list[DamagedCheckpoint]]:
     """Return the complete checkpoints in ``folder``, newest first, and the damaged checkpoints, most progress first.
 
     Checkpoints are ordered by generation, then by progress. So a late save of a trainer that was cut off comes after
@@ -134,7 +134,7 @@ def find_checkpoints(folder: Path) -> tuple[list[Checkpoint], list[Damaged]]:
         NewerStateError: A newer release wrote one of the checkpoints.
     """
     whole: list[Checkpoint] = []
-    damaged: list[Damaged] = []
+    damaged: list[DamagedCheckpoint] = []
     for path in _folders(folder):
         try:
             text = (path / STATE_FILE).read_text(encoding="utf-8")
@@ -144,9 +144,9 @@ def find_checkpoints(folder: Path) -> tuple[list[Checkpoint], list[Damaged]]:
                 if (actual_size := (path / name).stat().st_size) != size:
                     raise ValueError(f"{name} has {actual_size} bytes, wanted {size}")
         except ValidationError as error:
-            damaged.append(Damaged(path, f"{STATE_FILE}: {error.errors()[0]['msg']}"))
+            damaged.append(DamagedCheckpoint(path, f"{STATE_FILE}: {error.errors()[0]['msg']}"))
         except (OSError, ValueError) as error:
-            damaged.append(Damaged(path, str(error)))
+            damaged.append(DamagedCheckpoint(path, str(error)))
         else:
             whole.append(Checkpoint(path, content.state, content.weights, content.checksums))
     whole.sort(key=lambda checkpoint: (checkpoint.state.generation, checkpoint.state.progress), reverse=True)
@@ -172,7 +172,7 @@ def verify(checkpoint: Checkpoint) -> None:
             )
 
 
-def named(folder: Path, name: str) -> Checkpoint:
+def find_by_name(folder: Path, name: str) -> Checkpoint:
     """Return the checkpoint in ``folder`` with the given name: ``progress-120`` by its batches, or ``step-120`` by its
     train steps. If several checkpoints match, return the newest.
 
@@ -301,7 +301,7 @@ class CheckpointStore:
     def _last_generation(self) -> int:
         return _last_counted_generation(self._folder)
 
-    def usable(self) -> tuple[list[Checkpoint], list[Damaged]]:
+    def usable(self) -> tuple[list[Checkpoint], list[DamagedCheckpoint]]:
         """Return the result of :func:`find_checkpoints`, and log damaged checkpoints.
 
         Raises:
@@ -333,7 +333,7 @@ class CheckpointStore:
         whole, _ = self.usable()
         return whole[0] if whole else None
 
-    async def save(self, write: Writer, state: TrainerState) -> Checkpoint:
+    async def save(self, write: Writer, state: TrainerProgress) -> Checkpoint:
         """Save a checkpoint atomically: it is synced to disk and appears by a single rename once all files are written.
 
         A checkpoint of the same progress is replaced. If the save fails or is cancelled, existing checkpoints do not
@@ -356,7 +356,7 @@ class CheckpointStore:
                 await run_to_end(pool, partial.mkdir)
                 weights = await write(partial)
                 checksums = await run_to_end(pool, lambda: self._commit(partial, final, state, weights))
-            except RestartMe:
+            except RestartRequested:
                 raise
             except Exception as error:
                 with suppress(
@@ -369,7 +369,7 @@ class CheckpointStore:
                 await run_to_end(pool, lambda: shutil.rmtree(partial, ignore_errors=True))
         return Checkpoint(final, state, weights, checksums)
 
-    def _commit(self, partial: Path, final: Path, state: TrainerState, weights: str | None) -> dict[str, str]:
+    def _commit(self, partial: Path, final: Path, state: TrainerProgress, weights: str | None) -> dict[str, str]:
         files = {path.relative_to(partial).as_posix(): path for path in sorted(partial.rglob("*")) if path.is_file()}
         sizes = {name: path.stat().st_size for name, path in files.items()}
         checksums = {name: _checksum(path) for name, path in files.items()}
@@ -387,7 +387,7 @@ class CheckpointStore:
             # Check again: this thread may have been suspended, and must not replace a checkpoint of a newer trainer.
             self._check_generation(state)
             partial.rename(final)
-        except (OSError, RestartMe):
+        except (OSError, RestartRequested):
             if retired.exists():
                 retired.rename(final)
             raise
@@ -396,7 +396,7 @@ class CheckpointStore:
         self._prune()
         return checksums
 
-    def check_generation(self, state: TrainerState) -> None:
+    def check_generation(self, state: TrainerProgress) -> None:
         """Reject saves of a trainer whose run another trainer has taken over.
 
         Raises:
@@ -408,9 +408,9 @@ class CheckpointStore:
         except (OSError, ValueError) as error:
             raise self._error(f"read {COUNTER_FILE}", error) from error
 
-    def _check_generation(self, state: TrainerState) -> None:
+    def _check_generation(self, state: TrainerProgress) -> None:
         if (newest := self._last_generation()) > state.generation:
-            raise RestartMe(
+            raise RestartRequested(
                 f"another trainer has gone on with this run as generation {newest}; this one, of generation "
                 f"{state.generation}, saves nothing and starts anew from there"
             )
@@ -423,7 +423,7 @@ class CheckpointStore:
         if len(whole) < self._keep:
             return
         progress = whole[self._keep - 1].state.progress
-        stay = set(first_of_each(self._keep_every, (checkpoint.state.progress for checkpoint in whole)))
+        stay = set(milestones(self._keep_every, (checkpoint.state.progress for checkpoint in whole)))
         old = [checkpoint.path for checkpoint in whole[self._keep :] if checkpoint.state.progress not in stay]
         old += [checkpoint.path for checkpoint in damaged if _progress_of(checkpoint.path) < progress]
         for path in old:
@@ -443,7 +443,7 @@ class CheckpointStore:
         )
 
 
-def first_of_each(every: int | None, progress: Iterable[int]) -> list[int]:
+def milestones(every: int | None, progress: Iterable[int]) -> list[int]:
     """Return, for each multiple of ``every``, the first value of ``progress`` at or after it and before the next
     multiple. Return an empty list if ``every`` is None.
     """

@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 from trinity_mq.training.checkpoints.checkpoint import DamagedCheckpointError
-from trinity_mq.training.checkpoints.state import Part, Parts, module_state
+from trinity_mq.training.checkpoints.state import Parts, StatePart, module_state
 
 OPTIMIZER_FILE, CRITIC_FILE, REFERENCE_FILE = "optimizer.pt", "critic.pt", "reference.pt"
 
 
-def is_old(folder: Path) -> bool:
+def is_legacy(folder: Path) -> bool:
     """Return whether a checkpoint has the format of an earlier release."""
     return (folder / OPTIMIZER_FILE).exists()
 
@@ -46,12 +46,12 @@ def read_old_parts(folder: Path, modules: Mapping[str, nn.Module]) -> Parts:
     Raises:
         DamagedCheckpointError: A file does not load, or belongs to another model.
     """
-    parts = {name: Part(facts=facts) for name, facts in read_old_facts(folder).items()}
+    parts = {name: StatePart(facts=facts) for name, facts in read_old_facts(folder).items()}
     path = folder / OPTIMIZER_FILE
     try:
-        parts["policy"] = Part(module_state(modules["policy"]))
+        parts["policy"] = StatePart(module_state(modules["policy"]))
         parts["optimizer"] = _optimizer(_load(path)["optimizer"], modules["policy"])
-        if parts.get("reference", Part()).facts.get("has_moved") and "reference" in modules:
+        if parts.get("reference", StatePart()).facts.get("has_moved") and "reference" in modules:
             path = folder / REFERENCE_FILE
             modules["reference"].load_state_dict(_load(path))
             parts["reference"].tensors = module_state(modules["reference"])
@@ -60,7 +60,7 @@ def read_old_parts(folder: Path, modules: Mapping[str, nn.Module]) -> Parts:
             state = _load(path)
             weights = {f"{name}.{key}": tensor for name in ("backbone", "head") for key, tensor in state[name].items()}
             critic.load_state_dict(weights)
-            parts["critic"] = Part(module_state(critic), {"steps": state["steps"]})
+            parts["critic"] = StatePart(module_state(critic), {"steps": state["steps"]})
             parts["critic_optimizer"] = _optimizer(state["optimizer"], critic)
     except (KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:
         raise DamagedCheckpointError(f"{path} does not fit the model: {error}") from error
@@ -75,10 +75,10 @@ def _load(path: Path) -> Any:
         raise DamagedCheckpointError(f"{path} is damaged or not there") from error
 
 
-def _optimizer(saved: Mapping[str, Any], module: nn.Module) -> Part:
+def _optimizer(saved: Mapping[str, Any], module: nn.Module) -> StatePart:
     """Return the part of an optimizer whose state numbers the parameters in the order of the module."""
     names = [name for name, _ in module.named_parameters()]
     tensors = {
         f"{names[number]}/{key}": tensor for number, state in saved["state"].items() for key, tensor in state.items()
     }
-    return Part(tensors, {"names": names, "param_groups": saved["param_groups"], "numbers": {}})
+    return StatePart(tensors, {"names": names, "param_groups": saved["param_groups"], "numbers": {}})

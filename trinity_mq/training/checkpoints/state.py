@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from trinity_mq.training.checkpoints.checkpoint import DamagedCheckpointError
 from trinity_mq.training.checkpoints.metadata import INDEX_FILE, TensorReader
-from trinity_mq.training.parallel.sharding import whole
+from trinity_mq.training.parallel.sharding import gathered
 
 STATE_FOLDER = "state"
 """Folder in a checkpoint: tensors of all parts."""
@@ -37,7 +37,7 @@ _UNREADABLE = (
 
 
 @dataclass
-class Part:
+class StatePart:
     """State of one component of the learner."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
@@ -46,10 +46,10 @@ class Part:
     """Values other than tensors, stored as JSON. Floats are restored bit by bit."""
 
 
-Parts = dict[str, Part]
+Parts = dict[str, StatePart]
 
 
-def flat(parts: Mapping[str, Part]) -> dict[str, Tensor]:
+def flat(parts: Mapping[str, StatePart]) -> dict[str, Tensor]:
     """Return all tensors by ``<part>.<name>``, the name that torch gives them in a checkpoint."""
     return {f"{part}.{name}": tensor for part, state in parts.items() for name, tensor in state.tensors.items()}
 
@@ -61,12 +61,12 @@ def module_state(module: nn.Module) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in module.state_dict().items() if name not in tied}
 
 
-def optimizer_part(optimizer: torch.optim.Optimizer, module: nn.Module) -> Part:
+def optimizer_part(optimizer: torch.optim.Optimizer, module: nn.Module) -> StatePart:
     """Return the state of a module's optimizer, by parameter name."""
     names = _names_in_order(optimizer, module)
     saved = optimizer.state_dict()
     groups = [{key: _plain(value) for key, value in group.items()} for group in saved["param_groups"]]
-    part = Part(facts={"names": names, "param_groups": groups, "numbers": {}})
+    part = StatePart(facts={"names": names, "param_groups": groups, "numbers": {}})
     for number, values in saved["state"].items():
         for key, value in values.items():
             if isinstance(value, Tensor):
@@ -76,7 +76,7 @@ def optimizer_part(optimizer: torch.optim.Optimizer, module: nn.Module) -> Part:
     return part
 
 
-def optimizer_state(part: Part) -> dict[str, Any]:
+def optimizer_state(part: StatePart) -> dict[str, Any]:
     """Return the argument of ``Optimizer.load_state_dict`` for the result of :func:`optimizer_part`.
 
     Raises:
@@ -110,11 +110,11 @@ class HostCopies:
         self._buffers: dict[str, Tensor] = {}
 
     @torch.no_grad()
-    def take(self, parts: Mapping[str, Part]) -> Parts:
+    def take(self, parts: Mapping[str, StatePart]) -> Parts:
         """Return a copy of ``parts``, valid until the next call. Sharded tensors are gathered one by one."""
         before, self._buffers = self._buffers, {}
         is_on_device = False
-        for name, tensor in ((name, whole(value)) for name, value in flat(parts).items()):
+        for name, tensor in ((name, gathered(value)) for name, value in flat(parts).items()):
             buffer = before.get(name)
             if buffer is None or (buffer.shape, buffer.dtype) != (tensor.shape, tensor.dtype):
                 buffer = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
@@ -123,12 +123,12 @@ class HostCopies:
         if is_on_device:
             torch.cuda.synchronize()
         return {
-            part: Part({name: self._buffers[f"{part}.{name}"] for name in state.tensors}, state.facts)
+            part: StatePart({name: self._buffers[f"{part}.{name}"] for name in state.tensors}, state.facts)
             for part, state in parts.items()
         }
 
 
-def write_parts(folder: Path, parts: Mapping[str, Part]) -> None:
+def write_parts(folder: Path, parts: Mapping[str, StatePart]) -> None:
     """Write ``parts`` into a checkpoint that has no parts yet.
 
     Raises:
@@ -174,17 +174,17 @@ def read_parts(folder: Path, states: Mapping[str, dict[str, Tensor]]) -> Parts:
             changed by then.
     """
     facts, path = read_facts(folder), folder / STATE_FOLDER
-    live = {name: Part(tensors, facts.get(name, {})) for name, tensors in states.items()}
+    live = {name: StatePart(tensors, facts.get(name, {})) for name, tensors in states.items()}
     _silence_single_process_warning()
     reader = TensorReader(path)
     index = _tensors(reader, path)
-    parts = {name: Part(facts=values) for name, values in facts.items()} | live
+    parts = {name: StatePart(facts=values) for name, values in facts.items()} | live
     beyond = _names_outside(live, index, path)
     try:
         for name in beyond:
             part, _, rest = name.partition(".")
             new = torch.empty(index[name].size, dtype=index[name].properties.dtype)
-            parts.setdefault(part, Part()).tensors[rest] = new
+            parts.setdefault(part, StatePart()).tensors[rest] = new
         load(_nested(parts), storage_reader=reader, no_dist=True)
     except _UNREADABLE as error:
         raise DamagedCheckpointError(f"{path} does not load: {_cause(error)}") from error
@@ -202,7 +202,7 @@ def read_policy(folder: Path, state: dict[str, Tensor]) -> None:
     _silence_single_process_warning()
     reader = TensorReader(path)
     names = [name for name in _tensors(reader, path) if name.startswith("policy.")]
-    _names_outside({"policy": Part(state)}, names, path)
+    _names_outside({"policy": StatePart(state)}, names, path)
     try:
         load({"policy": state}, storage_reader=reader, no_dist=True)
     except _UNREADABLE as error:
@@ -222,7 +222,7 @@ def _tensors(reader: TensorReader, path: Path) -> dict[str, TensorStorageMetadat
     return index
 
 
-def _names_outside(live: Mapping[str, Part], names: Iterable[str], path: Path) -> list[str]:
+def _names_outside(live: Mapping[str, StatePart], names: Iterable[str], path: Path) -> list[str]:
     """Return the elements of ``names`` that belong to none of the parts in ``live``.
 
     Raises:
@@ -240,7 +240,7 @@ def _names_outside(live: Mapping[str, Part], names: Iterable[str], path: Path) -
     return sorted(rest)
 
 
-def _nested(parts: Mapping[str, Part]) -> dict[str, Any]:
+def _nested(parts: Mapping[str, StatePart]) -> dict[str, Any]:
     return {name: part.tensors for name, part in parts.items() if part.tensors}
 
 

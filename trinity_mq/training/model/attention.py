@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from trinity_mq.training.model.shared_prefixes import with_prefixes
+from trinity_mq.training.model.shared_prefixes import prefix_inputs
 from trinity_mq.training.packing import MicroBatch
 
 Packing = Literal["auto", "packed", "padded"]
@@ -28,7 +28,7 @@ def model_inputs(model: Any, batch: MicroBatch) -> dict[str, Any]:
     pass through the backbone here.
     """
     if batch.prefixes is not None:
-        return with_prefixes(model, batch)
+        return prefix_inputs(model, batch)
     if not batch.longest_packed:
         return {"input_ids": batch.input_ids}
     return _row(batch.input_ids, batch.lengths, batch.longest_packed, _attention(model))

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from trinity_mq.config.model import LoraConfig, ModelConfig
 from trinity_mq.models.model_folder import empty_model
 from trinity_mq.runtime.errors import FatalError
-from trinity_mq.training.parallel.sharding import whole
+from trinity_mq.training.parallel.sharding import gathered
 
 ADAPTER = "default"
 """Name that ``peft`` gives to an unnamed adapter."""
@@ -162,7 +162,7 @@ class Adapters:
         return self._adapter({file: parameter for parameter, file in self.file_names.items()}[name], state)
 
     def _adapter(self, name: str, state: Mapping[str, Tensor] | None) -> Tensor:
-        return whole(self._model.get_parameter(name).detach()) if state is None else state[name]
+        return gathered(self._model.get_parameter(name).detach()) if state is None else state[name]
 
     @torch.no_grad()
     def merged(self, name: str, state: Mapping[str, Tensor] | None = None) -> Tensor:

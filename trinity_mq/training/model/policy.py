@@ -25,7 +25,7 @@ from trinity_mq.training.model.attention import Packing, model_inputs, use_packe
 from trinity_mq.training.model.lora import Adapters, loading
 from trinity_mq.training.model.shared_prefixes import prefix_problem
 from trinity_mq.training.model.token_scorer import TokenScorer
-from trinity_mq.training.packing import Division, MicroBatch
+from trinity_mq.training.packing import DivisionSettings, MicroBatch
 from trinity_mq.training.parallel.ranks import Ranks, own_device
 from trinity_mq.training.parallel.sharding import blocks, shard
 
@@ -85,7 +85,7 @@ class Policy:
         from safetensors import SafetensorError
         from transformers import AutoModelForCausalLM
 
-        self.device = chosen_device(config.device)
+        self.device = select_device(config.device)
         self._dtype = getattr(torch, config.dtype)
         load_arguments = loading(config, self.device)
         torch.manual_seed(seed)
@@ -115,7 +115,7 @@ class Policy:
             checkpoint_blocks(self.model)
         self.packs = self._use_packing(trainer.packing)
         """Whether the micro-batches of the policy are packed rows."""
-        self.division = Division(
+        self.division = DivisionSettings(
             trainer.max_tokens_per_micro_batch,
             packed=self.packs,
             shares_prefixes=self._can_share_prefixes(trainer),
@@ -263,7 +263,7 @@ class Policy:
         apply_umask(folder)
 
 
-def chosen_device(requested: Literal["auto", "cpu", "cuda"]) -> torch.device:
+def select_device(requested: Literal["auto", "cpu", "cuda"]) -> torch.device:
     """Return the device to compute on. With several GPUs it is the GPU of this rank.
 
     Raises:

@@ -15,7 +15,7 @@ from torch import Tensor
 from trinity_mq.training.packing import MicroBatch
 
 
-def with_prefixes(model: Any, batch: MicroBatch) -> dict[str, Any]:
+def prefix_inputs(model: Any, batch: MicroBatch) -> dict[str, Any]:
     """Pass the prefixes of a micro-batch through the model, and return the arguments for calling the model, or its
     backbone, with the rows.
     """

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trinity_mq.algorithms.scoring import AfterHead, Scores, entropy_baselines, head_scores, token_logprobs
+from trinity_mq.algorithms.scoring import HeadOperation, Scores, entropy_baselines, head_scores, token_logprobs
 
 
 class TokenScorer(nn.Module):
@@ -32,7 +32,7 @@ class TokenScorer(nn.Module):
             raise ValueError(f"{type(model).__name__} has no output embeddings to take logits from")
         self._places: tuple[Tensor, Tensor] | None = None
         self._hidden: Tensor | None = None
-        self.after = after_head(model)
+        self.after = detect_head_operation(model)
         """Operation after the head. None: the operation is unknown, so the model computes the logits of all chosen
         tokens at once.
         """
@@ -89,7 +89,7 @@ class TokenScorer(nn.Module):
 
 
 @torch.no_grad()
-def after_head(model: Any) -> AfterHead | None:
+def detect_head_operation(model: Any) -> HeadOperation | None:
     """Return the operation that a model applies to the output of its head, or None if the operation is unknown.
 
     The settings of Gemma (``final_logit_softcapping``), Cohere (``logit_scale``) and Granite (``logits_scaling``) come
@@ -99,7 +99,7 @@ def after_head(model: Any) -> AfterHead | None:
     settings = model.config.get_text_config()
     factor, divisor = (getattr(settings, name, None) for name in ("logit_scale", "logits_scaling"))
     scale = (factor if isinstance(factor, int | float) else 1.0) / (divisor or 1.0)
-    after = AfterHead(scale, getattr(settings, "final_logit_softcapping", None) or None)
+    after = HeadOperation(scale, getattr(settings, "final_logit_softcapping", None) or None)
     products: list[Tensor] = []
 
     def replace(module: nn.Module, arguments: Any, output: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not declared as exported
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from trinity_mq.runtime.errors import FatalError, RestartMe
+from trinity_mq.runtime.errors import FatalError, RestartRequested
 from trinity_mq.runtime.process import die_with_parent
 
 PARENT_VARIABLE = "TRINITY_MQ_RANK_PARENT"
@@ -59,7 +59,7 @@ REASON_LENGTH = 2000
 T = TypeVar("T")
 
 
-class RankError(RestartMe):
+class RankError(RestartRequested):
     """Another rank is gone or took longer than allowed. All ranks restart."""
 
 
@@ -97,7 +97,7 @@ _SEVERITY = ("done", "failed", "broken")
 
 
 @dataclass(frozen=True, slots=True)
-class Command:
+class RankCommand:
     """A command that rank 0 has announced."""
 
     name: str
@@ -141,7 +141,7 @@ class Ranks:
     """
 
     def __init__(self, rank: int = 0, world: int = 1, seconds: float = 600.0) -> None:
-        """Create the view without a connection; see :meth:`meet` and :meth:`open`.
+        """Create the view without a connection; see :meth:`connect_store` and :meth:`open`.
 
         Args:
             rank: Rank of this process.
@@ -161,7 +161,7 @@ class Ranks:
         self._store = PrefixStore("ranks/0", store)
         return int(store.port)
 
-    def meet(self) -> None:
+    def connect_store(self) -> None:
         """Connect to the store, which rank 0 or torchrun hosts. The other ranks need not be connected yet.
 
         Raises:
@@ -246,7 +246,7 @@ class Ranks:
         if body:
             self._broadcast(torch.frombuffer(bytearray(body), dtype=torch.uint8))
 
-    def next(self, patience: float = math.inf) -> Command:
+    def next(self, patience: float = math.inf) -> RankCommand:
         """Wait for the next command as long as rank 0 lives; for ranks above 0.
 
         Args:
@@ -274,17 +274,17 @@ class Ranks:
             flat = torch.empty(size, dtype=torch.uint8)
             self._broadcast(flat)
             body = flat.numpy().tobytes()
-        return Command(name, arguments, body)
+        return RankCommand(name, arguments, body)
 
     @contextmanager
     def command(self, name: str, body: bytes = b"", **arguments: Any) -> Iterator[None]:
-        """Announce a command, run rank 0's part of it in the ``with`` block, and vote; see :meth:`agreed`."""
+        """Announce a command, run rank 0's part of it in the ``with`` block, and vote; see :meth:`voting`."""
         self.announce(name, body, **arguments)
-        with self.agreed(name):
+        with self.voting(name):
             yield
 
     @contextmanager
-    def agreed(self, what: str) -> Iterator[None]:
+    def voting(self, what: str) -> Iterator[None]:
         """Run a rank's part of the command ``what`` in the ``with`` block. The command has the same outcome on all
         ranks.
 

@@ -63,12 +63,12 @@ def blocks(model: Any) -> list[nn.Module]:
     return modules
 
 
-def whole(tensor: Tensor) -> Tensor:
+def gathered(tensor: Tensor) -> Tensor:
     """Return an unsharded tensor. A sharded tensor is gathered; all ranks must call this."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def like(full: Tensor, parameter: Tensor) -> Tensor:
+def shard_like(full: Tensor, parameter: Tensor) -> Tensor:
     """Return this rank's shard of ``full`` if ``parameter`` is sharded, else ``full``. Every rank has ``full``."""
     if not isinstance(parameter, DTensor) or full.shape != parameter.shape:
         return full
@@ -88,7 +88,8 @@ def sharded_states(
     by_number = dict(enumerate(parameters))
     return {
         number: {
-            key: like(value, by_number[number]) if isinstance(value, Tensor) else value for key, value in state.items()
+            key: shard_like(value, by_number[number]) if isinstance(value, Tensor) else value
+            for key, value in state.items()
         }
         for number, state in states.items()
     }

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from trinity_mq.trinity_rft.migration.move import Move
-from trinity_mq.trinity_rft.migration.values import known, number, whole
+from trinity_mq.trinity_rft.migration.move import SettingsTransfer
+from trinity_mq.trinity_rft.migration.values import number, resolve_environment, whole
 
 KEPT = (
     "advantage_fn",
@@ -26,14 +26,14 @@ DEFAULTS: dict[str, Any] = {"betas": [0.9, 0.999], "weight_decay": 0.01}
 """Defaults of Trinity-RFT's optimizer that differ from the defaults here."""
 
 
-def algorithm(move: Move) -> None:
+def algorithm(move: SettingsTransfer) -> None:
     """Move the section."""
     kind = move.take("algorithm.algorithm_type")
     if kind is None:
         move.put("algorithm.algorithm_type", "ppo", "Trinity-RFT's default; here it is grpo")
     else:
         move.put("algorithm.algorithm_type", kind)
-    if known(move.peek("mode")) == "train":
+    if resolve_environment(move.peek("mode")) == "train":
         move.leave_out("algorithm.repeat_times", "mode train rolls nothing out", matters=False)
     _entropy(move)
     _losses(move)
@@ -51,14 +51,14 @@ def algorithm(move: Move) -> None:
     _optimizer(move)
 
 
-def _entropy(move: Move) -> None:
+def _entropy(move: SettingsTransfer) -> None:
     function = move.take("algorithm.entropy_loss_fn")
     if function == "none":
         move.take("algorithm.entropy_loss_fn_args")
         move.put("algorithm.entropy_coef", 0.0, "was algorithm.entropy_loss_fn: none")
 
 
-def _losses(move: Move) -> None:
+def _losses(move: SettingsTransfer) -> None:
     for section in ("policy_loss_fn_args", "kl_loss_fn_args", "entropy_loss_fn_args"):
         for name in EXPERTS:
             move.leave_out(
@@ -68,8 +68,8 @@ def _losses(move: Move) -> None:
             )
 
 
-def _kl(move: Move) -> None:
-    if known(move.peek("algorithm.kl_loss_fn")) == "k1":
+def _kl(move: SettingsTransfer) -> None:
+    if resolve_environment(move.peek("algorithm.kl_loss_fn")) == "k1":
         move.leave_out(
             "algorithm.kl_loss_fn",
             "as a loss k1 has an expected gradient of 0 on sampled answers, and on recorded ones it lowers the "
@@ -79,7 +79,7 @@ def _kl(move: Move) -> None:
         move.put("algorithm.kl_loss_fn", "none", "was k1, which only adds noise; k2 holds the policy near a reference")
 
 
-def _samples(move: Move) -> None:
+def _samples(move: SettingsTransfer) -> None:
     move.leave_out(
         "algorithm.sample_strategy", "a step has the batches that are due, and experts beside them", matters=False
     )
@@ -87,7 +87,7 @@ def _samples(move: Move) -> None:
     move.move("algorithm.sample_strategy_args.max_staleness", "synchronizer.max_staleness")
 
 
-def _optimizer(move: Move) -> None:
+def _optimizer(move: SettingsTransfer) -> None:
     there, here = "algorithm.optimizer.", "algorithm.optimizer."
     steps = whole(move.peek("trainer.total_steps")) or whole(move.peek("buffer.total_steps"))
     style = move.take(there + "warmup_style")

@@ -11,8 +11,8 @@ from typing import Any
 from trinity_mq.config.buffer.selectors import SIMPLE
 from trinity_mq.config.loading.from_trinity import OF_TASKSETS
 from trinity_mq.trinity_rft.migration.model import sampling
-from trinity_mq.trinity_rft.migration.move import LeftOut, Move
-from trinity_mq.trinity_rft.migration.values import known, number, whole
+from trinity_mq.trinity_rft.migration.move import LeftOut, SettingsTransfer
+from trinity_mq.trinity_rft.migration.values import number, resolve_environment, whole
 
 FILES = {".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet"}
 """Endings of file names that ``storage_type: file`` reads."""
@@ -33,9 +33,9 @@ UNUSED = {
 }
 
 
-def buffer(move: Move) -> None:
+def buffer(move: SettingsTransfer) -> None:
     """Move the sections."""
-    mode = known(move.peek("mode")) or "both"
+    mode = resolve_environment(move.peek("mode")) or "both"
     shared = sampling(move) if mode != "train" else {}
     _tasksets(move, shared)
     _trainer_input(move)
@@ -49,7 +49,7 @@ def buffer(move: Move) -> None:
     _operators(move)
 
 
-def _sizes(move: Move, mode: str) -> None:
+def _sizes(move: SettingsTransfer, mode: str) -> None:
     trained, batch = move.take("buffer.train_batch_size"), move.take("buffer.batch_size")
     if mode == "train":
         size = batch if trained is None else trained
@@ -75,7 +75,7 @@ def _sizes(move: Move, mode: str) -> None:
         move.lost(LeftOut("buffer.train_batch_size", trained, reason, matters=True))
 
 
-def _tasksets(move: Move, shared: Mapping[str, Any]) -> None:
+def _tasksets(move: SettingsTransfer, shared: Mapping[str, Any]) -> None:
     there = "buffer.explorer_input."
     workflow = move.take(there + "default_workflow_type")
     eval_workflow = move.take(there + "default_eval_workflow_type") or workflow
@@ -97,7 +97,7 @@ def _tasksets(move: Move, shared: Mapping[str, Any]) -> None:
             move.put(f"buffer.{name}", tasksets)
 
 
-def _taskset(item: Move, workflow: Any, reward: Any, shared: Mapping[str, Any], *, training: bool) -> None:
+def _taskset(item: SettingsTransfer, workflow: Any, reward: Any, shared: Mapping[str, Any], *, training: bool) -> None:
     item.keep("name")
     _storage(item)
     for name in ("subset_name", "split"):
@@ -136,12 +136,12 @@ def _taskset(item: Move, workflow: Any, reward: Any, shared: Mapping[str, Any], 
     item.give_up("no counterpart here")
 
 
-def _storage(item: Move) -> None:
+def _storage(item: SettingsTransfer) -> None:
     kind, path = item.take("storage_type"), item.take("path")
     if kind == "sql":
         item.put("storage_type", "sql")
         item.put("query", item.settings.get("name") or "tasks", "the table; Trinity-RFT names it after the storage")
-    elif Path(str(known(path) or "")).suffix.lower() in FILES:
+    elif Path(str(resolve_environment(path) or "")).suffix.lower() in FILES:
         item.put("storage_type", "file")
     else:
         item.put("storage_type", "huggingface", "a folder of a dataset or its name; `file` reads a single file")
@@ -149,7 +149,7 @@ def _storage(item: Move) -> None:
         item.put("path", path)
 
 
-def _selector(item: Move) -> None:
+def _selector(item: SettingsTransfer) -> None:
     old = item.take_mapping("task_selector")
     selector = item.take_mapping("data_selector") or old
     kind = selector.get("selector_type") or "sequential"
@@ -161,7 +161,7 @@ def _selector(item: Move) -> None:
         item.put("data_selector", {key: value for key, value in selector.items() if value not in ([], {}, None)})
 
 
-def _rollout_args(item: Move, shared: Mapping[str, Any]) -> None:
+def _rollout_args(item: SettingsTransfer, shared: Mapping[str, Any]) -> None:
     rollout_args = item.take_mapping("rollout_args")
     arguments = {
         key: value
@@ -174,10 +174,10 @@ def _rollout_args(item: Move, shared: Mapping[str, Any]) -> None:
         item.put("rollout_args", arguments)
 
 
-def _trainer_input(move: Move) -> None:
+def _trainer_input(move: SettingsTransfer) -> None:
     there = "buffer.trainer_input."
-    kind = str(known(move.settings["algorithm"]["algorithm_type"]))
-    mode = known(move.peek("mode")) or "both"
+    kind = str(resolve_environment(move.settings["algorithm"]["algorithm_type"]))
+    mode = resolve_environment(move.peek("mode")) or "both"
     place: tuple[str, ...] = ("buffer", "trainer_input", "experience_buffer")
     if data := move.take_mapping(there + "experience_buffer"):
         item = move.item(data, place, there + "experience_buffer")
@@ -195,17 +195,17 @@ def _trainer_input(move: Move) -> None:
         _records(item, "sft")
 
 
-def _stream(item: Move) -> None:
+def _stream(item: SettingsTransfer) -> None:
     for name in ("name", "storage_type", "path", "schema_type", "split", "subset_name"):
         item.leave_out(name, "rollouts reach the trainer through the broker, which keeps them", matters=False)
     for name, reason in UNUSED.items():
         item.leave_out(name, reason, matters=False)
 
 
-def _replay(move: Move, item: Move) -> None:
+def _replay(move: SettingsTransfer, item: SettingsTransfer) -> None:
     """Move a priority queue. In Trinity-RFT it returns used experiences if no newer experiences are available."""
     replay_buffer = item.take_mapping("replay_buffer")
-    if known(replay_buffer.get("enable")):
+    if resolve_environment(replay_buffer.get("enable")):
         here, arguments = "buffer.trainer_input.replay.", replay_buffer.get("priority_fn_args") or {}
         move.put(
             here + "share", 0.5,
@@ -218,7 +218,7 @@ def _replay(move: Move, item: Move) -> None:
     item.give_up("rollouts reach the trainer through the broker")
 
 
-def _records(item: Move, schema: str) -> None:
+def _records(item: SettingsTransfer, schema: str) -> None:
     item.keep("name")
     schema_type = item.take("schema_type") or schema
     _storage(item)
@@ -240,8 +240,8 @@ def _records(item: Move, schema: str) -> None:
     item.give_up("no counterpart here")
 
 
-def _record_format(item: Move) -> None:
-    kind = known(item.take("format.prompt_type")) or "messages"
+def _record_format(item: SettingsTransfer) -> None:
+    kind = resolve_environment(item.take("format.prompt_type")) or "messages"
     item.put("format.prompt_type", kind)
     required_keys: Sequence[tuple[str, str]] = (
         (("messages_key", "message"),)
@@ -261,7 +261,7 @@ def _record_format(item: Move) -> None:
     item.leave_out("format.chat_template", "it is the model's: chat_template.jinja in its folder")
 
 
-def _operators(move: Move) -> None:
+def _operators(move: SettingsTransfer) -> None:
     there = "data_processor.experience_pipeline."
     operators = [
         {key: value for key, value in operator.items() if value is not None}

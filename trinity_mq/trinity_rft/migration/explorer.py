@@ -8,8 +8,8 @@ from typing import Any
 
 from trinity_mq.config.agents import ExplorerConfig
 from trinity_mq.trinity_rft.migration.model import lengths
-from trinity_mq.trinity_rft.migration.move import LeftOut, Move
-from trinity_mq.trinity_rft.migration.values import known, number, whole
+from trinity_mq.trinity_rft.migration.move import LeftOut, SettingsTransfer
+from trinity_mq.trinity_rft.migration.values import number, resolve_environment, whole
 
 TIMEOUT = 1800
 """Trinity-RFT's default of ``max_timeout``, in seconds."""
@@ -42,14 +42,17 @@ UNUSED = {
 }
 
 
-def explorer(move: Move) -> None:
+def explorer(move: SettingsTransfer) -> None:
     """Move the section."""
     for key, reason in UNUSED.items():
         move.leave_out(key, reason, matters=False)
-    if known(move.peek("mode")) == "train":
+    if resolve_environment(move.peek("mode")) == "train":
         move.take("explorer")
         return
-    if known(move.take("explorer.bench_on_latest_checkpoint")) and known(move.peek("mode")) == "bench":
+    if (
+        resolve_environment(move.take("explorer.bench_on_latest_checkpoint"))
+        and resolve_environment(move.peek("mode")) == "bench"
+    ):
         move.put("bench.checkpoints", "latest", "was explorer.bench_on_latest_checkpoint")
     _runners(move)
     _engine(move)
@@ -68,7 +71,7 @@ def explorer(move: Move) -> None:
                 move.put(f"explorer.{name}", limit, f"as long as {tries + 1} tries of max_timeout; usually {default:g}")
 
 
-def _runners(move: Move) -> None:
+def _runners(move: SettingsTransfer) -> None:
     engines = whole(move.peek(ENGINE + "engine_num", 1)) or 1
     for old, factor in (("explorer.runner_num", 1), ("explorer.runner_per_model", engines)):
         value = whole(move.take(old))
@@ -90,8 +93,8 @@ def _text(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _engine(move: Move) -> None:
-    kind = known(move.take(ENGINE + "engine_type")) or "vllm"
+def _engine(move: SettingsTransfer) -> None:
+    kind = resolve_environment(move.take(ENGINE + "engine_type")) or "vllm"
     if str(kind).startswith("vllm"):
         move.put(ENGINE + "engine", "vllm", "`transformers` needs no GPU and no vLLM")
     else:
@@ -105,7 +108,7 @@ def _engine(move: Move) -> None:
         move.move(ENGINE + name, f"{ENGINE}vllm.{name}")
     options = []
     for name, default in SWITCHES.items():
-        value = known(move.take(ENGINE + name))
+        value = resolve_environment(move.take(ENGINE + name))
         if isinstance(value, bool) and value != default:
             options.append(f"--{'' if value else 'no-'}{name.replace('_', '-')}")
     extra = move.take_mapping(ENGINE + "extra_engine_args")
@@ -120,7 +123,7 @@ def _engine(move: Move) -> None:
             move.take(ENGINE + name)
 
 
-def _auxiliary(move: Move) -> None:
+def _auxiliary(move: SettingsTransfer) -> None:
     models = []
     for number_, model_settings in enumerate(move.take_mappings("explorer.auxiliary_models")):
         item = move.item(
@@ -150,7 +153,7 @@ def _auxiliary(move: Move) -> None:
         move.put("explorer.auxiliary_models", models)
 
 
-def _api_judges(move: Move) -> Iterator[dict[str, Any]]:
+def _api_judges(move: SettingsTransfer) -> Iterator[dict[str, Any]]:
     """Yield the external judge models of the tasksets, and rewrite the tasksets' workflows to use these models."""
     buffer, names = move.settings.get("buffer", {}), set[str]()
     for taskset in (buffer.get("taskset") or {}, *buffer.get("tasksets", ()), *buffer.get("eval_tasksets", ())):

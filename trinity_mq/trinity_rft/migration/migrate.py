@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trinity_mq.config.loading.from_trinity import counterpart
+from trinity_mq.config.loading.from_trinity import trinity_key_advice
 from trinity_mq.config.loading.load import STAGES, ConfigError
 from trinity_mq.config.loading.stages import STAGE_NAME
 from trinity_mq.config.run import Config
@@ -15,9 +15,9 @@ from trinity_mq.trinity_rft.migration.algorithm import algorithm
 from trinity_mq.trinity_rft.migration.data import buffer
 from trinity_mq.trinity_rft.migration.explorer import explorer
 from trinity_mq.trinity_rft.migration.model import model
-from trinity_mq.trinity_rft.migration.move import Comments, LeftOut, Move, Path, is_ours
+from trinity_mq.trinity_rft.migration.move import Comments, LeftOut, Path, SettingsTransfer, is_config_key
 from trinity_mq.trinity_rft.migration.trainer import trainer
-from trinity_mq.trinity_rft.migration.values import known, without_references
+from trinity_mq.trinity_rft.migration.values import resolve_environment, without_references
 
 RULES = (algorithm, model, buffer, explorer, trainer)
 MODES = {"both": "both", "colocate": "both", "train": "train", "explore": "explore", "bench": "bench"}
@@ -69,7 +69,7 @@ def migrate(source: Mapping[str, Any]) -> Migration:
 
 def _run(source: Mapping[str, Any], comments: Comments) -> dict[str, Any]:
     """Return the settings of one run."""
-    move = Move(source, comments)
+    move = SettingsTransfer(source, comments)
     _names(move)
     for rule in RULES:
         rule(move)
@@ -80,10 +80,10 @@ def _run(source: Mapping[str, Any], comments: Comments) -> dict[str, Any]:
     for key in [key for key, _ in move.rest() if key.startswith("cluster.")]:
         move.leave_out(key, "agents find each other at the broker", matters=False)
     for key, _ in list(move.rest()):
-        if is_ours(key):
+        if is_config_key(key):
             move.keep(key)
         else:
-            move.leave_out(key, counterpart(key.split(".")) or "no counterpart here")
+            move.leave_out(key, trinity_key_advice(key.split(".")) or "no counterpart here")
     known_order = [*Config.model_fields]
     return {
         key: _ordered(move.settings[key])
@@ -110,9 +110,9 @@ def _is_section(value: Any) -> bool:
     return isinstance(value, list) and any(isinstance(item, Mapping) for item in value)
 
 
-def _names(move: Move) -> None:
+def _names(move: SettingsTransfer) -> None:
     old_name = move.take("name") or "rft"
-    name = slug(str(known(old_name) or "run"))
+    name = slug(str(resolve_environment(old_name) or "run"))
     move.put("name", name, *([f"was {old_name}"] if name != old_name else []))
     root, exact = move.take("checkpoint_root_dir"), move.take("checkpoint_job_dir")
     if exact or root:
@@ -121,9 +121,9 @@ def _names(move: Move) -> None:
         move.put("run_dir", place, "where Trinity-RFT has its checkpoints; without it: runs/<name>")
 
 
-def _mode(move: Move) -> None:
+def _mode(move: SettingsTransfer) -> None:
     mode = move.take("mode")
-    chosen = MODES.get(str(known(mode))) if mode is not None else None
+    chosen = MODES.get(str(resolve_environment(mode))) if mode is not None else None
     if chosen is not None:
         move.put("mode", chosen, *([f"was {mode}: trainer and engines may share a GPU"] if chosen != mode else []))
     elif mode is not None:

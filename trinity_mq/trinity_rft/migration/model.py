@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from trinity_mq.trinity_rft.migration.move import LeftOut, Move
+from trinity_mq.trinity_rft.migration.move import LeftOut, SettingsTransfer
 from trinity_mq.trinity_rft.migration.values import number, whole
 
 LENGTHS = ("max_model_len", "max_prompt_tokens", "max_response_tokens")
 """Length limits: the total, the prompt and the response."""
 
 
-def model(move: Move) -> None:
+def model(move: SettingsTransfer) -> None:
     """Move the section."""
     move.keep("model.model_path")
     lengths(move, "model.")
@@ -43,7 +43,7 @@ def model(move: Move) -> None:
     _lora(move)
 
 
-def sampling(move: Move) -> dict[str, Any]:
+def sampling(move: SettingsTransfer) -> dict[str, Any]:
     """Return the sampling parameters of the model that belong to each taskset here."""
     parameters = {}
     for name in ("top_k", "repetition_penalty"):
@@ -54,7 +54,7 @@ def sampling(move: Move) -> dict[str, Any]:
     return parameters
 
 
-def _truncated(move: Move) -> None:
+def _truncated(move: SettingsTransfer) -> None:
     if not move.settings.get("algorithm", {}).get("allow_truncated_sampling"):
         move.put(
             "algorithm.allow_truncated_sampling", True,
@@ -63,7 +63,7 @@ def _truncated(move: Move) -> None:
         )  # fmt: skip
 
 
-def lengths(move: Move, there: str, here: str = "model.") -> None:
+def lengths(move: SettingsTransfer, there: str, here: str = "model.") -> None:
     """Move the length limits, and fill in the limits that Trinity-RFT would fill in."""
     limits = {name: value for name in LENGTHS if (value := move.take(there + name)) is not None}
     numbers = {name: whole_value for name, value in limits.items() if (whole_value := whole(value)) is not None}
@@ -99,7 +99,7 @@ def _filled_limits(limits: Mapping[str, int]) -> tuple[dict[str, int], dict[str,
     return dict(zip(LENGTHS, (total, prompt, response), strict=True)), comments
 
 
-def _lora(move: Move) -> None:
+def _lora(move: SettingsTransfer) -> None:
     adapters = move.take_mappings("model.lora_configs")
     if not adapters:
         return

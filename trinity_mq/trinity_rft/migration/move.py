@@ -36,7 +36,7 @@ class Comments:
     left_out: list[LeftOut] = field(default_factory=list)
 
 
-class Move:
+class SettingsTransfer:
     """A transfer of the settings of one mapping to another.
 
     Keys are dotted. A value of None in the old configuration counts as missing.
@@ -143,9 +143,9 @@ class Move:
         for key, _ in list(self.rest()):
             self.leave_out(key, reason)
 
-    def item(self, source: Mapping[str, Any], new: Path, old: str) -> Move:
+    def item(self, source: Mapping[str, Any], new: Path, old: str) -> SettingsTransfer:
         """Return a transfer of a nested mapping, such as an item of a list."""
-        return Move(source, self._comments, (*self._place, *new), f"{self._prefix}{old}.")
+        return SettingsTransfer(source, self._comments, (*self._place, *new), f"{self._prefix}{old}.")
 
     def rest(self) -> Iterator[tuple[str, Any]]:
         """Yield the remaining settings, by dotted keys."""
@@ -160,11 +160,11 @@ def _leaves(section: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]
             yield f"{prefix}{key}", value
 
 
-def is_ours(key: str, section: type[BaseModel] = Config) -> bool:
+def is_config_key(key: str, section: type[BaseModel] = Config) -> bool:
     """Return whether ``section`` has a setting with this dotted key."""
     first, _, rest = key.partition(".")
     field_ = section.model_fields.get(first)
     if field_ is None:
         return False
     inner = sections_of(field_.annotation)
-    return not rest or not inner or any(is_ours(rest, model) for model in inner)
+    return not rest or not inner or any(is_config_key(rest, model) for model in inner)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from trinity_mq.config.algorithm.translate import CRITIC_KEYS
-from trinity_mq.trinity_rft.migration.move import LeftOut, Move
-from trinity_mq.trinity_rft.migration.values import known, number, whole
+from trinity_mq.trinity_rft.migration.move import LeftOut, SettingsTransfer
+from trinity_mq.trinity_rft.migration.values import number, resolve_environment, whole
 
 UNUSED = {
     "trainer.name": "agents name themselves",
@@ -34,7 +34,7 @@ OF_MACHINES = ("micro_batch_size", "use_dynamic_bsz", "offload", "sequence_paral
 """Parts of key names in veRL's own configuration that affect how a step is distributed, not its result."""
 
 
-def trainer(move: Move) -> None:
+def trainer(move: SettingsTransfer) -> None:
     """Move the sections."""
     for name in ("max_token_len_per_gpu", "ppo_max_token_len_per_gpu"):
         move.move(f"trainer.{name}", "trainer.max_tokens_per_micro_batch")
@@ -52,13 +52,13 @@ def trainer(move: Move) -> None:
     _monitor(move)
 
 
-def _checkpoints(move: Move) -> None:
+def _checkpoints(move: SettingsTransfer) -> None:
     if whole(move.peek("trainer.save_interval")) == 0:
         move.leave_out("trainer.save_interval", "checkpoints are always written, every 50 batches", matters=False)
-    exported = known(move.take("trainer.save_hf_checkpoint"))
+    exported = resolve_environment(move.take("trainer.save_hf_checkpoint"))
     if exported is not None:
         move.put("trainer.export", "every" if exported == "always" else "last", "was trainer.save_hf_checkpoint")
-    elif known(move.peek("mode")) != "explore":
+    elif resolve_environment(move.peek("mode")) != "explore":
         move.put("trainer.export", "last", "Trinity-RFT's default; here it is every")
     if whole(move.peek("trainer.max_checkpoints_to_keep", 0)) == 0:
         move.take("trainer.max_checkpoints_to_keep")
@@ -66,23 +66,23 @@ def _checkpoints(move: Move) -> None:
             move.put("trainer.keep_every", interval, "every checkpoint stays, as in Trinity-RFT")
 
 
-def _monitor(move: Move) -> None:
+def _monitor(move: SettingsTransfer) -> None:
     kind = move.take("monitor.monitor_type")
-    if known(kind) in {"wandb", "mlflow", "swanlab"}:
+    if resolve_environment(kind) in {"wandb", "mlflow", "swanlab"}:
         place = {"kind": kind, "project": move.peek("project"), "group": move.peek("group")}
         tracker = {key: value for key, value in place.items() if value}
         move.put("monitor.trackers", [tracker], f"was monitor.monitor_type {kind}: pip install 'trinity-mq[{kind}]'")
-    elif known(kind) not in {None, "tensorboard"}:
+    elif resolve_environment(kind) not in {None, "tensorboard"}:
         move.lost(LeftOut("monitor.monitor_type", kind, "services are wandb, mlflow and swanlab", matters=True))
     for key in [key for key, _ in move.rest() if key.startswith("monitor.monitor_args.")]:
         move.leave_out(key, "keys and servers are the service's own environment variables", matters=False)
-    level = known(move.take("log.level"))
+    level = resolve_environment(move.take("log.level"))
     if level is not None:
         move.put("monitor.log_level", str(level).lower(), "was log.level")
 
 
-def _synchronizer(move: Move) -> None:
-    style = known(move.peek("synchronizer.sync_style")) or "fixed"
+def _synchronizer(move: SettingsTransfer) -> None:
+    style = resolve_environment(move.peek("synchronizer.sync_style")) or "fixed"
     of_explorer = move.take("synchronizer.explorer_sync_interval")
     of_trainer = move.take("synchronizer.trainer_sync_interval")
     chosen = of_explorer if style == "dynamic_by_explorer" else of_trainer
@@ -90,7 +90,7 @@ def _synchronizer(move: Move) -> None:
         move.take("synchronizer.sync_interval")
         name = "explorer" if style == "dynamic_by_explorer" else "trainer"
         move.put("synchronizer.sync_interval", chosen, f"was synchronizer.{name}_sync_interval")
-    if known(move.peek("mode")) == "train":
+    if resolve_environment(move.peek("mode")) == "train":
         for name in ("sync_method", "sync_style", "sync_interval", "sync_offset"):
             move.leave_out(f"synchronizer.{name}", "mode train sends no weights anywhere", matters=False)
     elif move.peek("synchronizer.sync_method") is None:

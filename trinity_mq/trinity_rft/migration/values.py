@@ -45,7 +45,7 @@ def without_references(source: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
-def known(value: Any) -> Any:
+def resolve_environment(value: Any) -> Any:
     """Return a value with its environment variables filled in; None if a variable has neither a value nor a default."""
     if not isinstance(value, str) or not _VARIABLE.search(value):
         return value
@@ -63,7 +63,7 @@ def known(value: Any) -> Any:
 
 def number(value: Any) -> float | None:
     """Return a number, also from a text such as ``5e-7``; None if the value is not a number."""
-    resolved = known(value)
+    resolved = resolve_environment(value)
     if isinstance(resolved, bool) or not isinstance(resolved, int | float | str):
         return None
     try:

@@ -16,10 +16,10 @@ from torch import Tensor
 from trinity_mq.experience import Experience
 from trinity_mq.experience.rules import PROMPT_TRUNCATED
 from trinity_mq.workflows.arguments import Arguments, arguments_of
-from trinity_mq.workflows.auxiliary import AuxiliaryError, Which, asking, auxiliary_place
+from trinity_mq.workflows.auxiliary import AuxiliaryError, Which, auxiliary_errors, auxiliary_index
 from trinity_mq.workflows.builtin.math import SYSTEM_PROMPT
 from trinity_mq.workflows.builtin.simple import SimpleWorkflow
-from trinity_mq.workflows.dual import call, completed, compute, gather
+from trinity_mq.workflows.dual import call, gather, run_in_thread_if_async, run_to_completion
 from trinity_mq.workflows.workflow import Task, TaskError
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def add_teacher_logprobs(experiences: Sequence[Experience], teacher: ModelWrappe
     Raises:
         AuxiliaryError: The teacher cannot be reached, or its answer does not fit the tokens.
     """
-    completed(_add_logprobs(experiences, teacher, asynchronous=False))
+    run_to_completion(_add_logprobs(experiences, teacher, asynchronous=False))
 
 
 async def add_teacher_logprobs_async(experiences: Sequence[Experience], teacher: ModelWrapper) -> None:
@@ -66,7 +66,7 @@ async def _add_logprobs(experiences: Sequence[Experience], teacher: ModelWrapper
     async def add_to(experience: Experience) -> None:
         scored: Tensor | None = None
         if experience.truncate_status != PROMPT_TRUNCATED:
-            with asking(teacher, TEACHER):
+            with auxiliary_errors(teacher, TEACHER):
                 tokens, temperature = experience.tokens.tolist(), experience.temperature
                 scored = await call(asynchronous, teacher, "logprobs", tokens, temperature=temperature)
         _store_logprobs(experience, scored)
@@ -124,7 +124,7 @@ class OnPolicyDistillWorkflow(SimpleWorkflow):
     def reset(self, task: Task) -> None:
         super().reset(task)
         self.arguments = arguments_of(task, DistillationArguments)
-        place = auxiliary_place(self, self.arguments.teacher, TEACHER)
+        place = auxiliary_index(self, self.arguments.teacher, TEACHER)
         self.teacher = self.auxiliary_model_wrappers[place]
 
     async def body(self) -> list[Experience]:
@@ -132,7 +132,7 @@ class OnPolicyDistillWorkflow(SimpleWorkflow):
         if self.arguments.check_vocabulary:
             await self._check_vocabulary()
         responses = await self.responses()
-        await compute(self.is_async, lambda: self._set_rule_rewards(responses), "reward")
+        await run_in_thread_if_async(self.is_async, lambda: self._set_rule_rewards(responses), "reward")
         await _add_logprobs(responses, self.teacher, self.is_async)
         for response in responses:
             trained = 0 if response.action_mask is None else int(response.action_mask.sum())
@@ -163,7 +163,7 @@ class OnPolicyDistillWorkflow(SimpleWorkflow):
         text = [self.question()[:MAX_PROBE]]
         student = self.model.clone_with_isolated_history()
         answers = [(await call(self.is_async, student, "generate", text, **ONE_TOKEN))[0]]
-        with asking(self.teacher, TEACHER):
+        with auxiliary_errors(self.teacher, TEACHER):
             answers.append((await call(self.is_async, self.teacher, "generate", text, **ONE_TOKEN))[0])
         ours, theirs = (answer.tokens[: answer.prompt_length].tolist() for answer in answers)
         cut = any(answer.truncate_status == PROMPT_TRUNCATED for answer in answers)

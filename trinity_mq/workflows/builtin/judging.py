@@ -18,7 +18,7 @@ from trinity_mq.experience import Experience
 from trinity_mq.experience.rules import PROMPT_TRUNCATED
 from trinity_mq.thoughts import after_thoughts
 from trinity_mq.workflows.arguments import Arguments
-from trinity_mq.workflows.auxiliary import AuxiliaryError, Which, asking, auxiliary_place
+from trinity_mq.workflows.auxiliary import AuxiliaryError, Which, auxiliary_errors, auxiliary_index
 from trinity_mq.workflows.workflow import Workflow
 
 JUDGE = "judge"
@@ -52,7 +52,7 @@ class JudgeArguments(Arguments):
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class JudgeScores:
     """The answer of a judge."""
 
     scores: tuple[float, ...] | None
@@ -95,7 +95,7 @@ def _reject_constant(text: str) -> float:
     raise ValueError(f"{text} is no score")
 
 
-def quoted(name: str, text: str, key: str, limit: int) -> str:
+def delimited(name: str, text: str, key: str, limit: int) -> str:
     """Return ``text`` between marks that it cannot contain. Beyond ``limit`` characters, the middle is left out."""
     text = text.encode("utf-8", "replace").decode("utf-8")  # half a surrogate pair cannot be sent
     if len(text) > limit:
@@ -104,8 +104,8 @@ def quoted(name: str, text: str, key: str, limit: int) -> str:
     return f"<{name} {key}>\n{text}\n</{name} {key}>"
 
 
-def key_of(*texts: str) -> str:
-    """Return a mark for :func:`quoted`. It is a hash of all texts, so no text can have been written to contain it."""
+def delimiter_of(*texts: str) -> str:
+    """Return a mark for :func:`delimited`. It is a hash of all texts, so no text can contain it on purpose."""
     digest = hashlib.blake2b(digest_size=6)
     for text in texts:
         digest.update(f"{len(text)}:".encode() + text.encode("utf-8", "surrogatepass"))
@@ -117,18 +117,18 @@ def answer_of(response: Experience) -> str:
     return after_thoughts(response.response_text or "", response.prompt_text)
 
 
-def judgeable(response: Experience) -> bool:
+def has_answer(response: Experience) -> bool:
     """Return whether the response has an answer to judge: a prompt that was cut has no answer."""
     return response.truncate_status != PROMPT_TRUNCATED
 
 
-def keep_gold(responses: Sequence[Experience]) -> None:
+def record_rule_rewards(responses: Sequence[Experience]) -> None:
     """Copy the rule rewards to the metric ``gold_reward``, because the judge's rewards replace them."""
     for response in responses:
         response.metrics["gold_reward"] = response.reward or 0.0
 
 
-def ending(count: int) -> str:
+def answer_format_instruction(count: int) -> str:
     """Return the instruction how a judge must end its answer."""
     example = json.dumps([0.5] * count if count < 4 else [0.5, 0.5, "..."]).replace('"', "")
     return f"End with one line that holds nothing but a JSON list of {count} numbers from 0 to 1, such as {example}"
@@ -139,10 +139,10 @@ class Judge:
 
     def __init__(self, workflow: Workflow, arguments: JudgeArguments) -> None:
         self._workflow, self._arguments = workflow, arguments
-        self._place = auxiliary_place(workflow, arguments.judge, JUDGE)
+        self._place = auxiliary_index(workflow, arguments.judge, JUDGE)
         self._model = workflow.auxiliary_model_wrappers[self._place]
 
-    async def scores(self, messages: Sequence[Message], count: int) -> Verdict:
+    async def scores(self, messages: Sequence[Message], count: int) -> JudgeScores:
         """Return ``count`` scores from the first usable answer. A retry tells the judge the error.
 
         Raises:
@@ -151,7 +151,7 @@ class Judge:
         client, arguments = self._workflow.auxiliary_models[self._place], self._arguments
         conversation, answer, problem = list(messages), "", ""
         for _ in range(arguments.judge_tries):
-            with asking(self._model, JUDGE):
+            with auxiliary_errors(self._model, JUDGE):
                 completion = client.chat.completions.create(
                     messages=conversation,
                     model=self._model.model_name,
@@ -161,16 +161,16 @@ class Judge:
                 )
                 answer = _completion_text(await completion if self._workflow.is_async else completion)
             try:
-                return Verdict(read_scores(answer, count))
+                return JudgeScores(read_scores(answer, count))
             except BadVerdictError as error:
                 problem = str(error)
             conversation = [
                 *messages,
                 {"role": "assistant", "content": answer[-MAX_SCORE * 10 :]},
-                {"role": "user", "content": f"That cannot be used: {problem}. {ending(count)}"},
+                {"role": "user", "content": f"That cannot be used: {problem}. {answer_format_instruction(count)}"},
             ]
         if arguments.on_bad_judge == "neutral":
-            return Verdict(None, problem)
+            return JudgeScores(None, problem)
         raise AuxiliaryError(
             f"the judge gave no scores in {arguments.judge_tries} tries: {problem}; its answer ended with "
             f"{answer[-80:]!r}. Use a better judge, or on_bad_judge: neutral"

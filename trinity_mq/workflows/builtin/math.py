@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from trinity_mq.experience import Experience
 from trinity_mq.rewards import judge_conversation
-from trinity_mq.workflows.builtin.simple import SimpleWorkflow, give_reward, truth_of
+from trinity_mq.workflows.builtin.simple import SimpleWorkflow, set_reward, truth_of
 from trinity_mq.workflows.workflow import Task, TaskError
 
 SYSTEM_PROMPT = (
@@ -44,7 +44,7 @@ class MathRmWorkflow(MathWorkflow):
         messages, truth = self.format_messages(), truth_of(self.task)
         for response in responses:
             parts = judge_conversation(self.reward_fn, response, messages, truth)
-            give_reward(response, self.reward_fn, parts)
+            set_reward(response, self.reward_fn, parts)
         return self.numbered(responses)
 
 

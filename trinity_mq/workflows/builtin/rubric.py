@@ -16,17 +16,17 @@ from trinity_mq.workflows.arguments import Arguments, arguments_of
 from trinity_mq.workflows.builtin.judging import (
     Judge,
     JudgeArguments,
+    JudgeScores,
     Message,
-    Verdict,
+    answer_format_instruction,
     answer_of,
-    ending,
-    judgeable,
-    keep_gold,
-    key_of,
-    quoted,
+    delimited,
+    delimiter_of,
+    has_answer,
+    record_rule_rewards,
 )
 from trinity_mq.workflows.builtin.simple import SimpleWorkflow
-from trinity_mq.workflows.dual import compute, gather
+from trinity_mq.workflows.dual import gather, run_in_thread_if_async
 from trinity_mq.workflows.workflow import Task
 
 INSTRUCTIONS = """\
@@ -77,7 +77,7 @@ def rubric_score(rubric: Sequence[Criterion], met: Sequence[float]) -> float:
 
 def rubric_messages(task: str, answer: str, arguments: RubricArguments) -> list[Message]:
     """Return the messages that ask the judge about one answer."""
-    key = key_of(task, answer)
+    key = delimiter_of(task, answer)
     limit = arguments.max_answer_characters
     lines = [
         f"{place}. {f'{criterion.title}: ' if criterion.title else ''}{criterion.description}"
@@ -85,15 +85,17 @@ def rubric_messages(task: str, answer: str, arguments: RubricArguments) -> list[
     ]
     count = len(lines)
     parts = [
-        quoted("task", task, key, limit),
-        quoted("answer", answer, key, limit),
+        delimited("task", task, key, limit),
+        delimited("answer", answer, key, limit),
         "Criteria:\n" + "\n".join(lines),
-        f"Give {count} numbers, one for each criterion, in their order. {ending(count)}",
+        f"Give {count} numbers, one for each criterion, in their order. {answer_format_instruction(count)}",
     ]
     return [{"role": "system", "content": INSTRUCTIONS}, {"role": "user", "content": "\n\n".join(parts)}]
 
 
-def settle(responses: Sequence[Experience], verdicts: Mapping[str, Verdict], rubric: Sequence[Criterion]) -> None:
+def assign_rubric_rewards(
+    responses: Sequence[Experience], verdicts: Mapping[str, JudgeScores], rubric: Sequence[Criterion]
+) -> None:
     """Give each response its score as reward.
 
     A response without scores of the judge gets the mean of the scored responses, 0 if no response has scores. Its
@@ -102,11 +104,11 @@ def settle(responses: Sequence[Experience], verdicts: Mapping[str, Verdict], rub
     scores = {
         text: rubric_score(rubric, verdict.scores) for text, verdict in verdicts.items() if verdict.scores is not None
     }
-    judged = [response for response in responses if judgeable(response)]
+    judged = [response for response in responses if has_answer(response)]
     judge_scores = [scores[text] for response in judged if (text := answer_of(response)) in scores]
     neutral = sum(judge_scores) / len(judge_scores) if judge_scores else 0.0
     for response in responses:
-        if not judgeable(response):
+        if not has_answer(response):
             response.reward = 0.0
             continue
         text = answer_of(response)
@@ -136,13 +138,13 @@ class RubricJudgeWorkflow(SimpleWorkflow):
         """Ask the model, then the judge; return one experience with a reward for each run."""
         responses = await self.responses()
         if self.task.reward_fn is not None:  # the rule reward is kept as a metric
-            await compute(self.is_async, lambda: keep_gold(self.rewarded(responses)), "reward")
+            await run_in_thread_if_async(self.is_async, lambda: record_rule_rewards(self.rewarded(responses)), "reward")
         self.numbered(responses)
-        texts = list(dict.fromkeys(answer_of(response) for response in responses if judgeable(response)))
+        texts = list(dict.fromkeys(answer_of(response) for response in responses if has_answer(response)))
         questions = [rubric_messages(self.question(), text, self.arguments) for text in texts]
         count = len(self.arguments.rubric)
         verdicts = await gather(self.is_async, (self.judge.scores(question, count) for question in questions))
-        settle(responses, dict(zip(texts, verdicts, strict=True)), self.arguments.rubric)
+        assign_rubric_rewards(responses, dict(zip(texts, verdicts, strict=True)), self.arguments.rubric)
         return responses
 
 

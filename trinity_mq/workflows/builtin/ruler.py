@@ -14,18 +14,18 @@ from trinity_mq.workflows.arguments import arguments_of
 from trinity_mq.workflows.builtin.judging import (
     Judge,
     JudgeArguments,
+    JudgeScores,
     Message,
-    Verdict,
+    answer_format_instruction,
     answer_of,
-    ending,
-    judgeable,
-    keep_gold,
-    key_of,
-    quoted,
+    delimited,
+    delimiter_of,
+    has_answer,
+    record_rule_rewards,
 )
 from trinity_mq.workflows.builtin.math import SYSTEM_PROMPT
 from trinity_mq.workflows.builtin.simple import SimpleWorkflow
-from trinity_mq.workflows.dual import compute
+from trinity_mq.workflows.dual import run_in_thread_if_async
 from trinity_mq.workflows.workflow import Task
 
 INSTRUCTIONS = """\
@@ -46,17 +46,17 @@ def ruler_messages(task: str, shown: Sequence[str], key: str, arguments: RulerAr
     """Return the messages that ask the judge about the answers ``shown``."""
     limit, count = arguments.max_answer_characters, len(shown)
     system = INSTRUCTIONS + (f"\nLook at this too: {arguments.criteria}" if arguments.criteria else "")
-    parts = [quoted("task", task, key, limit)]
-    parts += [quoted(f"answer {place}", text, key, limit) for place, text in enumerate(shown, 1)]
-    parts.append(f"Score the {count} answers in the order in which they stand. {ending(count)}")
+    parts = [delimited("task", task, key, limit)]
+    parts += [delimited(f"answer {place}", text, key, limit) for place, text in enumerate(shown, 1)]
+    parts.append(f"Score the {count} answers in the order in which they stand. {answer_format_instruction(count)}")
     return [{"role": "system", "content": system}, {"role": "user", "content": "\n\n".join(parts)}]
 
 
-def settle(responses: Sequence[Experience], shown: Sequence[str], verdict: Verdict) -> None:
+def assign_ruler_rewards(responses: Sequence[Experience], shown: Sequence[str], verdict: JudgeScores) -> None:
     """Give each response its score as reward. Without scores all responses get 0, so no response has an advantage."""
     scores = dict(zip(shown, verdict.scores, strict=True)) if verdict.scores else {}
     for response in responses:
-        score = scores.get(answer_of(response), 0.0) if judgeable(response) else 0.0
+        score = scores.get(answer_of(response), 0.0) if has_answer(response) else 0.0
         response.reward = score
         response.metrics.update(ruler_score=score, judge_success=float(bool(scores)))
         if verdict.problem:
@@ -82,14 +82,16 @@ class RulerWorkflow(SimpleWorkflow):
         """Ask the model, then the judge; return one experience with a reward for each run."""
         responses = await self.responses()
         if self.task.reward_fn is not None or self.task.truth is not None:  # the rule reward is kept as a metric
-            await compute(self.is_async, lambda: keep_gold(self.rewarded(responses)), "reward")
+            await run_in_thread_if_async(self.is_async, lambda: record_rule_rewards(self.rewarded(responses)), "reward")
         self.numbered(responses)
-        texts = [answer_of(response) for response in responses if judgeable(response)]
-        key = key_of(self.question(), *texts)
+        texts = [answer_of(response) for response in responses if has_answer(response)]
+        key = delimiter_of(self.question(), *texts)
         distinct = sorted(set(texts))
         shown = random.Random(key).sample(distinct, len(distinct))  # in an order that tells the judge nothing
         question = ruler_messages(self.question(), shown, key, self.arguments)
-        settle(responses, shown, await self.judge.scores(question, len(shown)) if shown else Verdict(None))
+        assign_ruler_rewards(
+            responses, shown, await self.judge.scores(question, len(shown)) if shown else JudgeScores(None)
+        )
         return responses
 
 

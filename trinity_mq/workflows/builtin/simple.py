@@ -12,14 +12,14 @@ import torch
 from trinity_mq.experience import Experience
 from trinity_mq.experience.rules import REWARD_FAULT
 from trinity_mq.models.recording.responses import check_asked
-from trinity_mq.rewards import ACCURACY, RewardFn, counts_tokens, create_reward, fault_of, parts_of
-from trinity_mq.rewards.text import boxed, tagged
+from trinity_mq.rewards import ACCURACY, RewardFn, counts_tokens, create_reward, invalid_parts_reason, parts_of
+from trinity_mq.rewards.text import last_boxed, last_tagged
 from trinity_mq.rewards.truth import truth_text
 from trinity_mq.telemetry.aggregate import MAJORITY
 from trinity_mq.thoughts import after_thoughts
 from trinity_mq.workflows.arguments import Arguments
 from trinity_mq.workflows.attributes import Replaceable
-from trinity_mq.workflows.dual import DualWorkflow, call, compute
+from trinity_mq.workflows.dual import DualWorkflow, call, run_in_thread_if_async
 from trinity_mq.workflows.workflow import Task, TaskError
 
 if TYPE_CHECKING:
@@ -66,11 +66,11 @@ def has_greedy_baseline(task: Task) -> bool:
     return is_greedy and not task.is_eval
 
 
-def give_reward(response: Experience, reward_fn: RewardFn, parts: Mapping[str, float]) -> None:
+def set_reward(response: Experience, reward_fn: RewardFn, parts: Mapping[str, float]) -> None:
     """Give a response the sum of the reward's ``parts`` as reward, and the parts as metrics."""
     response.reward = sum(parts.values())
     response.metrics.update(parts)
-    if fault := fault_of(reward_fn, parts):
+    if fault := invalid_parts_reason(reward_fn, parts):
         response.info[REWARD_FAULT] = fault
 
 
@@ -84,7 +84,7 @@ def add_majority(responses: Sequence[Experience]) -> None:
     if len(responses) < 2 or any(ACCURACY not in response.metrics for response in responses):
         return
     texts = [after_thoughts(response.response_text or "", response.prompt_text) for response in responses]
-    answers = [(boxed(text) or tagged(text) or (0, text))[1].strip() for text in texts]
+    answers = [(last_boxed(text) or last_tagged(text) or (0, text))[1].strip() for text in texts]
     winner = Counter(list(filter(None, answers)) or answers).most_common(1)[0][0]
     accuracy = responses[answers.index(winner)].metrics[ACCURACY]
     for response in responses:
@@ -158,7 +158,7 @@ class SimpleWorkflow(DualWorkflow):
                 record=self.task.raw_task,
                 prompt_end=response.prompt_text,
             )
-            give_reward(response, self.reward_fn, parts)
+            set_reward(response, self.reward_fn, parts)
         if self.task.is_eval:
             add_majority(responses)
         return self.numbered(responses)
@@ -208,7 +208,7 @@ class SimpleWorkflow(DualWorkflow):
     async def body(self) -> list[Experience]:
         """Ask the model and return one experience with a reward for each run. The reward may take long."""
         responses = await self.answers()
-        return await compute(self.is_async, lambda: self.rewarded(responses), "reward")
+        return await run_in_thread_if_async(self.is_async, lambda: self.rewarded(responses), "reward")
 
 
 class AsyncSimpleWorkflow(SimpleWorkflow):

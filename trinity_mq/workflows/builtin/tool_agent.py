@@ -12,10 +12,10 @@ from trinity_mq.experience import Experience
 from trinity_mq.rewards import create_reward
 from trinity_mq.rewards.registry import parts_of
 from trinity_mq.workflows.arguments import Arguments, arguments_of
-from trinity_mq.workflows.builtin.simple import give_reward, question_of, truth_of
+from trinity_mq.workflows.builtin.simple import question_of, set_reward, truth_of
 from trinity_mq.workflows.builtin.tools import Result, Toolbox
-from trinity_mq.workflows.dual import compute
-from trinity_mq.workflows.step_wise import RewardedAtTheEnd
+from trinity_mq.workflows.dual import run_in_thread_if_async
+from trinity_mq.workflows.step_wise import FinalRewardWorkflow
 from trinity_mq.workflows.workflow import Task
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class ToolAgentArguments(Arguments):
     """
 
 
-class ToolAgentWorkflow(RewardedAtTheEnd):
+class ToolAgentWorkflow(FinalRewardWorkflow):
     """A tool-using agent, one run at a time.
 
     Each turn is an experience. All turns get the reward of the answer that ends the run. That answer is empty if the
@@ -58,7 +58,7 @@ class ToolAgentWorkflow(RewardedAtTheEnd):
         self.arguments = arguments_of(task, ToolAgentArguments)
         self.toolbox = Toolbox(self.arguments.tools, self.arguments.max_result)
         if not self.is_async:
-            self.toolbox.need_synchronous()
+            self.toolbox.check_synchronous()
         self.reward_fn = create_reward(task.reward_fn or "exact_match", task.reward_fn_args)
         system = task.format_args.system_prompt
         self.messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
@@ -75,7 +75,7 @@ class ToolAgentWorkflow(RewardedAtTheEnd):
         completion = self.client.chat.completions.create(
             model=self.model.model_name, messages=self.messages, tools=self.toolbox.schemas
         )
-        calls = self.take_calls(await completion if self.is_async else completion)
+        calls = self.append_message(await completion if self.is_async else completion)
         for number, tool_call in enumerate(calls):
             function = tool_call.function
             if number >= MAX_CALLS:
@@ -101,14 +101,14 @@ class ToolAgentWorkflow(RewardedAtTheEnd):
             record=self.task.raw_task,
             prompt_end=exps[-1].prompt_text if exps else None,
         )
-        parts = await compute(self.is_async, judge, "reward")
+        parts = await run_in_thread_if_async(self.is_async, judge, "reward")
         metrics = {"tool_calls": float(self.calls), "tool_errors": float(self.errors)}
         for experience in exps:
-            give_reward(experience, self.reward_fn, parts)
+            set_reward(experience, self.reward_fn, parts)
             experience.metrics.update(metrics)
         return sum(parts.values())
 
-    def take_calls(self, completion: Any) -> list[Any]:
+    def append_message(self, completion: Any) -> list[Any]:
         """Append the model's message to the conversation and return the calls to execute. No calls means the end of the
         run.
         """

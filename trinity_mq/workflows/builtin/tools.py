@@ -61,7 +61,7 @@ class Toolbox:
         """The tools in the form of the OpenAI API."""
         return [tool.schema for tool in self._tools.values()]
 
-    def need_synchronous(self) -> None:
+    def check_synchronous(self) -> None:
         """Raise TaskError if one of the tools is asynchronous."""
         for tool in self._tools.values():
             if tool.is_async:

@@ -15,10 +15,10 @@ from pydantic import Field, model_validator
 
 from trinity_mq.experience import Experience
 from trinity_mq.workflows.arguments import Arguments, arguments_of
-from trinity_mq.workflows.builtin.judging import BadVerdictError, answer_of, judgeable, key_of, read_scores
+from trinity_mq.workflows.builtin.judging import BadVerdictError, answer_of, delimiter_of, has_answer, read_scores
 from trinity_mq.workflows.builtin.math import MathWorkflow
 from trinity_mq.workflows.builtin.ruler import RulerArguments, ruler_messages
-from trinity_mq.workflows.dual import call, compute
+from trinity_mq.workflows.dual import call, run_in_thread_if_async
 from trinity_mq.workflows.workflow import Task
 
 JUDGE_GROUP = "judge"
@@ -57,7 +57,7 @@ class MathTrainableRulerWorkflow(MathWorkflow):
         self.arguments = arguments_of(task, TrainableRulerArguments)
 
     @property
-    def knows_truth(self) -> bool:
+    def uses_truth(self) -> bool:
         """Whether the ground truth of this task is used. It always is in an evaluation."""
         share = self.arguments.truth_share
         return self.task.is_eval or random.Random(f"truth {self.question()}").random() < share
@@ -65,21 +65,21 @@ class MathTrainableRulerWorkflow(MathWorkflow):
     async def body(self) -> list[Experience]:
         """Ask for answers, then for verdicts on them; return the answers, and the verdicts if the judge is trained."""
         answers = await self.responses()
-        await compute(self.is_async, lambda: self.rewarded(answers), "reward")
+        await run_in_thread_if_async(self.is_async, lambda: self.rewarded(answers), "reward")
         gold = [answer.reward or 0.0 for answer in answers]
         for answer, reward in zip(answers, gold, strict=True):
             answer.metrics["gold_reward"] = reward
         if self.task.is_eval:
             return answers
-        verdicts = await self._verdicts(answers, self.repeat_times if self.knows_truth else 1)
+        verdicts = await self._verdicts(answers, self.repeat_times if self.uses_truth else 1)
         scores = [_scores(verdict, len(answers)) for verdict in verdicts]
         success = sum(score_list is not None for score_list in scores) / len(scores)
         for answer in answers:
             answer.metrics["judge_success"] = success
-        if not self.knows_truth:
+        if not self.uses_truth:
             (answer_scores,) = scores
             for place, answer in enumerate(answers):
-                answer.reward = answer_scores[place] if answer_scores is not None and judgeable(answer) else 0.0
+                answer.reward = answer_scores[place] if answer_scores is not None and has_answer(answer) else 0.0
             return answers
         for place, (verdict, answer_scores) in enumerate(zip(verdicts, scores, strict=True)):
             verdict.reward = 0.0 if answer_scores is None else 1.0 - self._error(answer_scores, gold)
@@ -95,11 +95,11 @@ class MathTrainableRulerWorkflow(MathWorkflow):
         return sum(abs(score - target) for score, target in zip(scores, scaled, strict=True)) / len(gold)
 
     async def _verdicts(self, answers: Sequence[Experience], count: int) -> list[Experience]:
-        texts = [answer_of(answer) if judgeable(answer) else "" for answer in answers]
+        texts = [answer_of(answer) if has_answer(answer) else "" for answer in answers]
         arguments = RulerArguments(
             criteria=self.arguments.criteria, max_answer_characters=self.arguments.max_answer_characters
         )
-        question = ruler_messages(self.question(), texts, key_of(self.question(), *texts), arguments)
+        question = ruler_messages(self.question(), texts, delimiter_of(self.question(), *texts), arguments)
         sampling = {**self.task.rollout_args, "n": count}
         verdicts: list[Experience] = await call(self.is_async, self.model, "chat", question, **sampling)
         return verdicts

@@ -21,7 +21,7 @@ class IllegalActionError(ValueError):
     """An answer is not an action of the space. The message tells the model so."""
 
 
-class Actions(ABC):
+class ActionParser(ABC):
     """Converts an answer into an action."""
 
     @property
@@ -53,7 +53,7 @@ class Actions(ABC):
         return self.parse((answer[start + len(OPENING) : end] if start >= 0 else answer).strip())
 
 
-class TextActions(Actions):
+class TextActions(ActionParser):
     """Actions that are texts.
 
     Args:
@@ -77,7 +77,7 @@ class TextActions(Actions):
         return text
 
 
-class DiscreteActions(Actions):
+class DiscreteActions(ActionParser):
     """Actions that are numbers and may have names.
 
     Args:
@@ -122,7 +122,7 @@ class DiscreteActions(Actions):
         return number
 
 
-def actions_of(space: Any, names: Sequence[str], environment: str) -> Actions:
+def actions_of(space: Any, names: Sequence[str], environment: str) -> ActionParser:
     """Return the converter of answers into actions of a space.
 
     Args:

@@ -12,12 +12,12 @@ from pydantic import Field, field_validator
 
 from trinity_mq.experience import Experience
 from trinity_mq.runtime.threads import in_thread
-from trinity_mq.workflows.dual import compute
+from trinity_mq.workflows.dual import run_in_thread_if_async
 from trinity_mq.workflows.environments.environment import EXTRA, Environment, EnvironmentFailedError
 from trinity_mq.workflows.environments.spaces import (
     CLOSING,
     OPENING,
-    Actions,
+    ActionParser,
     IllegalActionError,
     actions_of,
     check_observations,
@@ -77,7 +77,7 @@ class EnvironmentEpisode(Episode):
 
     def __init__(self, environment: Environment, arguments: GymnasiumArguments) -> None:
         self._environment, self._arguments = environment, arguments
-        self._actions: Actions
+        self._actions: ActionParser
         self._shown = ""
         self._over = False
         self._success: float | None = None
@@ -177,11 +177,11 @@ class GymnasiumWorkflow(EpisodeWorkflow[EnvironmentEpisode]):
     async def begin(self) -> EnvironmentEpisode:
         episode = EnvironmentEpisode(self._environment, self.arguments)
         seed = game_seed(self.task, self.arguments)
-        await compute(self.is_async, lambda: episode.start(seed), "environment")
+        await run_in_thread_if_async(self.is_async, lambda: episode.start(seed), "environment")
         return episode
 
     async def played(self, answer: str) -> str:
-        return await compute(self.is_async, lambda: self.episode.play(answer), "environment")
+        return await run_in_thread_if_async(self.is_async, lambda: self.episode.play(answer), "environment")
 
     def worth(self) -> float:
         return self.episode.worth

@@ -16,8 +16,8 @@ from trinity_mq.models.recording.merging import merge_turns
 from trinity_mq.models.recording.responses import check_asked
 from trinity_mq.thoughts import after_thoughts
 from trinity_mq.workflows.arguments import Arguments, arguments_of
-from trinity_mq.workflows.dual import call, compute
-from trinity_mq.workflows.step_wise import RewardedAtTheEnd
+from trinity_mq.workflows.dual import call, run_in_thread_if_async
+from trinity_mq.workflows.step_wise import FinalRewardWorkflow
 from trinity_mq.workflows.workflow import Task
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ def game_seed(task: Task, arguments: EpisodeArguments) -> int:
 E = TypeVar("E", bound=Episode)
 
 
-class EpisodeWorkflow(RewardedAtTheEnd, Generic[E]):
+class EpisodeWorkflow(FinalRewardWorkflow, Generic[E]):
     """One episode per run. Write :meth:`begin` and :meth:`worth`, and set ``arguments_kind`` to the class of the
     arguments.
 
@@ -208,7 +208,7 @@ class GameWorkflow(EpisodeWorkflow[Game]):
         """
 
     async def begin(self) -> Game:
-        return await compute(self.is_async, self.make_game, "game")
+        return await run_in_thread_if_async(self.is_async, self.make_game, "game")
 
     def worth(self) -> float:
         return 1.0 if self.episode.won else self.arguments.partial_credit * self.episode.progress

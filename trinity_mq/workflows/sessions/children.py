@@ -108,7 +108,7 @@ class _ProgramProcess:
         self._timer = loop.call_later(READY_SECONDS, self._fail_start)
 
     async def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the answer to a request; raises the errors of :meth:`KeptProgram.ask`."""
+        """Return the answer to a request; raises the errors of :meth:`PersistentProgram.ask`."""
         await asyncio.shield(self._ready)
         if self.over:
             raise self._failure("ended")
@@ -187,7 +187,7 @@ class _ProgramProcess:
         return SandboxFailed(f"{self._program.name} {how}: {error_output}", kind="environment")
 
 
-class KeptProgram:
+class PersistentProgram:
     """A program that answers many requests. A request starts the program if it does not run."""
 
     def __init__(self, program: Program) -> None:
@@ -220,19 +220,19 @@ class KeptProgram:
         await asyncio.gather(*(process.close() for process in processes))
 
 
-_KEPT: dict[asyncio.AbstractEventLoop, dict[Program, KeptProgram]] = {}
+_KEPT: dict[asyncio.AbstractEventLoop, dict[Program, PersistentProgram]] = {}
 """Kept programs by event loop."""
 
 
-def kept(program: Program) -> KeptProgram:
+def kept(program: Program) -> PersistentProgram:
     """Return the kept program with this command, environment and working directory on this event loop."""
     for loop in [loop for loop in _KEPT if loop.is_closed()]:
         del _KEPT[loop]
     programs = _KEPT.setdefault(asyncio.get_running_loop(), {})
-    return programs.setdefault(program, KeptProgram(program))
+    return programs.setdefault(program, PersistentProgram(program))
 
 
-async def close_kept() -> None:
+async def close_persistent_programs() -> None:
     """End the kept programs of this event loop."""
     programs = _KEPT.pop(asyncio.get_running_loop(), {})
     await asyncio.gather(*(program.close() for program in programs.values()))
@@ -258,6 +258,6 @@ def _kill(process: asyncio.subprocess.Process) -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
-def program_of(command: Sequence[str], env: Mapping[str, str], cwd: str | None) -> Program:
+def make_program(command: Sequence[str], env: Mapping[str, str], cwd: str | None) -> Program:
     """Return a hashable program from its parts."""
     return Program(tuple(command), tuple(sorted(env.items())), cwd)

@@ -18,7 +18,7 @@ from trinity_mq.models.errors import EngineLost
 from trinity_mq.workflows.arguments import Arguments, arguments_of
 from trinity_mq.workflows.errors import KIND, RunFailedError, SandboxFailed
 from trinity_mq.workflows.sessions.assembly import session_experiences, session_metrics
-from trinity_mq.workflows.sessions.children import Program, kept, program_of, run_once
+from trinity_mq.workflows.sessions.children import Program, kept, make_program, run_once
 from trinity_mq.workflows.workflow import Task, Workflow
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ class ProgramWorkflow(Workflow):
 
     def program(self) -> Program:
         """Return the program to run."""
-        return program_of(self.arguments.command, self.arguments.env, self.arguments.cwd)
+        return make_program(self.arguments.command, self.arguments.env, self.arguments.cwd)
 
     @property
     def keeps(self) -> bool:

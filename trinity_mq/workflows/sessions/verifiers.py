@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import Field
 
 from trinity_mq.gateway.local import LocalSession
-from trinity_mq.workflows.sessions.children import Program, program_of
+from trinity_mq.workflows.sessions.children import Program, make_program
 from trinity_mq.workflows.sessions.program import ProgramWorkflow, SessionArguments
 
 CHILD = Path(__file__).with_name("verifiers_child.py")
@@ -50,7 +50,7 @@ class VerifiersWorkflow(ProgramWorkflow):
         path = f"{Path(python).parent}{os.pathsep}{os.environ.get('PATH', '')}"  # harnesses are run by uv
         command = [python, str(CHILD), "--task", arguments.task, "--harness", arguments.harness]
         command += ["--at-once", str(arguments.at_once)]
-        return program_of(command, {"PATH": path, **arguments.env}, arguments.cwd)
+        return make_program(command, {"PATH": path, **arguments.env}, arguments.cwd)
 
     @property
     def keeps(self) -> bool:

@@ -31,7 +31,7 @@ INFRASTRUCTURE = {
 """Kinds of the failures that are not the task's fault, by class name of the error."""
 
 
-def named(path: str) -> Any:
+def import_object(path: str) -> Any:
     """Return the object that ``module:name`` refers to."""
     module, _, name = path.partition(":")
     target: Any = importlib.import_module(module)
@@ -91,7 +91,7 @@ async def main() -> None:
     free = asyncio.Semaphore(options.at_once)
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # prints must not mix with answers
-    make_task = named(options.task)
+    make_task = import_object(options.task)
     out.write(json.dumps({"ready": True}) + "\n")
     out.flush()
     loop = asyncio.get_running_loop()

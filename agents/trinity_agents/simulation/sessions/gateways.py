@@ -36,12 +36,12 @@ USER_TOKEN = 5
 NOTHING: Mapping[str, str] = {}
 
 
-def answer_of(token: int) -> int:
+def answer_number(token: int) -> int:
     """Return the number of the answer that contains a token."""
     return token // ANSWERS
 
 
-def version_of(token: int) -> Version:
+def token_version(token: int) -> Version:
     """Return the version of the weights that sampled a token of an answer."""
     return weights_of(token % ANSWERS)
 

@@ -11,11 +11,11 @@ from functools import cached_property
 
 from trinity_agents.simulation import invariants
 from trinity_agents.simulation.invariants import GIVEN_UP, Evidence, Faults
-from trinity_agents.simulation.schedule import BrokerRestart, Cut, Freeze
-from trinity_agents.simulation.sessions.gateways import answer_of, version_of
+from trinity_agents.simulation.schedule import BrokerRestart, ConnectionLoss, Freeze
+from trinity_agents.simulation.sessions.gateways import answer_number, token_version
 from trinity_agents.simulation.sessions.oracle import Oracle, OracleSession
 from trinity_agents.simulation.sessions.run import SETTLE_SECONDS, SessionRun
-from trinity_agents.simulation.sessions.users import Asked, Diary
+from trinity_agents.simulation.sessions.users import SessionDiary, UserRequest
 from trinity_agents.simulation.stand_ins import PROMPT
 from trinity_agents.trainer.history import HistoryError
 from trinity_mq.experience import Experience
@@ -50,18 +50,18 @@ class SessionEvidence(Evidence):
         """Rewards of each trained answer, one for each time it was trained on, by answer number."""
         rewards: defaultdict[int, list[float]] = defaultdict(list)
         for experience in self.learned:
-            for number in sorted({answer_of(token) for token, _ in sampled(experience)}):
+            for number in sorted({answer_number(token) for token, _ in sampled(experience)}):
                 rewards[number].append(float(experience.reward or 0.0))
         return dict(rewards)
 
     @cached_property
-    def told_late(self) -> set[str]:
+    def tickets_consumed_late(self) -> set[str]:
         """Tickets consumed so late that the gateways may have ended before they published the result."""
         ended_at = math.inf if self.run.ended_at is None else self.run.ended_at
         return {ticket for ticket, at in self.run.consumed_at.items() if at > ended_at - SETTLE_SECONDS}
 
     @cached_property
-    def requests(self) -> list[tuple[Diary, Asked]]:
+    def requests(self) -> list[tuple[SessionDiary, UserRequest]]:
         """Every request that users made in sessions, with the session's diary."""
         users = self.run.users
         return [] if users is None else [(diary, asked) for diary in users.diaries for asked in diary.asked]
@@ -113,11 +113,11 @@ def gateways_agree(evidence: SessionEvidence) -> Faults:
     The reward of a settled session may be missing after retention has cut the stream.
     """
     log = evidence.run.log()
-    for gateway in evidence.run.at_the_end:
+    for gateway in evidence.run.gateways_at_end:
         book = gateway.book
         if book is None or not book.is_ready():
             continue
-        oracle = Oracle(log[: evidence.run.read_by(gateway)])
+        oracle = Oracle(log[: evidence.run.read_offset(gateway)])
         for expected in oracle.sessions.values():
             session = book.ledger.get(expected.id)
             if session is None:
@@ -146,7 +146,7 @@ def trained_as_decided(evidence: SessionEvidence) -> Faults:
             if {number: sorted(rewards) for number, rewards in trained.items()} != _merged(evidence, expected):
                 yield f"session {session.id} was trained on as {trained}, wanted {expected}"
         elif trained and not (
-            session.state == "batched" and session.batch and session.batch.ticket in evidence.told_late
+            session.state == "batched" and session.batch and session.batch.ticket in evidence.tickets_consumed_late
         ):
             yield f"session {session.id} is {session.state}, and was trained on: {trained}"
     unknown = set(evidence.answers) - {
@@ -154,14 +154,14 @@ def trained_as_decided(evidence: SessionEvidence) -> Faults:
     }
     if unknown:
         yield f"answers {sorted(unknown)} were trained on, and belong to no session"
-    for gateway in evidence.run.at_the_end:
+    for gateway in evidence.run.gateways_at_end:
         for entry in () if gateway.book is None else gateway.book.ledger:
             if entry.state == "dropped" and not entry.why:
                 yield f"{gateway.life.who} does not say why session {entry.id} was dropped"
 
 
 def _numbers(session: OracleSession) -> list[int]:
-    return [answer_of(call.choices[0].ids[0]) for call in session.calls.values()]
+    return [answer_number(call.choices[0].ids[0]) for call in session.calls.values()]
 
 
 def _merged(evidence: SessionEvidence, expected: Mapping[int, list[float]]) -> Mapping[int, list[float]]:
@@ -170,7 +170,7 @@ def _merged(evidence: SessionEvidence, expected: Mapping[int, list[float]]) -> M
     """
     merged = dict(expected)
     for experience in evidence.learned:
-        numbers = list(dict.fromkeys(answer_of(token) for token, _ in sampled(experience)))
+        numbers = list(dict.fromkeys(answer_number(token) for token, _ in sampled(experience)))
         if numbers[-1] in expected:
             merged |= {number: expected[numbers[-1]] for number in numbers if number in expected}
     return merged
@@ -218,7 +218,7 @@ def rewards_as_accepted(evidence: SessionEvidence) -> Faults:
                 yield f"session {diary.id}: reward {sent.reward} was refused, and taken"
 
 
-def refused_are_dead(evidence: SessionEvidence) -> Faults:
+def refused_events_dead_lettered(evidence: SessionEvidence) -> Faults:
     """Check that each refused event of an external program is a dead letter, and that no accepted session event is."""
     refused = {name for name, _, _ in evidence.oracle.refused}
     outside = {name for name, _, key in evidence.oracle.refused if key == "session"}
@@ -228,7 +228,7 @@ def refused_are_dead(evidence: SessionEvidence) -> Faults:
         for stored in evidence.run.waiting_in("dead")
         if stored.headers.get("kind") in OF_SESSIONS
     }
-    if evidence.run.unsettled or evidence.run.gateways_ended_late:
+    if evidence.run.unsettled or evidence.run.no_gateway_finished:
         return
     late = {str(stored.message_id) for stored in evidence.run.log() if evidence.run.ended_before(stored.offset or 0)}
     if lost := sorted(name for name in outside - late if not any(name in dead_id for dead_id in dead)):
@@ -237,14 +237,14 @@ def refused_are_dead(evidence: SessionEvidence) -> Faults:
         yield f"dead letters though a session took them: {unexpected}"
 
 
-def one_acts(evidence: SessionEvidence) -> Faults:
+def only_lock_holder_acts(evidence: SessionEvidence) -> Faults:
     """Check that only a gateway that has held the lock decides and submits."""
     yield from evidence.run.unlocked
 
 
-def few_copies(evidence: SessionEvidence) -> Faults:
+def each_task_submitted_once(evidence: SessionEvidence) -> Faults:
     """Check that a life of a gateway submits a task once per run, and once more after each loss of its connection."""
-    losses = sum(isinstance(fault, Cut | BrokerRestart | Freeze) for fault in evidence.run.schedule.faults)
+    losses = sum(isinstance(fault, ConnectionLoss | BrokerRestart | Freeze) for fault in evidence.run.schedule.faults)
     for (who, name), times in evidence.run.submitted.items():
         if times > 1 + losses + evidence.run.seconds // 600:
             yield f"{who} submitted {name} {times} times"
@@ -279,9 +279,9 @@ def tokens_of_their_weights(evidence: SessionEvidence) -> Faults:
                 named = [
                     (generation, step) for first, generation, step in experience.versions or [] if first <= position
                 ]
-                if not named or named[-1] != version_of(token) or named[-1] not in offered:
+                if not named or named[-1] != token_version(token) or named[-1] not in offered:
                     yield (
-                        f"batch {batch}: token {position} of {experience.eid.rid} is of {version_of(token)}, "
+                        f"batch {batch}: token {position} of {experience.eid.rid} is of {token_version(token)}, "
                         f"named {named}"
                     )
 
@@ -302,16 +302,16 @@ def dead_letters_accounted_for(evidence: SessionEvidence) -> Faults:
 
 SESSION_INVARIANTS: Mapping[str, Callable[[SessionEvidence], Faults]] = {
     "the run is over": invariants.run_is_over,
-    "no task is left": invariants.no_task_is_left,
+    "no task is left": invariants.no_asyncio_task_left,
     "sessions settle": sessions_settle,
     "sessions are decided once": sessions_decided_once,
     "gateways agree": gateways_agree,
-    "only one gateway acts": one_acts,
-    "few copies are submitted": few_copies,
+    "only one gateway acts": only_lock_holder_acts,
+    "few copies are submitted": each_task_submitted_once,
     "requests are trained on once": requests_trained_once,
     "rewards as accepted": rewards_as_accepted,
     "trained as decided": trained_as_decided,
-    "refused events are dead letters": refused_are_dead,
+    "refused events are dead letters": refused_events_dead_lettered,
     "one manifest a batch": invariants.one_manifest,
     "a batch is its sessions": batch_is_its_sessions,
     "trained on once": invariants.trained_once,

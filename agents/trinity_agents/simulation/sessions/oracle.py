@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from trinity_agents.simulation.sessions.gateways import answer_of
+from trinity_agents.simulation.sessions.gateways import answer_number
 from trinity_mq.bus.memory.queues import Stored
 from trinity_mq.messages import (
     DecodeError,
@@ -79,7 +79,7 @@ class OracleSession:
         for name, call in reversed(self.calls.items()):
             worth = self.call_rewards.get(name, following)
             if name not in superseded and worth is not None:
-                rewards[answer_of(call.choices[0].ids[0])] = following = worth
+                rewards[answer_number(call.choices[0].ids[0])] = following = worth
         return rewards
 
     def refuses(self, body: Event) -> bool:

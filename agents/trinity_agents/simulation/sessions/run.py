@@ -15,7 +15,7 @@ from unittest import mock
 from trinity_agents.explorer import task_source
 from trinity_agents.gateway import agent as gateway_agent
 from trinity_agents.simulation.faulty_bus import FaultyBus
-from trinity_agents.simulation.schedule import Sessions
+from trinity_agents.simulation.schedule import SessionLoad
 from trinity_agents.simulation.scheduled_run import ScheduledRun
 from trinity_agents.simulation.sessions.gateways import SimulatedClients, SimulatedGateway
 from trinity_agents.simulation.sessions.users import Users
@@ -67,7 +67,7 @@ class SessionRun(ScheduledRun):
         self.clients = SimulatedClients(self.engines)
 
     @property
-    def sessions(self) -> Sessions:
+    def sessions(self) -> SessionLoad:
         """The session part of the schedule."""
         assert self.schedule.sessions is not None
         return self.schedule.sessions
@@ -166,12 +166,12 @@ class SessionRun(ScheduledRun):
     # -- results
 
     @property
-    def at_the_end(self) -> list[SimulatedGateway]:
+    def gateways_at_end(self) -> list[SimulatedGateway]:
         """The last life of each gateway that ended by itself."""
         last = {gateway.id: gateway for gateway in self.gateways}
         return [gateway for gateway in last.values() if not gateway.life.dead and gateway.state == "finished"]
 
-    def read_by(self, gateway: SimulatedGateway) -> int:
+    def read_offset(self, gateway: SimulatedGateway) -> int:
         """Return the offset of the first event that a gateway has not read."""
         assert gateway.book is not None
         return gateway.book._offset  # noqa: SLF001  # nothing else needs it
@@ -191,9 +191,9 @@ class SessionRun(ScheduledRun):
         return queue.end > queue.depth
 
     @property
-    def gateways_ended_late(self) -> bool:
+    def no_gateway_finished(self) -> bool:
         """True if no gateway ended by itself."""
-        return not self.at_the_end
+        return not self.gateways_at_end
 
     def further(self, group: asyncio.TaskGroup) -> list[asyncio.Task[None]]:
         """Start the gateways and their users. Return the tasks of the gateways."""

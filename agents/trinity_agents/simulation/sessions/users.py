@@ -12,8 +12,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from trinity_agents.simulation.schedule import Sessions
-from trinity_agents.simulation.sessions.gateways import Reply, SimulatedGateway, answer_of
+from trinity_agents.simulation.schedule import SessionLoad
+from trinity_agents.simulation.sessions.gateways import Reply, SimulatedGateway, answer_number
 from trinity_mq.bus import Bus, Envelope, Topology
 
 TRIES = 6
@@ -30,7 +30,7 @@ REPEATED = frozenset({408, 429, 500, 502, 503, 504})
 
 
 @dataclass
-class Asked:
+class UserRequest:
     """A request to the model, and the answers that its client received."""
 
     text: str
@@ -45,7 +45,7 @@ class Asked:
 
 
 @dataclass
-class Said:
+class SentReward:
     """A reward, and the response to its sender."""
 
     reward: float
@@ -57,7 +57,7 @@ class Said:
 
 
 @dataclass
-class Diary:
+class SessionDiary:
     """A user's knowledge about one session."""
 
     id: str
@@ -65,8 +65,8 @@ class Diary:
     group: str
     story: str
     key: str = ""
-    asked: list[Asked] = field(default_factory=list)
-    rewards: list[Said] = field(default_factory=list)
+    asked: list[UserRequest] = field(default_factory=list)
+    rewards: list[SentReward] = field(default_factory=list)
     messages: list[dict[str, str]] = field(default_factory=list)
     """The conversation so far."""
     call: str = ""
@@ -98,7 +98,7 @@ class Users:
 
     def __init__(
         self,
-        sessions: Sessions,
+        sessions: SessionLoad,
         group_size: int,
         dice: random.Random,
         gateways: Callable[[], Sequence[SimulatedGateway]],
@@ -110,10 +110,10 @@ class Users:
         self._bus, self._topology, self._note = bus, topology, note
         self._requests, self._rewards = itertools.count(1), itertools.count(1)
         self._groups = itertools.count(1)
-        self.diaries: list[Diary] = []
+        self.diaries: list[SessionDiary] = []
         self.wrong: list[str] = []
         """Message ids of AMQP events that no session can take."""
-        self._stories: Mapping[str, Callable[[Diary], Awaitable[None]]] = {
+        self._stories: Mapping[str, Callable[[SessionDiary], Awaitable[None]]] = {
             "ends with a reward": self._ends_with_reward,
             "rewarded late": self._rewarded_late,
             "rewarded, then ended": self._rewarded_then_ended,
@@ -156,11 +156,11 @@ class Users:
 
     # -- sessions
 
-    async def _random_story(self, diary: Diary) -> None:
+    async def _random_story(self, diary: SessionDiary) -> None:
         diary.story = self._dice.choice(list(self._stories))
         await self._stories[diary.story](diary)
 
-    async def _run_group(self, story: Callable[[Diary], Awaitable[None]]) -> None:
+    async def _run_group(self, story: Callable[[SessionDiary], Awaitable[None]]) -> None:
         """Have a session or, if sessions are compared, all sessions of a group concurrently."""
         if not self._sessions.grouped:
             record = self._dice.choice(["train"] * 6 + ["eval", "off"]) if story == self._random_story else "train"
@@ -174,7 +174,7 @@ class Users:
             if story == self._random_story and self._dice.random() < 0.2:
                 members.create_task(self._run_session("train", group, story))
 
-    async def _run_session(self, record: str, group: str, story: Callable[[Diary], Awaitable[None]]) -> None:
+    async def _run_session(self, record: str, group: str, story: Callable[[SessionDiary], Awaitable[None]]) -> None:
         diary = await self._open(record, group)
         if diary is None:
             return
@@ -184,18 +184,18 @@ class Users:
             await asyncio.sleep(self._dice.choice(PAUSES))
         await story(diary)
 
-    async def _open(self, record: str, group: str) -> Diary | None:
+    async def _open(self, record: str, group: str) -> SessionDiary | None:
         asked = {"record": record, **({"group": group} if group else {})}
         reply = await self._send("POST", "/sessions", asked, {})
         if reply is None or reply.status != 201:
             return None
-        return Diary(reply.body["id"], record, group, "", reply.body["key"])
+        return SessionDiary(reply.body["id"], record, group, "", reply.body["key"])
 
-    async def _ask(self, diary: Diary, padding: int = 0) -> None:
+    async def _ask(self, diary: SessionDiary, padding: int = 0) -> None:
         """Send a request to the model, occasionally two equal requests concurrently."""
         equal = 2 if not padding and self._dice.random() < 0.1 else 1
         text = f"request {next(self._requests)}" + " " * padding
-        asked = Asked(text, equal=equal)
+        asked = UserRequest(text, equal=equal)
         diary.asked.append(asked)
         messages = [*diary.messages, {"role": "user", "content": text}]
         path = f"/s/{diary.id}/v1/chat/completions"
@@ -209,20 +209,20 @@ class Users:
             if reply is None or reply.status != 200:
                 continue
             content = reply.body["choices"][0]["message"]["content"]
-            asked.answers[answer_of(int(content.split()[0]))] = reply.headers.get("X-TMQ-Recorded", "")
+            asked.answers[answer_number(int(content.split()[0]))] = reply.headers.get("X-TMQ-Recorded", "")
             diary.call = reply.body["id"]
             diary.messages = [*messages, {"role": "assistant", "content": content}]
 
     async def _one_call(self) -> None:
         """Send a request without a session, and reward the answer by its id."""
-        asked = Asked(f"request {next(self._requests)}")
+        asked = UserRequest(f"request {next(self._requests)}")
         body = {"messages": [{"role": "user", "content": asked.text}]}
         reply = await self._send("POST", "/v1/chat/completions", body, {}, asked)
         if reply is None or reply.status != 200:
             return
-        diary = Diary(reply.body["id"], "train", "", "one call", asked=[asked], is_one_call=True)
+        diary = SessionDiary(reply.body["id"], "train", "", "one call", asked=[asked], is_one_call=True)
         content = reply.body["choices"][0]["message"]["content"]
-        asked.answers[answer_of(int(content.split()[0]))] = reply.headers.get("X-TMQ-Recorded", "")
+        asked.answers[answer_number(int(content.split()[0]))] = reply.headers.get("X-TMQ-Recorded", "")
         self.diaries.append(diary)
         await asyncio.sleep(self._dice.choice(PAUSES))
         sent = self._new_reward(diary)
@@ -232,16 +232,16 @@ class Users:
 
     # -- ends of sessions
 
-    async def _ends_with_reward(self, diary: Diary) -> None:
+    async def _ends_with_reward(self, diary: SessionDiary) -> None:
         await self._end_with(diary)
 
-    async def _rewarded_late(self, diary: Diary) -> None:
+    async def _rewarded_late(self, diary: SessionDiary) -> None:
         await self._post(diary, "end", {})
         await asyncio.sleep(self._dice.choice([3.0, 12.0, 30.0]))
         await self._reward(diary)
         self._note("rewarded late")
 
-    async def _parked(self, diary: Diary) -> None:
+    async def _parked(self, diary: SessionDiary) -> None:
         """Send the reward after retention has cut the beginning of the stream."""
         diary.story = "parked"
         await self._post(diary, "end", {})
@@ -249,24 +249,24 @@ class Users:
         await self._reward(diary)
         self._note("rewarded behind the cut")
 
-    async def _rewarded_then_ended(self, diary: Diary) -> None:
+    async def _rewarded_then_ended(self, diary: SessionDiary) -> None:
         await self._reward(diary)
         await self._post(diary, "end", {})
 
-    async def _rewarded_twice(self, diary: Diary) -> None:
+    async def _rewarded_twice(self, diary: SessionDiary) -> None:
         await self._reward(diary)
         await asyncio.sleep(self._dice.choice(PAUSES))
         await self._reward(diary, how=self._dice.choice(["replace", "add"]))
         await self._post(diary, "end", {})
         self._note("rewarded twice")
 
-    async def _answers_rewarded(self, diary: Diary) -> None:
+    async def _answers_rewarded(self, diary: SessionDiary) -> None:
         if diary.call:
             await self._reward(diary, call=diary.call)
         await self._end_with(diary)
         self._note("an answer rewarded")
 
-    async def _over_amqp(self, diary: Diary) -> None:
+    async def _over_amqp(self, diary: SessionDiary) -> None:
         sent = self._new_reward(diary)
         final = self._dice.random() < 0.5
         await self._publish("session_reward", session=diary.id, reward=sent.reward, final=final)
@@ -274,7 +274,7 @@ class Users:
             await self._post(diary, "end", {})
         self._note("rewarded over AMQP")
 
-    async def _after_decision(self, diary: Diary) -> None:
+    async def _after_decision(self, diary: SessionDiary) -> None:
         await self._end_with(diary)
         await asyncio.sleep(self._dice.choice([2.0, 8.0]))
         if self._dice.random() < 0.5:
@@ -284,7 +284,7 @@ class Users:
             await self._publish("session_reward", session=diary.id, reward=sent.reward)
         self._note("rewarded after the end")
 
-    async def _rewarded_wrongly(self, diary: Diary) -> None:
+    async def _rewarded_wrongly(self, diary: SessionDiary) -> None:
         await self._post(diary, "reward", {"reward": "much"})
         self.wrong += [
             await self._publish("session_reward", session="nobody", reward=1.0),
@@ -294,36 +294,36 @@ class Users:
         await self._end_with(diary)
         self._note("rewarded wrongly")
 
-    async def _vanishes(self, diary: Diary) -> None:
+    async def _vanishes(self, diary: SessionDiary) -> None:
         self._note("vanishes")
 
-    async def _discarded(self, diary: Diary) -> None:
+    async def _discarded(self, diary: SessionDiary) -> None:
         if self._dice.random() < 0.5:
             await self._post(diary, "end", {})
         await self._send("DELETE", f"/s/{diary.id}", {}, _key(diary))
         self._note("discarded")
 
-    async def _failed(self, diary: Diary) -> None:
+    async def _failed(self, diary: SessionDiary) -> None:
         await self._post(diary, "end", {"outcome": "failed", "reason": "the agent failed"})
         self._note("failed")
 
     # -- requests
 
-    def _new_reward(self, diary: Diary, call: str | None = None) -> Said:
-        sent = Said(next(self._rewards) * WORTH, call=call)
+    def _new_reward(self, diary: SessionDiary, call: str | None = None) -> SentReward:
+        sent = SentReward(next(self._rewards) * WORTH, call=call)
         diary.rewards.append(sent)
         return sent
 
-    async def _reward(self, diary: Diary, call: str | None = None, how: str = "replace") -> None:
+    async def _reward(self, diary: SessionDiary, call: str | None = None, how: str = "replace") -> None:
         sent = self._new_reward(diary, call)
         body = {"reward": sent.reward, "key": f"{sent.reward}", "how": how, **({} if call is None else {"call": call})}
         _note_answer(sent, await self._post(diary, "reward", body))
 
-    async def _end_with(self, diary: Diary) -> None:
+    async def _end_with(self, diary: SessionDiary) -> None:
         sent = self._new_reward(diary)
         _note_answer(sent, await self._post(diary, "end", {"reward": sent.reward}))
 
-    async def _post(self, diary: Diary, what: str, body: Mapping[str, Any]) -> Reply | None:
+    async def _post(self, diary: SessionDiary, what: str, body: Mapping[str, Any]) -> Reply | None:
         return await self._send("POST", f"/s/{diary.id}/{what}", body, _key(diary))
 
     async def _publish(self, kind: str, **fields: Any) -> str:
@@ -334,7 +334,12 @@ class Users:
         return name
 
     async def _send(
-        self, method: str, path: str, body: Mapping[str, Any], headers: Mapping[str, str], asked: Asked | None = None
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, Any],
+        headers: Mapping[str, str],
+        asked: UserRequest | None = None,
     ) -> Reply | None:
         """Make a request. Like an SDK, retry without a response or after certain statuses, possibly at another
         gateway.
@@ -361,11 +366,11 @@ class Users:
         return None
 
 
-def _key(diary: Diary) -> dict[str, str]:
+def _key(diary: SessionDiary) -> dict[str, str]:
     return {"Authorization": f"Bearer {diary.key}"}
 
 
-def _note_answer(sent: Said, reply: Reply | None) -> None:
+def _note_answer(sent: SentReward, reply: Reply | None) -> None:
     """Record the response to a reward. A refused retry says nothing about an earlier try without a response."""
     if reply is not None and (reply.status == 200 or reply.tries == 1):
         sent.accepted = reply.status == 200

@@ -11,7 +11,7 @@ from trinity_mq.messages.batches import BatchState, StepOutcome
 from trinity_mq.runtime.notify import Notifier
 
 
-class LostError(Exception):
+class ExperiencesLost(Exception):
     """Experiences that were trained on cannot be read again."""
 
 

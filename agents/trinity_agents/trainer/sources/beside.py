@@ -7,7 +7,7 @@ from typing import Any
 from trinity_agents.trainer.sources.base import Source
 
 
-class BesideRollouts:
+class RolloutExtension:
     """Delegates to the source of rollouts; a subclass implements ``next``, ``consumed``, ``state`` and ``restore``.
 
     Args:

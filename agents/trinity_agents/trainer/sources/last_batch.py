@@ -20,7 +20,7 @@ class LastBatch:
         self._ahead: set[int] = set()
 
     @property
-    def has_come(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether all batches of the run that can still arrive have arrived."""
         if self._batches is None:
             return False
@@ -42,7 +42,7 @@ class LastBatch:
         """Record that retention has removed the next messages, which belong to unknown batches."""
         self._all_up_to, self._ahead = None, set()
 
-    def run_ends(self, batches: int) -> None:
+    def set_batch_count(self, batches: int) -> None:
         """Record that the run has exactly ``batches`` batches, unless it is extended later."""
         self._batches = batches
 

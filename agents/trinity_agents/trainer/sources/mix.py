@@ -7,7 +7,7 @@ import math
 from typing import Any
 
 from trinity_agents.trainer.sources.base import Source, TrainBatch
-from trinity_agents.trainer.sources.beside import BesideRollouts
+from trinity_agents.trainer.sources.beside import RolloutExtension
 from trinity_agents.trainer.sources.records import RecordSource, read
 from trinity_mq.config import Config
 from trinity_mq.engines.generation.text import TextCodec
@@ -16,7 +16,7 @@ from trinity_mq.experience.eid import EID
 from trinity_mq.training.packing import EXPERT
 
 
-class MixSource(BesideRollouts):
+class MixSource(RolloutExtension):
     """Adds the same number of expert answers to every train step that has rollouts.
 
     The rollouts set the pace: expert answers are always available, and a step without rollouts consumes no answers.
@@ -67,7 +67,7 @@ class MixSource(BesideRollouts):
             self._experts.restore(state["experts"])
 
 
-def experts_in_a_step(config: Config) -> int:
+def experts_per_step(config: Config) -> int:
     """Return the number of expert answers in a train step: ``expert_data_ratio`` of a step with all rollouts."""
     share = config.buffer.trainer_input.expert_data_ratio
     rollouts = config.buffer.batch_size * config.algorithm.repeat_times * config.trainer.batches_per_step
@@ -82,7 +82,7 @@ def open_experts(config: Config, codec: TextCodec) -> RecordSource | None:
     """
     for data in config.buffer.trainer_input.auxiliary_buffers.values():
         records = read(data, codec, config.model.max_model_len)
-        return RecordSource(data, records, seed=config.seed, size=experts_in_a_step(config), batches=ENDLESS)
+        return RecordSource(data, records, seed=config.seed, size=experts_per_step(config), batches=ENDLESS)
     return None
 
 
@@ -93,7 +93,7 @@ ENDLESS = 1 << 62
 def _joined(rollouts: TrainBatch, experts: TrainBatch) -> ExperienceBatch:
     """Return rollouts and experts in one batch; experts get their own ids and the mark :data:`EXPERT`."""
     members: list[Experience] = []
-    for experience in experts.experiences.into_list():
+    for experience in experts.experiences.to_shared_list():
         experience.eid = EID(rollouts.batch, f"expert-{experience.eid.task}", run=experience.eid.run, suffix="expert")
         experience.info = {**experience.info, EXPERT: True}
         members.append(experience)

@@ -16,8 +16,8 @@ from trinity_agents.trainer.sources.base import TrainBatch
 from trinity_mq.config import Config, ExperienceBufferConfig
 from trinity_mq.data.epochs import EpochOrder
 from trinity_mq.data.errors import TasksetError
-from trinity_mq.data.formatters import FORMATTERS, FormatError, Reader, fitted
-from trinity_mq.data.records import Record, check_identity, read_records
+from trinity_mq.data.formatters import FORMATTERS, FormatError, Reader, fit_to_length
+from trinity_mq.data.records import Record, check_records_unchanged, read_records
 from trinity_mq.engines.generation.text import TextCodec, TextError
 from trinity_mq.experience import DecodeError, Experience, ExperienceBatch
 from trinity_mq.experience.eid import EID
@@ -151,7 +151,7 @@ class RecordSource:
             FatalError: The position belongs to other records, or to another order.
         """
         what = f"training data {self._data.name!r}"
-        check_identity(what, self._data, state.get("identity"), self._records.source, self._records.identity)
+        check_records_unchanged(what, self._data, state.get("identity"), self._records.source, self._records.identity)
         for key, now in self._settings.items():
             if state.get(key) != now:
                 raise FatalError(
@@ -202,7 +202,7 @@ def read(data: ExperienceBufferConfig, codec: TextCodec, max_tokens: int) -> Rec
     """
     if data.schema_type == "experience":
         batch, identity = recorded(data)
-        return Records(len(batch), identity, lambda indexes: (batch.select(indexes).into_list(), {}))
+        return Records(len(batch), identity, lambda indexes: (batch.select(indexes).to_shared_list(), {}))
     rows, identity = read_records(data, data.required_keys)
     make = _Formatted(data, rows, codec, max_tokens)
     make.try_first()
@@ -260,7 +260,7 @@ class _Formatted:
                 unfit += 1
                 self._log_unusable(index, str(error))
                 continue
-            experience = fitted(whole, self._max_tokens, self._data.too_long)
+            experience = fit_to_length(whole, self._max_tokens, self._data.too_long)
             too_long += experience is not whole
             if experience is not None:
                 experience.taskset, experience.index = self._data.name, index
@@ -280,7 +280,7 @@ class _Formatted:
             except (FormatError, TextError) as error:
                 reasons.setdefault(f"record {index} {error}", index)
                 continue
-            if fitted(whole, self._max_tokens, self._data.too_long) is not None:
+            if fit_to_length(whole, self._max_tokens, self._data.too_long) is not None:
                 return
             reasons.setdefault(
                 f"record {index} does not fit into model.max_model_len {self._max_tokens}: raise that, or set too_long "

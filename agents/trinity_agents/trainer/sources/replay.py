@@ -10,8 +10,8 @@ import numpy as np
 import structlog
 
 from trinity_agents.trainer.decisions import MAX_STARTS, replayed_key
-from trinity_agents.trainer.sources.base import LostError, Source, TrainBatch
-from trinity_agents.trainer.sources.beside import BesideRollouts
+from trinity_agents.trainer.sources.base import ExperiencesLost, Source, TrainBatch
+from trinity_agents.trainer.sources.beside import RolloutExtension
 from trinity_agents.trainer.sources.replay_index import Group, ReplayIndex
 from trinity_mq.config import Config
 from trinity_mq.experience import ExperienceBatch
@@ -19,7 +19,7 @@ from trinity_mq.experience import ExperienceBatch
 log = structlog.get_logger(__name__)
 
 
-class Rereadable(Source, Protocol):
+class RereadableSource(Source, Protocol):
     """A source whose batches can be read again."""
 
     starts: Callable[[str], int]
@@ -38,7 +38,7 @@ class Rereadable(Source, Protocol):
         """
 
 
-class ReplaySource(BesideRollouts):
+class ReplaySource(RolloutExtension):
     """Adds groups of earlier batches to every train step that has fresh groups; the fresh groups set the pace.
 
     The state includes the index of groups, so that a trainer that resumes from a checkpoint makes the same choices.
@@ -48,13 +48,13 @@ class ReplaySource(BesideRollouts):
         config: The run's configuration.
     """
 
-    def __init__(self, rollouts: Rereadable, config: Config) -> None:
+    def __init__(self, rollouts: RereadableSource, config: Config) -> None:
         super().__init__(rollouts)
         self._reader = rollouts
         settings = config.buffer.trainer_input.replay
         self._index = ReplayIndex(settings, config.seed)
         rollouts.pinned = lambda: self._index.tickets
-        self._count = replayed_in_a_step(config)
+        self._count = replayed_groups_per_step(config)
         self._cache = _Cache(settings.cache_bytes // max(1, config.estimated_batch_bytes))
         self._step = 0
         """Number of train steps with experiences to train on."""
@@ -72,7 +72,7 @@ class ReplaySource(BesideRollouts):
             tids = {group.tid for group in groups if group.ticket == ticket}
             try:
                 whole = await self._read(ticket)
-            except LostError as error:
+            except ExperiencesLost as error:
                 lost += self._index.remove(ticket)
                 log.warning("replayed_groups_lost", ticket=ticket, groups=len(tids), reason=str(error))
                 continue
@@ -170,7 +170,7 @@ class _Cache:
             del self._batches[ticket]
 
 
-def replayed_in_a_step(config: Config) -> int:
+def replayed_groups_per_step(config: Config) -> int:
     """Return the number of replayed groups in a train step: ``replay.share`` of a step with all rollouts."""
     share = config.buffer.trainer_input.replay.share
     return round(config.buffer.batch_size * config.trainer.batches_per_step * share / (1 - share))

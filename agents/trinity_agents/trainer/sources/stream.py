@@ -14,8 +14,8 @@ from typing import Any
 
 import structlog
 
-from trinity_agents.trainer.decisions import MAX_STARTS, NONE_SETTLED, Chunk, Decider, Decision
-from trinity_agents.trainer.sources.base import LostError, TrainBatch
+from trinity_agents.trainer.decisions import MAX_STARTS, NONE_SETTLED, Chunk, Decision, TicketDecider
+from trinity_agents.trainer.sources.base import ExperiencesLost, TrainBatch
 from trinity_mq.bus import Bus, Delivery, StreamCut, Topology
 from trinity_mq.bus.streams import next_or_quiet, read_at
 from trinity_mq.experience import DecodeError, ExperienceBatch
@@ -23,22 +23,22 @@ from trinity_mq.messages import BatchReady, Mark, RunEnd
 from trinity_mq.runtime.deliveries import (
     EXPERIENCES,
     REFERENCE,
+    acknowledge_foreign,
     dead_letter,
     decode_or_dead_letter,
-    drop_foreign,
     envelope,
     handle_or_set_aside,
 )
-from trinity_mq.runtime.errors import FatalError, RestartMe
+from trinity_mq.runtime.errors import FatalError, RestartRequested
 from trinity_mq.runtime.notify import Notifier
 from trinity_mq.telemetry.trace import record, span
-from trinity_mq.transport.blobs import BlobStore, StoreUnavailable, patiently, resolve
+from trinity_mq.transport.blobs import BlobStore, StoreUnavailable, resolve_body, run_with_store_retries
 
 log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True)
-class Tapped:
+class TapRules:
     """Rules for reading the stream of another run: that run is not changed, and unreadable messages only fail their
     batches.
     """
@@ -80,7 +80,7 @@ class StreamSource:
         in_batch_order: bool = True,
         batches_per_step: int = 1,
         starts: Callable[[str], int] = lambda _: 0,
-        tapped: Tapped | None = None,
+        tapped: TapRules | None = None,
         remembered: int = REMEMBERED,
     ) -> None:
         self._remembered = remembered
@@ -95,7 +95,7 @@ class StreamSource:
         self.has_company = batches_per_step > 1
         """True if batches are trained on with other batches, or with experiences of other sources, which may also be
         the cause of a crash."""
-        self._decider = Decider(starts=starts, max_starts=self._max_starts)
+        self._decider = TicketDecider(starts=starts, max_starts=self._max_starts)
         self._handed_out: list[Decision] = []
         """Decisions of the batches that the last call of :meth:`next` returned."""
         self._consumed_batches = 0
@@ -207,13 +207,13 @@ class StreamSource:
         try:
             is_stored = any(chunk.content_type == REFERENCE for chunk in decision.chunks)
             with span("decode chunks", decision.batch, threads=True):
-                batch.experiences = await (patiently if is_stored else asyncio.to_thread)(
+                batch.experiences = await (run_with_store_retries if is_stored else asyncio.to_thread)(
                     _decode, decision.chunks, self._store
                 )
         except DecodeError as error:
             batch.state, batch.reason = "failed", f"a chunk does not decode: {error}"
         except StoreUnavailable as error:
-            raise RestartMe(f"batch {decision.batch} cannot be read now: {error}") from error
+            raise RestartRequested(f"batch {decision.batch} cannot be read now: {error}") from error
         if batch.state == "ready" and not batch.experiences:
             batch.state = "empty"
         return batch
@@ -253,15 +253,17 @@ class StreamSource:
         try:
             messages = await read_at(self._bus, self._stream, offsets, MARK_TIMEOUT)
             if missing := set(offsets) - set(messages):
-                raise LostError(f"nothing is at offset {min(missing)} of the ready stream")
+                raise ExperiencesLost(f"nothing is at offset {min(missing)} of the ready stream")
             chunks = [Chunk(messages[offset].body, messages[offset].content_type, offset) for offset in offsets]
-            return await patiently(_decode, chunks, self._store)
+            return await run_with_store_retries(_decode, chunks, self._store)
         except StreamCut as error:
-            raise LostError(f"the ready stream begins at offset {error.got}, and {error.asked} is needed") from error
+            raise ExperiencesLost(
+                f"the ready stream begins at offset {error.got}, and {error.asked} is needed"
+            ) from error
         except DecodeError as error:
-            raise LostError(f"a chunk does not decode: {error}") from error
+            raise ExperiencesLost(f"a chunk does not decode: {error}") from error
         except StoreUnavailable as error:
-            raise RestartMe(f"a batch that is replayed cannot be read now: {error}") from error
+            raise RestartRequested(f"a batch that is replayed cannot be read now: {error}") from error
 
     def consumed(self) -> None:
         """Advance past the batches that :meth:`next` returned last, including repaired batches."""
@@ -305,7 +307,7 @@ class StreamSource:
             consumed = dict.fromkeys(consumed, max(state["batches"], *state.get("ahead", ()), 0))
         settled = state.get("settled", NONE_SETTLED)
         failed = state.get("failed", ())
-        self._decider = Decider(consumed, state["offset"], failed, self.starts, settled, self._max_starts)
+        self._decider = TicketDecider(consumed, state["offset"], failed, self.starts, settled, self._max_starts)
         self._decider.ended = state.get("ended")
         self._consumed_batches, self._ahead = state["batches"], set()
         self._advance(set(state.get("ahead", ())))
@@ -346,7 +348,9 @@ class StreamSource:
         """
         async with await self._bus.consume(self._stream, offset=offset) as feed:
             await self._bus.publish(
-                self._topology.exchange("ready"), "mark", envelope(Mark(nonce=nonce), message_id=f"mark-{nonce}")
+                self._topology.exchange("ready"),
+                "mark",
+                envelope(Mark(nonce=nonce), message_id=f"mark-{nonce}"),
             )
             while self._begins <= self._decider.next_offset:
                 delivery = await (anext(feed) if self._marked else next_or_quiet(self._bus, feed, MARK_TIMEOUT))
@@ -379,7 +383,7 @@ class StreamSource:
         self.changed.notify()
 
     async def _take_in(self, delivery: Delivery, offset: int, nonce: str) -> None:
-        if offset < self._begins or await drop_foreign(self._bus, delivery):
+        if offset < self._begins or await acknowledge_foreign(self._bus, delivery):
             self._decider.other(offset)
         elif delivery.content_type in {EXPERIENCES, REFERENCE}:
             await self._take_chunk(delivery, offset)
@@ -428,5 +432,5 @@ def _cut_off(error: StreamCut) -> FatalError:
 
 
 def _decode(chunks: Sequence[Chunk], store: BlobStore | None) -> ExperienceBatch:
-    bodies = (resolve(store, chunk.body, chunk.content_type) for chunk in chunks)
+    bodies = (resolve_body(store, chunk.body, chunk.content_type) for chunk in chunks)
     return ExperienceBatch.concat(ExperienceBatch.decode(body).settle() for body in bodies)

@@ -12,7 +12,7 @@ import structlog
 
 from trinity_agents.trainer.sources.base import TrainBatch
 from trinity_agents.trainer.sources.last_batch import LastBatch
-from trinity_agents.trainer.sources.stream import StreamSource, Tapped
+from trinity_agents.trainer.sources.stream import StreamSource, TapRules
 from trinity_agents.trainer.sources.tapped_run import TappedRun
 from trinity_mq.bus import AddressError, Bus, StreamCut, Topology, create_bus
 from trinity_mq.bus.streams import read_up_to_now
@@ -97,7 +97,7 @@ class TapSource:
         """Number of batches of this run: ``buffer.total_steps``, or fewer if the other run ended earlier; None while
         unknown.
         """
-        if self._stream is None or not (self._stream.has_caught_up and self._last.has_come):
+        if self._stream is None or not (self._stream.has_caught_up and self._last.is_complete):
             return self._total
         total = self._consumed + len(self._stream.waiting)
         return total if self._total is None else min(total, self._total)
@@ -197,7 +197,9 @@ class TapSource:
                 self._by,
                 open_store(self._run.broker, self._run.name),
                 in_batch_order=False,
-                tapped=Tapped(self._own_bus, self._own_topology, self._on_batch_ready, self._on_run_end, self._on_cut),
+                tapped=TapRules(
+                    self._own_bus, self._own_topology, self._on_batch_ready, self._on_run_end, self._on_cut
+                ),
             )
             stream.changed = self._changed
             stream.restore(position)
@@ -247,7 +249,7 @@ class TapSource:
         return not isinstance(start, int) or (isinstance(ready.batch, int) and ready.batch >= start)
 
     def _on_run_end(self, end: RunEnd) -> None:
-        self._last.run_ends(end.batches)
+        self._last.set_batch_count(end.batches)
 
     def _on_cut(self, cut: StreamCut) -> None:
         if cut.asked:
@@ -267,7 +269,9 @@ class TapSource:
         groups = set(received.ids("tid"))
         rewards = [reward for reward in received.values("reward") if reward is not None]
         try:
-            remaining, _ = await run_chain(self._chain, as_sampled(received), timeout=self._config.operator.timeout)
+            remaining, _ = await run_chain(
+                self._chain, without_training_fields(received), timeout=self._config.operator.timeout
+            )
         except OperatorError as error:
             batch.state, batch.reason = "failed", str(error)
             batch.experiences = ExperienceBatch.of([])
@@ -314,7 +318,7 @@ class TapSource:
             )
 
 
-def as_sampled(came: ExperienceBatch) -> ExperienceBatch:
+def without_training_fields(came: ExperienceBatch) -> ExperienceBatch:
     """Return experiences without the other run's advantages and returns, stamped with this run's first version."""
     nothing: Sequence[None] = [None] * len(came)
     versions = [None if rows is None else [(0, 0, 0)] for rows in came.values("versions")]

@@ -21,7 +21,7 @@ from trinity_mq.dispatch.batch_queues import BatchQueues
 from trinity_mq.messages import BatchClosed, BatchReady, Progress, RunEnd, SubmissionOutcome, TaskBody, TaskSlice
 from trinity_mq.observability.report.text import make_report
 from trinity_mq.runtime.agent import Agent
-from trinity_mq.runtime.errors import FatalError, RestartMe
+from trinity_mq.runtime.errors import FatalError, RestartRequested
 from trinity_mq.telemetry import MetricsWriter
 from trinity_mq.testing.fakes import FakeEngine
 from trinity_mq.testing.virtual_time import run_virtually
@@ -308,12 +308,12 @@ def test_an_explorer_whose_lock_was_taken_writes_no_state(tmp_path: Path) -> Non
         assert second.exploration is not None
         before = sim.state()
         assert first.exploration is not None
-        with pytest.raises(RestartMe):
+        with pytest.raises(RestartRequested):
             await first.exploration.save()
         assert sim.state().incarnations == before.incarnations == 2
         with pytest.raises(ExceptionGroup) as caught:
             await task
-        assert _leaf(caught.value, RestartMe)
+        assert _leaf(caught.value, RestartRequested)
         await killed(other)
         raise _Over
 

@@ -15,7 +15,7 @@ from trinity_agents.explorer import loop as exploration
 from trinity_agents.simulation import killed, until
 from trinity_mq.bus import Binding, Envelope, Queue
 from trinity_mq.messages import BatchClosed, BatchReady, Progress, SubmissionOutcome, TaskSlice
-from trinity_mq.runtime.errors import RestartMe
+from trinity_mq.runtime.errors import RestartRequested
 from trinity_mq.testing.virtual_time import run_virtually
 
 ACTING = {"task_slice", "batch_closed", "submission_outcome", "run_end", "batch_ready"}
@@ -240,7 +240,7 @@ def test_an_explorer_that_lost_its_lock_stops_acting(tmp_path: Path) -> None:
         back = len(sim.acts)
         with pytest.raises(ExceptionGroup) as caught:
             first.result()
-        assert caught.value.subgroup(RestartMe) is not None
+        assert caught.value.subgroup(RestartRequested) is not None
         await asyncio.sleep(150.0)
         assert [act for act in sim.acts[back:] if act.who == "explorer-0"] == []
         assert [act for act in sim.acts if act.who == "explorer-1" and act.subject in ACTING]

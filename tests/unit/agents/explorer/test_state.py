@@ -17,7 +17,7 @@ from trinity_agents.explorer import state as state_module
 from trinity_agents.explorer.state import ExplorerState, PendingTask, StateFile
 from trinity_mq.dispatch.tickets import SubmissionRef, Ticket, new_ticket
 from trinity_mq.messages import TaskBody, TaskResult
-from trinity_mq.runtime.errors import FatalError, RestartMe
+from trinity_mq.runtime.errors import FatalError, RestartRequested
 from trinity_mq.runtime.state_formats import NewerStateError
 
 
@@ -183,7 +183,7 @@ def test_what_another_wrote_meanwhile_is_not_written_over(tmp_path: Path) -> Non
     taken_over = other.load()
     taken_over.opened = 5
     asyncio.run(other.save(taken_over))
-    with pytest.raises(RestartMe, match="another explorer has gone on"):
+    with pytest.raises(RestartRequested, match="another explorer has gone on"):
         asyncio.run(mine.save(ExplorerState(opened=2)))
     assert StateFile(path).load().opened == 5
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from tests.unit.agents.gateway.world import HOUR, World, config, until
-from trinity_agents.gateway.acting import Acting
-from trinity_agents.gateway.stream_book import StreamBook
+from trinity_agents.gateway.acting import ActingGateway
+from trinity_agents.gateway.stream_book import SessionStream
 from trinity_agents.gateway.submissions import RESUBMIT_SECONDS
 from trinity_mq.bus import BusUnavailable, Envelope
 from trinity_mq.bus.memory.bus import MemoryBus
@@ -27,17 +27,17 @@ SMALL = 40_000
 GROUP: dict[str, Any] = {"group": "g", "group_size": 2}
 
 
-def state(book: StreamBook, name: str) -> str:
+def state(book: SessionStream, name: str) -> str:
     found = book.ledger.get(name)
     assert found is not None
     return str(found.state)
 
 
-async def end(book: StreamBook, name: str, reward: float | None = 1.0) -> None:
+async def end(book: SessionStream, name: str, reward: float | None = 1.0) -> None:
     await book.say(SessionEnd(session=name, reward=reward), f"end-{name}")
 
 
-async def live_on(world: World, book: StreamBook, rounds: int = 60) -> None:
+async def live_on(world: World, book: SessionStream, rounds: int = 60) -> None:
     """Have sessions come and go, so that retention cuts several times what the stream keeps."""
     for number in range(rounds):
         await world.session(book, f"x{number}", size=100, record="eval")
@@ -81,7 +81,7 @@ def test_a_gateway_that_is_back_after_retention_builds_its_sessions_anew() -> No
                     assert lost is not None
                     assert "retention" in lost.why
                     assert (await second.say(SessionReward(session="s1", reward=9.0), "late")).taken == "refused"
-                acting = Acting(
+                acting = ActingGateway(
                     world.config, second_bus, world.topology, second, agent_id="gateway-1", clock=world.clock
                 )
                 task = asyncio.create_task(acting.run())
@@ -101,7 +101,7 @@ def test_a_gateway_decides_nothing_while_it_builds_its_sessions_anew() -> None:
         async with world.running(), world.gateway(acts=False) as book:
             await world.session(book, "a")
             await end(book, "a")
-            acting = Acting(world.config, book._bus, world.topology, book, agent_id="g", clock=world.clock)
+            acting = ActingGateway(world.config, book._bus, world.topology, book, agent_id="g", clock=world.clock)
             book._ready = False
             await acting.once()
             assert state(book, "a") == "parked"
@@ -119,7 +119,7 @@ def test_a_frozen_gateway_does_not_bring_back_what_was_settled_meanwhile() -> No
             await world.session(first, "a")
             await until(frozen, lambda: frozen.ledger.get("a") is not None)
             holds = [True]
-            acting = Acting(
+            acting = ActingGateway(
                 world.config,
                 frozen._bus,
                 world.topology,
@@ -306,7 +306,7 @@ def test_limits_of_time_stand_still_while_the_acting_gateway_is_frozen() -> None
         async with world.running(), world.gateway(acts=False) as book:
             clock = world.clock
             book._clock = lambda: clock() + thawed[0]
-            acting = Acting(world.config, book._bus, world.topology, book, agent_id="g", clock=book._clock)
+            acting = ActingGateway(world.config, book._bus, world.topology, book, agent_id="g", clock=book._clock)
             task = asyncio.create_task(acting.run())
             await world.session(book, "a")
             thawed[0] = 2 * HOUR
@@ -445,7 +445,7 @@ def test_answers_that_wait_for_the_broker_are_bounded() -> None:
         async with world.running() as bus, world.gateway(acts=False) as first:
             await world.session(first, "a")
             async with asyncio.TaskGroup() as group:
-                book = StreamBook(
+                book = SessionStream(
                     first._bus,
                     world.topology,
                     record_timeout=2.0,
@@ -473,7 +473,7 @@ def test_a_gateway_that_is_ending_says_of_an_answer_that_it_is_not_recorded() ->
         async with world.running(), world.gateway(acts=False) as first:
             await world.session(first, "a")
             async with asyncio.TaskGroup() as group:
-                book = StreamBook(
+                book = SessionStream(
                     first._bus,
                     world.topology,
                     record_timeout=2.0,

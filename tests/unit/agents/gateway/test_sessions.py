@@ -432,7 +432,7 @@ def test_an_event_that_cannot_be_written_again_is_not_carried_and_the_others_are
             body = opened.body.model_copy(update={"task": {"x": [[]] * MAX_CONTAINERS}})
             before = book.position
             for event in (dataclasses.replace(opened, body=body), called):
-                await book.carry(event)
+                await book.republish(event)
             await book.catch_up()
             assert 0 < book.position - before < 1000, "the call alone"
 

@@ -8,8 +8,8 @@ import itertools
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
-from trinity_agents.gateway.acting import Acting
-from trinity_agents.gateway.stream_book import StreamBook
+from trinity_agents.gateway.acting import ActingGateway
+from trinity_agents.gateway.stream_book import SessionStream
 from trinity_mq.bus import Envelope, Topology
 from trinity_mq.bus.memory.bus import MemoryBroker, MemoryBus
 from trinity_mq.config import Config
@@ -131,17 +131,19 @@ class World:
                 await delivery.ack()
 
     @contextlib.asynccontextmanager
-    async def gateway(self, *, acts: bool = True, bus: MemoryBus | None = None) -> AsyncIterator[StreamBook]:
+    async def gateway(self, *, acts: bool = True, bus: MemoryBus | None = None) -> AsyncIterator[SessionStream]:
         """Run one gateway without its HTTP server."""
         bus = bus or self.bus()
         await bus.connect()
         try:
             async with asyncio.TaskGroup() as group:
-                book = StreamBook(bus, self.topology, record_timeout=2.0, tasks=group, clock=self.clock)
+                book = SessionStream(bus, self.topology, record_timeout=2.0, tasks=group, clock=self.clock)
                 tasks = [group.create_task(book.follow())]
                 await book.changed.until(book.is_ready)
                 if acts:
-                    acting = Acting(self.config, bus, self.topology, book, agent_id="gateway-0", clock=self.clock)
+                    acting = ActingGateway(
+                        self.config, bus, self.topology, book, agent_id="gateway-0", clock=self.clock
+                    )
                     tasks.append(group.create_task(acting.run()))
                 try:
                     yield book
@@ -152,7 +154,7 @@ class World:
             await bus.close()
 
     async def session(
-        self, book: StreamBook, name: str, *, calls: int = 1, size: int = 2, traceparent: str = "", **fields: Any
+        self, book: SessionStream, name: str, *, calls: int = 1, size: int = 2, traceparent: str = "", **fields: Any
     ) -> None:
         given = {"idle_ttl": HOUR, "reward_ttl": 24 * HOUR, "opened": self.clock(), **fields}
         await book.open(SessionOpened(session=name, **given))
@@ -167,6 +169,6 @@ class World:
         )
 
 
-async def until(book: StreamBook, holds: Callable[[], bool], seconds: float = 60.0) -> None:
+async def until(book: SessionStream, holds: Callable[[], bool], seconds: float = 60.0) -> None:
     async with asyncio.timeout(seconds):
         await book.changed.until(holds)

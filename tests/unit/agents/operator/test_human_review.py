@@ -16,9 +16,9 @@ from trinity_mq.bus import Envelope
 from trinity_mq.config import ConfigError, OperatorConfig, load_config
 from trinity_mq.experience import Experience
 from trinity_mq.messages import ReviewClosed, ReviewRequest, decode
-from trinity_mq.operations.review import as_page
+from trinity_mq.operations.review import full_text
 from trinity_mq.operators import OperatorConfigError, create_operators
-from trinity_mq.operators.human_review import Choice, HumanReview
+from trinity_mq.operators.human_review import HumanReview, ReviewConditions
 from trinity_mq.reviews.base import Answer, Decision, Question
 from trinity_mq.reviews.ledger import Review
 from trinity_mq.reviews.stream import ReviewStream
@@ -206,14 +206,14 @@ async def test_people_are_told_the_expected_answer() -> None:
             return [Answer(Decision()) for _ in questions]
 
     expected: list[str | None] = []
-    human_review = HumanReview(choose=Choice(fraction=1.0))
+    human_review = HumanReview(choose=ReviewConditions(fraction=1.0))
     human_review.reviews = Noting()  # type: ignore[assignment]
     await human_review.process([experience(1, 0, info={"truth": "7"}), experience(2, 0)])
     assert sorted(map(str, expected)) == ["7", "None"]
     request = ReviewRequest(
         request="0123456789abcdef", batch=1, ticket="t", uid="u", expected="7", asked=0.0, deadline=1.0
     )
-    assert as_page(Review(request), 0.0).endswith("-- expected\n   7")
+    assert full_text(Review(request), 0.0).endswith("-- expected\n   7")
 
 
 def test_rubbish_on_the_stream_harms_nobody() -> None:

@@ -20,8 +20,8 @@ from trinity_mq.messages import BatchClosed, BatchReady, Mark
 from trinity_mq.messages.batches import Accepted, Wanted
 from trinity_mq.operators import ExperienceOperatorV1
 from trinity_mq.operators.base import Processed
-from trinity_mq.runtime.deliveries import CrashNotes, envelope
-from trinity_mq.runtime.errors import RestartMe, first_leaf
+from trinity_mq.runtime.deliveries import CrashLog, envelope
+from trinity_mq.runtime.errors import RestartRequested, first_leaf
 from trinity_mq.telemetry import MetricsWriter
 from trinity_mq.testing.virtual_time import run_virtually
 from trinity_mq.transport.experience_parts import part_message
@@ -570,7 +570,7 @@ def test_nothing_is_acknowledged_or_deleted_when_nobody_keeps_what_is_ready() ->
         await asyncio.wait([task])
         error = task.exception()
         assert isinstance(error, ExceptionGroup)
-        assert error.subgroup(RestartMe) is not None
+        assert error.subgroup(RestartRequested) is not None
 
     run_virtually(main())
     assert (world.count("closed"), world.count(QUEUE)) == (1, 1)
@@ -823,11 +823,11 @@ def test_a_manifest_given_back_in_good_order_more_often_than_the_limit_is_proces
         restarted = make(world)
         task = asyncio.create_task(restarted.run())
         await asyncio.sleep(1)
-        restarted.restart(RestartMe("a rolling restart"))
+        restarted.restart(RestartRequested("a rolling restart"))
         await asyncio.wait([task], timeout=10)
         error = task.exception()
         assert error is not None
-        assert isinstance(first_leaf(error), RestartMe)
+        assert isinstance(first_leaf(error), RestartRequested)
         Scripted.seconds = 0.0
         async with world.living(make(world)):
             await asyncio.sleep(3)
@@ -878,13 +878,13 @@ def test_the_broker_taking_a_manifest_back_is_no_evidence_and_a_dead_process_is(
     async def main() -> None:
         await batch_of(world, "a", deliveries=9)
         Scripted.seconds = 60.0
-        killed = asyncio.create_task(make(world, crash_notes=CrashNotes(notes)).run())
+        killed = asyncio.create_task(make(world, crash_notes=CrashLog(notes)).run())
         await asyncio.sleep(1)
         assert len(Scripted.tries) == 1, "nine lost connections fail no batch"
         left = notes.read_bytes()
         await kill(killed)
         notes.write_bytes(left)  # a process that dies leaves it as it is
-        async with world.living(make(world, crash_notes=CrashNotes(notes))):
+        async with world.living(make(world, crash_notes=CrashLog(notes))):
             await asyncio.sleep(3)
 
     run_virtually(main())

@@ -15,7 +15,7 @@ from trinity_agents.operator.agent import Operator
 from trinity_mq.experience import Experience
 from trinity_mq.operators import ExperienceOperatorV1, ThreadedOperator
 from trinity_mq.operators.base import Processed
-from trinity_mq.runtime.errors import RestartMe, first_leaf
+from trinity_mq.runtime.errors import RestartRequested, first_leaf
 from trinity_mq.testing.virtual_time import run_virtually
 
 THIS = __name__
@@ -122,7 +122,7 @@ async def test_a_computation_that_does_not_end_costs_the_process_not_the_batch()
     finally:
         Computes.go.set()
     error = first_leaf(caught.value)
-    assert isinstance(error, RestartMe)
+    assert isinstance(error, RestartRequested)
     assert "Computes computes on though its time was over" in str(error)
     assert (world.count("closed"), world.reasons()) == (1, [])
 

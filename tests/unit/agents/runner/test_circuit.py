@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trinity_agents.runner.circuit import LONE_ROW, Circuit, is_infrastructure
+from trinity_agents.runner.circuit import LONE_ROW, CircuitBreaker, is_infrastructure
 from trinity_mq.config import CircuitBreakerConfig
 from trinity_mq.messages import INFRASTRUCTURE
 from trinity_mq.rollout.status import SliceOutcome
@@ -24,11 +24,11 @@ def away(kind: str = "sandbox") -> SliceOutcome:
     return SliceOutcome(message=f"{kind}: connection refused (my.py:17)", failure_kind=kind)
 
 
-def circuit(**limits: Any) -> Circuit:
-    return Circuit(CircuitBreakerConfig(**{"failures": 4, "pause": 5.0, "max_pause": 40.0, **limits}))
+def circuit(**limits: Any) -> CircuitBreaker:
+    return CircuitBreaker(CircuitBreakerConfig(**{"failures": 4, "pause": 5.0, "max_pause": 40.0, **limits}))
 
 
-def opened(tries: int = 1) -> Circuit:
+def opened(tries: int = 1) -> CircuitBreaker:
     """Return a circuit that opened at 0.0."""
     made = circuit()
     for name in "abcd":

@@ -12,7 +12,7 @@ from tests.unit.agents.runner.test_runner import Does, at_once, make, results, u
 from tests.unit.agents.world import World, a_slice, an_outcome, send_slice
 from trinity_mq.messages import TaskSlice, TaskSlices
 from trinity_mq.rollout.status import SliceOutcome
-from trinity_mq.runtime.deliveries import PastDeliveries, envelope
+from trinity_mq.runtime.deliveries import DeliveryHistory, envelope
 from trinity_mq.testing.virtual_time import run_virtually
 
 AWAY = SliceOutcome(message="sandbox: connection refused (my.py:17)", failure_kind="sandbox")
@@ -145,7 +145,7 @@ def test_tries_are_counted_over_all_runners_and_are_no_evidence_of_poison() -> N
         for number in range(6):
             async with world.living(make(world, away_until(1e6, ran), name=f"runner-{number}")):
                 await asyncio.sleep(4.0)
-        pasts = [PastDeliveries.of(each) for each in world.stored("tasks.train")]
+        pasts = [DeliveryHistory.of(each) for each in world.stored("tasks.train")]
         assert [past.suspect for past in pasts] == [0, 0]
         assert sum(past.put_back for past in pasts) == len(ran)
 

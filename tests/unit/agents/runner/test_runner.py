@@ -22,7 +22,7 @@ from trinity_mq.models.errors import EngineLost
 from trinity_mq.rollout.run_results import RunResults
 from trinity_mq.rollout.status import SliceOutcome
 from trinity_mq.runtime.deliveries import envelope
-from trinity_mq.runtime.errors import RestartMe
+from trinity_mq.runtime.errors import RestartRequested
 from trinity_mq.testing.virtual_time import run_virtually
 from trinity_mq.workflows import Workflow
 
@@ -479,7 +479,7 @@ def test_nothing_is_acknowledged_when_nobody_keeps_results() -> None:
         runner._executor._workflows.does = gone
         await asyncio.wait([task])
         assert isinstance(task.exception(), ExceptionGroup)
-        assert task.exception().subgroup(RestartMe) is not None
+        assert task.exception().subgroup(RestartRequested) is not None
 
     async def gone(task_slice: TaskSlice) -> SliceOutcome:
         await world.outside.delete(world.topology.results.name)

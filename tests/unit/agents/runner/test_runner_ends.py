@@ -25,8 +25,8 @@ from trinity_mq.experience import Experience
 from trinity_mq.messages import ControlEvent, TaskBody, TaskSlice
 from trinity_mq.rollout.run_results import RunResults
 from trinity_mq.rollout.status import SliceOutcome
-from trinity_mq.runtime.deliveries import CrashNotes, envelope
-from trinity_mq.runtime.errors import RecycleMe, RestartMe, first_leaf
+from trinity_mq.runtime.deliveries import CrashLog, envelope
+from trinity_mq.runtime.errors import RecycleRequested, RestartRequested, first_leaf
 from trinity_mq.testing.virtual_time import run_virtually
 from trinity_mq.workflows import Workflow
 
@@ -218,7 +218,7 @@ def test_too_many_stuck_workflows_end_the_runner_which_gives_back_what_it_holds(
         task = asyncio.create_task(runner.run())
         await asyncio.wait([task], timeout=20 + 4 * STOP_PATIENCE + STUCK_AFTER + 10)
         error = cause(task)
-        assert type(error) is RestartMe
+        assert type(error) is RestartRequested
         assert "2 workflows that were given up run on (runner.max_stuck 1)" in str(error)
         assert ended == [75]
         assert unanswered(world) == 1
@@ -262,7 +262,7 @@ def test_after_so_many_slices_it_is_started_again() -> None:
             await send_slice(world, a_slice(task=task, deliver="none"))
         task = asyncio.create_task(runner.run())
         await asyncio.wait([task], timeout=60)
-        assert isinstance(cause(task), RecycleMe)
+        assert isinstance(cause(task), RecycleRequested)
         assert "runner.recycle_after" in str(cause(task))
 
     run_virtually(main())
@@ -313,7 +313,7 @@ def test_a_slice_given_back_in_good_order_more_often_than_the_limit_is_not_poiso
         if ends == "drained":
             await task
         else:
-            assert isinstance(cause(task), RestartMe if ends == "restarted" else RuntimeError)
+            assert isinstance(cause(task), RestartRequested if ends == "restarted" else RuntimeError)
 
     async def main() -> None:
         await send_slice(world, a_slice())
@@ -392,13 +392,13 @@ def test_a_slice_that_killed_the_runners_of_an_agent_is_known_to_its_next_proces
         await send_slice(world, a_slice())
         world.held_back("tasks.train", 1)
         for _ in range(2):
-            runner = make(world, Stepwise(0), crash_notes=CrashNotes(notes))
+            runner = make(world, Stepwise(0), crash_notes=CrashLog(notes))
             task = asyncio.create_task(runner.run())
             await asyncio.sleep(1)
             left = notes.read_bytes()
             await kill(task)
             notes.write_bytes(left)  # a process that dies leaves it as it is
-        async with world.living(make(world, Stepwise(0), crash_notes=CrashNotes(notes))):
+        async with world.living(make(world, Stepwise(0), crash_notes=CrashLog(notes))):
             await asyncio.sleep(1)
 
     run_virtually(main())

@@ -13,7 +13,7 @@ from tests.unit.agents.operator.test_operator import close, make_world, manifest
 from tests.unit.agents.operator.test_operator import make as make_operator
 from tests.unit.agents.runner.test_runner import make, parts, results, unanswered
 from tests.unit.agents.world import World, a_slice, an_outcome, experience, send_slice
-from trinity_agents.runner.result_publisher import EXPERIENCE_COST, SHARED, size_at_most
+from trinity_agents.runner.result_publisher import EXPERIENCE_COST, SHARED, max_encoded_size
 from trinity_mq.dispatch.collector import Collector
 from trinity_mq.dispatch.tickets import new_ticket
 from trinity_mq.experience import Experience
@@ -21,7 +21,7 @@ from trinity_mq.messages import TaskBody, TaskResult, TaskResults, TaskSlice, de
 from trinity_mq.rollout.status import SliceOutcome
 from trinity_mq.runtime.deliveries import envelope
 from trinity_mq.testing.virtual_time import run_virtually
-from trinity_mq.transport.co_batched_parts import Member, attempt_rows_of
+from trinity_mq.transport.co_batched_parts import PartMember, attempt_rows_of
 from trinity_mq.transport.experience_parts import shared_part_message
 
 
@@ -130,9 +130,9 @@ def test_experiences_of_a_thousand_tokens_share_messages_too() -> None:
 
 def test_however_short_they_are_so_many_share_a_message_and_no_more() -> None:
     few = [experience(0, run) for run in range(8)]
-    assert size_at_most(few) == 8 * EXPERIENCE_COST == SHARED // 16
+    assert max_encoded_size(few) == 8 * EXPERIENCE_COST == SHARED // 16
     few[3].teacher_logprobs = [0.0]  # type: ignore[assignment]
-    assert size_at_most(few) > SHARED, "whoever assigns what is no tensor is judged where it is encoded"
+    assert max_encoded_size(few) > SHARED, "whoever assigns what is no tensor is judged where it is encoded"
 
 
 def test_long_ones_travel_alone() -> None:
@@ -159,7 +159,7 @@ def test_several_results_in_one_message_say_what_each_says_alone() -> None:
 
 
 def shared(*members: tuple[str, int]) -> Any:
-    listed = [Member(a_slice(task=task), name, [experience(task, 0)], 10, (1, 3)) for name, task in members]
+    listed = [PartMember(a_slice(task=task), name, [experience(task, 0)], 10, (1, 3)) for name, task in members]
     body = Experience.serialize_many([each for one in listed for each in one.experiences])
     return shared_part_message(listed, body)
 

@@ -141,7 +141,7 @@ class ReplayTrainer(Trainer):
             await feeder.publish(self.topology.exchange("ready"), key, Envelope(**one))
         run_id, bus = self._recorded["run_id"], self._make()
         explorer = StandIn(self.config, bus=bus, topology=self.topology, run_id=run_id, batches=self._batches)
-        await self.with_background(super().run(), explorer.run())
+        await self.run_with_background(super().run(), explorer.run())
 
 
 def _child(folder: Path, file: Path, settings: Sequence[str], batches: int, kill: Kill | None) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from trinity_agents.operator.chain_run import ChainRun
-from trinity_agents.simulation import Simulation, killed_once
+from trinity_agents.simulation import Simulation, kill_and_replace_trainer
 from trinity_agents.trainer.history import lineage
 from trinity_mq.config import ConfigError, load_config
 from trinity_mq.messages import BatchClosed, Progress
@@ -53,7 +53,7 @@ def test_a_trainer_killed_in_between_takes_the_same_batches_together_again(
     overrides = (TWO, "trainer.save_interval=2", "synchronizer.sync_timeout=5", *settings)
     sim = Simulation(tmp_path, overrides, batches=5, step_seconds=0.3)
 
-    run_virtually(sim.run(trainer=killed_once(sim, after)), limit=3000)
+    run_virtually(sim.run(trainer=kill_and_replace_trainer(sim, after)), limit=3000)
     history = lineage(tmp_path / "history", sim.trainer.loop.generation, 5)
     assert [entry["progress"] for entry in history] == [1, 2, 3, 4, 5]
     assert [entry["step"] for entry in history] == [1, 1, 2, 2, 3]

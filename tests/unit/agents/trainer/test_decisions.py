@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trinity_agents.trainer.decisions import Chunk, Decider, Decision
+from trinity_agents.trainer.decisions import Chunk, Decision, TicketDecider
 from trinity_mq.messages import BatchReady
 
 
@@ -11,7 +11,7 @@ def ready(ticket: str, op: str, chunks: int, batch: int = 1) -> BatchReady:
 
 
 def test_the_first_complete_set_decides_and_sets_never_mix() -> None:
-    decider = Decider()
+    decider = TicketDecider()
     decider.chunk("t", "x", 0, b"x0", 0)
     decider.chunk("t", "y", 0, b"y0", 1)
     decider.chunk("t", "y", 1, b"y1", 2)
@@ -25,7 +25,7 @@ def test_the_first_complete_set_decides_and_sets_never_mix() -> None:
 
 
 def test_repeated_chunks_and_readies_are_nothing_new() -> None:
-    decider = Decider()
+    decider = TicketDecider()
     decider.chunk("t", "x", 0, b"first", 0)
     decider.chunk("t", "x", 0, b"again", 1)
     decision = decider.ready(ready("t", "x", 1), 2)
@@ -38,7 +38,7 @@ def test_repeated_chunks_and_readies_are_nothing_new() -> None:
 
 
 def test_resume_offset_is_the_lowest_thing_still_needed() -> None:
-    decider = Decider()
+    decider = TicketDecider()
     decider.chunk("a", "x", 0, b"", 0)
     first = decider.ready(ready("a", "x", 1, 1), 1)
     decider.chunk("b", "x", 0, b"", 2)
@@ -67,7 +67,7 @@ def test_a_restart_from_the_resume_offset_decides_the_same() -> None:
         ("ready", "b", "x", 1),
     ]
 
-    def play(decider: Decider, start: int) -> list[tuple[str, str]]:
+    def play(decider: TicketDecider, start: int) -> list[tuple[str, str]]:
         found = []
         for offset, (kind, ticket, op, n) in list(enumerate(events))[start:]:
             if kind == "chunk":
@@ -76,36 +76,36 @@ def test_a_restart_from_the_resume_offset_decides_the_same() -> None:
                 found.append((decision.ready.ticket, decision.ready.op))
         return found
 
-    whole = Decider()
+    whole = TicketDecider()
     assert play(whole, 0) == [("a", "new"), ("b", "x")]
-    resumed = Decider(next_offset=0)
+    resumed = TicketDecider(next_offset=0)
     assert play(resumed, whole.resume_offset()) == [("a", "new"), ("b", "x")]
 
 
 def test_an_empty_batch_is_a_decision_without_chunks() -> None:
-    decider = Decider()
+    decider = TicketDecider()
     decision = decider.ready(BatchReady(batch=4, ticket="t", op="o", state="failed"), 7)
     assert decision is not None
     assert decider.peek(4) is decision
     assert decider.resume_offset() == 7
 
 
-def a_failed_one(batch: int = 1, ticket: str = "t") -> Decider:
+def a_failed_one(batch: int = 1, ticket: str = "t") -> TicketDecider:
     """A decider at offset 1 that has consumed a failed batch."""
-    decider = Decider()
+    decider = TicketDecider()
     decision = decider.ready(BatchReady(batch=batch, ticket=ticket, op="x", state="failed"), 0)
     assert decision is not None
     decider.consume(decision)
     return decider
 
 
-def whole(decider: Decider, ticket: str, op: str, batch: int, offset: int) -> Decision | None:
+def whole(decider: TicketDecider, ticket: str, op: str, batch: int, offset: int) -> Decision | None:
     """A set of one chunk: two messages."""
     decider.chunk(ticket, op, 0, Chunk(op.encode(), None), offset)
     return decider.ready(ready(ticket, op, 1, batch), offset + 1)
 
 
-def consume(decider: Decider, first: int, last: int) -> None:
+def consume(decider: TicketDecider, first: int, last: int) -> None:
     """Decide and consume the batches from ``first`` to ``last``."""
     for batch in range(first, last + 1):
         found = whole(decider, f"t{batch}", "x", batch, 2 * batch)
@@ -169,7 +169,7 @@ def test_repaired_and_empty_is_done_with() -> None:
 
 
 def test_repaired_before_it_is_consumed_as_failed_it_is_progress_first() -> None:
-    decider = Decider()
+    decider = TicketDecider()
     failed = decider.ready(BatchReady(batch=1, ticket="t", op="x", state="failed"), 0)
     repaired = whole(decider, "t", "again", 1, 1)
     assert failed is not None
@@ -187,7 +187,7 @@ def test_repaired_before_it_is_consumed_as_failed_it_is_progress_first() -> None
 
 def test_only_a_failed_ticket_is_repaired() -> None:
     for state in ("gone", "empty", "ready"):
-        decider = Decider()
+        decider = TicketDecider()
         found = decider.ready(BatchReady(batch=1, ticket="t", op="x", state=state), 0)  # type: ignore[arg-type]
         assert found is not None
         assert whole(decider, "t", "again", 1, 1) is None
@@ -196,7 +196,7 @@ def test_only_a_failed_ticket_is_repaired() -> None:
 
 
 def test_tickets_of_long_ago_are_forgotten_and_still_count_no_more() -> None:
-    decider = Decider()
+    decider = TicketDecider()
     consume(decider, 1, 7)
     decider.settle(4, 7, lambda: {"t2"})
     assert decider.consumed == {"t5": 5, "t6": 6, "t7": 7, "t2": 7}
@@ -206,7 +206,7 @@ def test_tickets_of_long_ago_are_forgotten_and_still_count_no_more() -> None:
         decider.chunk(ticket, "late", 0, Chunk(b"", None), 21)  # of a sender that does not say its batch
         assert decider.ready(ready(ticket, "late", 1, batch=batch), 22) is None
         assert decider.resume_offset() == 23
-    again = Decider(decider.consumed, 23, (), settled=decider.settled)
+    again = TicketDecider(decider.consumed, 23, (), settled=decider.settled)
     assert whole(again, "t4", "later still", 4, 23) is None
     assert whole(again, "t8", "x", 8, 25) is not None
 

@@ -14,7 +14,7 @@ from tests.unit.agents.trainer.lives import begun_at, lived
 from trinity_agents.simulation import Simulation
 from trinity_agents.trainer.history import lineage
 from trinity_agents.trainer.loop import TrainLoop
-from trinity_agents.trainer.sources.mix import MixSource, experts_in_a_step
+from trinity_agents.trainer.sources.mix import MixSource, experts_per_step
 from trinity_agents.trainer.sources.records import Records, RecordSource
 from trinity_mq.config import ConfigError, ExperienceBufferConfig, load_config
 from trinity_mq.experience import Experience
@@ -62,7 +62,7 @@ def mixed(folder: Path, seed: int | None = None, **options: Any) -> tuple[Simula
     def trainer() -> Any:
         made = sim.make_trainer(learner=learner)
         source = made.loop.source
-        made.loop.source = MixSource(source, experts(experts_in_a_step(sim.config)))
+        made.loop.source = MixSource(source, experts(experts_per_step(sim.config)))
         return made
 
     async def run() -> None:
@@ -77,7 +77,7 @@ def mixed(folder: Path, seed: int | None = None, **options: Any) -> tuple[Simula
 
 def test_every_step_has_the_same_number_and_the_rollouts_pace(tmp_path: Path) -> None:
     sim, learner = mixed(tmp_path)
-    assert experts_in_a_step(sim.config) == 1, "a fifth of a step with four rollouts"
+    assert experts_per_step(sim.config) == 1, "a fifth of a step with four rollouts"
     assert learner.rollouts == dict.fromkeys(range(1, 10), 4)
     assert [learner.experts[step] for step in range(1, 10)] == [[n % COUNT] for n in range(9)]
     newest = find_checkpoints(tmp_path / "checkpoints")[0][0].state

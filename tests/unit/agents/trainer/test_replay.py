@@ -16,8 +16,8 @@ from trinity_agents.simulation import Simulation
 from trinity_agents.trainer import loop
 from trinity_agents.trainer.history import lineage
 from trinity_agents.trainer.loop import _consumed_tickets
-from trinity_agents.trainer.sources.base import LostError
-from trinity_agents.trainer.sources.replay import ReplaySource, _with_advantage, replayed_in_a_step
+from trinity_agents.trainer.sources.base import ExperiencesLost
+from trinity_agents.trainer.sources.replay import ReplaySource, _with_advantage, replayed_groups_per_step
 from trinity_agents.trainer.sources.replay_index import ReplayIndex
 from trinity_agents.trainer.sources.stream import StreamSource
 from trinity_mq.bus import Topology
@@ -142,7 +142,7 @@ def replayed(
 
 def test_a_step_has_its_batch_and_groups_of_earlier_ones(tmp_path: Path) -> None:
     sim, learner = replayed(tmp_path)
-    assert replayed_in_a_step(sim.config) == 1, "a third of a step with two groups"
+    assert replayed_groups_per_step(sim.config) == 1, "a third of a step with two groups"
     assert [len(learner.fresh[step]) for step in range(1, 10)] == [2] * 9
     assert [len(learner.replayed[step]) for step in range(1, 10)] == [0] + [1] * 8
     metrics = [values for _, values in sim.reports if "replay/groups" in values]
@@ -188,7 +188,7 @@ def test_a_batch_without_rollouts_replays_nothing(tmp_path: Path) -> None:
 
 def test_what_cannot_be_read_again_is_left_out_and_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def lost(self: Any, offsets: Sequence[int]) -> ExperienceBatch:
-        raise LostError(f"nothing is at offset {offsets[0]}")
+        raise ExperiencesLost(f"nothing is at offset {offsets[0]}")
 
     monkeypatch.setattr("trinity_agents.trainer.sources.stream.StreamSource.read_again", lost)
     sim, learner = replayed(tmp_path, settings=(*SETTINGS, "buffer.trainer_input.replay.cache_bytes=0"))

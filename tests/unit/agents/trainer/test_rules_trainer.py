@@ -15,7 +15,7 @@ from trinity_agents.trainer.history import lineage
 from trinity_agents.trainer.sources.stream import StreamSource
 from trinity_mq.messages import BatchReady, Progress, SyncEvent, TrainerStatus
 from trinity_mq.runtime.deliveries import envelope
-from trinity_mq.runtime.errors import RestartMe
+from trinity_mq.runtime.errors import RestartRequested
 from trinity_mq.testing.virtual_time import run_virtually
 
 
@@ -114,7 +114,7 @@ def test_a_trainer_that_lost_its_lock_stops_acting(tmp_path: Path) -> None:
         back = len(sim.acts)
         with pytest.raises(ExceptionGroup) as caught:
             first.result()
-        assert caught.value.subgroup(RestartMe) is not None
+        assert caught.value.subgroup(RestartRequested) is not None
         await asyncio.sleep(30.0)
         assert [act for act in sim.acts[back:] if act.who == "trainer-0"] == []
         assert sim.where("publish", "progress", who="trainer-1")

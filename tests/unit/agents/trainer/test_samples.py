@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.agents.world import experience
-from trinity_agents.trainer.samples import Samples, chosen
+from trinity_agents.trainer.samples import TrainSamples, chosen
 from trinity_mq.experience import ExperienceBatch
 from trinity_mq.telemetry.sample_log import SAMPLES_FOLDER, SampleLog, SampleLogReader
 
@@ -31,7 +31,7 @@ def test_a_group_that_is_larger_than_wanted_is_kept_whole() -> None:
 
 
 async def test_they_are_read_again(tmp_path: Path) -> None:
-    samples, every = Samples(tmp_path, 4, 2**20), batch(2, 2)
+    samples, every = TrainSamples(tmp_path, 4, 2**20), batch(2, 2)
     await samples.keep(7, [every, batch(0, 0)])
     samples.close()
     [record] = SampleLogReader(tmp_path / SAMPLES_FOLDER).read()
@@ -40,7 +40,7 @@ async def test_they_are_read_again(tmp_path: Path) -> None:
 
 
 async def test_none_are_kept_where_none_are_wanted(tmp_path: Path) -> None:
-    await Samples(tmp_path, 0, 2**20).keep(1, [batch(2, 2)])
+    await TrainSamples(tmp_path, 0, 2**20).keep(1, [batch(2, 2)])
     assert not (tmp_path / SAMPLES_FOLDER).exists()
 
 
@@ -54,7 +54,7 @@ async def test_a_full_disk_ends_the_samples_and_not_the_trainer(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(SampleLog, "append", full)
-    samples = Samples(tmp_path, 4, 2**20)
+    samples = TrainSamples(tmp_path, 4, 2**20)
     await samples.keep(1, [batch(2, 2)])
     await samples.keep(2, [batch(2, 2)])
     assert tries == [1]

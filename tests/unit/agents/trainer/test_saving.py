@@ -12,11 +12,11 @@ import pytest
 from tests.unit.agents.trainer.test_trainer import checkpoints, leaf
 from trinity_agents.simulation import Simulation, killed, until
 from trinity_agents.trainer.history import lineage
-from trinity_mq.launch.earlier_start import go_back
+from trinity_mq.launch.earlier_start import rewind_to_checkpoint
 from trinity_mq.messages import Progress
 from trinity_mq.testing.fakes import FakeLearner
 from trinity_mq.testing.virtual_time import run_virtually
-from trinity_mq.training.checkpoints.checkpoint import CheckpointError, Writer, choose, find_checkpoints, named
+from trinity_mq.training.checkpoints.checkpoint import CheckpointError, Writer, choose, find_by_name, find_checkpoints
 
 WRITE_SECONDS = 20.0
 
@@ -175,7 +175,7 @@ def test_a_trainer_goes_on_from_the_checkpoint_that_was_chosen(tmp_path: Path, d
         first = loop.create_task(sim.make_trainer().run())
         await until(lambda: checkpoints(tmp_path) == [2, 4, 6])
         await killed(first)
-        choose(tmp_path / "checkpoints", named(tmp_path / "checkpoints", "step-2"))
+        choose(tmp_path / "checkpoints", find_by_name(tmp_path / "checkpoints", "step-2"))
         if died:
             again = loop.create_task(sim.make_trainer().run())
             await until(lambda: bool(sim.trainer.loop.source.available()))
@@ -195,7 +195,7 @@ def test_a_finished_run_goes_back_and_finishes_again(tmp_path: Path) -> None:
     sim = a_run(tmp_path)
     run_virtually(sim.run(), limit=1000)
     assert sim.evaluated_steps() == [0, 2, 4, 6, 8]
-    assert go_back(sim.config, "progress-4") == [
+    assert rewind_to_checkpoint(sim.config, "progress-4") == [
         "goes on from progress-000004; up to 4 batches after it are trained on again"
     ]
     (tmp_path / "finished").unlink()
@@ -211,7 +211,7 @@ def test_a_finished_run_goes_back_and_finishes_again(tmp_path: Path) -> None:
 def test_nothing_takes_the_place_of_a_chosen_checkpoint(tmp_path: Path) -> None:
     sim = a_run(tmp_path)
     run_virtually(sim.run(), limit=1000)
-    go_back(sim.config, "progress-4")
+    rewind_to_checkpoint(sim.config, "progress-4")
     (tmp_path / "finished").unlink()
     (tmp_path / "checkpoints" / "progress-000004" / "weights").write_text("nine")
     again = a_run(tmp_path, broker=sim.broker)

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 
 from tests.unit.agents.trainer.test_source import Stream, play
-from trinity_agents.trainer.sources.stream import REMEMBERED, StreamSource, Tapped
+from trinity_agents.trainer.sources.stream import REMEMBERED, StreamSource, TapRules
 from trinity_mq.bus import Envelope, StreamCut, Topology
 from trinity_mq.bus.memory.bus import MemoryBus
 from trinity_mq.config.bus import BrokerConfig
@@ -25,7 +25,7 @@ class OtherRun(Stream):
         self.own = Topology("own")
         self.own_bus = MemoryBus(self.broker, self.own, config=BrokerConfig())
         self.cuts: list[StreamCut] = []
-        tapped = Tapped(self.own_bus, self.own, came, lambda _end: None, self.cuts.append)
+        tapped = TapRules(self.own_bus, self.own, came, lambda _end: None, self.cuts.append)
         self.source = StreamSource(
             self.bus, self.topology, "trainer-0", in_batch_order=False, tapped=tapped, remembered=remembered
         )

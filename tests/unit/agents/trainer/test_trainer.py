@@ -20,7 +20,7 @@ from trinity_mq.bus.memory.bus import MemoryBus
 from trinity_mq.engines.host.admin_client import ReceiveFailed
 from trinity_mq.messages import BatchReady, ControlEvent, Progress, RunEnd, SyncEvent
 from trinity_mq.runtime.deliveries import envelope
-from trinity_mq.runtime.errors import FatalError, RestartMe
+from trinity_mq.runtime.errors import FatalError, RestartRequested
 from trinity_mq.testing.fakes import FakeEngine, FakeLearner, FakeRunner
 from trinity_mq.testing.virtual_time import run_virtually
 from trinity_mq.training.checkpoints.checkpoint import DamagedCheckpointError, StepAttempts
@@ -123,7 +123,7 @@ def test_a_step_that_is_called_off_does_not_count_against_its_batch(tmp_path: Pa
                 await bus.publish(sim.topology.exchange("control"), "restart.trainer-0", envelope(event))
                 with pytest.raises(ExceptionGroup) as caught:
                     await task
-            leaf(caught.value, RestartMe)
+            leaf(caught.value, RestartRequested)
         await sim.make_trainer().run()
 
     run_virtually(sim.run(trainer=trainers), limit=1000)
@@ -308,12 +308,12 @@ def test_a_trainer_whose_lock_was_taken_saves_nothing(tmp_path: Path) -> None:
         await until(lambda: first.loop.progress == 2)
         sim.broker.drop(first.bus, delay=60.0)  # type: ignore[arg-type]
         other = loop.create_task(sim.make_trainer("trainer-1").run())
-        with pytest.raises(RestartMe):
+        with pytest.raises(RestartRequested):
             await first.loop._save()
         assert checkpoints(tmp_path) == []
         with pytest.raises(ExceptionGroup) as caught:
             await task
-        leaf(caught.value, RestartMe)
+        leaf(caught.value, RestartRequested)
         await killed(other)
         raise _Over
 
@@ -335,7 +335,7 @@ def test_a_trainer_that_gets_its_lock_back_after_another_had_it_saves_nothing(tm
         await until(lambda: sim.trainer.loop.progress == 3)
         await killed(other)
         await until(lambda: first.bus.usable)
-        with pytest.raises(RestartMe, match="another trainer has gone on"):
+        with pytest.raises(RestartRequested, match="another trainer has gone on"):
             await first.loop._save()
         await killed(task)
         raise _Over

@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 from trinity_mq.config import Config
 from trinity_mq.config.settings_table import all_settings
 from trinity_mq.messages import Heartbeat, Metrics
-from trinity_mq.observability.diagnosis import Finding, Observation, Watch, bottleneck, diagnose, free_resources
+from trinity_mq.observability.diagnosis import (
+    HeartbeatWindow,
+    Observation,
+    RunFinding,
+    bottleneck,
+    diagnose,
+    free_resources,
+)
 from trinity_mq.observability.diagnosis.levers import LEVERS, MORE, lever
 from trinity_mq.observability.diagnosis.records import BROKER
 
@@ -62,7 +69,7 @@ EXPECTED = {"explorer": 1, "trainer": 1, "operator": 1, "runner": 2}
 
 def seen(
     *changed: Heartbeat, without: tuple[str, ...] = (), ages: dict[str, float] | None = None, **fields: Any
-) -> Finding:
+) -> RunFinding:
     """Return the finding about a run of which only ``changed`` is not as in a healthy one that waits for a slice."""
     beats = {one.id: one for one in (*HEALTHY, *changed) if one.id not in without}
     aged = {name: (one, (ages or {}).get(name, 0.5)) for name, one in beats.items()}
@@ -459,7 +466,7 @@ def test_the_bottleneck(name: str) -> None:
 
 
 def test_a_watch_knows_since_when_nothing_moves() -> None:
-    watch = Watch(10.0)
+    watch = HeartbeatWindow(10.0)
     watch.receive(beat("trainer", progress=1), 11.0)
     watch.receive(beat("trainer", seq=2, progress=2, state="idle", waits=("batch 3", 1.0)), 13.0)
     watch.receive(beat("trainer", seq=3, progress=2), 19.0)
@@ -473,7 +480,7 @@ def test_a_watch_knows_since_when_nothing_moves() -> None:
 
 
 def test_a_watch_averages_the_metrics_of_a_window() -> None:
-    watch = Watch(0.0)
+    watch = HeartbeatWindow(0.0)
     for number, value in enumerate((0.9, 0.1, 0.3)):
         values = {"trainer/idle_frac": value, "actor/entropy": 1.0}
         watch.receive(Metrics(role="trainer", id="trainer-0", step=number, values=values), 50.0 * number)
@@ -482,7 +489,7 @@ def test_a_watch_averages_the_metrics_of_a_window() -> None:
 
 
 def test_a_watch_measures_shares_over_a_window() -> None:
-    watch = Watch(0.0)
+    watch = HeartbeatWindow(0.0)
     for number in range(100):
         running = 4 if number < 50 else 16
         watch.receive(beat("runner", seq=number, running=running, slots=16), 2.0 * number)

@@ -10,10 +10,10 @@ import pytest
 
 from tests.unit.gateway.serving import Serving, serving, serving_config
 from trinity_mq.local_broker.ports import free_ports
-from trinity_mq.proof.chaos.invariants import Verdict
+from trinity_mq.proof.chaos.invariants import InvariantVerdict
 from trinity_mq.proof.chaos.sessions.clients import Clients, Traffic, clients_of
 from trinity_mq.proof.chaos.sessions.stream import SessionRecord
-from trinity_mq.proof.chaos.sessions.verdicts import told_is_kept
+from trinity_mq.proof.chaos.sessions.verdicts import answers_match_stream
 
 KEY = "a key of sixteen letters"
 
@@ -47,7 +47,7 @@ def record_of(gateway: Serving) -> SessionRecord:
 
 async def test_what_they_note_agrees_with_what_the_gateway_keeps(tmp_path: Path) -> None:
     traffic, record = await ask(lambda seen: len(seen.sessions) > 32, tmp_path)
-    verdict: Verdict = told_is_kept(traffic, record)
+    verdict: InvariantVerdict = answers_match_stream(traffic, record)
     assert verdict.result == "holds", verdict
     counts = traffic.counts
     assert counts["sessions"] > 32
@@ -64,7 +64,7 @@ async def test_with_another_key_they_are_refused_and_say_so(tmp_path: Path, monk
     monkeypatch.setattr("trinity_mq.proof.chaos.sessions.clients.UNKNOWN_SECONDS", 0.2)
     traffic, record = await ask(lambda seen: bool(seen.refused), tmp_path, key="another key of sixteen letters")
     assert traffic.refused[0].startswith("POST /sessions: 40")
-    assert told_is_kept(traffic, record).result == "not checked"
+    assert answers_match_stream(traffic, record).result == "not checked"
 
 
 def test_who_serves_nobody_has_no_clients() -> None:

@@ -11,14 +11,14 @@ import pytest
 
 from trinity_mq.cli import chaos as command
 from trinity_mq.cli.main import _parser, main
-from trinity_mq.proof.chaos.injector import Done
-from trinity_mq.proof.chaos.invariants import Verdict
+from trinity_mq.proof.chaos.injector import InjectedFault
+from trinity_mq.proof.chaos.invariants import InvariantVerdict
 from trinity_mq.proof.chaos.report import as_json, lines
 from trinity_mq.proof.chaos.schedule import Fault, Schedule
-from trinity_mq.proof.chaos.sessions.clients import Asked, Told, Traffic
+from trinity_mq.proof.chaos.sessions.clients import ClientRequest, ClientSession, Traffic
 from trinity_mq.proof.chaos.targets.base import Victim
-from trinity_mq.proof.chaos.trial import Outcome
-from trinity_mq.proof.chaos.witness import Witness
+from trinity_mq.proof.chaos.trial import TrialOutcome
+from trinity_mq.proof.chaos.witness import RunObserver
 
 
 @pytest.mark.parametrize(
@@ -49,22 +49,24 @@ def test_a_run_that_does_not_run_cannot_be_attached_to(tmp_path: Path, capsys: p
     assert "is no run that runs now" in capsys.readouterr().err
 
 
-def outcome() -> Outcome:
-    witness = Witness()
+def outcome() -> TrialOutcome:
+    witness = RunObserver()
     faults = [
         Fault(number=1, wait=1.0, role="runner", kind="kill", pick=0.0, point="sync_commit"),
         Fault(number=2, wait=1.0, role="trainer", kind="freeze", pick=0.0, seconds=3.0, together=True),
         Fault(number=3, wait=1.0, role="broker", kind="restart", pick=0.0),
     ]
     done = [
-        Done(faults[0], 11.0, Victim("runner", "runner-1", "7@1"), back=13.5, recovered=14.0),
-        Done(faults[1], 12.0, Victim("trainer", "trainer-0", "8@1"), note="its point did not come"),
+        InjectedFault(faults[0], 11.0, Victim("runner", "runner-1", "7@1"), back=13.5, recovered=14.0),
+        InjectedFault(faults[1], 12.0, Victim("trainer", "trainer-0", "8@1"), note="its point did not come"),
     ]
     verdicts = [
-        Verdict("the run recovers", "violated", "1 violation", ("fault 2 (freeze trainer-0): it was not heard of",)),
-        Verdict("no process left", "holds", "all have ended"),
+        InvariantVerdict(
+            "the run recovers", "violated", "1 violation", ("fault 2 (freeze trainer-0): it was not heard of",)
+        ),
+        InvariantVerdict("no process left", "holds", "all have ended"),
     ]
-    found = Outcome(Schedule(faults, 7), "a test", witness, done, 10.0)
+    found = TrialOutcome(Schedule(faults, 7), "a test", witness, done, 10.0)
     found.verdicts, found.rate_before, found.rate_while = verdicts, 60.0, 45.0
     found.steps, found.seconds = 12, 20.0
     return found
@@ -90,8 +92,10 @@ def test_the_report_has_each_fault_each_verdict_and_what_it_cost() -> None:
 
 def test_the_report_counts_faults_by_role_and_point_and_what_clients_were_told() -> None:
     seen = outcome()
-    asked = [Asked(tries=2, call="c", recorded="yes"), Asked(tries=1, call="d", recorded="no")]
-    seen.traffic = Traffic([Told("a", "k", asked=asked, rewarded=True), Told("b", "k")], Counter({"503": 3}))
+    asked = [ClientRequest(tries=2, call="c", recorded="yes"), ClientRequest(tries=1, call="d", recorded="no")]
+    seen.traffic = Traffic(
+        [ClientSession("a", "k", asked=asked, rewarded=True), ClientSession("b", "k")], Counter({"503": 3})
+    )
     text = "\n".join(lines(seen, Path("s.json"), "trinity-mq chaos x"))
     assert "\nrunner     1 kill; 1 at sync_commit\ntrainer    1 freeze\n" in text, "of a point that came"
     assert (

@@ -11,11 +11,11 @@ import pytest
 
 from trinity_mq.errors import CommandError
 from trinity_mq.messages import Heartbeat, Progress, SyncEvent
-from trinity_mq.proof.chaos.injector import Done, Injector, by_role
+from trinity_mq.proof.chaos.injector import InjectedFault, Injector, by_role
 from trinity_mq.proof.chaos.schedule import Fault
-from trinity_mq.proof.chaos.targets.base import NotOursError, Victim
-from trinity_mq.proof.chaos.targets.marks import Hit, Marks
-from trinity_mq.proof.chaos.witness import Witness
+from trinity_mq.proof.chaos.targets.base import Victim, VictimGoneError
+from trinity_mq.proof.chaos.targets.marks import ArmedPoints, Hit
+from trinity_mq.proof.chaos.witness import RunObserver
 from trinity_mq.testing.virtual_time import run_virtually
 
 BEAT, STEP = 1.0, 2.0
@@ -31,7 +31,7 @@ class Run:
     is_local = False
     possible: ClassVar[dict[str, Sequence[str]]] = {}
 
-    def __init__(self, witness: Witness) -> None:
+    def __init__(self, witness: RunObserver) -> None:
         self.witness = witness
         self.lives = {"trainer-0": 1, "runner-0": 1, "runner-1": 1}
         self.down: dict[str, float] = {}
@@ -97,9 +97,9 @@ def play(
     over: Callable[[Run], bool] = lambda _run: False,
     timeout: float = 60.0,
     budget: tuple[int, float] | None = None,
-) -> tuple[Run, list[Done], Injector]:
-    async def main() -> tuple[Run, list[Done], Injector]:
-        witness = Witness()
+) -> tuple[Run, list[InjectedFault], Injector]:
+    async def main() -> tuple[Run, list[InjectedFault], Injector]:
+        witness = RunObserver()
         run = Run(witness)
         injector = Injector(run, witness, timeout=timeout, tell=lambda _line: None, budget=budget)
         async with asyncio.TaskGroup() as group:
@@ -159,7 +159,7 @@ def test_a_point_that_does_not_come_is_said_and_the_fault_is_done_all_the_same()
 
 def test_another_victim_takes_the_place_of_one_that_has_ended() -> None:
     async def act(run: Run) -> None:
-        run.refuse.append(NotOursError("it has ended"))
+        run.refuse.append(VictimGoneError("it has ended"))
 
     run, done, _ = play(fault(1, "runner"), act=act)
     assert len(run.acts) == 1
@@ -222,7 +222,7 @@ def test_a_process_is_not_ended_more_often_than_its_supervisor_bears() -> None:
     assert "its supervisor would give up" in done[2].note
 
 
-class StoppedAt(Marks):
+class StoppedAt(ArmedPoints):
     """Says that an agent has stopped itself at every point, or that none has."""
 
     def __init__(self, hit: Hit | None) -> None:
@@ -240,9 +240,9 @@ class Processes(Run):
         return [replace(one, identity=f"{7 + self.lives[one.name]}@1") for one in await super().find(role)]
 
 
-def at_point(kind: str, hit: Hit | None) -> tuple[Run, Done, StoppedAt]:
-    async def main() -> tuple[Run, Done, StoppedAt]:
-        witness, marks = Witness(), StoppedAt(hit)
+def at_point(kind: str, hit: Hit | None) -> tuple[Run, InjectedFault, StoppedAt]:
+    async def main() -> tuple[Run, InjectedFault, StoppedAt]:
+        witness, marks = RunObserver(), StoppedAt(hit)
         run = Processes(witness)
         injector = Injector(run, witness, timeout=60.0, tell=lambda _line: None, marks=marks)
         going = asyncio.create_task(run.go())

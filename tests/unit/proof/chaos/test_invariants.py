@@ -11,13 +11,13 @@ from trinity_mq.bus import Incoming
 from trinity_mq.messages import BatchReady, Progress, TaskResult, Version
 from trinity_mq.proof.chaos.invariants import (
     Expected,
-    Strikes,
-    Verdict,
+    FaultCounts,
+    InvariantVerdict,
     dead_letters_explained,
-    decodes,
     lineage,
     nothing_left,
     one_outcome,
+    streams_decode,
     trained_once,
     versions_existed,
     versions_rise,
@@ -78,7 +78,7 @@ def test_a_sound_record_holds(record: Record) -> None:
         trained_once(record),
         versions_rise(record, [], [], []),
         versions_existed(record),
-        decodes(record),
+        streams_decode(record),
     ]
     assert [verdict.result for verdict in verdicts] == ["holds"] * 5, verdicts
     assert verdicts[0].text == "12 tasks in 4 batches, 24 experiences"
@@ -133,7 +133,7 @@ def test_an_outcome_that_is_missing_or_double_is_found(
     violated(one_outcome(record, EXPECTED), said)
 
 
-def violated(verdict: Verdict, said: str) -> None:
+def violated(verdict: InvariantVerdict, said: str) -> None:
     assert verdict.result == "violated", verdict
     assert any(said in line for line in verdict.evidence), verdict
 
@@ -210,7 +210,7 @@ def letter(kind: str, deliveries: int, reason: str = "poisoned") -> Incoming:
 
 
 def test_dead_letters_are_explained_by_faults_or_named() -> None:
-    many, few = Strikes({"runner": 4, "broker": 1, "trainer": 2}), Strikes({"runner": 3, "trainer": 1})
+    many, few = FaultCounts({"runner": 4, "broker": 1, "trainer": 2}), FaultCounts({"runner": 3, "trainer": 1})
     assert dead_letters_explained([], 0, few, 5).text == "there is none"
     assert dead_letters_explained([letter("task_slice", 5), letter("batch_ready", 0)], 2, many, 5).result == "holds"
     violated(dead_letters_explained([letter("task_slice", 5)], 1, few, 5), "task_slice m: poisoned")
@@ -225,7 +225,7 @@ def test_what_is_left_and_what_cannot_be_read_is_found(record: Record) -> None:
     violated(nothing_left(["process 7: python"], over=True), "process 7")
     assert nothing_left(None, over=False).result == "not checked"
     record.undecodable.append("offset 3: torn")
-    violated(decodes(record), "offset 3: torn")
+    violated(streams_decode(record), "offset 3: torn")
 
 
 def test_what_retention_has_cut_is_not_called_lost(record: Record) -> None:

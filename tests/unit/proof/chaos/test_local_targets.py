@@ -17,9 +17,9 @@ import pytest
 from tests.waiting import until
 from trinity_mq.engines.host.ready_file import ReadyFile
 from trinity_mq.proof.chaos.targets import local
-from trinity_mq.proof.chaos.targets.base import NotOursError, Victim
+from trinity_mq.proof.chaos.targets.base import Victim, VictimGoneError
 from trinity_mq.proof.chaos.targets.local import MARK_VARIABLE, LocalTargets, start_ticks
-from trinity_mq.testing.tcp_proxy import CuttingProxy
+from trinity_mq.testing.tcp_proxy import FaultProxy
 
 SLEEPS = "import sys; print('up', flush=True); sys.stdin.read()"
 CONNECTS = """
@@ -103,9 +103,9 @@ async def test_faults_hit_their_victim(tmp_path: Path, start: Start) -> None:
     assert process.poll() is None, "its supervisor restarts it"
     await ours.strike(victim, "kill")
     assert process.wait() == -9
-    with pytest.raises(NotOursError, match="has ended"):
+    with pytest.raises(VictimGoneError, match="has ended"):
         await ours.strike(victim, "kill")
-    with pytest.raises(NotOursError, match="has ended"):
+    with pytest.raises(VictimGoneError, match="has ended"):
         await ours.strike(victim, "restart")
     await ours.relieve(victim, "freeze")  # it was replaced: fine
 
@@ -115,10 +115,10 @@ async def test_processes_of_others_are_refused(tmp_path: Path, start: Start) -> 
     ours = targets(tmp_path / "mine")
     victim = Victim("runner", "runner-0", f"{foreign.pid}@{start_ticks(foreign.pid)}", "runner-0")
     for kind in ("kill", "freeze", "restart"):
-        with pytest.raises(NotOursError, match="is not runner-0 of this run"):
+        with pytest.raises(VictimGoneError, match="is not runner-0 of this run"):
             await ours.strike(victim, kind)
     reused = replace(victim, identity=f"{foreign.pid}@1")
-    with pytest.raises(NotOursError, match="has ended"):
+    with pytest.raises(VictimGoneError, match="has ended"):
         await ours.strike(reused, "kill")
     assert foreign.poll() is None
 
@@ -138,7 +138,7 @@ async def test_an_engine_is_known_by_its_ready_file(tmp_path: Path, start: Start
     stranger = start("something else")
     path.write_text(json.dumps({**asdict(ready), "pid": stranger.pid}))
     assert await ours.find("engine") == [], "another process has its pid now"
-    with pytest.raises(NotOursError):
+    with pytest.raises(VictimGoneError):
         await ours.strike(victim, "kill")
     ready.write(path)
     await ours.strike(victim, "restart")
@@ -154,7 +154,7 @@ async def test_a_cut_resets_one_agents_connections_and_keeps_it_out_until_it_is_
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
-    async with server, CuttingProxy(f"amqp://u:p@127.0.0.1:{port}/") as proxy:
+    async with server, FaultProxy(f"amqp://u:p@127.0.0.1:{port}/") as proxy:
         starting = [
             asyncio.to_thread(start, *agent(tmp_path, "runner", name), str(proxy.port), program=CONNECTS)
             for name in ("runner-0", "runner-1")
@@ -196,7 +196,7 @@ async def test_what_is_left_of_a_run_is_found_whoever_its_parent_is(
 
 
 def test_what_is_possible_depends_on_whose_the_broker_is(tmp_path: Path) -> None:
-    proxy = CuttingProxy("amqp://h:5672/")
+    proxy = FaultProxy("amqp://h:5672/")
     assert targets(tmp_path).possible["broker"] == ()
     assert targets(tmp_path).possible["runner"] == ("kill", "freeze", "restart")
     assert targets(tmp_path, proxy=proxy).possible["broker"] == ("cut",)

@@ -14,22 +14,22 @@ from trinity_mq.bus import Envelope
 from trinity_mq.messages import TaskResult
 from trinity_mq.proof.chaos.invariants import (
     Expected,
-    Verdict,
-    decodes,
+    InvariantVerdict,
     one_outcome,
+    streams_decode,
     trained_once,
     versions_existed,
     versions_rise,
 )
 from trinity_mq.proof.chaos.record import Record, read_record
-from trinity_mq.proof.chaos.witness import Witness, watch
+from trinity_mq.proof.chaos.witness import RunObserver, watch
 from trinity_mq.runtime.deliveries import envelope
 from trinity_mq.testing.virtual_time import run_virtually
 
 
-def verdicts(record: Record, witness: Witness) -> Sequence[Verdict]:
+def verdicts(record: Record, witness: RunObserver) -> Sequence[InvariantVerdict]:
     return (
-        decodes(record),
+        streams_decode(record),
         one_outcome(record, Expected()),
         trained_once(record),
         versions_rise(record, witness.commits, witness.committed, witness.served),
@@ -38,13 +38,13 @@ def verdicts(record: Record, witness: Witness) -> Sequence[Verdict]:
 
 
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory: pytest.TempPathFactory) -> tuple[Simulation, Witness]:
+def seen(tmp_path_factory: pytest.TempPathFactory) -> tuple[Simulation, RunObserver]:
     """A run whose trainer was killed twice and went on from a checkpoint, and who watched it."""
     return watched(tmp_path_factory.mktemp("run"))
 
 
-def watched(folder: Path) -> tuple[Simulation, Witness]:
-    sim, witness = Simulation(folder, SETTINGS, batches=BATCHES), Witness()
+def watched(folder: Path) -> tuple[Simulation, RunObserver]:
+    sim, witness = Simulation(folder, SETTINGS, batches=BATCHES), RunObserver()
 
     async def trainer() -> None:
         watching = asyncio.create_task(watch(await sim.client(), sim.topology, witness))
@@ -66,7 +66,7 @@ def record_of(sim: Simulation) -> Record:
     return run_virtually(read(), limit=1000)
 
 
-def test_every_invariant_holds_of_a_run_whose_trainer_was_killed(seen: tuple[Simulation, Witness]) -> None:
+def test_every_invariant_holds_of_a_run_whose_trainer_was_killed(seen: tuple[Simulation, RunObserver]) -> None:
     sim, witness = seen
     record = record_of(sim)
     found = verdicts(record, witness)
@@ -79,7 +79,7 @@ def test_every_invariant_holds_of_a_run_whose_trainer_was_killed(seen: tuple[Sim
     assert record.samples.keys() <= {(3, 5)}
 
 
-def test_a_witness_sees_the_run_pass(seen: tuple[Simulation, Witness]) -> None:
+def test_a_witness_sees_the_run_pass(seen: tuple[Simulation, RunObserver]) -> None:
     _, witness = seen
     assert witness.progress == BATCHES
     assert len(witness.steps) > BATCHES, "what was trained on again is a step too"

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from trinity_mq.errors import CommandError
-from trinity_mq.proof.chaos.targets.base import NotOursError, Victim
+from trinity_mq.proof.chaos.targets.base import Victim, VictimGoneError
 from trinity_mq.proof.chaos.targets.remote import SIGNAL_ALL, ComposeTargets, KubernetesTargets
 
 PROGRAM = """#!/usr/bin/env python3
@@ -126,7 +126,7 @@ async def test_faults_of_containers(
 )
 async def test_a_container_of_another_project_is_not_touched(docker: Fake, answer: Any, said: str) -> None:
     docker.answers(answer)
-    with pytest.raises(NotOursError, match=said):
+    with pytest.raises(VictimGoneError, match=said):
         await ComposeTargets("mine").strike(Victim("runner", "mine-runner-1", RUNNER), "kill")
     assert docker.did("inspect") == []
 
@@ -210,7 +210,7 @@ async def test_faults_of_pods(kubectl: Fake, kind: str, strikes: list[list[str]]
 @pytest.mark.parametrize("now", [pod("runner-a", "runner", "u2"), pod("runner-a", "trainer"), pod("x", "runner", "u9")])
 async def test_a_pod_that_is_another_one_by_now_is_not_touched(kubectl: Fake, now: dict[str, Any]) -> None:
     kubectl.answers((["get"], {"items": [now]}, 0))
-    with pytest.raises(NotOursError, match="is gone, or is another one by now"):
+    with pytest.raises(VictimGoneError, match="is gone, or is another one by now"):
         await KubernetesTargets("rl").strike(Victim("runner", "runner-a", "u1"), "kill")
     assert kubectl.did("get") == []
 

@@ -19,9 +19,9 @@ from trinity_mq.messages import (
     SubmissionOutcome,
 )
 from trinity_mq.messages.sessions import SampledChoice
-from trinity_mq.proof.chaos.invariants import Verdict
+from trinity_mq.proof.chaos.invariants import InvariantVerdict
 from trinity_mq.proof.chaos.record import ProcessedSet, Record
-from trinity_mq.proof.chaos.sessions.clients import Asked, Told, Traffic
+from trinity_mq.proof.chaos.sessions.clients import ClientRequest, ClientSession, Traffic
 from trinity_mq.proof.chaos.sessions.stream import SessionRecord
 from trinity_mq.proof.chaos.sessions.verdicts import judge_sessions
 
@@ -66,8 +66,8 @@ class Scene:
         ready = BatchReady(batch=number, ticket=ticket, op="op", chunks=1, experiences=len(trained))
         self.record.sets.append(ProcessedSet(ready, number, is_first=True, sessions=tuple(trained)))
         self.record.progress.append(progress(number))
-        asked = [Asked(tries=1, call=call, recorded="yes") for call in told]
-        self.traffic.sessions.append(Told(name, "k", asked=asked, reward=0.5, rewarded=True, ended=True))
+        asked = [ClientRequest(tries=1, call=call, recorded="yes") for call in told]
+        self.traffic.sessions.append(ClientSession(name, "k", asked=asked, reward=0.5, rewarded=True, ended=True))
 
     def call(self, session: str, call: str, ids: list[int], supersedes: str = "") -> None:
         choice = SampledChoice(ids=ids, logprobs=[0.0] * len(ids))
@@ -99,7 +99,7 @@ class Scene:
             before.ready, before.offset, is_first=True, sessions=(*before.sessions, *more)
         )
 
-    def verdicts(self) -> dict[str, Verdict]:
+    def verdicts(self) -> dict[str, InvariantVerdict]:
         return {one.name: one for one in judge_sessions(self.traffic, self.sessions, self.record)}
 
 
@@ -109,7 +109,7 @@ def progress(number: int, outcome: str = "trained") -> Progress:
     )
 
 
-def told(scene: Scene, name: str) -> Told:
+def told(scene: Scene, name: str) -> ClientSession:
     return next(one for one in scene.traffic.sessions if one.id == name)
 
 
@@ -148,11 +148,11 @@ def told_answer_twice(scene: Scene) -> None:
 
 def answer_left_out(scene: Scene) -> None:
     scene.call("a", "a2", [9])
-    told(scene, "a").asked.append(Asked(tries=1, call="a2", recorded="yes"))
+    told(scene, "a").asked.append(ClientRequest(tries=1, call="a2", recorded="yes"))
 
 
 def recorded_answer_vanished(scene: Scene) -> None:
-    told(scene, "a").asked.append(Asked(tries=1, call="a2", recorded="yes"))
+    told(scene, "a").asked.append(ClientRequest(tries=1, call="a2", recorded="yes"))
 
 
 def other_reward(scene: Scene) -> None:
@@ -160,7 +160,7 @@ def other_reward(scene: Scene) -> None:
 
 
 def unknown_session(scene: Scene) -> None:
-    scene.traffic.sessions.append(Told("c", "k"))
+    scene.traffic.sessions.append(ClientSession("c", "k"))
 
 
 def refused_request(scene: Scene) -> None:
@@ -177,8 +177,8 @@ def stays_queued(scene: Scene) -> None:
     scene.call(name, "c0", [9])
     scene.say(SessionEnd(session=name, reward=0.5))
     scene.decide(SessionsDecided(sessions=[name], submission="s-c"))
-    asked = [Asked(tries=1, call="c0", recorded="yes")]
-    scene.traffic.sessions.append(Told(name, "k", asked=asked, reward=0.5, rewarded=True, ended=True))
+    asked = [ClientRequest(tries=1, call="c0", recorded="yes")]
+    scene.traffic.sessions.append(ClientSession(name, "k", asked=asked, reward=0.5, rewarded=True, ended=True))
 
 
 @pytest.mark.parametrize(
@@ -225,8 +225,8 @@ def test_a_decision_that_contradicts_what_the_client_was_told_is_no_reason() -> 
     scene.call("c", "c0", [9])
     scene.say(SessionEnd(session="c", reward=0.5))
     scene.decide(SessionsDecided(sessions=["c"], dropped="no reward", reason="no reward came within 60 s"))
-    asked = [Asked(tries=1, call="c0", recorded="yes")]
-    scene.traffic.sessions.append(Told("c", "k", asked=asked, reward=0.5, rewarded=True, ended=True))
+    asked = [ClientRequest(tries=1, call="c0", recorded="yes")]
+    scene.traffic.sessions.append(ClientSession("c", "k", asked=asked, reward=0.5, rewarded=True, ended=True))
     [line] = scene.verdicts()[COUNT].evidence
     assert line == "session c: it is dropped (no reward came within 60 s)"
 

@@ -14,7 +14,7 @@ from trinity_mq.config import Config, load_config
 from trinity_mq.experience import EID, Experience
 from trinity_mq.messages import Version
 from trinity_mq.models import ensure_model_folder
-from trinity_mq.proof.chaos.tokens import MOST_KEPT, KeptWeights, check_tokens
+from trinity_mq.proof.chaos.tokens import MOST_KEPT, WeightArchive, check_tokens
 
 OLD, NEW = (1, 3), (1, 4)
 
@@ -81,7 +81,7 @@ def checkpoint(folder: Path, step: int) -> Path:
 
 
 def test_weights_are_kept_as_links_when_their_checkpoint_is_deleted(tmp_path: Path) -> None:
-    kept = KeptWeights(tmp_path / "checkpoints", tmp_path / "kept")
+    kept = WeightArchive(tmp_path / "checkpoints", tmp_path / "kept")
     kept.look()  # there is no folder yet
     for step in range(1, 13):
         path = checkpoint(tmp_path / "checkpoints", step)

@@ -8,44 +8,44 @@ import pytest
 
 from trinity_mq.errors import CommandError
 from trinity_mq.messages import Progress
-from trinity_mq.proof.chaos.injector import Done
+from trinity_mq.proof.chaos.injector import InjectedFault
 from trinity_mq.proof.chaos.schedule import Fault, Schedule
 from trinity_mq.proof.chaos.targets.base import Victim
 from trinity_mq.proof.chaos.trial import (
-    Outcome,
     Plan,
+    TrialOutcome,
     _first_steps,
     _points_passed,
     _rates,
     _recovered,
     _wait_for_further_steps,
 )
-from trinity_mq.proof.chaos.witness import Witness
+from trinity_mq.proof.chaos.witness import RunObserver
 from trinity_mq.testing.virtual_time import run_virtually
 
 FAULT = Fault(number=1, wait=0.0, role="runner", kind="kill", pick=0.0)
 SCHEDULE = Schedule([FAULT])
 
 
-def outcome(done: Done) -> Outcome:
-    return Outcome(SCHEDULE, "a test", Witness(), [done])
+def outcome(done: InjectedFault) -> TrialOutcome:
+    return TrialOutcome(SCHEDULE, "a test", RunObserver(), [done])
 
 
-def step(witness: Witness, number: int, at: float) -> None:
+def step(witness: RunObserver, number: int, at: float) -> None:
     one = Progress(progress=number, generation=1, step=number, batch=number, ticket=f"t{number}", outcome="trained")
     witness.receive(one, at)
 
 
 def test_the_verdict_on_recovery() -> None:
     victim = Victim("runner", "runner-0", "7@1")
-    recovered = Done(FAULT, 1.0, victim, back=2.0, recovered=3.0)
+    recovered = InjectedFault(FAULT, 1.0, victim, back=2.0, recovered=3.0)
     assert _recovered(outcome(recovered), 0).result == "holds"
     assert _recovered(outcome(recovered), 3).evidence == ("the run ended with exit code 3",)
-    [line] = _recovered(outcome(Done(FAULT, 1.0, victim)), None).evidence
+    [line] = _recovered(outcome(InjectedFault(FAULT, 1.0, victim)), None).evidence
     assert line == "fault 1 (kill runner-0): its process was not heard of again"
-    [line] = _recovered(outcome(Done(FAULT, 1.0, victim, back=2.0)), None).evidence
+    [line] = _recovered(outcome(InjectedFault(FAULT, 1.0, victim, back=2.0)), None).evidence
     assert "no train step after it was back" in line
-    assert _recovered(outcome(Done(FAULT)), None).result == "not checked"
+    assert _recovered(outcome(InjectedFault(FAULT)), None).result == "not checked"
     stands_still = outcome(recovered)
     stands_still.stands_still = True
     assert _recovered(stands_still, None).evidence == (
@@ -58,7 +58,7 @@ def test_a_run_that_stands_still_after_the_last_fault_is_noticed(
     steps: int, further: int | None, goes_on: bool
 ) -> None:
     async def play() -> bool:
-        witness = Witness()
+        witness = RunObserver()
         step(witness, 1, 0.0)
 
         async def train() -> None:
@@ -77,20 +77,20 @@ def test_a_run_that_stands_still_after_the_last_fault_is_noticed(
 
 def test_a_run_that_ends_before_the_first_fault_is_said() -> None:
     with pytest.raises(CommandError, match="the run has ended after 0 train steps, wanted 5"):
-        run_virtually(_first_steps(Witness(), 5, lambda: True), limit=1000)
+        run_virtually(_first_steps(RunObserver(), 5, lambda: True), limit=1000)
     with pytest.raises(CommandError, match="300 s have passed after 0 train steps"):
-        run_virtually(_first_steps(Witness(), 5, lambda: False), limit=1000)
+        run_virtually(_first_steps(RunObserver(), 5, lambda: False), limit=1000)
 
 
 def test_rates_are_those_before_the_first_fault_and_while_there_were_some() -> None:
-    witness = Witness()
+    witness = RunObserver()
     for number in range(1, 8):
         step(witness, number, float(number))
     step(witness, 8, 13.0)
     step(witness, 9, 19.0)
-    done = [Done(FAULT, 7.0, recovered=13.0), Done(FAULT, 14.0, recovered=19.0)]
+    done = [InjectedFault(FAULT, 7.0, recovered=13.0), InjectedFault(FAULT, 14.0, recovered=19.0)]
     assert _rates(done, witness) == (60.0, 10.0)
-    assert _rates([Done(FAULT)], witness) == (None, None)
+    assert _rates([InjectedFault(FAULT)], witness) == (None, None)
 
 
 def test_a_point_inside_agents_that_was_asked_for_and_never_hit_is_a_violation() -> None:
@@ -98,9 +98,11 @@ def test_a_point_inside_agents_that_was_asked_for_and_never_hit_is_a_violation()
         Fault(number=number, wait=0.0, role="gateway", kind="kill", pick=0.0, point=point)
         for number, point in enumerate(("decision_confirmed", "decision_confirmed", "task_confirmed"), 1)
     ]
-    done = [Done(faults[0], 1.0), Done(faults[1], 2.0, is_inside=True), Done(faults[2], 3.0)]
-    verdict = _points_passed(Outcome(Schedule(faults), "a test", Witness(), done))
+    done = [InjectedFault(faults[0], 1.0), InjectedFault(faults[1], 2.0, is_inside=True), InjectedFault(faults[2], 3.0)]
+    verdict = _points_passed(TrialOutcome(Schedule(faults), "a test", RunObserver(), done))
     assert verdict.result == "violated"
     assert verdict.evidence == ("task_confirmed (a session's task is confirmed): asked for 1 times",)
     done[2].is_inside = True
-    assert _points_passed(Outcome(Schedule(faults), "a test", Witness(), done)).text == "2 points, 2 of 3 faults"
+    assert (
+        _points_passed(TrialOutcome(Schedule(faults), "a test", RunObserver(), done)).text == "2 points, 2 of 3 faults"
+    )

@@ -11,7 +11,7 @@ from typing import Any
 from trinity_mq.engines.generation.request import Completion, FinishReason
 from trinity_mq.engines.generation.text import TextCodec
 from trinity_mq.engines.server.openai.requests import ChatBody, CompletionBody, SamplingBody
-from trinity_mq.engines.server.openai.tools import calls_in
+from trinity_mq.engines.server.openai.tools import parse_tool_calls
 from trinity_mq.messages import Version
 
 
@@ -72,7 +72,7 @@ def chat_message(
     Calls are parsed only if ``tools`` were offered, and not inside thoughts, which the end of the prompt may open. The
     content is None if the response holds nothing but calls.
     """
-    content, calls = calls_in(text, prompt_end) if tools else (text, [])
+    content, calls = parse_tool_calls(text, prompt_end) if tools else (text, [])
     if not calls:
         return content, calls, finish_reason
     return content or None, calls, "tool_calls" if finish_reason == "stop" else finish_reason

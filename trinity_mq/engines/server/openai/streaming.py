@@ -17,7 +17,7 @@ from aiohttp import web
 
 from trinity_mq.engines.api_errors import ApiError
 from trinity_mq.engines.generation.request import GenerationRequest, Token
-from trinity_mq.engines.generation.stopping import Decode, cut, stop_in, without_end
+from trinity_mq.engines.generation.stopping import Decode, cut, stop_in, without_stop_token
 from trinity_mq.engines.generation.text import TextCodec
 from trinity_mq.engines.generation.token_stream import TokenStream
 from trinity_mq.engines.server.openai.requests import ChatBody, CompletionBody
@@ -161,7 +161,7 @@ class Chunks:
             finish_reason, text = None, state.flow.add(ids)
             delta = {"content": text} if self._chat else text
         else:
-            [text] = self._codec.decode([without_end(state.token_ids, request.stop_ids)])
+            [text] = self._codec.decode([without_stop_token(state.token_ids, request.stop_ids)])
             if (stop := stop_in(text, request.stop)) is not None:
                 stop_fields["stop_reason"] = stop
             text = cut(text, request.stop)

@@ -10,7 +10,7 @@ import json
 import uuid
 from typing import Any
 
-from trinity_mq.messages.msgpack_scan import mended
+from trinity_mq.messages.msgpack_scan import repair_surrogates
 from trinity_mq.thoughts import answer_spans
 
 CALL_BEGINS, CALL_ENDS = "<tool_call>", "</tool_call>"
@@ -19,7 +19,7 @@ MAX_CALLS = 64
 MAX_CALL_CHARACTERS = 1 << 18
 
 
-def calls_in(text: str, prompt_end: str | None = None) -> tuple[str, list[dict[str, Any]]]:
+def parse_tool_calls(text: str, prompt_end: str | None = None) -> tuple[str, list[dict[str, Any]]]:
     """Return the text before the tool calls in ``text``, and the calls in the form of the API.
 
     If any call is malformed, the whole text is returned without calls. A call inside thoughts is text. The time is
@@ -57,7 +57,7 @@ def _call(block: str) -> dict[str, Any] | None:
         arguments = json.dumps(arguments, ensure_ascii=False)
     if not isinstance(arguments, str):
         return None
-    name, arguments = mended(call["name"]), mended(arguments)
+    name, arguments = repair_surrogates(call["name"]), repair_surrogates(arguments)
     return {
         "id": f"call_{uuid.uuid4().hex[:24]}",
         "type": "function",

@@ -43,7 +43,7 @@ class TrafficOver(Exception):
 
 
 @dataclass
-class Asked:
+class ClientRequest:
     """One request to the model, including its retries."""
 
     tries: int = 0
@@ -54,7 +54,7 @@ class Asked:
 
 
 @dataclass
-class Told:
+class ClientSession:
     """A session as known to its client."""
 
     id: str
@@ -62,7 +62,7 @@ class Told:
     group: str = ""
     recorded: bool = True
     """The gateway's report at the opening whether the session is recorded."""
-    asked: list[Asked] = field(default_factory=list)
+    asked: list[ClientRequest] = field(default_factory=list)
     reward: float | None = None
     """The last accepted reward of the whole session."""
     rewarded: bool = False
@@ -85,7 +85,7 @@ class Told:
 class Traffic:
     """Answers that all clients got."""
 
-    sessions: list[Told] = field(default_factory=list)
+    sessions: list[ClientSession] = field(default_factory=list)
     failures: Counter[str] = field(default_factory=Counter)
     """Failed requests, by status or error."""
     refused: list[str] = field(default_factory=list)
@@ -175,7 +175,7 @@ class Clients:
         if status != 201:
             self.traffic.refused.append(f"POST /sessions: {status} {opened}")
             return
-        session = Told(opened["id"], opened["key"], group, bool(opened["recorded"]))
+        session = ClientSession(opened["id"], opened["key"], group, bool(opened["recorded"]))
         self.traffic.sessions.append(session)
         for number in range(dice.randint(1, TURNS)):
             await self._ask(dice, session, number)
@@ -192,9 +192,9 @@ class Clients:
             await asyncio.sleep(dice.uniform(0.2, 2.0))
             await self._reward(dice, session, {"reward": reward})
 
-    async def _ask(self, dice: random.Random, session: Told, number: int) -> None:
+    async def _ask(self, dice: random.Random, session: ClientSession, number: int) -> None:
         """Send a request to the model. Some clients give up at once, and repeat the request as an SDK does."""
-        asked = Asked()
+        asked = ClientRequest()
         session.asked.append(asked)
         # each turn has new digits, so that only an SDK's retry repeats a request
         question = f"{number},{dice.randrange(10)},{dice.randrange(10)}="
@@ -207,9 +207,9 @@ class Clients:
             return
         asked.call, asked.recorded = answer["id"], headers.get(RECORDED_HEADER, "")
 
-    async def _reward(self, dice: random.Random, session: Told, body: Mapping[str, Any]) -> None:
+    async def _reward(self, dice: random.Random, session: ClientSession, body: Mapping[str, Any]) -> None:
         sent = {**body, "key": uuid.uuid4().hex}
-        tries = Asked()
+        tries = ClientRequest()
         status, answer, _ = await self._send(dice, "POST", f"/s/{session.id}/reward", sent, session.key, tries)
         if status == 200:
             session.rewarded = True
@@ -219,10 +219,10 @@ class Clients:
         else:
             self._note_refusal(session, "reward", status, answer)
 
-    async def _end(self, dice: random.Random, session: Told, reward_time: str, reward: float) -> None:
+    async def _end(self, dice: random.Random, session: ClientSession, reward_time: str, reward: float) -> None:
         body: dict[str, Any] = {"outcome": "discard"} if reward_time == "discard" else {}
         body |= {"reward": reward} if reward_time == "with the end" else {}
-        tries = Asked()
+        tries = ClientRequest()
         status, answer, _ = await self._send(dice, "POST", f"/s/{session.id}/end", body, session.key, tries)
         if status == 200:
             session.ended, session.discarded = True, reward_time == "discard"
@@ -233,7 +233,7 @@ class Clients:
         else:
             self._note_refusal(session, "end", status, answer)
 
-    def _note_refusal(self, session: Told, request: str, status: int, answer: Any) -> None:
+    def _note_refusal(self, session: ClientSession, request: str, status: int, answer: Any) -> None:
         session.unsure.append(request)
         self.traffic.refused.append(f"session {session.id}, {request}: {status} {str(answer)[:300]}")
 
@@ -244,7 +244,7 @@ class Clients:
         path: str,
         body: Any,
         key: str,
-        request: Asked | None = None,
+        request: ClientRequest | None = None,
         patience: float | None = None,
     ) -> tuple[int, Any, Mapping[str, str]]:
         """Send a request, and return status, answer and headers. A failed request is sent again to the next gateway.
@@ -252,7 +252,7 @@ class Clients:
         Raises:
             TrafficOver: The clients are finished.
         """
-        request = request or Asked()
+        request = request or ClientRequest()
         first_gateway, clock = dice.randrange(len(self.urls)), asyncio.get_running_loop().time
         began = clock()
         while not self._over.is_set():
@@ -283,7 +283,7 @@ class Clients:
     async def _settle(self) -> None:
         """Query every session that must be trained on until all are settled."""
         dice = random.Random(self._seed)
-        waiting: Sequence[Told] = [session for session in self.traffic.sessions if session.must_train]
+        waiting: Sequence[ClientSession] = [session for session in self.traffic.sessions if session.must_train]
         with contextlib.suppress(TrafficOver):
             while waiting:
                 for session in waiting:

@@ -38,11 +38,11 @@ async def read_sessions(bus: Bus, topology: Topology) -> SessionRecord:
     Raises:
         BusUnavailable: The stream does not answer.
     """
-    from trinity_agents.gateway.stream_book import StreamBook
+    from trinity_agents.gateway.stream_book import SessionStream
 
     record = SessionRecord()
     async with asyncio.TaskGroup() as group:
-        book = StreamBook(bus, topology, record_timeout=1.0, tasks=group)
+        book = SessionStream(bus, topology, record_timeout=1.0, tasks=group)
         following = group.create_task(book.follow(), name="read the sessions")
         try:
             async with asyncio.timeout(READ_SECONDS):

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from trinity_mq.gateway.recorded_call import Answers
 from trinity_mq.gateway.session import SETTLED, Session
 from trinity_mq.messages import SessionCall
-from trinity_mq.proof.chaos.invariants import Verdict, judged, lineage
+from trinity_mq.proof.chaos.invariants import InvariantVerdict, lineage, verdict_of
 from trinity_mq.proof.chaos.record import Record
-from trinity_mq.proof.chaos.sessions.clients import Told, Traffic
+from trinity_mq.proof.chaos.sessions.clients import ClientSession, Traffic
 from trinity_mq.proof.chaos.sessions.stream import SessionRecord
 
 Tokens = tuple[int, ...]
@@ -30,7 +30,7 @@ def trained_sessions(record: Record) -> Mapping[str, Mapping[str, list[Tokens]]]
     return tokens_by_session
 
 
-def judge_sessions(traffic: Traffic | None, sessions: SessionRecord, record: Record) -> Iterator[Verdict]:
+def judge_sessions(traffic: Traffic | None, sessions: SessionRecord, record: Record) -> Iterator[InvariantVerdict]:
     """Yield the verdicts on the sessions of a run; ``traffic`` is None if the trial does not hold sessions."""
     trained = trained_sessions(record)
     yield in_one_batch(trained, sessions)
@@ -38,11 +38,11 @@ def judge_sessions(traffic: Traffic | None, sessions: SessionRecord, record: Rec
     client_traffic = Traffic() if traffic is None else traffic
     yield recorded_sessions_count(client_traffic, sessions, trained)
     yield answers_trained_once(client_traffic, sessions, trained)
-    yield told_is_kept(client_traffic, sessions)
-    yield nothing_waits(client_traffic, sessions)
+    yield answers_match_stream(client_traffic, sessions)
+    yield sessions_settle(client_traffic, sessions)
 
 
-def in_one_batch(trained: Mapping[str, Mapping[str, list[Tokens]]], sessions: SessionRecord) -> Verdict:
+def in_one_batch(trained: Mapping[str, Mapping[str, list[Tokens]]], sessions: SessionRecord) -> InvariantVerdict:
     """Check that no session is in two trained batches, and that the ledger agrees about each trained session."""
     violations = [
         f"session {name} is in {len(tickets)} batches that were trained on: {', '.join(tickets)}"
@@ -55,10 +55,10 @@ def in_one_batch(trained: Mapping[str, Mapping[str, list[Tokens]]], sessions: Se
             state = "unknown" if session is None else session.state
             if state not in {"trained", "batched", "queued"}:  # the events of the last steps may not be published yet
                 violations.append(f"session {name} was trained on, and the ledger says that it is {state}")
-    return judged("no session trained on twice", violations, f"{len(trained)} sessions")
+    return verdict_of("no session trained on twice", violations, f"{len(trained)} sessions")
 
 
-def decided_once(sessions: SessionRecord) -> Verdict:
+def decided_once(sessions: SessionRecord) -> InvariantVerdict:
     """Check that each session has one decision."""
     decisions: defaultdict[str, set[tuple[object, ...]]] = defaultdict(set)
     for decision in sessions.decisions:
@@ -69,18 +69,18 @@ def decided_once(sessions: SessionRecord) -> Verdict:
         for name, different in decisions.items()
         if len(different) > 1
     ]
-    return judged("one decision about each session", violations, f"{len(decisions)} sessions")
+    return verdict_of("one decision about each session", violations, f"{len(decisions)} sessions")
 
 
 def recorded_sessions_count(
     traffic: Traffic, sessions: SessionRecord, trained: Mapping[str, Mapping[str, list[Tokens]]]
-) -> Verdict:
+) -> InvariantVerdict:
     """Check that each session with recorded answers, an accepted reward and an accepted end is trained on, or has a
     stated reason.
     """
     name = "recorded sessions are trained on"
     if not traffic.sessions:
-        return Verdict(name, "not checked", "no client of ours has asked")
+        return InvariantVerdict(name, "not checked", "no client of ours has asked")
     violations: list[str] = []
     reasons: Counter[str] = Counter()
     must = [client for client in traffic.sessions if client.must_train]
@@ -96,7 +96,7 @@ def recorded_sessions_count(
         if client.id in trained and not client.unsure and (client.discarded or not client.rewarded):
             violations.append(f"session {client.id} was trained on, though it was discarded or has no reward")
     left_out = "".join(f", {count} left out: {reason}" for reason, count in reasons.items())
-    return judged(name, violations, f"{len(must) - reasons.total()} of {len(must)} rewarded sessions{left_out}")
+    return verdict_of(name, violations, f"{len(must) - reasons.total()} of {len(must)} rewarded sessions{left_out}")
 
 
 def _reason(session: Session | None) -> str | None:
@@ -117,13 +117,15 @@ def _state_text(session: Session | None) -> str:
 
 def answers_trained_once(
     traffic: Traffic, sessions: SessionRecord, trained: Mapping[str, Mapping[str, list[Tokens]]]
-) -> Verdict:
+) -> InvariantVerdict:
     """Check that each recorded answer is trained on once, and that no answer is trained on that its client replaced by
     a retry.
     """
     name = "answers trained on once"
     if not traffic.sessions or sessions.begin:
-        return Verdict(name, "not checked", "retention has cut the stream" if sessions.begin else "no client has asked")
+        return InvariantVerdict(
+            name, "not checked", "retention has cut the stream" if sessions.begin else "no client has asked"
+        )
     violations: list[str] = []
     count = 0
     for client in traffic.sessions:
@@ -133,11 +135,11 @@ def answers_trained_once(
         problems, answers = _answer_violations(client, sessions.calls.get(client.id, {}), experiences)
         violations += problems
         count += answers
-    return judged(name, violations, f"{count} answers")
+    return verdict_of(name, violations, f"{count} answers")
 
 
 def _answer_violations(
-    client: Told, calls: Mapping[str, SessionCall], experiences: Sequence[Tokens]
+    client: ClientSession, calls: Mapping[str, SessionCall], experiences: Sequence[Tokens]
 ) -> tuple[list[str], int]:
     """Return the violations of one trained session, and the number of its recorded answers."""
     whole = {name: _tokens(calls, call) for name, call in calls.items()}
@@ -176,11 +178,13 @@ def _tokens(calls: Mapping[str, SessionCall], call: SessionCall) -> Tokens:
     return (*prompt, *(call.choices[0].ids if call.choices else ()))
 
 
-def told_is_kept(traffic: Traffic, sessions: SessionRecord) -> Verdict:
+def answers_match_stream(traffic: Traffic, sessions: SessionRecord) -> InvariantVerdict:
     """Check that the answers to clients agree with the stream: sessions, recorded answers, rewards, ends."""
     name = "clients were told the truth"
     if not traffic.sessions or sessions.begin:
-        return Verdict(name, "not checked", "retention has cut the stream" if sessions.begin else "no client has asked")
+        return InvariantVerdict(
+            name, "not checked", "retention has cut the stream" if sessions.begin else "no client has asked"
+        )
     violations = [*traffic.refused]
     for client in traffic.sessions:
         session = sessions.ledger.get(client.id)
@@ -188,10 +192,10 @@ def told_is_kept(traffic: Traffic, sessions: SessionRecord) -> Verdict:
             violations.append(f"session {client.id} was opened and is not on the stream")
             continue
         violations += _mismatches(client, session, sessions.calls.get(client.id, {}))
-    return judged(name, violations, f"{len(traffic.sessions)} sessions")
+    return verdict_of(name, violations, f"{len(traffic.sessions)} sessions")
 
 
-def _mismatches(client: Told, session: Session, calls: Mapping[str, SessionCall]) -> Iterator[str]:
+def _mismatches(client: ClientSession, session: Session, calls: Mapping[str, SessionCall]) -> Iterator[str]:
     for request in client.asked:
         if request.recorded == "yes" and request.call not in calls:
             yield f"session {client.id}: answer {request.call} was told as recorded and is not on the stream"
@@ -205,15 +209,15 @@ def _mismatches(client: Told, session: Session, calls: Mapping[str, SessionCall]
         yield f"session {client.id}: its end was accepted, and the stream has none"
 
 
-def nothing_waits(traffic: Traffic, sessions: SessionRecord) -> Verdict:
+def sessions_settle(traffic: Traffic, sessions: SessionRecord) -> InvariantVerdict:
     """Check that every complete session of a client is settled after the last request."""
     name = "no session waits for ever"
     if not traffic.sessions:
-        return Verdict(name, "not checked", "no client of ours has asked")
+        return InvariantVerdict(name, "not checked", "no client of ours has asked")
     must = [client for client in traffic.sessions if client.must_train]
     waiting = [
         f"session {client.id}: {_state_text(sessions.ledger.get(client.id))}"
         for client in must
         if (session := sessions.ledger.get(client.id)) is None or session.state not in SETTLED
     ]
-    return judged(name, waiting, f"{len(must)} are settled")
+    return verdict_of(name, waiting, f"{len(must)} are settled")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 
-class NotOursError(Exception):
+class VictimGoneError(Exception):
     """The process has ended, was replaced, or does not belong to the run. No fault was injected."""
 
 
@@ -26,7 +26,7 @@ class Victim:
     """True if a broker is one of several nodes, so that the other nodes keep working."""
 
 
-class Targets(Protocol):
+class FaultTargets(Protocol):
     """The processes of a run in any deployment, and the means to inject faults."""
 
     where: str

@@ -15,8 +15,8 @@ import psutil
 
 from trinity_mq.engines.host.ready_file import ReadyFile
 from trinity_mq.errors import CommandError
-from trinity_mq.proof.chaos.targets.base import NotOursError, Victim
-from trinity_mq.testing.tcp_proxy import CuttingProxy
+from trinity_mq.proof.chaos.targets.base import Victim, VictimGoneError
+from trinity_mq.testing.tcp_proxy import FaultProxy
 
 MARK_VARIABLE = "TRINITY_MQ_CHAOS_MARK"
 """Environment variable of every process of a run that ``trinity-mq chaos`` started."""
@@ -63,7 +63,7 @@ class LocalTargets:
         *,
         restart: Callable[[str], Awaitable[None]],
         mark: str | None = None,
-        proxy: CuttingProxy | None = None,
+        proxy: FaultProxy | None = None,
         broker_parent: int | None = None,
     ) -> None:
         if sys.platform != "linux":
@@ -119,7 +119,7 @@ class LocalTargets:
         elif kind == "cut":
             self._cut_off.discard(_pid_of(victim))
         elif kind == "freeze":
-            with contextlib.suppress(NotOursError):  # the process was already replaced
+            with contextlib.suppress(VictimGoneError):  # the process was already replaced
                 self._signal(victim, signal.SIGCONT)
 
     async def left_over(self) -> list[str]:
@@ -133,7 +133,7 @@ class LocalTargets:
     def end_left_over(self) -> None:
         """Kill the processes that :meth:`left_over` returns."""
         for pid in self._living():
-            with contextlib.suppress(ProcessLookupError, NotOursError):
+            with contextlib.suppress(ProcessLookupError, VictimGoneError):
                 fd = os.pidfd_open(pid)
                 try:
                     if self._start_by_pid.get(pid) == start_ticks(pid) or self._is_marked(pid):
@@ -178,12 +178,12 @@ class LocalTargets:
         try:
             fd = os.pidfd_open(pid)
         except ProcessLookupError as error:
-            raise NotOursError(f"{victim.name} (process {pid}) has ended") from error
+            raise VictimGoneError(f"{victim.name} (process {pid}) has ended") from error
         try:
             self._verified(victim)
             signal.pidfd_send_signal(fd, number)
         except ProcessLookupError as error:
-            raise NotOursError(f"{victim.name} (process {pid}) has ended") from error
+            raise VictimGoneError(f"{victim.name} (process {pid}) has ended") from error
         finally:
             os.close(fd)
 
@@ -195,7 +195,7 @@ class LocalTargets:
         """
         pid, start = map(int, victim.identity.split("@"))
         if start_ticks(pid) != start:
-            raise NotOursError(f"{victim.name} (process {pid}) has ended")
+            raise VictimGoneError(f"{victim.name} (process {pid}) has ended")
         if victim.role == "broker":
             is_of_run = any(victim.identity == candidate.identity for candidate in self._broker())
         elif victim.role == "engine":
@@ -203,7 +203,7 @@ class LocalTargets:
         else:
             is_of_run = str(self._run_dir / "config.yaml") in _command(pid) and pid in self._tree()
         if not is_of_run:
-            raise NotOursError(f"process {pid} is not {victim.name} of this run: nothing was done to it")
+            raise VictimGoneError(f"process {pid} is not {victim.name} of this run: nothing was done to it")
         return pid
 
     def _cut(self, victim: Victim) -> None:

@@ -24,7 +24,7 @@ class Hit:
     pid: int
 
 
-class Marks:
+class ArmedPoints:
     """Arms points inside the agents of a run that was started with the same folder.
 
     Args:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trinity_mq.errors import CommandError
-from trinity_mq.proof.chaos.targets.base import NotOursError, Victim
+from trinity_mq.proof.chaos.targets.base import Victim, VictimGoneError
 
 COMMAND_SECONDS = 60.0
 """Maximum seconds for a ``docker`` or ``kubectl`` command."""
@@ -144,12 +144,14 @@ class ComposeTargets:
         try:
             report = await self._inspected(victim)
         except CommandError as error:
-            raise NotOursError(f"container {victim.name} is gone: {error}") from error
+            raise VictimGoneError(f"container {victim.name} is gone: {error}") from error
         labels = report["Config"]["Labels"] or {}
         if (labels.get(PROJECT_LABEL), labels.get(SERVICE_LABEL)) != (self._project, victim.role):
-            raise NotOursError(f"container {victim.name} is not {victim.role} of {self.where}: nothing was done to it")
+            raise VictimGoneError(
+                f"container {victim.name} is not {victim.role} of {self.where}: nothing was done to it"
+            )
         if not report["State"]["Running"]:
-            raise NotOursError(f"container {victim.name} does not run")
+            raise VictimGoneError(f"container {victim.name} does not run")
 
     async def _cut(self, victim: Victim) -> None:
         networks = (await self._inspected(victim))["NetworkSettings"]["Networks"]
@@ -202,7 +204,7 @@ class KubernetesTargets:
     async def relieve(self, victim: Victim, kind: str) -> None:
         """Resume a pod."""
         if kind == "freeze":
-            with contextlib.suppress(NotOursError):  # the pod was replaced in the meantime
+            with contextlib.suppress(VictimGoneError):  # the pod was replaced in the meantime
                 await self._verify(victim)
                 await self._signal(victim, "CONT")
 
@@ -222,7 +224,7 @@ class KubernetesTargets:
         pods = {pod["metadata"]["uid"]: pod for pod in await self._pods()}
         pod = pods.get(victim.identity)
         if pod is None or _role_of(pod) != victim.role or not _runs(pod):
-            raise NotOursError(f"pod {victim.name} is gone, or is another one by now: nothing was done to it")
+            raise VictimGoneError(f"pod {victim.name} is gone, or is another one by now: nothing was done to it")
 
     async def _signal(self, victim: Victim, number: str) -> None:
         command = ("exec", victim.name, "--", "sh", "-c", SIGNAL_ALL, "sh", number)

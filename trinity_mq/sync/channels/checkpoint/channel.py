@@ -15,7 +15,7 @@ from trinity_mq.sync.channels.base import (
     Tensors,
     in_daemon_thread,
 )
-from trinity_mq.sync.channels.buckets import SpareBuffers, ahead, packed, plan
+from trinity_mq.sync.channels.buckets import SpareBuffers, packed, plan, prefetch
 from trinity_mq.sync.channels.checkpoint.files import WeightFiles
 
 log = structlog.get_logger(__name__)
@@ -45,7 +45,7 @@ class CheckpointChannel:
 
             def write() -> tuple[str, str]:
                 spare = SpareBuffers()
-                flats = ahead(packed(buckets, tensors, empty=spare.take))
+                flats = prefetch(packed(buckets, tensors, empty=spare.take))
                 return self._files.write(version, buckets, flats, spare.put)
 
             try:

@@ -21,7 +21,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from trinity_mq.sync.channels.base import ChannelError, Manifest, Tensors, in_daemon_thread
-from trinity_mq.sync.channels.buckets import Bucket, SpareBuffers, ahead, entries_of, packed, plan, split
+from trinity_mq.sync.channels.buckets import Bucket, SpareBuffers, entries_of, packed, plan, prefetch, split
 
 Backend = Literal["gloo", "nccl"]
 UNDER_WAY = 2
@@ -146,7 +146,7 @@ class Sender:
         buckets = plan(manifest, self.bucket_bytes)
 
         def send(group: Group) -> None:
-            for flat in group.broadcast(ahead(packed(buckets, tensors, group.device, spare.take))):
+            for flat in group.broadcast(prefetch(packed(buckets, tensors, group.device, spare.take))):
                 spare.put(flat)
 
         await self._meet(send, epoch, attempt, world)

@@ -12,7 +12,7 @@ import structlog
 from aiohttp import web
 
 from trinity_mq.engines.api_errors import ApiError
-from trinity_mq.engines.server.http_server import errors_as_json, guarded
+from trinity_mq.engines.server.http_server import errors_as_json, with_token_check
 from trinity_mq.runtime.http.serving import new_application
 from trinity_mq.sync.channels.base import ChannelError, in_daemon_thread
 from trinity_mq.sync.channels.buckets import raw
@@ -49,8 +49,8 @@ class WeightServer:
         """
         if self._runner is None:
             application = new_application([errors_as_json])
-            bucket = guarded(self.token, self._bucket)
-            checksums = guarded(self.token, self._checksums)
+            bucket = with_token_check(self.token, self._bucket)
+            checksums = with_token_check(self.token, self._checksums)
             application.add_routes(
                 [
                     web.get("/weights/{version}", checksums, allow_head=False),
