@@ -194,7 +194,7 @@ def repair_surrogates(text: str) -> str:
     r"""Return an encodable text: each surrogate pair becomes its character, and each lone half of a pair becomes
     U+FFFD.
 
-    >>> mended("\ud83d\ude00, \ud83d")
+    >>> repair_surrogates("\ud83d\ude00, \ud83d")
     '\U0001f600, \ufffd'
     """
     if text.isascii():

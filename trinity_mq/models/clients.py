@@ -210,7 +210,7 @@ def _add_usage(request_span: span, answer: Any) -> None:
 def base_url(url: str) -> str:
     """Return the scheme and address of the server in a URL.
 
-    >>> base_of("http://127.0.0.1:8000/v1/completions")
+    >>> base_url("http://127.0.0.1:8000/v1/completions")
     'http://127.0.0.1:8000'
     """
     parts = urlsplit(url)

@@ -62,7 +62,7 @@ class RequestGroups:
 
         Raises:
             EngineLost: The engine did not answer.
-            NoGroups: The server does not take groups.
+            GroupsNotSupported: The server does not take groups.
         """
         pending = _PendingRequest(request)
         if not self._gathering:

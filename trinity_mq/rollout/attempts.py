@@ -228,7 +228,7 @@ def lost_engine(error: BaseException, asked: InferenceModel) -> InferenceModel |
 def consecutive_blocks(runs: Sequence[int]) -> list[list[int]]:
     """Return ``runs``, in ascending order, as lists without gaps.
 
-    >>> consecutive([0, 1, 4, 5, 7])
+    >>> consecutive_blocks([0, 1, 4, 5, 7])
     [[0, 1], [4, 5], [7]]
     """
     blocks: list[list[int]] = []

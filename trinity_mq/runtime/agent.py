@@ -339,7 +339,7 @@ class Agent(ABC):
         """Wait until the lock is lost.
 
         Raises:
-            RestartMe: The lock is lost.
+            RestartRequested: The lock is lost.
         """
         assert self.lock is not None
         await self.lock.wait_lost()
@@ -349,7 +349,7 @@ class Agent(ABC):
         """Return if the lock is held, after waiting for a lost connection to return. Without a lock, return at once.
 
         Raises:
-            RestartMe: Another agent took the lock, so that only that agent may write.
+            RestartRequested: Another agent took the lock, so that only that agent may write.
         """
         if self.lock is None or self.lock.held:
             return

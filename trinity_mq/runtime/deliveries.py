@@ -160,7 +160,7 @@ def message_in_hand(bus: Bus, incoming: Incoming) -> Iterator[None]:
     """Note that a message is in hand while the ``with`` block handles it.
 
     Raises:
-        EndsProcessError: The message was in hand at :data:`MAX_DEATHS` deaths of this agent's process.
+        CrashingMessageError: The message was in hand at :data:`MAX_DEATHS` deaths of this agent's process.
     """
     if bus.notes is None:
         yield

@@ -87,7 +87,7 @@ NOT_OF_CONTENT = (OSError, BusError, FatalError, RestartRequested)
 def is_content_error(error: BaseException) -> bool:
     """Return whether handling failed because of the content of a message. All errors of a group must be such errors.
 
-    >>> is_of_content(KeyError("a")), is_of_content(OSError()), is_of_content(MemoryError())
+    >>> is_content_error(KeyError("a")), is_of_content(OSError()), is_of_content(MemoryError())
     (True, False, False)
     """
     if isinstance(error, BaseExceptionGroup):

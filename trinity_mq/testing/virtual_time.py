@@ -113,7 +113,7 @@ def run_virtually(main: Coroutine[Any, Any, T], *, limit: float = 1e6) -> T:
 
     Raises:
         TimeoutError: ``main`` was not done after ``limit`` virtual seconds.
-        StandsStill: ``main`` deadlocked.
+        DeadlockError: ``main`` deadlocked.
     """
 
     async def limited() -> T:

@@ -106,7 +106,7 @@ class BlobStore:
         Raises:
             BlobRefused: The reference does not point to a blob of this run, or its size is over ``max_bytes``.
             BlobDamaged: Size or checksum differ from the reference.
-            BlobGone: The blob does not exist.
+            BlobMissing: The blob does not exist.
             StoreUnavailable: The store does not answer, or its marker file is missing (such as a disk that is not
                 mounted).
         """

@@ -332,7 +332,7 @@ class ExplorerLoop:
         the lock again.
 
         Raises:
-            RestartMe: Another explorer has written the state file.
+            RestartRequested: Another explorer has written the state file.
         """
         bus = self.agent.bus
         while True:

@@ -226,7 +226,7 @@ class StateFile:
         """Write the current ``state``, which is on disk on return.
 
         Raises:
-            RestartMe: Another explorer, which had the lock while this explorer was disconnected, has written the file.
+            RestartRequested: Another explorer, which had the lock while this explorer was disconnected, has written the file.
             OSError: The file cannot be written.
         """
         self._requested_saves += 1
@@ -246,7 +246,7 @@ class StateFile:
         """Check that no other process has written the file since this process last read or wrote it.
 
         Raises:
-            RestartMe: Another explorer has written the file.
+            RestartRequested: Another explorer has written the file.
         """
         async with self._lock:
             await asyncio.to_thread(self._check)

@@ -67,7 +67,7 @@ class BatchPublisher:
         Here and in :meth:`publish_state`, ``run_id`` is the run id of the manifest's message.
 
         Raises:
-            RestartMe: The ready stream does not exist.
+            RestartRequested: The ready stream does not exist.
         """
         async with asyncio.TaskGroup() as group:
             for n, content in enumerate(batch.chunks):
@@ -98,7 +98,7 @@ class BatchPublisher:
         """Publish the BatchReady of a batch with these fields.
 
         Raises:
-            RestartMe: The ready stream does not exist.
+            RestartRequested: The ready stream does not exist.
         """
         op = op or uuid.uuid4().hex
         reason = reason and reason[:REASON_LIMIT].encode(errors="replace").decode()  # lone surrogates cannot be encoded

@@ -57,7 +57,7 @@ class BatchReader:
 
         Raises:
             QueueGone: The batch queue does not exist any more.
-            BatchUnusable: Parts have been missing for too long, or the batch is too large.
+            UnusableBatch: Parts have been missing for too long, or the batch is too large.
         """
         expected = [(accepted.attempt, part) for accepted in manifest.accepted for part in range(accepted.parts)]
         if not expected:

@@ -187,7 +187,7 @@ class Runner(Agent):
         """Take slices until drained, worn out or the run is over.
 
         Raises:
-            RestartMe: The runner needs a fresh process.
+            RestartRequested: The runner needs a fresh process.
         """
         try:
             async with asyncio.TaskGroup() as group:

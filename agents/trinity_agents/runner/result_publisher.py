@@ -174,7 +174,7 @@ class ResultPublisher:
         """Publish the result with a confirm; a result that does not fit into a message is published as *failed*.
 
         Raises:
-            RestartMe: The stream of results does not exist.
+            RestartRequested: The stream of results does not exist.
         """
         key = (batch_key(in_flight.task_slice.batch), in_flight.delivery.run_id)
         try:

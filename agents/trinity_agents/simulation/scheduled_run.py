@@ -263,7 +263,7 @@ class ScheduledRun(Simulation):
 
         Raises:
             AgentFailed: An agent ended with an error.
-            Hang: The run was not over within :data:`LIMIT` virtual seconds.
+            RunHung: The run was not over within :data:`LIMIT` virtual seconds.
         """
         await self.record_messages()
         deadline = asyncio.create_task(self._deadline())

@@ -112,7 +112,7 @@ class Trainer(Agent):
 
         Raises:
             FatalError: The checkpoints belong to another run.
-            RestartMe: This process trains another run.
+            RestartRequested: This process trains another run.
         """
         self.loop.check_run(explorer.run_id)
         super().follow_run(explorer)

@@ -245,7 +245,7 @@ class TrainLoop:
 
         Raises:
             FatalError: The checkpoints belong to another run.
-            RestartMe: The explorer has started another run since this process started.
+            RestartRequested: The explorer has started another run since this process started.
         """
         if self._saved_run and self._saved_run != run_id:
             raise FatalError(

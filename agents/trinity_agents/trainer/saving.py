@@ -37,7 +37,7 @@ class CheckpointSaver:
             committed: Awaited after the checkpoint is committed, before the next checkpoint is started.
 
         Raises:
-            RestartMe: A trainer of a newer generation has taken over the run.
+            RestartRequested: A trainer of a newer generation has taken over the run.
             CheckpointError: The checkpoint could not be written; only if not ``in_background``.
         """
         await self.idle()
@@ -57,7 +57,7 @@ class CheckpointSaver:
 
         Raises:
             CheckpointError: A checkpoint could not be written; older checkpoints are untouched.
-            RestartMe: A trainer of a newer generation has taken over the run.
+            RestartRequested: A trainer of a newer generation has taken over the run.
         """
         while True:
             await self._changed.until(lambda: self._staged is not None)

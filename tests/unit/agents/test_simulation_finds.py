@@ -160,7 +160,7 @@ def test_a_failing_schedule_is_shrunk_and_repeated_by_one_line(
     assert main(least.schedule.command.split()[3:]) == 1
     shown = capsys.readouterr().out
     assert "tokens of the weights they name: batch" in shown
-    assert "KeptWeights(" in shown
+    assert "StaleWeightsFault(" in shown
     assert f"again: {least.schedule.command}" in shown
 
 

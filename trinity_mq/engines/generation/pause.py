@@ -56,7 +56,7 @@ class PauseControl:
         ``spans`` and return it.
 
         Raises:
-            BatchCutOff: The batch step must not continue.
+            BatchStepAborted: The batch step must not continue.
         """
         while not self._released.is_set():
             self._standing = True

@@ -65,7 +65,7 @@ def read_legacy_each(data: bytes | bytearray | memoryview) -> list[Experience | 
 
     Raises:
         DecodeError: The body as a whole cannot be read.
-        ChildSilentError: The child process has no time to read it.
+        ChildTimeoutError: The child process has no time to read it.
         ChildNotStartedError: The child process cannot be started.
     """
     if legacy_form(data) is None:

@@ -72,7 +72,7 @@ class OtlpClient:
         """Send spans.
 
         Raises:
-            SpansRefused: The collector permanently refuses some of the spans.
+            SpansRejected: The collector permanently refuses some of the spans.
             TrackerError: The collector did not accept the spans, but may accept them later.
         """
         body = gzip.compress(self.encoded(spans), compresslevel=1)

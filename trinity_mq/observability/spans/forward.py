@@ -37,7 +37,7 @@ class SpanSink(Protocol):
         """Send spans.
 
         Raises:
-            SpansRefused: Some spans are permanently refused.
+            SpansRejected: Some spans are permanently refused.
             TrackerError: The spans were not accepted, but may be accepted later.
         """
 

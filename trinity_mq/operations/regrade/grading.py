@@ -57,7 +57,7 @@ class TaskRecords:
         """Return (the record of an experience's task, the configuration section of its taskset).
 
         Raises:
-            NotGradable: The record cannot be found.
+            NotRegradable: The record cannot be found.
         """
         name, index = experience.taskset, experience.index
         if name is None or index is None:
@@ -128,7 +128,7 @@ class Grader:
         """Return the reward function bound to its arguments.
 
         Raises:
-            NotGradable: The experience lacks data that the function needs.
+            NotRegradable: The experience lacks data that the function needs.
         """
         if experience.experience_type == DPO:
             raise NotRegradable("it is a pair of answers")
@@ -157,7 +157,7 @@ def rewarded_text(experience: Experience) -> str:
     """Return the rewarded text: the response, or the last answer of a conversation without a response text.
 
     Raises:
-        NotGradable: The experience has neither.
+        NotRegradable: The experience has neither.
     """
     if experience.response_text is not None:
         return experience.response_text

@@ -75,7 +75,7 @@ class AnswerComparer:
         """Return whether two answers in LaTeX are mathematically equal. A pair that exceeds a limit is not equal.
 
         Raises:
-            ChildSilentError: The child does not answer on an overloaded machine. A retry may help.
+            ChildTimeoutError: The child does not answer on an overloaded machine. A retry may help.
             RewardError: The child cannot be started.
         """
         idle = self._idle

@@ -78,7 +78,7 @@ class ChildServer:
 
         Raises:
             ChildEndedError: The child ended; it starts again with the next request.
-            ChildSilentError: The child did not answer in time, and was killed.
+            ChildTimeoutError: The child did not answer in time, and was killed.
             ChildNotStartedError: The child cannot be started.
         """
         with self._lock:

@@ -346,7 +346,7 @@ class CheckpointStore:
         Raises:
             CheckpointError: The checkpoint could not be written, for example because the disk is full; older
                 checkpoints do not change.
-            RestartMe: A trainer of a newer generation has resumed the run.
+            RestartRequested: A trainer of a newer generation has resumed the run.
         """
         final = self._folder / f"progress-{state.progress:06d}"
         partial = self._folder / f".partial-{final.name}-{uuid4().hex[:8]}"
@@ -400,7 +400,7 @@ class CheckpointStore:
         """Reject saves of a trainer whose run another trainer has taken over.
 
         Raises:
-            RestartMe: A newer generation exists.
+            RestartRequested: A newer generation exists.
             CheckpointError: The counter cannot be read.
         """
         try:

@@ -34,7 +34,7 @@ class RereadableSource(Source, Protocol):
             offsets: Stream offsets of its chunks.
 
         Raises:
-            LostError: The stream does not hold the chunks any more.
+            ExperiencesLost: The stream does not hold the chunks any more.
         """
 
 

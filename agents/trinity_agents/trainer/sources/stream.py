@@ -172,7 +172,7 @@ class StreamSource:
         Chunks are decoded on a thread; an undecodable chunk fails its batch.
 
         Raises:
-            RestartMe: A chunk is in the blob store, and the store does not answer; a restart keeps the batch.
+            RestartRequested: A chunk is in the blob store, and the store does not answer; a restart keeps the batch.
         """
         await self.changed.until(self.available)
         self._handed_out = decisions = self._next_decisions()
@@ -247,8 +247,8 @@ class StreamSource:
         """Return the experiences of a consumed batch, whose chunks lie at ``offsets``.
 
         Raises:
-            LostError: The chunks cannot be read any more.
-            RestartMe: The chunks are in the blob store, and the store does not answer.
+            ExperiencesLost: The chunks cannot be read any more.
+            RestartRequested: The chunks are in the blob store, and the store does not answer.
         """
         try:
             messages = await read_at(self._bus, self._stream, offsets, MARK_TIMEOUT)

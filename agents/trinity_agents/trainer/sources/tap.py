@@ -121,7 +121,7 @@ class TapSource:
 
         Raises:
             FatalError: The batch was tokenized with another tokenizer.
-            RestartMe: A chunk is in the blob store, and the store does not answer.
+            RestartRequested: A chunk is in the blob store, and the store does not answer.
         """
         await self._changed.until(self.available)
         assert self._stream is not None

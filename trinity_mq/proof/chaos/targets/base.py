@@ -49,7 +49,7 @@ class FaultTargets(Protocol):
         """Inject a fault of this kind, after a check that the victim belongs to the run and is in the same life.
 
         Raises:
-            NotOursError: The check failed; no fault was injected.
+            VictimGoneError: The check failed; no fault was injected.
             CommandError: The fault could not be injected.
         """
 

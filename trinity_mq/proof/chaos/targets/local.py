@@ -191,7 +191,7 @@ class LocalTargets:
         """Return the process id of a victim that is in the same life and belongs to the run.
 
         Raises:
-            NotOursError: The victim has ended, or does not belong to the run.
+            VictimGoneError: The victim has ended, or does not belong to the run.
         """
         pid, start = map(int, victim.identity.split("@"))
         if start_ticks(pid) != start:
