@@ -97,7 +97,10 @@ def test_simulation_of_what_once_went_wrong(seed: int, places: list[int]) -> Non
 @pytest.mark.timeout(180)
 def test_a_seed_is_the_same_run_in_every_process() -> None:
     """Neither the hashes of texts nor addresses of objects decide anything."""
-    script = "from trinity_agents.simulation.explore import play; print(*[play(seed).trail for seed in (2, 14)])"
+    script = (
+        "from trinity_agents.simulation.explore import play_schedule\n"
+        "print(*[play_schedule(seed).trail for seed in (2, 14)])"
+    )
     outputs = [
         subprocess.run(
             [sys.executable, "-c", script],

@@ -14,7 +14,7 @@ from trinity_mq.engines.host.process import EngineProcess
 quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
 children = [subprocess.Popen(["sleep", "60"], **quiet) for _ in range(2)]
 for child in children:
-    EngineProcess(None, child).leave_alone()
+    EngineProcess(None, child).detach()
 os.kill(children[1].pid, signal.SIGKILL)  # by somebody else: nobody here has waited for it
 print(children[0].pid)
 """

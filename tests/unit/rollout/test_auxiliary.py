@@ -63,7 +63,7 @@ def a_slice(workflow, **task):
 
 ASKING = """
 from trinity_mq.workflows import Workflow
-from trinity_mq.workflows.auxiliary import asking
+from trinity_mq.workflows.auxiliary import auxiliary_errors
 
 class Judged(Workflow):
     is_async = True
@@ -71,7 +71,7 @@ class Judged(Workflow):
         ask = [{"role": "user", "content": "q"}]
         experiences = await self.model.chat_async(ask)
         (judge, *_) = self.auxiliary_model_wrappers
-        with asking(judge, "judge"):
+        with auxiliary_errors(judge, "judge"):
             await judge.chat_async(ask)
         experiences[0].reward = 1.0
         return experiences

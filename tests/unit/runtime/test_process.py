@@ -137,7 +137,7 @@ def test_freed_pages_between_blocks_that_are_in_use_are_given_back() -> None:
     script = """
 import asyncio, contextlib, sys
 from pathlib import Path
-from trinity_mq.runtime.process import give_back_freed_memory
+from trinity_mq.runtime.process import trim_memory_periodically
 
 def mebibytes():
     rollup = Path("/proc/self/smaps_rollup").read_text()
@@ -147,7 +147,7 @@ async def main():
     blocks = [bytearray(b"x" * 3000) for _ in range(20_000)]
     blocks = blocks[::100]
     before = mebibytes()
-    giving = asyncio.create_task(give_back_freed_memory(0.01))
+    giving = asyncio.create_task(trim_memory_periodically(0.01))
     async with asyncio.timeout(20):
         while mebibytes() > before - 40:
             await asyncio.sleep(0.01)

@@ -35,7 +35,7 @@ def build(bus, topology):
 
 
 Worker.role = role
-serve.give_back_freed_memory = give_back
+serve.trim_memory_periodically = give_back
 broker = {"url": "amqp://guest:guest@127.0.0.1:1/"}  # its bus is another one
 config = load_config({"name": "w", "model": {"tiny": {}}, "run_dir": run_dir, "broker": broker})
 sys.exit(serve.run_daemon(config, f"{role}-0", role, build))

@@ -33,12 +33,12 @@ DIES = """
 import os, signal, sys
 from pathlib import Path
 from trinity_mq.bus import Incoming
-from trinity_mq.runtime.deliveries import CrashNotes
+from trinity_mq.runtime.deliveries import CrashLog
 
 queue, offset, name = sys.argv[2:5]
 message = Incoming(body=b"x", exchange="", routing_key="", queue=queue, message_id=name or None)
 message.offset = int(offset) if offset else None
-with CrashNotes(Path(sys.argv[1])).in_hand(message) as deaths:
+with CrashLog(Path(sys.argv[1])).in_hand(message) as deaths:
     print(deaths, flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 """

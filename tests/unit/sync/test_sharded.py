@@ -33,12 +33,12 @@ assert sum(tensor.to_local().numel() for _, tensor in tensors) < sum(tensor.nume
 async def lead(method):
     from trinity_mq.config import load_config
     from trinity_mq.sync.channels.factory import open_channel
-    from trinity_mq.sync.channels.receiver import Receiver
+    from trinity_mq.sync.channels.receiver import WeightReceiver
     sync = {"sync_method": method, "bucket_bytes": 1024}
     channel = open_channel(load_config({"model": {"tiny": {}}, "run_dir": folder, "synchronizer": sync}))
     where = await channel.offer((1, 1), tensors, manifest)
     spec = {**where, "epoch": 1, "attempt": 1, "rank": 1, "world": 2, "seconds": 20.0, "manifest": manifest}
-    arrived, _ = await asyncio.gather(Receiver().receive(spec), channel.broadcast(tensors, manifest, 1, 1, 2))
+    arrived, _ = await asyncio.gather(WeightReceiver().receive(spec), channel.broadcast(tensors, manifest, 1, 1, 2))
     await channel.close()
     print(json.dumps([sorted(arrived) == sorted(expected)]
                      + [torch.equal(arrived[name], tensor) for name, tensor in expected.items()]), flush=True)

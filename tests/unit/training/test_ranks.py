@@ -26,7 +26,7 @@ def say(**what):
 def follow():
     begin_follower()
     ranks = Ranks(own_rank(), 2, seconds=20.0)
-    ranks.meet()
+    ranks.connect_store()
     while True:
         command = ranks.next()
         say(got=command.name)
@@ -47,7 +47,7 @@ async def lead():
     ranks = Ranks(0, 2, seconds=20.0)
     processes = RankProcesses(ranks, grace=5.0)
     await processes.start()
-    ranks.meet()
+    ranks.connect_store()
     watching = asyncio.create_task(processes.watch())
     say(children=[one.pid for one in processes._children])
     for line in iter(sys.stdin.readline, ""):
