@@ -446,13 +446,13 @@ def test_no_broker_is_a_warning_and_an_unreachable_one_a_problem(
     assert json.loads(capsys.readouterr().out)["findings"][0]["verdict"] == "warning"
     with monkeypatch.context() as without:
         without.setattr("trinity_mq.local_broker.choose.find_rabbitmq", lambda: None)
-        without.setattr("trinity_mq.local_broker.choose.docker_answers", AsyncMock(return_value=False))
+        without.setattr("trinity_mq.local_broker.choose.is_docker_available", AsyncMock(return_value=False))
         assert doctor(Namespace(**words)) == 1, "nothing here can start a broker"
         finding = json.loads(capsys.readouterr().out)["findings"][0]
         assert finding["verdict"] == "problem"
         assert finding["seen"] == "none is known, and `trinity-mq run` can start none of its own"
         assert "`apt-get install rabbitmq-server`" in finding["do"]
-        without.setattr("trinity_mq.local_broker.choose.docker_answers", AsyncMock(return_value=True))
+        without.setattr("trinity_mq.local_broker.choose.is_docker_available", AsyncMock(return_value=True))
         assert doctor(Namespace(**words)) == 0, "a container can"
         assert json.loads(capsys.readouterr().out)["findings"][0]["verdict"] == "warning"
     assert doctor(Namespace(**{**words, "broker": "amqp://u:secret@127.0.0.1:1/"})) == 1

@@ -144,7 +144,7 @@ async def test_dead_letters_of_a_run_that_is_over_are_read_once(
             yield bus, topology
             await bus.close()
 
-    monkeypatch.setattr(actions, "reached", started)
+    monkeypatch.setattr(actions, "open_bus", started)
     async with served(stopped=lambda: target) as (client, _, _, _):
         for _ in range(3):
             [letter] = (await (await client.get("/api/dead")).json())["letters"]
@@ -161,7 +161,7 @@ async def test_a_run_that_is_started_meanwhile_is_an_error_that_says_so(monkeypa
         raise CommandError("run folder is in use by process 5")
         yield
 
-    monkeypatch.setattr(actions, "reached", in_use)
+    monkeypatch.setattr(actions, "open_bus", in_use)
     async with served(stopped=lambda: Target("r", BrokerConfig())) as (client, _, _, _):
         answer = await client.get("/api/dead")
         assert (answer.status, (await answer.json())["error"]) == (409, "run folder is in use by process 5")
