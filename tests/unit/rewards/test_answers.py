@@ -223,9 +223,9 @@ def changed(answer: str) -> tuple[str, ...]:
 def test_the_second_process_starts_with_the_first_question_only() -> None:
     code = (
         "from trinity_mq.rewards.math import judge, answers\n"
-        "assert answers.correct('#### 5', '5', finished=True)\n"
+        "assert answers.is_correct('#### 5', '5', finished=True)\n"
         "assert judge._judge.pids == []\n"
-        "assert answers.correct('\\\\boxed{x+1}', '1+x', finished=True)\n"
+        "assert answers.is_correct('\\\\boxed{x+1}', '1+x', finished=True)\n"
         "assert len(judge._judge.pids) == 1\n"
         "import sys; assert 'sympy' not in sys.modules and 'torch' not in sys.modules\n"
     )

@@ -88,13 +88,13 @@ def is_correct(response: str, truth: str | None, *, finished: bool) -> bool:
     """Return whether ``response``, ``finished`` or cut at a limit, states the answer that ``truth`` states."""
     if not truth:
         return False
-    right = requests(truth)
+    right = truth_answer(truth)
     answer = extract_answer(response, finished=finished, words=reads_as_words(right.text))
     return answer is not None and equal(right, answer)
 
 
 @functools.lru_cache(maxsize=4096)
-def requests(truth: str) -> StatedAnswer:
+def truth_answer(truth: str) -> StatedAnswer:
     """Return the answer of a dataset's ground truth: its marked answer, else the whole text."""
     return next(_marked(truth, finished=True, words=True), None) or read(truth, latex=True)
 

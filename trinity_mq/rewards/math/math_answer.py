@@ -2,7 +2,7 @@ r"""Reward 1 for the right number, wherever a response states it."""
 
 from __future__ import annotations
 
-from trinity_mq.rewards.math.answers import extract_answer, requests
+from trinity_mq.rewards.math.answers import extract_answer, truth_answer
 from trinity_mq.rewards.math.grammar import reads_as_words
 from trinity_mq.rewards.truth import BOOLEANS, accept_any_truth_type
 from trinity_mq.thoughts import after_thoughts
@@ -25,7 +25,7 @@ def math_answer(response: str, truth: str | None, *, finished: bool, prompt_end:
     not a number (``\sqrt{2}``, ``(1, 2)``, ``10:30``) only the same spelling is right. No response is right for a
     ``truth`` in words. Use ``accuracy_reward`` for these.
     """
-    right = requests(truth) if truth else None
+    right = truth_answer(truth) if truth else None
     is_boolean = right is not None and right.text.lower() in BOOLEANS
     answer = extract_answer(after_thoughts(response, prompt_end), finished=finished, words=is_boolean)
     if right is None or answer is None:

@@ -2,7 +2,7 @@ r"""Rewards for a mathematically right answer, with optional credit for format a
 
 from __future__ import annotations
 
-from trinity_mq.rewards.math.answers import equal, is_correct, read, requests
+from trinity_mq.rewards.math.answers import equal, is_correct, read, truth_answer
 from trinity_mq.rewards.text import Form, has_form, last_boxed
 from trinity_mq.rewards.truth import accept_any_truth_type
 from trinity_mq.thoughts import after_thoughts
@@ -55,7 +55,7 @@ def math_boxed(
 
     Args:
         response: The text of the response.
-        truth: The bare answer, or a text that marks it (:func:`answers.requests`).
+        truth: The bare answer, or a text that marks it (:func:`answers.truth_answer`).
         finished: Whether the response ended by itself. A truncated response fails the format, but its box counts.
         with_think: True: the expected format is ``<think>...</think>`` followed by a box. False: a box alone.
         format_score_coef: Penalty of a response without the expected format: the format score is 0 or minus this value,
@@ -63,7 +63,7 @@ def math_boxed(
         prompt_end: The prompt, or its last characters, which may open the thoughts. None: unknown.
     """
     box = last_boxed(after_thoughts(response, prompt_end))
-    right = box is not None and bool(truth) and equal(requests(truth or ""), read(box[1], latex=True))
+    right = box is not None and bool(truth) and equal(truth_answer(truth or ""), read(box[1], latex=True))
     formed = finished and has_form(response, "think_boxed" if with_think else "boxed", prompt_end)
     return {"accuracy": float(right), "format_score": 0.0 if formed else -format_score_coef}
 
