@@ -57,7 +57,7 @@ class _Chat:
     text: str
     """The prompt as the template renders it."""
     tools: Sequence[dict[str, Any]]
-    requests: GenerationRequest
+    wanted: GenerationRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class _Completion:
     body: CompletionBody
     prompts: Sequence[tuple[str, list[int]]]
     """Text and token ids of each prompt."""
-    requests: Sequence[GenerationRequest]
+    wanted: Sequence[GenerationRequest]
 
 
 class OpenAIApi:
