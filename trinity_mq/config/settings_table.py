@@ -175,8 +175,8 @@ def _discriminator(model: type[BaseModel]) -> str:
 
 
 def _kinds(annotation: Any) -> list[type[BaseModel]]:
-    """Return the members of a union of sections that have a ``NAMING`` field, or an empty list if there are fewer than
-    two.
+    """Return the members of a union of sections that have a field named in :data:`NAMING`, or an empty list if there
+    are fewer than two.
     """
     models = [model for model in sections_of(annotation) if NAMING & model.model_fields.keys()]
     return models if len(models) > 1 else []

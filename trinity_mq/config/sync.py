@@ -41,7 +41,8 @@ class SyncConfig(Section):
     opened."""
     max_staleness: int | None = Field(default=None, ge=0)
     """Maximum age of training data, in trainer steps, measured by the oldest token of a group. None: the staleness that
-    the style itself causes; in mode ``serve`` no limit, since rewards may be late."""
+    the style itself causes; in mode ``serve`` no limit, since rewards may be late. Mode ``train`` ignores this setting
+    and has no limit."""
     stale: Literal["drop", "requeue"] = "drop"
     """Treatment of groups older than ``max_staleness``. ``drop``: drop them. ``requeue``: return their tasks to the
     explorer, which puts them at the head of its next batch; each task is returned at most once."""

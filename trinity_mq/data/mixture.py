@@ -81,8 +81,8 @@ class TasksetMixture:
             TasksetError: The position was saved with other tasksets, ratios, records, selectors or another seed.
         """
         before = state["tasksets"]
-        # This comes first, because its message explains how the records have changed, and the turns depend on the
-        # records.
+        # The tasksets are restored first, because their errors explain how the records have changed. Changed records
+        # also change the turns.
         for taskset in self._tasksets:
             if taskset.config.name in before:
                 taskset.restore(before[taskset.config.name])

@@ -72,8 +72,8 @@ def required_answer(batch: int, config: SyncConfig) -> int:
 
 
 def has_room(batch: int, counters: Counters, config: SyncConfig) -> bool:
-    """Return whether the trainer's progress suffices for ``batch``. The newest weights may still have to be
-    requested.
+    """Return whether the trainer's progress suffices for ``batch``. Under ``explorer_driven`` the batch may still wait
+    for the newest weights, see :func:`required_answer`.
     """
     progress = counters.committed_progress if config.sync_style == "fixed" else counters.progress
     return progress >= required_progress(batch, config)
@@ -101,7 +101,7 @@ def sync_due(now: Boundary, config: SyncConfig) -> bool:
     if config.sync_style == "fixed":
         return behind and now.progress > 0 and now.progress % config.sync_interval == 0
     if config.sync_style == "explorer_driven":
-        # a restarted trainer must first regain the progress it had at the request: its weights would be too old
+        # a restarted trainer must first regain the progress it had at the request, or its weights would be too old
         return now.wanted > now.answered and now.progress >= required_progress(now.wanted, config)
     base = now.first_step if now.committed is None else now.committed[1]
     return now.version[1] - base >= config.sync_interval

@@ -288,7 +288,7 @@ class ExperienceBatch(Sequence[Experience]):
         return self._values.get(name) or [None] * self._count
 
     def column(self, name: str) -> Column:
-        """Return a tensor field; the column has no part if no experience has the field."""
+        """Return the column of a tensor field: a tuple of parts, empty if no experience has the field."""
         if name not in TENSOR_FIELDS:
             raise KeyError(f"{name!r} is no tensor field, wanted one of {tuple(TENSOR_FIELDS)}")
         return self._tensors.get(name, ())

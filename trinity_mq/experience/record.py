@@ -239,8 +239,8 @@ class Experience:
     ) -> Experience:
         """Return an experience that takes over these values without checks, in the order of :data:`FIELD_NAMES`.
 
-        This method is for callers that have checked whole columns; other callers use the constructor. Attributes set
-        one by one take a fifth of the memory of a dict that is taken over.
+        This method is for callers that have checked whole columns; other callers use the constructor. It sets the
+        attributes one by one, because a ``__dict__`` that is assigned as a whole takes five times the memory.
         """
         experience = cls.__new__(cls)
         experience.eid = eid

@@ -391,8 +391,11 @@ class GatewayApp:
         return response
 
     def _sampled_as_configured(self, session: Session, request: EngineRequest) -> EngineRequest:
-        """Return the request with the options that training needs: token ids, logprobs, and sampling from the
-        unmodified policy.
+        """Return the request for the engine: without the model name, with token ids and logprobs, and with a token
+        limit if the client sets none.
+
+        If the session is recorded for training and ``gateway.sampling`` is ``configured``, the client's ``seed`` is
+        removed, and the run's ``temperature`` and ``top_p`` replace the client's.
         """
         body = dict(request.body)
         body.pop("model", None)

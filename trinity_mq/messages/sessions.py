@@ -167,7 +167,7 @@ class SessionEnd(Message):
 
     session: str
     outcome: Literal["done", "failed", "discard"] = "done"
-    """A session that is ``failed`` without a reward or ``discard`` is not trained on."""
+    """``discard``: the session is not trained on. ``failed``: it is trained on only if it has a reward."""
     reward: float | None = Field(default=None, allow_inf_nan=False)
     """Reward of the whole session."""
     metrics: dict[str, float] = Field(default_factory=dict)

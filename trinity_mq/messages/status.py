@@ -204,7 +204,7 @@ class OperatorStatus(Status):
     ticket: str | None = None
     """Ticket of the batch in progress; null: none."""
     seconds: float = 0.0
-    """Seconds since the operator took that batch."""
+    """Seconds since the operator took the batch in progress."""
     usual_seconds: float = 0.0
     """Median duration of the last batches in seconds; 0: no batch has finished."""
     reviews: int = 0

@@ -114,8 +114,8 @@ class TaskSlice(Message):
     explorer: str = ""
     """Id of the scheduling explorer, which sends the heartbeats of ``opened_beat``."""
     keep_partial: bool = False
-    """A runner that drops the slice because its ticket is missing in a heartbeat first publishes the finished runs and
-    their result."""
+    """True if partial results are wanted: a runner that stops the slice early, because its ticket is missing in a
+    heartbeat or because the runner must end, publishes the finished runs and their result."""
 
     @property
     def message_id(self) -> str:

@@ -160,7 +160,7 @@ class EngineClients:
         await asyncio.to_thread(self.close)
 
     def close(self) -> None:
-        """Close the connections of threads."""
+        """Close the connections of :meth:`post`, which threads use."""
         with self._lock:
             client, self._client = self._client, None
         if client is not None:

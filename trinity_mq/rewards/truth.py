@@ -44,7 +44,7 @@ def expected_answer(truth: Any) -> str | None:
 def truncate_middle(text: str, most: int) -> str:
     """Return text that is safe to send. A longer text loses its middle, because its end holds the answer.
 
-    >>> truncate_middle("0123456789", 5), shortened("01234", 5)
+    >>> truncate_middle("0123456789", 5), truncate_middle("01234", 5)
     ('0…789', '01234')
     """
     head = (most - 1) // 4

@@ -87,7 +87,7 @@ NOT_OF_CONTENT = (OSError, BusError, FatalError, RestartRequested)
 def is_content_error(error: BaseException) -> bool:
     """Return whether handling failed because of the content of a message. All errors of a group must be such errors.
 
-    >>> is_content_error(KeyError("a")), is_of_content(OSError()), is_of_content(MemoryError())
+    >>> is_content_error(KeyError("a")), is_content_error(OSError()), is_content_error(MemoryError())
     (True, False, False)
     """
     if isinstance(error, BaseExceptionGroup):
@@ -96,7 +96,7 @@ def is_content_error(error: BaseException) -> bool:
 
 
 def dead_letter_reason(error: BaseException) -> str:
-    """Return the dead-letter reason of an error of content."""
+    """Return the dead-letter reason for an error that the content of a message caused."""
     cause = first_leaf(error)
     return (
         str(cause) if isinstance(cause, CrashingMessageError) else f"cannot be handled: {type(cause).__name__}: {cause}"

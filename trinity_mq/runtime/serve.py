@@ -46,7 +46,7 @@ log = structlog.get_logger(__name__)
 
 
 ORPHAN_LEASE = HEARTBEAT_LEASE
-"""Maximum seconds from the end of its supervisor to the end of an agent."""
+"""Maximum seconds for which an agent outlives its supervisor."""
 ORPHAN_DRAIN_SHARE, ORPHAN_CANCEL_SHARE = 0.4, 0.7
 """Shares of :data:`ORPHAN_LEASE` after which work in hand is returned to the queue, and after which the agent is
 cancelled."""

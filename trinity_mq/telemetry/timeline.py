@@ -81,7 +81,7 @@ def chrome_trace(every: Iterable[Span]) -> str:
 
 
 def tracks(agent_spans: Sequence[Span]) -> list[list[Span]]:
-    """Return the spans of an agent in as few tracks as possible. No span covers another span of its track."""
+    """Return the spans of an agent in as few tracks as possible. Spans of a track overlap at most by :data:`SLACK`."""
     layout: list[list[Span]] = []
     for span in sorted(agent_spans, key=lambda span: (span.start, span.end)):
         free = next((track for track in layout if track[-1].end <= span.start + SLACK), None)

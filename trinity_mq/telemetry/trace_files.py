@@ -77,7 +77,7 @@ class TraceTail:
         return spans if moved else None
 
     def _take(self, line: bytes, writer: dict[str, Any], spans: list[TraceSpan]) -> dict[str, Any]:
-        """Add the spans of a line to ``found``. Return the process that writes from here on."""
+        """Add the spans of a line to ``spans``. Return the process that wrote the following lines."""
         try:
             fields = json.loads(line)
             if isinstance(fields, dict):

@@ -112,7 +112,7 @@ def logprob(position: int) -> float:
 async def scripted_server(
     script: Script, *, version: Version = (1, 0), max_model_len: int = 1 << 16
 ) -> AsyncIterator[tuple[InferenceModel, ScriptedGenerator]]:
-    """Serve a script on loopback; yield the handle of the engine, and the generator with the prompts."""
+    """Serve a script on loopback; yield the handle of the engine, and the generator, which records the prompts."""
     generator = ScriptedGenerator(script, max_model_len=max_model_len)
     settings = ServerSettings(engine_id="scripted", model_name="scripted", model_path="", token=TOKEN)
     server = EngineServer(generator, settings, _no_weights)

@@ -59,7 +59,7 @@ class MicroBatch:
     input_ids: Tensor
     """int64 ``[rows, positions]``. The last token of a sequence is omitted because it predicts nothing."""
     lengths: Tensor
-    """int64 ``[sequences]``: number of these positions that each sequence has."""
+    """int64 ``[sequences]``: number of positions of each sequence in ``input_ids``."""
     rows: Tensor
     """int64 ``[tokens]``: the row of each trained token."""
     columns: Tensor

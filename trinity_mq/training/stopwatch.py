@@ -41,7 +41,7 @@ class Stopwatch:
         self._seconds[name] = self._seconds.get(name, 0.0) + seconds
 
     def metrics(self) -> dict[str, float]:
-        """Return ``time/<part>``; waits for the GPU."""
+        """Return the seconds of each part as ``time/<part>``; waits for the GPU."""
         if self._events:
             self._events[-1][2].synchronize()
         for name, first, last in self._events:

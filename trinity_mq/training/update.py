@@ -435,7 +435,8 @@ class StepTotals:
 
     def metrics(self) -> dict[str, float]:
         """Return averages over the applied optimizer steps (for ``*_max`` the maximum, for ``*_min`` the minimum), and
-        counts. All values are finite.
+        counts. All values are finite. Metrics that begin with :data:`FIRST` are values of the first optimizer step,
+        whether or not it was applied.
         """
         result = {"actor/optimizer_steps": float(len(self._applied)), **self._skipped}
         for name in dict.fromkeys(name for metrics in self._applied for name in metrics):

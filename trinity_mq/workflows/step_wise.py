@@ -153,7 +153,7 @@ class StepWiseRewardWorkflow(_StepRewards):
 
     @abstractmethod
     def step(self, step_num: int) -> bool:
-        """Run one step of the agent; return whether the run continues. ``self.client`` serves existing agents."""
+        """Run one step of the agent; return whether the run continues. ``self.client`` is an ``OpenAI``."""
 
     @abstractmethod
     def reward(self, exps: list[Experience], step_num: int) -> float:
@@ -179,7 +179,7 @@ class RewardPropagationWorkflow(FinalRewardWorkflow):
 
     @abstractmethod
     def step(self, step_num: int) -> bool:
-        """Run one step of the agent; return whether the run continues. ``self.client`` serves existing agents."""
+        """Run one step of the agent; return whether the run continues. ``self.client`` is an ``OpenAI``."""
 
     @abstractmethod
     def reward(self, exps: list[Experience]) -> float:

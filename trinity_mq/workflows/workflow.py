@@ -93,7 +93,7 @@ class Task:
         return self.workflow(task=self, model=model, auxiliary_models=auxiliary_models)
 
     def inherit_sampling(self, model: ModelWrapper) -> None:
-        """Make sampling parameters that the task does not set default to the parameters of ``model``, if it has any."""
+        """Take sampling parameters that the task does not set from ``model``, if ``model`` has sampling parameters."""
         self.rollout_args = RolloutArgs(self.rollout_args, getattr(model, "sampling", None))
 
     def to_dict(self) -> dict[str, Any]:

@@ -50,7 +50,8 @@ class EngineHosting(Agent):
         """Adopt the run of the explorer that schedules.
 
         Raises:
-            RestartRequested: The explorer has started another run; the engines hold weights of the old run.
+            RestartRequested: The explorer has started another run, and the engines hold weights and versions of the old
+                run.
         """
         before = self.bus.run_id
         self._is_of_another_run = before is not None and before != explorer.run_id

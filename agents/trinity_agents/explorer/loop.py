@@ -301,7 +301,8 @@ class ExplorerLoop:
         await self.save()
 
     async def announce_end(self) -> None:
-        """Keep announcing the end of the run until each living agent has received it, at most two heartbeat leases.
+        """Wait until each living agent of :data:`TOLD_OF_END` has received the end of the run, at most two heartbeat
+        leases. The heartbeats of this explorer announce it.
 
         An agent that is restarting or disconnected and cannot read the run's folder would otherwise wait forever.
         """

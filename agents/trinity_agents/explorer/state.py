@@ -226,7 +226,8 @@ class StateFile:
         """Write the current ``state``, which is on disk on return.
 
         Raises:
-            RestartRequested: Another explorer, which had the lock during a disconnection, has written the file.
+            RestartRequested: Another explorer, which had the lock while this explorer was disconnected, has written the
+                file.
             OSError: The file cannot be written.
         """
         self._requested_saves += 1

@@ -108,7 +108,7 @@ def _send(pipe: Connection, *frames: bytes) -> None:
 
 
 class _ParentEngines:
-    """The engines that the runner knows, over the pipe."""
+    """Gets engines from the runner: requests each engine over the pipe, and reports lost engines to it."""
 
     def __init__(self, pipe: Connection) -> None:
         self._pipe = pipe

@@ -112,8 +112,8 @@ class ResultPublisher:
     ) -> TaskResult:
         """Return the result of a slice.
 
-        If the workflow's runs count, ``outcome`` is the workflow's outcome; otherwise ``message`` and ``kind`` describe
-        the failure.
+        ``outcome`` is the workflow's outcome, whose finished runs count. Without ``outcome`` no run counts, and
+        ``message`` and ``kind`` describe the failure.
 
         Raises:
             ValidationError: The outcome's metrics are not numbers.

@@ -47,8 +47,9 @@ def group_advantages(
     A group is the runs of one task (``eid.tid``). Statistics are over runs (``eid.rid``), not experiences. The reward
     of a run is the reward of its last step (largest ``eid.step``; the last listed of equal steps). With baseline ``b``
     the advantage of reward ``r`` is ``(r - b - shift) / (s + epsilon)`` for a standard deviation ``s``, and ``(r - b -
-    shift) / s`` for another scale; see :class:`GroupEstimator` for both. Where baselines come from other runs, a group
-    with a single run gets 0, and where ``shift`` is 0, so do equal rewards. Rewards are limited to +-``LARGEST``.
+    shift) / s`` for another scale; see :class:`GroupEstimator` for both. Except with the baselines ``none``, ``greedy``
+    and ``role_mean``, a group with a single run gets 0, and a group with equal rewards gets 0 if ``shift`` is 0.
+    Rewards are limited to +-``LARGEST``.
 
     Some runs are dropped with all their experiences, and counted: runs without a finite reward; groups with fewer than
     ``min_group_runs`` remaining runs, or without the greedy run they need; then the groups and runs excluded by

@@ -199,7 +199,7 @@ def with_scores(batch: ExperienceBatch, scores: Sequence[float], *, whitened: bo
 
 def with_advantages(batch: ExperienceBatch, flat: Numbers, *, whitened: bool = False) -> ExperienceBatch:
     """Return the experiences with the advantages ``flat``, float64 ``[response tokens of the batch]``, stored as
-    float32; 0 where the action mask is False.
+    float32; 0 where the action mask is False. ``whitened``: whiten ``flat`` over the trained tokens first.
     """
     if not len(batch):
         return batch

@@ -223,8 +223,8 @@ class MemoryConsumer(BufferedConsumer[Stored]):
             self._end(QueueGone(f"queue {self.queue.name} was deleted"))
 
     def cut(self, first_offset: int) -> None:
-        """End with StreamCut, because retention removed the next messages. ``kept`` is the first offset that the stream
-        holds.
+        """End with StreamCut, because retention removed the next messages. ``first_offset`` is the first offset
+        that the stream holds.
         """
         requested = self._next or 0
         self.detach()

@@ -18,7 +18,7 @@ from pamqp import encode, exceptions, frame, header
 FRAME_HEADER, FRAME_METHOD = 2, 1
 DELIVER = struct.pack(">HH", 60, 60)
 FORMATS = {tag.encode(): struct.Struct(f">{form}") for tag, form in zip("tbBsuIilLfd", "?bBhHiIqqfd", strict=True)}
-"""Formats of the headers that are read, by type tag."""
+"""Struct formats of header values, by type tag: booleans and numbers. Text values are read without this table."""
 SKIPPED = {b"D": 5, b"T": 8, b"V": 0, b"\0": 0}
 """Bytes of header values that are skipped, by type tag: decimals, timestamps, empty values."""
 SIZED = b"SAFx"

@@ -30,8 +30,8 @@ class OptimizerConfig(Section):
     betas: tuple[float, float] = (0.9, 0.95)
     """AdamW's decay rates of the first and second moment."""
     eps: float = Field(default=1e-8, gt=0)
-    """Value that AdamW adds to the root of the second moment. Gradients of about this size take smaller steps: lower it
-    for them."""
+    """Value that AdamW adds to the root of the second moment. Gradients of about this size or less cause smaller steps;
+    for such gradients lower the value."""
     momentum: float | None = Field(default=None, ge=0, lt=1)
     """Share of the last direction that Muon and SGD keep. None: 0.95 for ``muon``, 0 for ``sgd``."""
     weight_decay: float = Field(default=0.0, ge=0)

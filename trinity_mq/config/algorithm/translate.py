@@ -55,7 +55,7 @@ ADVANTAGES = {
     "on_policy_distill": "on_policy_distill",
     "jsd": "jsd",
 }
-"""``advantage_fn`` of Trinity-RFT, and the preset that has its estimator."""
+"""Preset with the same estimator by ``advantage_fn`` of Trinity-RFT."""
 
 POLICY_LOSSES = {
     "gspo": "gspo",
@@ -73,7 +73,7 @@ POLICY_LOSSES = {
     "mix_chord": "mix_chord",
     "dpo": "dpo",
 }
-"""``policy_loss_fn`` of Trinity-RFT except ``ppo``, and the preset that has its loss, without the reference term."""
+"""Preset with the same loss, reference term aside, by ``policy_loss_fn`` of Trinity-RFT except ``ppo``."""
 
 REDUCTIONS = {
     "token-mean": "token",
@@ -81,7 +81,7 @@ REDUCTIONS = {
     "seq-mean-token-sum": "sequence_sum",
     "seq-mean-token-sum-norm": "constant",
 }
-"""``loss_agg_mode`` of Trinity-RFT, and the kinds of ``reduction``."""
+"""Kinds of ``reduction`` by ``loss_agg_mode`` of Trinity-RFT."""
 
 KL_KINDS = {
     "k1": "k1",
@@ -91,13 +91,13 @@ KL_KINDS = {
     "abs": "abs",
     "corrected_k3": "k3_weighted",
 }
-"""``kl_loss_fn`` of Trinity-RFT, and the kinds of ``kl``."""
+"""Kinds of ``kl`` by ``kl_loss_fn`` of Trinity-RFT."""
 
 
 REWARD_KL_KINDS = KL_KINDS | {"corrected_k3": "k3"}
-"""``kl_penalty_fn`` of Trinity-RFT, and the kinds of ``reward_kl``, which has no ratio for a correction."""
+"""Kinds of ``reward_kl``, which has no ratio for a correction, by ``kl_penalty_fn`` of Trinity-RFT."""
 REWARD_KL_KEYS = {"kl_coef": "coef", "target_kl": "target", "horizon": "horizon"}
-"""``kl_penalty_fn_args`` except ``adaptive``, and the fields of ``reward_kl``."""
+"""Fields of ``reward_kl`` by ``kl_penalty_fn_args`` except ``adaptive``."""
 
 CRITIC_KEYS = {
     "critic_warmup": "warmup_steps",
@@ -106,7 +106,7 @@ CRITIC_KEYS = {
     "trainer_config.critic.grad_clip": "clip_grad",
     "trainer_config.critic.cliprange_value": "value_clip",
 }
-"""Settings of a critic in Trinity-RFT's section ``trainer``, and the fields of ``algorithm.critic``."""
+"""Fields of ``algorithm.critic`` by the settings of a critic in Trinity-RFT's section ``trainer``."""
 
 
 def take_trinity_names(user_settings: dict[str, Any], preset: Preset) -> dict[str, Any]:

@@ -264,7 +264,7 @@ def decode(
 def _prefill(
     model: Any, cache: Any, requests: Sequence[GenerationRequest], pad_id: int, device: torch.device
 ) -> tuple[_Rows, _Sequences, Tensor]:
-    """Read each prompt once; its completions begin as one sequence. The logits are ``[requests, vocabulary]``."""
+    """Read each prompt once; its completions share its sequence in the cache. Logits: ``[requests, vocabulary]``."""
     lengths = [len(request.prompt) for request in requests]
     width = max(lengths)
     padded = [[pad_id] * (width - len(request.prompt)) + list(request.prompt) for request in requests]

@@ -70,7 +70,7 @@ def adapter_plan(config: Config, folder: Path, *, cpu: bool) -> AdapterPlan | No
             "model.dtype to bfloat16, or model.lora.sync to merged"
         )
     layers = adapted_layers(config.model, lora, folder)
-    # one adapter per version of the data in use, and one for the version being loaded, which the canary uses
+    # one adapter for each allowed staleness from 0, and one for the version being loaded, which the canary uses
     min_adapters, max_adapters = AT_ONCE
     versions = max(min_adapters, min(config.synchronizer.effective_max_staleness + 2, max_adapters))
     return AdapterPlan(lora, api.adapter_room(lora.r, versions, layers), tensor_shapes(layers, lora.r))

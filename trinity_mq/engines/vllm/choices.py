@@ -38,7 +38,7 @@ class Choices:
         self._rows = [_Row() for _ in range(request.n)]
         self._by: Version | None = None
         self.strayed = False
-        """True if tokens have another version than the version announced when they began to arrive."""
+        """True if a token has another version than the version of the last :meth:`begin`."""
 
     @property
     def all_ended(self) -> bool:

@@ -1,6 +1,6 @@
 """Sends requests to vLLM, which batches them itself: admits and counts requests, and holds them during a pause.
 
-``Flow`` has the methods of :class:`~trinity_mq.engines.generation.batch_step.StaticBatcher`, which the API and
+``VllmBatcher`` has the methods of :class:`~trinity_mq.engines.generation.batch_step.StaticBatcher`, which the API and
 the admin routes use.
 """
 

@@ -22,7 +22,9 @@ DONE = b"data: [DONE]\n\n"
 
 
 class OpenAIEvents(Events):
-    """Passes the engine's chunks on under the id of the answer."""
+    """Passes on the engine's chunks with the id of the gateway's answer, without fields that the client did not
+    request.
+    """
 
     def __init__(self, call: str, body: Mapping[str, Any]) -> None:
         self._call, self._body = call, body

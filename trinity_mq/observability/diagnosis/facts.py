@@ -33,7 +33,7 @@ ROLES: tuple[Role, ...] = ("explorer", "trainer", "operator", "runner", "engine"
 def duration_text(seconds: float) -> str:
     """Return a duration for a person.
 
-    >>> duration_text(0.03), text_of(0.25), text_of(9.4), text_of(212), text_of(4000)
+    >>> duration_text(0.03), duration_text(0.25), duration_text(9.4), duration_text(212), duration_text(4000)
     ('30 ms', '0.2 s', '9 s', '212 s', '67 min')
     """
     if not math.isfinite(seconds):

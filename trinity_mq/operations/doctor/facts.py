@@ -307,7 +307,7 @@ async def ask_rabbitmqctl(ctl: Ctl, facts: DoctorFacts) -> None:
         why = " ".join(str(error).split()) or type(error).__name__
         facts.missing(f"rabbitmqctl does not report it ({why})", *questions, "clock")
         return
-    facts.update(answers, clock=(0.0, 0.0))  # a private node runs on this machine
+    facts.update(answers, clock=(0.0, 0.0))  # the clock of a private node is this machine's clock
     facts.missing(f"the broker knows no permission of user {facts['user']!r} on {facts['vhost']!r}", "permissions")
 
 

@@ -86,7 +86,7 @@ async def read_record(
     record.results_begin, end = await _read(bus, topology.results, 0, reader.take_result)
     record.settled = len(record.progress)
     record.ready_begin, _ = await _read(bus, topology.ready, 0, reader.take_ready)
-    # in a running run, this reads the results of the most recently read sets
+    # a running run may have published results of the sets read last only after the results were read
     await _read(bus, topology.results, end, reader.take_result)
     return record
 

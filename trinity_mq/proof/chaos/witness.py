@@ -58,7 +58,7 @@ class VersionSeen:
 
 @dataclass
 class RunObserver:
-    """The observations so far. Times are in seconds of the event loop's clock."""
+    """Collects observations of a run from its messages. Times are in seconds of the event loop's clock."""
 
     points: PointWatch = field(default_factory=PointWatch)
     beats: dict[str, Beat] = field(default_factory=dict)

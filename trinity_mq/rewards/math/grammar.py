@@ -142,7 +142,7 @@ class Quantity(NamedTuple):
     end: int
     """Position in the text that :func:`plain` returns, from ``start`` to ``end``."""
     value: Fraction | None
-    """The value. None: the quantity has no value, as ``x^7``."""
+    """The value. None: the quantity has no value, such as ``x^7``."""
     percent: bool = False
     """Whether the value precedes a percent sign."""
     contradicts: bool = False

@@ -118,7 +118,7 @@ def same(truth: str, answer: str) -> bool:
     give the same answers.
 
     Raises:
-        ChildSilentError, RewardError: See :meth:`AnswerComparer.same`.
+        ChildTimeoutError, RewardError: See :meth:`AnswerComparer.same`.
     """
     if len(truth) > LONGEST or len(answer) > LONGEST:
         return False

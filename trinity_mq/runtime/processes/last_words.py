@@ -28,7 +28,7 @@ AGENT_ENDS = "(agent_ends "
 def describe_exit_code(code: int) -> str:
     """Return a description of an exit code: 128 + n for signal n.
 
-    >>> describe_exit_code(1), ended_by(137)
+    >>> describe_exit_code(1), describe_exit_code(137)
     ('exit code 1', 'killed by SIGKILL: somebody sent it, or the machine had no memory left, see `dmesg`')
     """
     try:

@@ -28,9 +28,10 @@ from trinity_mq.sync.gate.records import (
 )
 
 COMMIT_TRAVEL = 3.0
-"""Seconds after a commit during which a join may still report the older version. Heartbeats repeat a lost commit."""
+"""Seconds after a commit during which the older version in a member's join is ignored: the member may have sent the
+join before it received the commit. Heartbeats repeat a lost commit."""
 RESEND_INTERVAL = 1.0
-"""Seconds between repeats of prepare and go to members that have not answered."""
+"""Seconds after which the messages ``prepare`` and ``go`` are sent again to members that have not answered."""
 
 
 @dataclass(slots=True)
@@ -315,7 +316,7 @@ class Coordinator:
         resend = self._resend if self.phase in {Phase.PREPARING, Phase.ENTERING} else float("inf")
         return min(leases, self._deadline, resend)
 
-    # -- inside
+    # -- private methods
 
     def _stamp(self, verb: str) -> dict[str, object]:
         return {

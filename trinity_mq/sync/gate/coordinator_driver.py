@@ -245,7 +245,7 @@ class CoordinatorDriver:
         self._enqueue(self.machine.commit_progress(progress))
         await self.settled()
 
-    # -- inside
+    # -- private methods
 
     def _prepare(self, rendezvous: dict[str, Any], manifest: Manifest) -> SyncEvent:
         canary = {"tokens": self._canary}

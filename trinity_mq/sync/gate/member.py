@@ -185,7 +185,7 @@ class Member:
         self._clear()
         return [answer, leave]
 
-    # -- inside
+    # -- private methods
 
     def _same_try(self, event: SyncEvent) -> bool:
         return self._prepare is not None and event.sender == self._prepare.sender and key_of(event) == self.key

@@ -108,7 +108,7 @@ class MemberDriver:
     async def leave(self) -> None:
         await self._publish(SyncEvent(verb="leave", sender=self.machine.name, life=self.machine.life))
 
-    # -- inside
+    # -- private methods
 
     def _enqueue(self, commands: list[Command]) -> None:
         self._unperformed += len(commands)

@@ -316,8 +316,8 @@ class CheckpointStore:
         return whole, damaged
 
     def only(self, whole: Sequence[Checkpoint]) -> str | None:
-        """Return the name of the chosen checkpoint, the only one in ``whole`` to resume from. None: every checkpoint is
-        allowed.
+        """Return the name of the chosen checkpoint in ``whole``; the run must not resume from another checkpoint. None:
+        every checkpoint is allowed.
 
         Raises:
             CheckpointError: The choice cannot be read.

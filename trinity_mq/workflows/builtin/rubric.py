@@ -98,8 +98,8 @@ def assign_rubric_rewards(
 ) -> None:
     """Give each response its score as reward.
 
-    A response without scores of the judge gets the mean of the scored responses, 0 if no response has scores. Its
-    advantage among these responses is then 0.
+    A response without an answer gets 0. An answer without scores of the judge gets the mean of the scored answers, 0
+    if no answer has scores. Its advantage among these answers is then 0.
     """
     scores = {
         text: rubric_score(rubric, verdict.scores) for text, verdict in verdicts.items() if verdict.scores is not None

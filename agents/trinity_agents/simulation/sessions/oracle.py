@@ -134,7 +134,7 @@ class Oracle:
         self.copies = 0
         """Number of messages that repeat an earlier message."""
         self._known: set[tuple[str, bool]] = set()
-        """(message id, whether an external program chose it) of each message."""
+        """(message id, whether an external program chose the id) of each message."""
         self._early: dict[str, list[tuple[Stored, Event]]] = {}
         """Events of sessions that are not open yet, by session."""
         self._trained: dict[str, SessionsTrained] = {}

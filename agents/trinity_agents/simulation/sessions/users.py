@@ -41,7 +41,7 @@ class UserRequest:
     equal: int = 1
     """Number of equal concurrent requests."""
     answers: dict[int, str] = field(default_factory=dict)
-    """The gateway's ``X-TMQ-Recorded`` header by number of each answer that arrived."""
+    """The gateway's ``X-TMQ-Recorded`` header of each answer that arrived, by the number of the answer."""
 
 
 @dataclass

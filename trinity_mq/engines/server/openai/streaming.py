@@ -141,7 +141,7 @@ class Chunks:
             yield self._frame | {"choices": [self._choice_chunk(index, news)]}
 
     def closing(self) -> Iterator[dict[str, Any]]:
-        """Yield the last chunk, with the token usage, if it was requested."""
+        """Yield a last chunk with the token usage, if the client requested the usage."""
         if self._body.stream_options.include_usage:
             sampled = sum(len(choice.token_ids) for choice in self._choices)
             yield self._frame | {"choices": [], "usage": usage(len(self._request.prompt), sampled)}

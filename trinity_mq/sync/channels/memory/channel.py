@@ -1,5 +1,5 @@
-"""The memory channel: engines stream weights over HTTP from a host copy. It uses no disk, and never the live
-weights.
+"""The memory channel: engines stream weights over HTTP from a copy in the trainer's host memory. Nothing is written to
+disk, and engines never read the live weights.
 """
 
 from __future__ import annotations
