@@ -270,6 +270,6 @@ class Session:
             self.reward = bounded_reward(body.reward + (self.reward or 0.0) if added else body.reward)
             return
         call = self.call_of(body.call)
-        assert call is not None  # otherwise too_late refused the event
+        assert call is not None  # otherwise refusal_reason refused the event
         key = call.call, body.choice
         self.call_rewards[key] = bounded_reward(body.reward + (self.call_rewards.get(key, 0.0) if added else 0.0))

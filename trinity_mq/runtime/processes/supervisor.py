@@ -62,7 +62,7 @@ class ProcessEvent:
     """restarting: number of restarts within the window, including this restart."""
     reason: str = ""
     output: str = ""
-    """died, failed, restarting: the reason from :func:`~trinity_mq.runtime.processes.exit_reason.exit_reason`, empty if
+    """died, failed, restarting: the reason from :func:`~trinity_mq.runtime.processes.last_words.exit_reason`, empty if
     only the exit code is known."""
 
 
