@@ -37,8 +37,8 @@ TRY = 2.5
 STOP_PATIENCE = 2.0
 """Maximum seconds that a stop waits for the declaration of a spare queue."""
 PATIENCE = 20.0
-"""As :data:`NEW_PATIENCE`, for a queue whose slices were published. The limit is longer, because the queue may hold
-experiences while most of its nodes restart.
+"""Seconds on a usable bus within which a queue whose slices were published must confirm a mark. The limit is longer
+than :data:`NEW_PATIENCE`, because the queue may hold experiences while most of its nodes restart.
 """
 
 
