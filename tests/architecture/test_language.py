@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import ast
+import functools
 import io
 import re
 import tokenize
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.timeout(240)  # it parses the whole library
 
 ROOT = Path(__file__).parents[2]
 OLD_GRAMMAR = (
@@ -40,8 +45,13 @@ MOST_NAMES = 5
 """Variables and arguments with a vague name in the whole library. Lower it, never raise it."""
 
 
-def sources() -> Iterator[tuple[str, str]]:
-    """Yield the package and the source of each file of the library."""
+@functools.cache
+def sources() -> list[tuple[str, str]]:
+    """Return the package and the source of each file of the library."""
+    return list(_sources())
+
+
+def _sources() -> Iterator[tuple[str, str]]:
     for top in ("trinity_mq", "agents/trinity_agents"):
         for path in sorted((ROOT / top).rglob("*.py")):
             parts = path.relative_to(ROOT / top).parts
