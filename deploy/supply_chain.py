@@ -61,11 +61,11 @@ ALIASES = {
 PAGE = """\
 # Licences of the dependencies
 
-trinity_mq itself is under Apache-2.0. Below is what an installation without extras brings along, on Linux with Python
-{release} and the CPU build of torch; the GPU build adds NVIDIA's libraries, under licences of their own.
-`LicenseRef-BSD` is a package that says BSD and not which one. A licence that is not on the list in
+trinity_mq itself is under Apache-2.0. The table lists the packages of an installation without extras, on Linux with Python
+{release} and the CPU build of torch. The GPU build adds NVIDIA's libraries, which have other licences.
+`LicenseRef-BSD` marks a package that states BSD without the variant. A licence that is not on the list in
 `deploy/supply_chain.py` fails the tests. `python deploy/supply_chain.py licences --out docs/licences.md` writes this
-page; `sbom` in place of `licences` says the same, and what needs what, as CycloneDX.
+page. With `sbom` instead of `licences` it writes the same list with all dependencies as CycloneDX.
 
 | package | version | licence |
 |---|---|---|
