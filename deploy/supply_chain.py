@@ -62,7 +62,8 @@ PAGE = """\
 # Licences of the dependencies
 
 trinity_mq itself is under Apache-2.0. The table lists the packages of an installation without extras,
-on Linux with Python {release} and the CPU build of torch. The GPU build adds NVIDIA's libraries, which have other licences.
+on Linux with Python {release} and the CPU build of torch.
+The GPU build adds NVIDIA's libraries, which have other licences.
 `LicenseRef-BSD` marks a package that states BSD without the variant. A licence that is not on the list in
 `deploy/supply_chain.py` fails the tests. `python deploy/supply_chain.py licences --out docs/licences.md` writes this
 page. With `sbom` instead of `licences` it writes the same list with all dependencies as CycloneDX.
