@@ -1,4 +1,4 @@
-"""Sentences of protocol.md section 2 that only a real broker can hold (tests/RULES.md)."""
+"""Sentences of docs/protocol.md, Names, that only a real broker can hold (tests/RULES.md)."""
 
 from __future__ import annotations
 

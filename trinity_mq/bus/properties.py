@@ -33,7 +33,7 @@ class Envelope:
     kind: str
     """Kind of the message, also sent as header ``kind``."""
     message_id: str = field(default_factory=lambda: uuid.uuid4().hex)
-    """Id of the message. It is deterministic where a repeat must be recognised (protocol.md section 1)."""
+    """Id of the message. It is deterministic where a repeat must be recognised (docs/protocol.md, Keys)."""
     content_type: str = "application/msgpack"
     headers: Mapping[str, HeaderValue] = field(default_factory=dict)
     correlation_id: str | None = None

@@ -1,4 +1,4 @@
-"""All broker names of the system, as data (protocol.md sections 1 and 2)."""
+"""All broker names of the system, as data (docs/protocol.md, Keys and Names)."""
 
 from __future__ import annotations
 

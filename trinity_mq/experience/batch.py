@@ -103,7 +103,7 @@ class ExperienceBatch(Sequence[Experience]):
         return cls(sum(counts), values, tensors, multi_modal)
 
     def encode(self, compression: Compression = "none") -> bytes:
-        """Return the batch as one experience body (protocol.md section 3).
+        """Return the batch as one experience body (schemas/README.md).
 
         Raises:
             EncodeError: A value does not fit the format; the message names experience, field and key.

@@ -296,7 +296,7 @@ class Experience:
         return version
 
     def serialize(self) -> bytes:
-        """Return this experience alone as an experience body (protocol.md section 3)."""
+        """Return this experience alone as an experience body (schemas/README.md)."""
         return self.serialize_many([self])
 
     @classmethod

@@ -51,7 +51,7 @@ class InFlightBatch(BaseModel):
 
 
 class InFlightBatches(BaseModel):
-    """Follows manifests until their ``Progress`` arrives (learning.md section 1)."""
+    """Follows manifests until their ``Progress`` arrives (docs/learning.md)."""
 
     tickets: dict[str, InFlightBatch] = Field(default_factory=dict)
 

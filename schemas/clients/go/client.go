@@ -1,5 +1,5 @@
 // Package trinitymq submits tasks to a running trinity-mq, waits for what became of them and decodes the experiences
-// they gave. It needs nothing of trinity-mq but its broker: see protocol.md sections 2 to 4 for what travels.
+// they gave. It needs nothing of trinity-mq but its broker: docs/protocol.md describes the messages.
 package trinitymq
 
 import (

@@ -1,4 +1,4 @@
-"""What every queue of a run is declared with (protocol.md section 2)."""
+"""Declaration of every queue of a run (docs/protocol.md, Names)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run that begins under a name whose earlier run left its messages on the broker (protocol.md section 0)."""
+"""A run that begins under a name whose earlier run left its messages on the broker (docs/protocol.md, Keys)."""
 
 from __future__ import annotations
 

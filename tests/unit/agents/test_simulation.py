@@ -1,4 +1,4 @@
-"""The pacing of learning.md section 7: whole runs on MemoryBus in virtual time, with a fake learner, engine and
+"""The pacing of docs/learning.md: whole runs on MemoryBus in virtual time, with a fake learner, engine and
 runners."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Frame of the experience body (protocol.md section 3) around head and tail.
+"""Frame of the experience body (schemas/README.md) around head and tail.
 
 Little-endian layout:
 

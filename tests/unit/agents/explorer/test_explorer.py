@@ -1,4 +1,4 @@
-"""The explorer's promises (protocol.md section 4, learning.md section 1): whole runs on MemoryBus in virtual time."""
+"""The explorer's promises (docs/protocol.md, docs/learning.md): whole runs on MemoryBus in virtual time."""
 
 from __future__ import annotations
 

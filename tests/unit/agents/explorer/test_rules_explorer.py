@@ -1,4 +1,4 @@
-"""The explorer's sentences of protocol.md sections 2 and 4, each with a test that fails without it (tests/RULES.md)."""
+"""The explorer's sentences of docs/protocol.md, each with a test that fails without it (tests/RULES.md)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The operator's side of protocol.md section 4, on MemoryBus in virtual time."""
+"""The operator's side of docs/protocol.md, on MemoryBus in virtual time."""
 
 from __future__ import annotations
 

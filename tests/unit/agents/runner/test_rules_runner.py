@@ -1,4 +1,4 @@
-"""The runner's sentences of protocol.md sections 2 and 4, each with a test that fails without it (tests/RULES.md)."""
+"""The runner's sentences of docs/protocol.md, each with a test that fails without it (tests/RULES.md)."""
 
 from __future__ import annotations
 

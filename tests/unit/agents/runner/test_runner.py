@@ -1,4 +1,4 @@
-"""The runner's side of protocol.md section 4, on MemoryBus in virtual time."""
+"""The runner's side of docs/protocol.md, on MemoryBus in virtual time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The trainer's and operator's sentences of protocol.md sections 2 and 4 that no other test holds (tests/RULES.md)."""
+"""The trainer's and operator's sentences of docs/protocol.md that no other test holds (tests/RULES.md)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The trainer's promises (protocol.md sections 4 and 5, learning.md section 1) on MemoryBus in virtual time."""
+"""The trainer's promises (docs/protocol.md, docs/learning.md) on MemoryBus in virtual time."""
 
 from __future__ import annotations
 
