@@ -13,7 +13,7 @@ from tests.waiting import until
 from trinity_mq.bus import Bus, BusUnavailable, Envelope, Topology
 from trinity_mq.bus.rabbit.bus import RabbitBus
 from trinity_mq.bus.topology import DROPPED
-from trinity_mq.cli import submit
+from trinity_mq.operations import submit
 from trinity_mq.config.bus import BrokerConfig
 from trinity_mq.errors import CommandError
 from trinity_mq.messages import TaskBody, TaskSubmission
