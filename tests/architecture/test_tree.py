@@ -121,3 +121,12 @@ def test_nothing_is_raised_out_of_except_star() -> None:
         if re.match(r"\s*except\*", line)
     ]
     assert found == []
+
+
+def test_no_two_public_classes_share_a_name() -> None:
+    places: dict[str, list[str]] = {}
+    for folder in ("trinity_mq", "agents"):
+        for path in (ROOT / folder).rglob("*.py"):
+            for name in re.findall(r"^class ([A-Za-z]\w*)", text(path), re.MULTILINE):
+                places.setdefault(name, []).append(str(path.relative_to(ROOT)))
+    assert {name: paths for name, paths in places.items() if len(paths) > 1} == {}

@@ -19,7 +19,7 @@ from tests.dash_page import DashProcess
 from tests.unit.agents.world import experience
 from trinity_mq.experience import ExperienceBatch
 from trinity_mq.telemetry import MetricsWriter
-from trinity_mq.telemetry.evaluations.log import Answer, Evaluation, EvaluationLog, Question
+from trinity_mq.telemetry.evaluations.log import Evaluation, EvaluationAnswer, EvaluationLog, EvaluationQuestion
 from trinity_mq.telemetry.sample_log import SAMPLES_FOLDER, SampleLog
 from trinity_mq.testing.runs import LocalRun
 
@@ -167,8 +167,10 @@ async def test_the_answers_to_a_question_of_an_evaluation(tmp_path: Path) -> Non
     folder = made_run(tmp_path / "run", steps=2)
     log = EvaluationLog(folder, 2**20)
     for label in (0, 5):
-        answers = [Answer(run=0, answer=f"answer at {label}", reward=label / 5)]
-        log.append(Evaluation(set="held_out", label=label, questions=[Question(question="3+4=?", answers=answers)]))
+        answers = [EvaluationAnswer(run=0, answer=f"answer at {label}", reward=label / 5)]
+        log.append(
+            Evaluation(set="held_out", label=label, questions=[EvaluationQuestion(question="3+4=?", answers=answers)])
+        )
     async with DashProcess(folder) as dash, browser(400, 800) as chromium:
         page = chromium.page
         await page.goto(f"{dash.url}#evaluations")

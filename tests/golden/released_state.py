@@ -14,7 +14,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from trinity_agents.explorer.state import ExplorerState, Observation, PendingTask, StateFile
+from trinity_agents.explorer.state import ExplorerState, PendingTask, StateFile
 from trinity_agents.trainer.history import History, lineage
 from trinity_mq.data import TaskStats
 from trinity_mq.dispatch.tickets import SubmissionRef, new_ticket
@@ -46,7 +46,8 @@ def explorer_state() -> ExplorerState:
         pending=[PendingTask(task=TaskBody(raw_task={"n": 9}))],
         submitted=2,
         accepted=["s", "t"],
-        observations=[Observation(ticket=closed.ticket, stats={"golden": [TaskStats(0, 0.5, 2)]})],
+        # a mapping, because releases name the class differently
+        observations=[{"ticket": closed.ticket, "stats": {"golden": [TaskStats(0, 0.5, 2)]}}],
         due=[PROGRESS],
         evaluated=["2/heldout"],
     )

@@ -15,7 +15,7 @@ from trinity_mq.cli.arguments import add_broker, add_target
 from trinity_mq.errors import CommandError
 from trinity_mq.proof.chaos.report import as_json, lines
 from trinity_mq.proof.chaos.scenes import FURTHER_STEPS, TrialOptions, elsewhere, try_local_run, try_new_run
-from trinity_mq.proof.chaos.schedule import KINDS, ROLES, Schedule
+from trinity_mq.proof.chaos.schedule import KINDS, ROLES, ChaosSchedule
 from trinity_mq.proof.chaos.targets.remote import ComposeTargets, KubernetesTargets
 from trinity_mq.proof.chaos.trial import TrialOutcome
 from trinity_mq.runtime.interrupts import run_until_complete
@@ -138,7 +138,7 @@ def tell(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def _repeat_command(arguments: argparse.Namespace, overrides: Sequence[str], schedule: Schedule) -> str:
+def _repeat_command(arguments: argparse.Namespace, overrides: Sequence[str], schedule: ChaosSchedule) -> str:
     """Return the command that repeats the same faults."""
     words = ["trinity-mq", "chaos"]
     if arguments.attach is None:

@@ -9,7 +9,7 @@ from trinity_mq.messages import Version
 
 
 @dataclass(frozen=True, slots=True)
-class Counters:
+class TrainerCounters:
     """Counters of the trainer, as reported by the trainer."""
 
     progress: int = 0
@@ -50,7 +50,7 @@ def required_progress(batch: int, config: SyncConfig) -> int:
     return max(0, batch - 1 - config.pipeline_depth)
 
 
-def last_with_room(counters: Counters, config: SyncConfig) -> int:
+def last_with_room(counters: TrainerCounters, config: SyncConfig) -> int:
     """Return the last batch for which the trainer's progress suffices: the greatest batch that :func:`has_room`
     allows.
     """
@@ -71,7 +71,7 @@ def required_answer(batch: int, config: SyncConfig) -> int:
     return first if first > 1 else 0
 
 
-def has_room(batch: int, counters: Counters, config: SyncConfig) -> bool:
+def has_room(batch: int, counters: TrainerCounters, config: SyncConfig) -> bool:
     """Return whether the trainer's progress suffices for ``batch``. Under ``explorer_driven`` the batch may still wait
     for the newest weights, see :func:`required_answer`.
     """
@@ -79,12 +79,12 @@ def has_room(batch: int, counters: Counters, config: SyncConfig) -> bool:
     return progress >= required_progress(batch, config)
 
 
-def must_ask(batch: int, counters: Counters, config: SyncConfig) -> bool:
+def must_ask(batch: int, counters: TrainerCounters, config: SyncConfig) -> bool:
     """Return whether ``batch`` waits only for the newest weights, which the explorer must request."""
     return has_room(batch, counters, config) and counters.answered < required_answer(batch, config)
 
 
-def may_open(batch: int, counters: Counters, config: SyncConfig) -> bool:
+def may_open(batch: int, counters: TrainerCounters, config: SyncConfig) -> bool:
     """Return whether the explorer may open batch ``batch``."""
     return has_room(batch, counters, config) and counters.answered >= required_answer(batch, config)
 

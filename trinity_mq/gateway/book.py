@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from trinity_mq.gateway.ledger import Applied, Ledger
+from trinity_mq.gateway.ledger import Ledger, SessionEffect
 from trinity_mq.gateway.session import Event, Session
 from trinity_mq.messages import (
     SessionCall,
@@ -56,7 +56,7 @@ class Book(Protocol):
     async def record(self, call: SessionCall) -> bool:
         """Store an answer and return whether it is certainly stored by now."""
 
-    async def say(self, event: Said, message_id: str) -> Applied:
+    async def say(self, event: Said, message_id: str) -> SessionEffect:
         """Store an outside event, at most once per message id, and return its effect.
 
         Raises:
@@ -93,15 +93,15 @@ class MemoryBook:
     async def record(self, call: SessionCall) -> bool:
         return self._apply(call, call.message_id).taken == "new"
 
-    async def say(self, event: Said, message_id: str) -> Applied:
+    async def say(self, event: Said, message_id: str) -> SessionEffect:
         if isinstance(event, SessionsCommitted):
             self.ledger.apply_committed()
-            return Applied("new")
+            return SessionEffect("new")
         return self._apply(event, message_id)
 
     def is_ready(self) -> bool:
         return True
 
-    def _apply(self, body: SessionOpened | SessionCall | SessionReward | SessionEnd, message_id: str) -> Applied:
+    def _apply(self, body: SessionOpened | SessionCall | SessionReward | SessionEnd, message_id: str) -> SessionEffect:
         offset = next(self._offsets)
         return self.ledger.apply(Event(offset, 0, message_id, self._clock(), body, 0))

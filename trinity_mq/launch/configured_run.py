@@ -26,7 +26,7 @@ from trinity_mq.launch.earlier_start import (
     rewind_to_checkpoint,
 )
 from trinity_mq.launch.exit_codes import closing_line, exit_code
-from trinity_mq.launch.session import LocalRun
+from trinity_mq.launch.session import RunSession
 from trinity_mq.observability.display import PlainDisplay, open_display
 from trinity_mq.observability.report.text import make_report, save_failures, train_steps, write_evaluations
 from trinity_mq.observability.timeline import write_timeline
@@ -125,7 +125,7 @@ def _run(
     config: Config, folder: RunFolder, url: str | None, arguments: argparse.Namespace, server: ForkServer | None
 ) -> int:
     display = PlainDisplay(sys.stdout) if arguments.plain else open_display()
-    session = LocalRun(config, folder, display, url, server, attached=arguments.attached)
+    session = RunSession(config, folder, display, url, server, attached=arguments.attached)
     try:
         asyncio.run(session.run())
     except Exception as error:

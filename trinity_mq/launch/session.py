@@ -45,7 +45,7 @@ FINAL_HEARTBEAT_SECONDS = 2.0
 ENDED = ("finished", "stopped", "failed")
 
 
-class LocalRun:
+class RunSession:
     """A run in progress.
 
     Args:

@@ -43,6 +43,7 @@ from trinity_mq.messages.sessions import (
     SessionsTrained,
 )
 from trinity_mq.messages.status import (
+    AgentStatus,
     BatchCounters,
     EmptyBatchStatus,
     EngineStatus,
@@ -56,7 +57,6 @@ from trinity_mq.messages.status import (
     RunnerStatus,
     SchedulerStatus,
     SilentAgent,
-    Status,
     TrainerStatus,
 )
 from trinity_mq.messages.sync import SyncEvent, SyncVerb
@@ -83,6 +83,7 @@ __all__ = [
     "JSON_CONTENT_TYPE",
     "OWN",
     "Accepted",
+    "AgentStatus",
     "BatchClosed",
     "BatchCounters",
     "BatchId",
@@ -129,7 +130,6 @@ __all__ = [
     "SessionsDecided",
     "SessionsTrained",
     "SilentAgent",
-    "Status",
     "SubmissionOutcome",
     "SyncEvent",
     "SyncVerb",

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from trinity_mq.messages.base import Role, Version
 
 
-class Status(BaseModel):
+class AgentStatus(BaseModel):
     """A heartbeat's ``detail``, or a map within it. A supervisor does not have keys of its own."""
 
     model_config = ConfigDict(frozen=True, extra="allow", use_attribute_docstrings=True)
@@ -23,7 +23,7 @@ class Status(BaseModel):
         return self.model_dump(exclude_unset=True)
 
 
-class SchedulerStatus(Status):
+class SchedulerStatus(AgentStatus):
     """Status of an agent that schedules task slices."""
 
     open: list[str] = Field(default_factory=list)
@@ -31,7 +31,7 @@ class SchedulerStatus(Status):
     (``opened_beat``)."""
 
 
-class BatchCounters(Status):
+class BatchCounters(AgentStatus):
     """Numbers of closed batches that the explorer last received from the trainer."""
 
     progress: int = 0
@@ -40,7 +40,7 @@ class BatchCounters(Status):
     """Batches that the trainer had consumed when it made the served weights."""
 
 
-class FailureStatus(Status):
+class FailureStatus(AgentStatus):
     """Slices with the same failure, since the explorer's process started."""
 
     text: str = ""
@@ -63,7 +63,7 @@ class FailureStatus(Status):
         return f"{slices} {how}: {self.text}; first: {self.first}"
 
 
-class EmptyBatchStatus(Status):
+class EmptyBatchStatus(AgentStatus):
     """The last batch without experiences to train on."""
 
     batch: int = 0
@@ -80,7 +80,7 @@ class EmptyBatchStatus(Status):
         return f"batch {self.batch} had nothing to train on ({streak}): {self.reason}"
 
 
-class SilentAgent(Status):
+class SilentAgent(AgentStatus):
     """An agent that ended without a last heartbeat, or whose process is frozen."""
 
     id: str = ""
@@ -141,7 +141,7 @@ class ExplorerStatus(SchedulerStatus):
     removed. Observers that start later depend on this list."""
 
 
-class PausedLane(Status):
+class PausedLane(AgentStatus):
     """A lane that a runner has paused: the last attempts all failed because of infrastructure, such as a sandbox
     (``runner.circuit_breaker``). The runner does not take slices of a paused lane.
     """
@@ -163,7 +163,7 @@ class PausedLane(Status):
         return f"the {self.kind} of the {self.lane} lane: {failed}; next try in {self.pause:g} s"
 
 
-class RunnerStatus(Status):
+class RunnerStatus(AgentStatus):
     """Status of a runner. The counters count slices since the process started."""
 
     running: int = 0
@@ -198,7 +198,7 @@ class RunnerStatus(Status):
     """Median duration of the last finished slices in seconds; 0: no slice has finished."""
 
 
-class OperatorStatus(Status):
+class OperatorStatus(AgentStatus):
     """Status of an operator."""
 
     ticket: str | None = None
@@ -213,7 +213,7 @@ class OperatorStatus(Status):
     """Seconds until the default verdicts take effect for those runs."""
 
 
-class MemberStatus(Status):
+class MemberStatus(AgentStatus):
     """One engine in the gate of weight syncs."""
 
     version: Version | None = None
@@ -224,7 +224,7 @@ class MemberStatus(Status):
     """The engine's state in the gate, such as current, pulling or quarantined."""
 
 
-class GateStatus(Status):
+class GateStatus(AgentStatus):
     """The gate of weight syncs, coordinated by the trainer. The counters count since the trainer started."""
 
     fingerprint: str = ""
@@ -251,7 +251,7 @@ class GateStatus(Status):
     """Engines that are quarantined now."""
 
 
-class TrainerStatus(Status):
+class TrainerStatus(AgentStatus):
     """Status of a trainer, with the counters that pace the other agents."""
 
     generation: int = 0
@@ -291,7 +291,7 @@ class TrainerStatus(Status):
     """Host and run folder of the trainer; empty: unknown."""
 
 
-class EngineStatus(Status):
+class EngineStatus(AgentStatus):
     """Status of an engine, sent by its host. A host of engines for a remote explorer sends ``hosts`` only."""
 
     id: str | None = None
@@ -325,7 +325,7 @@ class EngineStatus(Status):
     """Ids of the engines that the sender hosts."""
 
 
-class GatewayStatus(Status):
+class GatewayStatus(AgentStatus):
     """Status of a gateway. The counters count since its process started."""
 
     url: str = ""
@@ -362,7 +362,7 @@ AnyStatus = (
     | TrainerStatus
     | EngineStatus
     | GatewayStatus
-    | Status
+    | AgentStatus
 )
 
 STATUS_BY_ROLE: dict[Role, type[AnyStatus]] = {
@@ -373,5 +373,5 @@ STATUS_BY_ROLE: dict[Role, type[AnyStatus]] = {
     "trainer": TrainerStatus,
     "engine": EngineStatus,
     "gateway": GatewayStatus,
-    "supervisor": Status,
+    "supervisor": AgentStatus,
 }

@@ -9,12 +9,12 @@ from typing import Any, ClassVar, Literal
 from pydantic import ConfigDict, Field, ValidationError, ValidationInfo, field_serializer, field_validator
 
 from trinity_mq.messages.base import Message, Role, SchemaRange
-from trinity_mq.messages.status import STATUS_BY_ROLE, AnyStatus, Status
+from trinity_mq.messages.status import STATUS_BY_ROLE, AgentStatus, AnyStatus
 from trinity_mq.release import FIRST
 
 
 def _status_class(fields: dict[str, Any]) -> type[AnyStatus]:
-    return STATUS_BY_ROLE.get(fields.get("role", "supervisor"), Status)
+    return STATUS_BY_ROLE.get(fields.get("role", "supervisor"), AgentStatus)
 
 
 class Heartbeat(Message):
@@ -52,7 +52,7 @@ class Heartbeat(Message):
 
     @field_validator("detail", mode="before")
     @classmethod
-    def _parse_detail(cls, detail: Any, info: ValidationInfo) -> Status:
+    def _parse_detail(cls, detail: Any, info: ValidationInfo) -> AgentStatus:
         try:
             return _status_class(info.data).model_validate(detail)
         except ValidationError as error:
@@ -60,7 +60,7 @@ class Heartbeat(Message):
             raise ValueError(f"{'.'.join(map(str, first['loc'])) or 'detail'}: {first['msg']}") from error
 
     @field_serializer("detail")
-    def _dump_detail(self, detail: Status) -> dict[str, Any]:
+    def _dump_detail(self, detail: AgentStatus) -> dict[str, Any]:
         return detail.as_map()
 
 

@@ -17,7 +17,7 @@ from trinity_mq.models.clients import VERSION_HEADER, EngineClients
 from trinity_mq.models.errors import EngineLost, PromptTooLong
 from trinity_mq.models.inference import InferenceModel
 from trinity_mq.models.recording.calls import RecordedCall, RecordedModel
-from trinity_mq.models.recording.history import History
+from trinity_mq.models.recording.history import ExperienceHistory
 from trinity_mq.models.recording.merging import merge_turns as merged
 from trinity_mq.models.recording.responses import conversation_experience
 from trinity_mq.models.retried import call_with_retries
@@ -231,7 +231,7 @@ class ModelWrapper(RecordedModel):
     def clone_with_isolated_history(self) -> ModelWrapper:
         """Return a wrapper of the same model with its own history and seeds."""
         clone = copy.copy(self)
-        vars(clone).update(history=History(), seeds=self.seeds.clone(), _owns_clients=False, _openai=[])
+        vars(clone).update(history=ExperienceHistory(), seeds=self.seeds.clone(), _owns_clients=False, _openai=[])
         return clone
 
     def adopt_settings(self, source: ModelWrapper) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from trinity_mq.telemetry.evaluations.log import Evaluation, Question
+from trinity_mq.telemetry.evaluations.log import Evaluation, EvaluationQuestion
 
 PREVIEW = 96
 """Maximum characters of a question shown in the table."""
@@ -38,7 +38,7 @@ def _set(name: str, evaluations: Sequence[Evaluation]) -> dict[str, Any]:
     return {"set": name, "labels": list(by_label), "questions": rows, "left_out": evaluations[-1].left_out}
 
 
-def mean_reward(question: Question | None) -> float | None:
+def mean_reward(question: EvaluationQuestion | None) -> float | None:
     """Return the mean reward of the answers to a question, or None if no answer has a reward."""
     rewards = (
         [answer.reward for answer in question.answers if answer.reward is not None] if question is not None else []

@@ -34,7 +34,7 @@ Taken = Literal["new", "repeated", "refused", "unknown"]
 
 
 @dataclass(frozen=True, slots=True)
-class Applied:
+class ReviewEffect:
     """Effect of an event."""
 
     taken: Taken
@@ -90,7 +90,7 @@ class ReviewLedger:
         """Return the reviews that wait for a verdict, in the order of their requests."""
         return [review for review in self._open.values() if review.is_pending]
 
-    def apply(self, event: ReviewEvent, message_id: str) -> Applied:
+    def apply(self, event: ReviewEvent, message_id: str) -> ReviewEffect:
         """Apply the next event of the stream.
 
         Args:
@@ -105,47 +105,51 @@ class ReviewLedger:
             case ReviewClosed():
                 return self._close(event)
 
-    def _request(self, request: ReviewRequest) -> Applied:
+    def _request(self, request: ReviewRequest) -> ReviewEffect:
         if self.get(request.request) is not None:
-            return Applied("repeated")
+            return ReviewEffect("repeated")
         review = Review(request, verdict=self._early.pop(request.request, None))
         if (closed := self._orphans.pop(request.request, None)) is not None:
             self._keep_closed(review, closed)
         else:
             self._open[request.request] = review
-        return Applied("new")
+        return ReviewEffect("new")
 
-    def _verdict(self, verdict: ReviewVerdict, message_id: str) -> Applied:
+    def _verdict(self, verdict: ReviewVerdict, message_id: str) -> ReviewEffect:
         if message_id in self._ids:
-            return Applied("repeated")
+            return ReviewEffect("repeated")
         self._ids[message_id] = None
         _bound(self._ids, KEPT_IDS)
         if verdict.reward is not None and abs(verdict.reward) > MAX_REWARD:
             allowed_range = f"wanted a number from {-MAX_REWARD:g} to {MAX_REWARD:g}"
-            return Applied("refused", f"its reward is {verdict.reward:g}, {allowed_range}")
+            return ReviewEffect("refused", f"its reward is {verdict.reward:g}, {allowed_range}")
         if (closed := self.closing(verdict.request)) is not None:
-            return Applied("refused", f"it is closed: {verdict_text(closed)}")
+            return ReviewEffect("refused", f"it is closed: {verdict_text(closed)}")
         review = self.get(verdict.request)
         earlier = self._early.get(verdict.request) if review is None else review.verdict
         if earlier is not None:
-            return Applied("refused", f"there is a verdict already: {verdict_text(earlier)}")
+            return ReviewEffect("refused", f"there is a verdict already: {verdict_text(earlier)}")
         if review is not None:
             review.verdict = verdict
-            return Applied("new")
+            return ReviewEffect("new")
         self._early[verdict.request] = verdict
         _bound(self._early, KEPT_EARLY)
-        return Applied("unknown", f"no request {verdict.request} is known; the verdict counts if it is asked again")
+        return ReviewEffect(
+            "unknown", f"no request {verdict.request} is known; the verdict counts if it is asked again"
+        )
 
-    def _close(self, closed: ReviewClosed) -> Applied:
+    def _close(self, closed: ReviewClosed) -> ReviewEffect:
         if (earlier := self.closing(closed.request)) is not None:
-            return Applied("repeated" if earlier == closed else "refused", f"it is closed: {verdict_text(earlier)}")
+            return ReviewEffect(
+                "repeated" if earlier == closed else "refused", f"it is closed: {verdict_text(earlier)}"
+            )
         review = self._open.pop(closed.request, None)
         if review is None:
             self._orphans[closed.request] = closed
             _bound(self._orphans, KEPT_CLOSED)
-            return Applied("unknown", f"no request {closed.request} is known")
+            return ReviewEffect("unknown", f"no request {closed.request} is known")
         self._keep_closed(review, closed)
-        return Applied("new")
+        return ReviewEffect("new")
 
     def _keep_closed(self, review: Review, closed: ReviewClosed) -> None:
         review.closed = closed

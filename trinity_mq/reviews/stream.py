@@ -24,7 +24,7 @@ from trinity_mq.messages import (
     decode,
     decode_any,
 )
-from trinity_mq.reviews.ledger import Applied, Review, ReviewEvent, ReviewLedger
+from trinity_mq.reviews.ledger import Review, ReviewEffect, ReviewEvent, ReviewLedger
 from trinity_mq.runtime.deliveries import check_readable, envelope, message_in_hand, new_mark
 from trinity_mq.runtime.errors import first_leaf, is_content_error
 from trinity_mq.runtime.notify import Notifier
@@ -73,7 +73,7 @@ class ReviewStream:
         self._bus, self._topology, self._declares = bus, topology, declare
         self._mark = new_mark()
         self._offset = 0
-        self._waiting: dict[str, asyncio.Future[Applied]] = {}
+        self._waiting: dict[str, asyncio.Future[ReviewEffect]] = {}
         """Futures for the effects of sent verdicts, by message id."""
         self._watched: dict[str, Notifier] = {}
 
@@ -175,7 +175,7 @@ class ReviewStream:
 
     async def send(
         self, request: str, verdict: Verdict, reward: float | None = None, *, by: str = "", note: str = ""
-    ) -> Applied:
+    ) -> ReviewEffect:
         """Send a verdict and return its effect once the verdict was read back. Call it only inside :meth:`following`.
 
         Args:
@@ -192,7 +192,7 @@ class ReviewStream:
         """
         event = ReviewVerdict(request=request, verdict=verdict, reward=reward, by=by, note=note)
         message_id = f"verdict-{uuid.uuid4().hex}"
-        effect: asyncio.Future[Applied] = asyncio.get_running_loop().create_future()
+        effect: asyncio.Future[ReviewEffect] = asyncio.get_running_loop().create_future()
         self._waiting[message_id] = effect
         try:
             async with asyncio.timeout(EFFECT_WITHIN):

@@ -14,11 +14,11 @@ import structlog
 from trinity_mq.bus import Bus, BusUnavailable, Topology
 from trinity_mq.messages import (
     OWN,
+    AgentStatus,
     Compatibility,
     ExplorerStatus,
     Heartbeat,
     Role,
-    Status,
     TrainerStatus,
     incompatibility_reason,
 )
@@ -29,7 +29,7 @@ from trinity_mq.telemetry import flush_trace
 
 log = structlog.get_logger(__name__)
 
-S = TypeVar("S", bound=Status)
+S = TypeVar("S", bound=AgentStatus)
 
 HEARD_BY: Mapping[Role, tuple[Role, ...] | None] = {
     "explorer": None,
@@ -255,7 +255,7 @@ def _is_standby(beat: Heartbeat, previous: Heartbeat) -> bool:
     return beat.incarnation != previous.incarnation and _has_lock(previous.detail) and not _has_lock(beat.detail)
 
 
-def _has_lock(status: Status) -> bool:
+def _has_lock(status: AgentStatus) -> bool:
     """Return whether a status comes from an explorer that schedules, or from a trainer that trains."""
     match status:
         case ExplorerStatus():

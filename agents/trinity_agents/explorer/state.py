@@ -23,7 +23,7 @@ from trinity_mq.runtime.errors import FatalError, RestartRequested
 from trinity_mq.runtime.state_formats import check_readable_format
 
 
-class Observation(BaseModel):
+class TicketStatistics(BaseModel):
     """Statistics of a ticket's tasks, for the selectors."""
 
     ticket: str
@@ -65,7 +65,7 @@ class ExplorerState(BaseModel):
     """Number of accepted submissions."""
     accepted: list[str] = Field(default_factory=list)
     """Ids of submissions accepted since the last save; the file keeps the ids of the whole run."""
-    observations: list[Observation] = Field(default_factory=list)
+    observations: list[TicketStatistics] = Field(default_factory=list)
     """Observations passed to selectors since the last save; after loading, all observations of the run. The file keeps
     all observations."""
     due: list[int] = Field(default_factory=list)
@@ -121,7 +121,7 @@ class _Changes(NamedTuple):
     gone: list[str]
     """Owners whose rows are deleted, such as ``pending/7``."""
     accepted: list[str]
-    observations: list[Observation]
+    observations: list[TicketStatistics]
 
 
 class StateFile:

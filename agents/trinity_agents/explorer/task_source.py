@@ -10,10 +10,10 @@ from typing import Any, Protocol, runtime_checkable
 import structlog
 
 from trinity_agents.explorer.in_flight import PendingTask
-from trinity_agents.explorer.state import ExplorerState, Observation
+from trinity_agents.explorer.state import ExplorerState, TicketStatistics
 from trinity_mq.config import Config
 from trinity_mq.data import Taskset, TasksetMixture, TaskStats, open_taskset
-from trinity_mq.dispatch.pacing import Counters, last_with_room
+from trinity_mq.dispatch.pacing import TrainerCounters, last_with_room
 from trinity_mq.dispatch.tickets import SubmissionRef, Ticket
 from trinity_mq.gateway.recorded_call import RECORDED_SESSIONS
 from trinity_mq.messages import TaskBody
@@ -123,7 +123,7 @@ class TaskSource:
         The debt is limited to the extra tasks of the batches that can be in flight, so that long periods of dropped
         groups are not compensated all at once later.
         """
-        under_way = last_with_room(Counters(), self._config.synchronizer)
+        under_way = last_with_room(TrainerCounters(), self._config.synchronizer)
         most = self._config.max_refill * min(under_way, self._config.explorer.max_open_batches)
         self._state.refill_debt = min(self._state.refill_debt + groups, most)
 
@@ -138,7 +138,7 @@ class TaskSource:
         if ticket.ticket not in self._observed and (stats := task_stats(ticket)):
             self._observed.add(ticket.ticket)
             self._learning.observe(stats)
-            self._state.observations.append(Observation(ticket=ticket.ticket, stats=stats))
+            self._state.observations.append(TicketStatistics(ticket=ticket.ticket, stats=stats))
         return dict(self._learning.metrics())
 
     def give_back(self, tasks: Sequence[PendingTask], *, first: bool = False) -> None:

@@ -16,7 +16,14 @@ from trinity_agents.explorer.task_source import TaskSource
 from trinity_mq.config import Config
 from trinity_mq.dispatch.batch_metrics import rollout_metrics, submission_outcome, taskset_metrics
 from trinity_mq.dispatch.dispatcher import Dispatcher
-from trinity_mq.dispatch.pacing import Counters, last_with_room, may_open, must_ask, required_answer, required_progress
+from trinity_mq.dispatch.pacing import (
+    TrainerCounters,
+    last_with_room,
+    may_open,
+    must_ask,
+    required_answer,
+    required_progress,
+)
 from trinity_mq.dispatch.tickets import Ticket, sort_batch_id
 from trinity_mq.dispatch.timeouts import pass_time
 from trinity_mq.messages import BatchClosed, EmptyBatchStatus, OperatorStatus, Progress, RunnerStatus, TaskBody
@@ -54,7 +61,7 @@ class TrainingBatches:
         self._evaluations, self._peers = evaluations, peers
         self._save, self._report, self._woken = save, report, woken
         self.generation = 0
-        self.counters = Counters()
+        self.counters = TrainerCounters()
         self.wants = 0
         """The last batch for which the explorer requests the newest weights (explorer_driven); sent in heartbeats."""
         self._waited = 0.0
@@ -84,9 +91,9 @@ class TrainingBatches:
         """Merge the trainer's counters, which only rise within a generation; a newer generation may start lower."""
         if generation < self.generation:
             return
-        current = self.counters if generation == self.generation else Counters()
+        current = self.counters if generation == self.generation else TrainerCounters()
         self.generation = generation
-        self.counters = Counters(
+        self.counters = TrainerCounters(
             progress=max(current.progress, progress or 0),
             committed_progress=max(current.committed_progress, committed or 0),
             answered=max(current.answered, answered or 0),

@@ -15,7 +15,7 @@ import structlog
 from trinity_mq.bus import Bus, BusError, BusUnavailable, Delivery, Envelope, MessageTooLarge, StreamCut, Topology
 from trinity_mq.bus.properties import HeaderValue
 from trinity_mq.gateway.book import BookUnavailable, EventTooLarge, Said
-from trinity_mq.gateway.ledger import Applied, Ledger
+from trinity_mq.gateway.ledger import Ledger, SessionEffect
 from trinity_mq.gateway.rules.reported import report_problem
 from trinity_mq.gateway.session import Event, Session
 from trinity_mq.messages import (
@@ -127,7 +127,7 @@ class SessionStream:
         self._record_timeout = record_timeout
         self._ready = False
         self._most_unconfirmed, self._unconfirmed = most_unconfirmed, 0
-        self._waiting: dict[str, list[asyncio.Future[Applied]]] = {}
+        self._waiting: dict[str, list[asyncio.Future[SessionEffect]]] = {}
         """Futures of callers that wait for the effect of an event, by message id."""
         self._offset = 0
         self._earlier: dict[str, Session] = {}
@@ -183,7 +183,7 @@ class SessionStream:
     def _confirmed(self, cost: int) -> None:
         self._unconfirmed -= cost
 
-    async def say(self, event: Said | SessionsDecided, message_id: str) -> Applied:
+    async def say(self, event: Said | SessionsDecided, message_id: str) -> SessionEffect:
         return await self._publish_and_read_back(event, message_id)
 
     async def catch_up(self) -> None:
@@ -247,11 +247,11 @@ class SessionStream:
             return False
         return True
 
-    async def _publish_and_read_back(self, message: Message, message_id: str) -> Applied:
+    async def _publish_and_read_back(self, message: Message, message_id: str) -> SessionEffect:
         """Publish an event and return its effect after it was read back from the stream."""
         if not self._bus.usable:
             await self._wait_for_broker()
-        effect: asyncio.Future[Applied] = asyncio.get_running_loop().create_future()
+        effect: asyncio.Future[SessionEffect] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(message_id, []).append(effect)
         try:
             async with asyncio.timeout(SAID_WITHIN):
@@ -373,7 +373,7 @@ class SessionStream:
             self.time = max(self.time, self._clock())
         return self.time - self.paused
 
-    def _apply(self, message: Message, delivery: Delivery, offset: int, at: float) -> Applied:
+    def _apply(self, message: Message, delivery: Delivery, offset: int, at: float) -> SessionEffect:
         ledger = self.ledger
         match message:
             case SessionsTrained():
@@ -398,7 +398,7 @@ class SessionStream:
                     not is_own or delivery.headers.get(BY) == OUTSIDE,
                 )
                 return ledger.apply(event)
-        return Applied("new")
+        return SessionEffect("new")
 
 
 def _decoded(delivery: Delivery) -> Message:

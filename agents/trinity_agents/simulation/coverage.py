@@ -14,8 +14,7 @@ from trinity_mq.messages import BatchClosed, BatchReady, Message, Progress, Sync
 from trinity_mq.messages.batches import BatchState
 from trinity_mq.runtime.agent import Agent
 from trinity_mq.sync.gate.coordinator import Coordinator
-from trinity_mq.sync.gate.member import Member
-from trinity_mq.sync.gate.member import Stage as MemberStage
+from trinity_mq.sync.gate.member import Member, MemberStage
 from trinity_mq.sync.gate.records import MemberRecord as CoordinatedMember
 from trinity_mq.sync.gate.records import Phase
 from trinity_mq.telemetry.durations import WorkUnderWay

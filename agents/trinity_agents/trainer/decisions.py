@@ -50,7 +50,7 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
+class TicketDecision:
     """The first complete set of a ticket."""
 
     ready: BatchReady
@@ -108,13 +108,13 @@ class TicketDecider:
         """Returns the number of crashed starts for a ticket or :func:`repaired_key`."""
         self._failed: set[str] = set(failed)
         """Tickets decided as failed whose repaired set was not consumed yet."""
-        self._repaired: dict[str, tuple[int, Decision]] = {}
+        self._repaired: dict[str, tuple[int, TicketDecision]] = {}
         """First offset and repaired set by failed ticket, in stream order."""
         self.next_offset = next_offset
         self.ended: int | None = None
         """Number of batches of the run, once known; None again after a later batch shows that the run was extended."""
         self._open: dict[str, _Sets] = {}
-        self._decided: dict[int, Decision] = {}
+        self._decided: dict[int, TicketDecision] = {}
         self._held: dict[str, int] = {}
 
     def chunk(self, ticket: str, op: str, n: int, chunk: Chunk, offset: int, batch: int | None = None) -> None:
@@ -128,7 +128,7 @@ class TicketDecider:
         sets = self._open.setdefault(ticket, _Sets(offset))
         sets.by_op.setdefault(op, {}).setdefault(n, chunk)
 
-    def ready(self, message: BatchReady, offset: int) -> Decision | None:
+    def ready(self, message: BatchReady, offset: int) -> TicketDecision | None:
         """Take in the BatchReady of a set; return the decision if the set is complete and decides its ticket."""
         self.next_offset = offset + 1
         if not isinstance(message.batch, int):
@@ -145,7 +145,7 @@ class TicketDecider:
         if any(n not in chunks for n in range(message.chunks)):
             return None  # its chunks lie before our offset: another set, or a repeat of this set, decides
         self._open.pop(message.ticket, None)
-        decision = Decision(message, tuple(chunks[n] for n in range(message.chunks)), offset)
+        decision = TicketDecision(message, tuple(chunks[n] for n in range(message.chunks)), offset)
         if again:
             self._repaired[message.ticket] = sets.first_offset, decision
             return decision
@@ -161,7 +161,7 @@ class TicketDecider:
         """Advance past a message of another kind."""
         self.next_offset = offset + 1
 
-    def peek(self, batch: int) -> Decision | None:
+    def peek(self, batch: int) -> TicketDecision | None:
         """Return the decision of batch ``batch``, None if the batch is not decided or already consumed."""
         return self._decided.get(batch)
 
@@ -183,7 +183,7 @@ class TicketDecider:
             if ticket in pinned():
                 self.consumed[ticket] = newest
 
-    def repaired(self, before: Decision) -> list[Decision]:
+    def repaired(self, before: TicketDecision) -> list[TicketDecision]:
         """Return the repaired sets that are trained on with batch ``before``: sets of earlier batches that lie before
         its own set on the stream.
 
@@ -194,11 +194,11 @@ class TicketDecider:
             decision for decision in candidates if decision.offset < before.offset and decision.batch < before.batch
         ]
 
-    def first(self, count: int) -> list[Decision]:
+    def first(self, count: int) -> list[TicketDecision]:
         """Return the first ``count`` decisions that are not consumed, oldest first."""
         return list(itertools.islice(self._decided.values(), count))
 
-    def consume(self, decision: Decision) -> None:
+    def consume(self, decision: TicketDecision) -> None:
         """Mark a batch, or a repaired batch, as consumed: trained on or skipped."""
         ticket = decision.ready.ticket
         if self._repaired.get(ticket, (0, None))[1] is decision:

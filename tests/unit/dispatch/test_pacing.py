@@ -11,7 +11,7 @@ import pytest
 from trinity_mq.config import ConfigError, SyncConfig, load_config
 from trinity_mq.dispatch.pacing import (
     Boundary,
-    Counters,
+    TrainerCounters,
     has_room,
     last_with_room,
     may_open,
@@ -39,8 +39,8 @@ class World:
     answered: int = 0
 
     @property
-    def counters(self) -> Counters:
-        return Counters(self.progress, self.committed_progress, self.answered)
+    def counters(self) -> TrainerCounters:
+        return TrainerCounters(self.progress, self.committed_progress, self.answered)
 
     def due(self, config: SyncConfig) -> bool:
         version, committed = (1, self.step), (1, self.committed)
@@ -96,7 +96,7 @@ def test_no_order_of_events_hangs_or_makes_older_data_than_promised(style: str, 
     seen, oldest = explore(config)
     assert oldest == config.inherent_staleness, "never more, and as much is possible"
     depth = interval + ahead if style == "fixed" else ahead + 1
-    assert last_with_room(Counters(), config) == depth
+    assert last_with_room(TrainerCounters(), config) == depth
     assert max(len(world.stamps) for world in seen) == min(depth, BATCHES), "how far the explorer runs ahead"
 
 
@@ -107,7 +107,7 @@ def test_the_last_batch_with_room_is_the_last_that_has_room(style: str, interval
     config = SyncConfig.model_validate({"sync_style": style, "sync_interval": interval, name: ahead})
     for progress in range(20):
         for committed in range(progress + 1):
-            counters = Counters(progress, committed)
+            counters = TrainerCounters(progress, committed)
             last = last_with_room(counters, config)
             assert has_room(last, counters, config)
             assert not has_room(last + 1, counters, config)
@@ -126,11 +126,13 @@ def test_on_fixed_without_offset_every_batch_of_a_period_has_the_same_weights(in
 def test_explorer_driven_asks_once_every_interval_and_never_for_the_first_weights() -> None:
     config = SyncConfig(sync_style="explorer_driven", sync_interval=3)
     assert [required_answer(batch, config) for batch in range(1, 9)] == [0, 0, 0, 4, 4, 4, 7, 7]
-    ready = Counters(progress=5)
+    ready = TrainerCounters(progress=5)
     assert must_ask(4, ready, config)
     assert not may_open(4, ready, config)
     assert may_open(4, replace(ready, answered=4), config)
-    assert not must_ask(4, Counters(progress=1), config), "there is no room for it: weights would be old when there is"
+    assert not must_ask(4, TrainerCounters(progress=1), config), (
+        "there is no room for it: weights would be old when there is"
+    )
 
 
 def test_only_explorer_driven_asks() -> None:

@@ -13,7 +13,7 @@ from tests.waiting import until
 from trinity_mq.engines.generation.request import Completion, GenerationRequest
 from trinity_mq.engines.generation.text import TextCodec
 from trinity_mq.gateway.book import Said
-from trinity_mq.gateway.ledger import Applied
+from trinity_mq.gateway.ledger import SessionEffect
 from trinity_mq.gateway.recorded_call import Answers
 from trinity_mq.messages import encode
 from trinity_mq.models.clients import EngineClients
@@ -351,7 +351,7 @@ async def test_an_end_that_is_sent_again_is_no_news_and_one_that_says_more_is() 
 async def test_an_event_that_cannot_travel_is_refused_with_its_path(monkeypatch: pytest.MonkeyPatch) -> None:
     """The book of a run writes events into messages; the rules of HTTP bodies alone do not tell what fits."""
 
-    async def keep(event: Said, message_id: str) -> Applied:
+    async def keep(event: Said, message_id: str) -> SessionEffect:
         encode(event.model_copy(update={"choice": 10**30}))
         raise AssertionError("it was written")
 

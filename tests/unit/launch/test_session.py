@@ -9,7 +9,7 @@ from pathlib import Path
 from trinity_mq.bus import Topology
 from trinity_mq.bus.memory.bus import MemoryBroker, MemoryBus
 from trinity_mq.config import load_config
-from trinity_mq.launch.session import LocalRun
+from trinity_mq.launch.session import RunSession
 from trinity_mq.observability.display import PlainDisplay
 from trinity_mq.targets.run_folder import RunFolder
 from trinity_mq.testing.virtual_time import run_virtually
@@ -21,7 +21,7 @@ def test_an_alarm_is_told_before_the_start_and_after_half_a_minute(tmp_path: Pat
     async def main() -> None:
         config = load_config({"name": "r", "run_dir": str(tmp_path), "model": {"tiny": {}}})
         shown, broker, topology = io.StringIO(), MemoryBroker(), Topology("r")
-        session = LocalRun(config, RunFolder(config), PlainDisplay(shown), "amqp://h/", None)
+        session = RunSession(config, RunFolder(config), PlainDisplay(shown), "amqp://h/", None)
         bus = MemoryBus(broker, topology, config=config.broker)
         await bus.connect()
         await session._tell_broker_trouble(bus, topology)

@@ -8,6 +8,7 @@ import msgpack
 import pytest
 
 from trinity_mq.messages import (
+    AgentStatus,
     DecodeError,
     EngineStatus,
     ExplorerStatus,
@@ -15,7 +16,6 @@ from trinity_mq.messages import (
     OperatorStatus,
     RunnerStatus,
     SchedulerStatus,
-    Status,
     TrainerStatus,
     decode,
     encode,
@@ -42,7 +42,7 @@ def sent(heartbeat: Heartbeat) -> dict[str, Any]:
         ("operator", OperatorStatus(ticket="t")),
         ("trainer", TrainerStatus(committed=(1, 2), sync={"members": {"e": {"version": [1, 2], "given": [1, 1]}}})),
         ("engine", EngineStatus(id="e", url="u", name="m", role="rollout", version=None)),
-        ("supervisor", Status()),
+        ("supervisor", AgentStatus()),
     ],
 )
 def test_a_status_comes_back_as_its_roles_class(role: str, detail: Any) -> None:

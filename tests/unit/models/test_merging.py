@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trinity_mq.experience import Experience
-from trinity_mq.models.recording.history import History
+from trinity_mq.models.recording.history import ExperienceHistory
 from trinity_mq.models.recording.merging import merge_turns
 
 
@@ -91,7 +91,7 @@ def test_whatever_is_merged_each_sampled_token_is_trained_on_once(steps: list[tu
 
 
 def test_what_is_coming_is_taken_once() -> None:
-    history, come = History(), [turn([1], [2])]
+    history, come = ExperienceHistory(), [turn([1], [2])]
 
     def partial() -> list[Experience]:
         return come

@@ -243,7 +243,7 @@ class World:
     def __init__(self, server: Server, client: VllmClient, home: Path, mode: Any) -> None:
         self.server, self.home, self.state = server, home, EngineState()
         plan = adapters.AdapterPlan(LoraConfig(r=2), api.AdapterRoom(8, ROOM, ("q_proj", "up_proj")), SHAPES)
-        self.adapters = adapters.Adapters(client, home, plan)
+        self.adapters = adapters.VllmAdapters(client, home, plan)
         codec: Any = Letters()
         sizes = {"vocabulary": 9, "pause_mode": mode}
         self.generator = adapters.AdapterGenerator(

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from trinity_mq.cli.main import main
-from trinity_mq.telemetry.evaluations.log import Answer, Evaluation, EvaluationLog, Question
+from trinity_mq.telemetry.evaluations.log import Evaluation, EvaluationAnswer, EvaluationLog, EvaluationQuestion
 
 
 @pytest.fixture
@@ -18,11 +18,11 @@ def folder(tmp_path: Path) -> Path:
     log = EvaluationLog(tmp_path, 2**20)
     for name, label in (("sums", 0), ("sums", 5), ("words", 5)):
         questions = [
-            Question(
+            EvaluationQuestion(
                 task=task,
                 question=f"{name} {task}?",
                 expected="7" if task else None,
-                answers=[Answer(run=run, answer=f"{run} at {label}", reward=run / 2) for run in range(2)],
+                answers=[EvaluationAnswer(run=run, answer=f"{run} at {label}", reward=run / 2) for run in range(2)],
                 failure="run 2: KeyError" if task == 2 else None,
             )
             for task in range(3)

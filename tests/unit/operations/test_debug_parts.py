@@ -22,7 +22,7 @@ from trinity_mq.config import Config, ModelConfig, TinyModelConfig, load_config
 from trinity_mq.errors import CommandError
 from trinity_mq.models.model_folder import ensure_model_folder
 from trinity_mq.observability.experiences.token_texts import TokenTexts, tokenizer_folder
-from trinity_mq.operations.debug.proxy import RecordedCall, RecordingProxy
+from trinity_mq.operations.debug.proxy import ProxiedCall, RecordingProxy
 from trinity_mq.operations.debug.show_call import call_json, choices, show_call
 from trinity_mq.operations.debug.task import find_task
 from trinity_mq.terminal import escape_unsafe
@@ -155,7 +155,7 @@ async def upstream() -> AsyncIterator[tuple[Upstream, str]]:
 
 async def test_the_proxy_changes_nothing_and_tells_everything(upstream: tuple[Upstream, str]) -> None:
     one, url = upstream
-    calls: list[RecordedCall] = []
+    calls: list[ProxiedCall] = []
     async with RecordingProxy(url, calls.append).running() as near, aiohttp.ClientSession() as session:
         sent = {"question": "\u00e9"}
         async with session.post(f"{near}/a/b?c=d", json=sent, headers={"X-TMQ-Version": "1.2"}) as response:
@@ -179,7 +179,7 @@ async def test_the_proxy_changes_nothing_and_tells_everything(upstream: tuple[Up
 
 
 async def test_an_engine_that_is_gone_is_an_answer_that_is_not_asked_for_again() -> None:
-    calls: list[RecordedCall] = []
+    calls: list[ProxiedCall] = []
     async with RecordingProxy("http://127.0.0.1:9", calls.append).running() as near, aiohttp.ClientSession() as session:
         async with session.post(f"{near}/v1/x", json={}) as response:
             assert response.status == 502
@@ -191,7 +191,7 @@ async def test_an_engine_that_is_gone_is_an_answer_that_is_not_asked_for_again()
 async def test_a_stream_that_breaks_off_breaks_off_for_the_caller_too(upstream: tuple[Upstream, str]) -> None:
     one, url = upstream
     one.cut = True
-    calls: list[RecordedCall] = []
+    calls: list[ProxiedCall] = []
     async with RecordingProxy(url, calls.append).running() as near, aiohttp.ClientSession() as session:
         with pytest.raises(aiohttp.ClientError):
             async with session.get(f"{near}/stream") as response:
@@ -202,10 +202,10 @@ async def test_a_stream_that_breaks_off_breaks_off_for_the_caller_too(upstream: 
 
 
 async def test_a_caller_that_goes_away_is_told_of(upstream: tuple[Upstream, str]) -> None:
-    calls: list[RecordedCall] = []
+    calls: list[ProxiedCall] = []
     told = asyncio.Event()
 
-    def on_call(call: RecordedCall) -> None:
+    def on_call(call: ProxiedCall) -> None:
         calls.append(call)
         told.set()
 
@@ -269,7 +269,7 @@ def test_choices_of_every_kind_of_answer() -> None:
      {"choices": [{"message": "odd", "token_ids": 3, "logprobs": "odd"}]}, {"error": "plain"}, {"error": None}],
 )  # fmt: skip
 def test_strange_answers_are_shown_and_stop_nothing(answer: Any) -> None:
-    call = RecordedCall(1, "POST", "/v1/x", {"messages": "odd", "prompt": ["1"], "tools": 3}, status=200, answer=answer)
+    call = ProxiedCall(1, "POST", "/v1/x", {"messages": "odd", "prompt": ["1"], "tools": 3}, status=200, answer=answer)
     out = io.StringIO()
     show_call(Console(file=out), call, TokenTexts())
     assert "call 1" in out.getvalue()
@@ -281,7 +281,7 @@ def test_what_a_model_writes_cannot_move_the_cursor_or_mean_markup() -> None:
     hostile = "\x1b[2J\x07 [bold]x[/bold] [/] \u202e"
     answer = {"choices": [{"message": {"content": hostile}, "finish_reason": "stop"}]}
     request = {"messages": [{"role": hostile, "content": hostile}]}
-    show_call(Console(file=out), RecordedCall(1, "POST", "/v1/[/x]", request, status=200, answer=answer), TokenTexts())
+    show_call(Console(file=out), ProxiedCall(1, "POST", "/v1/[/x]", request, status=200, answer=answer), TokenTexts())
     assert "[bold]x[/bold] [/]" in out.getvalue()
     assert not {"\x1b", "\x07", "\u202e"} & set(out.getvalue())
     assert escape_unsafe("a\tb\n\x1b\u00e9") == "a\tb\n\\u001b\u00e9"

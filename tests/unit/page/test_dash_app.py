@@ -30,7 +30,13 @@ from trinity_mq.page.app import PAGE_FILES, STATIC, DashApp
 from trinity_mq.targets.connection import Target
 from trinity_mq.targets.run_folder import RunFolder
 from trinity_mq.telemetry import MetricsWriter
-from trinity_mq.telemetry.evaluations.log import Answer, Evaluation, EvaluationLog, Question, read_evaluations
+from trinity_mq.telemetry.evaluations.log import (
+    Evaluation,
+    EvaluationAnswer,
+    EvaluationLog,
+    EvaluationQuestion,
+    read_evaluations,
+)
 
 PAGE_BYTES = 300_000
 
@@ -108,8 +114,10 @@ async def test_the_expected_answer_is_with_a_sample() -> None:
 async def test_answers_to_evaluations_by_question(tmp_path: Path) -> None:
     log = EvaluationLog(tmp_path, 2**20)
     for label, rewards in ((0, (0.0, 0.0)), (5, (1.0, 0.0))):
-        answers = [Answer(run=run, answer=f"{run}", reward=reward) for run, reward in enumerate(rewards)]
-        questions = [Question(task=n, question="q" * 200, expected="7", answers=answers) for n in range(1 + label)]
+        answers = [EvaluationAnswer(run=run, answer=f"{run}", reward=reward) for run, reward in enumerate(rewards)]
+        questions = [
+            EvaluationQuestion(task=n, question="q" * 200, expected="7", answers=answers) for n in range(1 + label)
+        ]
         log.append(Evaluation(set="sums", label=label, time=9.0, questions=questions, left_out=3))
     async with served(folder=tmp_path) as (client, _, _, _):
         [found] = (await (await client.get("/api/evaluations")).json())["sets"]

@@ -27,7 +27,7 @@ from tests.unit.sync.gate_parts import (
 from trinity_mq.messages import SyncEvent, Version
 from trinity_mq.sync.gate.catch_up import CatchUpFetches
 from trinity_mq.sync.gate.coordinator import Coordinator
-from trinity_mq.sync.gate.member import Commit, Member, Pause, Receive, Rejoin, Resume, Stage
+from trinity_mq.sync.gate.member import Commit, Member, MemberStage, Pause, Receive, Rejoin, Resume
 from trinity_mq.sync.gate.records import AbandonCollective, AttemptTimes, Committed, Phase, StartCollective
 
 NEVER = float("inf")
@@ -123,13 +123,13 @@ class World:
                     yield ("lies",)
             if left.breaks:
                 yield ("breaks",)
-        if machine.stage is Stage.APPLIED:
+        if machine.stage is MemberStage.APPLIED:
             yield from (("hears beat", beat[1:]) for beat in self.beats if beat[0] == machine.name)
         if left.breaks and machine._prepare is not None:
             yield ("gives up",)
         if left.breaks and engine.paused and (work is None or work[0] == "pause"):
             yield ("pause runs out",)
-        if machine.stage is Stage.IDLE and self._seen(host) != machine.version:
+        if machine.stage is MemberStage.IDLE and self._seen(host) != machine.version:
             yield ("looks",)
         if left.engine_deaths:
             yield ("engine dies",)

@@ -16,7 +16,7 @@ from trinity_mq.sync.gate.coordinator import (
     Phase,
     StartCollective,
 )
-from trinity_mq.sync.gate.member import Commit, Member, Pause, Receive, Rejoin, Resume, Stage
+from trinity_mq.sync.gate.member import Commit, Member, MemberStage, Pause, Receive, Rejoin, Resume
 
 KEY = ((1, 1), 1, 1)
 PREPARE = SyncEvent(verb="prepare", sender="t", manifest=[("w", "float32", [2])], canary={"tokens": [2, 3]})
@@ -265,7 +265,7 @@ def test_member_goes_through_to_the_new_version() -> None:
     assert isinstance(reply, SyncEvent)
     assert reply.verb == "applied"
     assert member.commit(prepare().model_copy(update={"verb": "commit"})) == [Commit((1, 1), 1)]
-    assert (member.version, member.stage) == ((1, 1), Stage.IDLE)
+    assert (member.version, member.stage) == ((1, 1), MemberStage.IDLE)
 
 
 def test_member_abort_before_the_collective_resumes_the_old_version() -> None:

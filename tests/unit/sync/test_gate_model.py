@@ -17,7 +17,7 @@ from tests.unit.sync.gate_parts import Bounds, Violation
 from tests.unit.sync.gate_world import Action, World
 from trinity_mq.messages import SyncEvent
 from trinity_mq.sync.gate.coordinator import Coordinator
-from trinity_mq.sync.gate.member import Member, Resume, Stage
+from trinity_mq.sync.gate.member import Member, MemberStage, Resume
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -129,7 +129,7 @@ def the_canary_is_not_looked_at(patch: pytest.MonkeyPatch) -> None:
 
 def a_commit_of_another_try_counts(patch: pytest.MonkeyPatch) -> None:
     def careless(self: Member, event: SyncEvent) -> Any:
-        if self.stage is Stage.APPLIED and self._prepare is not None and event.version == self._prepare.version:
+        if self.stage is MemberStage.APPLIED and self._prepare is not None and event.version == self._prepare.version:
             return self._committed(self._prepare.version, 0)
         return []
 

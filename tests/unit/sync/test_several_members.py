@@ -9,7 +9,7 @@ import pytest
 
 from tests.unit.sync.test_drivers import Gate, now
 from trinity_mq.messages import SyncEvent
-from trinity_mq.sync.gate.member import Member, Rejoin, Resume, Stage
+from trinity_mq.sync.gate.member import Member, MemberStage, Rejoin, Resume
 from trinity_mq.testing.fakes import FakeEngine
 
 
@@ -30,7 +30,7 @@ def ready_member() -> Member:
     member = Member("b", version=(1, 0))
     member.prepare(prepare("a", "b"), 0.0)
     member.paused(member.key)
-    assert member.stage is Stage.READY
+    assert member.stage is MemberStage.READY
     return member
 
 

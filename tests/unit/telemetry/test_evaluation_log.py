@@ -7,13 +7,19 @@ from pathlib import Path
 import pytest
 
 from trinity_mq.telemetry.evaluations import log as evaluation_log
-from trinity_mq.telemetry.evaluations.log import Answer, Evaluation, EvaluationLog, Question, read_evaluations
+from trinity_mq.telemetry.evaluations.log import (
+    Evaluation,
+    EvaluationAnswer,
+    EvaluationLog,
+    EvaluationQuestion,
+    read_evaluations,
+)
 from trinity_mq.telemetry.sample_log import SEGMENTS, SampleLog, segments
 
 
 def evaluation(label: int, name: str = "held_out", count: int = 3, text: str = "7") -> Evaluation:
-    answers = [Answer(run=0, answer=text, reward=1.0)]
-    questions = [Question(task=n, question=f"{n}?", expected="7", answers=answers) for n in range(count)]
+    answers = [EvaluationAnswer(run=0, answer=text, reward=1.0)]
+    questions = [EvaluationQuestion(task=n, question=f"{n}?", expected="7", answers=answers) for n in range(count)]
     return Evaluation(set=name, label=label, time=5.0, questions=questions)
 
 

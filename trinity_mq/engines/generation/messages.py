@@ -184,7 +184,7 @@ def format_of(template: str) -> MessageFormat:
 # -- parts that a template leaves out
 
 
-class Turn(NamedTuple):
+class MessageOutline(NamedTuple):
     """A message without its text: the properties that decide whether a template writes it."""
 
     role: str
@@ -193,10 +193,10 @@ class Turn(NamedTuple):
     has_text_arguments: bool
 
 
-def shape_of(messages: Messages) -> tuple[Turn, ...]:
+def shape_of(messages: Messages) -> tuple[MessageOutline, ...]:
     """Return the shape of a conversation: its messages without their text."""
     return tuple(
-        Turn(message["role"], bool(message.get("content")), len(calls), _has_text_arguments(calls))
+        MessageOutline(message["role"], bool(message.get("content")), len(calls), _has_text_arguments(calls))
         for message in messages
         for calls in [message.get("tool_calls") or ()]
     )
@@ -215,7 +215,7 @@ class Probe:
         has_tools: Whether tools are offered.
     """
 
-    def __init__(self, shape: Sequence[Turn], *, has_tools: bool) -> None:
+    def __init__(self, shape: Sequence[MessageOutline], *, has_tools: bool) -> None:
         self._marks: dict[str, str] = {}
         """The part of the conversation for which each mark stands."""
         self.tools = [_offered(self._mark("tools"))] if has_tools else None
@@ -230,7 +230,7 @@ class Probe:
         self._marks[mark] = description
         return mark
 
-    def _message(self, number: int, turn: Turn) -> Message:
+    def _message(self, number: int, turn: MessageOutline) -> Message:
         is_answered = turn.has_text and not turn.calls  # some families write no text next to calls
         content = self._mark(f"the role {turn.role} (messages.{number})") if is_answered else "text" * turn.has_text
         message: Message = {"role": turn.role, "content": content}

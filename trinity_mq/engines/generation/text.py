@@ -14,10 +14,10 @@ from typing import Any
 
 from trinity_mq.engines.generation.messages import (
     Message,
+    MessageOutline,
     Messages,
     Probe,
     Tools,
-    Turn,
     format_of,
     shape_of,
 )
@@ -201,12 +201,12 @@ class TextCodec:
             template = self._tokenizer.get_chat_template(tools=tools or None)
         return str(template or "")
 
-    def _problem(self, template: str, shape: tuple[Turn, ...], has_tools: bool) -> str | None:
+    def _problem(self, template: str, shape: tuple[MessageOutline, ...], has_tools: bool) -> str | None:
         if len(shape) > _LONGEST_SHAPE:
             return self._left_out(template, shape, has_tools)
         return self._cached_left_out(template, shape, has_tools)
 
-    def _left_out(self, template: str, shape: tuple[Turn, ...], has_tools: bool) -> str | None:
+    def _left_out(self, template: str, shape: tuple[MessageOutline, ...], has_tools: bool) -> str | None:
         """Return the part of messages of this shape that the template leaves out. Empty: nothing. None: it refuses the
         probe.
         """

@@ -13,7 +13,7 @@ from pydantic import Field, NonNegativeInt
 from trinity_mq.engines.api_errors import ApiError, bad_request, not_current
 from trinity_mq.engines.generation.batch_step import StaticBatcher
 from trinity_mq.engines.generation.request import ScoreRequest
-from trinity_mq.engines.server.http_server import Body, read_request
+from trinity_mq.engines.server.http_server import EngineRequestBody, read_request
 from trinity_mq.engines.state import EngineState, StateError
 from trinity_mq.engines.torch.weights import WeightsError
 from trinity_mq.telemetry.trace import span
@@ -24,7 +24,7 @@ Receiver = Callable[[dict[str, Any]], Awaitable[Mapping[str, Any]]]
 """Takes the spec of a transfer and returns the tensors by name once all have arrived; does not touch the model."""
 
 
-class PauseBody(Body):
+class PauseBody(EngineRequestBody):
     """Body of ``/admin/pause``."""
 
     timeout: float = Field(default=60.0, gt=0)
@@ -33,7 +33,7 @@ class PauseBody(Body):
     """Seconds after which the engine resumes by itself if no further command comes."""
 
 
-class ReceiveBody(Body):
+class ReceiveBody(EngineRequestBody):
     """Body of ``/admin/receive``."""
 
     spec: dict[str, Any]
@@ -41,7 +41,7 @@ class ReceiveBody(Body):
     """Seconds for all tensors to arrive."""
 
 
-class CommitBody(Body):
+class CommitBody(EngineRequestBody):
     """Body of ``/admin/commit``."""
 
     version: tuple[NonNegativeInt, NonNegativeInt]

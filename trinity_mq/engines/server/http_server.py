@@ -32,13 +32,13 @@ ANSWER_SECONDS = 2.0
 """Seconds that finished requests have to send their answers when the server ends."""
 
 
-class Body(BaseModel):
+class EngineRequestBody(BaseModel):
     """Base of request bodies: unknown fields are an error."""
 
     model_config = ConfigDict(extra="forbid")
 
 
-class LeaseBody(Body):
+class LeaseBody(EngineRequestBody):
     """Body of ``/admin/lease``."""
 
     seconds: float = Field(gt=0)

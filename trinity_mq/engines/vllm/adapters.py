@@ -189,7 +189,7 @@ class Adapter:
     """Running requests that use the adapter."""
 
 
-class Adapters:
+class VllmAdapters:
     """The adapters that vLLM holds. Each has a folder below ``home``, which vLLM may read again at any time."""
 
     def __init__(self, client: VllmClient, home: Path, plan: AdapterPlan) -> None:
@@ -269,7 +269,7 @@ class AdapterGenerator(VllmGenerator):
     """Weight updates by adapters, which this process receives instead of vLLM's workers."""
 
     def __init__(
-        self, adapters: Adapters, plan: AdapterPlan, receiver: Receiver, /, *args: Any, **options: Any
+        self, adapters: VllmAdapters, plan: AdapterPlan, receiver: Receiver, /, *args: Any, **options: Any
     ) -> None:
         """Create the generator. ``receiver`` returns the tensors of a transfer; the other arguments are for the base
         class.

@@ -198,7 +198,7 @@ def serve(arguments: Sequence[str]) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class VllmCompletion:
     """One completion in an answer of vLLM."""
 
     token_ids: list[int]
@@ -237,7 +237,7 @@ def _model_field(adapter: str | None) -> dict[str, str]:
     return {} if adapter is None else {"model": adapter}
 
 
-def read_choices(answer: Mapping[str, Any]) -> list[Choice]:
+def read_choices(answer: Mapping[str, Any]) -> list[VllmCompletion]:
     """Return the completions of an answer, in order.
 
     Raises:
@@ -246,8 +246,8 @@ def read_choices(answer: Mapping[str, Any]) -> list[Choice]:
     return [_choice(choice) for choice in sorted(answer["choices"], key=lambda choice: choice["index"])]
 
 
-def _choice(choice: Mapping[str, Any]) -> Choice:
-    return Choice(
+def _choice(choice: Mapping[str, Any]) -> VllmCompletion:
+    return VllmCompletion(
         token_ids=list(choice["token_ids"] or ()),
         logprobs=read_logprobs(choice),
         stopped=choice["finish_reason"] == "stop",

@@ -116,10 +116,10 @@ class Choices:
         if news and self._stream is not None:
             self._stream.put(news)
 
-    def result(self) -> list[api.Choice]:
+    def result(self) -> list[api.VllmCompletion]:
         """Return the choices collected so far."""
         return [
-            api.Choice(
+            api.VllmCompletion(
                 row.token_ids,
                 row.logprobs,
                 stopped=row.ended == "stop",

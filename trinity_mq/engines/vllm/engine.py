@@ -24,7 +24,7 @@ from trinity_mq.engines.server.admin_api import Receiver
 from trinity_mq.engines.state import EngineState
 from trinity_mq.engines.torch.generator import choose_device
 from trinity_mq.engines.vllm import api
-from trinity_mq.engines.vllm.adapters import AdapterGenerator, Adapters, adapter_plan
+from trinity_mq.engines.vllm.adapters import AdapterGenerator, VllmAdapters, adapter_plan
 from trinity_mq.engines.vllm.client import VllmClient
 from trinity_mq.engines.vllm.flow import VllmBatcher
 from trinity_mq.engines.vllm.generator import VllmGenerator, model_limits
@@ -115,9 +115,9 @@ async def vllm_parts(config: Config, folder: Path, receiver: Receiver) -> AsyncI
             async with VllmClient(socket) as client:
                 await _until_ready(child, client)
                 build: Callable[..., VllmGenerator] = VllmGenerator
-                adapters: Adapters | None = None
+                adapters: VllmAdapters | None = None
                 if plan:
-                    adapters = Adapters(client, home, plan)
+                    adapters = VllmAdapters(client, home, plan)
                     build = functools.partial(AdapterGenerator, adapters, plan, receiver)
                 generator = build(
                     codec,

@@ -22,7 +22,7 @@ from trinity_mq.engines.generation.text import TextCodec
 from trinity_mq.engines.generation.token_stream import TokenStream, token_stream
 from trinity_mq.engines.state import EngineState
 from trinity_mq.engines.vllm import api
-from trinity_mq.engines.vllm.adapters import Adapters
+from trinity_mq.engines.vllm.adapters import VllmAdapters
 from trinity_mq.engines.vllm.choices import Choices, stream_tokens
 from trinity_mq.engines.vllm.client import VllmClient
 from trinity_mq.messages import Version
@@ -65,7 +65,7 @@ class VllmBatcher:
         max_sequences: int,
         pause_mode: PauseMode = "wait",
         hold: float = HOLD_SECONDS,
-        adapters: Adapters | None = None,
+        adapters: VllmAdapters | None = None,
     ) -> None:
         self.counters = Counters()
         self.max_sequences = max_sequences
@@ -232,7 +232,7 @@ class VllmBatcher:
         ]
         return completions, min((span[1], span[2]) for spans in versions for span in spans)
 
-    async def _complete(self, request: GenerationRequest, served: ServingWeights) -> list[api.Choice]:
+    async def _complete(self, request: GenerationRequest, served: ServingWeights) -> list[api.VllmCompletion]:
         if request.temperature == 0 and request.n > 1:  # vLLM refuses n identical greedy samples
             return await self._complete(replace(request, n=1), served) * request.n
         if request.stop:
@@ -307,8 +307,12 @@ class VllmBatcher:
             raise not_current("the weights that sampled this were not committed; ask again, or use another engine")
 
     async def _untruncated(
-        self, request: GenerationRequest, choice: api.Choice, pin: Version | None, served: ServingWeights | None = None
-    ) -> tuple[api.Choice, Version]:
+        self,
+        request: GenerationRequest,
+        choice: api.VllmCompletion,
+        pin: Version | None,
+        served: ServingWeights | None = None,
+    ) -> tuple[api.VllmCompletion, Version]:
         """Return the choice with logprobs before truncation, and their weight version. vLLM returns logprobs after
         truncation.
         """
@@ -340,7 +344,7 @@ class VllmBatcher:
                 return api.read_scores(answer, request.token_ids, temperature), served.version
 
     def _completion(
-        self, request: GenerationRequest, choice: api.Choice, versions: tuple[tuple[int, int, int], ...]
+        self, request: GenerationRequest, choice: api.VllmCompletion, versions: tuple[tuple[int, int, int], ...]
     ) -> Completion:
         [text] = self._codec.decode([without_stop_token(choice.token_ids, request.stop_ids)])
         return Completion(

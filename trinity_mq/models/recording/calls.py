@@ -14,7 +14,7 @@ from trinity_mq.messages import Version
 from trinity_mq.models.clients import stream_error
 from trinity_mq.models.errors import EngineLost, EngineNotReady, PromptTooLong
 from trinity_mq.models.inference import InferenceModel
-from trinity_mq.models.recording.history import History, Seeds
+from trinity_mq.models.recording.history import ExperienceHistory, Seeds
 from trinity_mq.models.recording.responses import experiences_of, masked_experiences
 from trinity_mq.models.recording.sse import AnswerAssembler, EventReader
 from trinity_mq.telemetry.trace import span
@@ -41,7 +41,7 @@ class RecordedModel:
         self.sampling, self.headers = sampling, headers
         """Default sampling parameters of a call; headers of every request."""
         self.not_ready_timeout, self.request_timeout = not_ready_timeout, request_timeout
-        self.history, self.seeds = History(), Seeds(seed)
+        self.history, self.seeds = ExperienceHistory(), Seeds(seed)
         self.note_version: Version | None = None
         """Version that gave the latest answer."""
 
@@ -170,7 +170,7 @@ class StreamedAnswer:
     Choices that had not ended by then are ``response_truncated``. Nothing is recorded twice.
     """
 
-    def __init__(self, call: RecordedCall, history: History, named: Mapping[str, Any]) -> None:
+    def __init__(self, call: RecordedCall, history: ExperienceHistory, named: Mapping[str, Any]) -> None:
         self._call, self._history = call, history
         self._reader, self._gathered = EventReader(), AnswerAssembler()
         self._gathered.add(named)

@@ -14,7 +14,7 @@ Partial = Callable[[], list[Experience]]
 SEED_BITS = 63
 
 
-class History:
+class ExperienceHistory:
     """Experiences in the order in which their answers completed. Safe to use from several threads."""
 
     def __init__(self) -> None:

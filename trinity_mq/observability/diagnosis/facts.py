@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import TypeVar
 
 from trinity_mq.messages import (
+    AgentStatus,
     EngineStatus,
     ExplorerStatus,
     Heartbeat,
@@ -14,12 +15,11 @@ from trinity_mq.messages import (
     Role,
     RunnerStatus,
     SilentAgent,
-    Status,
     TrainerStatus,
 )
 from trinity_mq.observability.diagnosis.records import OVER, Edge, Observation
 
-S = TypeVar("S", bound=Status)
+S = TypeVar("S", bound=AgentStatus)
 
 SILENT_SECONDS = 6.0
 """Seconds without a heartbeat after which an agent is silent: three missed heartbeats. Its process is dead or frozen,

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from trinity_mq.errors import CommandError
 from trinity_mq.targets.target import find_configuration
-from trinity_mq.telemetry.evaluations.log import EVALUATIONS_FOLDER, Evaluation, Question, read_evaluations
+from trinity_mq.telemetry.evaluations.log import EVALUATIONS_FOLDER, Evaluation, EvaluationQuestion, read_evaluations
 
 
 def show_evaluations(arguments: argparse.Namespace) -> int:
@@ -50,11 +50,11 @@ def select_evaluations(evaluations: Sequence[Evaluation], name: str, step: str |
     return fits if step is not None else list({evaluation.set: evaluation for evaluation in fits}.values())
 
 
-def _fits(question: Question, task: str | None) -> bool:
+def _fits(question: EvaluationQuestion, task: str | None) -> bool:
     return task is None or str(question.task) == task
 
 
-def _print(evaluation: Evaluation, question: Question, *, as_json: bool) -> None:
+def _print(evaluation: Evaluation, question: EvaluationQuestion, *, as_json: bool) -> None:
     from trinity_mq.observability.experiences.show_experience import line, open_console, print_title
     from trinity_mq.telemetry.jsonline import dump_line
 

@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from trinity_agents.trainer.decisions import Chunk, Decision, TicketDecider
+from trinity_agents.trainer.decisions import Chunk, TicketDecider, TicketDecision
 from trinity_agents.trainer.sources.last_batch import LastBatch
 from trinity_mq.bus import Bus, BusUnavailable, Consumer, Delivery, StreamCut, Topology
 from trinity_mq.bus.streams import next_or_quiet
@@ -282,7 +282,7 @@ class ReadyReader:
         ]
         return await asyncio.to_thread(self._take, chunks)  # printing may block on a slow reader of our output
 
-    async def _decoded(self, decision: Decision, n: int, chunk: Chunk) -> ExperienceBatch | None:
+    async def _decoded(self, decision: TicketDecision, n: int, chunk: Chunk) -> ExperienceBatch | None:
         try:
             if chunk.content_type == REFERENCE:
                 body = await run_with_store_retries(

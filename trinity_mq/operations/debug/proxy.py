@@ -26,7 +26,7 @@ NOT_PASSED = frozenset(
 
 
 @dataclass
-class RecordedCall:
+class ProxiedCall:
     """One request and its answer."""
 
     number: int
@@ -59,7 +59,7 @@ class RecordingProxy:
     def __init__(
         self,
         upstream: str,
-        on_call: Callable[[RecordedCall], None],
+        on_call: Callable[[ProxiedCall], None],
         *,
         name: str = "",
         numbers: Iterator[int] | None = None,
@@ -92,7 +92,7 @@ class RecordingProxy:
         loop = asyncio.get_running_loop()
         started = loop.time()
         body = await read_body(request)
-        call = RecordedCall(next(self._numbers), request.method, request.path, _json(body), engine=self._name)
+        call = ProxiedCall(next(self._numbers), request.method, request.path, _json(body), engine=self._name)
         try:
             return await self._exchange(request, body, call)
         except asyncio.CancelledError:
@@ -107,7 +107,7 @@ class RecordingProxy:
             call.seconds = loop.time() - started
             self._on_call(call)
 
-    async def _exchange(self, request: web.Request, body: bytes, call: RecordedCall) -> web.StreamResponse:
+    async def _exchange(self, request: web.Request, body: bytes, call: ProxiedCall) -> web.StreamResponse:
         assert self._session is not None
         headers = {name: value for name, value in request.headers.items() if name.lower() not in NOT_PASSED}
         url = f"{self._upstream}{request.path_qs}"

@@ -18,7 +18,7 @@ from trinity_mq.observability.experiences.show_experience import (
 )
 from trinity_mq.observability.experiences.token_texts import TokenTexts
 from trinity_mq.operations.debug.errors import WorkflowFailure
-from trinity_mq.operations.debug.proxy import RecordedCall
+from trinity_mq.operations.debug.proxy import ProxiedCall
 from trinity_mq.operations.debug.show_call import call_json, show_call
 from trinity_mq.scheduling import Status
 from trinity_mq.telemetry.jsonline import dump_line
@@ -34,7 +34,7 @@ class JsonReport:
         """Write the task in its published form."""
         self._write("task", {"number": number, "task": body.model_dump(mode="json")})
 
-    def call(self, call: RecordedCall, texts: TokenTexts) -> None:
+    def call(self, call: ProxiedCall, texts: TokenTexts) -> None:
         """Write request and answer."""
         self._write("call", call_json(call, texts))
 
@@ -70,7 +70,7 @@ class TextReport:
             if value := getattr(body, name):
                 self._line(name, str(value))
 
-    def call(self, call: RecordedCall, texts: TokenTexts) -> None:
+    def call(self, call: ProxiedCall, texts: TokenTexts) -> None:
         """Print request and answer."""
         show_call(self._console, call, texts)
 

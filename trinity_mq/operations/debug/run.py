@@ -100,9 +100,9 @@ async def _run(
 @contextlib.asynccontextmanager
 async def _recorded(engine: DebugEngine, report: Report, numbers: Iterator[int]) -> AsyncIterator[InferenceModel]:
     """Yield the model's URL behind a proxy that reports each call."""
-    from trinity_mq.operations.debug.proxy import RecordedCall, RecordingProxy
+    from trinity_mq.operations.debug.proxy import ProxiedCall, RecordingProxy
 
-    def on_call(call: RecordedCall) -> None:
+    def on_call(call: ProxiedCall) -> None:
         engine.unanswered += bool(call.error)
         report.call(call, engine.texts)
 

@@ -14,7 +14,7 @@ from trinity_mq.observability.experiences.token_texts import TokenTexts
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from trinity_mq.operations.debug.proxy import RecordedCall
+    from trinity_mq.operations.debug.proxy import ProxiedCall
 
 ASKED = ("messages", "prompt", "tokens", "model", "return_token_ids", "tools")
 """Fields of a request that are not sampling parameters."""
@@ -65,7 +65,7 @@ def _mapping(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def call_json(call: RecordedCall, texts: TokenTexts) -> dict[str, Any]:
+def call_json(call: ProxiedCall, texts: TokenTexts) -> dict[str, Any]:
     """Return a call with its original request and answer, and the answer's choices with token texts."""
     return {
         "number": call.number,
@@ -92,7 +92,7 @@ def call_json(call: RecordedCall, texts: TokenTexts) -> dict[str, Any]:
     }
 
 
-def show_call(console: Console, call: RecordedCall, texts: TokenTexts) -> None:
+def show_call(console: Console, call: ProxiedCall, texts: TokenTexts) -> None:
     """Print a call."""
     outcome = str(call.status) if call.status else "no answer"
     stream, whom = " stream" if call.is_stream else "", f" to {call.engine}" if call.engine else ""
@@ -116,7 +116,7 @@ def _asked(request: Any) -> Iterator[tuple[str, str]]:
         yield "sampling", " ".join(f"{name}={json.dumps(value)}" for name, value in settings.items())
 
 
-def _answered(call: RecordedCall, texts: TokenTexts) -> Iterator[tuple[str, str]]:
+def _answered(call: ProxiedCall, texts: TokenTexts) -> Iterator[tuple[str, str]]:
     if call.error:
         yield "error", call.error
     answers = choices(call.answer)

@@ -19,7 +19,7 @@ from trinity_mq.errors import CommandError
 from trinity_mq.launch.earlier_start import discard_earlier_run
 from trinity_mq.messages import ControlEvent
 from trinity_mq.proof.chaos.launch import Launched, launch_run, settings
-from trinity_mq.proof.chaos.schedule import Schedule, draw, load, save
+from trinity_mq.proof.chaos.schedule import ChaosSchedule, draw, load, save
 from trinity_mq.proof.chaos.sessions.clients import clients_of
 from trinity_mq.proof.chaos.targets.base import FaultTargets
 from trinity_mq.proof.chaos.targets.local import LocalTargets
@@ -254,7 +254,7 @@ def _plan(
                 f"{len(read.faults) - len(faults)} faults of {wishes.file} cannot be done in {targets.where}, and are "
                 "left out"
             )
-        schedule = Schedule(faults, read.seed, read.drawn_from)
+        schedule = ChaosSchedule(faults, read.seed, read.drawn_from)
     folder.mkdir(parents=True, exist_ok=True)
     save(schedule, folder / "schedule.json")
     return Plan(

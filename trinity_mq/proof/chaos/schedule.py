@@ -64,7 +64,7 @@ class Fault:
 
 
 @dataclass(frozen=True)
-class Schedule:
+class ChaosSchedule:
     """Faults in order, with the arguments that they were drawn from."""
 
     faults: Sequence[Fault]
@@ -72,7 +72,9 @@ class Schedule:
     drawn_from: Mapping[str, Any] = field(default_factory=dict)
 
 
-def draw(seed: int, count: int, possible: Mapping[str, Sequence[str]], every: float, inside: float = 0.0) -> Schedule:
+def draw(
+    seed: int, count: int, possible: Mapping[str, Sequence[str]], every: float, inside: float = 0.0
+) -> ChaosSchedule:
     """Return the schedule of a seed. Equal arguments give equal schedules on every machine.
 
     Args:
@@ -95,8 +97,8 @@ def draw(seed: int, count: int, possible: Mapping[str, Sequence[str]], every: fl
         faults.append(_draw_fault(dice, number, roles, possible, every, ended=ended))
     drawn_from = {"count": count, "every": every, "possible": {role: list(possible[role]) for role in roles}}
     if inside:
-        return Schedule(_with_inside_points(faults, seed, inside), seed, {**drawn_from, "inside": inside})
-    return Schedule(faults, seed, drawn_from)
+        return ChaosSchedule(_with_inside_points(faults, seed, inside), seed, {**drawn_from, "inside": inside})
+    return ChaosSchedule(faults, seed, drawn_from)
 
 
 def _with_inside_points(faults: Sequence[Fault], seed: int, share: float) -> list[Fault]:
@@ -153,7 +155,7 @@ def _draw_fault(
     )
 
 
-def save(schedule: Schedule, path: Path) -> None:
+def save(schedule: ChaosSchedule, path: Path) -> None:
     """Write a schedule as JSON, with one line for each fault.
 
     Raises:
@@ -165,7 +167,7 @@ def save(schedule: Schedule, path: Path) -> None:
     write_atomic(path, text.encode())
 
 
-def load(path: Path) -> Schedule:
+def load(path: Path) -> ChaosSchedule:
     """Read a schedule that :func:`save` or a person wrote.
 
     Raises:
@@ -182,7 +184,7 @@ def load(path: Path) -> Schedule:
         raise CommandError(f"{path} is no schedule: {error}; `trinity-mq chaos` writes one") from error
     for fault in faults:
         _check(fault, path)
-    return Schedule(faults, data.get("seed"), data.get("drawn_from") or {})
+    return ChaosSchedule(faults, data.get("seed"), data.get("drawn_from") or {})
 
 
 def _check(fault: Fault, path: Path) -> None:

@@ -18,7 +18,7 @@ from trinity_mq.proof.chaos.injector import InjectedFault, Injector, by_role
 from trinity_mq.proof.chaos.invariants import Expected, FaultCounts, InvariantVerdict
 from trinity_mq.proof.chaos.points import INSIDE
 from trinity_mq.proof.chaos.record import read_record
-from trinity_mq.proof.chaos.schedule import Schedule
+from trinity_mq.proof.chaos.schedule import ChaosSchedule
 from trinity_mq.proof.chaos.sessions.clients import Clients, Traffic
 from trinity_mq.proof.chaos.sessions.stream import read_sessions
 from trinity_mq.proof.chaos.sessions.verdicts import judge_sessions
@@ -44,7 +44,7 @@ MOST_LETTERS = 1000
 class Plan:
     """The plan of a trial."""
 
-    schedule: Schedule
+    schedule: ChaosSchedule
     timeout: float
     """Maximum seconds for the recovery from a fault, and for each further train step after the last fault."""
     after: int
@@ -62,7 +62,7 @@ class Plan:
 class TrialOutcome:
     """The outcome of a trial."""
 
-    schedule: Schedule
+    schedule: ChaosSchedule
     where: str
     witness: RunObserver
     done: list[InjectedFault] = field(default_factory=list)

@@ -16,7 +16,7 @@ from trinity_mq.messages import SyncEvent, SyncVerb, Version
 from trinity_mq.sync.gate.records import Key, key_of
 
 
-class Stage(enum.Enum):
+class MemberStage(enum.Enum):
     """Stage of a member within an attempt."""
 
     IDLE = "idle"
@@ -76,7 +76,7 @@ class Member:
     """Random id of the engine's process; a restarted engine has a new id."""
     version: Version | None = None
     """Version that the engine serves. None before the first commit and while the weights are dirty."""
-    stage: Stage = Stage.IDLE
+    stage: MemberStage = MemberStage.IDLE
     lease_ends: float = float("inf")
     _prepare: SyncEvent | None = None
     _touched: bool = False
@@ -94,7 +94,7 @@ class Member:
         if self.name not in event.members:
             return []
         if self._prepare is not None and self._same_try(event):
-            if self.stage is Stage.READY:
+            if self.stage is MemberStage.READY:
                 self._extend(event, now)
                 return [self._ready()]
             return []
@@ -105,26 +105,26 @@ class Member:
             return []  # a late message: that attempt has already ended, and its commit may be on its way to us
         self._latest = order
         commands = self._end_attempt() if self._prepare is not None else []
-        self._prepare, self._touched, self.stage = event, False, Stage.PAUSING
+        self._prepare, self._touched, self.stage = event, False, MemberStage.PAUSING
         self._extend(event, now)
         return [*commands, Pause(key_of(event), event.seconds or 60.0)]
 
     def paused(self, key: Key, seconds: float = 0.0) -> list[Command]:
         """Handle the engine's standstill, which took ``seconds`` to reach."""
-        if self.stage is not Stage.PAUSING or key != self.key or self._prepare is None:
+        if self.stage is not MemberStage.PAUSING or key != self.key or self._prepare is None:
             return []
         self._pause_seconds = seconds
         if self._prepare.pull:
-            self.stage = Stage.RECEIVING
+            self.stage = MemberStage.RECEIVING
             return [Receive(key, self._prepare, self._prepare.seconds or 60.0)]
-        self.stage = Stage.READY
+        self.stage = MemberStage.READY
         return [self._ready()]
 
     def go(self, event: SyncEvent, now: float) -> list[Command]:
         """Handle go: all members are ready."""
-        if self.stage is not Stage.READY or self._prepare is None or not self._same_try(event):
+        if self.stage is not MemberStage.READY or self._prepare is None or not self._same_try(event):
             return []
-        self.stage = Stage.RECEIVING
+        self.stage = MemberStage.RECEIVING
         self._extend(event, now)
         return [Receive(key_of(event), self._prepare, event.seconds or 60.0)]
 
@@ -132,10 +132,10 @@ class Member:
         """Handle the arrival of the new weights in the engine. ``seconds`` holds the durations of ``receive`` and
         ``apply``.
         """
-        if self.stage is not Stage.RECEIVING or key != self.key:
+        if self.stage is not MemberStage.RECEIVING or key != self.key:
             return []
         self._touched = True
-        self.stage = Stage.APPLIED
+        self.stage = MemberStage.APPLIED
         return [self._answer("applied", canary=canary, detail=seconds or {})]
 
     def broke(self, key: Key, reason: str, *, touched: bool) -> list[Command]:
@@ -143,8 +143,8 @@ class Member:
         if key != self.key:
             return []
         self._touched = self._touched or touched
-        if not touched and self.stage is Stage.RECEIVING:
-            self.stage = Stage.READY
+        if not touched and self.stage is MemberStage.RECEIVING:
+            self.stage = MemberStage.READY
         answer = self._answer("failed", reason=reason)
         after = self._end_attempt()
         # the coordinator excludes us until we join again
@@ -152,7 +152,7 @@ class Member:
 
     def commit(self, event: SyncEvent) -> list[Command]:
         """Handle commit: the version exists. Outside this attempt do nothing; the driver updates the progress."""
-        if self.stage is not Stage.APPLIED or event.version is None or not self._same_try(event):
+        if self.stage is not MemberStage.APPLIED or event.version is None or not self._same_try(event):
             return []
         return self._committed(event.version, event.progress or 0)
 
@@ -169,7 +169,7 @@ class Member:
         """
         if self._prepare is None:
             return []
-        if self.stage is Stage.APPLIED and self._prepare.version is not None and last_commit == self.key:
+        if self.stage is MemberStage.APPLIED and self._prepare.version is not None and last_commit == self.key:
             return self._committed(self._prepare.version, self._prepare.progress or 0)
         return self._end_attempt() if now >= self.lease_ends else []
 
@@ -212,7 +212,7 @@ class Member:
     def _end_attempt(self) -> list[Command]:
         # during the transfer it is unknown whether weights were touched: keep the old version only if they certainly
         # were not
-        receiving, touched = self.stage is Stage.RECEIVING, self._touched or self.stage is Stage.RECEIVING
+        receiving, touched = self.stage is MemberStage.RECEIVING, self._touched or self.stage is MemberStage.RECEIVING
         self._clear()
         if touched:
             self.version = None
@@ -221,4 +221,4 @@ class Member:
         return [Resume()]
 
     def _clear(self) -> None:
-        self._prepare, self._touched, self.stage, self.lease_ends = None, False, Stage.IDLE, float("inf")
+        self._prepare, self._touched, self.stage, self.lease_ends = None, False, MemberStage.IDLE, float("inf")

@@ -14,7 +14,7 @@ from trinity_mq.bus import Delivery
 from trinity_mq.engines.host.admin_client import ReceiveFailed
 from trinity_mq.messages import Message, SyncEvent, Version
 from trinity_mq.runtime.notify import Notifier
-from trinity_mq.sync.gate.member import Command, Commit, Member, Pause, Receive, Rejoin, Resume, Stage
+from trinity_mq.sync.gate.member import Command, Commit, Member, MemberStage, Pause, Receive, Rejoin, Resume
 from trinity_mq.sync.gate.records import Key
 from trinity_mq.telemetry.trace import span
 
@@ -80,7 +80,7 @@ class MemberDriver:
     @property
     def idle(self) -> bool:
         """Whether no attempt is in progress, and the engine has processed the end of the last attempt."""
-        return self.machine.stage is Stage.IDLE and not self._unperformed
+        return self.machine.stage is MemberStage.IDLE and not self._unperformed
 
     def engine_up(self, version: Version | None, fingerprint: str | None) -> None:
         """Record that the engine answers and holds ``version`` (None: no trustworthy weights)."""

@@ -17,7 +17,7 @@ MOST_EVALUATIONS = 1000
 """Maximum number of stored evaluations of any size."""
 
 
-class Answer(BaseModel):
+class EvaluationAnswer(BaseModel):
     """Answer of a single run to a question."""
 
     run: int = 0
@@ -27,7 +27,7 @@ class Answer(BaseModel):
     accuracy: float | None = None
 
 
-class Question(BaseModel):
+class EvaluationQuestion(BaseModel):
     """A question of a set, and its answers."""
 
     task: int = 0
@@ -35,7 +35,7 @@ class Question(BaseModel):
     question: str = ""
     expected: str | None = None
     """Expected answer. None: unknown."""
-    answers: list[Answer] = Field(default_factory=list)
+    answers: list[EvaluationAnswer] = Field(default_factory=list)
     """Answers of the runs that finished."""
     failure: str | None = None
     """First failure message. None: no failure."""
@@ -49,7 +49,7 @@ class Evaluation(BaseModel):
     """Number of closed batches before the evaluation. In mode ``bench``, the train step of the checkpoint."""
     time: float = 0.0
     """End of the evaluation in seconds since the epoch."""
-    questions: list[Question] = Field(default_factory=list)
+    questions: list[EvaluationQuestion] = Field(default_factory=list)
     """First questions of the set, as many as fit into a record."""
     left_out: int = 0
     """Number of further questions of the set, which are not stored."""

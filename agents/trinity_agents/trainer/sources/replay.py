@@ -12,7 +12,7 @@ import structlog
 from trinity_agents.trainer.decisions import MAX_STARTS, replayed_key
 from trinity_agents.trainer.sources.base import ExperiencesLost, Source, TrainBatch
 from trinity_agents.trainer.sources.beside import RolloutExtension
-from trinity_agents.trainer.sources.replay_index import Group, ReplayIndex
+from trinity_agents.trainer.sources.replay_index import ReplayGroup, ReplayIndex
 from trinity_mq.config import Config
 from trinity_mq.experience import ExperienceBatch
 
@@ -58,7 +58,7 @@ class ReplaySource(RolloutExtension):
         self._cache = _Cache(settings.cache_bytes // max(1, config.estimated_batch_bytes))
         self._step = 0
         """Number of train steps with experiences to train on."""
-        self._next: tuple[TrainBatch, list[Group], dict[str, list[str]]] | None = None
+        self._next: tuple[TrainBatch, list[ReplayGroup], dict[str, list[str]]] | None = None
         """The current batch, its replayed groups, and the ids of its fresh groups by ticket."""
 
     async def next(self) -> TrainBatch:
@@ -67,7 +67,7 @@ class ReplaySource(RolloutExtension):
         parts = [part for part in (batch, *batch.co_batched, *batch.repaired) if part.state == "ready"]
         fresh = {part.ticket: list(dict.fromkeys(part.experiences.ids("tid"))) for part in parts}
         groups = self._chosen() if any(fresh.values()) and not batch.is_alone else []
-        replayed, usable_groups, lost = [], list[Group](), 0
+        replayed, usable_groups, lost = [], list[ReplayGroup](), 0
         for ticket in dict.fromkeys(group.ticket for group in groups):
             tids = {group.tid for group in groups if group.ticket == ticket}
             try:
@@ -83,7 +83,7 @@ class ReplaySource(RolloutExtension):
         self._next = batch, usable_groups, fresh
         return batch
 
-    def _chosen(self) -> list[Group]:
+    def _chosen(self) -> list[ReplayGroup]:
         """Return the replayed groups of the next step, after dropping groups with :data:`MAX_STARTS` crashed starts."""
         while True:
             groups = self._index.choose(self._count, self._step + 1)
@@ -93,7 +93,7 @@ class ReplaySource(RolloutExtension):
             log.warning("replayed_groups_left_out", groups=deadly, reason="the trainer did not survive steps with them")
             self._index.drop(deadly)
 
-    def _metrics(self, groups: Sequence[Group], experiences: int, lost: int) -> dict[str, float]:
+    def _metrics(self, groups: Sequence[ReplayGroup], experiences: int, lost: int) -> dict[str, float]:
         metrics = {
             "replay/groups": float(len(groups)),
             "replay/experiences": float(experiences),

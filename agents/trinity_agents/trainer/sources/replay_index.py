@@ -12,7 +12,7 @@ from trinity_mq.config import ReplayConfig
 
 
 @dataclass(slots=True)
-class Group:
+class ReplayGroup:
     """All runs of one task in a train step."""
 
     tid: str
@@ -42,7 +42,7 @@ class ReplayIndex:
 
     def __init__(self, config: ReplayConfig, seed: int) -> None:
         self._config, self._seed = config, seed
-        self._groups: dict[str, Group] = {}
+        self._groups: dict[str, ReplayGroup] = {}
         self._offsets: dict[str, list[int]] = {}
         """Stream offsets of chunks by ticket, for the tickets of the groups in the index."""
 
@@ -58,7 +58,7 @@ class ReplayIndex:
         """Return the stream offsets of a ticket's chunks."""
         return self._offsets[ticket]
 
-    def choose(self, count: int, step: int) -> list[Group]:
+    def choose(self, count: int, step: int) -> list[ReplayGroup]:
         """Return at most ``count`` groups for train step ``step``, by priority; for equal priority the oldest first."""
         config = self._config
         fit = [
@@ -75,7 +75,7 @@ class ReplayIndex:
         )
         return [fit[number] for number in ranked[:count]]
 
-    def use(self, groups: Iterable[Group], step: int) -> None:
+    def use(self, groups: Iterable[ReplayGroup], step: int) -> None:
         """Record that groups were replayed in train step ``step``."""
         for group in groups:
             group.uses, group.used = group.uses + 1, step
@@ -83,7 +83,7 @@ class ReplayIndex:
     def add(self, tids: Sequence[str], ticket: str, offsets: Sequence[int], step: int) -> None:
         """Add the groups of a batch that was trained on in train step ``step``."""
         for tid in tids:
-            self._groups[tid] = Group(tid, ticket, born=step, used=step)
+            self._groups[tid] = ReplayGroup(tid, ticket, born=step, used=step)
         self._offsets[ticket] = list(offsets)
         self._forget(step)
 
@@ -121,5 +121,5 @@ class ReplayIndex:
 
     def restore(self, state: dict[str, Any]) -> None:
         """Resume from a ``state`` that :meth:`state` returned."""
-        self._groups = {values[0]: Group(*values) for values in state["groups"]}
+        self._groups = {values[0]: ReplayGroup(*values) for values in state["groups"]}
         self._offsets = {ticket: list(offsets) for ticket, offsets in state["offsets"].items()}

@@ -14,7 +14,7 @@ from typing import Any
 
 import structlog
 
-from trinity_agents.trainer.decisions import MAX_STARTS, NONE_SETTLED, Chunk, Decision, TicketDecider
+from trinity_agents.trainer.decisions import MAX_STARTS, NONE_SETTLED, Chunk, TicketDecider, TicketDecision
 from trinity_agents.trainer.sources.base import ExperiencesLost, TrainBatch
 from trinity_mq.bus import Bus, Delivery, StreamCut, Topology
 from trinity_mq.bus.streams import next_or_quiet, read_at
@@ -96,7 +96,7 @@ class StreamSource:
         """True if batches are trained on with other batches, or with experiences of other sources, which may also be
         the cause of a crash."""
         self._decider = TicketDecider(starts=starts, max_starts=self._max_starts)
-        self._handed_out: list[Decision] = []
+        self._handed_out: list[TicketDecision] = []
         """Decisions of the batches that the last call of :meth:`next` returned."""
         self._consumed_batches = 0
         """Number of the batch up to which all batches are consumed."""
@@ -134,7 +134,7 @@ class StreamSource:
         """Return whether all batches of the next train step have arrived, and our own mark was read."""
         return self._marked and bool(self._next_decisions())
 
-    def _next_decisions(self) -> list[Decision]:
+    def _next_decisions(self) -> list[TicketDecision]:
         """Return the decisions of the next train step, an empty list while a decision is missing.
 
         The last step of a run takes the remaining batches. A batch that is tried alone splits its step.
@@ -156,10 +156,10 @@ class StreamSource:
     def _max_starts(self) -> int:
         return MAX_STARTS + self.has_company
 
-    def _is_alone(self, decision: Decision) -> bool:
+    def _is_alone(self, decision: TicketDecision) -> bool:
         return self.has_company and self.starts(decision.ready.ticket) >= MAX_STARTS
 
-    def _repaired(self, decisions: Sequence[Decision]) -> list[Decision]:
+    def _repaired(self, decisions: Sequence[TicketDecision]) -> list[TicketDecision]:
         by_ticket = {
             repaired.ready.ticket: repaired for decision in decisions for repaired in self._decider.repaired(decision)
         }
@@ -181,7 +181,7 @@ class StreamSource:
         batch.repaired = [await self._read(decision) for decision in self._repaired(decisions)]
         return batch
 
-    async def _read(self, decision: Decision) -> TrainBatch:
+    async def _read(self, decision: TicketDecision) -> TrainBatch:
         ready = decision.ready
         batch = TrainBatch(
             decision.batch,
@@ -218,7 +218,7 @@ class StreamSource:
             batch.state = "empty"
         return batch
 
-    def _is_near(self, decision: Decision) -> bool:
+    def _is_near(self, decision: TicketDecision) -> bool:
         """Return whether a batch belongs to one of the next two train steps."""
         count = 2 * self._batches_per_step
         if self._in_batch_order:

@@ -14,7 +14,7 @@ from trinity_agents.explorer.state import ExplorerState, PendingTask
 from trinity_agents.explorer.task_source import TaskSource
 from trinity_mq.config import Config, SyncConfig, load_config
 from trinity_mq.config.agents import ExplorerConfig, RefillConfig
-from trinity_mq.dispatch.pacing import Counters, may_open, required_progress
+from trinity_mq.dispatch.pacing import TrainerCounters, may_open, required_progress
 from trinity_mq.dispatch.tickets import SubmissionRef, Ticket, cut, new_ticket, sort_batch_id
 from trinity_mq.messages import TaskBody, TaskResult, TaskSubmission
 
@@ -30,9 +30,9 @@ def test_admission_keeps_the_promised_staleness(batch: int, interval: int, offse
     assert wanted % interval == 0, "only multiples of the interval are ever committed"
     assert wanted <= batch - 1, "it can come true before the batch is opened"
     assert batch - 1 - wanted <= config.inherent_staleness
-    assert may_open(batch, Counters(committed_progress=wanted), config)
+    assert may_open(batch, TrainerCounters(committed_progress=wanted), config)
     if wanted:
-        assert not may_open(batch, Counters(committed_progress=wanted - 1), config)
+        assert not may_open(batch, TrainerCounters(committed_progress=wanted - 1), config)
 
 
 def ticket(tasks: int = 2, repeat: int = 4, size: int | None = None) -> Ticket:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from trinity_agents.explorer.agent import Explorer
-from trinity_agents.explorer.state import ExplorerState, Observation, StateFile
+from trinity_agents.explorer.state import ExplorerState, StateFile, TicketStatistics
 from trinity_agents.explorer.task_source import TaskSource, task_stats
 from trinity_agents.simulation import Simulation, killed
 from trinity_mq.config import TasksetConfig, load_config
@@ -150,7 +150,7 @@ def test_the_metrics_of_a_selector_are_written(tmp_path: Path) -> None:
 def test_a_state_keeps_what_was_told_in_order_and_writes_each_once(tmp_path: Path) -> None:
     path = tmp_path / "explorer.db"
     file, state = StateFile(path), ExplorerState()
-    told = [Observation(ticket=f"t{n}", stats={"train": [TaskStats(n, n / 7, 2)]}) for n in range(12)]
+    told = [TicketStatistics(ticket=f"t{n}", stats={"train": [TaskStats(n, n / 7, 2)]}) for n in range(12)]
 
     async def save_all() -> None:
         for one in told:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trinity_agents.trainer.decisions import Chunk, Decision, TicketDecider
+from trinity_agents.trainer.decisions import Chunk, TicketDecider, TicketDecision
 from trinity_mq.messages import BatchReady
 
 
@@ -99,7 +99,7 @@ def a_failed_one(batch: int = 1, ticket: str = "t") -> TicketDecider:
     return decider
 
 
-def whole(decider: TicketDecider, ticket: str, op: str, batch: int, offset: int) -> Decision | None:
+def whole(decider: TicketDecider, ticket: str, op: str, batch: int, offset: int) -> TicketDecision | None:
     """A set of one chunk: two messages."""
     decider.chunk(ticket, op, 0, Chunk(op.encode(), None), offset)
     return decider.ready(ready(ticket, op, 1, batch), offset + 1)

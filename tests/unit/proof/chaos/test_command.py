@@ -14,7 +14,7 @@ from trinity_mq.cli.main import _parser, main
 from trinity_mq.proof.chaos.injector import InjectedFault
 from trinity_mq.proof.chaos.invariants import InvariantVerdict
 from trinity_mq.proof.chaos.report import as_json, lines
-from trinity_mq.proof.chaos.schedule import Fault, Schedule
+from trinity_mq.proof.chaos.schedule import ChaosSchedule, Fault
 from trinity_mq.proof.chaos.sessions.clients import ClientRequest, ClientSession, Traffic
 from trinity_mq.proof.chaos.targets.base import Victim
 from trinity_mq.proof.chaos.trial import TrialOutcome
@@ -66,7 +66,7 @@ def outcome() -> TrialOutcome:
         ),
         InvariantVerdict("no process left", "holds", "all have ended"),
     ]
-    found = TrialOutcome(Schedule(faults, 7), "a test", witness, done, 10.0)
+    found = TrialOutcome(ChaosSchedule(faults, 7), "a test", witness, done, 10.0)
     found.verdicts, found.rate_before, found.rate_while = verdicts, 60.0, 45.0
     found.steps, found.seconds = 12, 20.0
     return found
@@ -118,7 +118,7 @@ def test_the_report_counts_faults_by_role_and_point_and_what_clients_were_told()
 )
 def test_the_command_that_repeats_it_means_the_same(words: list[str]) -> None:
     arguments = _parser().parse_args(["chaos", *words])
-    again = command._repeat_command(arguments, arguments.overrides, Schedule([], arguments.seed or 5))
+    again = command._repeat_command(arguments, arguments.overrides, ChaosSchedule([], arguments.seed or 5))
     program, name, *rest = shlex.split(again)
     assert (program, name) == ("trinity-mq", "chaos")
     repeated = vars(_parser().parse_args(["chaos", *rest]))

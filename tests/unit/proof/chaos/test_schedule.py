@@ -10,7 +10,7 @@ import pytest
 
 from trinity_mq.errors import CommandError
 from trinity_mq.proof.chaos.points import INSIDE, POINTS
-from trinity_mq.proof.chaos.schedule import ENDS, KINDS, ROLES, Schedule, draw, load, save
+from trinity_mq.proof.chaos.schedule import ENDS, KINDS, ROLES, ChaosSchedule, draw, load, save
 
 EVERYTHING = {role: tuple(KINDS) for role in ROLES}
 
@@ -84,7 +84,7 @@ def test_a_file_holds_all_of_it(tmp_path: Path) -> None:
 def test_a_wrong_line_is_named(tmp_path: Path, change: dict[str, object], wanted: str) -> None:
     schedule = draw(7, 2, EVERYTHING, 3.0)
     faults = [schedule.faults[0], replace(schedule.faults[1], **change)]  # type: ignore[arg-type]
-    save(Schedule(faults), tmp_path / "schedule.json")
+    save(ChaosSchedule(faults), tmp_path / "schedule.json")
     with pytest.raises(CommandError, match=f"fault 2: .*{wanted}"):
         load(tmp_path / "schedule.json")
 

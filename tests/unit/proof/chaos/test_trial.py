@@ -9,7 +9,7 @@ import pytest
 from trinity_mq.errors import CommandError
 from trinity_mq.messages import Progress
 from trinity_mq.proof.chaos.injector import InjectedFault
-from trinity_mq.proof.chaos.schedule import Fault, Schedule
+from trinity_mq.proof.chaos.schedule import ChaosSchedule, Fault
 from trinity_mq.proof.chaos.targets.base import Victim
 from trinity_mq.proof.chaos.trial import (
     Plan,
@@ -24,7 +24,7 @@ from trinity_mq.proof.chaos.witness import RunObserver
 from trinity_mq.testing.virtual_time import run_virtually
 
 FAULT = Fault(number=1, wait=0.0, role="runner", kind="kill", pick=0.0)
-SCHEDULE = Schedule([FAULT])
+SCHEDULE = ChaosSchedule([FAULT])
 
 
 def outcome(done: InjectedFault) -> TrialOutcome:
@@ -99,10 +99,11 @@ def test_a_point_inside_agents_that_was_asked_for_and_never_hit_is_a_violation()
         for number, point in enumerate(("decision_confirmed", "decision_confirmed", "task_confirmed"), 1)
     ]
     done = [InjectedFault(faults[0], 1.0), InjectedFault(faults[1], 2.0, is_inside=True), InjectedFault(faults[2], 3.0)]
-    verdict = _points_passed(TrialOutcome(Schedule(faults), "a test", RunObserver(), done))
+    verdict = _points_passed(TrialOutcome(ChaosSchedule(faults), "a test", RunObserver(), done))
     assert verdict.result == "violated"
     assert verdict.evidence == ("task_confirmed (a session's task is confirmed): asked for 1 times",)
     done[2].is_inside = True
     assert (
-        _points_passed(TrialOutcome(Schedule(faults), "a test", RunObserver(), done)).text == "2 points, 2 of 3 faults"
+        _points_passed(TrialOutcome(ChaosSchedule(faults), "a test", RunObserver(), done)).text
+        == "2 points, 2 of 3 faults"
     )

@@ -10,7 +10,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, Field
 
 from trinity_mq.engines.api_errors import bad_request
 from trinity_mq.engines.generation.messages import Message, MessageError, read_messages, read_tools
-from trinity_mq.engines.server.http_server import Body, json_object, validated
+from trinity_mq.engines.server.http_server import EngineRequestBody, json_object, validated
 
 MAX_STOPS = 16
 LONGEST_STOP = 1024
@@ -92,7 +92,7 @@ class StreamOptions(BaseModel):
     """End with a chunk that has no choices and reports the token usage."""
 
 
-class SamplingBody(Body):
+class SamplingBody(EngineRequestBody):
     """Fields that chat and completion requests share."""
 
     model: str = ""
@@ -155,14 +155,14 @@ class CompletionBody(SamplingBody):
         return [prompt for prompt in self.prompt if not isinstance(prompt, int)]
 
 
-class ScoreBody(Body):
+class ScoreBody(EngineRequestBody):
     """Body of ``/v1/logprobs``, our extension: logprobs of given tokens."""
 
     tokens: list[Annotated[int, Field(ge=0)]] = Field(min_length=2)
     temperature: Temperature = 1.0
 
 
-class TokenizeBody(Body):
+class TokenizeBody(EngineRequestBody):
     """Body of ``/v1/tokenize``, our extension: a text or a conversation as tokens."""
 
     prompt: str | None = None
