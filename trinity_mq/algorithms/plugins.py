@@ -11,7 +11,7 @@ from torch import Tensor
 from trinity_mq.algorithms.view import TokenView
 from trinity_mq.config.algorithm.pieces import LossConfig, PluginPiece
 from trinity_mq.runtime.errors import FatalError
-from trinity_mq.runtime.plugins import import_named
+from trinity_mq.runtime.plugins import resolve
 
 SURROGATE = ("log_ratio", "logprob", "advantage")
 """Positional arguments of a surrogate, in this order. ``args`` and custom fields follow by name."""
@@ -140,7 +140,7 @@ def plugin_weights(plugin: PluginPiece, view: TokenView) -> Tensor:
 
 
 def _imported(path: str) -> Callable[..., Tensor]:
-    function = import_named("plug-in of the loss", path)
+    function = resolve("plug-in of the loss", path)
     if not callable(function) or inspect.isclass(function):
         raise PluginError(f"{path} is {function!r}, wanted a function")
     return function  # type: ignore[no-any-return]  # what it returns is checked at each call

@@ -6,13 +6,13 @@ The sets, their shuffle and the held-out part are the same as in the recipes who
 
 from __future__ import annotations
 
-import difflib
 import random
 from collections.abc import Callable, Mapping
 from itertools import product
 from typing import Any, TypeVar
 
 from trinity_mq.data.errors import TasksetError
+from trinity_mq.errors import suggest
 
 T = TypeVar("T")
 
@@ -129,9 +129,7 @@ def problems(kind: str, split: str) -> list[dict[str, Any]]:
             for record in problems(source, split)
         ]
     if kind not in KINDS and kind != SEEDS:
-        choices = [*KINDS, *PREFERENCES, SEEDS]
-        near = difflib.get_close_matches(kind, choices, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(choices)}"
+        hint = suggest(kind, [*KINDS, *PREFERENCES, SEEDS])
         raise TasksetError(f"no synthetic problems called {kind!r}; {hint}")
     if split not in {"train", "test"}:
         raise TasksetError(f"synthetic problems have no split {split!r}, wanted 'train' or 'test'")

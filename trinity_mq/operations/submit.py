@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import difflib
 import json
 import sys
 import uuid
@@ -14,7 +13,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from trinity_mq.bus import Bus, BusUnavailable, Envelope, Incoming, Topology
-from trinity_mq.errors import CommandError
+from trinity_mq.errors import CommandError, suggest
 from trinity_mq.messages import JSON_CONTENT_TYPE, ContentError, SubmissionOutcome, TaskBody, TaskSubmission, decode
 from trinity_mq.messages.msgpack_scan import check_value
 from trinity_mq.messages.tasks import TRUTH
@@ -101,8 +100,7 @@ def read_task(text: str) -> TaskBody:
         raise CommandError(f"the task is a {type(fields).__name__}, wanted an object like {EXAMPLE}")
     for key in fields:
         if key not in TaskBody.model_fields:
-            suggestions = difflib.get_close_matches(key, TaskBody.model_fields, n=1)
-            hint = f"did you mean {suggestions[0]!r}?" if suggestions else f"known: {', '.join(TaskBody.model_fields)}"
+            hint = suggest(key, TaskBody.model_fields, "known:")
             raise CommandError(f"the task has an unknown key {key!r}; {hint}")
     try:
         check_value(fields, finite=True)

@@ -10,8 +10,8 @@ from pydantic import PydanticUserError, TypeAdapter, ValidationError
 
 from trinity_mq.config import OperatorConfig
 from trinity_mq.operators.base import AuxiliaryModels, ExperienceOperator, ExperienceOperatorV1, WrappedOperator
-from trinity_mq.rewards.lookup import Registry, lookup
 from trinity_mq.runtime.errors import FatalError, place
+from trinity_mq.runtime.plugins import Registry, resolve
 
 OPERATORS = Registry(
     {
@@ -58,7 +58,7 @@ def create_operators(
 
 
 def _create(config: OperatorConfig, auxiliary_models: AuxiliaryModels | None) -> ExperienceOperatorV1:
-    kind = lookup("operator", config.name, OPERATORS, ENTRY_GROUP)
+    kind = resolve("operator", config.name, OPERATORS, ENTRY_GROUP)
     if not (inspect.isclass(kind) and issubclass(kind, ExperienceOperator | ExperienceOperatorV1)):
         raise OperatorConfigError(
             f"operator {config.name!r} is {kind!r}, wanted a subclass of trinity_mq.operators.ExperienceOperatorV1"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import difflib
 import functools
 import json
 import sys
@@ -14,6 +13,7 @@ from typing import Any, Protocol, cast
 
 import structlog
 
+from trinity_mq.errors import suggest
 from trinity_mq.rewards.countdown import formula_value
 from trinity_mq.rewards.registry import RewardError
 from trinity_mq.rewards.text import last_boxed, last_tagged
@@ -97,8 +97,7 @@ def open_dataset(name: str, args: Mapping[str, Any], *, size: int = 1, seed: int
     for unknown in args.keys() - fields:
         if unknown == "size":
             raise DatasetError("dataset_args.size does not exist: limit of the taskset is the number of records")
-        near = difflib.get_close_matches(str(unknown), fields, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(sorted(fields))}"
+        hint = suggest(str(unknown), sorted(fields))
         raise DatasetError(f"dataset_args.{unknown} does not exist in dataset {name!r}; {hint}")
     fields_by_name = dict(args)
     if name == "composite":
@@ -124,8 +123,7 @@ def _dataset_class(name: str) -> tuple[type, Any]:
             "accuracy_reward"
         )
     if name not in datasets:
-        near = difflib.get_close_matches(name, datasets, n=3, cutoff=0.5)
-        hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"there are {', '.join(sorted(datasets))}"
+        hint = suggest(name, sorted(datasets), count=3, cutoff=0.5)
         raise DatasetError(f"reasoning-gym has no dataset {name!r}; {hint}")
     return datasets[name]
 

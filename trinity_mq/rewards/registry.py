@@ -10,8 +10,8 @@ from numbers import Real
 from pathlib import Path
 from typing import Any, Protocol
 
-from trinity_mq.rewards.lookup import Registry, lookup
 from trinity_mq.rewards.truth import truth_text
+from trinity_mq.runtime.plugins import Registry, resolve
 from trinity_mq.runtime.threads import await_in_thread
 
 REWARDS = Registry(
@@ -120,7 +120,7 @@ def find_reward(name: str) -> Any:
     Raises:
         UnknownNameError: The name does not exist.
     """
-    return lookup("reward function", name, REWARDS, ENTRY_GROUP)
+    return resolve("reward function", name, REWARDS, ENTRY_GROUP)
 
 
 def _call_of(kind: type) -> Any:

@@ -1,4 +1,6 @@
-"""Plug-in folders: the user's own modules, which every agent of a run can import."""
+"""Names in a configuration and the objects that they refer to: built-in tables, decorators, entry points of installed
+packages, dotted paths, and the user's own modules in plug-in folders, which every agent of a run can import.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +10,19 @@ import functools
 import importlib
 import importlib.util
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, TypeVar
 
+from trinity_mq.errors import suggest
 from trinity_mq.runtime.errors import FatalError, describe_error
+
+T = TypeVar("T")
+
+NO_NAMES: Mapping[str, str] = MappingProxyType({})
+"""Table of a kind without built-in names."""
 
 _added: dict[Path, None] = {}
 
@@ -105,16 +115,135 @@ def _registrations(file: Path, _changed: int) -> list[tuple[str, str, str]]:
     return registrations
 
 
-def import_named(kind: str, name: str) -> Any:
-    """Return the object with the dotted path ``name``, such as ``package.module.Class``.
+class Registry(Mapping[str, str]):
+    """Built-in names, as a mapping to ``module:attribute``, and names that a decorator adds::
+
+        @WORKFLOWS.register_module("my_workflow")
+        class MyWorkflow(Workflow): ...
+
+    In a folder of ``plugin_dirs`` the decorator suffices: the configuration may name ``my_workflow`` in every agent,
+    because such files are searched for the decorator before they are imported. Elsewhere the module must have been
+    imported.
 
     Args:
-        kind: Kind of the object for error messages: ``workflow``, ``estimator``.
-        name: The path.
+        builtin: The built-in names.
+        names: The variable names of the registry. Plug-in files are searched for them.
+    """
+
+    def __init__(self, builtin: Mapping[str, str], *names: str) -> None:
+        self._builtin, self.names = dict(builtin), names
+        self._added: dict[str, Any] = {}
+
+    def __getitem__(self, name: str) -> str:
+        return self._builtin[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._builtin)
+
+    def __len__(self) -> int:
+        return len(self._builtin)
+
+    def register_module(self, name: str) -> Callable[[T], T]:
+        """Return the decorator that registers a class or function under ``name``.
+
+        Raises:
+            ValueError: The name is built in, or another class is registered under it.
+        """
+
+        def register(target: T) -> T:
+            registered = self._added.get(name)
+            if name in self._builtin or (registered is not None and _path_of(registered) != _path_of(target)):
+                owner = self._builtin.get(name) or _path_of(registered)
+                raise ValueError(
+                    f"{self.names[0]}: {name!r} is {owner} already; register {_path_of(target)} as another"
+                )
+            self._added[name] = target
+            return target
+
+        return register
+
+    def find(self, kind: str, name: str) -> Any | None:
+        """Return the object registered under ``name``, in this process or in a plug-in folder; None if no object is.
+
+        Raises:
+            UnknownNameError: Several plug-ins register the name, or its plug-in cannot be imported.
+        """
+        if name in self._added:
+            return self._added[name]
+        places = registered_plugins(self.names).get(name, [])
+        if len(places) > 1:
+            raise UnknownNameError(f"{kind} {name!r} is registered by {' and by '.join(places)}: rename one of them")
+        return _at_path(kind, places[0]) if places else None
+
+    def added(self) -> list[str]:
+        """Return the names that decorators add."""
+        return sorted({*self._added, *registered_plugins(self.names)})
+
+
+def _path_of(target: Any) -> str:
+    return f"{getattr(target, '__module__', '?')}.{getattr(target, '__qualname__', repr(target))}"
+
+
+def resolve(kind: str, name: str, table: Mapping[str, str] = NO_NAMES, entry_group: str | None = None) -> Any:
+    """Return the object that ``name`` refers to.
+
+    Args:
+        kind: Kind of the object, for messages: ``workflow``, ``reward function``, ``operator``.
+        name: A key of ``table``, a name under the entry-point group, a name that a decorator registers, or a dotted
+            path ``package.module.Class``.
+        table: Built-in names, each with ``module:attribute``, loaded on first use. A built-in never imports another
+            built-in. A :class:`Registry` also has the names that its decorator adds.
+        entry_group: Entry-point group under which installed packages add names. None: no entry points.
 
     Raises:
-        UnknownNameError: The module cannot be imported, or has no such attribute.
+        UnknownNameError: The name does not exist, or its module cannot be imported. The message lists near misses.
     """
+    try:
+        if name in table:
+            return _built_in(kind, name, table[name])
+        if "." in name:
+            return _at_path(kind, name)
+        added = _entry_points(entry_group) if entry_group else {}
+        if name in added:
+            return _installed(kind, added[name])
+        registry = table if isinstance(table, Registry) else None
+        if registry is not None and (registered := registry.find(kind, name)) is not None:
+            return registered
+        raise _unknown_name(kind, name, {*table, *added, *(registry.added() if registry is not None else ())})
+    except UnknownNameError as error:
+        if similar := _similar_plugins(name):
+            raise UnknownNameError(f"{error} (in plugin_dirs there is {' and '.join(similar)})") from error.__cause__
+        raise
+
+
+def _unknown_name(kind: str, name: str, choices: Collection[str]) -> UnknownNameError:
+    hint = suggest(name, sorted(choices), "known:", count=3, cutoff=0.5)
+    end = "" if hint.endswith("?") else "."
+    return UnknownNameError(
+        f"unknown {kind} {name!r}; {hint}{end} Your own is named by its dotted path, package.module.Name"
+    )
+
+
+def _built_in(kind: str, name: str, spec: str) -> Any:
+    module, _, attribute = spec.partition(":")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except ImportError as error:
+        raise UnknownNameError(
+            f"{kind} {name!r} needs a package that is not here: {error}; install it next to trinity-mq"
+        ) from error
+
+
+def _installed(kind: str, point: EntryPoint) -> Any:
+    try:
+        return point.load()
+    except (Exception, SystemExit) as error:  # an import may raise any error
+        raise UnknownNameError(
+            f"{kind} {point.name!r} of an installed package ({point.value}) cannot be loaded: {describe_error(error)}"
+        ) from error
+
+
+def _at_path(kind: str, name: str) -> Any:
     module, _, attribute = name.rpartition(".")
     try:
         holder = importlib.import_module(module)
@@ -129,6 +258,40 @@ def import_named(kind: str, name: str) -> Any:
         near = difflib.get_close_matches(attribute, dir(holder), n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise UnknownNameError(f"{kind} {name!r}: module {module!r} has no {attribute!r}{hint}") from None
+
+
+def name_of(kind: str, obj: Any, table: Mapping[str, str]) -> str:
+    """Return a name for which :func:`resolve` returns ``obj``, also in another process.
+
+    Raises:
+        UnknownNameError: ``obj`` was defined inside a function or a script, so no other process can import it.
+    """
+    module, path = getattr(obj, "__module__", None), getattr(obj, "__qualname__", None)
+    if module is None or path is None or module == "__main__" or "." in path:
+        raise UnknownNameError(
+            f"{kind} {obj!r} cannot be imported by another process; put it at the top of a module, "
+            "outside of the script that is run"
+        )
+    spec = f"{module}:{path}"
+    return next((name for name, target in table.items() if target == spec), f"{module}.{path}")
+
+
+@functools.cache
+def _entry_points(group: str) -> dict[str, EntryPoint]:
+    return {point.name: point for point in entry_points(group=group)}
+
+
+def _similar_plugins(name: str) -> list[str]:
+    """Return the other classes in the plug-in folders whose names resemble the last part of ``name``."""
+    core_names = {full: _core_name(full) for full in plugin_names() if full != name}
+    similar = difflib.get_close_matches(_core_name(name), set(core_names.values()), n=3)
+    return [repr(full) for full, core in core_names.items() if core in similar]
+
+
+def _core_name(name: str) -> str:
+    """Return the distinguishing part of a dotted path: most workflow classes are called SomethingWorkflow."""
+    last = name.rpartition(".")[2]
+    return last.lower().removesuffix("workflow").strip("_") or last
 
 
 def _modules(folder: Path) -> Iterator[Path]:

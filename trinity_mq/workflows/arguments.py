@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from trinity_mq.errors import suggest
 from trinity_mq.workflows.workflow import Task, TaskError
 
 
@@ -60,9 +60,8 @@ def check_arguments(workflow_args: Mapping[str, Any], kind: type[BaseModel]) -> 
 def _refuse_unknown(workflow_args: Mapping[str, Any], kind: type[BaseModel]) -> None:
     unknown = next((name for name in workflow_args if name not in kind.model_fields), None)
     if unknown is not None:
-        near = difflib.get_close_matches(str(unknown), kind.model_fields, n=1)
-        choices = f"there are {', '.join(kind.model_fields)}" if kind.model_fields else "the workflow takes none"
-        raise TaskError(f"workflow_args.{unknown} does not exist; {f'did you mean {near[0]!r}?' if near else choices}")
+        hint = suggest(str(unknown), kind.model_fields) if kind.model_fields else "the workflow takes none"
+        raise TaskError(f"workflow_args.{unknown} does not exist; {hint}")
 
 
 def _refuse_closed(record: Mapping[str, Any], open_keys: Sequence[str] | None) -> None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 from typing import Any
 
-from trinity_mq.rewards.lookup import Registry, lookup
-from trinity_mq.runtime.plugins import UnknownNameError, plugin_names
+from trinity_mq.runtime.plugins import Registry, resolve
 
 _SYNCHRONOUS = {
     "frozen_lake_workflow": "trinity_mq.workflows.games.frozen_lake:FrozenLakeWorkflow",
@@ -52,26 +50,4 @@ def find_workflow(name: str) -> Any:
     Raises:
         UnknownNameError: The name does not exist or cannot be imported. The message lists near misses.
     """
-    try:
-        return lookup("workflow", name, WORKFLOWS, ENTRY_GROUP)
-    except UnknownNameError as error:
-        if near := _near_plugins(name):
-            raise UnknownNameError(f"{error} (in plugin_dirs there is {' and '.join(near)})") from error.__cause__
-        raise
-    except ImportError as error:
-        raise UnknownNameError(
-            f"workflow {name!r} needs a package that is not here: {error}; install it beside trinity-mq"
-        ) from error
-
-
-def _near_plugins(name: str) -> list[str]:
-    """Return the classes in the plug-in folders whose names resemble the last part of ``name``."""
-    core_names = {full: _core_name(full) for full in plugin_names()}
-    alike = difflib.get_close_matches(_core_name(name), set(core_names.values()), n=3)
-    return [repr(full) for full, core in core_names.items() if core in alike]
-
-
-def _core_name(name: str) -> str:
-    """Return the distinguishing part of a dotted path: most workflow classes are called SomethingWorkflow."""
-    last = name.rpartition(".")[2]
-    return last.lower().removesuffix("workflow").strip("_") or last
+    return resolve("workflow", name, WORKFLOWS, ENTRY_GROUP)

@@ -16,9 +16,8 @@ from trinity_mq.config import FormatConfig
 from trinity_mq.experience import Experience
 from trinity_mq.experience.rules import RESPONSE_TRUNCATED
 from trinity_mq.messages import BatchId, TaskBody
-from trinity_mq.rewards import REWARDS
-from trinity_mq.rewards.lookup import lookup, name_of
-from trinity_mq.runtime.plugins import UnknownNameError
+from trinity_mq.rewards import REWARDS, find_reward
+from trinity_mq.runtime.plugins import UnknownNameError, name_of
 from trinity_mq.telemetry import get_logger
 from trinity_mq.workflows.attributes import Replaceable, RolloutArgs
 from trinity_mq.workflows.registry import WORKFLOWS, find_workflow
@@ -155,7 +154,7 @@ class Task:
             format_args=format_args,
             rollout_args=RolloutArgs(body.rollout_args),
             workflow_args=dict(body.workflow_args),
-            reward_fn=lookup("reward function", body.reward_fn, REWARDS) if body.reward_fn else None,
+            reward_fn=find_reward(body.reward_fn) if body.reward_fn else None,
             reward_fn_args=dict(body.reward_fn_args),
             is_eval=body.is_eval,
             raw_task=dict(body.raw_task),

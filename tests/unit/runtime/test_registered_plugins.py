@@ -13,8 +13,7 @@ import pytest
 from trinity_mq.config import OperatorConfig
 from trinity_mq.operators import EXPERIENCE_OPERATORS, create_operators
 from trinity_mq.rewards import REWARD_FUNCTIONS, UnknownNameError, create_reward, parts_of
-from trinity_mq.rewards.lookup import Registry
-from trinity_mq.runtime.plugins import add_plugins
+from trinity_mq.runtime.plugins import Registry, add_plugins
 from trinity_mq.workflows import WORKFLOWS, load_workflow
 
 PLUGINS = """

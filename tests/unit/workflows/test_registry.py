@@ -7,7 +7,6 @@ import sys
 import pytest
 
 from trinity_mq.rewards import UnknownNameError
-from trinity_mq.rewards import lookup as lookup_module
 from trinity_mq.runtime import plugins
 from trinity_mq.runtime.plugins import add_plugins
 from trinity_mq.workflows import WORKFLOWS, SimpleWorkflow, Task, load_workflow, registry
@@ -87,7 +86,7 @@ def test_installed_packages_add_names(folder, monkeypatch):
     )
     (folder / "installed-1.0.dist-info" / "entry_points.txt").write_text(INSTALLED)
     monkeypatch.syspath_prepend(str(folder))
-    lookup_module._entry_points.cache_clear()
+    plugins._entry_points.cache_clear()
     try:
         assert load_workflow("mine").__module__ == "installed_workflows"
         with pytest.raises(UnknownNameError, match="did you mean 'mine'"):
@@ -97,7 +96,7 @@ def test_installed_packages_add_names(folder, monkeypatch):
         with pytest.raises(UnknownNameError, match="ZeroDivisionError"):
             load_workflow("failing")
     finally:
-        lookup_module._entry_points.cache_clear()
+        plugins._entry_points.cache_clear()
 
 
 def test_a_plug_in_is_named_by_file_and_class(folder):

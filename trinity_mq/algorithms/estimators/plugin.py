@@ -10,7 +10,7 @@ from trinity_mq.algorithms.estimators.runs import is_finite, mask_lengths, rewar
 from trinity_mq.config.estimators import EstimatorPlugin
 from trinity_mq.experience import ExperienceBatch
 from trinity_mq.runtime.errors import FatalError, describe_error
-from trinity_mq.runtime.plugins import import_named
+from trinity_mq.runtime.plugins import resolve
 
 PluginFunction = Callable[..., Sequence[float]]
 """Takes the rewards of a task's runs, ordered by run, and keyword arguments. Returns a number for each run."""
@@ -29,7 +29,7 @@ def plugin_function(args: EstimatorPlugin) -> PluginFunction:
         UnknownNameError: The function cannot be imported.
         EstimatorError: The object is not a function, or does not accept these arguments.
     """
-    function = import_named("estimator", args.kind)
+    function = resolve("estimator", args.kind)
     signature = WANTED.format(name=args.kind.rpartition(".")[2])
     if not callable(function) or inspect.isclass(function) or inspect.iscoroutinefunction(function):
         raise EstimatorError(f"estimator {args.kind!r} is {function!r}, wanted a plain function: {signature}")

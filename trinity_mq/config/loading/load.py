@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -17,6 +16,7 @@ from pydantic import BaseModel, ValidationError
 from trinity_mq.config.loading.from_trinity import trinity_key_advice
 from trinity_mq.config.loading.strict_yaml import DuplicateKeyError, load_yaml
 from trinity_mq.config.run import Config
+from trinity_mq.errors import suggest
 from trinity_mq.telemetry.log import mask_passwords
 
 _NOT_SET = re.compile(r"Environment variable '(.*)' not found")
@@ -172,9 +172,7 @@ def _explain(model: type[BaseModel], finding: Any) -> str:
     if finding["type"] == "extra_forbidden":
         if (advice := trinity_key_advice(location)) is not None:
             return f"{where}: a key of Trinity-RFT: {advice}"
-        near = difflib.get_close_matches(str(location[-1]), names, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]!r}?" if near else f"known here: {', '.join(sorted(names))}"
-        return f"{where}: unknown key; {hint}"
+        return f"{where}: unknown key; {suggest(str(location[-1]), sorted(names), 'known here:', cutoff=0.5)}"
     message = str(finding["msg"]).removeprefix("Value error, ")
     if finding["type"] in {"missing", "value_error"}:
         return f"{where}: {message}"

@@ -14,7 +14,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ from typing import Any
 from trinity_mq.config.loading.load import STAGES, ConfigError, config_title, read_settings, validate_settings
 from trinity_mq.config.modes.mode import TRAINING_MODES
 from trinity_mq.config.run import Config
+from trinity_mq.errors import suggest
 
 STAGE_NAME = "stage_name"
 ALTERNATIVES = (("model_path", "tiny"), ("total_steps", "total_epochs"), ("taskset", "tasksets"))
@@ -153,7 +153,4 @@ def find_stage(stages: Sequence[Stage], name: str) -> Stage:
     for stage in stages:
         if stage.name == name:
             return stage
-    names = [stage.name for stage in stages]
-    near = difflib.get_close_matches(name, names, n=1)
-    hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(names)}"
-    raise ConfigError(f"no stage is called {name!r}; {hint}")
+    raise ConfigError(f"no stage is called {name!r}; {suggest(name, [stage.name for stage in stages])}")

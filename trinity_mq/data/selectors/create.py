@@ -26,7 +26,7 @@ from trinity_mq.data.selectors.difficulty_based import DifficultyBased
 from trinity_mq.data.selectors.difficulty_pools import DifficultyPools
 from trinity_mq.data.selectors.epochs import EasyToHard, EpochSelector
 from trinity_mq.data.selectors.random import RandomOrder
-from trinity_mq.runtime.plugins import import_named
+from trinity_mq.runtime.plugins import resolve
 
 
 def create_selector(config: SelectorConfig, rows: Sequence[Record], seed: int, taskset: str) -> Selector:
@@ -73,7 +73,7 @@ def _features(keys: Sequence[str], rows: Sequence[Record], taskset: str, *, rate
 
 
 def _plugin(config: SelectorPlugin, rows: Sequence[Record], seed: int, taskset: str) -> Selector:
-    kind = import_named("selector", config.selector_type)
+    kind = resolve("selector", config.selector_type)
     arguments: dict[str, Any] = dict(config.kwargs)
     if config.feature_keys:
         arguments["feature_keys"] = config.feature_keys

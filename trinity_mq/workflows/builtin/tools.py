@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import difflib
 import inspect
 import json
 from collections.abc import Mapping, Sequence
@@ -13,7 +12,8 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 from pydantic.errors import PydanticSchemaGenerationError, PydanticUserError
 
-from trinity_mq.rewards.lookup import lookup
+from trinity_mq.errors import suggest
+from trinity_mq.runtime.plugins import resolve
 from trinity_mq.runtime.threads import in_thread, interrupt
 from trinity_mq.workflows.errors import RunFailedError
 from trinity_mq.workflows.workflow import TaskError
@@ -51,7 +51,7 @@ class Toolbox:
         self._max_result = max_result
         self._tools: dict[str, _Tool] = {}
         for path in paths:
-            tool = _Tool(path, lookup("tool", path, {}))
+            tool = _Tool(path, resolve("tool", path))
             if tool.name in self._tools:
                 raise TaskError(f"two tools are called {tool.name!r}; rename one of {', '.join(paths)}")
             self._tools[tool.name] = tool
@@ -112,9 +112,7 @@ class Toolbox:
     def _parsed_call(self, name: str, arguments: str) -> tuple[_Tool, dict[str, Any]] | Result:
         tool = self._tools.get(name)
         if tool is None:
-            near = difflib.get_close_matches(name[:100], self._tools, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(self._tools)}"
-            return Result(f"error: there is no tool {name[:100]!r}; {hint}", False)
+            return Result(f"error: there is no tool {name[:100]!r}; {suggest(name[:100], self._tools)}", False)
         if len(arguments) > MAX_ARGUMENTS:
             return Result(f"error: the arguments are {len(arguments)} characters, at most {MAX_ARGUMENTS}", False)
         try:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from trinity_mq.runtime.plugins import UnknownNameError, import_named
+from trinity_mq.runtime.plugins import UnknownNameError, resolve
 from trinity_mq.workflows.errors import SandboxFailed
 from trinity_mq.workflows.workflow import TaskError
 
@@ -156,7 +156,7 @@ def _make(name: str, args: Mapping[str, Any]) -> Any:
         raise TaskError(f"environment {name!r}: {EXTRA}") from error
     try:
         if _DOTTED.fullmatch(name):
-            made = import_named("environment", name)(**args)
+            made = resolve("environment", name)(**args)
         else:  # Gymnasium's checker only warns at the first step, and the same errors are found here anyway
             made = gymnasium.make(name, **{"disable_env_checker": True, **args})
     except UnknownNameError as error:
