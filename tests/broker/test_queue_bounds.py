@@ -13,10 +13,10 @@ from tests.waiting import until
 from trinity_mq.bus import Bus, BusUnavailable, Envelope, Topology
 from trinity_mq.bus.rabbit.bus import RabbitBus
 from trinity_mq.bus.topology import DROPPED
-from trinity_mq.operations import submit
 from trinity_mq.config.bus import BrokerConfig
 from trinity_mq.errors import CommandError
 from trinity_mq.messages import TaskBody, TaskSubmission
+from trinity_mq.operations import submit
 
 pytestmark = pytest.mark.broker
 
