@@ -75,8 +75,8 @@ def no_batch_ends(run: LocalRun) -> Iterator[None]:
 
 
 async def test_one_of_two_engines_is_killed_and_the_run_goes_on_and_learns(tmp_path: Path) -> None:
-    # a manifest that a frozen operator leaves lying is published as often as it takes
-    async with LocalRun(EXAMPLES / "smoke.yaml", tmp_path / "run", ["explorer.batch_tries=50"]) as run:
+    # a batch does not fail while its manifest waits for a frozen operator
+    async with LocalRun(EXAMPLES / "smoke.yaml", tmp_path / "run", ["explorer.operator_deadline=3000"]) as run:
         await run.until((tmp_path / "run" / "broker.url").exists, 60.0)
         async with engines_only(run, "engines-1") as host:
             await run.until(lambda: run.pid("operator-0") is not None, 100.0)

@@ -36,8 +36,6 @@ class RolloutModelConfig(Section):
     engines of the run divide among themselves."""
     max_batch_sequences: int = Field(default=1024, ge=1)
     """Maximum number of sequences generated at once. Further requests wait for the next static batch."""
-    max_batch_delay: float = Field(default=0.005, ge=0)
-    """Seconds for which the engine collects concurrent requests before a static batch starts."""
     lease: float = Field(default=60.0, ge=5)
     """Seconds that an engine keeps running after its host is gone: long enough for a restart of the host."""
     host: str = "127.0.0.1"
@@ -61,14 +59,12 @@ class RolloutModelConfig(Section):
 
 
 class DynamicTimeoutConfig(Section):
-    """A slice timeout that follows the mean duration of slices."""
+    """A slice timeout that follows the mean duration of slices, once one training batch is complete."""
 
     enable: bool = False
     """Use this timeout."""
     ratio: float = Field(default=3.0, gt=1)
     """The timeout as a multiple of the mean duration of a slice. The configured limits also apply."""
-    warmup_min_steps: int = Field(default=1, ge=1)
-    """Number of complete training batches before the timeout applies."""
 
 
 class OverRolloutConfig(Section):
@@ -110,9 +106,8 @@ class ExplorerConfig(Section):
     """Seconds for an evaluation."""
     operator_deadline: float = Field(default=60.0, gt=0)
     """Seconds for which an operator may be idle while a closed batch waits; then the batch's manifest is published
-    again. Without an operator, or while all operators are busy, batches wait."""
-    batch_tries: int = Field(default=3, ge=1)
-    """Number of times that one manifest is published before the batch is reported as failed."""
+    again. After three times the batch is reported as failed. Without an operator, or while all operators are busy,
+    batches wait."""
     max_open_batches: int = Field(default=8, ge=1)
     """Maximum number of batches open at a time."""
     max_consecutive_empty: int = Field(default=3, ge=1)
@@ -127,8 +122,6 @@ class ExplorerConfig(Section):
     """Closing a batch without waiting for its slowest tasks."""
     refill: RefillConfig = Field(default_factory=RefillConfig)
     """Extra tasks that replace the groups dropped by operators (dynamic sampling)."""
-    cancel_grace: float = Field(default=2.0, ge=0)
-    """Seconds after a cut-off for runners to send finished runs, if partial results are kept."""
     rollout_model: RolloutModelConfig = Field(default_factory=RolloutModelConfig)
     """The rollout engine."""
     auxiliary_models: tuple[AuxiliaryModelConfig, ...] = ()

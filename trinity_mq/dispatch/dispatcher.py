@@ -6,7 +6,7 @@ execute. From the heartbeat with number ``opened_beat`` on, a runner drops every
 is not listed: the ticket was aborted, cleared, cut off or closed, or is complete. A ticket can only be cut off as a
 whole. Each change triggers an immediate heartbeat.
 
-A slice with ``keep_partial`` has ``explorer.cancel_grace`` seconds after that heartbeat. Finished runs that its runner
+A slice with ``keep_partial`` has :data:`CANCEL_GRACE` seconds after that heartbeat. Finished runs that its runner
 publishes in this time count: first the parts, then a TaskResult with outcome *partial* and these runs, or *cancelled*
 if no run finished. Later results are *late*: they are counted and dropped.
 """
@@ -67,6 +67,10 @@ NO_REPLY_QUEUE = (
     "tmq.<run>.replies.submit., or list its prefix in outsiders.reply_queues"
 )
 
+CANCEL_GRACE = 2.0
+"""Seconds after a cut-off for runners to send finished runs, if partial results are kept: a heartbeat reaches a runner
+in milliseconds, and its answer has to be confirmed.
+"""
 MARK_TIMEOUT = 60.0
 """Seconds on a usable bus without a delivery after which a missing own mark means that the offset belongs to another
 stream.
@@ -298,10 +302,10 @@ class Dispatcher:
     def cut_off(self, ticket: Ticket, reason: str, *, keep: bool) -> bool:
         """Make runners drop the unfinished slices of a ticket.
 
-        With ``keep``, finished runs of such slices count if runners publish them within ``explorer.cancel_grace``
+        With ``keep``, finished runs of such slices count if runners publish them within :data:`CANCEL_GRACE`
         seconds. Return whether that grace time applies. If it does, the caller must end it with :meth:`cancel_rest`.
         """
-        ticket.grace, ticket.whole_tasks_only = self.config.explorer.cancel_grace, not keep
+        ticket.grace, ticket.whole_tasks_only = CANCEL_GRACE, not keep
         self.heartbeat_now()
         if keep and ticket.keep_partial and ticket.grace:
             return True

@@ -15,6 +15,9 @@ from trinity_mq.config import ExplorerConfig, OverRolloutConfig
 from trinity_mq.dispatch.tickets import Ticket
 from trinity_mq.messages import TaskResult
 
+WARMUP_BATCHES = 1
+"""Number of complete training batches before the dynamic timeout applies: the first slices also load workflows."""
+
 
 class UsableClock:
     """Counts the time in which the bus is usable, so that a deadline does not pass while the bus is down."""
@@ -77,7 +80,7 @@ class SliceTimes:
 
     def limit(self, seconds: float) -> float:
         """Return the timeout in seconds: ``mean * ratio`` once warm, at most the configured ``seconds``."""
-        if not self._config.enable or self._batches < self._config.warmup_min_steps or not self._seconds:
+        if not self._config.enable or self._batches < WARMUP_BATCHES or not self._seconds:
             return seconds
         return min(seconds, self._seconds / self._count * self._config.ratio)
 

@@ -11,7 +11,7 @@ import structlog
 from trinity_mq.bus import Bus, Topology, create_bus
 from trinity_mq.config import Config
 from trinity_mq.dispatch.collector import Collector
-from trinity_mq.dispatch.dispatcher import Dispatcher
+from trinity_mq.dispatch.dispatcher import CANCEL_GRACE, Dispatcher
 from trinity_mq.dispatch.tickets import Ticket
 from trinity_mq.dispatch.timeouts import UsableClock, seconds_left
 from trinity_mq.messages import BatchId, Deliver, TaskResult
@@ -306,15 +306,13 @@ class Scheduler:
 
     async def _cut_off(self, batch: CompletedTasks, keep: bool | None = None) -> None:
         """Cut off the tasks that are not done. With ``keep`` (default: as configured) tasks with finished runs count as
-        done, and runners have ``explorer.cancel_grace`` seconds to send these runs.
+        done, and runners have ``CANCEL_GRACE`` seconds to send these runs.
         """
-        explorer, reason = self.config.explorer, "cleared by its scheduler"
-        keep = explorer.over_rollout.return_partial_tasks if keep is None else keep
+        reason = "cleared by its scheduler"
+        keep = self.config.explorer.over_rollout.return_partial_tasks if keep is None else keep
         tickets = [ticket for ticket in batch.tickets.values() if not ticket.is_complete]
         if waiting := [ticket for ticket in tickets if self.dispatcher.cut_off(ticket, reason, keep=keep)]:
-            await self._wait_for(
-                batch.changed, lambda: all(ticket.is_complete for ticket in waiting), explorer.cancel_grace
-            )
+            await self._wait_for(batch.changed, lambda: all(ticket.is_complete for ticket in waiting), CANCEL_GRACE)
         for ticket in waiting:
             self.dispatcher.cancel_rest(ticket, reason)
 

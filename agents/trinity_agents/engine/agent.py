@@ -113,7 +113,6 @@ async def _serve_generator(
         host=rollout.host,
         max_response_tokens=config.model.max_response_tokens,
         max_batch_sequences=rollout.max_batch_sequences,
-        max_batch_delay=rollout.max_batch_delay,
         pause_mode=config.synchronizer.effective_pause_mode,
         lease=rollout.lease,
     )

@@ -89,7 +89,6 @@ async def _hosted(config: Config, model: AuxiliaryModelConfig, options: argparse
         host=rollout.host,
         max_response_tokens=model.model.max_response_tokens,
         max_batch_sequences=rollout.max_batch_sequences,
-        max_batch_delay=rollout.max_batch_delay,
         lease=rollout.lease,
     )
     server = EngineServer(generator, settings, refuse_transfer)

@@ -40,6 +40,11 @@ GIVEN_UP = {"failed", "gone"}
 """Outcomes of a batch after which submitters may not have received the experiences that they wait for."""
 NO_MORE = "its batch was given up: experiences that have not come by now will not come"
 
+MANIFEST_TRIES = 3
+"""Number of times that one manifest is published before the batch is reported as failed: the third publish that idle
+operators ignore is no accident.
+"""
+
 
 class TrainingBatches:
     """Opens, closes and follows training batches; all decisions depend only on ``state`` and the counters."""
@@ -397,7 +402,7 @@ class TrainingBatches:
             seconds,
             in_hand,
             deadline=explorer.operator_deadline,
-            max_tries=explorer.batch_tries,
+            max_tries=MANIFEST_TRIES,
         )
         if unseen := self._state.following.unseen():
             await self._repair_closed(unseen)
@@ -406,7 +411,7 @@ class TrainingBatches:
             if action == "publish again":
                 await self._dispatcher.announce(manifest)
             else:
-                waited = f"{explorer.batch_tries} x {explorer.operator_deadline:g} s"
+                waited = f"{MANIFEST_TRIES} x {explorer.operator_deadline:g} s"
                 reason = f"an operator was idle for {waited}, and none has taken it"
                 await self._dispatcher.fail(manifest, reason)
 

@@ -14,6 +14,7 @@ from omegaconf.errors import ConfigIndexError, OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
 
 from trinity_mq.config.loading.from_trinity import trinity_key_advice
+from trinity_mq.config.loading.removed_keys import is_refusing, warn_of_removed_key, without_removed_keys
 from trinity_mq.config.loading.strict_yaml import DuplicateKeyError, load_yaml
 from trinity_mq.config.run import Config
 from trinity_mq.errors import suggest
@@ -76,11 +77,16 @@ def read_settings(path: str | Path | Mapping[str, Any], overrides: Sequence[str]
 
 
 def validate_settings(settings: Mapping[str, Any], where: str) -> Config:
-    """Return the validated configuration.
+    """Return the validated configuration. A removed key warns, see :mod:`trinity_mq.config.loading.removed_keys`.
 
     Raises:
         ConfigError: A key is unknown or a value is not allowed; each line of the message begins with ``where``.
     """
+    settings, removed = without_removed_keys(settings)
+    if removed and is_refusing():
+        raise ConfigError("\n".join(f"{where}: {line}" for line in removed))
+    for line in removed:
+        warn_of_removed_key(line, where)
     try:
         return Config.model_validate(settings)
     except ValidationError as error:

@@ -96,6 +96,6 @@ def engine_digest(config: Config, auxiliary: AuxiliaryModelConfig | None = None)
     parts = {"model": config.model.model_dump(mode="json"), "rollout_model": rollout, "seed": config.seed}
     if auxiliary is not None:
         parts = {"auxiliary": auxiliary.model_dump(mode="json", exclude={"engine_num"}), "seed": config.seed}
-        parts["served"] = {key: rollout[key] for key in ("host", "max_batch_sequences", "max_batch_delay")}
+        parts["served"] = {key: rollout[key] for key in ("host", "max_batch_sequences")}
     parts["release"] = VERSION
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]

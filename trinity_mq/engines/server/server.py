@@ -16,6 +16,11 @@ from trinity_mq.engines.server.http_server import HttpServer, admin_routes
 from trinity_mq.engines.server.openai.api import OpenAIApi
 from trinity_mq.engines.state import EngineState
 
+MAX_BATCH_DELAY = 0.005
+"""Seconds for which an engine collects concurrent requests before a static batch starts: longer than the requests of
+one slice are apart, and short next to a batch step.
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class ServerSettings:
@@ -31,7 +36,8 @@ class ServerSettings:
     port: int = 0
     max_response_tokens: int = 2048
     max_batch_sequences: int = 1024
-    max_batch_delay: float = 0.005
+    max_batch_delay: float = MAX_BATCH_DELAY
+    """Seconds for which concurrent requests are collected before a static batch starts."""
     pause_mode: PauseMode = "wait"
     lease: float = 60.0
     grace: float = 30.0

@@ -383,7 +383,7 @@ class IdleOperator(Agent):
 def test_a_closed_batch_that_an_idle_operator_does_not_take_is_published_again_then_failed(tmp_path: Path) -> None:
     sim = Simulation(
         tmp_path,
-        ("explorer.operator_deadline=10", "explorer.batch_tries=3", "explorer.max_consecutive_empty=100"),
+        ("explorer.operator_deadline=10", "explorer.max_consecutive_empty=100"),
         batches=3,
         operators=0,
     )
@@ -432,11 +432,8 @@ def test_batches_that_queue_behind_a_slow_operator_are_not_lost(
 ) -> None:
     from trinity_agents.operator.batch_publisher import BatchPublisher
 
-    sim = Simulation(
-        tmp_path,
-        ("explorer.operator_deadline=5", "explorer.batch_tries=1", "synchronizer.sync_interval=4"),
-        batches=4,
-    )
+    monkeypatch.setattr("trinity_agents.explorer.training_batches.MANIFEST_TRIES", 1)
+    sim = Simulation(tmp_path, ("explorer.operator_deadline=5", "synchronizer.sync_interval=4"), batches=4)
     publish = BatchPublisher.publish
 
     async def later(self: BatchPublisher, *what: Any) -> None:

@@ -1,0 +1,105 @@
+"""Settings that were removed: a key that a file still sets warns in release 0.2 and is refused from 0.3 on.
+
+Each row names the constant that replaced the setting and tells the user what to do instead. docs/renamed.md has the
+same list.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from trinity_mq.release import VERSION
+
+REFUSING_RELEASE = (0, 3)
+"""First release that refuses removed keys."""
+_SHOWN: dict[Any, Any] = {}
+"""Registry of the module ``warnings`` for warnings that were shown."""
+
+
+class RemovedSettingWarning(FutureWarning):
+    """A configuration sets a key that was removed. Python shows this warning to users by default."""
+
+
+class RemovedKey(NamedTuple):
+    """The replacement of one removed setting."""
+
+    value: Any
+    """Value used now, which was the default of the setting. A file that sets this value loses nothing."""
+    constant: str
+    """Dotted path of the constant that holds ``value``. Empty: the value follows from another setting."""
+    advice: str
+    """Next step for a user who needs another value."""
+
+
+REMOVED_KEYS: Mapping[str, RemovedKey] = MappingProxyType(
+    {
+        "explorer.batch_tries": RemovedKey(
+            3,
+            "trinity_agents.explorer.training_batches.MANIFEST_TRIES",
+            "remove it; to wait longer for an idle operator, raise explorer.operator_deadline",
+        ),
+        "explorer.cancel_grace": RemovedKey(
+            2.0,
+            "trinity_mq.dispatch.dispatcher.CANCEL_GRACE",
+            "remove it; to give the last tasks of a batch more time, raise explorer.over_rollout.wait_after_min",
+        ),
+        "explorer.dynamic_timeout.warmup_min_steps": RemovedKey(
+            1,
+            "trinity_mq.dispatch.timeouts.WARMUP_BATCHES",
+            "remove it; if the first batches are the slow ones, raise explorer.dynamic_timeout.ratio",
+        ),
+        "explorer.rollout_model.max_batch_delay": RemovedKey(
+            0.005,
+            "trinity_mq.engines.server.server.MAX_BATCH_DELAY",
+            "remove it; to bound a static batch, set explorer.rollout_model.max_batch_sequences",
+        ),
+    }
+)
+"""Removed settings by dotted key, without list positions."""
+
+
+def without_removed_keys(settings: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return ``settings`` without removed keys, and one line for each removed key whose value is not used.
+
+    A key with the value of its constant is dropped without a line: the folders of earlier runs set every key.
+    """
+    lines: list[str] = []
+    kept = dict(settings)
+    for key, row in REMOVED_KEYS.items():
+        kept = _without(kept, key.split("."), (), row, lines)
+    return kept, lines
+
+
+def is_refusing(version: str = VERSION) -> bool:
+    """Return whether a release refuses removed keys.
+
+    >>> is_refusing("0.2.7"), is_refusing("0.3.0.dev0")
+    (False, True)
+    """
+    return tuple(int(part) for part in version.split(".")[:2]) >= REFUSING_RELEASE
+
+
+def warn_of_removed_key(line: str, where: str) -> None:
+    """Show a line of :func:`without_removed_keys` once, as a warning whose place is the user's file ``where``."""
+    warnings.warn_explicit(
+        f"{line}. Release 0.3 refuses the key", RemovedSettingWarning, filename=where, lineno=0, registry=_SHOWN
+    )
+
+
+def _without(section: Any, parts: Sequence[str], place: tuple[str, ...], row: RemovedKey, lines: list[str]) -> Any:
+    """Return a section, or a list of sections, without the key ``parts``. Nothing is changed in place."""
+    if isinstance(section, list | tuple):
+        return [_without(item, parts, (*place, str(number)), row, lines) for number, item in enumerate(section)]
+    if not isinstance(section, Mapping) or parts[0] not in section:
+        return section
+    name, inner = parts[0], parts[1:]
+    if inner:
+        return {**section, name: _without(section[name], inner, (*place, name), row, lines)}
+    if section[name] != row.value:
+        used = f"{row.value!r}{f' ({row.constant})' if row.constant else ''}"
+        key = ".".join((*place, name))
+        lines.append(f"{key}: this setting was removed; {used} is used, not {section[name]!r}: {row.advice}")
+    return {key: value for key, value in section.items() if key != name}
