@@ -47,7 +47,7 @@ async def node() -> AsyncIterator[PrivateNode]:
 
 @pytest.fixture
 async def bus(node: PrivateNode, topology: Topology) -> AsyncIterator[Bus]:
-    made = RabbitBus(node.url, topology, config=BrokerConfig(connect_timeout=30.0, publish_timeout=60.0), name="test")
+    made = RabbitBus(node.url, topology, config=BrokerConfig(connect_timeout=30.0), name="test")
     await made.connect()
     await made.declare(*topology.durable)
     yield made

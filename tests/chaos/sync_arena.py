@@ -18,7 +18,7 @@ import aiohttp
 import torch
 from safetensors.torch import load_file
 
-from tests.chaos.sync_victims import ENGINE_POINTS_VARIABLE
+from tests.chaos.sync_victims import ENGINE_POINTS_VARIABLE, LEASE
 from tests.chaos.victims import NOTES_VARIABLE, POINT_VARIABLE
 from trinity_mq.bus import Bus, Topology, create_bus
 from trinity_mq.bus.addresses import URL_VARIABLE
@@ -32,7 +32,6 @@ from trinity_mq.runtime.notify import Notifier
 from trinity_mq.runtime.processes.supervisor import PARENT_VARIABLE
 
 ROOT = Path(__file__).parents[2]
-LEASE = 6.0
 BUCKETS = 4
 """Of the tiny model, about."""
 PATIENCE = LEASE + 10.0
@@ -102,7 +101,6 @@ class SyncArena:
                     "sync_method": method,
                     "pause_mode": pause_mode,
                     "sync_timeout": 5.0,
-                    "member_lease": LEASE,
                     "bucket_bytes": 131072,
                 },
                 "monitor": {"tensorboard": False},

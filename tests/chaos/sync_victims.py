@@ -22,6 +22,7 @@ from safetensors.torch import save_file
 
 from tests.chaos.victims import NOTES_VARIABLE, POINT
 from trinity_agents.engine import agent as engine_daemon
+from trinity_agents.explorer import hosted_engines
 from trinity_agents.explorer.engine_hosting import EngineHosting
 from trinity_mq.bus import Bus, LockHeld, Topology
 from trinity_mq.config import Config
@@ -34,12 +35,15 @@ from trinity_mq.runtime.agent import Agent
 from trinity_mq.runtime.serve import run_daemon
 from trinity_mq.sync.channels.collective import broadcast as collective
 from trinity_mq.sync.channels.factory import open_channel
+from trinity_mq.sync.gate import coordinator_driver
 from trinity_mq.sync.gate.coordinator_driver import CoordinatorDriver
 from trinity_mq.training.model.policy import Policy
 
 ENGINE_POINTS_VARIABLE = "CHAOS_ENGINE_POINTS"
 CANARY = (2, 3, 4, 5, 6, 7, 3, 5, 2, 6)
 STEP_SECONDS = 0.2
+LEASE = 6.0
+"""Seconds without a join event after which an engine is no longer a member: shorter than a run's."""
 LOCK_RETRY = 0.5
 
 
@@ -216,4 +220,5 @@ if __name__ == "__main__":
     agent_id, path = rest
     config = Config.model_validate_json(Path(path).read_text())
     kind: Any = "trainer" if role == "trainer" else "engine"
+    coordinator_driver.MEMBER_LEASE = hosted_engines.MEMBER_LEASE = LEASE
     sys.exit(run_daemon(config, agent_id, kind, build(role, agent_id, config)))

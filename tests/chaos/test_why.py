@@ -201,4 +201,4 @@ async def test_a_reward_function_that_blocks(tmp_path: Path) -> None:
             found = await stage.finding("runner-0")
         finally:
             flag.unlink()
-    assert "explorer.over_rollout.ratio" in found["lever"] or "runner.max_block" in found["lever"]
+    assert "explorer.over_rollout.ratio" in found["lever"] or "blocks its event loop" in found["lever"]

@@ -89,7 +89,6 @@ async def test_a_sandbox_that_dies_and_comes_back_costs_no_task(tmp_path: Path) 
     config["buffer"]["taskset"] |= {"workflow": "judged.Judged", "workflow_args": {"port": port}}
     # the batch at which it dies waits for longer than its own time
     config["explorer"] |= {"max_timeout": 6, "max_retry_times": 1, "batch_timeout": 15, "unfinished": "drop"}
-    config["runner"] = {"circuit_breaker": {"pause": 1.0, "max_pause": 4.0, "tries": 1000}}
     path = tmp_path / "smoke.yaml"
     path.write_text(yaml.safe_dump(config))
     folder = tmp_path / "run"

@@ -153,7 +153,11 @@ class CircuitBreakerConfig(Section):
     """Pauses a lane (training or evaluation) while infrastructure that its slices need is unavailable: a sandbox, a
     tool, a provider or the environment, but not the model. A slice without a finished run that failed for such a reason
     is returned to its queue and retried by any runner. It fails for good once other slices have succeeded between its
-    tries two times, or after ``tries`` tries.
+    tries two times, or after 16 tries.
+
+    The first pause takes 5 seconds. Then the runner tries one slice: if one of its runs finishes, the pause ends; if
+    the slice fails for such a reason again, the next pause is twice as long, up to 300 seconds. While all runners pause
+    a lane, the clocks of its batches and evaluations stand still, and only ``explorer.stall_timeout`` ends the run.
     """
 
     enable: bool = True
@@ -162,26 +166,10 @@ class CircuitBreakerConfig(Section):
     """Number of consecutive failed tries of slices of a lane in one runner, all for such a reason, after which the
     runner pauses the lane. If all of them are tries of the same slice, 3 are enough. One finished run, or a failure of
     the task or of its workflow, restarts the count."""
-    pause: float = Field(default=5.0, gt=0)
-    """Seconds of the first pause. Then the runner tries one slice: if one of its runs finishes, the pause ends; if the
-    slice fails for such a reason again, the next pause is twice as long."""
-    max_pause: float = Field(default=300.0, gt=0)
-    """Seconds of the longest pause. While all runners pause a lane, the clocks of its batches and evaluations stand
-    still, and only ``explorer.stall_timeout`` ends the run."""
-    tries: int = Field(default=16, ge=1)
-    """Maximum number of tries of one slice that fail for such a reason, counted over all runners."""
     tries_alone: int = Field(default=8, ge=1)
-    """The same maximum if no other slice of the lane fails at the time, so that the slice itself may be at fault. With
-    the default pauses, 8 tries take about three minutes, for which a bad task can hold up its batch."""
-
-    @model_validator(mode="after")
-    def _pauses(self) -> CircuitBreakerConfig:
-        if self.pause > self.max_pause:
-            raise ValueError(
-                f"pause is {self.pause:g} s, max_pause {self.max_pause:g} s: pauses grow, raise max_pause to at least "
-                f"{self.pause:g} or lower pause"
-            )
-        return self
+    """Maximum number of tries of one slice that fail for such a reason, counted over all runners, if no other slice of
+    the lane fails at the time, so that the slice itself may be at fault. 8 tries take about three minutes, for which a
+    bad task can hold up its batch."""
 
 
 class RunnerConfig(Section):
@@ -190,10 +178,8 @@ class RunnerConfig(Section):
     num_runners: int = Field(default=2, ge=1)
     """Number of runner processes that ``trinity-mq run`` starts."""
     concurrency: int = Field(default=16, ge=1)
-    """Number of training slices in flight in one runner: its prefetch."""
-    eval_concurrency: int | None = Field(default=None, ge=1)
-    """Number of evaluation slices in flight in one runner, in addition to the training slices. None: the value of
-    ``concurrency``."""
+    """Number of training slices in flight in one runner: its prefetch. As many evaluation slices are in flight in
+    addition."""
     concurrent_mode: ConcurrentMode = "asynchronous"
     """Execution of the runs of a slice, for workflows whose instances do one run each. ``sequential``: one after the
     other. If the workflow can be reset, one instance does all of them, and the runner keeps it for later slices (except
@@ -202,20 +188,15 @@ class RunnerConfig(Section):
     connections."""
     blocking: Literal["thread", "process"] = "thread"
     """Place where synchronous workflows run. ``thread``: in the runner. A workflow that never returns is abandoned, and
-    its thread continues. ``process``: in one process for each slice, which is killed when its time is over."""
-    max_stuck: int = Field(default=16, ge=0)
-    """Maximum number of abandoned workflows that may still be running. With more, the runner requeues its slices and
-    restarts."""
-    max_block: float = Field(default=30.0, gt=0)
-    """Seconds for which a workflow may block the event loop. After that the runner ends its own process."""
+    its thread continues; with more than 16 such threads the runner requeues its slices and restarts. ``process``: in
+    one process for each slice, which is killed when its time is over. An asynchronous workflow that blocks the event
+    loop for 30 seconds ends the process of the runner."""
     recycle_after: int | None = Field(default=None, ge=1)
     """Number of slices after which a runner restarts, so that memory leaks of workflows do not add up. None: never."""
     env: dict[str, str] = Field(default_factory=dict)
     """Environment variables of the runners, set before any workflow is imported."""
     memory_limit: int | None = Field(default=None, ge=2**20)
     """Bytes that the process of a slice may allocate in addition to its memory at the start. None: no limit."""
-    max_isolated: int = Field(default=2, ge=1)
-    """Maximum number of redelivered slices that run in child processes at a time."""
     circuit_breaker: CircuitBreakerConfig = Field(default_factory=CircuitBreakerConfig)
     """Pauses a lane while a sandbox or a service that it needs is unavailable."""
     drain_timeout: float = Field(default=20.0, gt=0)
@@ -223,8 +204,8 @@ class RunnerConfig(Section):
 
     @property
     def eval_slots(self) -> int:
-        """``eval_concurrency`` with its default filled in."""
-        return self.concurrency if self.eval_concurrency is None else self.eval_concurrency
+        """Number of evaluation slices in flight in one runner."""
+        return self.concurrency
 
 
 class OperatorsConfig(Section):

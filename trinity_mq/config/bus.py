@@ -10,6 +10,10 @@ from pydantic import Field, field_validator, model_validator
 
 from trinity_mq.config.base import Section
 
+PUBLISH_TIMEOUT = 300.0
+"""Seconds after which an unconfirmed publish is an error: longer than a broker restarts or is short of disk for, and
+short enough that a slice and a batch fit into the half hour for which a broker lets a message be held by default.
+"""
 SLICE_RESERVE_BYTES = 8 * 1024
 """Bytes of a slice's message that are reserved for everything except its task."""
 
@@ -79,8 +83,6 @@ class BrokerConfig(Section):
     """Seconds between AMQP heartbeats."""
     connect_timeout: float = Field(default=60.0, gt=0)
     """Seconds for which an agent waits for the broker when it starts."""
-    publish_timeout: float = Field(default=300.0, gt=0)
-    """Seconds after which an unconfirmed publish is an error."""
     consumer_timeout: float = Field(default=86_400.0, ge=60, le=7 * 86_400)
     """Seconds for which an agent may hold a message (a runner a slice, an operator a batch) before RabbitMQ returns it
     to the queue. From RabbitMQ 3.12 on, the run's queues set this limit once, when they are declared. A private node
@@ -102,6 +104,11 @@ class BrokerConfig(Section):
     delivery_limit: int = Field(default=5, ge=1)
     """Number of deliveries after which a slice counts as poisoned or a batch as failed, if at least one delivery was
     seen to fail. Deliveries that were returned to the queue in good order do not count."""
+
+    @property
+    def publish_timeout(self) -> float:
+        """Seconds after which an unconfirmed publish is an error."""
+        return PUBLISH_TIMEOUT
 
     @property
     def max_task_bytes(self) -> int:

@@ -39,8 +39,6 @@ class AuxiliaryModelConfig(Section):
     token_ids: bool = False
     """external: the server returns token ids and logprobs if a request sets ``return_token_ids``, as vLLM does.
     Otherwise its answers are only texts, which is enough for judges and evaluations."""
-    health_interval: float = Field(default=10.0, gt=0)
-    """external: seconds between two health checks of the server."""
     timeout: float = Field(default=600.0, gt=0)
     """external: seconds for one answer."""
 

@@ -135,7 +135,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _check_hold_times(self) -> Config:
-        explorer, publish = self.explorer, f"broker.publish_timeout {self.broker.publish_timeout:g} s"
+        explorer, publish = self.explorer, f"{self.broker.publish_timeout:g} s to publish"
         sums = {
             "slice": f"explorer.max_timeout {explorer.max_timeout:g} s x {explorer.max_retry_times + 1} tries, "
             f"{STOP_SECONDS:g} s to end it, 2 x {publish}",

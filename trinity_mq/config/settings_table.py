@@ -31,8 +31,26 @@ Written by `trinity-mq settings --out docs/settings.md` from the models in `trin
 In a YAML file the parts of a key are nested sections; on the command line a key stands with its value:
 `buffer.total_steps=10`. Items of lists are counted from 0: `buffer.eval_tasksets.0.limit=8`. Values may hold
 OmegaConf's interpolations: `${oc.env:NAME,default}` is an environment variable, `${model.max_model_len}` another
-setting, `\\${` a plain `${`. A key that is not here is refused.
+setting, `\\${` a plain `${`. A key that is not here is refused, except [removed keys](renamed.md#removed-settings),
+which warn.
 """
+
+
+FIRST_SETTINGS = {
+    "model.model_path": "the model that is trained: a folder or hub id",
+    "model.max_response_tokens": "length at which an answer is cut, in tokens; time and memory grow with it",
+    "buffer.taskset.path": "the tasks: a file, a dataset or a generator, by `buffer.taskset.storage_type`",
+    "buffer.taskset.workflow": "the code that turns a task into calls of the model and a reward",
+    "buffer.taskset.reward_fn": "the judgement of an answer, for workflows that leave it to a function",
+    "buffer.batch_size": "tasks in a batch, with `algorithm.repeat_times` answers each",
+    "buffer.total_steps": "the length of the run",
+    "algorithm.algorithm_type": "the preset of losses and advantages; `trinity-mq algorithms` lists them",
+    "algorithm.repeat_times": "answers to each task; more show better which of them are good",
+    "algorithm.optimizer.lr": "the size of a step; change it first if rewards do not rise, or rise and fall",
+    "synchronizer.sync_interval": "batches between two syncs of weights: 1 is on-policy, more runs faster",
+    "explorer.eval_interval": "batches between two evaluations on `buffer.eval_tasksets`",
+}
+"""The settings that a new user changes first, in this order, with the meaning of a change: most examples set them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +67,10 @@ class Setting:
 
 def page() -> str:
     """Return the reference of all settings in Markdown."""
-    parts = [HEAD]
+    defaults = {setting.key: setting.default for setting in all_settings()}
+    parts = [HEAD, "## Twelve to try first\n", "| setting | default | what it changes |", "|---|---|---|"]
+    parts += [f"| `{key}` | {defaults[key]} | {change} |" for key, change in FIRST_SETTINGS.items()]
+    parts += [""]
     for title, description, section_settings in tables(Config, "", {}):
         rows = [
             f"| `{setting.key}` | {setting.type} | {setting.default} | {setting.unit} | {setting.meaning} |"

@@ -55,8 +55,6 @@ class SyncConfig(Section):
     the run saves its state and ends with an error. Must be longer than a train step."""
     sync_timeout: float = Field(default=60.0, gt=0)
     """Seconds for each phase of one attempt at a sync."""
-    member_lease: float = Field(default=15.0, gt=0)
-    """Seconds without a join event after which an engine is no longer counted as a member of the sync."""
     backend: Literal["gloo", "nccl"] = "gloo"
     """Transport of the broadcast. ``gloo``: over host memory, works everywhere. ``nccl``: needs a separate GPU for the
     trainer and for every engine."""
@@ -66,9 +64,8 @@ class SyncConfig(Section):
     """Address on which the trainer's rendezvous and weight server listen. Engines must be able to reach it."""
     checkpoint_path: str = ""
     """Folder or fsspec URL (such as ``s3://bucket/weights``) for weights sent as files. Each run has a folder with its
-    name there. Empty: ``weights`` in the run folder. The trainer resumes from ``checkpoints``, not from here."""
-    checkpoint_keep: int = Field(default=2, ge=1)
-    """Number of weight versions kept in ``checkpoint_path``, including the newest."""
+    name there, with the newest two versions. Empty: ``weights`` in the run folder. The trainer resumes from
+    ``checkpoints``, not from here."""
     pull: PullMethod | None = None
     """collective: source of the committed weights for an engine that lost its weights or joined late. ``memory``
     (default): a copy in the trainer's host memory. ``checkpoint``: files below ``checkpoint_path``, written before each

@@ -154,7 +154,7 @@ class Collector:
         Experiences reach the broker before their result, so all parts that a result lists are already in the queue.
 
         Raises:
-            TimeoutError: Broker and blob store delivered nothing for ``broker.publish_timeout`` seconds.
+            TimeoutError: Broker and blob store delivered nothing for ``BrokerConfig.publish_timeout`` seconds.
             StoreUnavailable: The blob store did not answer. A later call may succeed.
         """
         held = self._held[ticket.ticket]

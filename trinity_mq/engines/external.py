@@ -25,6 +25,10 @@ from trinity_mq.runtime.http.serving import read_body
 
 log = structlog.get_logger(__name__)
 
+HEALTH_INTERVAL = 10.0
+"""Seconds between two health checks of the server, which request its list of models. A failed call triggers a check at
+once.
+"""
 HEALTH_SECONDS = 10.0
 """Seconds for one health request."""
 OURS = ("max_prompt_tokens", "return_prompt_text", "return_token_ids")
@@ -114,14 +118,14 @@ class ExternalServer(HttpServer):
     async def _watch_health(self) -> None:
         while True:
             try:
-                async with asyncio.timeout(self.model.health_interval):
+                async with asyncio.timeout(HEALTH_INTERVAL):
                     await self._check_now.wait()
             except TimeoutError:
                 pass
             else:
                 self._check_now.clear()
                 # the server has failed just now: give it time
-                await asyncio.sleep(min(1.0, self.model.health_interval))
+                await asyncio.sleep(min(1.0, HEALTH_INTERVAL))
             await self._check_health()
 
     async def _check_health(self) -> None:

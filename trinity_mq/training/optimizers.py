@@ -19,6 +19,10 @@ from trinity_mq.training.parallel.sharding import gathered, sharded_states
 
 KIND = "optimizer_type"
 """Key of parameter groups, and therefore of a saved state, that names the optimizer type."""
+DECAY_NORMS_AND_BIASES = False
+"""Whether ``weight_decay`` also applies to weights of less than two dimensions. They have few
+numbers, whose decay bounds nothing and only changes the function. Saved states fit both values.
+"""
 MUON_MOMENTUM = 0.95
 PART = 2**26
 """Parameters updated at a time. Besides the optimizer state a step needs a copy of these parameters: 256 MiB in
@@ -96,8 +100,8 @@ def _division(model: nn.Module, config: OptimizerConfig) -> tuple[Named, Named]:
 
 def _by_decay(named: Named, config: OptimizerConfig) -> list[dict[str, Any]]:
     """Return parameter groups: one for weights that decay and one for weights that do not. Empty groups are omitted."""
-    decays = [item for item in named if config.decay_norms_and_biases or item[1].ndim > 1]
-    stays = [item for item in named if not (config.decay_norms_and_biases or item[1].ndim > 1)]
+    decays = [item for item in named if DECAY_NORMS_AND_BIASES or item[1].ndim > 1]
+    stays = [item for item in named if not (DECAY_NORMS_AND_BIASES or item[1].ndim > 1)]
     return [
         {"params": params, "weight_decay": decay, KIND: config.optimizer_type}  # names enter saved states
         for params, decay in ((decays, config.weight_decay), (stays, 0.0))

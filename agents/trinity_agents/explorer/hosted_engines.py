@@ -13,7 +13,7 @@ from trinity_mq.models.inference import ModelRole
 from trinity_mq.runtime.agent import HEARTBEAT_LEASE, Agent
 from trinity_mq.runtime.errors import FatalError
 from trinity_mq.runtime.notify import Notifier
-from trinity_mq.sync.gate.member_driver import COORDINATOR_VERBS, MemberDriver
+from trinity_mq.sync.gate.member_driver import COORDINATOR_VERBS, MEMBER_LEASE, MemberDriver
 from trinity_mq.sync.gate.records import Key
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class HostedEngines:
     def _member(self, engine: EngineHost | Any) -> MemberDriver:
         member = MemberDriver(
             name=engine.snapshot.id,
-            lease=self._agent.config.synchronizer.member_lease,
+            lease=MEMBER_LEASE,
             engine=engine,
             publish=self._publish,
             last_commit=lambda: self._committed(engine.snapshot.id),

@@ -66,6 +66,14 @@ SEEN_TICKETS = 1000
 """Number of tickets remembered as logged."""
 REMEMBERED = 10_000
 """Number of reported slices remembered, because a lost acknowledgement causes a redelivery."""
+MAX_STUCK = 16
+"""Maximum number of abandoned workflows that may still be running. With more, the runner requeues its slices and
+restarts: only the end of the process ends such threads and returns their memory.
+"""
+MAX_BLOCK = 30.0
+"""Seconds for which a workflow may block the event loop. After that the runner ends its own process, since it can
+neither send heartbeats nor be drained meanwhile.
+"""
 STUCK_AFTER = 5.0
 """Seconds after which an abandoned thread counts as stuck."""
 FINAL_FLUSH = 5.0
@@ -259,9 +267,8 @@ class Runner(Agent):
         self._counts["stuck"] = stuck
         if not stuck:
             del self._counts["stuck"]
-        most = self.config.runner.max_stuck
-        if stuck > most:
-            self.restart(RestartRequested(f"{stuck} workflows that were given up run on (runner.max_stuck {most})"))
+        if stuck > MAX_STUCK:
+            self.restart(RestartRequested(f"{stuck} workflows that were given up run on (at most {MAX_STUCK} may)"))
 
     # -- one slice
 
@@ -541,7 +548,7 @@ def main(config: Config, agent_id: str = "runner-0") -> int:
     os.environ.update(config.runner.env)
     gc.freeze()  # imported objects stay for good, and a full collection over them takes 0.2 s
 
-    dog = Watchdog(config.runner.max_block)
+    dog = Watchdog(MAX_BLOCK)
 
     def build(bus: Bus, topology: Topology) -> Runner:
         return Runner(

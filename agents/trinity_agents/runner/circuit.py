@@ -15,6 +15,14 @@ from trinity_mq.config import CircuitBreakerConfig
 from trinity_mq.messages import INFRASTRUCTURE, Lane, PausedLane
 from trinity_mq.rollout.status import SliceOutcome
 
+PAUSE = 5.0
+"""Seconds of the first pause: long enough for a service that restarts, short next to a batch."""
+MAX_PAUSE = 300.0
+"""Seconds of the longest pause: a run resumes within five minutes after an outage of any length."""
+MAX_TRIES = 16
+"""Maximum number of infrastructure failures of one slice, counted over all runners. With the pauses above they take
+about 50 minutes if the same slice is tried after each pause.
+"""
 LONE_ROW = 3
 """Number of failures in a row that open the circuit if all belong to the same slice (the slice fails alone)."""
 OWN_FAULTS = 2
@@ -31,10 +39,14 @@ class CircuitBreaker:
 
     Args:
         config: Limits of the circuit breaker.
+        max_pause: Seconds of the longest pause.
+        max_tries: Maximum number of infrastructure failures of one slice.
     """
 
-    def __init__(self, config: CircuitBreakerConfig) -> None:
-        self._config = config
+    def __init__(
+        self, config: CircuitBreakerConfig, *, max_pause: float = MAX_PAUSE, max_tries: int = MAX_TRIES
+    ) -> None:
+        self._config, self._max_pause, self._max_tries = config, max_pause, max_tries
         self._until: float | None = None
         """Time at which the pause ends; None while the circuit is closed."""
         self._pause = 0.0
@@ -132,14 +144,14 @@ class CircuitBreaker:
         if self._until is None:
             if self._failure_row >= (min(LONE_ROW, self._config.failures) if alone else self._config.failures):
                 self.pauses += 1
-                self._pause = self._config.pause
+                self._pause = PAUSE
                 self._until = now + self._pause
         elif was_probe:
-            self._pause = min(2 * self._pause, self._config.max_pause)
+            self._pause = min(2 * self._pause, self._max_pause)
             self._until = now + self._pause
-        if tries >= (self._config.tries_alone if alone else self._config.tries):
+        if tries >= (self._config.tries_alone if alone else self._max_tries):
             if alone and self._until is not None:
-                self._pause, self._until = self._config.pause, now  # the other slices need not wait for it
+                self._pause, self._until = PAUSE, now  # the other slices need not wait for it
             return False
         self._requeued[slice_key] = now, own_faults
         if len(self._requeued) > REMEMBERED:

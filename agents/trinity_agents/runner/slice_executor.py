@@ -21,6 +21,10 @@ log = structlog.get_logger(__name__)
 
 ISOLATED_MARGIN = START_LIMIT + 2 * GRACE
 """Extra seconds after a slice's time limit for a slice in a separate process."""
+MAX_ISOLATED = 2
+"""Maximum number of slices with a suspect earlier delivery that run in child processes at a time. Such slices are rare,
+and each process has imported the workflows again.
+"""
 STOP_PATIENCE = 0.5
 """Seconds from the cancellation of a workflow until it is detached."""
 
@@ -53,7 +57,7 @@ class SliceExecutor:
         self._crash_notes = crash_notes
         runner = config.runner
         self._workflows = workflows
-        self._isolated = isolated or ProcessPool(runner.max_isolated)
+        self._isolated = isolated or ProcessPool(MAX_ISOLATED)
         # One process per slot, so that a blocking workflow never waits for another workflow's process.
         self._processes = isolated or ProcessPool(runner.concurrency + runner.eval_slots)
 
@@ -121,7 +125,7 @@ class SliceExecutor:
         except TimeoutError:
             late = (
                 f"not done within the {task_slice.slice_timeout:g} s of the slice, the wait for one of "
-                f"{self._config.runner.max_isolated} isolated processes (runner.max_isolated) included"
+                f"{MAX_ISOLATED} isolated processes included"
             )
             results.add_failure(RunFailure(late, "timeout"))
         except ChildDied as error:

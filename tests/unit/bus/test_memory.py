@@ -63,7 +63,7 @@ def test_follows_the_loops_clock() -> None:
 
     async def scenario() -> float:
         broker = MemoryBroker()
-        bus = MemoryBus(broker, TOPOLOGY, config=BrokerConfig(publish_timeout=300, connect_timeout=60))
+        bus = MemoryBus(broker, TOPOLOGY, config=BrokerConfig(connect_timeout=60))
         await bus.connect()
         await bus.declare(TOPOLOGY.dead)
         broker.drop(bus, delay=200)

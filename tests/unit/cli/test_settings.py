@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 from trinity_mq.cli.main import main
 from trinity_mq.config import Config
-from trinity_mq.config.settings_table import all_settings, page
+from trinity_mq.config.settings_table import FIRST_SETTINGS, all_settings, page
 
 PAGE = Path(__file__).parents[3] / "docs" / "settings.md"
 
 
 def test_the_page_agrees_with_the_models() -> None:
     assert PAGE.read_text(encoding="utf-8") == page(), "write it again: trinity-mq settings --out docs/settings.md"
+
+
+def test_the_page_opens_with_twelve_settings_that_there_are() -> None:
+    assert len(FIRST_SETTINGS) == 12
+    assert set(FIRST_SETTINGS) <= {one.key for one in all_settings()}
+    head = page().split("## ")[1]
+    assert head.startswith("Twelve to try first")
+    assert re.findall(r"^\| `([a-z_.]+)` \|", head, re.MULTILINE) == list(FIRST_SETTINGS)
 
 
 def test_each_setting_has_its_meaning_and_stands_once() -> None:

@@ -124,9 +124,10 @@ def test_a_store_that_is_away_for_a_moment_delays_them(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("timeout", "error"), [(300, StoreUnavailable), (20, TimeoutError)])
 def test_a_call_that_could_not_have_them_leaves_them_for_the_next(
-    tmp_path: Path, timeout: int, error: type[Exception]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, timeout: int, error: type[Exception]
 ) -> None:
-    scene = Scene(tmp_path, f"broker.publish_timeout={timeout}")
+    monkeypatch.setattr("trinity_mq.config.bus.PUBLISH_TIMEOUT", timeout)
+    scene = Scene(tmp_path)
 
     async def main() -> None:
         collector = await scene.collector()

@@ -103,11 +103,14 @@ async def theirs() -> AsyncIterator[Theirs]:
     await server.stop()
 
 
+@pytest.fixture(autouse=True)
+def frequent_health_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trinity_mq.engines.external.HEALTH_INTERVAL", 0.1)
+
+
 @contextlib.asynccontextmanager
 async def serving(theirs: Theirs, key: str | None = "key", **settings: Any) -> AsyncIterator[ExternalServer]:
-    model = AuxiliaryModelConfig(
-        name="judge", engine="external", url=theirs.url, **{"health_interval": 0.1, "timeout": 5.0, **settings}
-    )
+    model = AuxiliaryModelConfig(name="judge", engine="external", url=theirs.url, **{"timeout": 5.0, **settings})
     server = ExternalServer(model, engine_id="e", key=key, token=TOKEN, lease=30.0)
     ready = asyncio.Event()
     async with asyncio.timeout(40), asyncio.TaskGroup() as group:

@@ -218,11 +218,13 @@ def test_the_state_of_an_earlier_release_fits_and_the_settings_are_the_new_ones(
     assert equal(weights_of(model), weights_of(straight))
 
 
-def test_weights_find_their_state_by_name_when_the_groups_are_others() -> None:
+def test_weights_find_their_state_by_name_when_the_groups_are_others(monkeypatch: pytest.MonkeyPatch) -> None:
     config = OPTIMIZERS["adamw"].model_copy(update={"weight_decay": 0.0})
     straight, model = Net(), Net()
     learn(straight, made(straight, config), 4)
-    first = make_optimizer(model, config.model_copy(update={"decay_norms_and_biases": True}))
+    with monkeypatch.context() as patched:
+        patched.setattr("trinity_mq.training.optimizers.DECAY_NORMS_AND_BIASES", True)
+        first = make_optimizer(model, config)
     assert len(first.param_groups) == 1
     learn(model, first, 2)
     second = make_optimizer(model, config)
@@ -269,9 +271,10 @@ def test_a_step_without_gradients_moves_nothing() -> None:
 
 @pytest.mark.parametrize("kind", ["adamw", "muon", "sgd", "adamw_8bit"])
 @pytest.mark.parametrize("also", [False, True])
-def test_norms_and_biases_decay_only_if_asked(kind: Any, also: bool) -> None:
+def test_norms_and_biases_decay_only_if_asked(kind: Any, also: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trinity_mq.training.optimizers.DECAY_NORMS_AND_BIASES", also)
     model = Net()
-    optimizer = made(model, OptimizerConfig(optimizer_type=kind, lr=0.1, weight_decay=0.5, decay_norms_and_biases=also))
+    optimizer = made(model, OptimizerConfig(optimizer_type=kind, lr=0.1, weight_decay=0.5))
     before = {name: one.detach().clone() for name, one in model.named_parameters()}
     for one in model.parameters():
         one.grad = torch.zeros_like(one)

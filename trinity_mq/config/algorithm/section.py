@@ -35,10 +35,8 @@ class OptimizerConfig(Section):
     momentum: float | None = Field(default=None, ge=0, lt=1)
     """Share of the last direction that Muon and SGD keep. None: 0.95 for ``muon``, 0 for ``sgd``."""
     weight_decay: float = Field(default=0.0, ge=0)
-    """Decoupled weight decay: each step subtracts ``lr x weight_decay`` times the weight. SGD adds ``weight_decay``
-    times the weight to the gradient, which is the same without momentum."""
-    decay_norms_and_biases: bool = False
-    """Apply ``weight_decay`` also to norms and biases, that is to all weights of less than two dimensions."""
+    """Decoupled weight decay of all weights except norms and biases: each step subtracts ``lr x weight_decay`` times
+    the weight. SGD adds ``weight_decay`` times the weight to the gradient, which is the same without momentum."""
     offload: bool = False
     """Keep the optimizer's state in host memory; each step copies it to the device part by part. With AdamW it saves 8
     bytes of device memory for each weight and transfers as much in each direction in every step."""

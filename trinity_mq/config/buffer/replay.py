@@ -34,7 +34,6 @@ class ReplayConfig(Section):
     """Maximum number of train steps since a group was fresh. ``synchronizer.max_staleness`` applies only to fresh
     groups."""
     capacity: int = Field(default=10_000, ge=1)
-    """Maximum number of groups to choose from. The groups with the lowest priority are removed."""
-    cache_bytes: int = Field(default=2**28, ge=0)
-    """Bytes of memory for groups that may be replayed. Other groups are read again from the broker's stream, whose
-    retention (``broker.ready_max_bytes``) limits their age."""
+    """Maximum number of groups to choose from. The groups with the lowest priority are removed. 256 MiB of groups are
+    kept in memory; the others are read again from the broker's stream, whose retention (``broker.ready_max_bytes``)
+    limits their age."""

@@ -29,7 +29,7 @@ class RemovedKey(NamedTuple):
     value: Any
     """Value used now, which was the default of the setting. A file that sets this value loses nothing."""
     constant: str
-    """Dotted path of the constant that holds ``value``. Empty: the value follows from another setting."""
+    """Dotted path of the constant that holds ``value``. Empty: another setting has taken the place of this one."""
     advice: str
     """Next step for a user who needs another value."""
 
@@ -55,6 +55,71 @@ REMOVED_KEYS: Mapping[str, RemovedKey] = MappingProxyType(
             0.005,
             "trinity_mq.engines.server.server.MAX_BATCH_DELAY",
             "remove it; to bound a static batch, set explorer.rollout_model.max_batch_sequences",
+        ),
+        "explorer.auxiliary_models.health_interval": RemovedKey(
+            10.0,
+            "trinity_mq.engines.external.HEALTH_INTERVAL",
+            "remove it; a call that the server refuses triggers a health check at once",
+        ),
+        "runner.eval_concurrency": RemovedKey(
+            None,
+            "",
+            "remove it; a runner takes as many evaluation slices as training slices, runner.concurrency",
+        ),
+        "runner.max_stuck": RemovedKey(
+            16,
+            "trinity_agents.runner.agent.MAX_STUCK",
+            "remove it; workflows that never return belong into processes: runner.blocking=process",
+        ),
+        "runner.max_block": RemovedKey(
+            30.0,
+            "trinity_agents.runner.agent.MAX_BLOCK",
+            "remove it; make the workflow synchronous, or move the part that blocks into a thread",
+        ),
+        "runner.max_isolated": RemovedKey(
+            2,
+            "trinity_agents.runner.slice_executor.MAX_ISOLATED",
+            "remove it; to run every blocking workflow in a process of its own, set runner.blocking=process",
+        ),
+        "runner.circuit_breaker.tries": RemovedKey(
+            16,
+            "trinity_agents.runner.circuit.MAX_TRIES",
+            "remove it; runner.circuit_breaker.tries_alone is the limit of a slice that fails alone",
+        ),
+        "runner.circuit_breaker.pause": RemovedKey(
+            5.0,
+            "trinity_agents.runner.circuit.PAUSE",
+            "remove it; to pause later, raise runner.circuit_breaker.failures",
+        ),
+        "runner.circuit_breaker.max_pause": RemovedKey(
+            300.0,
+            "trinity_agents.runner.circuit.MAX_PAUSE",
+            "remove it; to end a run earlier in an outage, lower explorer.stall_timeout",
+        ),
+        "synchronizer.member_lease": RemovedKey(
+            15.0,
+            "trinity_mq.sync.gate.member_driver.MEMBER_LEASE",
+            "remove it; synchronizer.sync_timeout bounds each phase of a sync",
+        ),
+        "synchronizer.checkpoint_keep": RemovedKey(
+            2,
+            "trinity_mq.sync.channels.checkpoint.channel.KEPT_VERSIONS",
+            "remove it; to keep the models of many steps, set trainer.keep_every",
+        ),
+        "broker.publish_timeout": RemovedKey(
+            300.0,
+            "trinity_mq.config.bus.PUBLISH_TIMEOUT",
+            "remove it; to let agents hold messages for longer, raise broker.consumer_timeout",
+        ),
+        "buffer.trainer_input.replay.cache_bytes": RemovedKey(
+            2**28,
+            "trinity_agents.trainer.sources.replay.CACHE_BYTES",
+            "remove it; to replay from fewer groups, lower buffer.trainer_input.replay.capacity",
+        ),
+        "algorithm.optimizer.decay_norms_and_biases": RemovedKey(
+            False,
+            "trinity_mq.training.optimizers.DECAY_NORMS_AND_BIASES",
+            "remove it; algorithm.optimizer.weight_decay applies to matrices alone",
         ),
     }
 )
@@ -99,7 +164,6 @@ def _without(section: Any, parts: Sequence[str], place: tuple[str, ...], row: Re
     if inner:
         return {**section, name: _without(section[name], inner, (*place, name), row, lines)}
     if section[name] != row.value:
-        used = f"{row.value!r}{f' ({row.constant})' if row.constant else ''}"
-        key = ".".join((*place, name))
-        lines.append(f"{key}: this setting was removed; {used} is used, not {section[name]!r}: {row.advice}")
+        used = f"{row.value!r} ({row.constant}) is used, not" if row.constant else "nothing uses"
+        lines.append(f"{'.'.join((*place, name))}: this setting was removed; {used} {section[name]!r}: {row.advice}")
     return {key: value for key, value in section.items() if key != name}

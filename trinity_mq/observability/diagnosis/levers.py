@@ -16,7 +16,7 @@ LEVERS = {
     ),
     "silent_runner": (
         "end its process ({id}, `kill -9`): the broker gives its slices to others, and a supervisor (`trinity-mq run`) "
-        "starts it anew; a workflow that blocks its event loop is ended after runner.max_block seconds"
+        "starts it anew; a workflow that blocks its event loop is ended after 30 seconds"
     ),
     "engine": (
         "end the engine's process (`kill -9`): its host starts it anew, and does so itself after "
@@ -47,12 +47,12 @@ LEVERS = {
         "give the verdicts: `trinity-mq review list` shows the runs, and `trinity-mq review keep`, `drop` and `reward` "
         "judge one, as the page of `trinity-mq dash` does; `seconds` of human_review in operator.operators bounds it"
     ),
-    "lane": "bring the service back; the runners try again by themselves (runner.circuit_breaker.max_pause)",
+    "lane": "bring the service back; the runners try again by themselves, at least every 5 minutes",
     "lost_slices": (
         "wait half a minute: the explorer sends them again by itself. Find out who deleted or purged the queue: a "
         "person, a policy of the broker, or `trinity-mq broker clean`"
     ),
-    "evaluation": "explorer.eval_timeout bounds it; runner.eval_concurrency gives it more slots",
+    "evaluation": "explorer.eval_timeout bounds it; runner.concurrency gives it more slots",
     "tasks": "submit tasks with `trinity-mq submit`, or raise buffer.total_steps if the taskset is used up",
     "wait": "look with `trinity-mq status` and at the logs; explorer.stall_timeout ends a run in which nothing moves",
     "loading": "wait: the model is being loaded; see its log if that does not end",

@@ -32,9 +32,7 @@ def open_channel(config: Config) -> Channel:
     sync = config.synchronizer
     files_or_memory: CheckpointChannel | MemoryChannel
     if sync.pull_method == "checkpoint":
-        files_or_memory = CheckpointChannel(
-            weights_folder(config), sync.bucket_bytes, sync.sync_timeout, keep=sync.checkpoint_keep
-        )
+        files_or_memory = CheckpointChannel(weights_folder(config), sync.bucket_bytes, sync.sync_timeout)
     else:
         files_or_memory = MemoryChannel(sync.host, sync.bucket_bytes, sync.sync_timeout)
     if sync.sync_method == "collective":

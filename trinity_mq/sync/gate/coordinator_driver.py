@@ -19,6 +19,7 @@ from trinity_mq.runtime.notify import Notifier
 from trinity_mq.sync.channels.base import CatchUpSource, Channel, ChannelError, Manifest
 from trinity_mq.sync.gate.canary import Canary
 from trinity_mq.sync.gate.coordinator import Coordinator
+from trinity_mq.sync.gate.member_driver import MEMBER_LEASE
 from trinity_mq.sync.gate.records import (
     AbandonCollective,
     AttemptTimes,
@@ -69,7 +70,7 @@ class CoordinatorDriver:
         """Create the driver. ``may_begin`` is awaited before each attempt; it returns once no open evaluation needs the
         committed version.
         """
-        self.machine = Coordinator(name=name, timeout=config.sync_timeout, lease=config.member_lease)
+        self.machine = Coordinator(name=name, timeout=config.sync_timeout, lease=MEMBER_LEASE)
         self.changed = Notifier()
         """Notified when membership, phase or committed version may have changed."""
         self.syncs = 0

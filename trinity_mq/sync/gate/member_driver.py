@@ -20,6 +20,10 @@ from trinity_mq.telemetry.trace import span
 
 log = structlog.get_logger(__name__)
 
+MEMBER_LEASE = 15.0
+"""Seconds without a join event after which an engine is no longer counted as a member of the sync. Members join three
+times in this time, so that two lost events do no harm; a dead engine delays a sync by no more than this.
+"""
 TICK = 1.0
 COORDINATOR_VERBS = ("prepare", "go", "commit", "abort")
 """Verbs of the events that the coordinator sends to members."""

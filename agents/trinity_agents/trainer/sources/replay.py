@@ -18,6 +18,11 @@ from trinity_mq.experience import ExperienceBatch
 
 log = structlog.get_logger(__name__)
 
+CACHE_BYTES = 2**28
+"""Bytes of memory for groups that may be replayed; other groups are read again from the broker's stream. Small next to
+the weights of a model.
+"""
+
 
 class RereadableSource(Source, Protocol):
     """A source whose batches can be read again."""
@@ -55,7 +60,7 @@ class ReplaySource(RolloutExtension):
         self._index = ReplayIndex(settings, config.seed)
         rollouts.pinned = lambda: self._index.tickets
         self._count = replayed_groups_per_step(config)
-        self._cache = _Cache(settings.cache_bytes // max(1, config.estimated_batch_bytes))
+        self._cache = _Cache(CACHE_BYTES // max(1, config.estimated_batch_bytes))
         self._step = 0
         """Number of train steps with experiences to train on."""
         self._next: tuple[TrainBatch, list[ReplayGroup], dict[str, list[str]]] | None = None

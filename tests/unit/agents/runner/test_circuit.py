@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trinity_agents.runner.circuit import LONE_ROW, CircuitBreaker, is_infrastructure
+from trinity_agents.runner.circuit import LONE_ROW, MAX_TRIES, CircuitBreaker, is_infrastructure
 from trinity_mq.config import CircuitBreakerConfig
 from trinity_mq.messages import INFRASTRUCTURE
 from trinity_mq.rollout.status import SliceOutcome
@@ -25,7 +25,8 @@ def away(kind: str = "sandbox") -> SliceOutcome:
 
 
 def circuit(**limits: Any) -> CircuitBreaker:
-    return CircuitBreaker(CircuitBreakerConfig(**{"failures": 4, "pause": 5.0, "max_pause": 40.0, **limits}))
+    max_tries = limits.pop("max_tries", MAX_TRIES)
+    return CircuitBreaker(CircuitBreakerConfig(**{"failures": 4, **limits}), max_pause=40.0, max_tries=max_tries)
 
 
 def opened(tries: int = 1) -> CircuitBreaker:
@@ -206,7 +207,7 @@ def test_whatever_happens(events: list[tuple[str, SliceOutcome | None, float]], 
     """It opens only after a row of failures; then at most one slice is under way that began since; a success always
     closes it; it admits a slice at the latest after the longest pause; and no slice is tried beyond its limit.
     """
-    made, now, under_way = circuit(failures=failures, tries=7, tries_alone=5), 0.0, dict[str, bool]()
+    made, now, under_way = circuit(failures=failures, max_tries=7, tries_alone=5), 0.0, dict[str, bool]()
     row, tries = 0, dict[str, int]()
     for name, outcome, seconds in events:
         now += seconds

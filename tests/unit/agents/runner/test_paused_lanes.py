@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Iterator
 
 import pytest
@@ -10,6 +11,7 @@ from structlog.testing import capture_logs
 
 from tests.unit.agents.runner.test_runner import Does, at_once, make, results, unanswered
 from tests.unit.agents.world import World, a_slice, an_outcome, send_slice
+from trinity_agents.runner.circuit import CircuitBreaker
 from trinity_mq.messages import TaskSlice, TaskSlices
 from trinity_mq.rollout.status import SliceOutcome
 from trinity_mq.runtime.deliveries import DeliveryHistory, envelope
@@ -153,8 +155,9 @@ def test_tries_are_counted_over_all_runners_and_are_no_evidence_of_poison() -> N
     assert results(world) == []
 
 
-def test_at_the_limit_of_tries_it_fails() -> None:
-    world, ran = World("runner.circuit_breaker.tries=5"), list[tuple[float, TaskSlice]]()
+def test_at_the_limit_of_tries_it_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trinity_agents.runner.agent.CircuitBreaker", functools.partial(CircuitBreaker, max_tries=5))
+    world, ran = World(), list[tuple[float, TaskSlice]]()
     runner = make(world, away_until(1e6, ran))
 
     async def main() -> None:

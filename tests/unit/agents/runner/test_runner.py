@@ -248,7 +248,7 @@ def test_the_wait_for_a_free_process_ends() -> None:
     run_virtually(main())
     (result,) = results(world)
     assert result.outcome == "failed"
-    assert "runner.max_isolated" in str(result.message)
+    assert "the wait for one of 2 isolated processes included" in str(result.message)
 
 
 # -- tickets nobody waits for

@@ -206,8 +206,11 @@ def test_a_slice_that_goes_on_after_its_time_is_ended_with_what_it_has() -> None
     assert len(results(world)) == 1
 
 
-def test_too_many_stuck_workflows_end_the_runner_which_gives_back_what_it_holds() -> None:
-    world = World("runner.max_stuck=1", "runner.drain_timeout=5")
+def test_too_many_stuck_workflows_end_the_runner_which_gives_back_what_it_holds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("trinity_agents.runner.agent.MAX_STUCK", 1)
+    world = World("runner.drain_timeout=5")
     ended: list[int] = []
     runner = make(world, Stepwise(done=0, deaf=60), end_process=ended.append)
 
@@ -219,7 +222,7 @@ def test_too_many_stuck_workflows_end_the_runner_which_gives_back_what_it_holds(
         await asyncio.wait([task], timeout=20 + 4 * STOP_PATIENCE + STUCK_AFTER + 10)
         error = cause(task)
         assert type(error) is RestartRequested
-        assert "2 workflows that were given up run on (runner.max_stuck 1)" in str(error)
+        assert "2 workflows that were given up run on (at most 1 may)" in str(error)
         assert ended == [75]
         assert unanswered(world) == 1
         await kill(*(other for other in asyncio.all_tasks() if other is not asyncio.current_task()))
@@ -410,7 +413,7 @@ def test_a_slice_that_killed_the_runners_of_an_agent_is_known_to_its_next_proces
 
 
 def test_evaluation_has_slots_of_its_own() -> None:
-    world = World("runner.concurrency=2", "runner.eval_concurrency=3")
+    world = World("runner.concurrency=2")
     does = Stepwise()
 
     async def main() -> None:
@@ -422,7 +425,7 @@ def test_evaluation_has_slots_of_its_own() -> None:
         for number in range(6):
             await send_slice(world, a_slice("t2", task=number, lane="eval", deliver="none"))
         await asyncio.sleep(1)
-        assert does.began == 5
+        assert does.began == 4
         await kill(task)
 
     run_virtually(main())

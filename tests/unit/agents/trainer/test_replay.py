@@ -156,8 +156,9 @@ def test_a_step_has_its_batch_and_groups_of_earlier_ones(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_killed_anywhere_the_same_groups_are_chosen(tmp_path: Path, seed: int) -> None:
-    settings = (*SETTINGS, "buffer.trainer_input.replay.sigma=2.0", "buffer.trainer_input.replay.cache_bytes=0")
+def test_killed_anywhere_the_same_groups_are_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    monkeypatch.setattr("trinity_agents.trainer.sources.replay.CACHE_BYTES", 0)
+    settings = (*SETTINGS, "buffer.trainer_input.replay.sigma=2.0")
     _, whole = replayed(tmp_path / "whole", settings=settings)
     sim, broken = replayed(tmp_path / "broken", seed, settings=settings)
     first, *again = begun_at(sim)
@@ -191,7 +192,8 @@ def test_what_cannot_be_read_again_is_left_out_and_counted(tmp_path: Path, monke
         raise ExperiencesLost(f"nothing is at offset {offsets[0]}")
 
     monkeypatch.setattr("trinity_agents.trainer.sources.stream.StreamSource.read_again", lost)
-    sim, learner = replayed(tmp_path, settings=(*SETTINGS, "buffer.trainer_input.replay.cache_bytes=0"))
+    monkeypatch.setattr("trinity_agents.trainer.sources.replay.CACHE_BYTES", 0)
+    sim, learner = replayed(tmp_path)
     assert sorted(learner.fresh) == list(range(1, 10))
     assert not any(learner.replayed.values())
     assert sum(values.get("replay/lost_groups", 0) for _, values in sim.reports) == 16

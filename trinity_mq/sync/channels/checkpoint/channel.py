@@ -20,6 +20,9 @@ from trinity_mq.sync.channels.checkpoint.files import WeightFiles
 
 log = structlog.get_logger(__name__)
 
+KEPT_VERSIONS = 2
+"""Number of weight versions kept as files, including the newest: an engine may still read the one before."""
+
 
 class CheckpointChannel:
     """Writes each version before the offer; members read it by themselves.
@@ -31,7 +34,7 @@ class CheckpointChannel:
         keep: Number of versions to keep.
     """
 
-    def __init__(self, root: str, bucket_bytes: int, seconds: float, *, keep: int = 2) -> None:
+    def __init__(self, root: str, bucket_bytes: int, seconds: float, *, keep: int = KEPT_VERSIONS) -> None:
         self._files = WeightFiles(root)
         self._root, self._bucket_bytes, self._seconds, self._keep = root, bucket_bytes, seconds, keep
         self._offered: CatchUpSource | None = None
