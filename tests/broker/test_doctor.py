@@ -231,7 +231,7 @@ async def test_what_a_run_left(node: PrivateNode) -> None:
         assert "in use" in (await look(node))["queues of the run"].seen
         await consumer.close()
         found = (await look(node, ctl=True))["queues of the run"]
-        assert (found.verdict, found.seen) == ("warning", "7 queues, nobody uses them")
+        assert (found.verdict, found.seen) == ("warning", "7 queues, not in use")
         assert "trinity-mq broker clean sick" in found.do
         assert "in use" not in (await look(node))["queues of the run"].seen
 
@@ -250,7 +250,7 @@ async def test_agents_of_two_releases(node: PrivateNode) -> None:
             await asyncio.sleep(0.5)
 
     async with agents(node) as bus, await bus.consume(TOPOLOGY.dead):
-        assert (await look(node))["releases"].seen == "no agent is at work"
+        assert (await look(node))["releases"].seen == "no agent is running"
         going = asyncio.create_task(go_on(bus))
         found = (await look(node))["releases"]
         going.cancel()

@@ -116,7 +116,7 @@ async def test_a_run_that_asks_nobody_says_so(
     broker_url: str, topology: Topology, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert await asyncio.to_thread(command, ["review", "list", topology.run, "--broker", broker_url]) == 2
-    assert "none of its operators asks anybody; the operator `human_review` does" in capsys.readouterr().err
+    assert "none of its operators requests reviews; the operator `human_review` does" in capsys.readouterr().err
 
 
 async def command_on(stage: Any, *words: str) -> int:

@@ -185,7 +185,7 @@ async def test_a_failing_batch_is_parked_the_run_goes_on_and_a_replay_does_it(
 
         (tmp_path / "repaired").touch()
         assert await stage.command("dead", "replay", "--batch", "1") == 0
-        assert "batch 1 is with the operators again" in capsys.readouterr().out
+        assert "batch 1 was returned to the operators" in capsys.readouterr().out
         again = (await stage.decided(3))[2]
         assert (again.batch, again.state, again.experiences) == (1, "ready", 2)
         assert await stage.bus.depth(topology.dead.name) == 0

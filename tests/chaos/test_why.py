@@ -148,7 +148,7 @@ async def test_no_operator(tmp_path: Path) -> None:
     async with staged(tmp_path) as stage:
         stage.run.kill("operator-0", signal.SIGTERM)  # drained: its supervisor does not start it anew
         found = await stage.finding("operator")
-    assert "no operator lives" in found["sentence"]
+    assert "no operator is running" in found["sentence"]
     assert "trinity-mq operator" in found["lever"]
 
 

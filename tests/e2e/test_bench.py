@@ -92,7 +92,7 @@ async def test_kills_cost_time_and_nothing_else(tmp_path: Path) -> None:
         bench.kill("engine")
         code, output = await bench.ended(200.0)
     assert code == 0, output
-    assert "checkpoints 0, 1, 2, 4, 5, 6, 7, 8 are new or have changed since they were evaluated" in output
+    assert "checkpoints 0, 1, 2, 4, 5, 6, 7, 8 are new or have changed since their evaluation" in output
     found = of_checkpoints(bench)
     assert list(found[f"{SET}/accuracy/mean@4"]) == LABELS
     of_the_run(run, found)

@@ -24,7 +24,7 @@ ALWAYS = {
     "one outcome for each task",
     "each experience trained on once",
     "committed versions rise",
-    "tokens name versions that were there",
+    "tokens name versions that existed",
     "tokens were sampled by the weights they name",
     "audit of the newest checkpoint",
     "dead letters accounted for",
@@ -35,8 +35,8 @@ OF_SESSIONS = {
     "one decision about each session",
     "recorded sessions are trained on",
     "answers trained on once",
-    "clients were told the truth",
-    "no session waits for ever",
+    "answers to clients match the stream",
+    "every session is settled",
 }
 
 pytestmark = [pytest.mark.chaos, pytest.mark.e2e]

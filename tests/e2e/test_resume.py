@@ -104,7 +104,7 @@ async def test_a_finished_run_goes_back_to_a_named_checkpoint_and_comes_to_the_s
             weights, before = newest.weights, run.values("eval/max3_held_out/accuracy/mean@1")
             assert weights is not None
         else:
-            assert f"goes on from {origin.replace('step-', 'progress-00000')}; up to 5 batches" in output
+            assert f"resumes from {origin.replace('step-', 'progress-00000')}; up to 5 batches" in output
             assert newest.weights == weights
             header = (folder / "history" / "2.jsonl").read_text().splitlines()[0]
             assert json.loads(header)["resumed_from"] == {"generation": 1, "progress": 3}

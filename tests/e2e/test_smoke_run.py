@@ -83,6 +83,6 @@ async def test_ctrl_c_drains_and_the_same_command_resumes(tmp_path: Path) -> Non
     async with LocalRun(EXAMPLES / "smoke.yaml", tmp_path / "run", (*overrides, "buffer.total_steps=33")) as run:
         code, output = await run.ended(200.0)
     assert code == 0, output
-    assert "finished after 30 batches and goes on to batch 33" in output
+    assert "finished after 30 batches and continues to batch 33" in output
     assert [step for step, _ in run.values("trainer/step")] == list(range(1, 34))
     await asyncio.sleep(0)

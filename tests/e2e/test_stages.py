@@ -82,11 +82,11 @@ def test_a_stopped_stage_goes_on_and_later_ones_wait_for_it(tmp_path: Path) -> N
                 break
         seen += started.stdout.read()
     assert started.returncode == 128 + signal.SIGTERM, seen
-    assert "stage 1 of 2, first: not finished; stages not begun: second" in seen
+    assert "stage 1 of 2, first: not finished; stages not started: second" in seen
     assert not (tmp_path / "run-second").exists()
     done = len((tmp_path / "run-first" / "metrics.jsonl").read_text().splitlines())
     assert done > 0
 
     code, output = run(tmp_path, "stages.0.buffer.total_steps=400", "--from", "progress-1")
     assert code == 2, output
-    assert "give its folder" in output, output
+    assert "give the stage's folder" in output, output

@@ -142,13 +142,13 @@ def _check(url: str) -> None:
         port = parts.port
     except ValueError as error:
         # the library's message may repeat the text at the port's position, which may be part of a password
-        raise _malformed("its port is no number" if "ort" in str(error) else "its host is not written right") from None
+        raise _malformed("its port is not a number" if "ort" in str(error) else "its host is malformed") from None
     if parts.scheme not in {"amqp", "amqps"}:
         raise AddressError(f"broker.url begins with {_shown_scheme(url)}, wanted amqp or amqps: {FORM}")
     if not parts.hostname or port == 0:
         raise AddressError(f"broker.url names no host and port, wanted {FORM}")
     if "@" in f"{parts.path}{parts.query}{parts.fragment}":
-        raise _malformed("an @ stands behind its host")  # the apparent host and port may be part of a password
+        raise _malformed("an @ follows its host")  # the apparent host and port may be part of a password
     if wrong_keys := sorted(_OF_THE_CLIENT & {key for key, _ in parse_qsl(parts.query, keep_blank_values=True)}):
         raise AddressError(
             f"broker.url of {address(url)} sets {', '.join(wrong_keys)}: TLS is set in broker.tls (ca_file, "

@@ -22,7 +22,7 @@ Answer = Literal["ack", "reject", "requeue"]
 
 BLOCKED = "the broker blocks publishers: memory or disk alarm (free some, or see `rabbitmqctl status`)"
 CLOSED = "the bus is closed"
-NOT_CONNECTED = "not connected yet: connect() comes first"
+NOT_CONNECTED = "not connected yet: call connect() first"
 
 
 class BusError(Exception):
@@ -45,7 +45,7 @@ class StreamCut(BusError):
     """The first delivery of a stream is not at the requested offset, because retention removed earlier messages."""
 
     def __init__(self, queue: str, asked: int, got: int) -> None:
-        super().__init__(f"stream {queue}: offset {asked} was asked for, the first one kept is {got}")
+        super().__init__(f"stream {queue}: offset {asked} was requested, the first stored offset is {got}")
         self.queue, self.asked, self.got = queue, asked, got
 
 
@@ -334,7 +334,9 @@ class Bus(ABC):
                 f"({self.max_message_bytes}): split it, or raise the limit (RabbitMQ 4 takes 16 MiB)"
             )
         if exchange and exchange not in self._exchanges:
-            raise ValueError(f"exchange {exchange!r} is none of this run's: {', '.join(sorted(self._exchanges))}")
+            raise ValueError(
+                f"exchange {exchange!r} is not an exchange of this run, which has: {', '.join(sorted(self._exchanges))}"
+            )
         message = publishable(envelope.of_run(self.run_id))
         seconds = self._config.publish_timeout if timeout is None else timeout
         started = time.monotonic()

@@ -56,8 +56,9 @@ async def read_up_to_now(
                 offset = cut.got
                 continue
         raise BusUnavailable(
-            f"the stream {stream.name} did not deliver within {seconds:g} s what was published to it: see its state "
-            "with `rabbitmqctl list_queues name state`, and delete it with `trinity-mq broker clean` if it is broken"
+            f"the stream {stream.name} did not deliver within {seconds:g} s a message that was published to it: see "
+            "its state with `rabbitmqctl list_queues name state`, and delete it with `trinity-mq broker clean` if it "
+            "is broken"
         )
 
 

@@ -41,8 +41,8 @@ def _context(config: TlsConfig | None) -> ssl.SSLContext:
     if not config.verify:
         log.warning(
             "broker_not_verified",
-            reason="broker.tls.verify is false: whoever sits between may read and change everything, passwords "
-            "included; set broker.tls.ca_file instead",
+            reason="broker.tls.verify is false: anybody on the network path can read and change everything, "
+            "including passwords; set broker.tls.ca_file instead",
         )
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     elif config.ca_file:
@@ -109,8 +109,8 @@ def tls_problem(error: BaseException | None, where: str, server: str, config: Tl
         return _not_verified(error, where, server, config)
     if any(word in reason for word in _NO_TLS):
         return (
-            f"what listens at {where} speaks no TLS, but broker.url begins with amqps: give the port for TLS (usually "
-            "5671), or write amqp:// for a broker without TLS"
+            f"the server at {where} does not speak TLS, but broker.url begins with amqps: give the port for TLS "
+            "(usually 5671), or write amqp:// for a broker without TLS"
         )
     if "ALERT" in reason or "CERTIFICATE" in reason:
         alert = reason.replace("_", " ").lower()
@@ -121,7 +121,7 @@ def tls_problem(error: BaseException | None, where: str, server: str, config: Tl
             )
         if any(word in reason for word in _WANTS_CERTIFICATE):
             return (
-                f"the broker at {where} wants a certificate of ours ({alert}): set broker.tls.cert_file and "
+                f"the broker at {where} requires a client certificate ({alert}): set broker.tls.cert_file and "
                 "broker.tls.key_file"
             )
         return f"the broker at {where} refuses the TLS connection ({alert}); its log says why"
@@ -140,9 +140,10 @@ def _not_verified(error: ssl.SSLCertVerificationError, where: str, server: str, 
             f"the certificate of the broker at {where}: {verify_message}. Renew it at the broker (or set this "
             "machine's clock); it is not accepted as it is"
         )
-    trusted = f"those in {config.ca_file}" if config is not None and config.ca_file else "those this system trusts"
+    ca_file = config.ca_file if config is not None else None
+    trusted = f"the authorities in {ca_file}" if ca_file else "the authorities that this system trusts"
     return (
-        f"the certificate of the broker at {where} comes from no authority that is trusted ({verify_message}; trusted "
+        f"the certificate of the broker at {where} does not come from a trusted authority ({verify_message}; trusted "
         f"are {trusted}): set broker.tls.ca_file to the certificate of the authority that made it"
     )
 

@@ -26,11 +26,11 @@ NEEDS = {
     "teacher": "teacher_logprobs of the workflow",
     "critic": "a value function, which the trainer trains",
     "roles": "info.role of the experiences: who acted",
-    "staleness": "versions of the sampled tokens, which engines give",
+    "staleness": "versions of the sampled tokens, reported by the engines",
     "entropy": "a forward pass before each optimizer step",
     "entropy_baseline": "a sum over the vocabulary for each token of that pass",
     "runs": "at least two runs of each task",
-    "answers": "given answers: experiences with info.is_expert, or a taskset of answers",
+    "answers": "expert answers: experiences with info.is_expert, or a taskset of answers",
     "pairs": "pairs of a chosen and a rejected answer",
 }
 
@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the actions of ``trinity-mq algorithms``. Without an action it lists the algorithms."""
     parser.set_defaults(function=list_algorithms)
     add = add_actions(parser, required=False)
-    action = add("show", "print the formula, the pieces and the settings of one", show)
+    action = add("show", "print the formula, pieces and settings of an algorithm", show)
     action.add_argument("name", metavar="NAME", help="such as gspo")
     action.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="such as surrogate.low=0.1")
 
@@ -54,7 +54,7 @@ def list_algorithms(arguments: argparse.Namespace) -> int:
         print(
             textwrap.fill(pieces_line(config) + needs_text, width, initial_indent=" " * 29, subsequent_indent=" " * 29)
         )
-    print(f"\n{len(PRESETS)} algorithms. Formula and settings of one: trinity-mq algorithms show NAME")
+    print(f"\n{len(PRESETS)} algorithms. Formula and settings of an algorithm: trinity-mq algorithms show NAME")
     return 0
 
 

@@ -22,7 +22,7 @@ def add_target(parser: argparse.ArgumentParser, also: str = "", *, optional: boo
         "overrides",
         metavar="KEY=VALUE",
         nargs="*",
-        help="settings over those of the file or folder, such as buffer.total_steps=10",
+        help="settings that override the file or folder, such as buffer.total_steps=10",
     )
     overrides.completer = complete_setting  # type: ignore[attr-defined]
 
@@ -51,7 +51,7 @@ def add_broker(parser: argparse.ArgumentParser, *more: str) -> None:
         "--broker",
         *more,
         metavar="URL",
-        help="amqp://user:password@host:port/vhost (default: the run's, else TRINITY_MQ_BROKER_URL)",
+        help="amqp://user:password@host:port/vhost (default: the run's broker, else TRINITY_MQ_BROKER_URL)",
     )
 
 

@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--checkpoint", metavar="NAME", help="such as step-120 or progress-120, or all (default: the newest)"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object a checkpoint")
-    parser.add_argument("--offline", action="store_true", help="look at the run's folder only, and at no broker")
+    parser.add_argument("--offline", action="store_true", help="read only the run's folder, without the broker")
     add_broker(parser)
     parser.epilog = "exit codes: 0 no fault found; 1 a fault found; 2 there is nothing to check"
 
@@ -80,7 +80,7 @@ def _print(auditor: Auditor) -> None:
 def _stream_content(arguments: argparse.Namespace, run_id: str | None) -> tuple[StreamContent | None, str]:
     """Return the content of the run's ``ready`` stream, or None and the reason why it is not available."""
     if arguments.offline:
-        return None, "not asked for (--offline)"
+        return None, "skipped (--offline)"
     try:
         target = find_target(arguments)
         return run_until_complete(_read(target, run_id)), ""

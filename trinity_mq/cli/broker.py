@@ -21,8 +21,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = add_actions(parser)
     for name, words, run in (
         ("start", "start a node in the background and print its URL", start),
-        ("stop", "stop it", stop),
-        ("status", "tell whether it runs, and its URL", status),
+        ("stop", "stop the node", stop),
+        ("status", "print whether the node runs, and its URL", status),
         ("serve", "run a node in the foreground until interrupted", serve),
     ):
         action = add(name, words, run)
@@ -89,14 +89,19 @@ def status(arguments: argparse.Namespace) -> int:
 def show_permissions(arguments: argparse.Namespace) -> int:
     """Print ``rabbitmqctl`` lines without running them."""
     if arguments.replies and arguments.role != "agent":
-        raise CommandError(f"--replies is for agents, who answer submitters; role {arguments.role} answers nobody")
+        raise CommandError(
+            f"--replies is for agents, which answer submitters; role {arguments.role} does not answer "
+            "submitters: leave --replies out"
+        )
     if arguments.taps and arguments.role != "agent":
-        raise CommandError(f"--taps is for agents, who train on another run; role {arguments.role} trains on nothing")
+        raise CommandError(
+            f"--taps is for agents, which train on another run; role {arguments.role} does not train: leave --taps out"
+        )
     try:
         patterns = permissions(arguments.run_name, arguments.role, replies=arguments.replies, taps=arguments.taps)
     except ValueError as error:
         raise CommandError(str(error)) from error
     user = arguments.user or f"{arguments.run_name}-{arguments.role}"
-    print(f"# once, and it asks for the password:\nrabbitmqctl add_user {shlex.quote(user)}")
+    print(f"# run once; it asks for the password:\nrabbitmqctl add_user {shlex.quote(user)}")
     print("\n".join(rabbitmqctl_lines(user, arguments.vhost, patterns)))
     return 0

@@ -22,8 +22,8 @@ from trinity_mq.runtime.interrupts import run_until_complete
 from trinity_mq.terminal import write_output
 
 EPILOG = (
-    "exit codes: 0 every invariant that was checked holds; 1 one is violated; 2 the command cannot be used so, and the "
-    "line on stderr says why"
+    "exit codes: 0 every invariant that was checked holds; 1 one is violated; 2 wrong usage, explained by the line "
+    "on stderr"
 )
 
 DEFAULT_CLIENTS = 8
@@ -34,18 +34,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EPILOG
     add_target(parser, optional=True)
     where = parser.add_mutually_exclusive_group()
-    where.add_argument("--attach", metavar="RUN_FOLDER", help="a run that runs on this machine, in place of TARGET")
+    where.add_argument(
+        "--attach", metavar="RUN_FOLDER", help="folder of a run that is running on this machine, instead of TARGET"
+    )
     where.add_argument("--compose", metavar="PROJECT", help="TARGET runs in this project of docker compose")
     where.add_argument("--kubernetes", metavar="NAMESPACE", help="TARGET runs in pods of this namespace")
     parser.add_argument("--kills", metavar="N", type=int, default=20, help="number of faults (default: %(default)s)")
+    parser.add_argument("--seed", metavar="N", type=int, help="seed of the schedule (default: random, and printed)")
     parser.add_argument(
-        "--seed", metavar="N", type=int, help="of the schedule (default: a random one, which is printed)"
+        "--schedule", metavar="FILE", type=Path, help="inject the faults of this file instead of drawn faults"
     )
     parser.add_argument(
-        "--schedule", metavar="FILE", type=Path, help="do the faults of this file, in place of drawn ones"
+        "--kinds", metavar="NAMES", default=",".join(KINDS), help="kinds of faults (default: %(default)s)"
     )
-    parser.add_argument("--kinds", metavar="NAMES", default=",".join(KINDS), help="of faults (default: %(default)s)")
-    parser.add_argument("--roles", metavar="NAMES", default=",".join(ROLES), help="of victims (default: %(default)s)")
+    parser.add_argument(
+        "--roles", metavar="NAMES", default=",".join(ROLES), help="roles of the victims (default: %(default)s)"
+    )
     parser.add_argument(
         "--every",
         metavar="SECONDS",
@@ -58,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         type=float,
         default=120.0,
-        help="in which the run must have recovered from a fault (default: %(default)g)",
+        help="seconds within which the run must recover from a fault (default: %(default)g)",
     )
     parser.add_argument(
         "--after",
@@ -71,20 +75,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--further",
         metavar="STEPS",
         type=int,
-        help=f"train steps after the last fault (default: to the run's end; {FURTHER_STEPS} of one that was running)",
+        help=f"train steps after the last fault (default: until the run ends; {FURTHER_STEPS} with --attach)",
     )
     parser.add_argument(
         "--inside",
         metavar="SHARE",
         type=float,
-        help="share of the faults at points inside agents, of a run that is started (default: 0.5 in mode serve)",
+        help="share of the faults at points inside agents, only if the command starts the run (default: 0.5 in mode "
+        "serve)",
     )
     parser.add_argument(
         "--clients",
         metavar="N",
         type=int,
         default=DEFAULT_CLIENTS,
-        help="agents that hold sessions meanwhile, in mode serve (default: %(default)s)",
+        help="clients that hold sessions during the trial, in mode serve (default: %(default)s)",
     )
     parser.add_argument("--fresh", action="store_true", help="move the run's folder aside first, as `run --fresh` does")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")

@@ -18,11 +18,14 @@ SHOWN = 10
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``trinity-mq convert-experiences``."""
-    parser.add_argument("inputs", metavar="IN", nargs="+", help="files, which stay as they are")
+    parser.add_argument("inputs", metavar="IN", nargs="+", help="input files, which are not changed")
     parser.add_argument(
-        "--out", metavar="FOLDER_OR_FILE", required=True, help="where to: one file if it ends in .tmqx, else a folder"
+        "--out",
+        metavar="FOLDER_OR_FILE",
+        required=True,
+        help="output: one file if the name ends in .tmqx, else a folder",
     )
-    parser.add_argument("--compression", choices=("none", "zstd"), default="none", help="of the new files")
+    parser.add_argument("--compression", choices=("none", "zstd"), default="none", help="compression of the new files")
     parser.add_argument("--strict", action="store_true", help="stop at the first experience that cannot be converted")
 
 

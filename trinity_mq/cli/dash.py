@@ -29,7 +29,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
     parser.add_argument("--port", type=int, default=PORT, help=f"port to listen on; 0: a free one (default: {PORT})")
     parser.add_argument(
-        "--operate", action="store_true", help="let the page act: replay dead letters, restart agents, give verdicts"
+        "--operate",
+        action="store_true",
+        help="enable actions on the page: replay dead letters, restart agents, give verdicts",
     )
     parser.add_argument(
         "--beside", metavar="RUN", action="append", default=[], help="draw the curves of this run too; may be repeated"

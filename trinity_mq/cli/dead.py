@@ -24,7 +24,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     listing.add_argument("--limit", type=int, default=100, help="largest number listed (default: 100)")
     again = add(
         "replay",
-        "publish batches again that operators could not process or trainers did not survive, once that is repaired",
+        "after the cause is fixed, publish dead-lettered batches again: batches that operators could not process, or "
+        "during which trainers crashed",
         replay,
     )
     add_target(again)
@@ -77,10 +78,10 @@ def replay(arguments: argparse.Namespace) -> int:
         print(line)
     if republished:
         print(
-            "what the operators make of them, and what a trainer did not survive, goes to the ready stream, where "
-            "`trinity-mq inspect` shows it. A trainer "
-            "that has passed a batch by now takes what is at most synchronizer.max_staleness train steps old along "
-            "with its next batch (sample/repaired_batches), and counts the rest (sample/dropped_stale_groups)"
+            "The processed batches, and the batches during which a trainer crashed, go to the ready stream, where "
+            "`trinity-mq inspect` shows them. A trainer that has already passed a batch trains on its groups that "
+            "are at most synchronizer.max_staleness train steps old along with its next batch "
+            "(sample/repaired_batches), and drops and counts the older groups (sample/dropped_stale_groups)"
         )
     else:
         rest = f"; {remaining} other letters stay where they are, see `trinity-mq dead list`" if remaining else ""

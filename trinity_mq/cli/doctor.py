@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="its management API, http://[user:password@]host:port (default: the broker's host, port 15672 or 15671)",
     )
     parser.add_argument(
-        "--node", metavar="FOLDER", help="folder of the private node that the broker is (default: in the run's folder)"
+        "--node", metavar="FOLDER", help="folder of the private broker node (default: in the run's folder)"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
 

@@ -20,7 +20,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``trinity-mq health``."""
     parser.add_argument("--file", metavar="PATH", help=f"instead of {HEALTH_VARIABLE}")
     parser.add_argument(
-        "--max-age", metavar="SECONDS", type=float, default=30.0, help="oldest age of the file's clock (default: 30)"
+        "--max-age",
+        metavar="SECONDS",
+        type=float,
+        default=30.0,
+        help="maximum age of the health file in seconds (default: 30)",
     )
 
 
@@ -45,7 +49,7 @@ def check_health(content: str | None, max_age: float, clock: float) -> tuple[boo
             clock.
     """
     if content is None:
-        return False, "there is none: the agent has not begun yet, or has ended"
+        return False, "the file does not exist: the agent has not started yet, or has ended"
     try:
         health_data = json.loads(content)
         age, ready = clock - float(health_data["clock"]), bool(health_data["ready"])

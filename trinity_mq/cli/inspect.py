@@ -36,11 +36,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="show the answers to the last evaluation of each set, or of SET, instead; --step names another evaluation",
     )
     parser.add_argument("--limit", metavar="N", type=int, default=10, help="largest number shown (default: 10)")
-    parser.add_argument("--last", action="store_true", help="show the last ones instead of the first ones")
+    parser.add_argument("--last", action="store_true", help="show the last experiences instead of the first")
     parser.add_argument("--json", action="store_true", help="print one JSON object a line")
     add_broker(parser)
-    parser.add_argument("--blob-store", metavar="URL", help="where large bodies are (default: that of the YAML file)")
-    parser.add_argument("--tokenizer", metavar="FOLDER", help="with a tokenizer.json (default: the run's model)")
+    parser.add_argument(
+        "--blob-store",
+        metavar="URL",
+        help="blob store with the large bodies (default: broker.blob_store of the YAML file)",
+    )
+    parser.add_argument("--tokenizer", metavar="FOLDER", help="folder with a tokenizer.json (default: the run's model)")
 
 
 def inspect(arguments: argparse.Namespace) -> int:

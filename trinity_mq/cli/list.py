@@ -20,7 +20,7 @@ def list_runs(arguments: argparse.Namespace) -> int:
     """Print a table of the runs below a folder. Return 0, or 1 without any run."""
     top = Path(arguments.folder)
     if not top.is_dir() and arguments.folder != str(RUNS):
-        raise CommandError(f"{top} is no folder; give one that holds run folders, such as {RUNS}")
+        raise CommandError(f"{top} is not a folder; give a folder that holds run folders, such as {RUNS}")
     folders = find_runs(top)
     if not folders:
         print(f"no run has left a folder below {top.absolute()}", file=sys.stderr)

@@ -22,14 +22,14 @@ from trinity_mq.terminal import unguarded
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``trinity-mq logs``."""
     add_target(parser)
-    parser.add_argument("--follow", "-f", action="store_true", help="go on with new lines, until the run is over")
+    parser.add_argument("--follow", "-f", action="store_true", help="follow new lines until the run is over")
     parser.add_argument("--batch", metavar="N", help="only lines about this batch")
     parser.add_argument("--agent", metavar="ID", help="only lines of this agent, or of all agents of this role")
-    parser.add_argument("--level", choices=LEVELS, default="debug", help="least level (default: all that is written)")
-    parser.add_argument("--since", metavar="AGE", help="only lines that are not older, such as 90s, 10m, 2h or 1d")
-    parser.add_argument("--grep", metavar="TEXT", help="only lines that contain this, in capitals or not")
-    parser.add_argument("--lines", metavar="N", type=int, help="only the last N of the lines that are there")
-    parser.add_argument("--json", action="store_true", help="lines as they are in the files")
+    parser.add_argument("--level", choices=LEVELS, default="debug", help="minimum level (default: all levels)")
+    parser.add_argument("--since", metavar="AGE", help="only lines up to this age, such as 90s, 10m, 2h or 1d")
+    parser.add_argument("--grep", metavar="TEXT", help="only lines that contain this text, ignoring case")
+    parser.add_argument("--lines", metavar="N", type=int, help="only the last N of the existing lines")
+    parser.add_argument("--json", action="store_true", help="print the lines unchanged, as in the files")
 
 
 def logs(arguments: argparse.Namespace) -> int:
@@ -49,7 +49,9 @@ def logs(arguments: argparse.Namespace) -> int:
             )  # the line contains our own colour codes
 
     if not arguments.follow and not (folder / LOGS_FOLDER).is_dir():
-        print(f"{folder / LOGS_FOLDER} is not there: no agent of this run has started on this machine", file=sys.stderr)
+        print(
+            f"{folder / LOGS_FOLDER} does not exist: no agent of this run has started on this machine", file=sys.stderr
+        )
         return 1
     files = LogFiles(folder)
     matches = (line for line in files.merged() if chosen.takes(line))
@@ -71,4 +73,4 @@ def _run_folder(arguments: argparse.Namespace) -> Path:
     folder = RUNS / str(arguments.target)
     if folder.is_dir():
         return folder
-    raise CommandError(f"{arguments.target!r} is no run of which a folder is known here{run_list_suffix()}")
+    raise CommandError(f"{arguments.target!r} is not a run with a known folder on this machine{run_list_suffix()}")

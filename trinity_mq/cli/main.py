@@ -44,7 +44,7 @@ COMMANDS = (
         "settings:settings",
         "show all settings, or those of a section",
     ),
-    ("algorithms", "algorithms", "list the algorithms; show the formula and settings of one"),
+    ("algorithms", "algorithms", "list the algorithms; show the formula and settings of an algorithm"),
     ("doctor", "doctor:doctor", "check a live broker and this machine, and say what to do; changes nothing"),
     (
         "health",
@@ -60,7 +60,7 @@ COMMANDS = (
     (
         "timeline",
         "timeline:timeline",
-        "write what each agent of a run did when, as a trace for https://ui.perfetto.dev; show one batch",
+        "write a timeline of the work of each agent of a run, as a trace for https://ui.perfetto.dev; show one batch",
     ),
     ("report", "report:report", "write a run's curves, evaluations, losses and settings as one HTML file"),
     (
@@ -71,40 +71,41 @@ COMMANDS = (
     (
         "inspect",
         "inspect:inspect",
-        "show experiences of a run, or of a file, token by token; takes nothing from anybody",
+        "show experiences of a run or of a file token by token; read-only",
     ),
     (
         "tap",
         "tap:tap",
-        "print the experiences of a run as JSON lines while it goes on; takes nothing from anybody",
+        "print the experiences of a live run as JSON lines; read-only",
     ),
     (
         "regrade",
         "regrade:regrade",
-        "recompute rewards and advantages of what a run sampled with another reward function; show what would change",
+        "recompute the rewards and advantages of a run's experiences with another reward function; show the changes",
     ),
     (
         "chaos",
         "chaos:chaos",
-        "kill, freeze, cut off and restart parts of a run, on a schedule that a seed repeats, and check its invariants",
+        "kill, freeze, disconnect and restart parts of a run on a seeded, repeatable schedule, and check its "
+        "invariants",
     ),
     ("audit", "audit:audit", "prove from a run's records which experiences made a checkpoint, each once"),
     ("debug", "debug", "try one thing by itself, without a broker"),
-    ("dead", "dead", "list dead letters, and run batches among them again"),
+    ("dead", "dead", "list dead letters, and retry dead-lettered batches"),
     ("review", "review", "show the runs that wait for a person's verdict, and give verdicts"),
     (
         "logs",
         "logs:logs",
-        "show what the agents of a run logged, in the order of time: of all, of one agent or of one batch",
+        "show the log lines of a run in order of time: of all agents, of one agent or of one batch",
     ),
     ("clean", "clean:clean", "delete the queues, exchanges and blobs of a run that is over for good"),
     ("broker", "broker", "run a private RabbitMQ node in a folder, or clean up after a run on any broker"),
     (
         "convert-experiences",
         "convert:convert",
-        "turn files of experiences that Trinity wrote (TRXP, pickles) into .tmqx; runs nothing that is in them",
+        "convert experience files of Trinity (TRXP, pickles) to .tmqx without executing their content",
     ),
-    ("schema", "schema:schema", "write the JSON Schemas of what travels besides experiences"),
+    ("schema", "schema:schema", "write the JSON Schemas of all messages except experiences"),
 )
 """Rows of (name, module and function below ``trinity_mq.cli``, help text). Each module has ``add_arguments(parser)``,
 which also sets ``function`` if the command has subcommands.
@@ -196,9 +197,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="trinity-mq",
         description="Reinforcement fine-tuning of language models as a message-queue actor system on RabbitMQ.",
-        epilog="Begin with: trinity-mq run examples/arithmetic.yaml",
+        epilog="Start with: trinity-mq run examples/arithmetic.yaml",
     )
-    parser.add_argument("--version", action=_Version, nargs=0, help="show the version and end")
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=_CommandParser)
     parsers = {
         name: commands.add_parser(

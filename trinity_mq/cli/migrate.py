@@ -32,7 +32,7 @@ def migrate_file(arguments: argparse.Namespace) -> int:
     except ConfigError as error:
         raise ConfigError(f"{source}: {error}") from None
     if out is not None and out.exists() and not arguments.force:
-        raise CommandError(f"{out} is there already; give another name, or --force to overwrite it")
+        raise CommandError(f"{out} already exists; give another name, or --force to overwrite it")
     text = "".join(f"{line}\n" for line in _header(source)) + "\n" + as_yaml(migration.settings, migration.comments)
     text += "".join(f"{line}\n" for line in _footer(migration))
     if out is None:

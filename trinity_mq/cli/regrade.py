@@ -35,18 +35,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--reward-args", metavar="JSON", default="{}", help="its arguments (default: none)")
     parser.add_argument("--batch", metavar="ID", help="only experiences of this batch")
     parser.add_argument(
-        "--limit", metavar="N", type=int, help="take no further batch after so many experiences (default: all)"
+        "--limit", metavar="N", type=int, help="read no further batch after this number of experiences (default: all)"
     )
-    parser.add_argument("--timeout", metavar="S", type=float, default=10.0, help="seconds for one call (default: 10)")
-    parser.add_argument("--json", metavar="FILE", help="write all figures there; - is the standard output")
+    parser.add_argument(
+        "--timeout", metavar="S", type=float, default=10.0, help="time limit of a call in seconds (default: 10)"
+    )
+    parser.add_argument("--json", metavar="FILE", help="write all figures to this file; - is the standard output")
     parser.add_argument(
         "--file",
         metavar="PATH",
-        help="take experiences from this .tmqx file or folder, not from the stream; TARGET says how they were made",
+        help="read experiences from this .tmqx file or folder instead of the stream; TARGET is the run that made them",
     )
     add_broker(parser)
-    parser.add_argument("--blob-store", metavar="URL", help="where large bodies are (default: that of the YAML file)")
-    parser.epilog = "exit codes: 0 done; 1 there is nothing to regrade, or nothing that can be"
+    parser.add_argument(
+        "--blob-store",
+        metavar="URL",
+        help="blob store with the large bodies (default: broker.blob_store of the YAML file)",
+    )
+    parser.epilog = "exit codes: 0 done; 1 no experience can be regraded"
 
 
 def regrade(arguments: argparse.Namespace) -> int:
@@ -59,8 +65,9 @@ def regrade(arguments: argparse.Namespace) -> int:
         raise CommandError(f"--timeout is {arguments.timeout:g}, wanted seconds above 0")
     if Path(arguments.target).suffix == ".tmqx":
         raise CommandError(
-            f"{arguments.target} is a file of experiences, and TARGET the run that made them, whose tasksets have the "
-            f"answers: trinity-mq regrade RUN --reward NAME --file {arguments.target}{run_list_suffix()}"
+            f"{arguments.target} is a file of experiences, but TARGET must be the run that made them, because its "
+            "tasksets hold the answers: trinity-mq regrade RUN --reward NAME --file "
+            f"{arguments.target}{run_list_suffix()}"
         )
     config = load_target_configuration(arguments)
     # output of the library and of the reward function must not mix with the figures on stdout
@@ -76,7 +83,9 @@ def regrade(arguments: argparse.Namespace) -> int:
     figures = all_figures(arguments.reward, regrading, grader)
     if config.operator.operators:
         names = ", ".join(operator.name for operator in config.operator.operators)
-        figures["remarks"].append(f"old rewards are those after the run's operators ({names}), new ones are not")
+        figures["remarks"].append(
+            f"old rewards include the effect of the run's operators ({names}), new rewards do not"
+        )
     if arguments.json == "-":
         print(json.dumps(figures, ensure_ascii=False, indent=1))
     else:

@@ -33,21 +33,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = add_actions(parser)
     listing = add("list", "list the runs that wait for a verdict", list_reviews)
     add_target_and_settings(listing)
-    listing.add_argument("--all", action="store_true", help="those that are decided too")
-    showing = add("show", "show one with its texts, its reward and why it was chosen", show)
-    keeping = add("keep", "let it count as it is", send_verdict)
-    dropping = add("drop", "leave it out of its batch", send_verdict)
-    rewarding = add("reward", "give it another reward", send_verdict)
+    listing.add_argument("--all", action="store_true", help="include decided reviews")
+    showing = add("show", "show a run with its texts, its reward and the reason for the review", show)
+    keeping = add("keep", "accept the run unchanged", send_verdict)
+    dropping = add("drop", "leave the run out of its batch", send_verdict)
+    rewarding = add("reward", "give the run another reward", send_verdict)
     for action in (showing, keeping, dropping, rewarding):
         add_target_and_settings(action)
-        action.add_argument("id", metavar="ID", help="of the request, or the beginning of it")
+        action.add_argument("id", metavar="ID", help="id of the request, or its beginning")
     rewarding.add_argument("value", metavar="VALUE", type=float, help="the new reward")
     for action in (keeping, dropping, rewarding):
-        action.add_argument("--note", default="", help="for people who read it later")
+        action.add_argument("--note", default="", help="remark for later readers")
         action.add_argument("--by", default=None, help="who gives it (default: the user of this machine)")
     for action in (listing, showing, keeping, dropping, rewarding):
         add_broker(action)
-        action.add_argument("--json", action="store_true", help="as JSON")
+        action.add_argument("--json", action="store_true", help="print JSON")
 
 
 def list_reviews(arguments: argparse.Namespace) -> int:
@@ -100,7 +100,7 @@ def send_verdict(arguments: argparse.Namespace) -> int:
     review, reason = _with_reviews(arguments, send)
     is_overridden = review.closed is not None and (review.closed.verdict, review.closed.reward) != (verdict, reward)
     if not reason and is_overridden and review.closed is not None:
-        reason = f"it was closed meanwhile: {verdict_text(review.closed)}"
+        reason = f"it was closed in the meantime: {verdict_text(review.closed)}"
     if arguments.json:
         print(json.dumps({**as_dict(review, time.time()), "counts": not reason, "reason": reason}, ensure_ascii=False))
     elif reason:

@@ -48,13 +48,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--fresh",
         action="store_true",
-        help="train anew: move the run's folder aside, delete what it left on the broker, begin with batch 1",
+        help="start over: move the run's folder aside, delete its queues and exchanges, begin with batch 1",
     )
     parser.add_argument(
         "--from",
         dest="start",
         metavar="CHECKPOINT",
-        help="go on from this checkpoint, such as step-120 or progress-120, and train on what came after it again",
+        help="resume from this checkpoint, such as step-120 or progress-120, and train on the later batches again",
     )
     parser.add_argument("--attached", action="store_true", help="drain when the standard input is closed")
     parser.epilog = EPILOG

@@ -16,8 +16,10 @@ SUFFIX = ".schema.json"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``trinity-mq schema``."""
-    parser.add_argument("--out", metavar="FOLDER", default="schemas", help="where to (default: schemas)")
-    parser.add_argument("--check", action="store_true", help="write nothing; 1 where a file differs from the models")
+    parser.add_argument("--out", metavar="FOLDER", default="schemas", help="output folder (default: schemas)")
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; exit code 1 if a file differs from the models"
+    )
 
 
 def schema(arguments: argparse.Namespace) -> int:
@@ -53,7 +55,7 @@ def schema_differences(folder: Path) -> list[str]:
             lines.append(f"{path}: differs from the models")
     expected = {*texts(), *(f"{kind}.v{version}{SUFFIX}" for kind, version in UPGRADES)}
     strays = sorted(path for path in folder.glob("*" + SUFFIX) if path.name not in expected)
-    return lines + [f"{path}: of no body that is known" for path in strays]
+    return lines + [f"{path}: not the schema of a known message body" for path in strays]
 
 
 def _check(folder: Path) -> int:

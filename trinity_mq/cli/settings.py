@@ -16,7 +16,7 @@ PAGE = Path("docs/settings.md")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``trinity-mq settings``."""
     parser.add_argument("section", metavar="SECTION", nargs="?", default="", help="such as buffer; default: all")
-    parser.add_argument("--out", metavar="FILE", help=f"write the whole page there, such as {PAGE}")
+    parser.add_argument("--out", metavar="FILE", help=f"write the whole page to this file, such as {PAGE}")
 
 
 def settings(arguments: argparse.Namespace) -> int:

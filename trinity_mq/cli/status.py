@@ -52,7 +52,7 @@ def _report(run: str, folder: RunFolder) -> int:
     if folder.finished:
         print("this run has finished")
         return 0
-    print(f"this run does not run now; `trinity-mq run {shlex.quote(str(folder.path))}` goes on with it")
+    print(f"this run is stopped; `trinity-mq run {shlex.quote(str(folder.path))}` resumes it")
     return 1
 
 

@@ -40,7 +40,7 @@ def submit(arguments: argparse.Namespace) -> int:
         raise CommandError(f"run {target.run!r} has finished and takes no more tasks")
     if target.broker.url is None:
         raise CommandError(
-            f"run {target.run!r} does not run now, nor does its private broker: start it with `trinity-mq run`, then "
+            f"run {target.run!r} is stopped, and so is its private broker: start it with `trinity-mq run`, then "
             "submit the task"
         )
     replies = asyncio.run(submit_task(target, submission, arguments.wait))

@@ -32,15 +32,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--follow",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="go on until the run is over (default); --no-follow: end at the present end of the stream",
+        help="continue until the run is over (default); --no-follow: stop at the current end of the stream",
     )
     parser.add_argument(
-        "--fields", metavar="NAMES", help="only these, commas between; eid.batch is a part of eid (default: all)"
+        "--fields",
+        metavar="NAMES",
+        help="only these fields, separated by commas; eid.batch is a part of eid (default: all)",
     )
-    parser.add_argument("--every", metavar="N", type=int, default=1, help="only each N-th experience (default: 1)")
+    parser.add_argument("--every", metavar="N", type=int, default=1, help="only every N-th experience (default: 1)")
     add_broker(parser)
-    parser.add_argument("--blob-store", metavar="URL", help="where large bodies are (default: that of the YAML file)")
-    parser.add_argument("--tokenizer", metavar="FOLDER", help="with a tokenizer.json (default: the run's model)")
+    parser.add_argument(
+        "--blob-store",
+        metavar="URL",
+        help="blob store with the large bodies (default: broker.blob_store of the YAML file)",
+    )
+    parser.add_argument("--tokenizer", metavar="FOLDER", help="folder with a tokenizer.json (default: the run's model)")
 
 
 def tap(arguments: argparse.Namespace) -> int:
@@ -86,5 +92,5 @@ def _fields(text: str | None) -> list[str] | None:
     names, allowed = [name.strip() for name in text.split(",") if name.strip()], json_fields()
     unknown = [name for name in names if name.partition(".")[0] not in allowed]
     if unknown or not names:
-        raise CommandError(f"--fields is {text!r}, wanted names with commas between, of: {', '.join(allowed)}")
+        raise CommandError(f"--fields is {text!r}, wanted names separated by commas, out of: {', '.join(allowed)}")
     return names

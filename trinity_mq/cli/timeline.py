@@ -26,8 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="print what every process did for one batch, and where it waited; FIRST-LAST: the medians of several. The "
         "run needs monitor.trace=true",
     )
-    parser.add_argument("--json", action="store_true", help="with --batch: as JSON")
-    parser.add_argument("--out", metavar="FILE", help=f"where to (default: {TIMELINE_FILE} in the run's folder)")
+    parser.add_argument("--json", action="store_true", help="with --batch: print JSON")
+    parser.add_argument("--out", metavar="FILE", help=f"output file (default: {TIMELINE_FILE} in the run's folder)")
 
 
 def timeline(arguments: argparse.Namespace) -> int:

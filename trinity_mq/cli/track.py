@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"one of {', '.join(KINDS)}, or {OTLP} for the spans of each batch; default: the run's",
     )
     parser.add_argument("--endpoint", metavar="URL", help=f"base URL of the collector of {OTLP}; default: the run's")
-    parser.add_argument("--follow", action="store_true", help="go on until the standard input is closed, or Ctrl-C")
+    parser.add_argument("--follow", action="store_true", help="continue until the standard input is closed, or Ctrl-C")
 
 
 def track(arguments: argparse.Namespace) -> int:

@@ -17,7 +17,7 @@ from trinity_mq.targets.target import select_newest_run
 MOVES, NOBODY, WAITS = 0, 1, 3
 EPILOG = (
     "exit codes: 0 it moves, waits for tasks to be submitted, or is over; 1 no agent sends heartbeats; 3 it waits for, "
-    "or is stuck at, the named culprit; 2 the command cannot be used so, and the line on stderr says why"
+    "or is stuck at, the named culprit; 2 wrong usage, explained by the line on stderr"
 )
 
 
@@ -67,6 +67,6 @@ def _finding_of_folder(folder: RunFolder | None, no_broker: bool) -> RunFinding 
     if folder.finished:
         return RunFinding("over", "this run has finished; `trinity-mq status` shows its report")
     if no_broker:
-        lever = f"`trinity-mq run {folder.path}` goes on with it"
-        return RunFinding("silent", "this run does not run now, and has not finished", lever=lever)
+        lever = f"`trinity-mq run {folder.path}` resumes it"
+        return RunFinding("silent", "this run is stopped, and has not finished", lever=lever)
     return None

@@ -195,7 +195,7 @@ class BatchQueues:
             if reported or await self._bus.depth(queue.name):
                 # The content of the queue is needed and returns only with its nodes. On RabbitMQ 4.0 this is also
                 # logged for a healthy queue if the broker's channel waits for another queue that has no leader.
-                why = f"it confirmed nothing in {patience:g} s; it holds something and is left as it is"
+                why = f"it confirmed nothing in {patience:g} s; it is not empty and is left unchanged"
                 log.warning("batch_queue_silent", queue=queue.name, reason=why)
                 return
             if _takes_more(ticket):

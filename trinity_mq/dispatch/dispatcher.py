@@ -437,7 +437,7 @@ class Dispatcher:
                 for task_slice in group:
                     await self._publish_group(ticket, [task_slice], common)
             elif not ticket.is_finished(group[0].task_id):
-                reason = f"the task cannot travel: {error}"
+                reason = f"the task cannot be sent as a message: {error}"
                 if isinstance(error, MessageTooLarge):
                     reason = (
                         f"the task takes {len(message.body)} bytes in a message, over broker.max_message_bytes "
@@ -530,9 +530,9 @@ class Dispatcher:
         delivery = await next_or_quiet(self.bus, consumer, MARK_TIMEOUT)
         if delivery is None:
             raise FatalError(
-                f"nothing was found on the results stream from offset {self.results_offset} on, not even our own mark: "
-                "the stream is shorter than the saved state says, so this is not the broker (or not the data) it was "
-                "made with. Bring that back, or train anew with --fresh"
+                f"nothing was found on the results stream from offset {self.results_offset} on, not even this "
+                "explorer's own mark: the stream is shorter than the saved state says, so this broker or its data "
+                "is not that of the saved state. Restore that broker's data, or start over with --fresh"
             )
         return delivery
 

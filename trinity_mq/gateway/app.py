@@ -421,7 +421,7 @@ class GatewayApp:
     def _check_limits(self, session: Session, conversation: Conversation) -> None:
         settings = self.settings.gateway
         if session.end is not None or session.is_settled:
-            raise Refused(GONE, f"session {session.id} has ended; POST /sessions makes a new one", "session_ended")
+            raise Refused(GONE, f"session {session.id} has ended; POST /sessions opens a new session", "session_ended")
         if conversation.calls >= settings.max_calls:
             raise Refused(
                 403, f"session {session.id} has made {conversation.calls} calls (gateway.max_calls)", "too_many_calls"
@@ -496,7 +496,9 @@ class GatewayApp:
     async def _any_session(self, name: str) -> Session:
         session = await self.book.find(name)
         if session is None:
-            raise Refused(404, f"no session {name!r} is known here; POST /sessions makes one", "session_not_found")
+            raise Refused(
+                404, f"no session {name!r} is known here; POST /sessions opens a session", "session_not_found"
+            )
         return session
 
     async def _own_session(self, name: str, key: str) -> Session:
@@ -546,7 +548,7 @@ class GatewayApp:
             if self._access.is_keyless:
                 refuse_forged(request, self.settings.gateway.host_names, (JSON,))
             if not self.book.is_ready() and request.path != "/health":
-                raise Refused(503, "the gateway reads its sessions; ask again soon", "not_ready", retry_after=1)
+                raise Refused(503, "the gateway is still reading its sessions; retry soon", "not_ready", retry_after=1)
             return await handler(request)
         except (*OF_REQUEST, BookUnavailable, ReaderBusy, EngineError, web.HTTPException) as error:
             if isinstance(error, EngineError):
@@ -590,11 +592,11 @@ def public_words(error: Exception) -> str:
         case EngineError() if error.said:
             return error.said
         case EngineNotReady():
-            return "no engine is ready to answer now; ask again"
+            return "no engine is ready to answer now; retry"
         case EngineRefused():
             return "the engine failed on this request; its log, and that of the gateway, say why"
         case _:
-            return "the engine that was asked is lost; ask again"
+            return "the engine of this request is lost; retry"
 
 
 class _Recording:

@@ -112,7 +112,7 @@ class Ledger:
                 return SessionEffect("refused", reason=settled.refusal_reason(body) or "")
             self._unknown.setdefault(body.session, _Unknown()).events.append(event)
             return SessionEffect(
-                "unknown", reason=f"no session {body.session!r} is known here; POST /sessions makes one"
+                "unknown", reason=f"no session {body.session!r} is known here; POST /sessions opens a session"
             )
         return self._add(session, event)
 

@@ -64,7 +64,7 @@ def recorded_call(
     prompt = answer.get("prompt_token_ids") or (choices and choices[0].get("prompt_token_ids"))
     if not choices or not prompt or any(choice.get("token_ids") is None for choice in choices):
         raise EngineRefused(
-            "the engine's answer has no token ids: only engines that know return_token_ids are recorded", 200
+            "the engine's answer has no token ids: recording needs an engine that supports return_token_ids", 200
         )
     prompt_text = answer.get("prompt_text") or choices[0].get("prompt_text") or ""
     messages = request.get("messages") or ()
@@ -163,7 +163,7 @@ class Answers:
                 continued = self._calls.get(call.continues)
                 if continued is None or not call.choice < len(continued.choices):
                     raise ValueError(
-                        f"call {call.call} continues {call.continues}, answer {call.choice}, which is not there"
+                        f"call {call.call} continues {call.continues}, answer {call.choice}, which does not exist"
                     )
                 tokens = [*self.prompt(continued), *continued.choices[call.choice].ids]
             self._prompts[call.call] = [*tokens, *call.prompt]

@@ -108,7 +108,7 @@ class Session:
     def why(self) -> str:
         """Reason for the state in one line. Empty if the state needs no explanation."""
         if self.lost:
-            return "settled since then, while this gateway read nothing; retention has cut how"
+            return "settled while this gateway was not reading; retention has removed the details"
         if self.state == "dropped" and self.decided is not None and not self.decided.submission:
             return self.decided.reason or str(self.decided.dropped)
         if self.trained is not None and self.state == "dropped":
@@ -177,10 +177,10 @@ class Session:
     def refusal_reason(self, body: Body) -> str | None:
         """Return the reason why the session does not accept an event. Return None if it accepts the event."""
         if self.lost:
-            return f"session {self.id} is {self.why}: what comes now changes nothing"
+            return f"session {self.id} is {self.why}: further events change nothing"
         if isinstance(body, SessionCall | SessionReward | SessionEnd) and self.decided is not None:
             where = f" in train step {self.trained.step}" if self.state == "trained" and self.trained else ""
-            return f"session {self.id} is {self.state}{where}: what comes now changes nothing"
+            return f"session {self.id} is {self.state}{where}: further events change nothing"
         if isinstance(body, SessionEnd) and self.end is not None and body.outcome == self.end.outcome == "done":
             return None if body.reward is not None and self.reward is None else f"session {self.id} has ended already"
         if isinstance(body, SessionEnd) and self.end is not None and body.outcome != "discard":

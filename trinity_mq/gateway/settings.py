@@ -29,7 +29,7 @@ class AppSettings:
     group_size: int = 1
     """Default number of sessions per group."""
     algorithm_type: str = ""
-    replay_refusal: Callable[[SessionReplay], str | None] = lambda replay: "this gateway takes no replays"
+    replay_refusal: Callable[[SessionReplay], str | None] = lambda replay: "this gateway accepts no replays"
     """Returns the reason why a replay is refused, or None if it is allowed."""
 
     @classmethod

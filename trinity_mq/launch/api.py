@@ -144,7 +144,7 @@ class RunHandle:
         try:
             code = self.process.wait(timeout)
         except subprocess.TimeoutExpired as error:
-            raise TimeoutError(f"run {self.config.name!r} goes on after {timeout:g} s") from error
+            raise TimeoutError(f"run {self.config.name!r} is still running after {timeout:g} s") from error
         if self.process.stdin is not None:
             self.process.stdin.close()
         return self._result(code)

@@ -57,7 +57,7 @@ def run_configured(
         server = None
     folder = RunFolder(config)
     if arguments.fresh and arguments.start:
-        raise CommandError("--fresh begins with the first model and --from with a checkpoint: give one of them")
+        raise CommandError("--fresh starts from the first model, and --from from a checkpoint: give only one of them")
     if arguments.fresh:
         check(config, arguments, stage)  # before the folder is moved
         for line in discard_earlier_run(config, folder):
@@ -180,4 +180,6 @@ def _trains(config: Config) -> bool:
 
 def _failure_report(failure: ProcessEvent, logs: Path) -> str:
     output, code = f"\n  {failure.output}" if failure.output else "", failure.code
-    return f"{failure.name} failed for good (exit code {code}): {failure.reason}; see {logs / failure.name}.*{output}"
+    return (
+        f"{failure.name} failed permanently (exit code {code}): {failure.reason}; see {logs / failure.name}.*{output}"
+    )

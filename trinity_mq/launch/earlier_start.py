@@ -20,7 +20,7 @@ from trinity_mq.targets.run_folder import RunFolder
 from trinity_mq.training.checkpoints.benchmarked import checksums
 from trinity_mq.training.checkpoints.checkpoint import CheckpointError, choose, find_by_name, find_checkpoints
 
-HOW_TO_GO_ON = "to train on, ask for more batches (buffer.total_steps=N); to train anew, add --fresh"
+HOW_TO_GO_ON = "to continue training, request more batches (buffer.total_steps=N); to start over, add --fresh"
 
 
 def describe_extension(config: Config, changes: Sequence[str]) -> str | None:
@@ -45,7 +45,7 @@ def describe_extension(config: Config, changes: Sequence[str]) -> str | None:
             f"{'; '.join(changes)}. Leave them out to see its report; {HOW_TO_GO_ON}"
         )
     schedule = "; the learning rate decays over the new length" if _decays(config) else ""
-    return f"this run had finished after {opened} batches and goes on to batch {total}{schedule}"
+    return f"this run had finished after {opened} batches and continues to batch {total}{schedule}"
 
 
 def _more_checkpoints(config: Config) -> str | None:
@@ -55,7 +55,8 @@ def _more_checkpoints(config: Config) -> str | None:
     labels = [label for label, checksum in checksums(config).items() if done.get(str(label)) != checksum]
     if not labels:
         return None
-    return f"checkpoints {', '.join(map(str, labels))} are new or have changed since they were evaluated, and are next"
+    names = ", ".join(map(str, labels))
+    return f"checkpoints {names} are new or have changed since their evaluation, and will be evaluated"
 
 
 def rewind_to_checkpoint(config: Config, name: str) -> list[str]:
@@ -82,7 +83,7 @@ def rewind_to_checkpoint(config: Config, name: str) -> list[str]:
     except CheckpointError as error:
         raise CommandError(f"--from: {error}") from error
     later = state.opened - checkpoint.state.progress
-    return [f"goes on from {checkpoint.title}; up to {max(later, 0)} batches after it are trained on again"]
+    return [f"resumes from {checkpoint.title}; up to {max(later, 0)} later batches are trained on again"]
 
 
 def check_data_unchanged(config: Config) -> None:

@@ -38,16 +38,14 @@ def closing_line(code: int, command: str, *, finished: bool, curable: bool = Tru
         return None
     if finished:
         return (
-            f"trained nothing (exit code {code}): every batch was without anything to train on, and the model is as it "
-            "was. When the cause is mended, train anew with --fresh"
+            f"trained nothing (exit code {code}): no batch had an experience to train on, and the model is "
+            "unchanged. Fix the cause, then start over with --fresh"
         )
     if code == TRAINED_NOTHING:
-        return (
-            f"trained nothing (exit code {code}); when the cause is mended, start it with the same command: {command}"
-        )
+        return f"trained nothing (exit code {code}); fix the cause, then start it with the same command: {command}"
     if not curable:
         return (
-            f"not finished (exit code {code}); the same command would fail again. When the cause is mended it goes "
-            f"on with the run: {command}"
+            f"not finished (exit code {code}); the same command would fail again. Fix the cause, then resume with "
+            f"the same command: {command}"
         )
     return f"not finished (exit code {code}); resume with the same command: {command}"

@@ -267,7 +267,7 @@ class RunSession:
             if main is not None:
                 main.cancel()
             return
-        self.run_view.add_news("draining; once more to kill at once")
+        self.run_view.add_news("draining; interrupt again to kill at once")
         self._changed.notify()
 
 

@@ -55,7 +55,7 @@ class StageRecord:
             return None
         except (OSError, ValueError, TypeError) as error:
             raise CommandError(
-                f"{path} does not say what became of this stage ({error}); put it back, or train anew with --fresh"
+                f"{path} is not a valid record of this stage ({error}); restore it, or start over with --fresh"
             ) from error
 
     def save(self, folder: Path) -> None:
@@ -89,7 +89,7 @@ def run_stages(stages: Sequence[Stage], arguments: argparse.Namespace, fork_serv
     """
     if arguments.start:
         folders = ", ".join(str(stage.config.path) for stage in stages)
-        raise CommandError(f"--from goes back within one stage: give its folder, one of {folders}")
+        raise CommandError(f"--from works within one stage: give the stage's folder, one of {folders}")
     if arguments.fresh:
         check(stages[0].config, arguments, stages[0].name)  # before a folder is moved
         for stage in stages:
@@ -109,7 +109,7 @@ def run_stages(stages: Sequence[Stage], arguments: argparse.Namespace, fork_serv
             code = run_configured(stage.config, stage_arguments, server, stage.name)
         if code != TRAINED:
             remaining = ", ".join(later.name for later in stages[number:])
-            print(f"{title}: not finished" + (f"; stages not begun: {remaining}" if remaining else ""))
+            print(f"{title}: not finished" + (f"; stages not started: {remaining}" if remaining else ""))
             return code
         trained = model_hash(models[stage.name]) if stage.config.mode in TRAINING_MODES else None
         StageRecord(stage.name, began_with, trained, finished=True).save(stage.config.path)
@@ -128,15 +128,16 @@ def _has_finished(stage: Stage, began_with: str | None) -> bool:
         return False
     if record.began_with != began_with:
         raise CommandError(
-            f"stage {stage.name} in {folder.path} was begun with another model than stage {stage.begins_with} has left "
-            f"now in {stage.config.model.model_path}: put that back, or train all stages anew with --fresh"
+            f"stage {stage.name} in {folder.path} was started from another model than the present final model of "
+            f"stage {stage.begins_with} in {stage.config.model.model_path}: restore the earlier model, or retrain "
+            "all stages with --fresh"
         )
     if not record.finished:
         return False
     if record.model is not None and record.model != model_hash(final_model(stage.config)):
         raise CommandError(
             f"stage {stage.name} has finished, and the model it left in {final_model(stage.config)} was changed or "
-            "removed since: put it back, or train all stages anew with --fresh"
+            "removed since: restore it, or retrain all stages with --fresh"
         )
     for change in folder.changes():
         print(f"warning: stage {stage.name} has finished, so this change has no effect: {change}")

@@ -159,7 +159,7 @@ class LocalNode(ABC):
         try:
             await self.ctl("eval", ELECT)
         except NodeError as error:
-            log.warning("no_election", node=str(self.base), reason=str(error))
+            log.warning("election_failed", node=str(self.base), reason=str(error))
         self._recovers = False
 
     @abstractmethod

@@ -234,7 +234,7 @@ def _from_json(body: bytes) -> tuple[Any, bytes]:
     try:
         return fields, _packed(fields)  # a JSON body may be forwarded as msgpack
     except ContentError as error:
-        raise DecodeError(f"the body cannot travel on: {error}") from error
+        raise DecodeError(f"the body cannot be forwarded: {error}") from error
 
 
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -242,12 +242,12 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(fields) != len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
-        raise DecodeError(f"the key {_short(twice)} comes twice in one map")
+        raise DecodeError(f"the key {_short(twice)} is repeated in one map")
     return fields
 
 
 def _no_number(literal: str) -> float:
-    raise DecodeError(f'{literal} is no JSON; where a field wants a number, the text "{literal}" stands for it')
+    raise DecodeError(f'{literal} is not valid JSON; for a number field, send the text "{literal}" instead')
 
 
 def _finite(literal: str) -> float:

@@ -63,7 +63,7 @@ def incompatibility_reason(ours: Compatibility, name: str, theirs: Compatibility
     which = f"upgrade {name}" if theirs.writes < ours.writes else "upgrade this one"
     return (
         f"this agent is of {ours}; {name} is of {theirs}. They cannot work in one run: {which} first, through a "
-        "release that reads both schemas where one jump is too far (docs/upgrading.md)"
+        "release that reads both schemas if a direct upgrade is not possible (docs/upgrading.md)"
     )
 
 

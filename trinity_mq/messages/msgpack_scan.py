@@ -94,7 +94,7 @@ def scan(document: bytes | memoryview) -> int:
             remaining = outer_levels.pop()
             continue
         if position >= size:
-            raise ValueError(f"cut short at byte {position}")
+            raise ValueError(f"truncated at offset {position}")
         kind, width, fixed = _TABLE[document[position]]
         position += 1
         remaining -= 1
@@ -107,7 +107,7 @@ def scan(document: bytes | memoryview) -> int:
             position += length
             continue
         if kind == _INVALID:
-            raise ValueError(f"byte 0xc1 at {position - 1}")
+            raise ValueError(f"invalid byte 0xc1 at offset {position - 1}")
         containers += 1
         if len(outer_levels) >= MAX_NESTING:
             raise ValueError(f"nested deeper than {MAX_NESTING} levels")
@@ -116,7 +116,9 @@ def scan(document: bytes | memoryview) -> int:
         length *= 2 if kind == _MAP else 1
         remaining_in_all += length
         if remaining_in_all > size - position:
-            raise ValueError(f"a container at byte {position} claims {length} items, {size - position} bytes are left")
+            raise ValueError(
+                f"the container at offset {position} claims {length} items, {size - position} bytes are left"
+            )
         outer_levels.append(remaining)
         remaining = length
     if position != size:

@@ -149,7 +149,7 @@ def render_table(view: RunView, now: float) -> RenderableType:
         parts += [Text(conflict, style="bold red") for conflict in release_conflicts(releases)]
     parts += [Text(failure.line(), style="red") for failure in view.failures]
     if view.finding is not None:
-        still = f"nothing has moved for {format_duration(view.still(now))}: "
+        still = f"no progress for {format_duration(view.still(now))}: "
         parts.append(Text(still + view.finding.sentence, style="bold red"))
     if view.gate.members:
         engines = _table("member of the gate", "version", "state")

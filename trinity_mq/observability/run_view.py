@@ -131,7 +131,7 @@ class RunView:
         elif isinstance(heartbeat.detail, TrainerStatus):
             trouble = heartbeat.detail.sync.trouble if heartbeat.detail.sync else ""
             if trouble and trouble != self._sync_trouble:
-                self.add_news(f"a weight sync was aborted, and is tried again: {trouble}")
+                self.add_news(f"a weight sync was aborted, and will be retried: {trouble}")
             self._sync_trouble = trouble
             self._receive_train_steps(heartbeat.detail.step if heartbeat.detail.generation else None)
             step = heartbeat.detail.progress
@@ -155,7 +155,7 @@ class RunView:
         if status.left_over and not self._reported_left_over and not status.opened:
             self.add_news(
                 f"the broker held {status.left_over} messages of an earlier run {self.run!r}: this one ignores them "
-                f"(`trinity-mq broker clean {self.run}` deletes them once no run is at work)"
+                f"(`trinity-mq broker clean {self.run}` deletes them when no run of this name is running)"
             )
             self._reported_left_over = True
         if status.dropped_dead and not self._reported_dropped:
@@ -226,18 +226,18 @@ class RunView:
         if not {finding.culprit, finding.lever} & self._reported_culprits:
             self._reported_culprits |= {finding.culprit, finding.lever}
             remedy = f"; what to do: {finding.lever}" if finding.lever else ""
-            self.add_news(f"nothing has moved for {self.still(now):.0f} s: {finding.sentence}{remedy}")
+            self.add_news(f"no progress for {self.still(now):.0f} s: {finding.sentence}{remedy}")
 
     def add_event(self, event: ProcessEvent) -> None:
         """Add news of a process event, if the event is worth a line."""
         if event.what == "restarting":
-            restart = f"starts again in {event.delay:g} s (restart {event.restarts})"
+            restart = f"restarts in {event.delay:g} s (restart {event.restarts})"
             self.add_news(f"{event.name} died and {restart}; see logs/{event.name}.*{_output_suffix(event)}")
         elif event.what == "killed":
             self.add_news(f"{event.name} did not end in time and was killed")
         elif event.what == "failed":
             self.add_news(
-                f"{event.name} failed for good (exit code {event.code}): {event.reason}{_output_suffix(event)}"
+                f"{event.name} failed permanently (exit code {event.code}): {event.reason}{_output_suffix(event)}"
             )
 
     def add_news(self, text: str) -> None:
@@ -315,7 +315,7 @@ def _row(heartbeat: Heartbeat, age: float) -> AgentRow:
     if heartbeat.state in OVER:
         return AgentRow(heartbeat.id, heartbeat.state)
     if age >= heartbeat.lease:
-        return AgentRow(heartbeat.id, "silent", "a sign of life", age)
+        return AgentRow(heartbeat.id, "silent", "a heartbeat", age)
     waits = heartbeat.waits_seconds + age if heartbeat.waits_for else 0.0
     return AgentRow(heartbeat.id, heartbeat.state, heartbeat.waits_for, waits)
 

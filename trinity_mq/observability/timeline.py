@@ -24,9 +24,11 @@ def write_timeline(folder: Path, out: Path | None = None, steps: tuple[int, int]
     chosen = [span for span in all_spans if steps is None or steps[0] <= span.step <= steps[1]]
     if not chosen:
         missing = (
-            f"no batch from {steps[0]} to {steps[1]}" if steps and all_spans else "no line that says how long it took"
+            f"no batch from {steps[0]} to {steps[1]}" if steps and all_spans else "no line with the duration of a batch"
         )
-        raise CommandError(f"{metrics} has {missing}: nothing to show; wait for the run's first batch, or look there")
+        raise CommandError(
+            f"{metrics} has {missing}: nothing to show; wait for the run's first batch, or look into the file"
+        )
     try:
         write_atomic(out, chrome_trace(chosen).encode())
     except OSError as error:

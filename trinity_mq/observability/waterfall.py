@@ -33,8 +33,8 @@ def batch_waterfall(folder: Path, selection: str) -> Waterfall:
         chosen = [batch for batch in batches if batch.isdecimal() and int(match[1]) <= int(batch) <= int(match[2])]
     if not chosen:
         raise CommandError(
-            f"--batch is {selection!r}, of which {folder / TRACE_FOLDER} has no span; wanted one of {batches[0]} to "
-            f"{batches[-1]}, or FIRST-LAST for the medians of several"
+            f"--batch is {selection!r}, but {folder / TRACE_FOLDER} has no span of it; wanted {batches[0]} to "
+            f"{batches[-1]}, or FIRST-LAST for the medians of several batches"
         )
     waterfalls = [lay_out(spans, batch) for batch in chosen]
     return waterfalls[0] if len(waterfalls) == 1 else median_waterfall(waterfalls)
@@ -47,11 +47,11 @@ def as_json(waterfall: Waterfall) -> str:
 
 def as_text(waterfall: Waterfall) -> str:
     """Return a waterfall as text for a terminal."""
-    head = f"batch {waterfall.batch}: {waterfall.took:.0f} ms, of which nobody worked on it for {waterfall.idle:.0f} ms"
+    head = f"batch {waterfall.batch}: {waterfall.took:.0f} ms, no process worked on it for {waterfall.idle:.0f} ms"
     stages = ", ".join(f"{name} {took:.0f}" for name, took in waterfall.stages.items())
     lines = [head, f"stages (ms): {stages}", "", HEAD, *map(_row, waterfall.rows), ""]
     listed = sorted(waterfall.gaps, key=lambda gap: -gap.took)[:LISTED]
-    lines += [f"the longest times in which nobody worked on it (ms), {sum(gap.took for gap in listed):.0f} in all:"]
+    lines += [f"the longest times without work on it (ms), {sum(gap.took for gap in listed):.0f} in all:"]
     for gap in sorted(listed, key=lambda gap: gap.start):
         lines.append(f"{gap.start:9.1f} {gap.took:8.1f}  between {gap.after!r} and {gap.before!r}")
         for label, names in (("waiting", gap.waits), ("other batches", gap.meanwhile)):

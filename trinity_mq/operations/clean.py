@@ -46,7 +46,7 @@ async def delete_run(target: Target, tickets: Sequence[str]) -> list[str]:
             await bus.delete_exchanges()
             return [f"run {run!r}: {count} queues deleted, and its exchanges", await _delete_blobs(store)]
     except LockHeld as error:
-        raise CommandError(f"run {run!r} is at work ({error}); stop it first") from error
+        raise CommandError(f"run {run!r} is running ({error}); stop it first") from error
     except StoreUnavailable as error:
         raise CommandError(str(error)) from error
 

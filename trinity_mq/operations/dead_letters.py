@@ -82,7 +82,7 @@ async def _to_operators(bus: Bus, topology: Topology, manifest: BatchClosed, let
         raise _ExperiencesLost("another operator has processed it, or the 7 days for which they are kept are over")
     again = envelope(manifest, message_id=f"closed-{manifest.ticket}-{uuid.uuid4().hex}")
     await _publish(bus, topology, "batches", "closed", again)
-    return f"batch {manifest.batch} is with the operators again (ticket {manifest.ticket})"
+    return f"batch {manifest.batch} was returned to the operators (ticket {manifest.ticket})"
 
 
 async def _to_trainer(bus: Bus, topology: Topology, ready: BatchReady, letter: Incoming) -> str:
@@ -117,7 +117,7 @@ async def _to_trainer(bus: Bus, topology: Topology, ready: BatchReady, letter: I
         ready.model_copy(update={"op": op}), message_id=f"ready-{ready.ticket}-{op}", headers={**run_header}
     )
     await _publish(bus, topology, "ready", key, again)
-    return f"batch {ready.batch} is with the trainer again (ticket {ready.ticket})"
+    return f"batch {ready.batch} was returned to the trainer (ticket {ready.ticket})"
 
 
 REPUBLISH: dict[str, tuple[type[BatchClosed] | type[BatchReady], Callable[..., Awaitable[str]]]] = {

@@ -71,7 +71,7 @@ def _head(review: Review, now: float) -> str:
     elif (remaining_s := request.deadline - now) > 0:
         state = f"{remaining_s:.0f} s left, then {default}"
     else:
-        state = f"its time is over: {default} counts once an operator takes the batch up"
+        state = f"its time is over: {default} applies when an operator processes the batch"
     return f"batch {request.batch}, {reward}; {state}"
 
 
@@ -89,8 +89,10 @@ def find_review(reviews: ReviewStream, prefix: str) -> Review:
     if len(matches) == 1:
         return matches[0]
     if matches:
-        raise CommandError(f"{prefix!r} begins {len(matches)} requests: give more of it (`trinity-mq review list`)")
-    raise CommandError(f"no request {prefix!r} is known: `trinity-mq review list --all` names those that are")
+        raise CommandError(
+            f"{prefix!r} begins {len(matches)} requests: give more characters of it (`trinity-mq review list`)"
+        )
+    raise CommandError(f"no request {prefix!r} is known: `trinity-mq review list --all` lists the known requests")
 
 
 @asynccontextmanager

@@ -133,8 +133,8 @@ async def submit_task(target: Target, submission: TaskSubmission, wait: float | 
                             return replies
     if replies.outcome is None:
         raise CommandError(
-            f"no outcome within {wait:g} s; the task is with run {target.run!r} and may still be done "
-            f"(see `trinity-mq status {target.run}`)"
+            f"no outcome within {wait:g} s; the task was sent to run {target.run!r} and may still finish (see "
+            f"`trinity-mq status {target.run}`)"
         )
     return replies
 
@@ -162,7 +162,7 @@ async def _publish(bus: Bus, topology: Topology, submission: TaskSubmission, rep
         raise CommandError(
             f"the broker did not take the task in {PUBLISH_SECONDS:g} s, in several tries ({error}). {waiting} tasks "
             "wait in the queue submitted: if it is full (broker.submitted_max_bytes), try again once the run has taken "
-            f"some, with --id {message_id}: a task that is submitted twice under one id is done once"
+            f"some, with --id {message_id}: a task that is submitted twice with one id runs only once"
         ) from error
     if not taken:
         raise CommandError(

@@ -57,7 +57,9 @@ class PageAccess:
 
     def _may_act(self, request: web.Request) -> None:
         if not self.operate:
-            raise web.HTTPForbidden(text="this page only shows: start `trinity-mq dash` with --operate to act")
+            raise web.HTTPForbidden(
+                text="this page is read-only: start `trinity-mq dash` with --operate to enable actions"
+            )
         if not self._is_key(request.headers.get(KEY_HEADER, "")):
             raise web.HTTPUnauthorized(text="open the address with the key that `trinity-mq dash` printed")
 

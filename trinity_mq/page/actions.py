@@ -43,7 +43,8 @@ class BrokerActions:
     def _connection(self) -> tuple[Bus, Topology]:
         if self._source.bus is None or self._source.topology is None:
             raise ActionError(
-                "there is no connection to the run's broker: it does not run, or is not reached; --broker URL names one"
+                "there is no connection to the run's broker: it is not running, or cannot be reached; name another "
+                "broker with --broker URL"
             )
         return self._source.bus, self._source.topology
 
@@ -88,7 +89,7 @@ class BrokerActions:
     async def runs(self) -> dict[str, Any]:
         """Return the runs on the same broker, or why they are unknown."""
         if self._source.url is None:
-            return {"broker": [], "unknown": "no broker of this run is at work"}
+            return {"broker": [], "unknown": "the broker of this run is not running"}
         rows, unknown = await broker_runs(self._source.url)
         return {"broker": rows, "unknown": unknown}
 
@@ -135,7 +136,7 @@ class BrokerActions:
         event = ControlEvent.model_validate({"verb": verb, "target": agent, "reason": "asked for on the page"})
         message = envelope(event, message_id=f"dash-{uuid.uuid4().hex}")
         if not await bus.publish(topology.exchange("control"), f"{verb}.{agent}", message):
-            raise ActionError(f"no agent {agent!r} listens; the table of agents names those that do")
+            raise ActionError(f"no agent {agent!r} is listening; the table of agents shows the agents that are")
 
 
 def _last_start(target: Target) -> int:

@@ -20,7 +20,7 @@ def curves_of(name: str) -> Curves:
 
     config = find_configuration(name, ())
     if config is None or not config.path.is_dir():
-        raise CommandError(f"--beside {name}: there is no folder of such a run")
+        raise CommandError(f"--beside {name}: there is no run folder with this name")
     curves = Curves()
     curves.add_all(MetricsTail(config.path).read())
     return curves

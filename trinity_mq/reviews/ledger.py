@@ -135,7 +135,7 @@ class ReviewLedger:
         self._early[verdict.request] = verdict
         _bound(self._early, KEPT_EARLY)
         return ReviewEffect(
-            "unknown", f"no request {verdict.request} is known; the verdict counts if it is asked again"
+            "unknown", f"no request {verdict.request} is known; the verdict counts if the request is made again"
         )
 
     def _close(self, closed: ReviewClosed) -> ReviewEffect:
@@ -161,7 +161,7 @@ def verdict_text(decided: ReviewVerdict | ReviewClosed) -> str:
     """Return a short text for a verdict or an outcome."""
     what = decided.verdict if decided.reward is None else f"{decided.verdict} {decided.reward:g}"
     if isinstance(decided, ReviewClosed) and decided.how == "timeout":
-        return f"{what}, the default, for nobody answered in time"
+        return f"{what}, the default, because nobody answered in time"
     return f"{what} by {decided.by}" if decided.by else what
 
 

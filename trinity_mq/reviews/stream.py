@@ -91,7 +91,9 @@ class ReviewStream:
             BusUnavailable: The stream did not answer in time.
         """
         if not self._declares and await self._bus.depth(self._topology.review.name) is None:
-            raise NoReviews(f"run {self._topology.run!r} has no stream of reviews: none of its operators asks anybody")
+            raise NoReviews(
+                f"run {self._topology.run!r} has no stream of reviews: none of its operators requests reviews"
+            )
         try:
             async with asyncio.TaskGroup() as group:
                 following = group.create_task(self.follow(), name="follow reviews")
@@ -108,8 +110,8 @@ class ReviewStream:
         except TimeoutError:
             trouble = self._bus.trouble or "see its state with `rabbitmqctl list_queues name state`"
             raise BusUnavailable(
-                f"{self._topology.review.name} did not deliver within {READ_WITHIN:g} s what was published to it: "
-                f"{trouble}"
+                f"{self._topology.review.name} did not deliver within {READ_WITHIN:g} s a message that was published "
+                f"to it: {trouble}"
             ) from None
 
     async def follow(self) -> None:
@@ -200,7 +202,7 @@ class ReviewStream:
                 return await effect
         except TimeoutError:
             trouble = self._bus.trouble or "no answer"
-            raise BusUnavailable(f"the verdict was not kept within {EFFECT_WITHIN:g} s: {trouble}") from None
+            raise BusUnavailable(f"the verdict was not stored within {EFFECT_WITHIN:g} s: {trouble}") from None
         finally:
             del self._waiting[message_id]
 

@@ -114,7 +114,7 @@ async def open_bus(target: Target, who: str) -> AsyncIterator[tuple[Bus, Topolog
     assert target.config is not None
     folder = RunFolder(target.config)
     with folder.locked():
-        _print_note(f"starting the private broker of run {target.run!r}, which does not run now")
+        _print_note(f"starting the private broker of run {target.run!r}, which is stopped")
         async with private_broker(folder.broker, target.config.supervisor, _print_note) as url:
             async with connect_bus(target.run, target.broker.model_copy(update={"url": url}), who) as connection:
                 yield connection

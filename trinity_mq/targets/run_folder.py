@@ -151,9 +151,9 @@ class RunFolder(LockedFolder):
         forbidden = [line for key, line in changes if key.startswith(fixed)]
         if forbidden:
             raise ConfigError(
-                f"run {self.name!r} in {self.path} was started with other settings that it cannot go on without: "
-                f"{'; '.join(forbidden)}. Put the old values back, start a run of another name (name=...), or train "
-                "anew with --fresh, which moves this folder aside"
+                f"run {self.name!r} in {self.path} was started with other values of settings that must stay the same: "
+                f"{'; '.join(forbidden)}. Restore the old values, start a run with another name (name=...), or start "
+                "over with --fresh, which moves this folder aside"
             )
         return [line for _, line in changes]
 
@@ -208,7 +208,7 @@ class RunFolder(LockedFolder):
             return _flat(load_config(self.config_file).model_dump(mode="json"))
         except ConfigError as error:
             raise ConfigError(
-                f"the configuration of the last start is unreadable; remove it to go on\n{error}"
+                f"the configuration of the last start is unreadable; remove it to continue\n{error}"
             ) from error
 
 

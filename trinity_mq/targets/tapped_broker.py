@@ -66,7 +66,7 @@ async def _serve(folder: RunFolder, config: Config, report: Callable[[str], None
         CommandError: Another process works in the folder.
     """
     with folder.locked():
-        report(f"starting the private broker of run {folder.name!r}, which does not run now")
+        report(f"starting the private broker of run {folder.name!r}, which is stopped")
         async with private_broker(folder.broker, config.supervisor, report) as url:
             folder.save_broker_url(url)
             try:

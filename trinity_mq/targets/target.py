@@ -76,7 +76,7 @@ def find_configuration(target: str, overrides: Sequence[str]) -> Config | None:
         if RUN_NAME.fullmatch(target):
             return None
         if path.is_dir():
-            raise CommandError(f"{target} holds no {CONFIG_FILE}, so it is no run's folder{run_list_suffix()}")
+            raise CommandError(f"{target} holds no {CONFIG_FILE}, so it is not a run's folder{run_list_suffix()}")
         if "=" in target:
             raise CommandError(f"{target!r} is a setting; name the run before it: a YAML file, a run's folder or name")
     return load_config(path, overrides)

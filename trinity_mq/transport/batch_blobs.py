@@ -67,7 +67,7 @@ async def _delete(delete: Callable[..., None], *names: str) -> None:
     try:
         await run_with_store_retries(delete, *names, seconds=DELETE_PATIENCE)
     except (StoreUnavailable, DecodeError) as error:
-        log.warning("blobs_left", names=names, reason=str(error))
+        log.warning("blobs_not_deleted", names=names, reason=str(error))
 
 
 class ChunkBlobs:

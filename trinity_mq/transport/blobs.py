@@ -122,7 +122,7 @@ class BlobStore:
             except FileNotFoundError:
                 raise self._missing(name) from None
         if len(body) != reference.bytes or hashlib.sha256(body).hexdigest() != reference.sha256:
-            raise BlobDamaged(f"blob {name} is not what its reference says: {len(body)} bytes with another SHA-256")
+            raise BlobDamaged(f"blob {name} does not match its reference: {len(body)} bytes with another SHA-256")
         return body
 
     def folders(self, kind: str) -> list[str]:
@@ -176,10 +176,10 @@ class BlobStore:
 
     def _path(self, name: str) -> str:
         if not _NAME.fullmatch(name):
-            raise BlobRefused(f"{name!r} is no name of a blob")
+            raise BlobRefused(f"{name!r} is not a valid blob name")
         with self._asking(name):
             if self._is_local and Path(self._root, name).resolve() != Path(self._root).resolve() / name:
-                raise BlobRefused(f"blob {name} is a link, or lies behind one; such are not followed")
+                raise BlobRefused(f"blob {name} is a symbolic link or lies below one, and links are not followed")
             return f"{self._root}/{name}"
 
     def _name_of(self, reference: ExperienceReference) -> str:

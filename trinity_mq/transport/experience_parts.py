@@ -55,7 +55,7 @@ def split_to_size(
             "reference, raise that limit (the broker itself allows 16 MiB) or make responses shorter"
         )
     if len(body) > store.max_bytes:
-        raise MessageTooLarge(f"{size}, over broker.max_batch_bytes {store.max_bytes}: no reader would take it")
+        raise MessageTooLarge(f"{size}, over broker.max_batch_bytes {store.max_bytes}: no reader would accept it")
     return [body]
 
 

@@ -49,7 +49,7 @@ def targets(inputs: Sequence[Path], out: Path, *, is_folder: bool = False) -> li
             raise CommandError(f"{taken[target]} and {source} would both become {target}; convert them one by one")
         taken[target] = source
         if target.exists() and any(path.exists() and path.samefile(target) for path in inputs):
-            raise CommandError(f"{target} is an input, which is never written over; give another --out")
+            raise CommandError(f"{target} is an input and is never overwritten; give another --out")
     return result
 
 

@@ -35,7 +35,7 @@ async def test_makes_a_bus_with_the_configured_limits(monkeypatch: pytest.Monkey
     assert isinstance(bus, RabbitBus)
     assert bus.max_message_bytes == 100_000
     assert not bus.usable
-    assert bus.trouble == "not connected yet: connect() comes first"
+    assert bus.trouble == "not connected yet: call connect() first"
     await bus.close()
 
 

@@ -139,7 +139,7 @@ class TestStreams:
         await bus.declare(self.STREAM)
         for text in "abcde":
             await bus.publish("", "s", note(text))
-        with pytest.raises(StreamCut, match="stream s: offset 1 was asked for, the first one kept is 2") as cut:
+        with pytest.raises(StreamCut, match="stream s: offset 1 was requested, the first stored offset is 2") as cut:
             await anext(await bus.consume(self.STREAM, offset=1))
         assert (cut.value.asked, cut.value.got) == (1, 2)
         consumer = await bus.consume(self.STREAM, offset=2)

@@ -59,7 +59,7 @@ def test_check_names_what_drifted(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert sorted(lines[:-1]) == [
         f"{tmp_path}/beat.v1.schema.json: missing",
         f"{tmp_path}/mark.v1.schema.json: differs from the models",
-        f"{tmp_path}/mark.v7.schema.json: of no body that is known",
+        f"{tmp_path}/mark.v7.schema.json: not the schema of a known message body",
     ]
     assert "trinity-mq schema --out" in lines[-1]
 

@@ -324,7 +324,7 @@ def test_variables_stay_and_references_are_filled_in() -> None:
 @pytest.mark.parametrize(
     ("source", "words"),
     [
-        ({}, "is no configuration of Trinity-RFT: it has nothing"),
+        ({}, "is not a configuration of Trinity-RFT: it has nothing"),
         ({"name": "x"}, "it has name, wanted sections"),
         ({**LEAST, "name": "${nowhere}"}, "name: '\\$\\{nowhere\\}' has no value"),
         ({**LEAST, "stages": ["sft"]}, "stages: wanted a list of settings with a stage_name each"),

@@ -88,7 +88,7 @@ async def test_a_reward_with_the_same_key_counts_once() -> None:
 @pytest.mark.parametrize(
     ("path", "body", "status", "words"),
     [
-        ("/s/nobody/reward", {"reward": 1}, 404, "no session 'nobody' is known here; POST /sessions makes one"),
+        ("/s/nobody/reward", {"reward": 1}, 404, "no session 'nobody' is known here; POST /sessions opens a session"),
         ("/sessions", {"rekord": "train"}, 400, "unknown field 'rekord'; known: group"),
         ("/sessions", {"record": "yes"}, 400, "record: Input should be 'train', 'eval' or 'off', got 'yes'"),
         ("/sessions", [1], 400, "the body is a list, wanted a JSON object"),

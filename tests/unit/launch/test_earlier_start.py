@@ -69,7 +69,7 @@ def test_other_settings_are_no_silent_success(tmp_path: Path, capsys: pytest.Cap
     assert "trainer.save_interval: 50 -> 7" in error
     assert "--fresh" in error
     assert main(["run", str(path), "buffer.total_steps=3", "seed=7"]) == 2
-    assert "it cannot go on without: seed: 0 -> 7" in capsys.readouterr().err
+    assert "must stay the same: seed: 0 -> 7" in capsys.readouterr().err
     assert (tmp_path / "run" / "finished").exists()
 
 
@@ -85,7 +85,7 @@ def test_more_batches_extend_it(tmp_path: Path, before: tuple[str], settings: tu
     config = load_config(finished_run(tmp_path, 3, *before), settings)
     line = describe_extension(config, RunFolder(config).changes())
     assert line is not None
-    assert f"finished after 3 batches and goes on to batch {total}; the learning rate decays" in line
+    assert f"finished after 3 batches and continues to batch {total}; the learning rate decays" in line
 
 
 def test_its_length_is_read_from_the_state_that_an_explorer_left(tmp_path: Path) -> None:
@@ -93,7 +93,7 @@ def test_its_length_is_read_from_the_state_that_an_explorer_left(tmp_path: Path)
     words = ["buffer.taskset.storage_type=synthetic", "buffer.taskset.path=max3", "buffer.total_steps=5"]
     config = load_config({"name": "r", "run_dir": f"{tmp_path}/run", "model": {"tiny": {}}}, words)
     assert str(describe_extension(config, ["buffer.total_steps: 2 -> 5"])).startswith(
-        "this run had finished after 2 batches and goes on to batch 5"
+        "this run had finished after 2 batches and continues to batch 5"
     )
 
 
@@ -194,8 +194,8 @@ def saved(folder: Path, *progress: int, source: dict[str, Any] | None = None) ->
         (["--from", "step-4"], "--from: there is no checkpoint step-4 in "),
         (["--from", "step-4"], "there: progress-000002 (step-1), progress-000004 (step-2)"),
         (["--from", "newest"], "'newest' is no name of a checkpoint, such as step-120 or progress-120"),
-        (["--from", "step-2", "--fresh"], "--fresh begins with the first model and --from with a checkpoint"),
-        (["--from", "step-2", "seed=7"], "it cannot go on without: seed: 0 -> 7"),
+        (["--from", "step-2", "--fresh"], "--fresh starts from the first model, and --from from a checkpoint"),
+        (["--from", "step-2", "seed=7"], "must stay the same: seed: 0 -> 7"),
         (["--from", "step-2", "model.device=cuda"], "model.device"),
     ],
 )
@@ -220,7 +220,7 @@ def test_going_back_opens_a_finished_run_again(tmp_path: Path, name: str) -> Non
     state.evaluated = ["0/held", "4/held", "5/held"]
     asyncio.run(file.save(state))
     lines = rewind_to_checkpoint(load_config(path, ("buffer.total_steps=5",)), name)
-    assert lines == ["goes on from progress-000002 (step-1); up to 3 batches after it are trained on again"]
+    assert lines == ["resumes from progress-000002 (step-1); up to 3 later batches are trained on again"]
     state = file.load()
     assert (state.finished, state.opened, state.evaluated) == (False, 5, ["0/held", "4/held"])
     assert find_checkpoints(tmp_path / "run" / "checkpoints")[0][0].state.progress == 2

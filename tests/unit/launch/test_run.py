@@ -198,7 +198,7 @@ def test_ctrl_c_drains_and_the_same_command_resumes(bench: Bench) -> None:
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=50)
     assert (process.returncode, err) == (130, "")
-    assert "draining; once more to kill at once" in out
+    assert "draining; interrupt again to kill at once" in out
     assert f"resume with the same command: trinity-mq run {bench.config}" in out
 
     (bench.run_dir / "go-slow").unlink()
@@ -253,7 +253,7 @@ def test_what_dies_is_started_again(bench: Bench) -> None:
     (bench.run_dir / "trainer-0.script").write_text("5")
     code, out, _ = bench.finish()
     assert code == 0
-    assert "trainer-0 died and starts again in 0.25 s (restart 1)" in out
+    assert "trainer-0 died and restarts in 0.25 s (restart 1)" in out
     assert "accuracy    0.000 -> 0.750" in out
 
 
@@ -262,11 +262,11 @@ def test_what_fails_for_good_ends_the_run_and_says_why(bench: Bench) -> None:
     (bench.run_dir / "trainer-0.script").write_text("78")
     code, out, err = bench.finish()
     assert code == 4
-    assert err.startswith("trainer-0 failed for good (exit code 78): starting it again does not help; see ")
+    assert err.startswith("trainer-0 failed permanently (exit code 78): starting it again does not help; see ")
     assert "  trainer-0 goes by its script" in err
-    failed = out.index("trainer-0 failed for good (exit code 78): starting it again does not help\n")
+    failed = out.index("trainer-0 failed permanently (exit code 78): starting it again does not help\n")
     assert "  trainer-0 goes by its script" in out[failed:]
-    assert "trained nothing (exit code 4); when the cause is mended, start it with the same command: " in out
+    assert "trained nothing (exit code 4); fix the cause, then start it with the same command: " in out
 
 
 def test_what_can_be_known_before_the_start_is_said_then_and_leaves_no_trace(bench: Bench) -> None:
@@ -288,7 +288,7 @@ def test_a_run_that_reached_its_end_without_a_train_step_is_no_success(bench: Be
     (bench.run_dir / "steps").write_text("0")
     code, out, _ = bench.finish()
     assert code == 4
-    assert "trained nothing (exit code 4): every batch was without anything to train on" in out
+    assert "trained nothing (exit code 4): no batch had an experience to train on" in out
 
 
 def test_a_run_that_fails_after_train_steps_ended_early(bench: Bench) -> None:
@@ -301,7 +301,7 @@ def test_a_run_that_fails_after_train_steps_ended_early(bench: Bench) -> None:
         os.kill(trainer, signal.SIGKILL)
         out, _ = process.communicate(timeout=50)
     assert process.returncode == 3
-    assert "not finished (exit code 3); the same command would fail again. When the cause is mended " in out
+    assert "not finished (exit code 3); the same command would fail again. Fix the cause, " in out
 
 
 def test_a_wrong_password_is_one_line(bench: Bench) -> None:

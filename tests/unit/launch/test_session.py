@@ -14,7 +14,7 @@ from trinity_mq.observability.display import PlainDisplay
 from trinity_mq.targets.run_folder import RunFolder
 from trinity_mq.testing.virtual_time import run_virtually
 
-SENTENCE = "everybody waits for the broker: "
+SENTENCE = "all agents wait for the broker: "
 
 
 def test_an_alarm_is_told_before_the_start_and_after_half_a_minute(tmp_path: Path) -> None:
@@ -34,7 +34,7 @@ def test_an_alarm_is_told_before_the_start_and_after_half_a_minute(tmp_path: Pat
         watching = asyncio.create_task(session._depths(bus, topology))
         await asyncio.sleep(45)
         session._draw()
-        assert shown.getvalue().count("nothing has moved for 3") == 1
+        assert shown.getvalue().count("no progress for 3") == 1
         assert shown.getvalue().count(SENTENCE) == 2
         broker.unblock()
         await asyncio.sleep(10)

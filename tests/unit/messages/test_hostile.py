@@ -43,14 +43,14 @@ def test_the_helper_makes_a_submission() -> None:
     ],
 )
 def test_a_key_that_comes_twice_is_refused(body: bytes, content_type: str | None) -> None:
-    with pytest.raises(DecodeError, match="the key 'nonce' comes twice in one map"):
+    with pytest.raises(DecodeError, match="the key 'nonce' is repeated in one map"):
         decode_any(body, content_type)
 
 
 @pytest.mark.parametrize("literal", ["NaN", "Infinity", "-Infinity"])
 def test_literals_that_are_no_json_are_refused_and_their_text_is_taken(literal: str) -> None:
     body = '{"kind": "metrics", "role": "trainer", "id": "t", "step": 1, "values": {"loss": VALUE}}'
-    with pytest.raises(DecodeError, match=f'{literal} is no JSON; .* the text "{literal}" stands for it'):
+    with pytest.raises(DecodeError, match=f'{literal} is not valid JSON; .* send the text "{literal}" instead'):
         decode_any(body.replace("VALUE", literal).encode(), JSON_CONTENT_TYPE)
     message = decode(body.replace("VALUE", f'"{literal}"').encode(), Metrics, JSON_CONTENT_TYPE)
     assert str(message.values["loss"]) == str(float(literal))

@@ -60,7 +60,7 @@ def test_plain_line_says_it_all() -> None:
     assert format_status_line(full(), NOW) == (
         "step 120/300 | reward 0.710 | ops3 accuracy 0.894 (step 100) | tokens/s 8,123 | policy 1.119 | staleness 1 | "
         "left 1 min 30 s | queues closed 0 tasks.train 12 dead - | agents 1/3 | "
-        "explorer-0 waits 1 min 15 s for a commit | runner-0 waits 11 s for a sign of life"
+        "explorer-0 waits 1 min 15 s for a commit | runner-0 waits 11 s for a heartbeat"
     )
 
 
@@ -187,11 +187,11 @@ def test_the_reason_why_nothing_moves_is_shown_and_is_news_once() -> None:
         heartbeats(seq, NOW + seconds)
         view.diagnose_stall(NOW + seconds + 4.0)
     (news,) = view.take_news()
-    assert news.startswith("nothing has moved for 35 s: ")
+    assert news.startswith("no progress for 35 s: ")
     assert "task 7 (from run 0) runs on runner-0 for 9 s; the median is 1.0 s; what to do: look at its" in news
     assert view.finding is not None
     assert view.finding.culprit == "runner-0"
-    assert "nothing has moved for" in drawn(view)
+    assert "no progress for" in drawn(view)
     heartbeats(9, NOW + 40.0, done=5)
     view.diagnose_stall(NOW + 41.0)
     assert view.finding is None

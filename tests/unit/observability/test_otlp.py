@@ -372,7 +372,9 @@ def test_settings_and_headers_are_checked(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'trinity-mq\[otel\]'"):
         check_trackers(config)
-    with pytest.raises(TrackerError, match=r"entry 2 of the environment variable X is no name=value") as caught:
+    with pytest.raises(
+        TrackerError, match=r"entry 2 of the environment variable X is not of the form name=value"
+    ) as caught:
         parse_headers("a=b,secret", "X")
     assert "secret" not in str(caught.value)
 
@@ -381,5 +383,5 @@ def test_a_state_that_is_rubbish_says_what_to_remove(folder: Path) -> None:
     (folder / "trackers").mkdir()
     for rubbish in ("[]", "{", '{"tree": {"open": 3}}'):
         (folder / "trackers" / "spans.json").write_text(rubbish)
-        with pytest.raises(TrackerError, match=r"spans\.json does not say how far .*: remove it to send all again"):
+        with pytest.raises(TrackerError, match=r"spans\.json is not a valid record .*: remove it to send all again"):
             SpanForwarder(folder, "traced", OtlpClient("http://127.0.0.1:9", "NONE", 1.0))

@@ -141,9 +141,9 @@ def test_process_events_that_matter_are_news() -> None:
     ):
         view.add_event(event)
     assert view.take_news() == [
-        "runner-0 died and starts again in 0.5 s (restart 2); see logs/runner-0.*\n  no disk",
+        "runner-0 died and restarts in 0.5 s (restart 2); see logs/runner-0.*\n  no disk",
         "runner-0 did not end in time and was killed",
-        "runner-0 failed for good (exit code 78): no",
+        "runner-0 failed permanently (exit code 78): no",
     ]
 
 
@@ -159,7 +159,7 @@ def test_before_the_first_heartbeat_the_broker_alone_is_blamed() -> None:
         view.diagnose_stall(now, broker="memory alarm")
     assert view.finding is not None
     [line] = view.take_news()
-    assert line.startswith("nothing has moved for 31 s: everybody waits for the broker: memory alarm; what to do: free")
+    assert line.startswith("no progress for 31 s: all agents wait for the broker: memory alarm; what to do: free")
 
 
 def test_other_messages_say_nothing() -> None:
@@ -252,4 +252,4 @@ def test_the_reason_of_an_aborted_sync_is_news_once() -> None:
     view = RunView("r", 10)
     for seq, trouble in enumerate(["no GPU", "no GPU", "", "no GPU"], 1):
         view.receive(beat("trainer", "trainer-0", seq, detail={"sync": {"trouble": trouble}}), 0.0)
-    assert view.take_news() == ["a weight sync was aborted, and is tried again: no GPU"] * 2
+    assert view.take_news() == ["a weight sync was aborted, and will be retried: no GPU"] * 2

@@ -46,8 +46,8 @@ def test_each_third_one_over_the_limits_of_batches(capsys: pytest.CaptureFixture
         (["--from", "yesterday"], "wanted beginning, now, or the number of a batch"),
         (["--no-follow"], "--from now with --no-follow shows nothing"),
         (["--every", "0"], "wanted at least 1"),
-        (["--fields", "reward,advantage"], "wanted names with commas between, of: eid"),
-        (["--fields", ","], "wanted names with commas between"),
+        (["--fields", "reward,advantage"], "wanted names separated by commas, out of: eid"),
+        (["--fields", ","], "wanted names separated by commas"),
         ([], "no broker is known for run 'nowhere'"),
     ],
 )

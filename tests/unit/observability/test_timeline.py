@@ -67,7 +67,7 @@ def test_a_timeline_that_cannot_be_written_is_one_line_of_error(
 def test_metrics_without_durations(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "metrics.jsonl").write_text('{"time": 1.0, "role": "trainer", "agent": "t", "step": 1, "x": 1.0}\n')
     assert main(["timeline", "smoke"]) == 2
-    assert "no line that says how long" in capsys.readouterr().err
+    assert "no line with the duration" in capsys.readouterr().err
 
 
 def test_a_batch_as_a_waterfall_as_medians_and_as_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -84,12 +84,12 @@ def test_a_batch_as_a_waterfall_as_medians_and_as_json(folder: Path, capsys: pyt
     (folder / "trace" / "explorer-0.jsonl").write_text(f"{json.dumps(who)}\n{json.dumps(spans)}\n")
     assert main(["timeline", "smoke", "--batch", "1"]) == 0
     out = capsys.readouterr().out
-    assert out.startswith("batch 1: 410 ms, of which nobody worked on it for 390 ms\nstages (ms): rollout 400\n")
+    assert out.startswith("batch 1: 410 ms, no process worked on it for 390 ms\nstages (ms): rollout 400\n")
     assert "      0.0     10.0     1     10.0     8.0           explorer: make ticket\n" in out
     assert "     10.0    390.0  between 'explorer: make ticket' and 'explorer: make manifest'\n" in out
     assert main(["timeline", "smoke", "--batch", "1-9", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["batch"], found["took"]) == ("1 to 2", pytest.approx(420))
     assert main(["timeline", "smoke", "--batch", "7"]) == 2
-    assert "wanted one of 1 to 2" in capsys.readouterr().err
+    assert "has no span of it; wanted 1 to 2" in capsys.readouterr().err
     assert not (folder / "timeline.json").exists()

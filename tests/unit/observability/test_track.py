@@ -181,7 +181,7 @@ def test_without_a_service_there_is_nothing_to_do(tmp_path: Path, capsys: pytest
 def test_a_state_that_is_rubbish_says_what_to_remove(tmp_path: Path) -> None:
     (tmp_path / "trackers").mkdir()
     (tmp_path / "trackers" / "sent.json").write_text('{"one": 3}')
-    with pytest.raises(TrackerError, match=r"sent\.json does not say how far .*: remove it to send all again"):
+    with pytest.raises(TrackerError, match=r"sent\.json is not a valid record .*: remove it to send all again"):
         Forwarder(tmp_path, [Service()])
 
 

@@ -49,7 +49,7 @@ def test_what_a_run_left_goes(
         await bus.declare(*topology.durable, *batches)
         lock = await bus.lock(topology.lock("trainer"))
         assert await asyncio.to_thread(main, words) == 2
-        assert "is at work" in capsys.readouterr().err
+        assert "is running" in capsys.readouterr().err
         assert await bus.depth(topology.ready.name) == 0
         assert mine.folders("batch") == ["stored"]
         await lock.release()

@@ -56,11 +56,11 @@ def test_chosen_batches_go_back_and_the_rest_stays(
     do(broker_url, unique_run, before)
     assert main([*words, "--batch", "1"]) == 0
     said = capsys.readouterr().out
-    assert "batch 1 is with the operators again (ticket t1)" in said
+    assert "batch 1 was returned to the operators (ticket t1)" in said
     assert "batch 2" not in said
     assert main(words) == 1
     said = capsys.readouterr().out
-    assert "batch 2 is with the operators again" in said
+    assert "batch 2 was returned to the operators" in said
     assert "batch 3: its experiences are gone" in said
     assert "letter b: does not decode" in said
     assert main([*words, "--batch", "2"]) == 0
@@ -121,7 +121,7 @@ def test_a_batch_that_trainers_did_not_survive_goes_back_to_the_ready_stream(
     do(broker_url, unique_run, before)
     assert main(words) == 1
     said = capsys.readouterr().out
-    assert "batch 1 is with the trainer again (ticket t1)" in said
+    assert "batch 1 was returned to the trainer (ticket t1)" in said
     assert "batch 2: its experiences are gone (ticket t2): the ready stream holds something else at offset 0" in said
     assert "batch 3: its experiences are gone (ticket t3): the ready stream holds something else at offset 0" in said
     assert "does not decode: header offsets is '0', wanted 2 offsets of the ready stream" in said

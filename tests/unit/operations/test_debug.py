@@ -261,5 +261,5 @@ async def test_an_engine_without_our_routes_is_asked_all_the_same(
 
 async def test_weights_are_for_an_engine_of_our_own(tmp_path: Path) -> None:
     body = TaskBody(workflow=f"{HERE}.Fine")
-    with pytest.raises(CommandError, match="--weights is for an engine of our own"):
+    with pytest.raises(CommandError, match="--weights is for an engine that this command starts"):
         await _debug(settings(tmp_path), body, 0, words("http://127.0.0.1:9", "w"), JsonReport(io.StringIO()))

@@ -83,7 +83,7 @@ def test_a_record_that_is_not_there(config: Config, number: str) -> None:
 
 
 def test_a_taskset_that_is_not_there(config: Config) -> None:
-    with pytest.raises(CommandError, match=r"'other' is no evaluation taskset; there are 'held'"):
+    with pytest.raises(CommandError, match=r"'other' is not an evaluation taskset; this configuration has 'held'"):
         find_task(config, "0", "other")
 
 

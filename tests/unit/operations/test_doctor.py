@@ -156,10 +156,15 @@ def test_a_healthy_broker() -> None:
         ({"clock": (8.0, 4.0)}, "clock", "ok", "ahead"),
         ({"depths": {"tmq.x.dead": (0, 0)}}, "queues of the run", "warning", "trinity-mq broker clean x"),
         ({"depths": {"tmq.x.closed": (3, 1)}}, "queues of the run", "ok", "tmq.x.closed 3), in use"),
-        ({"queues": [{"name": "tmq.x.batch.1"}]}, "queues of the run", "warning", "1 queues, nobody uses them"),
+        ({"queues": [{"name": "tmq.x.batch.1"}]}, "queues of the run", "warning", "1 queues, not in use"),
         ({"queues": [{"name": "tmq.y.dead", "messages": 1}]}, "queues of the run", "ok", "none"),
         ({"beats": beats("0.1.0")}, "releases", "ok", "0.1.0: runner-0"),
-        ({"beats": beats("0.1.0", "0.2.0")}, "releases", "warning", "0.1.0: runner-0; 0.2.0: runner-1 exchange the"),
+        (
+            {"beats": beats("0.1.0", "0.2.0")},
+            "releases",
+            "warning",
+            "0.1.0: runner-0; 0.2.0: runner-1 upgrade the other",
+        ),
         ({"beats": beats("0.1.0", "0.3.0", writes=2)}, "releases", "problem", "upgrade runner-0 first"),
         ({"beats": beats("0.1.0", "0.3.0", state="gone")}, "releases", "ok", "0.1.0: runner-0"),
         ({"depths": {"tmq.x.dead": (0, 1)}, "beats": UNKNOWN}, "releases", "not looked at", "trinity-mq status x"),
@@ -234,26 +239,26 @@ def judged_policies(*policies: dict[str, Any], operator: tuple[dict[str, Any], .
     ("one", "verdict", "words"),
     [
         (policy(message_ttl=1000), "problem", "wait longer"),
-        (policy("other", message_ttl=1000), "ok", "none clashes"),
-        (policy(apply_to="exchanges", message_ttl=1000), "ok", "none clashes"),
-        (policy(apply_to="streams", message_ttl=1000), "ok", "none clashes"),
+        (policy("other", message_ttl=1000), "ok", "no policy conflicts"),
+        (policy(apply_to="exchanges", message_ttl=1000), "ok", "no policy conflicts"),
+        (policy(apply_to="streams", message_ttl=1000), "ok", "no policy conflicts"),
         (policy(apply_to="quorum_queues", max_length=10), "problem", "max-length: 10"),
         (policy(max_length_bytes=10), "problem", "max-length-bytes"),
         (policy("ready$", max_length_bytes=10), "problem", "tmq.x.ready"),
-        (policy("ready$", max_length_bytes=9 * GIB), "ok", "none clashes"),
+        (policy("ready$", max_length_bytes=9 * GIB), "ok", "no policy conflicts"),
         (policy("batch", expires=1000), "problem", "tmq.x.batch."),
-        (policy("batch", expires=30 * DAY), "ok", "none clashes"),
+        (policy("batch", expires=30 * DAY), "ok", "no policy conflicts"),
         (policy("closed", expires=30 * DAY), "problem", "deleted"),
         (policy(apply_to="streams", max_age="1h"), "problem", "dropped before they are read"),
-        (policy(apply_to="quorum_queues", max_age="1h"), "ok", "none clashes"),
-        (policy(delivery_limit=20), "ok", "none clashes"),
+        (policy(apply_to="quorum_queues", max_age="1h"), "ok", "no policy conflicts"),
+        (policy(delivery_limit=20), "ok", "no policy conflicts"),
         (policy(delivery_limit=3), "problem", "broker.delivery_limit (5)"),
         (policy(delivery_limit=-1), "problem", "first redelivery"),
         (policy(consumer_timeout=60_000), "problem", "hold messages"),
-        (policy(consumer_timeout=7_200_000), "ok", "none clashes"),
+        (policy(consumer_timeout=7_200_000), "ok", "no policy conflicts"),
         (policy("control", message_ttl=1000), "warning", "tmq.x.control.runner-0.0"),
-        (policy(alternate_exchange="lost"), "warning", "instead of coming back"),
-        (policy(queue_leader_locator="balanced", ha_mode="all"), "ok", "none clashes"),
+        (policy(alternate_exchange="lost"), "warning", "instead of being returned"),
+        (policy(queue_leader_locator="balanced", ha_mode="all"), "ok", "no policy conflicts"),
     ],
 )
 def test_policies(one: dict[str, Any], verdict: str, words: str) -> None:
@@ -450,7 +455,7 @@ def test_no_broker_is_a_warning_and_an_unreachable_one_a_problem(
         assert doctor(Namespace(**words)) == 1, "nothing here can start a broker"
         finding = json.loads(capsys.readouterr().out)["findings"][0]
         assert finding["verdict"] == "problem"
-        assert finding["seen"] == "none is known, and `trinity-mq run` can start none of its own"
+        assert finding["seen"] == "no broker is known, and `trinity-mq run` cannot start a private broker"
         assert "`apt-get install rabbitmq-server`" in finding["do"]
         without.setattr("trinity_mq.local_broker.choose.is_docker_available", AsyncMock(return_value=True))
         assert doctor(Namespace(**words)) == 0, "a container can"

@@ -176,9 +176,9 @@ def test_what_has_no_record_any_more_is_counted_with_its_reason(run: Path, capsy
     code, figures, _ = regraded(capsys, run, "char_match")
     assert (code, figures["experiences"]) == (0, 4)
     assert figures["not_regraded"] == {
-        "its task came from outside, and nothing keeps the record of such a one": 1,
+        "its task was submitted from outside, and its record is not stored": 1,
         "the configuration has no taskset 'gone'": 1,
-        "taskset 'max3' has 20 records now, and not the one that it came from": 1,
+        "taskset 'max3' has 20 records now, and the record of its task is not among them": 1,
         "it keeps no text of the response": 1,
     }
 

@@ -85,7 +85,7 @@ def test_a_verdict_has_a_reward_where_it_says_so_and_only_there() -> None:
         ReviewVerdict(request=IDS[0], verdict="reward")
     with pytest.raises(ValidationError, match="others none"):
         ReviewVerdict(request=IDS[0], verdict="keep", reward=1.0)
-    assert verdict_text(closed()) == "keep, the default, for nobody answered in time"
+    assert verdict_text(closed()) == "keep, the default, because nobody answered in time"
 
 
 Events = list[tuple[ReviewEvent, str]]

@@ -24,7 +24,7 @@ async def bus() -> AsyncIterator[Bus]:
 
 
 async def test_where_nobody_asks_there_are_no_reviews(bus: Bus) -> None:
-    with pytest.raises(NoReviews, match="none of its operators asks anybody"):
+    with pytest.raises(NoReviews, match="none of its operators requests reviews"):
         async with ReviewStream(bus, TOPOLOGY).following():
             pass
 

@@ -109,7 +109,7 @@ def test_the_sentence_names_both_and_whom_to_upgrade_first() -> None:
     assert incompatibility_reason(THIRD, "trainer-0", FIRST) == (
         "this agent is of release 0.3.0, which reads message schema 1 to 2 and writes 2; trainer-0 is of release "
         "0.1.0, which reads message schema 1 and writes 1. They cannot work in one run: upgrade trainer-0 first, "
-        "through a release that reads both schemas where one jump is too far (docs/upgrading.md)"
+        "through a release that reads both schemas if a direct upgrade is not possible (docs/upgrading.md)"
     )
     assert "upgrade this one first" in incompatibility_reason(FIRST, "trainer-0", THIRD)
 

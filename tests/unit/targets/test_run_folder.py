@@ -53,7 +53,7 @@ def test_what_checkpoints_and_the_order_of_tasks_depend_on_needs_another_run(
 ) -> None:
     RunFolder(config(tmp_path)).write_configuration()
     before = (tmp_path / "config.yaml").read_bytes()
-    with pytest.raises(ConfigError, match=r"of another name .* or train anew with --fresh") as caught:
+    with pytest.raises(ConfigError, match=r"with another name .* or start over with --fresh") as caught:
         RunFolder(config(tmp_path, **sections)).write_configuration()
     assert key in str(caught.value)
     assert (tmp_path / "config.yaml").read_bytes() == before
@@ -70,7 +70,7 @@ def test_a_setting_that_an_older_version_did_not_know_is_no_change(tmp_path: Pat
 
 def test_an_unreadable_old_configuration_is_an_error_that_names_it(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("model: {no_such_key: 1}")
-    with pytest.raises(ConfigError, match=r"remove it to go on\n.*config.yaml: model.no_such_key"):
+    with pytest.raises(ConfigError, match=r"remove it to continue\n.*config.yaml: model.no_such_key"):
         RunFolder(config(tmp_path)).write_configuration()
 
 

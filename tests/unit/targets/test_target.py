@@ -81,7 +81,7 @@ def test_the_broker_of_a_run_that_was_killed_is_not_taken_for_one(here: Path) ->
     ("target", "said"),
     [
         ("nobody", "'nobody' is neither a file nor a run's folder, and there is no runs/nobody; give a YAML file"),
-        ("runs", "runs holds no config.yaml, so it is no run's folder; runs here: mine"),
+        ("runs", "runs holds no config.yaml, so it is not a run's folder; runs here: mine"),
         ("buffer.total_steps=3", "is a setting; name the run before it"),
         ("nobody.yaml", "nobody.yaml: cannot be read: No such file or directory"),
     ],
@@ -99,7 +99,7 @@ def test_status_answers_from_the_folder_of_a_run_that_does_not_run(
     assert main(["status", "mine"]) == 1
     out = capsys.readouterr().out
     assert "run mine: 3 steps" in out
-    assert f"does not run now; `trinity-mq run {here}/runs/mine` goes on with it" in out
+    assert f"this run is stopped; `trinity-mq run {here}/runs/mine` resumes it" in out
     RunFolder(load_config("c.yaml", ["name=mine"])).mark_finished()
     monkeypatch.setenv("TRINITY_MQ_BROKER_URL", "amqp://127.0.0.1:1/")  # is not asked
     for target in (["mine"], ["c.yaml", "name=mine"]):
@@ -121,7 +121,7 @@ def test_without_a_target_the_run_that_was_started_last_is_taken(
         assert main([command, *given]) == 1
         out, err = capsys.readouterr()
         assert err == "the newest run, runs/group/later:\n"
-        assert "does not run now" in out
+        assert "this run is stopped" in out
     os.utime(later.config_file, (900, 900))
     assert main([command, "broker.blob_store=null"]) == 1
     assert "newest run, runs/mine:" in capsys.readouterr().err
@@ -150,7 +150,7 @@ def test_without_a_target_and_a_run_there_is_nothing_to_tell(
 
 def test_a_task_for_a_run_that_does_not_run_is_refused(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["submit", "mine", "--task", '{"raw_task": {}}']) == 2
-    assert "run 'mine' does not run now" in capsys.readouterr().err
+    assert "run 'mine' is stopped" in capsys.readouterr().err
     RunFolder(load_config("c.yaml", ["name=mine"])).mark_finished()
     assert main(["submit", "mine", "--task", '{"raw_task": {}}']) == 2
     assert "run 'mine' has finished and takes no more tasks" in capsys.readouterr().err

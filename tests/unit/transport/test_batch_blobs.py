@@ -123,4 +123,4 @@ def test_a_deletion_that_fails_is_left_to_the_sweep(tmp_path: Path) -> None:
         run_virtually(delete_blobs(store, "batch/t"))
         run_virtually(delete_blobs(store, "batch/../t"))
         run_virtually(delete_blobs(None, "batch/t"))
-    assert [line["names"] for line in lines if line["event"] == "blobs_left"] == [("batch/t",), ("batch/../t",)]
+    assert [line["names"] for line in lines if line["event"] == "blobs_not_deleted"] == [("batch/t",), ("batch/../t",)]

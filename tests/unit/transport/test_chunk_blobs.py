@@ -60,7 +60,7 @@ def test_a_store_that_is_away_costs_no_more_than_some_seconds(store: BlobStore, 
     (tmp_path / "blobs").write_bytes(b"")
     with capture_logs() as lines:
         saved(blobs, "a")
-    assert lines[-1]["event"] == "blobs_left"
+    assert lines[-1]["event"] == "blobs_not_deleted"
     (tmp_path / "blobs").unlink()
     (tmp_path / "aside").rename(tmp_path / "blobs")
     saved(blobs, "ab")

@@ -97,7 +97,7 @@ def test_a_malicious_file_runs_nothing(tmp_path: Path, capsys: pytest.CaptureFix
 @pytest.mark.parametrize(
     ("inputs", "out", "words"),
     [
-        (["a.tmqx"], ".", "a.tmqx is an input, which is never written over"),
+        (["a.tmqx"], ".", "a.tmqx is an input and is never overwritten"),
         (["b.bin", "a.tmqx"], "linked", "a.tmqx is an input"),
         (["b.bin"], "link.tmqx", "link.tmqx is an input"),
         (["b.bin"], "hard.tmqx", "hard.tmqx is an input"),

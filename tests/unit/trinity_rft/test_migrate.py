@@ -51,7 +51,7 @@ def test_a_file_that_is_there_stays(source: Path, tmp_path: Path, capsys: pytest
     out = tmp_path / "ours.yaml"
     out.write_text("mine")
     assert main(["migrate", str(source), "-o", str(out)]) == 2
-    assert f"{out} is there already; give another name, or --force to overwrite it" in capsys.readouterr().err
+    assert f"{out} already exists; give another name, or --force to overwrite it" in capsys.readouterr().err
     assert out.read_text() == "mine"
     assert main(["migrate", str(source), "-o", str(out), "--force"]) == 0
     assert "qwen2-5-1-5b-gsm8k" in out.read_text()
@@ -76,9 +76,9 @@ def test_what_is_not_valid_as_it_stands_is_said(
     [
         ("- a\n", "holds a list, wanted sections"),
         ("a: [", "is not YAML"),
-        ("name: x\n", "is no configuration of Trinity-RFT"),
+        ("name: x\n", "is not a configuration of Trinity-RFT"),
         ("model: {}\nstages: 3\n", "stages: wanted a list"),
-        ("model: 5\n", "is no configuration of Trinity-RFT"),
+        ("model: 5\n", "is not a configuration of Trinity-RFT"),
         ("model: {}\nbuffer: [1]\n", "model"),
     ],
 )

@@ -231,7 +231,7 @@ class RabbitBus(Bus):
             await self._admin.make_exchanges()  # publishing to a missing exchange closes the channel
             await self._publisher.open(self._publishing, lambda: self._lost("the publishing channel was closed"))
         if not (self._consuming.alive and self._publishing.alive and self._publisher.ready):
-            raise BrokerConnectError("lost again while it was being made")
+            raise BrokerConnectError("lost again while it was being set up")
         if self._down not in {None, NOT_CONNECTED}:
             log.info("connected to the broker again", broker=self._shown, bus=self._name)
         self._down = None

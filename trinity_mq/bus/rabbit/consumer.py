@@ -30,8 +30,8 @@ from trinity_mq.bus.topology import Queue
 log = structlog.get_logger(__name__)
 
 HELD_TOO_LONG = (
-    "the broker takes back what is held for longer than its consumer_timeout, and it is done again; `trinity-mq "
-    "doctor` says which line its configuration needs. A queue keeps the timeout that it was made with"
+    "the broker redelivers messages that are held for longer than its consumer_timeout, and their work is repeated; "
+    "`trinity-mq doctor` shows the line that its configuration needs. A queue keeps the timeout of its declaration"
 )
 SEGMENT_ENTRIES = 1
 """Number of offsets that the broker's own entry at the start of a stream segment takes. The entry is never

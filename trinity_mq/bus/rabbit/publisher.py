@@ -125,7 +125,9 @@ class Publisher:
                     except ChannelAccessRefused as error:
                         if _is_of(str(error), exchange, routing_key):
                             raise
-                        raise BrokerConnectError(f"the channel was closed for another's refusal: {error}") from error
+                        raise BrokerConnectError(
+                            f"the channel was closed because another message was refused: {error}"
+                        ) from error
             return True
         except TimeoutError as error:
             raise BrokerConnectError(f"not confirmed in {patience:g} s") from error

@@ -6,32 +6,34 @@ from trinity_mq.observability.diagnosis.records import Room
 
 LEVERS = {
     "broker": (
-        "free memory or disk on the broker, then everything goes on by itself; `rabbitmqctl status` and "
+        "free memory or disk on the broker; the run then resumes by itself; `rabbitmqctl status` and "
         "`trinity-mq doctor` say which alarm is set"
     ),
-    "unreachable": "start the broker, or mend the way to it, then everything goes on by itself (`trinity-mq doctor`)",
+    "unreachable": "start the broker, or repair the connection to it; the run then resumes by itself (`trinity-mq "
+    "doctor`)",
     "silent": (
-        "end its process ({id}, `kill -9`): what it had in hand is done again, and a supervisor (`trinity-mq run`) "
-        "starts it anew"
+        "end its process ({id}, `kill -9`): its unfinished work is redelivered, and a supervisor (`trinity-mq run`) "
+        "restarts it"
     ),
     "silent_runner": (
-        "end its process ({id}, `kill -9`): the broker gives its slices to others, and a supervisor (`trinity-mq run`) "
-        "starts it anew; a workflow that blocks its event loop is ended after 30 seconds"
+        "end its process ({id}, `kill -9`): the broker gives its slices to others, and a supervisor (`trinity-mq "
+        "run`) restarts it; a workflow that blocks its event loop is ended after 30 seconds"
     ),
     "engine": (
-        "end the engine's process (`kill -9`): its host starts it anew, and does so itself after "
+        "end the engine's process (`kill -9`): its host then restarts it, and also does so by itself after "
         "explorer.rollout_model.lease seconds without an answer"
     ),
     "engine_starting": "see logs/engine-{id}.out in the run's folder; explorer.rollout_model chooses engine and number",
     "explorer": (
         "start it: `trinity-mq explorer CONFIG`, or the whole run again with `trinity-mq run CONFIG`; if its process "
-        "is there it is frozen: end it (`kill -9`)"
+        "exists, it is frozen: end it (`kill -9`)"
     ),
-    "runner": "start one: `trinity-mq runner CONFIG`; runner.num_runners says how many `trinity-mq run` starts",
-    "operator": "start one: `trinity-mq operator CONFIG`; operator.num_operators says how many `trinity-mq run` starts",
+    "runner": "start a runner: `trinity-mq runner CONFIG`; runner.num_runners says how many `trinity-mq run` starts",
+    "operator": "start an operator: `trinity-mq operator CONFIG`; operator.num_operators says how many `trinity-mq "
+    "run` starts",
     "trainer": (
         "start it: `trinity-mq trainer CONFIG`, or the whole run again with `trinity-mq run CONFIG`; if its process "
-        "is there it is frozen: end it (`kill -9`)"
+        "exists, it is frozen: end it (`kill -9`)"
     ),
     "slice": (
         "look at its workflow and reward function; to wait less lower explorer.max_timeout, or raise "
@@ -42,7 +44,7 @@ LEVERS = {
         "trainer.max_tokens_per_micro_batch"
     ),
     "sync": "synchronizer.sync_timeout ends an attempt; see the engines' and the trainer's logs",
-    "batch": "look at the operators in operator.operators; operator.timeout ends a try of a batch",
+    "batch": "look at the operators in operator.operators; operator.timeout ends an attempt at a batch",
     "review": (
         "give the verdicts: `trinity-mq review list` shows the runs, and `trinity-mq review keep`, `drop` and `reward` "
         "judge one, as the page of `trinity-mq dash` does; `seconds` of human_review in operator.operators bounds it"
@@ -54,11 +56,11 @@ LEVERS = {
     ),
     "evaluation": "explorer.eval_timeout bounds it; runner.concurrency gives it more slots",
     "tasks": "submit tasks with `trinity-mq submit`, or raise buffer.total_steps if the taskset is used up",
-    "wait": "look with `trinity-mq status` and at the logs; explorer.stall_timeout ends a run in which nothing moves",
+    "wait": "look at `trinity-mq status` and at the logs; explorer.stall_timeout ends a run in which nothing moves",
     "loading": "wait: the model is being loaded; see its log if that does not end",
     "nobody": "start the run: `trinity-mq run CONFIG`; `trinity-mq list` shows the runs of this machine",
     "slow_trainer": "raise trainer.max_tokens_per_micro_batch, or let it do less: lower algorithm.epochs",
-    "slow_operator": "lighten operator.operators",
+    "slow_operator": "reduce the work of operator.operators",
     "slow_runner": "raise runner.concurrency; explorer.over_rollout.ratio cuts the slowest tasks",
     "slow_engine": "lower model.max_response_tokens; explorer.over_rollout.ratio cuts the slowest tasks",
     "slow_explorer": (

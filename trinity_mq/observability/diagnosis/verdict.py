@@ -58,7 +58,7 @@ def diagnose(observation: Observation, limit_of: Callable[[Observation], Bottlen
         cause_key = (
             "unreachable" if "block" not in observation.broker and "alarm" not in observation.broker else "broker"
         )
-        sentence = f"everybody waits for the broker: {observation.broker}"
+        sentence = f"all agents wait for the broker: {observation.broker}"
         return RunFinding("stuck", sentence, BROKER, _evidence_lines(facts), lever(cause_key), edges)
     if _is_over(facts):
         return RunFinding("over", "the run is over: its last batch and its last evaluation are done", edges=edges)
@@ -80,7 +80,7 @@ def diagnose(observation: Observation, limit_of: Callable[[Observation], Bottlen
         sentence = "the run moves" if limit is None else f"the run moves; {limit.sentence}"
         evidence = () if cause is None else (f"but {cause.words}",)
     else:
-        sentence = f"nothing has progressed for {duration_text(still)}, and nobody takes longer than usual"
+        sentence = f"nothing has progressed for {duration_text(still)}, and no agent takes longer than usual"
         evidence = ()
     return RunFinding(
         "moving", sentence, None, (*evidence, *_evidence_lines(facts)), "" if limit is None else limit.lever, edges
@@ -121,7 +121,7 @@ def _silent_cause(facts: ObservationIndex, agent: SilentAgent) -> _Cause:
             f"(from run {first}) since {duration_text(seconds + agent.seconds)}"
         )
     heard = [beat.id for beat, _ in facts.of_role(agent.role)]
-    evidence.append(f"heard of its role: {', '.join(heard) or 'nobody'}")
+    evidence.append(f"agents of its role that send heartbeats: {', '.join(heard) or 'none'}")
     remedy = lever("silent_runner" if agent.role == "runner" else "silent", agent.id)
     return _Cause("stuck", agent.id, words, remedy, tuple(evidence))
 
@@ -141,8 +141,8 @@ def _missing(facts: ObservationIndex) -> Iterator[_Cause]:
     alone = set(expected) == {"trainer"}
     rolling = facts.explorer_waits_for_rollouts
     needs = (
-        ("explorer", "explorer" in expected or (bool(facts.living) and not alone), "nobody schedules"),
-        ("trainer", "trainer" in expected or facts.explorer is not None, "nobody trains, and nobody gives weights"),
+        ("explorer", "explorer" in expected or (bool(facts.living) and not alone), "no agent schedules tasks"),
+        ("trainer", "trainer" in expected or facts.explorer is not None, "no agent trains or sends weights"),
         ("runner", rolling, f"{counted(facts.depth('tasks.train'), 'message')} in the queue tasks.train"),
         (
             "operator",
@@ -155,8 +155,8 @@ def _missing(facts: ObservationIndex) -> Iterator[_Cause]:
             if facts.is_starting:
                 yield _Cause("waiting", role, f"the run is starting: no {role} is heard yet", lever("loading"))
                 return
-            words = f"no {role} lives: {why}"
-            listened = f"no heartbeat of one came in {duration_text(facts.observation.listened)} of listening"
+            words = f"no {role} is running: {why}"
+            listened = f"no heartbeat of this role arrived in {duration_text(facts.observation.listened)} of listening"
             yield _Cause("stuck", role, words, lever(role), (listened,))
 
 
@@ -168,7 +168,7 @@ def _starting(facts: ObservationIndex) -> Iterator[_Cause]:
             yield _Cause("waiting", beat.id, f"{beat.id} is starting{what}{since}", lever("loading"))
     for beat, _ in facts.observation.heartbeats.values():
         if beat.role == "engine" and beat.state == "gone" and facts.explorer is not None:
-            words = f"engine {beat.id} has died and its host starts it anew"
+            words = f"engine {beat.id} has died and its host restarts it"
             yield _Cause("waiting", beat.id, words, lever("engine_starting", beat.id))
 
 
@@ -196,7 +196,7 @@ def _review(facts: ObservationIndex) -> Iterator[_Cause]:
             remaining = duration_text(max(0.0, operator.review_seconds - age))
             words = (
                 f"{beat.id} waits for people to judge {runs} of its batch; "
-                f"in {remaining} the default counts for those left"
+                f"in {remaining} the default counts for the remaining runs"
             )
             yield _Cause("waiting", beat.id, words, lever("review"), (f"its ticket is {operator.ticket}",))
 
@@ -297,7 +297,7 @@ def _longest_wait(facts: ObservationIndex, edges: tuple[Edge, ...]) -> _Cause | 
     if edge is None:
         busy = [beat.id for beat, _ in facts.living if beat.state == "working"]
         culprit = busy[0] if busy else None
-        words = f"{', '.join(busy) or 'nobody'} works, and nothing comes of it"
+        words = f"{', '.join(busy) or 'no agent'} works, but the run makes no progress"
         return _Cause("waiting", culprit, words, lever("wait"))
     passed = [edge.waiter]
     while edge.on is not None and edge.on not in passed and edge.on in by_waiter:
@@ -319,7 +319,7 @@ def _overdue(seconds: float, usual: float) -> bool:
 
 
 def _median(usual: float) -> str:
-    return f"the median is {duration_text(usual)}" if usual else "none was done before"
+    return f"the median is {duration_text(usual)}" if usual else "there is no earlier duration to compare with"
 
 
 def _idle_engines_evidence(facts: ObservationIndex) -> tuple[str, ...]:

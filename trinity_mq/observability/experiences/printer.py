@@ -31,7 +31,7 @@ def open_token_texts(arguments: argparse.Namespace, config: Config | None) -> To
         return texts
     texts = TokenTexts(None if config is None else tokenizer_folder(config.model, config.path))
     if texts.problem:
-        note(f"token ids without texts: {texts.problem}; --tokenizer FOLDER names one")
+        note(f"token ids without texts: {texts.problem}; name a tokenizer with --tokenizer FOLDER")
     return texts
 
 

@@ -184,8 +184,8 @@ class ReadyReader:
                 while (delivery := await self._next(subscription, quiet)) is not None:
                     if is_first and delivery.offset:
                         self._note(
-                            f"the stream begins at offset {delivery.offset}: what came before was cut by its retention "
-                            "(broker.ready_max_bytes)"
+                            f"the stream begins at offset {delivery.offset}: older messages were removed by its "
+                            "retention (broker.ready_max_bytes)"
                         )
                     is_first = False
                     if self._bus.is_foreign(delivery):

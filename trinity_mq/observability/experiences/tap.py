@@ -132,7 +132,7 @@ async def _end_with_run(
             await asyncio.wait([reading])
     if not reading.done():
         note(
-            "the run is over and its broker does not answer any more; what came last may be missing: "
+            "the run is over and its broker does not answer any more; the last experiences may be missing: "
             f"`trinity-mq tap {target.run} --no-follow --from BATCH` shows it"
         )
         reading.cancel()

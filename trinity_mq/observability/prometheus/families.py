@@ -94,7 +94,7 @@ class RunCollector(Collector):
     # -- agents and queues
 
     def _agents(self, now: float, beats: Mapping[str, tuple[Heartbeat, float]]) -> Iterator[Family]:
-        up = self._gauge("agent_up", "1 where the agent's heartbeats come, else 0", "role", "agent")
+        up = self._gauge("agent_up", "1 if heartbeats of the agent arrive, else 0", "role", "agent")
         state = self._gauge("agent_state", "1 for the state that the agent is in", "role", "agent", "state")
         waits = self._gauge("agent_waiting_seconds", "Time for which the agent has waited for others", "role", "agent")
         for row in self._view.agents(now):
@@ -151,7 +151,9 @@ class RunCollector(Collector):
         slots_per_runner = self._slots or (round(slots / len(runners)) if runners else 0)
         self._wanted_history.append(wanted_runners(waiting, running, slots_per_runner))
         yield self._single(
-            "wanted_runners", "Runners that would leave no slice waiting, for autoscalers", max(self._wanted_history)
+            "wanted_runners",
+            "Number of runners with which no slice would wait, for autoscalers",
+            max(self._wanted_history),
         )
 
     def _engines(self, beats: Mapping[str, tuple[Heartbeat, float]]) -> Iterator[Family]:
@@ -170,7 +172,7 @@ class RunCollector(Collector):
     def _sync(self, gate: GateStatus) -> Iterator[Family]:
         if gate.version is not None:
             yield self._single(
-                "policy_generation", "Start of the trainer that made the present weights", gate.version[0]
+                "policy_generation", "Number of the trainer start that made the current weights", gate.version[0]
             )
             yield self._single("policy_step", "Train step of the weights committed last", gate.version[1])
         phases = self._gauge("sync_phase_seconds", "Duration of a phase of the last weight sync", "phase")

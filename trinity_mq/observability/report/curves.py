@@ -37,14 +37,14 @@ class Picture:
 
 PICTURES = (
     Picture("Evaluation: accuracy", ["eval/*/accuracy/mean@*"], "on tasks that are not trained on"),
-    Picture("Evaluation: pass@k", ["eval/*/pass@*"], "one of k answers is right"),
+    Picture("Evaluation: pass@k", ["eval/*/pass@*"], "at least one of k answers is right"),
     Picture("Evaluation: reward", ["eval/*/reward/mean@*"], "on tasks that are not trained on"),
     Picture("Reward", ["rollout/reward/mean", "rollout/accuracy/mean"], "of the rollouts that are trained on"),
     Picture("Spread of rewards", ["reward_std_within_group"], "standard deviation in a group; 0 teaches nothing"),
     Picture(
         "Groups without spread",
         ["groups/zero_std_all_correct", "groups/zero_std_all_wrong", "rollout/zero_variance_groups"],
-        "groups that teach a comparison of runs nothing",
+        "groups that give a comparison of runs no signal",
     ),
     Picture("Loss", ["actor/pg_loss", "actor/ce_loss", "actor/pair_margin", "critic/vf_loss"], "by component"),
     Picture("Entropy", ["actor/entropy"], "nats a token; a fall to 0 ends exploration"),

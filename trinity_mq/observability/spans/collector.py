@@ -152,7 +152,8 @@ def parse_headers(text: str, name: str) -> dict[str, str]:
         key, equals, value = entry.partition("=")
         if not equals or not key.strip():
             raise TrackerError(
-                f"entry {number} of the environment variable {name} is no name=value, wanted e.g. a=b,c=d"
+                f"entry {number} of the environment variable {name} is not of the form name=value, wanted for "
+                "example a=b,c=d"
             )
         headers[key.strip()] = unquote(value.strip())
     return headers

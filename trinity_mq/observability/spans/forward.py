@@ -140,7 +140,8 @@ class SpanForwarder:
         return state
 
     def _invalid_state(self, content: object) -> str:
-        return f"{self._state_file} does not say how far spans were sent ({content!r}): remove it to send all again"
+        problem = f"{self._state_file} is not a valid record of the spans sent so far ({content!r})"
+        return f"{problem}: remove it to send all again"
 
     def _save(self) -> None:
         state = {"tail": self._tail.state, "tree": self._tree.state, "sent": self.sent, "lost": self.lost}

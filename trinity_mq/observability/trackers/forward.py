@@ -98,7 +98,8 @@ class Forwarder:
             return {}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise TrackerError(
-                f"{self._state_file} does not say how far the services came ({error!r}): remove it to send all again"
+                f"{self._state_file} is not a valid record of the metrics sent so far ({error!r}): remove it to send "
+                "all again"
             ) from error
 
     def _save(self) -> None:

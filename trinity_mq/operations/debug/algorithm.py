@@ -203,20 +203,24 @@ def checks(sample: Sample, advantages: Tensor, config: AlgorithmConfig) -> Itera
     """Yield the name of each check with its problem; an empty text means that the check passed."""
     whole = losses(sample, advantages, config)
     finite = math.isfinite(whole.loss) and bool(whole.gradient.isfinite().all())
-    yield "loss and gradient are finite", "" if finite else f"loss {whole.loss}, mask what overflows before exp or log"
+    overflow = f"loss {whole.loss}: mask values that overflow before exp or log"
+    yield "loss and gradient are finite", "" if finite else overflow
     some = bool((whole.gradient != 0).any())
     yield "something is learned", "" if some else "the gradient is 0 everywhere: is a tensor detached?"
     leak = bool((whole.gradient[~sample.mask] != 0).any())
     spoiled = sample.spoiled()
     spoiled_losses = losses(spoiled, advantages_of(spoiled, config), config)
     leak = leak or not _near(whole.gradient, spoiled_losses.gradient) or abs(whole.loss - spoiled_losses.loss) > SMALL
-    yield "masked tokens have no part in it", "what stands at masked tokens changes the loss" if leak else ""
+    yield "masked tokens do not affect the loss", "the values at masked tokens change the loss" if leak else ""
     if not config.weights.pair:
         half = len(sample.mask) // 2
         parts = [losses(sample, advantages, config, part) for part in (slice(half), slice(half, None))]
         is_sum = _near(sum((part.gradient for part in parts), torch.zeros_like(whole.gradient)), whole.gradient)
         trouble = (
-            "" if is_sum else "two halves give another gradient than the whole: a token may not look at other answers"
+            ""
+            if is_sum
+            else "the gradient of two halves differs from the gradient of the whole: the loss of a "
+            "token must not depend on other answers"
         )
         yield "micro-batches add up", trouble
     if set(component_weights(config, 1)) == {"rl"} and config.kl is None and not config.regularisers:

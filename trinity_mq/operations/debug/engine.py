@@ -64,7 +64,7 @@ async def child_engine(
 
     async def lost() -> None:
         await changed.until(lambda: not host.snapshot.alive)
-        raise CommandError(f"the engine died; it said:\n{tail(host.output)}")
+        raise CommandError(f"the engine died; its last output:\n{tail(host.output)}")
 
     report("starting the engine")
     async with asyncio.TaskGroup() as group:

@@ -65,7 +65,7 @@ def _engine(
     if arguments.engine is None:
         return child_engine(config, folder, weights, _print_note)
     if weights is not None:
-        raise CommandError("--weights is for an engine of our own: leave it or --engine out")
+        raise CommandError("--weights is for an engine that this command starts: leave --weights or --engine out")
     return external_engine(config, arguments.engine)
 
 

@@ -26,7 +26,7 @@ def find_task(config: Config, task: str, taskset: str | None) -> tuple[int, Task
         return 0, _completed(section, read_task(task))
     if section.storage_type == "queue":
         raise CommandError(
-            f"taskset {section.name!r} is what others submit: it has no records. Give the task itself, as "
+            f"taskset {section.name!r} gets its tasks from outside and has no records. Give the task itself, as "
             "--task '{\"raw_task\": {...}}', or --taskset with the name of an evaluation taskset"
         )
     records = open_taskset(
@@ -51,8 +51,8 @@ def _section(config: Config, taskset: str | None) -> TasksetConfig:
     }
     if taskset not in sections:
         raise CommandError(
-            f"--taskset {taskset!r} is no evaluation taskset; there "
-            + (f"are {', '.join(map(repr, sections))}" if sections else "is none in this configuration")
+            f"--taskset {taskset!r} is not an evaluation taskset; this configuration has "
+            + (", ".join(map(repr, sections)) if sections else "none")
         )
     return sections[taskset]
 

@@ -125,10 +125,10 @@ def _connection(facts: DoctorFacts, _needs: Needs) -> list[Judgement]:
     clear = [urlsplit(url).hostname or "" for url in facts["urls"] if urlsplit(url).scheme == "amqp"]
     remote = [host for host in clear if host not in LOOPBACK]
     if clear:
-        seen = f"to {', '.join(remote)} in clear, the password too" if remote else "on this machine"
-        encrypt = "write amqps:// and give the broker a certificate, or make sure that nobody listens in between"
+        seen = f"to {', '.join(remote)} unencrypted, including the password" if remote else "on this machine"
+        encrypt = "write amqps:// and give the broker a certificate, or make sure that nobody can read the traffic"
         return first(seen, ("warning", remote, encrypt))
-    seen = "TLS, verified" if facts["tls_verified"] else "TLS, but anybody may pose as the broker"
+    seen = "TLS, verified" if facts["tls_verified"] else "TLS without verification: any server can pose as the broker"
     verify = "remove broker.tls.verify: false, and set broker.tls.ca_file"
     return first(seen, ("warning", not facts["tls_verified"], verify))
 
@@ -147,9 +147,9 @@ def _version(facts: DoctorFacts, _needs: Needs) -> list[Judgement]:
     release = known_release or OLDEST
     return first(
         f"{product} {seen}",
-        ("warning", known_release is None, "use RabbitMQ: quorum queues and streams are relied upon as it has them"),
+        ("warning", known_release is None, "use RabbitMQ: runs need its quorum queues and streams"),
         ("problem", release < OLDEST, "upgrade the broker"),
-        ("warning", release > NEWEST, "read its list of breaking changes: nobody has run this system on it"),
+        ("warning", release > NEWEST, "read its list of breaking changes: this system was not tested with it"),
     )
 
 
@@ -162,8 +162,8 @@ def _consumer_timeout(facts: DoctorFacts, needs: Needs) -> list[Judgement]:
     seconds = facts["limits"]["consumer_timeout"] / 1000
     raise_it = (
         f"add the line `consumer_timeout = {round(needs.config.broker.consumer_timeout * 1000)}` to rabbitmq.conf "
-        "(milliseconds; 1800000 is RabbitMQ's own) and restart the broker: what takes longer is taken away and done "
-        "again, for ever"
+        "(milliseconds; 1800000 is RabbitMQ's own) and restart the broker: a message that is held longer is "
+        "redelivered and processed again, without end"
     )
     low = 0 < seconds <= needs.hold_seconds
     return first(f"{seconds:g} s" if seconds else "no limit", ("problem" if needs.exact else "warning", low, raise_it))
@@ -176,7 +176,7 @@ def _message_size(facts: DoctorFacts, needs: Needs) -> list[Judgement]:
         return [("not looked at", "the broker does not report it", ENVIRONMENT)]
     lower = (
         f"set broker.max_message_bytes to {limit} or less, or raise max_message_size in rabbitmq.conf: "
-        "one larger message closes the channel under all others"
+        "one larger message closes the channel for all other messages"
     )
     return first(size(limit), ("problem", limit < needs.config.broker.max_message_bytes, lower))
 
@@ -192,8 +192,7 @@ def _alarms(facts: DoctorFacts, _needs: Needs) -> list[Judgement]:
         alarms = [(alarm, do) for key, alarm, do in alarm_kinds if node.get(key)]
         alarms += [(alarm, "see `rabbitmqctl status`") for alarm in node.get("other_alarms", ())]
         raised += [
-            ("problem", f"{alarm} ({node['name']}) alarm: the broker takes nothing from publishers", do)
-            for alarm, do in alarms
+            ("problem", f"{alarm} ({node['name']}) alarm: the broker blocks publishers", do) for alarm, do in alarms
         ]
     if raised:
         return raised
@@ -285,7 +284,9 @@ def _feature_flags(facts: DoctorFacts, _needs: Needs) -> list[Judgement]:
 def _clock(facts: DoctorFacts, _needs: Needs) -> list[Judgement]:
     ahead, error = facts["clock"]
     seen = f"the broker's is {abs(ahead):.1f} s {'ahead' if ahead >= 0 else 'behind'} (± {error:.1f} s)"
-    sync = "set both by NTP: runs go on, but times in logs and metrics do not fit, and certificates may seem invalid"
+    sync = (
+        "set both by NTP: runs continue, but times in logs and metrics do not match, and certificates may seem invalid"
+    )
     return first(seen, ("warning", abs(ahead) - error > CLOCK_SECONDS, sync))
 
 
@@ -299,16 +300,16 @@ def _depths(facts: DoctorFacts, needs: Needs) -> dict[str, tuple[int, int]]:
     return {**listed, **facts.get("depths", {})}
 
 
-@check("queues of the run", "those of a run that is at work or is to go on, or none", of_run=True)
+@check("queues of the run", "queues of a running or resumable run, or none", of_run=True)
 def _run_queues(facts: DoctorFacts, needs: Needs) -> list[Judgement]:
     depths = _depths(facts, needs)
     if not depths:
         return first("none")
     filled = ", ".join(f"{name} {count}" for name, (count, _) in sorted(depths.items()) if count)
     unused, finished = not any(consumers for _, consumers in depths.values()), needs.folder_finished
-    use = "in use" if not unused else "of a run that can go on" if finished is False else "nobody uses them"
+    use = "in use" if not unused else "of a resumable run" if finished is False else "not in use"
     clean = f"`trinity-mq broker clean {needs.named.run}` deletes them"
-    fresh = f"a new run of this name would find the old one's tasks: {clean}, if no such run is to go on"
+    fresh = f"a new run of this name would receive the old run's tasks: {clean}, unless the old run is to be resumed"
     return first(
         f"{len(depths)} queues{f' ({filled})' if filled else ''}, {use}",
         ("warning", unused and finished, f"the run's folder says that it is over: {clean}"),
@@ -316,18 +317,22 @@ def _run_queues(facts: DoctorFacts, needs: Needs) -> list[Judgement]:
     )
 
 
-@check("releases", "agents of one release, or of several while they are exchanged", of_run=True)
+@check("releases", "agents of one release, or of several releases during an upgrade", of_run=True)
 def _releases(facts: DoctorFacts, needs: Needs) -> list[Judgement]:
     mixed = mixture(beat for beat in facts.get("beats", {}).values() if beat.state not in {"gone", "finished"})
     if "beats" not in facts and any(consumers for _, consumers in _depths(facts, needs).values()):
         return [("not looked at", facts.why("beats"), f"`trinity-mq status {needs.named.run}`")]
     if not mixed:
-        return first("no agent is at work")
-    end = "exchange the others too, or go back: docs/upgrading.md"
+        return first("no agent is running")
+    end = "upgrade the other agents too, or roll back: docs/upgrading.md"
     conflict_texts = release_conflicts(mixed)
     return first(
         " ".join([releases_line(mixed), *conflict_texts]),
-        ("problem", conflict_texts, "upgrade who is named above first; who does not fit takes no work until then"),
+        (
+            "problem",
+            conflict_texts,
+            "first upgrade the agents named above; incompatible agents take no work until then",
+        ),
         ("warning", len(mixed) > 1, end),
     )
 
@@ -350,7 +355,7 @@ LOSSES = {
 """Policy settings that lose messages: the kinds of queues that they affect, and the harm."""
 POLICY_KINDS = {"policies": "policy", "operator_policies": "operator_policy"}
 APPLY_TO = {"quorum": "quorum_queues", "stream": "streams", "exclusive": "classic_queues"}
-NO_POLICY = "none that takes messages or queues of the run away"
+NO_POLICY = "no policy that removes messages or queues of the run"
 LIST_POLICIES = "`rabbitmqctl list_policies -p VHOST` and `rabbitmqctl list_operator_policies -p VHOST` on its machine"
 
 
@@ -361,7 +366,7 @@ def _policies(facts: DoctorFacts, needs: Needs) -> list[Judgement]:
     harmed: dict[tuple[str, str], tuple[Verdict, str, list[str]]] = {}
     for kind, singular in POLICY_KINDS.items():
         if unread := [policy["name"] for policy in facts[kind] if not _is_readable(policy["pattern"])]:
-            why = f"the pattern of {', '.join(unread)} is no regular expression to Python, which this is written in"
+            why = f"the pattern of {', '.join(unread)} is not a regular expression that Python can read"
             judgements.append(("not looked at", why, f"compare it by eye with {needs.named.prefix}*"))
         for target in targets:
             matching = [policy for policy in facts[kind] if policy["name"] not in unread and _applies(policy, target)]
@@ -377,7 +382,9 @@ def _policies(facts: DoctorFacts, needs: Needs) -> list[Judgement]:
         shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         do = f"change its pattern so that it does not match {needs.named.prefix}*, or {clear}"
         judgements.append((verdict, f"{sets} on {shown}: {words}", do))
-    return judgements if harmed else [*judgements, *first("none clashes with what the run declares")]
+    return (
+        judgements if harmed else [*judgements, *first("no policy conflicts with the queues and exchanges of the run")]
+    )
 
 
 def _applies(policy: Mapping[str, Any], target: Queue | str) -> bool:
@@ -390,7 +397,7 @@ def _applies(policy: Mapping[str, Any], target: Queue | str) -> bool:
 def _harm(key: str, value: Any, queue: Queue | str, needs: Needs) -> tuple[Verdict, str] | None:
     """Return the harm that a setting does to a queue or exchange of the run; None: no harm."""
     if isinstance(queue, str):
-        words = "what belongs to no queue any more goes there instead of coming back"
+        words = "messages without a queue go there instead of being returned to the publisher"
         return ("warning", words) if key == "alternate-exchange" else None
     limit = needs.config.broker.delivery_limit
     if key == "delivery-limit" and queue.kind == "quorum" and value < 0:
@@ -424,20 +431,23 @@ def _torch(facts: DoctorFacts, _needs: Needs) -> list[Judgement]:
     return first(facts["torch"] if failed else facts["torch"]["torch"], ("problem", failed, again))
 
 
-@check("GPU", "one for large models, most of it free", of_machine=True)
+@check("GPU", "a GPU for large models, with most of its memory free", of_machine=True)
 def _gpus(facts: DoctorFacts, _needs: Needs) -> list[Judgement]:
     report = facts["torch"]
     if isinstance(report, str):
-        return [("not looked at", "torch cannot be asked", "`nvidia-smi`")]
+        return [("not looked at", "torch cannot be queried", "`nvidia-smi`")]
     judgements: list[Judgement] = []
     for number, (name, free, total) in enumerate(report.get("gpus", ())):
         seen = f"{number}: {name}, {size(free)} of {size(total)} free"
-        judgements += first(seen, ("warning", free <= total / 2, "see `nvidia-smi` for who uses it"))
+        judgements += first(seen, ("warning", free <= total / 2, "`nvidia-smi` shows the processes that use it"))
     if report["available"]:
         return judgements
-    why = "torch is built without CUDA" if report["cuda"] is None else f"torch wants CUDA {report['cuda']}"
-    seen = f"the machine has one, torch sees none: {why}" if facts["has_gpu_devices"] else "none: the CPU does it all"
-    do = "install the torch for your driver (see `nvidia-smi`); in a service or container, let the devices in"
+    why = "torch is built without CUDA" if report["cuda"] is None else f"torch needs CUDA {report['cuda']}"
+    unseen = f"the machine has a GPU that torch does not see: {why}"
+    seen = unseen if facts["has_gpu_devices"] else "none: everything runs on the CPU"
+    do = (
+        "install the torch for your driver (see `nvidia-smi`); in a service or container, give it access to the devices"
+    )
     return first(seen, ("warning", facts["has_gpu_devices"], do))
 
 

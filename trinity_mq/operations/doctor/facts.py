@@ -54,8 +54,8 @@ API_PATHS = {
 }
 """Paths of the questions to the management API. Answers of ``rabbitmqctl`` are converted to the same form."""
 STATUS_REASONS = {
-    401: "user name or password are wrong there, or the user has no tag for it",
-    403: "the user lacks the tag for it",
+    401: "wrong user name or password, or the user has no management tag",
+    403: "the user has no tag that permits this",
 }
 
 
@@ -175,7 +175,7 @@ async def _collect_heartbeats(connection: BrokerConnection, topology: Topology, 
                 beat = decode(reply.body, Heartbeat, reply.header.properties.content_type)
                 beats[beat.id] = beat
     except (BrokerConnectError, BusRefused) as error:
-        facts.missing(f"heartbeats cannot be heard ({error})", "beats")
+        facts.missing(f"heartbeats cannot be received ({error})", "beats")
         return
     facts["beats"] = beats
 

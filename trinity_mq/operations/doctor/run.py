@@ -51,7 +51,7 @@ async def check_broker(
     """
 
     def no_broker(verdict: Verdict, seen: str, do: str) -> list[DoctorFinding]:
-        return [DoctorFinding("broker", verdict, mask_passwords(seen), "one that answers", do)]
+        return [DoctorFinding("broker", verdict, mask_passwords(seen), "a broker that answers", do)]
 
     try:
         addresses = Addresses.of(broker)
@@ -59,9 +59,11 @@ async def check_broker(
             try:
                 await local_broker_class()
             except NodeError as error:
-                return no_broker("problem", "none is known, and `trinity-mq run` can start none of its own", str(error))
+                return no_broker(
+                    "problem", "no broker is known, and `trinity-mq run` cannot start a private broker", str(error)
+                )
             do = "give --broker amqp://user:password@host:port/vhost, or set TRINITY_MQ_BROKER_URL"
-            return no_broker("warning", "none is known; `trinity-mq run` would start one of its own", do)
+            return no_broker("warning", "no broker is known; `trinity-mq run` would start a private broker", do)
         urls = await asyncio.to_thread(addresses.read)
         parts = urlsplit(urls[0])
         facts = DoctorFacts(
@@ -72,9 +74,9 @@ async def check_broker(
         )
         await ask_amqp(urls, broker.tls, needs.topology, facts)
     except (AddressError, BusRefused) as error:
-        return no_broker("problem", str(error), "see what it says above")
+        return no_broker("problem", str(error), "see the message above")
     except (BrokerConnectError, TimeoutError) as error:
-        do = "is it running, and are host and port right? Is a firewall between?"
+        do = "is it running, and are host and port right? Does a firewall block the connection?"
         return no_broker("problem", str(error) or "it does not answer", do)
     if ctl := ctl or _ctl_of(node, parts.port):
         await ask_rabbitmqctl(ctl, facts)

@@ -61,13 +61,15 @@ class TaskRecords:
         """
         name, index = experience.taskset, experience.index
         if name is None or index is None:
-            raise NotRegradable("its task came from outside, and nothing keeps the record of such a one")
+            raise NotRegradable("its task was submitted from outside, and its record is not stored")
         taskset = self._tasksets.get(name)
         if taskset is None:
             raise NotRegradable(f"the configuration has no taskset {name!r}")
         records = self._read(taskset)
         if not 0 <= index < len(records):
-            raise NotRegradable(f"taskset {name!r} has {len(records)} records now, and not the one that it came from")
+            raise NotRegradable(
+                f"taskset {name!r} has {len(records)} records now, and the record of its task is not among them"
+            )
         return records[index], taskset
 
     def _read(self, taskset: TasksetConfig) -> list[Record]:

@@ -33,7 +33,7 @@ def open_grader(config: Config, arguments: argparse.Namespace) -> Grader:
     try:
         reward_args = json.loads(arguments.reward_args)
     except ValueError as error:
-        raise CommandError(f"--reward-args is {arguments.reward_args!r:.200}, which is no JSON: {error}") from error
+        raise CommandError(f"--reward-args is {arguments.reward_args!r:.200}, which is not JSON: {error}") from error
     if not isinstance(reward_args, dict):
         raise CommandError(f"--reward-args is {arguments.reward_args!r:.200}, wanted an object such as '{{\"a\": 1}}'")
     add_plugins(config.plugin_dirs)

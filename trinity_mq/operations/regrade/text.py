@@ -38,12 +38,12 @@ def print_figures(figures: Mapping[str, Any], out: TextIO) -> None:
     console.print(_confusion(figures["confusion"]) if "confusion" in figures else _quantiles(figures["quantiles"]))
     say(
         "groups",
-        f"{groups['count']}: {groups['gain_spread']} gain a spread (begin to teach), {groups['lose_spread']} lose "
-        f"theirs, {groups['inverted']} change the order of two runs",
+        f"{groups['count']}: {groups['gain_spread']} gain a spread of rewards (become useful for training), "
+        f"{groups['lose_spread']} lose it, {groups['inverted']} change the order of two runs",
     )
     say(
         "pairs",
-        f"{pairs['compared']} of runs of a group: {pairs['inverted']} turned round, {pairs['ties_broken']} ties "
+        f"{pairs['compared']} of runs of a group: {pairs['inverted']} reversed, {pairs['ties_broken']} ties "
         f"broken, {pairs['ties_made']} made",
     )
     advantage = figures["advantage"]

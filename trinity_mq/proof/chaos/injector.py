@@ -19,7 +19,7 @@ POINT_SECONDS = 30.0
 """Seconds to wait for a marked point; after that the fault is injected anyway."""
 FIND_SECONDS = 0.5
 """Seconds between two searches for a living process of a role."""
-POINT_MISSED = "its point did not come"
+POINT_MISSED = "its point was not reached"
 TRIES = 5
 """Victims that may end before they are struck, until the fault is skipped."""
 
@@ -138,7 +138,7 @@ class Injector:
         for _ in range(TRIES):
             victim = await self._choose(fault, over)
             if victim is None:
-                done.note = done.note or f"no {fault.role} was there"
+                done.note = done.note or f"no {fault.role} was running"
                 return
             if self._exceeds_budget(victim, fault):
                 done.note = f"{victim.name} was ended so often that its supervisor would give up"
@@ -158,13 +158,13 @@ class Injector:
                 continue
             except CommandError as error:
                 done.at, done.note = None, str(error)
-                self._tell(f"fault {fault.number} was not done: {error}")
+                self._tell(f"fault {fault.number} was not injected: {error}")
                 if self._lasts(fault):  # a part of the fault may have taken effect
                     await self._relieve(victim, fault.kind)
                 return
             self._note_injection(done, group)
             return
-        done.note = f"every {fault.role} ended by itself"
+        done.note = f"every {fault.role} ended before the fault"
 
     def _note_injection(self, done: InjectedFault, group: asyncio.TaskGroup) -> None:
         fault, victim = done.fault, done.victim
@@ -253,7 +253,7 @@ class Injector:
         try:
             await self._targets.relieve(victim, kind)
         except CommandError as error:
-            self._tell(f"{victim.name} could not be relieved of {kind}: {error}")
+            self._tell(f"{kind} of {victim.name} could not be ended: {error}")
         # not reached if this was cancelled: the relief is then retried at the end
         self._lasting.pop(victim.identity, None)
 

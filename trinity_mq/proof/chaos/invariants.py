@@ -143,13 +143,13 @@ def trained_once(record: Record) -> InvariantVerdict:
     begins = 1 if not record.results_begin else line[0].progress
     missing = sorted(set(range(begins, line[-1].progress + 1)) - {step.progress for step in line})
     if missing:
-        violations.append(f"progress that no message of the trainer tells of: {_excerpt(missing)}")
+        violations.append(f"progress without a message of the trainer: {_excerpt(missing)}")
     tickets = Counter(step.ticket for step in line)
     violations += [f"ticket {ticket} was consumed {times} times" for ticket, times in tickets.items() if times > 1]
     batches = Counter(str(step.batch) for step in line)
     violations += [f"batch {batch} was consumed {times} times" for batch, times in batches.items() if times > 1]
     if not record.results_begin and (gaps := _skipped_batches(line)):
-        violations.append(f"batches that were passed over: {_excerpt(gaps)}")
+        violations.append(f"batches that were skipped: {_excerpt(gaps)}")
     trained: Counter[str] = Counter()
     for step in line:
         processed = deciding.get(step.ticket)
@@ -221,7 +221,7 @@ def _decreases(what: str, sightings: Sequence[VersionSeen]) -> Iterator[str]:
 
 def versions_existed(record: Record) -> InvariantVerdict:
     """Check that each version named by tokens existed in the trainer: as a step of its generation, or as its start."""
-    name = "tokens name versions that were there"
+    name = "tokens name versions that existed"
     named = {version: processed for processed in record.sets for version in processed.versions}
     if not named:
         return InvariantVerdict(name, "not checked", "no token names a version")
@@ -304,7 +304,7 @@ def nothing_left(processes: Sequence[str] | None, *, over: bool) -> InvariantVer
     """Check that no process of the run is left after its end."""
     name = "no process left"
     if not over:
-        return InvariantVerdict(name, "not checked", "the run goes on")
+        return InvariantVerdict(name, "not checked", "the run is still running")
     if processes is None:
         return InvariantVerdict(name, "not checked", "its processes cannot be listed from here")
     return verdict_of(name, processes, "all have ended")

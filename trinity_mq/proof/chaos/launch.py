@@ -88,7 +88,7 @@ async def launch_run(
     """
     folder = RunFolder(config)
     if (holder := folder.holder()) is not None:
-        raise CommandError(f"run {config.name!r} runs already (process {holder}): --attach {folder.path}")
+        raise CommandError(f"run {config.name!r} is already running (process {holder}): --attach {folder.path}")
     if folder.finished:
         raise CommandError(f"run {config.name!r} has finished; give it another name (name=...), or --fresh")
     folder.logs.mkdir(parents=True, exist_ok=True)

@@ -49,8 +49,8 @@ POINTS: Mapping[str, Point] = {
     "evaluating": Point("an evaluation was asked for or began", ("explorer", "engine", "runner")),
     "agent_back": Point("an agent that had died is back", ("explorer", "runner", "operator", "trainer", "gateway")),
     "session_answered": Point("an answer of a session is on its stream, its client may not have it", ("gateway",)),
-    "sessions_decided": Point("it is decided about sessions, their task is not submitted", ("gateway",)),
-    "sessions_trained": Point("sessions were told that they are trained on", ("gateway",)),
+    "sessions_decided": Point("sessions are decided, their task is not submitted", ("gateway",)),
+    "sessions_trained": Point("sessions were reported as trained", ("gateway",)),
 }
 
 
@@ -92,7 +92,7 @@ INSIDE: Mapping[str, InsidePoint] = {
         "a submission's outcome is confirmed, and not noted", "explorer", "confirmed submission_outcome"
     ),
     "progress_confirmed": InsidePoint("progress is confirmed, its checkpoint is not", "trainer", "confirmed progress"),
-    "checkpoint_saved": InsidePoint("a checkpoint is written, nothing knows of it", "trainer", "saved checkpoint"),
+    "checkpoint_saved": InsidePoint("a checkpoint is written, no message reports it", "trainer", "saved checkpoint"),
     "opened_confirmed": InsidePoint(
         "a session's beginning is confirmed, its client has no answer", "gateway", "confirmed session_opened"
     ),
@@ -106,7 +106,7 @@ INSIDE: Mapping[str, InsidePoint] = {
     ),
     "task_confirmed": InsidePoint("a session's task is confirmed", "gateway", "confirmed task_submission"),
     "trained_confirmed": InsidePoint(
-        "what the trainer made of sessions is confirmed", "gateway", "confirmed sessions_trained"
+        "the trainer's report on sessions is confirmed", "gateway", "confirmed sessions_trained"
     ),
 }
 """Points between the confirm of a publish and the acknowledgement of the delivery that caused it."""

@@ -35,8 +35,8 @@ def lines(outcome: TrialOutcome, schedule: Path, again: str) -> Iterator[str]:
     yield _summary(outcome)
     if (remaining := len(outcome.schedule.faults) - len(_injected(outcome))) > 0:
         yield (
-            f"{remaining} of {len(outcome.schedule.faults)} faults were not done; where the run was over before, "
-            "give it more batches (buffer.total_steps=N)"
+            f"{remaining} of {len(outcome.schedule.faults)} faults were not injected; if the run was over before "
+            "them, give it more batches (buffer.total_steps=N)"
         )
     yield f"schedule: {schedule}"
     yield f"repeat it: {again}"
@@ -85,7 +85,7 @@ def _row(done: InjectedFault, began: float) -> tuple[str, ...]:
         fault.point or "-",
         _after(done.back, done.at),
         _after(done.recovered, done.at),
-        ("together with the one before; " if fault.together else "") + done.note,
+        ("together with the previous fault; " if fault.together else "") + done.note,
     )
 
 
@@ -124,7 +124,9 @@ def _summary(outcome: TrialOutcome) -> str:
         words.append(f"recovered in {took[len(took) // 2]:.1f} s (median), {took[-1]:.1f} s at most")
     before, during = outcome.rate_before, outcome.rate_while
     if before and during:
-        words.append(f"{before:.0f} batches a minute before, {during:.0f} while: {1 - during / before:.0%} lost")
+        words.append(
+            f"{before:.0f} batches a minute before, {during:.0f} during the faults: {1 - during / before:.0%} lost"
+        )
     verdict = "every invariant that was checked holds" if outcome.holds else "AN INVARIANT IS VIOLATED"
     return f"{verdict}; {'; '.join(words)}"
 

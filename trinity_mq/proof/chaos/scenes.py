@@ -128,9 +128,7 @@ async def try_local_run(arguments: argparse.Namespace, wishes: TrialOptions, tel
     folder = RunFolder(config)
     supervisor = folder.holder()
     if supervisor is None:
-        raise CommandError(
-            f"{folder.path} is no run that runs now; give its YAML file in place of --attach to start it"
-        )
+        raise CommandError(f"{folder.path} is not a running run; give its YAML file instead of --attach to start it")
     target = find_target(arguments)
     async with open_bus(target, "chaos") as (bus, topology):
         targets = _local_targets(config, supervisor, bus, topology)

@@ -16,7 +16,8 @@ from trinity_mq.runtime.process import write_atomic
 KINDS: Mapping[str, str] = {
     "kill": "SIGKILL, as a crash or the kernel's OOM killer ends a process",
     "freeze": "SIGSTOP, and SIGCONT some seconds later: a long pause of the process, its connections stay open",
-    "cut": "its connections to the broker are reset; the broker's: everybody's, and new ones are refused for seconds",
+    "cut": "its connections to the broker are reset; for the broker: all connections are reset, and new connections "
+    "are refused for some seconds",
     "restart": "SIGTERM and a new start, as a deployment does it",
 }
 ROLES = ("explorer", "runner", "operator", "trainer", "engine", "broker", "gateway")
@@ -89,7 +90,7 @@ def draw(
     """
     roles = [role for role in ROLES if possible.get(role)]
     if not roles:
-        raise ValueError("no role is left of which a fault is possible")
+        raise ValueError("no fault is possible for any of the roles")
     dice = random.Random(f"trinity-mq chaos {FORMAT} {seed}")
     faults: list[Fault] = []
     for number in range(1, count + 1):
@@ -181,7 +182,7 @@ def load(path: Path) -> ChaosSchedule:
     except OSError as error:
         raise CommandError(f"schedule {path} cannot be read: {error.strerror}") from error
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise CommandError(f"{path} is no schedule: {error}; `trinity-mq chaos` writes one") from error
+        raise CommandError(f"{path} is not a valid schedule: {error}; `trinity-mq chaos` writes one") from error
     for fault in faults:
         _check(fault, path)
     return ChaosSchedule(faults, data.get("seed"), data.get("drawn_from") or {})

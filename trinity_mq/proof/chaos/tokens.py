@@ -87,7 +87,7 @@ def check_tokens(
         if version in weights and (comparable := [sample for sample in experiences if _is_comparable(sample)])
     }
     if not usable:
-        return InvariantVerdict(NAME, "not checked", "no weights are kept of a version that sampled something")
+        return InvariantVerdict(NAME, "not checked", "no version that sampled tokens has kept weights")
     if config.algorithm.allow_truncated_sampling:
         return InvariantVerdict(
             NAME, "not checked", "algorithm.allow_truncated_sampling: logprobs may not be the model's own"
@@ -111,7 +111,7 @@ def check_tokens(
             other_errors += _differences(config, other_folder, experiences)
     distinguished = sum(difference > limit for difference in other_errors)
     if not violations and not distinguished:
-        text = f"{len(named_errors)} experiences fit, but would under the weights of another version too"
+        text = f"{len(named_errors)} experiences fit, but would also fit the weights of another version"
         return InvariantVerdict(NAME, "not checked", text)
     return verdict_of(
         NAME,

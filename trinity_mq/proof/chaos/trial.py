@@ -280,7 +280,7 @@ def _tasks(config: Config) -> int | None:
 def _recovered(outcome: TrialOutcome, code: int | None) -> InvariantVerdict:
     violations = [
         f"fault {done.fault.number} ({done.fault.kind} {done.victim.name if done.victim else done.fault.role}): "
-        + ("its process was not heard of again" if done.back is None else "no train step after it was back")
+        + ("no further heartbeat of its process arrived" if done.back is None else "no train step after it was back")
         for done in outcome.done
         if done.is_open
     ]
@@ -290,7 +290,7 @@ def _recovered(outcome: TrialOutcome, code: int | None) -> InvariantVerdict:
         violations.append(f"the run ended with exit code {code}")
     struck = [done for done in outcome.done if done.at is not None]
     if not violations and not struck:
-        return InvariantVerdict("the run recovers", "not checked", "no fault was done")
+        return InvariantVerdict("the run recovers", "not checked", "no fault was injected")
     return invariants.verdict_of("the run recovers", violations, f"from each of {len(struck)} faults")
 
 

@@ -43,7 +43,7 @@ def algorithm(move: SettingsTransfer) -> None:
         "bypass_old_logprobs": "old logprobs are the engine's, or the trainer's where the algorithm's own pieces ask "
         "for it (docs/learning.md)",
         "enable_router_replay": "expert choices are not replayed",
-        "rollout_correction": "what corrects for engine and trainer apart is `algorithm.correction`",
+        "rollout_correction": "`algorithm.correction` corrects for differences between engine and trainer",
     }.items():
         move.leave_out(f"algorithm.{name}", reason)
     for name in KEPT:
@@ -81,7 +81,7 @@ def _kl(move: SettingsTransfer) -> None:
 
 def _samples(move: SettingsTransfer) -> None:
     move.leave_out(
-        "algorithm.sample_strategy", "a step has the batches that are due, and experts beside them", matters=False
+        "algorithm.sample_strategy", "a step has its rollout batches, and expert experiences in addition", matters=False
     )
     move.move("algorithm.sample_strategy_args.expert_data_ratio", "buffer.trainer_input.expert_data_ratio")
     move.move("algorithm.sample_strategy_args.max_staleness", "synchronizer.max_staleness")

@@ -22,8 +22,8 @@ UNUSED = {
     "enable_progress_bar": "progress shows by itself",
     "max_retry_times": "reading a file is not tried again",
     "max_retry_interval": "reading a file is not tried again",
-    "capacity": "the broker holds what was not trained on yet, within `broker.ready_max_bytes`",
-    "max_read_timeout": "what is waited for is bounded by `explorer.stall_timeout`",
+    "capacity": "the broker holds untrained experiences, within `broker.ready_max_bytes`",
+    "max_read_timeout": "`explorer.stall_timeout` bounds the wait",
     "index": "it follows from the place in the list",
     "is_eval": "it follows from the list that it is in",
     "ray_namespace": "there is no Ray",
@@ -41,11 +41,11 @@ def buffer(move: SettingsTransfer) -> None:
     _trainer_input(move)
     move.move("trainer.total_steps", "buffer.total_steps")
     if "total_steps" in move.settings.get("buffer", {}):
-        move.leave_out("buffer.total_steps", "trainer.total_steps is what counts", matters=False)
+        move.leave_out("buffer.total_steps", "trainer.total_steps decides", matters=False)
     _sizes(move, mode)
     for name, reason in UNUSED.items():
         move.leave_out(f"buffer.{name}", reason, matters=False)
-    move.leave_out("buffer.cache_dir", "a run keeps all in its folder", matters=False)
+    move.leave_out("buffer.cache_dir", "a run keeps all files in its folder", matters=False)
     _operators(move)
 
 

@@ -26,7 +26,7 @@ UNUSED = {
     "project": "a run has a name alone",
     "group": "a run has a name alone",
     "ray_namespace": "there is no Ray",
-    "continue_from_checkpoint": "a run that was started before goes on; `trinity-mq run --fresh` trains anew",
+    "continue_from_checkpoint": "a run that was started before resumes; `trinity-mq run --fresh` starts over",
     "ignore_validator_suggestions": "`trinity-mq validate` suggests nothing, it finds errors",
     "log": "logs are in the run's folder",
 }
@@ -56,8 +56,8 @@ def migrate(source: Mapping[str, Any]) -> Migration:
     """
     if not any(isinstance(source.get(section), Mapping) for section in ("model", "buffer", "algorithm")):
         raise ConfigError(
-            f"is no configuration of Trinity-RFT: it has {', '.join(map(str, source)) or 'nothing'}, wanted sections "
-            "such as algorithm, model and buffer"
+            f"is not a configuration of Trinity-RFT: it has {', '.join(map(str, source)) or 'nothing'}, wanted "
+            "sections such as algorithm, model and buffer"
         )
     resolved = without_references(source)
     stages = resolved.pop(STAGES, None)

@@ -59,7 +59,7 @@ def _truncated(move: SettingsTransfer) -> None:
         move.put(
             "algorithm.allow_truncated_sampling", True,
             "training rollouts are sampled with top_p, top_k or a penalty: their logprobs are not the policy's. "
-            "Trinity-RFT trains on them without a word; better sample without",
+            "Trinity-RFT trains on them without a warning; better sample without them",
         )  # fmt: skip
 
 

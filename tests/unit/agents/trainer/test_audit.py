@@ -351,7 +351,7 @@ def test_the_command_says_what_holds_and_what_it_could_not_check(run: Path, caps
     out = capsys.readouterr().out
     assert "progress-000008: generation 3, step 8, 8 batches, 32 experiences" in out
     assert "ok           tickets      8 tickets, each decided once" in out
-    assert "not checked  stream       not asked for (--offline)" in out
+    assert "not checked  stream       skipped (--offline)" in out
     assert out.endswith("no fault found; 1 thing not checked\n")
 
 

@@ -196,7 +196,7 @@ def test_a_finished_run_goes_back_and_finishes_again(tmp_path: Path) -> None:
     run_virtually(sim.run(), limit=1000)
     assert sim.evaluated_steps() == [0, 2, 4, 6, 8]
     assert rewind_to_checkpoint(sim.config, "progress-4") == [
-        "goes on from progress-000004; up to 4 batches after it are trained on again"
+        "resumes from progress-000004; up to 4 later batches are trained on again"
     ]
     (tmp_path / "finished").unlink()
     again = a_run(tmp_path, broker=sim.broker)

@@ -132,9 +132,9 @@ CULPRITS: dict[str, tuple[dict[str, Any], str, str, str]] = {
     ),
     "explorer silent, and so its engine": ({"ages": {"explorer-0": 9.0, ENGINE: 9.0}}, "stuck", "explorer-0", "9 s"),
     "no operator": ({"without": ("operator-0",), "depths": {"closed": 2}}, "stuck", "operator", "2 closed batches"),
-    "no runner": ({"without": ("runner-0", "runner-1")}, "stuck", "runner", "no runner lives"),
-    "no trainer": ({"without": ("trainer-0",)}, "stuck", "trainer", "no trainer lives"),
-    "no explorer": ({"without": ("explorer-0", ENGINE)}, "stuck", "explorer", "no explorer lives"),
+    "no runner": ({"without": ("runner-0", "runner-1")}, "stuck", "runner", "no runner is running"),
+    "no trainer": ({"without": ("trainer-0",)}, "stuck", "trainer", "no trainer is running"),
+    "no explorer": ({"without": ("explorer-0", ENGINE)}, "stuck", "explorer", "no explorer is running"),
     "task queue emptied": (
         {"changed": HOLDING_NOTHING, "depths": {"tasks.train": 0, "tasks.eval": 0}},
         "waiting",
@@ -197,7 +197,7 @@ CULPRITS: dict[str, tuple[dict[str, Any], str, str, str]] = {
         {"changed": [beat("operator", ticket="t40", seconds=50.0, usual_seconds=1.0, reviews=2, review_seconds=250.5)]},
         "waiting",
         "operator-0",
-        "waits for people to judge 2 runs of its batch; in 250 s the default counts for those left",
+        "waits for people to judge 2 runs of its batch; in 250 s the default counts for the remaining runs",
     ),
     "sandbox away": (
         {"changed": [beat("runner", "runner-1", state="holding", waits=("it", 9.0), paused=[PAUSED])]},

@@ -71,5 +71,5 @@ def test_who_serves_nobody_has_no_clients() -> None:
     said: list[str] = []
     assert clients_of(serving_config(), 1, 0, said.append) is None
     assert clients_of(serving_config(gateway={"port": 0}), 1, 8, said.append) is None
-    assert said == ["gateway.port is 0: no client of ours knows it; set another one for traffic"]
+    assert said == ["gateway.port is 0: the clients cannot know a random port; set a fixed port for traffic"]
     assert clients_of(serving_config(), 1, 8, said.append) is not None

@@ -46,7 +46,7 @@ def test_wrong_words(
 def test_a_run_that_does_not_run_cannot_be_attached_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.yaml").write_text("name: r\nmodel: {tiny: {}}\n")
     assert main(["chaos", "--attach", str(tmp_path)]) == 2
-    assert "is no run that runs now" in capsys.readouterr().err
+    assert "is not a running run" in capsys.readouterr().err
 
 
 def outcome() -> TrialOutcome:
@@ -58,7 +58,7 @@ def outcome() -> TrialOutcome:
     ]
     done = [
         InjectedFault(faults[0], 11.0, Victim("runner", "runner-1", "7@1"), back=13.5, recovered=14.0),
-        InjectedFault(faults[1], 12.0, Victim("trainer", "trainer-0", "8@1"), note="its point did not come"),
+        InjectedFault(faults[1], 12.0, Victim("trainer", "trainer-0", "8@1"), note="its point was not reached"),
     ]
     verdicts = [
         InvariantVerdict(
@@ -77,12 +77,12 @@ def test_the_report_has_each_fault_each_verdict_and_what_it_cost() -> None:
     rows = [line.split() for line in text.splitlines()]
     assert rows[1] == ["1", "1.0", "kill", "runner-1", "sync_commit", "2.5", "3.0"]
     assert rows[2][:5] == ["2", "2.0", "freeze", "3.0", "s"]
-    assert rows[2][-5:] == ["its", "point", "did", "not", "come"]
+    assert rows[2][-5:] == ["its", "point", "was", "not", "reached"]
     assert "VIOLATED     the run recovers  1 violation" in text
     assert "fault 2 (freeze trainer-0): it was not heard of" in text
     assert "AN INVARIANT IS VIOLATED; 2 faults in 20 s, 12 batches trained on; recovered in 3.0 s (median)" in text
-    assert "60 batches a minute before, 45 while: 25% lost" in text
-    assert "1 of 3 faults were not done" in text
+    assert "60 batches a minute before, 45 during the faults: 25% lost" in text
+    assert "1 of 3 faults were not injected" in text
     assert text.endswith("schedule: s.json\nrepeat it: trinity-mq chaos x")
     data = json.loads(json.dumps(as_json(outcome(), Path("s.json"), "trinity-mq chaos x")))
     assert data["holds"] is False
@@ -99,7 +99,8 @@ def test_the_report_counts_faults_by_role_and_point_and_what_clients_were_told()
     text = "\n".join(lines(seen, Path("s.json"), "trinity-mq chaos x"))
     assert "\nrunner     1 kill; 1 at sync_commit\ntrainer    1 freeze\n" in text, "of a point that came"
     assert (
-        "\nclients    2 sessions, 1 rewarded, 2 calls, 1 recorded, 1 unrecorded, 1 repeated, 3 found nobody\n" in text
+        "\nclients    2 sessions, 1 rewarded, 2 calls, 1 recorded, 1 unrecorded, 1 repeated, 3 failed requests\n"
+        in text
     )
     data = as_json(seen, Path("s.json"), "trinity-mq chaos x")
     assert data["by_role"] == {"runner": ({"kill": 1}, {"sync_commit": 1}), "trainer": ({"freeze": 1}, {})}

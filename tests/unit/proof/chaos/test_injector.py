@@ -154,7 +154,7 @@ def test_a_marked_point_is_waited_for() -> None:
 def test_a_point_that_does_not_come_is_said_and_the_fault_is_done_all_the_same() -> None:
     run, done, _ = play(fault(1, "runner", point="evaluating"))
     assert [act[1:] for act in run.acts] == [("kill", "runner-0")]
-    assert done[0].note == "its point did not come"
+    assert done[0].note == "its point was not reached"
 
 
 def test_another_victim_takes_the_place_of_one_that_has_ended() -> None:
@@ -272,4 +272,4 @@ def test_a_victim_that_outlives_the_fault_goes_on_from_its_point() -> None:
 def test_a_point_inside_that_nobody_passes_is_said_and_does_not_count(hit: Hit | None) -> None:
     run, done, _ = at_point("kill", hit)
     assert run.acts == [(4.5, "kill", "runner-0")]
-    assert (done.is_inside, done.note) == (False, "its point did not come")
+    assert (done.is_inside, done.note) == (False, "its point was not reached")

@@ -170,8 +170,8 @@ def passed_over(record: Record) -> None:
         (double_experience, "experience 1/0/0/0/op is in 2 places"),
         (double_run, "batch 3: task 0, run 0, step 0 is in it 2 times"),
         (no_set, "batch 3 was trained on, and no complete set of it"),
-        (gap, "progress that no message of the trainer tells of: 3"),
-        (passed_over, "batches that were passed over: 4"),
+        (gap, "progress without a message of the trainer: 3"),
+        (passed_over, "batches that were skipped: 4"),
     ],
 )
 def test_what_is_trained_on_twice_or_not_at_all_is_found(

@@ -238,4 +238,4 @@ def test_a_container_is_stopped_but_for_its_first_process() -> None:
     )
     stopped, goes_on, refused = done.stdout.splitlines()
     assert (done.returncode, stopped, goes_on) == (1, "stopped", "goes on"), done
-    assert "which no signal from inside stops" in refused
+    assert "ignores signals from inside the container" in refused

@@ -58,7 +58,7 @@ def test_every_role_kind_and_point_is_drawn() -> None:
 def test_only_what_is_possible_is_drawn() -> None:
     faults = draw(3, 200, {"runner": ("kill",), "broker": ("cut", "restart"), "trainer": ()}, 1.0).faults
     assert {(one.role, one.kind) for one in faults} == {("runner", "kill"), ("broker", "cut"), ("broker", "restart")}
-    with pytest.raises(ValueError, match="no role is left"):
+    with pytest.raises(ValueError, match="no fault is possible"):
         draw(3, 1, {"runner": ()}, 1.0)
 
 
@@ -92,7 +92,7 @@ def test_a_wrong_line_is_named(tmp_path: Path, change: dict[str, object], wanted
 @pytest.mark.parametrize("text", ["", "[]", '{"format": 9, "faults": []}', '{"format": 1, "faults": [{"number": 1}]}'])
 def test_what_is_no_schedule_is_said(tmp_path: Path, text: str) -> None:
     (tmp_path / "schedule.json").write_text(text)
-    with pytest.raises(CommandError, match="is no schedule"):
+    with pytest.raises(CommandError, match="is not a valid schedule"):
         load(tmp_path / "schedule.json")
     with pytest.raises(CommandError, match="cannot be read"):
         load(tmp_path / "none.json")

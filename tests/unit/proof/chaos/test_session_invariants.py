@@ -29,8 +29,8 @@ TWICE = "no session trained on twice"
 DECIDED = "one decision about each session"
 COUNT = "recorded sessions are trained on"
 ANSWERS = "answers trained on once"
-TRUTH = "clients were told the truth"
-WAITS = "no session waits for ever"
+TRUTH = "answers to clients match the stream"
+WAITS = "every session is settled"
 LOST = "call-lost"
 
 
@@ -191,7 +191,7 @@ def stays_queued(scene: Scene) -> None:
         (lost_answer_too, ANSWERS, f"session b: answers {LOST} are trained on 1 times, wanted 0"),
         (told_answer_twice, ANSWERS, "session b: answers b0 are trained on 2 times, wanted 1"),
         (answer_left_out, ANSWERS, "session a: a recorded answer is not among what was trained on"),
-        (recorded_answer_vanished, TRUTH, "session a: answer a2 was told as recorded and is not on the stream"),
+        (recorded_answer_vanished, TRUTH, "session a: answer a2 was reported as recorded and is not on the stream"),
         (other_reward, TRUTH, "session a: reward 0.75 was accepted, the stream says 0.5"),
         (unknown_session, TRUTH, "session c was opened and is not on the stream"),
         (refused_request, TRUTH, "session a, end: 500"),

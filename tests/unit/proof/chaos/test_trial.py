@@ -42,7 +42,7 @@ def test_the_verdict_on_recovery() -> None:
     assert _recovered(outcome(recovered), 0).result == "holds"
     assert _recovered(outcome(recovered), 3).evidence == ("the run ended with exit code 3",)
     [line] = _recovered(outcome(InjectedFault(FAULT, 1.0, victim)), None).evidence
-    assert line == "fault 1 (kill runner-0): its process was not heard of again"
+    assert line == "fault 1 (kill runner-0): no further heartbeat of its process arrived"
     [line] = _recovered(outcome(InjectedFault(FAULT, 1.0, victim, back=2.0)), None).evidence
     assert "no train step after it was back" in line
     assert _recovered(outcome(InjectedFault(FAULT)), None).result == "not checked"

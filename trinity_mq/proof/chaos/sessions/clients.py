@@ -104,7 +104,7 @@ class Traffic:
             "recorded": sum(request.recorded == "yes" for request in requests),
             "unrecorded": sum(request.recorded == "no" for request in requests),
             "repeated": sum(request.tries > 1 for request in requests),
-            "found nobody": self.failures.total(),
+            "failed requests": self.failures.total(),
         }
 
 
@@ -302,7 +302,7 @@ def clients_of(config: Config, seed: int, at_once: int, tell: Callable[[str], No
     if config.mode != "serve" or at_once == 0:
         return None
     if config.gateway.port == 0:
-        tell("gateway.port is 0: no client of ours knows it; set another one for traffic")
+        tell("gateway.port is 0: the clients cannot know a random port; set a fixed port for traffic")
         return None
     return Clients(config, seed, at_once)
 

@@ -80,7 +80,7 @@ def recorded_sessions_count(
     """
     name = "recorded sessions are trained on"
     if not traffic.sessions:
-        return InvariantVerdict(name, "not checked", "no client of ours has asked")
+        return InvariantVerdict(name, "not checked", "no client of this trial sent a request")
     violations: list[str] = []
     reasons: Counter[str] = Counter()
     must = [client for client in traffic.sessions if client.must_train]
@@ -124,7 +124,7 @@ def answers_trained_once(
     name = "answers trained on once"
     if not traffic.sessions or sessions.begin:
         return InvariantVerdict(
-            name, "not checked", "retention has cut the stream" if sessions.begin else "no client has asked"
+            name, "not checked", "retention has cut the stream" if sessions.begin else "no client sent a request"
         )
     violations: list[str] = []
     count = 0
@@ -180,10 +180,10 @@ def _tokens(calls: Mapping[str, SessionCall], call: SessionCall) -> Tokens:
 
 def answers_match_stream(traffic: Traffic, sessions: SessionRecord) -> InvariantVerdict:
     """Check that the answers to clients agree with the stream: sessions, recorded answers, rewards, ends."""
-    name = "clients were told the truth"
+    name = "answers to clients match the stream"
     if not traffic.sessions or sessions.begin:
         return InvariantVerdict(
-            name, "not checked", "retention has cut the stream" if sessions.begin else "no client has asked"
+            name, "not checked", "retention has cut the stream" if sessions.begin else "no client sent a request"
         )
     violations = [*traffic.refused]
     for client in traffic.sessions:
@@ -198,7 +198,7 @@ def answers_match_stream(traffic: Traffic, sessions: SessionRecord) -> Invariant
 def _mismatches(client: ClientSession, session: Session, calls: Mapping[str, SessionCall]) -> Iterator[str]:
     for request in client.asked:
         if request.recorded == "yes" and request.call not in calls:
-            yield f"session {client.id}: answer {request.call} was told as recorded and is not on the stream"
+            yield f"session {client.id}: answer {request.call} was reported as recorded and is not on the stream"
     if client.unsure:
         return
     if client.reward is not None and session.reward != client.reward:
@@ -211,9 +211,9 @@ def _mismatches(client: ClientSession, session: Session, calls: Mapping[str, Ses
 
 def sessions_settle(traffic: Traffic, sessions: SessionRecord) -> InvariantVerdict:
     """Check that every complete session of a client is settled after the last request."""
-    name = "no session waits for ever"
+    name = "every session is settled"
     if not traffic.sessions:
-        return InvariantVerdict(name, "not checked", "no client of ours has asked")
+        return InvariantVerdict(name, "not checked", "no client of this trial sent a request")
     must = [client for client in traffic.sessions if client.must_train]
     waiting = [
         f"session {client.id}: {_state_text(sessions.ledger.get(client.id))}"

@@ -28,7 +28,7 @@ for folder in /proc/[0-9]*; do
     pid=${folder#/proc/}
     [ "$pid" = 1 ] || [ "$pid" = $$ ] || ! kill -s "$1" "$pid" 2>/dev/null || signalled=yes
 done
-[ -n "$signalled" ] || { echo "process 1 of a container, which no signal from inside stops" >&2; exit 1; }
+[ -n "$signalled" ] || { echo "process 1 of a container ignores signals from inside the container" >&2; exit 1; }
 """
 """Shell script that signals all processes of a pod except process 1, which the kernel protects against signals from
 inside."""
