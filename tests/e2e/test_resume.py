@@ -95,7 +95,7 @@ async def test_a_finished_run_goes_back_to_a_named_checkpoint_and_comes_to_the_s
         if origin == "none":
             assert code == 2
             assert "--from: there is no checkpoint step-4" in output
-            assert "there: progress-000003, progress-000006, progress-000008" in output
+            assert "available: progress-000003, progress-000006, progress-000008" in output
             continue
         assert code == 0, output
         newest = find_checkpoints(folder / "checkpoints")[0][0]

@@ -75,7 +75,7 @@ async def test_what_is_too_old_is_dropped_by_groups_and_its_tasks_are_done_again
     dropped = run.values("sample/dropped_stale_groups")
     assert sum(value for _, value in dropped) > 0
     assert max(age for _, age in run.values(AGE)) <= 1
-    assert '"stale_tasks_given_back"' in (tmp_path / "run" / "logs" / "explorer-0.jsonl").read_text()
+    assert '"stale_tasks_requeued"' in (tmp_path / "run" / "logs" / "explorer-0.jsonl").read_text()
     skipped = {step for step, value in run.values("sample/skipped_step") if value}
     assert len(skipped) < 16, "it goes on training"
 

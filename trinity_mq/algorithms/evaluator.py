@@ -106,7 +106,7 @@ def evaluate(
             case "pair":
                 weighted_terms.append((weight, pair_terms(view, config)))
             case _:
-                raise ValueError(f"{name!r} is no component, wanted rl, ce, ref_kl or pair")
+                raise ValueError(f"{name!r} is not a component, wanted rl, ce, ref_kl or pair")
     if not weighted_terms:
         raise ValueError(f"no tokens in {sorted(views)} for components {sorted(weights)}")
     total = sum(

@@ -26,7 +26,7 @@ def pair_loss(view: TokenView, args: Pair) -> tuple[Tensor, dict[str, Tensor]]:
     """
     assert view.ref is not None
     if view.segments % 2:
-        raise ValueError(f"{view.segments} sequences, wanted a chosen and a rejected one of each pair")
+        raise ValueError(f"{view.segments} sequences, wanted a chosen and a rejected sequence of each pair")
     log_ratio = view.logprob - view.ref
     sums = log_ratio.new_zeros(view.segments).index_add(0, view.segment, log_ratio)
     if args.form == "ipo":

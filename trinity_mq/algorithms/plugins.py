@@ -134,7 +134,7 @@ def plugin_weights(plugin: PluginPiece, view: TokenView) -> Tensor:
     if (weights < 0).any():
         raise PluginError(
             f"{plugin.kind} gives a weight of {weights.min().item():.4g}, wanted at least 0: a correction weighs "
-            "tokens or leaves them out, it does not turn them round"
+            "tokens or leaves them out, and must not change their sign"
         )
     return weights
 

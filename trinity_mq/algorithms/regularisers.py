@@ -37,7 +37,7 @@ def kl_estimate(difference: Tensor, kind: str, ratio: Tensor | None = None) -> T
         case "k3_k2":
             k2 = difference.square() / 2
             return k3.detach() + k2 - k2.detach()
-    raise ValueError(f"{kind!r} is no estimator of the KL divergence")
+    raise ValueError(f"{kind!r} is not an estimator of the KL divergence")
 
 
 def reference_kl(view: TokenView, anchor: Tensor, args: ReferenceKL) -> Tensor:

@@ -232,9 +232,10 @@ class OperatorsConfig(Section):
         if (waits := self.review_seconds) >= self.timeout:
             raise ValueError(
                 f"human_review may wait {waits:g} s for people (seconds, and {REVIEW_MARGIN:g} s to write down what "
-                f"counted, each), and operator.timeout is {self.timeout:g} s for the whole chain: raise that, and "
-                "broker.consumer_timeout with it where that is asked for, or lower seconds. An operator process does "
-                "nothing else meanwhile: operator.num_operators says how many batches may wait at a time"
+                f"counted, each), and operator.timeout is {self.timeout:g} s for the whole chain: raise "
+                "operator.timeout (and broker.consumer_timeout, if its own check asks for it), or lower seconds. An "
+                "operator process does nothing else while it waits: operator.num_operators says how many batches may "
+                "wait at a time"
             )
         return self
 

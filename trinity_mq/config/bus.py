@@ -144,14 +144,19 @@ class BrokerConfig(Section):
             path = Path(value).expanduser()
             if not path.is_absolute():
                 raise ValueError(
-                    f"{value!r} is a relative path, another folder for each process that is started elsewhere; give "
-                    "an absolute path or a URL such as s3://bucket/tmq"
+                    f"{value!r} is a relative path, which means a different folder in each working directory; give an "
+                    "absolute path or a URL such as s3://bucket/tmq"
                 )
             value = f"file://{path}"
         url = urlsplit(value)
         if url.password:
-            raise ValueError("the URL holds a password, and goes with every reference; give it to the library instead")
+            raise ValueError(
+                "the URL holds a password and would be part of every reference; give the password to the storage "
+                "library instead"
+            )
         is_relative = url.scheme in {"file", "local"} and url.netloc
         if is_relative or "::" in value or not url.path.strip("/") + url.netloc:
-            raise ValueError(f"{value!r} names no one place; wanted one like s3://bucket/tmq or file:///data/tmq")
+            raise ValueError(
+                f"{value!r} does not name a single place; wanted a URL such as s3://bucket/tmq or file:///data/tmq"
+            )
         return value.rstrip("/")

@@ -117,8 +117,8 @@ class GroupEstimator(EstimatorBase):
     def _check_scale(self) -> GroupEstimator:
         if not self.compares_runs and self.scale in {"group", "population", "mean"}:
             raise ValueError(
-                f"scale is {self.scale!r} with baseline {self.baseline!r}, wanted none, batch or batch_raw: a task's "
-                "own rewards scale only what was compared with them"
+                f"scale is {self.scale!r} with baseline {self.baseline!r}, wanted none, batch or batch_raw: the "
+                "rewards of a task can only scale values that were compared with them"
             )
         if self.baseline == "second_best" and self.shift:
             raise ValueError(

@@ -71,7 +71,7 @@ class LoraConfig(Section):
     @classmethod
     def _check_target_modules(cls, value: str | list[str]) -> str | list[str]:
         if not value or any(not name for name in value):
-            raise ValueError('names no layer; give ends of their names, such as [q_proj, v_proj], or "all-linear"')
+            raise ValueError('names no layer; give ends of layer names, such as [q_proj, v_proj], or "all-linear"')
         return value
 
     @property
@@ -106,8 +106,7 @@ class ModelConfig(Section):
     def _one_source(self) -> ModelConfig:
         if (self.model_path is None) == (self.tiny is None):
             raise ValueError(
-                "give either model_path (a folder or hub id) or tiny (a model made from numbers), not both and not "
-                "neither"
+                "give exactly one of model_path (a folder or hub id) and tiny (a small model with random weights)"
             )
         if self.max_prompt_tokens + self.max_response_tokens > self.max_model_len:
             raise ValueError(

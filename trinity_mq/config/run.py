@@ -112,7 +112,7 @@ class Config(Section):
     @classmethod
     def _check_mode(cls, value: Mode) -> Mode:
         if value not in AGENTS:
-            raise ValueError(f"mode {value} is not there yet; wanted one of {', '.join(AGENTS)}")
+            raise ValueError(f"mode {value} is not supported; wanted one of {', '.join(AGENTS)}")
         return value
 
     @field_validator("run_dir")
@@ -182,7 +182,7 @@ class Config(Section):
         where = "buffer.trainer_input.experience_buffer"
         if self.mode == "train" and data.storage_type == "stream" and not self.source.tap:
             raise ValueError(
-                f"mode is train and {where}.storage_type stream, which nobody would write to: set it to file, "
+                f"mode is train and {where}.storage_type stream, to which no agent would write: set it to file, "
                 "huggingface or synthetic, with a path; or mode to both; or source.tap to the run to train on"
             )
         if self.mode != "train" and data.storage_type != "stream":
@@ -198,8 +198,8 @@ class Config(Section):
         experts = self.buffer.trainer_input.auxiliary_buffers
         if experts and self.mode not in {"both", "serve"}:
             raise ValueError(
-                f"buffer.trainer_input.auxiliary_buffers has {', '.join(experts)} in mode {self.mode}, and experts go "
-                "beside rollouts that are trained on: set mode to both, or leave them out"
+                f"buffer.trainer_input.auxiliary_buffers has {', '.join(experts)} in mode {self.mode}, and experts "
+                "are added to rollouts that are trained on: set mode to both, or leave them out"
             )
         if experts and "ce" not in components(self.algorithm):
             raise ValueError(
@@ -240,20 +240,19 @@ class Config(Section):
         if "rl" in components(loss) and not _compares_with_sampler(loss):
             raise ValueError(
                 f"source.tap is {tapped!r}, and algorithm_type {loss.algorithm_type} does not compare the policy with "
-                "the one that sampled: what another policy sampled would count as this one's own. Take an algorithm "
-                "with a ratio to the sampler, such as grpo, or set algorithm.correction, for example "
-                "[{kind: weight}]"
+                "the policy that sampled: answers of another policy would count as its own. Take an algorithm with a "
+                "ratio to the sampler, such as grpo, or set algorithm.correction, for example [{kind: weight}]"
             )
         if "staleness" in needs(loss, dict.fromkeys(components(loss), 1.0)):
             raise ValueError(
                 f"source.tap is {tapped!r}, and algorithm_type {loss.algorithm_type} weighs tokens by their age in "
-                "train steps, which those of another run do not tell: take algorithm.anchor mu or old, and no "
+                "train steps, which is not known for tokens of another run: take algorithm.anchor mu or old, and no "
                 "correction of kind staleness"
             )
         if self.trainer.guard.max_mismatch is not None:
             raise ValueError(
                 f"source.tap is {tapped!r}, and trainer.guard.max_mismatch {self.trainer.guard.max_mismatch:g}: the "
-                "sampler is another policy, which differs as it may. Leave trainer.guard.max_mismatch out"
+                "sampler is another policy, so any mismatch is normal. Leave trainer.guard.max_mismatch out"
             )
         return self
 
@@ -267,7 +266,7 @@ class Config(Section):
             raise ValueError(f"{where} in mode {self.mode}, and only rollouts that are trained on can be replayed")
         if not _compares_with_sampler(loss):
             raise ValueError(
-                f"{where}, and algorithm_type {loss.algorithm_type} does not compare the policy with the one that "
+                f"{where}, and algorithm_type {loss.algorithm_type} does not compare the policy with the policy that "
                 f"sampled: groups up to {replay.max_age} train steps old would count as fresh. Take an algorithm with "
                 "a ratio, such as grpo, or add algorithm.correction"
             )
@@ -278,7 +277,9 @@ class Config(Section):
         if self.mode != "bench":
             return self
         if not self.buffer.eval_tasksets:
-            raise ValueError("mode is bench and buffer.eval_tasksets is empty: name what to evaluate on")
+            raise ValueError(
+                "mode is bench and buffer.eval_tasksets is empty: name at least one taskset to evaluate on"
+            )
         if self.trainer.nproc > 1:
             raise ValueError(
                 f"trainer.nproc is {self.trainer.nproc} in mode bench, which trains nothing: leave it at 1"
@@ -299,8 +300,8 @@ class Config(Section):
         if self.accepts_any_age and not _compares_with_sampler(self.algorithm):
             raise ValueError(
                 f"mode is serve, and algorithm_type {self.algorithm.algorithm_type} does not compare the policy with "
-                "the one that sampled: sessions whose rewards are late would count as fresh. Take an algorithm with a "
-                "ratio, such as grpo, add algorithm.correction, or set synchronizer.max_staleness"
+                "the policy that sampled: sessions whose rewards are late would count as fresh. Take an algorithm "
+                "with a ratio, such as grpo, add algorithm.correction, or set synchronizer.max_staleness"
             )
         compares, size = self.algorithm.estimator.compares_runs, gateway.group_size
         if size is not None and not compares:
@@ -345,12 +346,13 @@ class Config(Section):
         if lora.sync == "adapter" and engine != "vllm":
             raise ValueError(
                 f"model.lora.sync is adapter, and explorer.rollout_model.engine is {engine}: only vllm takes an "
-                "adapter beside its model. Set model.lora.sync to merged, or the engine to vllm"
+                "adapter in addition to its model. Set model.lora.sync to merged, or the engine to vllm"
             )
         if lora.quantization and lora.sync == "adapter":
             raise ValueError(
-                f"model.lora.quantization is {lora.quantization} and model.lora.sync is adapter: the engine would have "
-                "the adapter on weights that are not quantized, which is another model. Set model.lora.sync to merged"
+                f"model.lora.quantization is {lora.quantization} and model.lora.sync is adapter: the engine would "
+                "apply the adapter to weights that are not quantized, which is a different model. Set model.lora.sync "
+                "to merged"
             )
         if lora.quantization and self.trainer.nproc > 1:
             raise ValueError(
@@ -376,7 +378,7 @@ class Config(Section):
         for name, section in (("optimizer", optimizer), ("reference", self.algorithm.reference)):
             if section.offload:
                 return (
-                    f"algorithm.{name}.offload has not been made for models in parts, which take less memory anyway: "
+                    f"algorithm.{name}.offload is not supported for sharded models, which take less memory anyway: "
                     "leave it out, or take one process"
                 )
         return None

@@ -132,15 +132,16 @@ class SyncConfig(Section):
         if self.sync_style != "fixed":
             if self.sync_offset:
                 raise ValueError(
-                    f"sync_offset is {self.sync_offset}, but sync_style is {self.sync_style!r}, which knows none: "
-                    "pipeline_depth says how far the explorer runs ahead there; remove sync_offset"
+                    f"sync_offset is {self.sync_offset}, but sync_style is {self.sync_style!r}, which has no offset: "
+                    "there pipeline_depth says how far the explorer runs ahead; remove sync_offset"
                 )
             least = self.sync_interval - 1
             if self.sync_style != "explorer_driven" and self.effective_max_staleness < least:
                 raise ValueError(
                     f"max_staleness is {self.max_staleness}, but the trainer sends weights every {self.sync_interval} "
                     f"steps (sync_interval): after {self.effective_max_staleness + 1} of them all data would be too "
-                    f"old, and no further step be made. Set max_staleness to at least {least}, or sync more often"
+                    f"old, and no further step would be possible. Set max_staleness to at least {least}, or sync more "
+                    "often"
                 )
             return self
         if self.max_staleness is not None and self.max_staleness < self.inherent_staleness:

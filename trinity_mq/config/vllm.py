@@ -60,7 +60,7 @@ class VllmConfig(Section):
             name = argument.lstrip("-").split("=")[0].replace("_", "-")
             if argument.startswith("-") and name in OURS:
                 raise ValueError(
-                    f"extra_args holds {argument!r}, which is set from other settings of this file or is needed by the "
-                    "weight sync as it is; remove it"
+                    f"extra_args holds {argument!r}, which follows from other settings of this file or must keep the "
+                    "value that the weight sync needs; remove it"
                 )
         return value

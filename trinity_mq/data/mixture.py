@@ -91,7 +91,7 @@ class TasksetMixture:
             if state.get(key) != now[key]:
                 raise TasksetError(
                     f"buffer.tasksets: the saved position belongs to {key} {state.get(key)!r}, these have "
-                    f"{now[key]!r}; put the old data and settings back, or train anew with `trinity-mq run CONFIG "
+                    f"{now[key]!r}; put the old data and settings back, or start over with `trinity-mq run CONFIG "
                     "--fresh`"
                 )
         self._returned = state["epoch"] * len(self) + state["cursor"]

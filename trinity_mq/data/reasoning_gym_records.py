@@ -54,8 +54,9 @@ def reasoning_gym_rows(config: TasksetConfig, seed: int) -> Iterator[tuple[str, 
             return
     if not count:
         raise TasksetError(
-            f"taskset {config.name!r}: none of {draws} questions of {config.path!r} belongs to split {config.split!r}, "
-            f"which has one in {HELD_OUT} of all different ones for test; let dataset_args allow more of them"
+            f"taskset {config.name!r}: none of {draws} questions of {config.path!r} belongs to split "
+            f"{config.split!r}; one in {HELD_OUT} of all different questions belongs to test. Choose dataset_args "
+            "that allow more different questions"
         )
 
 

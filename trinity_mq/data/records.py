@@ -104,19 +104,19 @@ def check_records_unchanged(
         change = _describe_change(config, str(saved), rows, identity)
         raise TasksetError(
             f"{what}: the records of {mask_passwords(config.path)}{limit} have changed since the run began: {change}. "
-            "Put the old data back, or train anew with `trinity-mq run CONFIG --fresh`"
+            "Put the old data back, or start over with `trinity-mq run CONFIG --fresh`"
         )
 
 
 def _describe_change(config: RecordsConfig, saved: str, rows: Sequence[Record], identity: str) -> str:
     before, now = (int(count) if (count := of.partition("-")[0]).isdecimal() else 0 for of in (saved, identity))
     if before == now:
-        return f"there are {now} as before, but some have other content or stand in another order"
+        return f"there are {now} as before, but some have other content or another position"
     if before > now:
         return f"there were {before}, and {before - now} fewer are there now"
     first = hashlib.sha256(b"".join(_packed(config, {}, "", row) for row in rows[:before]))
     if saved == f"{before}-{first.hexdigest()[:16]}":
-        return f"{now - before} were added behind the {before} that were there, which are as they were"
+        return f"{now - before} were appended to the {before} earlier records, which are unchanged"
     return f"there were {before} and are {now}"
 
 
@@ -249,6 +249,6 @@ def _packed(config: RecordsConfig, keys: Mapping[str, str], where: str, row: Any
         packed: bytes = msgpack.packb(dict(row), use_bin_type=True, default=_packable)
     except (TypeError, ValueError, OverflowError) as error:
         raise TasksetError(
-            f"taskset {config.name!r}: {where}: holds what cannot travel in a message: {error}"
+            f"taskset {config.name!r}: {where}: holds a value that a message cannot carry: {error}"
         ) from error
     return packed

@@ -64,7 +64,7 @@ class Taskset:
         if len(chosen) != size or not all(type(index) is int and 0 <= index < len(self._rows) for index in chosen):
             raise TasksetError(
                 f"taskset {self.config.name!r}: its selector chose {chosen!r:.200}, wanted {size} indexes from 0 to "
-                f"{len(self._rows) - 1}; mend {self.config.effective_selector.selector_type}"
+                f"{len(self._rows) - 1}; fix {self.config.effective_selector.selector_type}"
             )
         self._returned += size
         return [self._body(position) for position in chosen]
@@ -110,9 +110,8 @@ class Taskset:
         for key, now in self.state().items():
             if key not in {"epoch", "cursor", "position"} and state.get(key) != now:
                 raise TasksetError(
-                    f"{what}: the saved position belongs to {key} {state.get(key)!r}, this one "
-                    f"has {now!r}; put the old data and settings back, or train anew with `trinity-mq run CONFIG "
-                    "--fresh`"
+                    f"{what}: the saved position belongs to {key} {state.get(key)!r}, this one has {now!r}; put the "
+                    "old data and settings back, or start over with `trinity-mq run CONFIG --fresh`"
                 )
         try:
             count = _returned(state.get("epoch"), state.get("cursor"), len(self._rows))

@@ -351,7 +351,7 @@ class Dispatcher:
         try:
             message = envelope(outcome, message_id=name, correlation_id=submission.correlation_id)
             if not await self.bus.publish(exchange, key, message):
-                log.info("submitter_gone", submission=submission.submission_id, reply_to=submission.reply_to)
+                log.info("reply_queue_missing", submission=submission.submission_id, reply_to=submission.reply_to)
         except (BusRefused, MessageTooLarge, ContentError) as error:  # an unreachable submitter must not end the run
             log.warning("submitter_not_answered", submission=submission.submission_id, reason=str(error))
 

@@ -64,7 +64,7 @@ class ExternalServer(HttpServer):
         self._base = str(model.url).rstrip("/")
         self._headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         self.served_name = model.served_name
-        self.trouble: str | None = "it was not asked yet"
+        self.trouble: str | None = "no health check has run yet"
         """Reason why nothing is served; None while the external server is healthy."""
         self.load = 0
         self._check_now = asyncio.Event()
@@ -140,7 +140,7 @@ class ExternalServer(HttpServer):
         except (aiohttp.ClientError, OSError) as error:
             trouble = f"{url}: {type(error).__name__}: {error}"
         if trouble != self.trouble:
-            log.info("external_server", model=self.model.name, url=self._base, trouble=trouble)
+            log.info("external_server_health_changed", model=self.model.name, url=self._base, trouble=trouble)
         self.trouble = trouble
 
     def _read_models(self, status: int, body: bytes) -> str | None:
@@ -151,7 +151,7 @@ class ExternalServer(HttpServer):
         if status in {401, 403}:
             source = self.model.api_key_env or self.model.api_key_file
             return f"{url}: HTTP status {status}: " + (
-                f"the key in {source} is not accepted" if source else "it wants a key; set api_key_env or api_key_file"
+                f"the key in {source} is not accepted" if source else "it needs a key; set api_key_env or api_key_file"
             )
         if self.served_name is not None and status == 404:
             return None  # a server without a list of models may still serve
@@ -160,10 +160,10 @@ class ExternalServer(HttpServer):
         try:
             names = [str(model_entry["id"]) for model_entry in json.loads(body)["data"]]
         except (ValueError, KeyError, TypeError):
-            return f"{url}: {body[:80]!r} is no list of models; is {self.model.url} an OpenAI-compatible server's?"
+            return f"{url}: {body[:80]!r} is not a list of models; is {self.model.url} an OpenAI-compatible server's?"
         if self.model.served_name is None:
             if len(names) != 1:
-                return f"{url} lists {len(names)} models ({', '.join(names[:5])}); say which one with served_name"
+                return f"{url} lists {len(names)} models ({', '.join(names[:5])}); choose one with served_name"
             self.served_name = names[0]
         return None
 
@@ -265,8 +265,8 @@ class ExternalServer(HttpServer):
 
     def _unsupported(self, feature: str) -> ApiError:
         return bad_request(
-            f"auxiliary model {self.model.name!r} at {self._base} does not give {feature}, which is needed here. Use "
-            "one that an engine of this run serves, or, where the server is a vLLM, set token_ids: true",
+            f"auxiliary model {self.model.name!r} at {self._base} does not return {feature}, which is needed here. "
+            "Use a model that an engine of this run serves, or, if the server is a vLLM, set token_ids: true",
             code="no_token_ids",
         )
 

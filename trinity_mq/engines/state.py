@@ -59,8 +59,8 @@ class EngineState:
         if self.draining:
             return stopping()
         if self.phase != "current" and not self.paused:
-            waits = "for its first weights" if self.phase == "empty" else "for weights: a transfer was cut off half-way"
-            return not_current(f"the engine waits {waits}; ask again, or use another engine")
+            waits = "for its first weights" if self.phase == "empty" else "for weights: a transfer was aborted halfway"
+            return not_current(f"the engine waits {waits}; retry, or use another engine")
         if pin is not None and not self.paused and pin != self.version:
             held = "none" if self.version is None else ".".join(map(str, self.version))
             return ApiError(
@@ -89,7 +89,7 @@ class EngineState:
         if self.receiving:  # receiving has its own deadline
             self.restart_pause_lease(lease)
             return
-        log.warning("pause_ran_out", seconds=lease, phase=self.phase)
+        log.warning("pause_lease_expired", seconds=lease, phase=self.phase)
         self.resume()
 
     def touch(self, version: Version | None = None) -> None:
@@ -124,8 +124,8 @@ class EngineState:
         """
         if self.applied and self._arriving not in (None, version):
             raise StateError(
-                f"cannot commit version {version}: the weights that were received are those of {self._arriving}; "
-                "another host gives this engine its weights"
+                f"cannot commit version {version}: the received weights belong to {self._arriving}; another host "
+                "gives this engine its weights"
             )
         if not self.applied and not (self.phase == "current" and self.version == version):
             held = f"holds {self.version}" if self.phase == "current" else f"is {self.phase}"

@@ -259,7 +259,7 @@ class ExperienceBatch(Sequence[Experience]):
         for name, new_values in columns.items():
             if name not in TENSOR_FIELDS and name not in layout.PLAIN_COLUMNS:
                 replaceable = (*TENSOR_FIELDS, *layout.PLAIN_COLUMNS)
-                raise ExperienceError(f"{name!r} is no field that can be replaced, wanted one of {replaceable}")
+                raise ExperienceError(f"{name!r} is not a field that can be replaced, wanted one of {replaceable}")
             if len(new_values) != self._count:
                 raise ExperienceError(f"{name} has {len(new_values)} values, wanted one for each of {self._count}")
             values.pop(name, None)
@@ -283,14 +283,14 @@ class ExperienceBatch(Sequence[Experience]):
         """
         if name not in layout.PLAIN_COLUMNS and name not in layout.EID_COLUMNS:
             raise KeyError(
-                f"{name!r} is no field without tensors, wanted one of {layout.PLAIN_COLUMNS} or {layout.EID_COLUMNS}"
+                f"{name!r} is not a field without tensors, wanted one of {layout.PLAIN_COLUMNS} or {layout.EID_COLUMNS}"
             )
         return self._values.get(name) or [None] * self._count
 
     def column(self, name: str) -> Column:
         """Return the column of a tensor field: a tuple of parts, empty if no experience has the field."""
         if name not in TENSOR_FIELDS:
-            raise KeyError(f"{name!r} is no tensor field, wanted one of {tuple(TENSOR_FIELDS)}")
+            raise KeyError(f"{name!r} is not a tensor field, wanted one of {tuple(TENSOR_FIELDS)}")
         return self._tensors.get(name, ())
 
     def columns(self) -> tuple[PlainColumns, Tensors, Tensors]:

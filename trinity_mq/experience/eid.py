@@ -90,7 +90,7 @@ def composed_ids(
         case "uid":
             rows = zip(tids, runs, steps, suffixes, strict=True)
             return [f"{tid}/{run}/{step}/{suffix}" for tid, run, step, suffix in rows]
-    raise ValueError(f"{kind!r} is no kind of id, wanted uid, sid, rid or tid")
+    raise ValueError(f"{kind!r} is not a kind of id, wanted uid, sid, rid or tid")
 
 
 def new_eids(count: int) -> list[EID]:

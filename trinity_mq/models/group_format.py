@@ -122,4 +122,4 @@ class AnswerReader:
             self._unpacker.feed(data)
             return [GroupedAnswer(*_ANSWER.validate_python(tuple(row))) for row in self._unpacker]
         except Exception as error:  # msgpack raises many kinds of errors
-            raise ValueError(f"no stream of answers: {type(error).__name__}: {error}") from error
+            raise ValueError(f"not a stream of answers: {type(error).__name__}: {error}") from error

@@ -71,11 +71,15 @@ def _check_recipe(folder: Path, recipe: dict[str, Any]) -> None:
         stored = json.loads((folder / RECIPE).read_text())
     except (OSError, ValueError) as error:
         raise ModelError(
-            f"{folder} is there but is no model made by this program ({error}); remove it or use another run_dir"
+            f"{folder} exists but is not a model made by this program ({error}); remove it or use another run_dir"
         ) from error
     if stored != recipe:
         new, old = {**recipe["tiny"], "seed": recipe["seed"]}, {**stored.get("tiny", {}), "seed": stored.get("seed")}
-        differ = ", ".join(f"{key} {old.get(key)!r} there, {new[key]!r} now" for key in new if old.get(key) != new[key])
+        differ = ", ".join(
+            f"{key}: {old.get(key)!r} in the folder, {new[key]!r} in the configuration"
+            for key in new
+            if old.get(key) != new[key]
+        )
         raise ModelError(
             f"{folder} holds a model made from other settings ({differ}); remove it, use another run_dir, or undo the "
             "change"

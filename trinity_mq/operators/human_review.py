@@ -65,7 +65,7 @@ class ReviewConditions(BaseModel):
             self.fraction or self.zero_variance or self.truncated
         ):
             raise ValueError(
-                "choose names no run: give reward_above, reward_below, fraction, zero_variance, truncated or "
+                "choose has no condition: give reward_above, reward_below, fraction, zero_variance, truncated or "
                 "judges_disagree"
             )
         return self
@@ -112,7 +112,7 @@ class HumanReview(ExperienceOperatorV1):
 
     async def process(self, exps: list[Experience]) -> Processed:
         if self.reviews is None:
-            raise RuntimeError("nobody can be asked here: human_review works in an operator agent, with a broker")
+            raise RuntimeError("human_review needs an operator agent with a broker: people cannot be asked here")
         runs, chosen = await asyncio.to_thread(self._select_runs, exps)
         asked = chosen[: self.limit]
         questions = await asyncio.to_thread(lambda: [_question(runs[rid], reasons) for rid, reasons in asked])

@@ -118,6 +118,6 @@ def _parse_change(number: int, change: Any) -> tuple[str, str, float]:
             if op in _OPS and is_finite(weight):
                 return key, op, float(weight)
     raise ValueError(
-        f"reward_shaping_configs[{number}] is {change!r}, wanted stats_key, and if need be op_type "
+        f"reward_shaping_configs[{number}] is {change!r}, wanted stats_key, and optionally op_type "
         f"({', '.join(_OPS)}) and a number as weight"
     )

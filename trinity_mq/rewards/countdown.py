@@ -99,11 +99,11 @@ def _parse(text: str) -> ast.expr:
     text = text.replace("\\times", "*").replace("\\div", "/").replace("\\cdot", "*").translate(_SIGNS)
     text = text.partition("=")[0].strip()
     if not _ALLOWED.fullmatch(text) or re.search(rf"\d{{{MAX_DIGITS}}}", text):
-        raise FormulaError(f"{text!r} holds something else than whole numbers, + - * / and parentheses")
+        raise FormulaError(f"{text!r} holds something other than whole numbers, + - * / and parentheses")
     try:
         tree = ast.parse(text, mode="eval").body
     except (SyntaxError, RecursionError, MemoryError) as error:
-        raise FormulaError(f"{text!r} is no formula: {error}") from error
+        raise FormulaError(f"{text!r} is not a formula: {error}") from error
     for node in ast.walk(tree):
         if not isinstance(node, _NODES):
             raise FormulaError(f"{text!r} uses {type(node).__name__}, wanted + - * / and parentheses only")

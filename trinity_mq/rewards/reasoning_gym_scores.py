@@ -140,7 +140,7 @@ def _parts(specs: object) -> list[Any]:
     for spec in specs:
         _dataset_class(str(spec.get("name")))
         if unknown := spec.keys() - {"name", "weight", "config"}:
-            raise DatasetError(f"dataset_args.datasets: {min(map(str, unknown))!r} is none of name, weight, config")
+            raise DatasetError(f"dataset_args.datasets: {min(map(str, unknown))!r} is not one of name, weight, config")
     return [DatasetSpec(spec["name"], spec.get("weight", 1.0), dict(spec.get("config", {}))) for spec in specs]
 
 

@@ -212,8 +212,8 @@ def judge_conversation(
     """
     if not isinstance(reward_fn, _Reward) or not reward_fn.judges_conversation:
         raise RewardError(
-            f"reward function {_name_and_place(reward_fn)} judges no conversation, wanted one that is called as "
-            "reward(experience, messages, ground_truth=truth), such as a reward model's"
+            f"reward function {_name_and_place(reward_fn)} does not judge conversations, wanted a function that is "
+            "called as reward(experience, messages, ground_truth=truth), such as a reward model's"
         )
     return _checked(reward_fn, reward_fn.function(response, messages, ground_truth=truth))
 

@@ -44,7 +44,7 @@ __all__ = ["HEARTBEAT_INTERVAL", "HEARTBEAT_LEASE", "Agent"]
 
 LOCK_RETRY = 2.0
 """Seconds between two attempts to take a lock that another agent holds."""
-TAKEN_OVER = "another {0.role} of this run may have taken over while this one, {0.id}, was disconnected"
+TAKEN_OVER = "another {0.role} of this run may have taken over while {0.id} was disconnected"
 
 
 TAKES_WORK: tuple[Role, ...] = ("runner", "operator")

@@ -167,7 +167,7 @@ def message_in_hand(bus: Bus, incoming: Incoming) -> Iterator[None]:
         return
     with bus.notes.in_hand(incoming) as deaths:
         if deaths >= MAX_DEATHS:
-            raise CrashingMessageError(f"it was in hand at {deaths} deaths of the process that handles it")
+            raise CrashingMessageError(f"the process died {deaths} times while it handled this message")
         yield
 
 
@@ -201,7 +201,7 @@ async def handle_or_set_aside(
     except Exception as error:
         if not is_content_error(error):
             raise
-        log.warning("set_aside", queue=delivery.queue, message_id=delivery.message_id, exc_info=error)
+        log.warning("message_rejected", queue=delivery.queue, message_id=delivery.message_id, exc_info=error)
         reason = dead_letter_reason(error)
     if decide is not None:
         await decide(reason)
@@ -460,7 +460,7 @@ class CrashLog:
             return mmap.mmap(-1, size)
         try:
             if path.exists() and (messages := list(_names_in_slots(path.read_bytes()))):
-                log.warning("in_hand_at_a_death", messages=messages)
+                log.warning("messages_in_hand_at_crash", messages=messages)
                 self._crashes.update(messages)
                 self._write()
             path.write_bytes(bytes(size))

@@ -317,4 +317,4 @@ class HeartbeatPublisher:
                 key = f"beat.{beat.role}.{beat.id}"
                 await self._bus.publish(self._topology.exchange("telemetry"), key, envelope(beat))
         except BusUnavailable as error:
-            log.warning("beat_not_sent", agent=self._who, reason=str(error))
+            log.warning("heartbeat_not_sent", agent=self._who, reason=str(error))

@@ -312,6 +312,6 @@ def _check_not_hidden(file: Path) -> None:
     actual = None if spec is None else spec.origin
     if actual is None or Path(actual).resolve() != file.resolve():
         raise FatalError(
-            f"plugin_dirs: {file} is hidden by another module of that name ({actual or loaded!r}); give the file a "
-            "name of its own"
+            f"plugin_dirs: another module of the same name ({actual or loaded!r}) hides {file}; give the file a "
+            "different name"
         )

@@ -177,8 +177,8 @@ def disk_full_message(error: BaseException) -> str | None:
         if isinstance(cause, OSError) and cause.errno in {errno.ENOSPC, errno.EDQUOT}:
             where = f"{cause.filename}: " if cause.filename else ""
             return (
-                f"{where}the disk is full ({os.strerror(cause.errno)}); make room there and start the run again: what "
-                "was saved before is whole"
+                f"{where}the disk is full ({os.strerror(cause.errno)}); make room there and start the run again: "
+                "everything saved before is intact"
             )
         cause = cause.__cause__ or cause.__context__
     return None
@@ -277,10 +277,10 @@ def other_run_error(name: str, folder: Path, role: str, theirs: str, where: str)
     """
     ours = read_run_id(folder)
     return FatalError(
-        f"another run of the name {name!r} works on this broker: its {role}{f' in {where}' if where else ''} "
-        f"has{f' run id {theirs} and' if theirs else ''} another run folder than {folder}"
-        f"{f' (run id {ours})' if ours else ''}. Start this one under another name (name=...), or stop the other one, "
-        f"remove what it left with `trinity-mq broker clean {name}`, and start this one again"
+        f"another run of the name {name!r} uses this broker: its {role}{f' in {where}' if where else ''} "
+        f"has{f' run id {theirs} and' if theirs else ''} another run folder than "
+        f"{folder}{f' (run id {ours})' if ours else ''}. Start this one under another name (name=...), or stop the "
+        f"other run, remove what it left with `trinity-mq broker clean {name}`, and start this run again"
     )
 
 

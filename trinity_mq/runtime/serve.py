@@ -146,7 +146,7 @@ async def _serve(
     except TimeoutError:
         if not until.expired():
             raise
-        raise RestartRequested("its supervisor is gone, and what it had in hand took too long") from None
+        raise RestartRequested("its supervisor is gone, and its work in hand took too long") from None
     log.info("agent_done", agent=agent_id)
 
 

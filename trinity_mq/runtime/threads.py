@@ -142,7 +142,9 @@ def await_in_thread(awaitable: Awaitable[T]) -> T:
     if threading.current_thread().name == SHARED_LOOP and asyncio.get_running_loop() is loop:
         if inspect.iscoroutine(awaitable):
             awaitable.close()  # otherwise Python warns that the coroutine was never awaited
-        raise RuntimeError("a coroutine that waits here would stop the event loop that it runs on; await the other one")
+        raise RuntimeError(
+            "this call would block the event loop that runs the coroutine; await the asynchronous method instead"
+        )
     running = asyncio.run_coroutine_threadsafe(awaited(), loop)
     try:
         while not wait([running], CHECK).done:

@@ -365,7 +365,7 @@ class Scheduler:
             if not waiter.done() and task.done():
                 if not task.cancelled():
                     task.result()
-                raise RuntimeError("the scheduler was stopped while somebody waited for it; call start() again")
+                raise RuntimeError("the scheduler was stopped while a caller waited for it; call start() again")
         finally:
             waiter.cancel()
             await asyncio.wait([waiter])

@@ -100,7 +100,9 @@ class LocalRun:
         async with asyncio.timeout(seconds):
             while not condition():
                 if self.process.returncode is not None:
-                    raise RuntimeError(f"the run ended with {self.process.returncode} before what was waited for")
+                    raise RuntimeError(
+                        f"the run ended with exit code {self.process.returncode} before the condition held"
+                    )
                 await asyncio.sleep(LOOK_AGAIN)
 
     async def until_progress(self, progress: int, seconds: float) -> None:

@@ -20,7 +20,7 @@ Reason = Literal["nonfinite_loss", "nonfinite_norm", "norm_spike", "mismatch"]
 
 ADVICE: Mapping[Reason, str] = {
     "nonfinite_loss": "rewards, advantages or logprobs of the batch may be out of range, or the weights damaged",
-    "nonfinite_norm": "the learning rate may be too high, or the weights damaged: an earlier checkpoint is not",
+    "nonfinite_norm": "the learning rate may be too high, or the weights damaged: resume from an earlier checkpoint",
     "norm_spike": "raise trainer.guard.max_norm_ratio if such gradients are to be expected",
     "mismatch": "engine and trainer disagree about the same weights: compare their dtypes and versions, or raise "
     "trainer.guard.max_mismatch",
@@ -99,5 +99,5 @@ class Guard:
             f"{len(self._skipped)} optimizer steps in a row were skipped ({counts}), and "
             f"trainer.guard.max_consecutive_skips is {self.settings.max_consecutive_skips}. The last had loss "
             f"{loss:.3g}, gradient norm {norm:.3g}{usual}{mismatch_note}. {ADVICE[self._skipped[-1]].capitalize()}. "
-            "To leave such batches out and go on, set trainer.guard.max_consecutive_skips=null"
+            "To leave such batches out and continue, set trainer.guard.max_consecutive_skips=null"
         )

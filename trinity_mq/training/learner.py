@@ -328,7 +328,7 @@ class TorchLearner:
                 with self._ranks.together(command.name), self._ranks.voting(command.name):
                     self._execute(command)
             except FatalError as error:
-                log.warning("command_failed", command=command.name, reason=str(error))
+                log.warning("rank_command_failed", command=command.name, reason=str(error))
                 patience = AFTER_AN_ERROR
         self._ranks.close()
 
@@ -346,7 +346,9 @@ class TorchLearner:
         elif command.name == "canary":
             self._opened[0].sequence_logprobs(arguments["tokens"])
         else:
-            raise RankError(f"rank 0 announced {command.name!r}, which is not known here: use one release on all")
+            raise RankError(
+                f"rank 0 announced {command.name!r}, which this rank does not know: run the same release on all ranks"
+            )
 
     def _open(self, checkpoint: Path | None) -> None:
         self._ranks.open(select_device(self._config.model.device))
@@ -407,7 +409,8 @@ class TorchLearner:
         else:
             raise LearnerError(
                 f"the checkpoint {checkpoint} is of an earlier release, which trained all weights, and model.lora is "
-                f"set: leave it out to go on, or start a new run with model.model_path={checkpoint / MODEL_FOLDER}"
+                "set: leave model.lora out to resume, or start a new run with "
+                f"model.model_path={checkpoint / MODEL_FOLDER}"
             )
         try:
             saved = optimizer_state(parts["optimizer"])

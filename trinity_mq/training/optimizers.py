@@ -319,14 +319,15 @@ def restore_state(
     if kinds - {config.optimizer_type}:
         raise LearnerError(
             f"algorithm.optimizer.optimizer_type is {config.optimizer_type}, and the checkpoint was trained with "
-            f"{', '.join(sorted(kinds))}, whose state means nothing to it: set that again, or train anew with --fresh"
+            f"{', '.join(sorted(kinds))}, whose state it cannot load: set that optimizer_type again, or start over "
+            "with --fresh"
         )
     places: dict[str, int] = {}
     for group in saved["param_groups"]:
         places |= zip(group.get("param_names") or dict(model.named_parameters()), group["params"], strict=True)
     names = [name for group in optimizer.param_groups for name in group["param_names"]]
     if places.keys() != set(names):
-        raise ValueError(f"it is of {len(places)} weights, and the model has {len(names)}; or their names differ")
+        raise ValueError(f"the saved state has {len(places)} weights and the model {len(names)}, or their names differ")
     saved_states = saved["state"]
     weights = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     whole_states = {

@@ -486,8 +486,8 @@ def _check_samples(samples: ExperienceBatch, needed: Collection[str], weights: M
     _refuse(
         samples,
         np.array([not rows for rows in samples.values("versions")], dtype=bool) & ("staleness" in needed),
-        "has no versions, and the loss weighs tokens by their staleness; an engine of this project returns them with "
-        "its samples. Take the anchor mu or old, and no staleness correction, for samples of others",
+        "has no versions, and the loss weighs tokens by their staleness; the engines of this project return versions "
+        "with their samples. For samples of other engines take the anchor mu or old, and no staleness correction",
     )
 
 

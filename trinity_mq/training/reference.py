@@ -103,7 +103,7 @@ def _checked(weights_hash: str, origin: str | None, where: str) -> str:
     if origin is not None and origin != weights_hash:
         raise LearnerError(
             f"the reference model {where} has the hash {weights_hash}, and the checkpoint was trained with {origin}: "
-            "put the first model back, or train anew with --fresh"
+            "restore the first model, or start over with --fresh"
         )
     return weights_hash
 

@@ -43,9 +43,9 @@ def auxiliary_index(workflow: Workflow, which: int | str, purpose: str) -> int:
     place = which if isinstance(which, int) else names.index(which) if which in names else len(names)
     if place >= len(names):
         raise TaskError(
-            f"{type(workflow).__name__} wants auxiliary model {which!r} as its {purpose}, and there are {len(names)}"
-            f"{': ' if names else ''}{', '.join(names)}; add one to explorer.auxiliary_models, "
-            f"or set workflow_args.{purpose} to the name or the place, from 0, of one that is there"
+            f"{type(workflow).__name__} uses auxiliary model {which!r} as its {purpose}, and the run has "
+            f"{len(names)}{': ' if names else ''}{', '.join(names)}; add a model to explorer.auxiliary_models, or set "
+            f"workflow_args.{purpose} to the name or the position, from 0, of a model in it"
         )
     return place
 

@@ -43,7 +43,9 @@ def run_to_completion(coroutine: Coroutine[Any, Any, T]) -> T:
         result: T = end.value
         return result
     coroutine.close()
-    raise RuntimeError("the body of a synchronous workflow waited for something; only call() and its like may")
+    raise RuntimeError(
+        "the body of a synchronous workflow awaited something else than call() and the other helpers of this module"
+    )
 
 
 async def call(asynchronous: bool, owner: Any, name: str, *args: Any, **keywords: Any) -> Any:

@@ -341,8 +341,8 @@ def _flag(kind: type[Workflow], name: str, value: Any) -> bool:
             value = value.__get__(object.__new__(kind))
         except AttributeError as error:
             raise TypeError(
-                f"{kind.__qualname__}.{name} depends on the instance ({error}), but runs are planned before there is "
-                f"one; set {_OLDER_NAMES[name]} = True or False in the class instead"
+                f"{kind.__qualname__}.{name} depends on the instance ({error}), but runs are planned before an "
+                f"instance exists; set {_OLDER_NAMES[name]} = True or False in the class instead"
             ) from error
     return bool(value)
 

@@ -46,8 +46,10 @@ def main(arguments: Sequence[str] | None = None, receiver: Receiver | None = Non
     parser = argparse.ArgumentParser(prog="python -m trinity_agents.engine.agent", description="One rollout engine.")
     parser.add_argument("--config", type=Path, required=True, help="the run's configuration as JSON")
     parser.add_argument("--id", required=True, help="the engine's id")
-    parser.add_argument("--ready-file", type=Path, required=True, help="written once requests are taken")
-    parser.add_argument("--ready-fd", type=ready_descriptor, help="closed after that")
+    parser.add_argument("--ready-file", type=Path, required=True, help="file written once the engine accepts requests")
+    parser.add_argument(
+        "--ready-fd", type=ready_descriptor, help="file descriptor closed after the ready file is written"
+    )
     options = parser.parse_args(arguments)
     try:
         config = Config.model_validate(json.loads(options.config.read_bytes()))
@@ -69,7 +71,7 @@ def main(arguments: Sequence[str] | None = None, receiver: Receiver | None = Non
             receiver = receive_weights
         run_on_fast_loop(_serve(config, options, receiver))
     except (FatalError, OSError, ValueError) as error:
-        log.error("engine_ends", engine=options.id, reason=str(error))
+        log.error("engine_start_failed", engine=options.id, reason=str(error))
         print(f"engine {options.id}: {error}", file=sys.stderr, flush=True)  # noqa: T201  # what its host shows
         refuse(options.ready_file, options.ready_fd)
         return EXIT_FATAL

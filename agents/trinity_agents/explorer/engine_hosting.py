@@ -56,7 +56,7 @@ class EngineHosting(Agent):
         before = self.bus.run_id
         self._is_of_another_run = before is not None and before != explorer.run_id
         if self._is_of_another_run:
-            raise RestartRequested(f"the explorer has begun another run: {explorer.run_id} in place of {before}")
+            raise RestartRequested(f"the explorer has started another run: {explorer.run_id} instead of {before}")
         super().follow_run(explorer)
 
     async def serve(self) -> None:
@@ -70,8 +70,8 @@ class EngineHosting(Agent):
         def gives_up() -> bool:
             if asyncio.get_running_loop().time() > deadline:
                 raise FatalError(
-                    f"another host of engines of this run is called {self.id!r}, and so would its engines be; "
-                    "start this one with another --id"
+                    f"another engine host of this run has the id {self.id!r}, so the ids of their engines would "
+                    "clash; start this host with another --id"
                 )
             return self._is_over()
 

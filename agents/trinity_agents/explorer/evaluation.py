@@ -92,7 +92,7 @@ class Evaluations:
             served = self._hosted.version
             if not lost or (tickets[0].pinned or served) == served or attempt == MAX_TRIES:
                 break
-            log.warning("evaluation_again", label=label, pinned=tickets[0].pinned, served=served)
+            log.warning("evaluation_retried", label=label, pinned=tickets[0].pinned, served=served)
             for ticket in tickets:
                 del self._dispatcher.tickets[ticket.ticket]
         for ticket in tickets:
@@ -118,7 +118,7 @@ class Evaluations:
                 questions = questions_of(ticket)
                 self._answers.append(Evaluation(set=name, label=label, time=time.time(), questions=questions))
         except OSError as error:
-            log.warning("answers_end", reason=error.strerror or str(error))
+            log.warning("answer_log_disabled", reason=error.strerror or str(error))
             self._answers = None
 
     def _record_done(self, label: int, names: Sequence[str]) -> None:

@@ -203,8 +203,8 @@ class HostedEngines:
                 if trained and served and served != trained:
                     raise FatalError(
                         f"engine {engine.snapshot.id} has another tokenizer or chat template (fingerprint {served}) "
-                        f"than the trainer ({trained}), so that it would be given no weights: start the hosts of "
-                        "engines and the trainer with the same model.model_path and the same files in it"
+                        f"than the trainer ({trained}), so it would get no weights: start the hosts of engines and "
+                        "the trainer with the same model.model_path and the same files in it"
                     )
             await self._agent.peers.changed.wait()
 
@@ -251,7 +251,7 @@ class HostedEngines:
 
     def _missing_weights(self, engine: str) -> str:
         quarantined = self._reported(engine).state == "quarantined"
-        return "weights that its canary shows: it is quarantined" if quarantined else "weights"
+        return "weights that pass the canary check: it is quarantined" if quarantined else "weights"
 
     def _committed(self, engine: str) -> Key | None:
         """Return the version last committed at an engine and its sync attempt, from the trainer's heartbeat."""

@@ -61,7 +61,7 @@ OPEN_EVALUATIONS = 512
 ticket of each open evaluation."""
 TOLD_OF_END: tuple[Role, ...] = ("trainer", "runner", "operator", "gateway")
 """Roles whose agents must receive the end of the run before the explorer ends."""
-GATEWAYS_NAME = f"submission ids that begin with {OF_SESSIONS!r} are the gateway's; choose another"
+GATEWAYS_NAME = f"submission ids that begin with {OF_SESSIONS!r} belong to the gateway; choose another id"
 NO_MORE_BATCHES = "the run has opened its last batch"
 KEEP_QUEUES_INTERVAL = 24 * 3600.0
 """Seconds between two declarations of a batch queue; the queue expires after seven days without a declaration or a
@@ -297,7 +297,7 @@ class ExplorerLoop:
             async with asyncio.timeout(agent.drain_timeout + CLOCK_TICK):
                 await agent.woken.until(lambda: not agent.peers.alive("runner"))
         except TimeoutError:
-            log.info("runners_left_behind")
+            log.info("runners_not_finished")
         await self.save()
 
     async def announce_end(self) -> None:
@@ -315,7 +315,7 @@ class ExplorerLoop:
             async with asyncio.timeout(2 * HEARTBEAT_LEASE):
                 await self.agent.woken.until(lambda: not unaware())
         except TimeoutError:
-            log.warning("agents_left_behind", agents=unaware())
+            log.warning("agents_not_notified", agents=unaware())
 
     # -- background
 
@@ -387,7 +387,7 @@ class ExplorerLoop:
         if not (paused := self.batches.paused_lanes()):
             return ""
         return (
-            f"the runners wait for {'; '.join(paused.values())}. Bring it back and start the run again, which loses no "
+            f"the runners wait for {'; '.join(paused.values())}. Restore it and start the run again, which loses no "
             "task, or set runner.circuit_breaker.enable=false to have such slices fail; "
         )
 

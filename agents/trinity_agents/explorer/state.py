@@ -186,7 +186,7 @@ class StateFile:
         ) as error:
             raise FatalError(
                 f"{self._path}: the explorer's state does not decode ({' '.join(str(error).split())[:200]}). Restore "
-                "the file, or train anew with `trinity-mq run CONFIG --fresh`"
+                "the file, or start over with `trinity-mq run CONFIG --fresh`"
             ) from error
 
     def _assemble(self, bodies: dict[str, bytes], observed: list[dict[str, Any]]) -> ExplorerState:
@@ -346,7 +346,7 @@ def _observations(database: sqlite3.Connection) -> list[dict[str, Any]]:
 
 
 def _taken_over(path: Path) -> RestartRequested:
-    return RestartRequested(f"{path}: another explorer has gone on with this run; this one starts anew from there")
+    return RestartRequested(f"{path}: another explorer has resumed this run; this explorer restarts from its state")
 
 
 def _ticket_parts(ticket: Ticket, written: int) -> Iterator[tuple[str, Any]]:

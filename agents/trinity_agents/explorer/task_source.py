@@ -148,7 +148,7 @@ class TaskSource:
             self._state.pending[at:at] = tasks
         elif requeued := sum(task.given_back for task in tasks):
             self._state.left_over_tasks += requeued
-            log.warning("tasks_left_over", tasks=requeued, reason="given back, and the last batch is opened already")
+            log.warning("tasks_unused", tasks=requeued, reason="returned after the last batch was opened")
 
     @property
     def room(self) -> int:

@@ -38,7 +38,7 @@ log = structlog.get_logger(__name__)
 NO_TASKS = "tasks to be submitted"
 GIVEN_UP = {"failed", "gone"}
 """Outcomes of a batch after which submitters may not have received the experiences that they wait for."""
-NO_MORE = "its batch was given up: experiences that have not come by now will not come"
+NO_MORE = "its batch was abandoned: experiences that have not arrived by now will not arrive"
 
 MANIFEST_TRIES = 3
 """Number of times that one manifest is published before the batch is reported as failed: the third publish that idle
@@ -113,7 +113,7 @@ class TrainingBatches:
             return  # after a restart, the trainer consumes the batches after its checkpoint again
         if returned := closed.returned(progress.stale_tasks):
             self._source.give_back(returned, first=True)
-            log.info("stale_tasks_given_back", batch=progress.batch, tasks=len(returned))
+            log.info("stale_tasks_requeued", batch=progress.batch, tasks=len(returned))
         self._source.replace_filtered(progress.filtered_groups)
         if progress.outcome == "trained":
             self._state.consecutive_empty, self.empty = 0, None
@@ -376,7 +376,7 @@ class TrainingBatches:
             log.warning("batch_timeout", batch=ticket.batch)
             self._dispatcher.cut_off(ticket, "the batch's time is up", keep=True)
         elif reason == "enough":
-            log.info("over_rollout", batch=ticket.batch, done=ticket.finished_count, tasks=len(ticket.tasks))
+            log.info("batch_ended_early", batch=ticket.batch, done=ticket.finished_count, tasks=len(ticket.tasks))
             keep = self._config.explorer.over_rollout.return_partial_tasks
             self._dispatcher.cut_off(ticket, "enough of its batch was done", keep=keep)
 
@@ -412,7 +412,7 @@ class TrainingBatches:
                 await self._dispatcher.announce(manifest)
             else:
                 waited = f"{MANIFEST_TRIES} x {explorer.operator_deadline:g} s"
-                reason = f"an operator was idle for {waited}, and none has taken it"
+                reason = f"an operator was idle for {waited}, but no operator took the batch"
                 await self._dispatcher.fail(manifest, reason)
 
     async def _repair_closed(self, unseen: Sequence[BatchClosed]) -> None:

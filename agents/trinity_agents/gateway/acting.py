@@ -103,7 +103,7 @@ class ActingGateway:
             try:
                 return await work()
             except (BookUnavailable, BusUnavailable) as error:
-                log.warning("acting_waits", agent=self._id, reason=str(error))
+                log.warning("acting_gateway_waits", agent=self._id, reason=str(error))
                 await self._bus.wait_usable()
 
     async def once(self) -> None:
@@ -146,7 +146,7 @@ class ActingGateway:
         for message in not_taken:
             await self._refused(message.offset, message.delivery, message.reason)
         for event in self._book.ledger.take_unknown():
-            reason = f"no session {getattr(event.body, 'session', '')!r} is known; POST /sessions makes one"
+            reason = f"no session {getattr(event.body, 'session', '')!r} is known; POST /sessions opens a session"
             await self._refused(event.origin, _incoming(event, self._topology), reason)
 
     async def _refused(self, offset: int, what: Incoming, reason: str) -> None:
@@ -169,7 +169,7 @@ class ActingGateway:
         # are carried first (gateway.max_kept_bytes). The broker removes segments of at most 1/4.
         carried = self._book.ledger.to_carry(self._checked_position - retained_bytes // 4)
         for session in carried:
-            log.info("session_carried", session=session.id, events=len(session.events), bytes=session.size)
+            log.info("session_republished", session=session.id, events=len(session.events), bytes=session.size)
             for event in list(session.events):
                 await self._book.republish(event)
         outcomes = {session.batch.submission_id: session.batch for session in carried if session.batch is not None}

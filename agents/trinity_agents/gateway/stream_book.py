@@ -229,7 +229,7 @@ class SessionStream:
         try:
             await self.publish(event.body, event.message_id, headers, at=event.at + self.paused)
         except ContentError as error:  # our copy may exceed the body limits, because it has all optional fields
-            log.warning("event_not_carried", message_id=event.message_id, reason=str(error))
+            log.warning("event_not_republished", message_id=event.message_id, reason=str(error))
 
     def _stamps(self, at: float | None = None) -> dict[str, HeaderValue]:
         at = self._clock() if at is None else at
@@ -259,7 +259,7 @@ class SessionStream:
                 return await effect
         except TimeoutError:
             trouble = self._bus.trouble or "no answer"
-            raise BookUnavailable(f"the broker has not kept it within {SAID_WITHIN:g} s: {trouble}") from None
+            raise BookUnavailable(f"the broker has not confirmed it within {SAID_WITHIN:g} s: {trouble}") from None
         except MessageTooLarge as error:
             raise EventTooLarge(str(error)) from error
         except BusUnavailable as error:
@@ -285,7 +285,7 @@ class SessionStream:
 
     @property
     def _refusal(self) -> str:
-        return f"the broker keeps nothing now: {self._bus.trouble or 'it was away for a moment'}; say it again later"
+        return f"the broker is not available: {self._bus.trouble or 'it was away for a moment'}; retry later"
 
     # -- reading
 
@@ -304,7 +304,7 @@ class SessionStream:
                         self._read(delivery, mark.message_id)
                     return
             except StreamCut as cut:
-                log.info("sessions_cut", asked=cut.asked, got=cut.got)
+                log.info("sessions_truncated", asked=cut.asked, got=cut.got)
                 self._rebuild(cut.got)
 
     def _rebuild(self, offset: int) -> None:
@@ -426,7 +426,7 @@ def _message(delivery: Delivery) -> Message:
         expected = ", ".join(sorted(kinds)) or "nothing"
         raise DecodeError(f"a {message.kind} with the routing key {delivery.routing_key!r}, which takes {expected}")
     if delivery.routing_key == OUTSIDE and isinstance(message, SessionEnd) and message.replay is not None:
-        raise DecodeError("a replay by message, which no key allows: ask a gateway's POST /s/<id>/end for it")
+        raise DecodeError("a replay by message, which no key allows: use POST /s/<id>/end of a gateway")
     return message
 
 

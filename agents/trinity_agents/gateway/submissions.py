@@ -143,7 +143,7 @@ class Submissions:
         except BusUnavailable as error:
             if not self._bus.usable:
                 raise
-            log.warning("submission_waits", submission=submission, reason=str(error))
+            log.warning("submission_delayed", submission=submission, reason=str(error))
             return False
         return True
 

@@ -115,7 +115,7 @@ class Operator(Agent):
             self._stopped.set()
             await asyncio.wait([batches], timeout=self.drain_timeout)
             if batches.cancel() and self._delivery is not None:
-                log.info("batch_given_back", ticket=self._ticket)
+                log.info("batch_requeued", ticket=self._ticket)
                 await asyncio.wait([batches])
                 await return_delivery(self.bus, self._delivery)
         if self._restart_reason is not None:
@@ -126,7 +126,9 @@ class Operator(Agent):
         differs = self.peers.explorer.chain not in {"", self._digest}
         if differs and not self._warned_other_chain:
             self._warned_other_chain = True
-            do = "start this operator with the configuration of the run, or the explorer anew with this one"
+            do = (
+                "start this operator with the configuration of the run, or restart the explorer with this configuration"
+            )
             log.warning(
                 "other_chain", operator=self.id, reason="operator.operators or algorithm.estimator differ", do=do
             )
@@ -173,7 +175,7 @@ class Operator(Agent):
         except Exception as error:
             if not is_content_error(error):
                 raise
-            log.exception("batch_set_aside", ticket=manifest.ticket)
+            log.exception("batch_rejected", ticket=manifest.ticket)
             await self._fail(delivery, manifest, dead_letter_reason(error))
             return False
 
@@ -182,7 +184,8 @@ class Operator(Agent):
         limit, past = self.config.broker.delivery_limit, DeliveryHistory.of(delivery)
         if past.poisoned(limit, self._crash_notes.crashes(manifest.ticket)):
             reason = (
-                f"{past.suspect} tries of this batch did not end well (limit {limit}); its queue is kept for replay"
+                f"{past.suspect} attempts at this batch failed or were lost (limit {limit}); its queue is kept for "
+                "replay"
             )
             await self._fail(delivery, manifest, reason)
             return False
@@ -214,7 +217,7 @@ class Operator(Agent):
             if threads := stuck_threads():
                 names = ", ".join(threads)
                 raise RestartRequested(
-                    f"{names} computes on though its time was over: only a new process ends it"
+                    f"{names} exceeded its time limit and still computes: only a new process ends it"
                 ) from error
             return False
         for part, reason in batch.bad:
@@ -254,7 +257,9 @@ class Operator(Agent):
         limit, past = self.config.broker.delivery_limit, DeliveryHistory.of(delivery)
         failure = f"{type(error).__name__}: {error}"
         if past.suspect + 1 >= limit:
-            reason = f"the operator chain failed; {past.suspect + 1} tries did not end well, last with {failure}"
+            reason = (
+                f"the operator chain failed; {past.suspect + 1} attempts failed or were lost, the last with {failure}"
+            )
             await self._fail(delivery, manifest, reason, error)
             return
         pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2**past.suspect)

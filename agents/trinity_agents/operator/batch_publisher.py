@@ -55,7 +55,7 @@ class BatchPublisher:
                 continue
             try:
                 if not await self._bus.publish("", reply_to, message):
-                    log.info("submitter_gone", reply_to=reply_to)
+                    log.info("reply_queue_missing", reply_to=reply_to)
                 elif message.content_type == REFERENCE:
                     self._referenced_tickets.add(manifest.ticket)
             except (MessageTooLarge, BusRefused) as error:
@@ -108,7 +108,7 @@ class BatchPublisher:
     async def _to_ready(self, manifest: BatchClosed, message: Envelope) -> None:
         if not await self._bus.publish(self._topology.exchange("ready"), batch_key(manifest.batch), message):
             # The publish was confirmed but not routed to a queue; the next steps would delete the only copy.
-            raise RestartRequested(f"{self._topology.ready.name} does not exist any more; a start declares it again")
+            raise RestartRequested(f"{self._topology.ready.name} does not exist any more; a restart declares it again")
 
     async def delete_queue(self, manifest: BatchClosed) -> None:
         """Delete the queue of a processed batch and the blobs of its parts."""

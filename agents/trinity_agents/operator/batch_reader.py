@@ -75,7 +75,7 @@ class BatchReader:
                     idle += await self._idle_seconds(manifest, queue.name)
                     if idle >= self._deadline:
                         raise UnusableBatch(
-                            f"{len(missing)} of {len(expected)} parts did not come in {self._deadline:g} s"
+                            f"{len(missing)} of {len(expected)} parts did not arrive within {self._deadline:g} s"
                         ) from None
                     continue
                 self._waiting(None)

@@ -247,7 +247,7 @@ class Runner(Agent):
     def restart(self, why: RestartRequested) -> None:
         """Return unfinished slices to the queue, and end the process with a request for a restart."""
         if self._restart_reason is None:
-            log.info("leaving", runner=self.id, reason=str(why))
+            log.info("restart_requested", runner=self.id, reason=str(why))
             self._restart_reason = why
             self.woken.notify()
 
@@ -268,7 +268,7 @@ class Runner(Agent):
         if not stuck:
             del self._counts["stuck"]
         if stuck > MAX_STUCK:
-            self.restart(RestartRequested(f"{stuck} workflows that were given up run on (at most {MAX_STUCK} may)"))
+            self.restart(RestartRequested(f"{stuck} abandoned workflows are still running (at most {MAX_STUCK} may)"))
 
     # -- one slice
 
@@ -347,7 +347,7 @@ class Runner(Agent):
         except Exception as error:
             if not is_content_error(error):
                 raise
-            log.exception("slice_set_aside", slice=in_flight.name)
+            log.exception("slice_rejected", slice=in_flight.name)
             await self._poison(in_flight, in_flight.past, dead_letter_reason(error))
 
     def _log_batch(self, task_slice: TaskSlice) -> None:
@@ -403,7 +403,9 @@ class Runner(Agent):
     async def _slice(self, in_flight: InFlightSlice) -> None:
         limit, past = self.config.broker.delivery_limit, in_flight.past
         if past.poisoned(limit, self._crash_notes.crashes(in_flight.name)):
-            await self._poison(in_flight, past, f"{past.suspect} tries of this slice did not end well (limit {limit})")
+            await self._poison(
+                in_flight, past, f"{past.suspect} attempts at this slice failed or were lost (limit {limit})"
+            )
         elif self._open.abandoned(in_flight.task_slice):
             self._counts["cancelled"] += 1
             await acknowledge(in_flight.delivery)
@@ -447,7 +449,7 @@ class Runner(Agent):
                 return
             end = end if outcome.runs else "cancelled"
         elif again:
-            log.info("slice_put_back", runner=self.id, slice=in_flight.name, reason=outcome.message)
+            log.info("slice_requeued", runner=self.id, slice=in_flight.name, reason=outcome.message)
             self._counts["given_back"] += 1
             await put_back(self.bus, in_flight.delivery)
             return
@@ -474,14 +476,12 @@ class Runner(Agent):
         limit, task_slice = self.config.broker.delivery_limit, in_flight.task_slice
         failure = f"attempt {in_flight.attempt} of {self.id}: {what}: {error}"
         if in_flight.past.suspect + 1 < limit:
-            log.warning(
-                "slice_comes_again", ticket=task_slice.ticket, task=task_slice.task_id, why=what, reason=str(error)
-            )
+            log.warning("slice_retried", ticket=task_slice.ticket, task=task_slice.task_id, why=what, reason=str(error))
             self._counts["given_back"] += 1
             await return_delivery(self.bus, in_flight.delivery, failure)
         else:
             past = in_flight.past.then(failure)
-            await self._poison(in_flight, past, f"{what}; {past.suspect} tries did not end well, last: {error}")
+            await self._poison(in_flight, past, f"{what}; {past.suspect} attempts failed or were lost, last: {error}")
 
     async def _poison(self, in_flight: InFlightSlice, past: DeliveryHistory, reason: str) -> None:
         """Report a poisoned slice, dead-letter a copy, then acknowledge it."""
@@ -520,7 +520,7 @@ class Runner(Agent):
                 if in_flight.task_slice.keep_partial and in_flight.results.experiences:
                     self._executor.stop(in_flight, PREEMPTED)
                 else:
-                    log.info("slice_given_back", ticket=in_flight.task_slice.ticket, task=in_flight.task_slice.task_id)
+                    log.info("slice_requeued", ticket=in_flight.task_slice.ticket, task=in_flight.task_slice.task_id)
                     self._counts["given_back"] += 1
                     in_flight.task.cancel()
                     self._start(self._give_back(in_flight.delivery, in_flight.task))

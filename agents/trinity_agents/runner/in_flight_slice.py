@@ -13,9 +13,9 @@ from trinity_mq.runtime.peers import Peers
 
 SliceKey = tuple[str, int, int]
 
-CANCELLED: Final = "nobody waits for it any more"
-PREEMPTED: Final = "its runner had to end"
-OVERDUE: Final = "it went on after its time was over"
+CANCELLED: Final = "its result is not needed any more"
+PREEMPTED: Final = "its runner was stopped"
+OVERDUE: Final = "it exceeded its time limit"
 STOPPED: Final = "stopped"
 """Failure kind of a slice that was stopped from outside and is not to blame."""
 

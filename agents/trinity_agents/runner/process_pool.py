@@ -143,7 +143,7 @@ class _Child:
         except (EOFError, OSError):
             raise _died(self._end()) from None
         except (DecodeError, ValueError, KeyError, TypeError, msgpack.UnpackException) as error:
-            raise ChildDied(f"its process sent what does not decode: {error}", self._end()) from error
+            raise ChildDied(f"its process sent a frame that does not decode: {error}", self._end()) from error
         if failure is not None:
             self._loop.call_soon_threadsafe(self._results.add_failure, failure)
         self._end()

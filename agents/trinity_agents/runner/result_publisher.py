@@ -190,7 +190,9 @@ class ResultPublisher:
             reason = f"{error}; or lower explorer.max_repeat_times_per_runner: the metrics of all runs travel together"
             taken = await self._results.publish(key, self.result(in_flight, "failed", message=reason, kind="workflow"))
         if not taken:
-            raise RestartRequested(f"{self._topology.results.name} does not exist any more; a start declares it again")
+            raise RestartRequested(
+                f"{self._topology.results.name} does not exist any more; a restart declares it again"
+            )
 
     async def close(self) -> None:
         """Drop all content that is not published yet."""

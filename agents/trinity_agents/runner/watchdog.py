@@ -48,6 +48,6 @@ class Watchdog:
             self._alive.clear()
             # Two waits, because after a suspension of the whole process the first wait ends before the loop resumes.
             if not self._alive.wait(self._limit) and not self._alive.wait(2 * TICK):
-                log.error("loop_stands_still", seconds=self._limit, hint="an asynchronous workflow must not block")
+                log.error("event_loop_blocked", seconds=self._limit, hint="an asynchronous workflow must not block")
                 faulthandler.dump_traceback()
                 os._exit(EXIT_RESTART)

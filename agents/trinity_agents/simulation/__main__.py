@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.seed is not None:
         return _play_one(options)
     if options.faults is not None:
-        parser.error("--faults belongs to --seed: the faults of each seed are its own")
+        parser.error("--faults needs --seed: each seed draws its own faults")
     return _play_many(options)
 
 
@@ -76,7 +76,7 @@ def _play_many(options: argparse.Namespace) -> int:
 def _range(text: str) -> range:
     first, _, end = text.partition(":")
     if not (first.isdecimal() and end.isdecimal() and int(first) < int(end)):
-        raise argparse.ArgumentTypeError(f"{text!r} is no range of seeds; write one as 0:1000")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a range of seeds; write a range such as 0:1000")
     return range(int(first), int(end))
 
 
@@ -84,7 +84,7 @@ def _fault_numbers(text: str) -> list[int]:
     if text == "none":
         return []
     if not all(index.isdecimal() for index in text.split(",")):
-        raise argparse.ArgumentTypeError(f"{text!r} are no places of faults; write them as 0,3, or none")
+        raise argparse.ArgumentTypeError(f"{text!r} are not places of faults; write places such as 0,3, or none")
     return [int(index) for index in text.split(",")]
 
 

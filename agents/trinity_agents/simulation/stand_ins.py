@@ -149,7 +149,7 @@ class SimulatedEngine(FakeEngine):
         if not self.paused:
             raise ReceiveFailed("the engine is not paused", 409, "not_paused", touched=False)
         if self._transfer is not None and not self._transfer.done():
-            raise ReceiveFailed("a transfer is under way", 409, "busy", touched=False)
+            raise ReceiveFailed("a transfer is in progress", 409, "busy", touched=False)
         work = asyncio.get_running_loop().create_task(
             self._receive_weights(spec, timeout), context=contextvars.Context()
         )
@@ -159,7 +159,7 @@ class SimulatedEngine(FakeEngine):
         finally:
             work.cancel()  # needed if the caller is cancelled: a real engine ends the transfer too
         if work.cancelled():
-            raise ReceiveFailed("the transfer was cut off", 409, "receive_aborted", touched=True)
+            raise ReceiveFailed("the transfer was aborted", 409, "receive_aborted", touched=True)
         return work.result()
 
     async def _receive_weights(self, spec: dict[str, Any], timeout: float) -> dict[str, Any]:

@@ -169,7 +169,10 @@ class Auditor:
         before = 0
         for entry in self.entries:
             if not before <= entry["step"] <= before + 1:
-                yield f"progress {entry['progress']} is of step {entry['step']}, and the one before it of {before}"
+                yield (
+                    f"progress {entry['progress']} is of step {entry['step']}, and the progress before it of step "
+                    f"{before}"
+                )
             before = entry["step"]
         if before != self.checkpoint.state.step:
             yield f"the history ends with step {before}, and the checkpoint has {self.checkpoint.state.step}"
@@ -180,17 +183,17 @@ class Auditor:
         is_tap = "tap" in state.source
         source = state.source["stream"] if is_tap else state.source
         if "selector" in source:
-            yield Check("checkpoint", "not checked", "it was trained on records, of which it keeps the position alone")
+            yield Check("checkpoint", "not checked", "it was trained on records: it keeps only their position")
             return
         decided = {entry["ticket"] for entry in self.entries}
         consumed = set(source["consumed"]) | set(source.get("failed", ()))
         # A run that taps another run also consumed the tickets before its first batch, without training on them.
         if missing := [] if is_tap else sorted(consumed - decided):
-            yield f"the checkpoint has these tickets behind it, and its history has not: {some(missing)}"
+            yield f"the checkpoint has consumed these tickets, and its history does not list them: {some(missing)}"
         settled = source.get("settled", NONE_SETTLED)  # the checkpoint lists no tickets of batches up to this number
         recent = {entry["ticket"] for entry in self.entries if int(entry["batch"]) > settled}
         if foreign := sorted(recent - consumed):
-            yield f"the history has these tickets, and the checkpoint has not: {some(foreign)}"
+            yield f"the history lists these tickets, and the checkpoint has not consumed them: {some(foreign)}"
         batches = Counter(int(entry["batch"]) for entry in self.entries if not entry.get("repaired"))
         expected = {*range(1, source["batches"] + 1), *source.get("ahead", ())}
         if different := sorted((batches.keys() ^ expected) | {batch for batch, count in batches.items() if count > 1}):
@@ -198,7 +201,7 @@ class Auditor:
         if run_id and state.run_id and run_id != state.run_id:
             yield f"the checkpoint is of run {state.run_id}, and the explorer's state of run {run_id}"
         whose = f" of run {state.run_id}" if state.run_id else ""
-        yield Check("checkpoint", "holds", f"its own list of tickets and batches{whose} is that of the history")
+        yield Check("checkpoint", "holds", f"its own list of tickets and batches{whose} equals the list of the history")
 
     def _sets(self) -> Iterator[Check | str]:
         places = [(entry, entry["stream"]) for entry in self.entries if "stream" in entry]
@@ -207,7 +210,7 @@ class Auditor:
             yield f"messages of the stream that were used more than once, by offset: {some(double)}"
         for entry, place in places:
             if any(chunk >= place["offset"] for chunk in place["chunks"]):
-                yield f"progress {entry['progress']} used a chunk that lies behind its BatchReady"
+                yield f"progress {entry['progress']} used a chunk that comes after its BatchReady"
             counted = len(entry["uids"]) + entry.get("dropped", 0)
             if entry["outcome"] == "trained" and counted != place["experiences"]:
                 yield (
@@ -216,7 +219,8 @@ class Auditor:
                 )
         if lacking := len(self.entries) - len(places):
             text = (
-                f"{lacking} of {len(self.entries)} lines do not say where their set lies: an older release wrote them"
+                f"{lacking} of {len(self.entries)} lines do not record the position of their set: an older release "
+                "wrote them"
             )
             yield Check("sets", "not checked", text)
         if places:

@@ -221,7 +221,7 @@ def trace(folder: Path, generation: int, progress: int) -> Lineage:
             line.faults.append(str(error))
             return line
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            line.faults.append(f"{path} begins with no header: {error!r}")
+            line.faults.append(f"{path} does not begin with a header: {error!r}")
             return line
         if header.get("generation") != current:
             line.faults.append(f"{path} is of generation {header.get('generation')}, wanted {current}")
@@ -236,7 +236,7 @@ def trace(folder: Path, generation: int, progress: int) -> Lineage:
         if origin is None:
             return line
         if before >= current:
-            line.faults.append(f"{path} says it goes on from generation {before}, which is not before {current}")
+            line.faults.append(f"{path} says that it continues generation {before}, which is not before {current}")
             return line
         if start == 0:
             return line  # a generation that ended before its first batch may have no file
@@ -280,7 +280,7 @@ def _read(path: Path) -> list[dict[str, Any]]:
                 raise HistoryError(f"{path}, line {number} is not JSON: {error}") from error
             break
         if not isinstance(entry, dict) or not isinstance(entry.get("progress", 0), int):
-            raise HistoryError(f"{path}, line {number} is no line of a history: {line[:80]!r}")
+            raise HistoryError(f"{path}, line {number} is not a line of a history: {line[:80]!r}")
         result.append(entry)
     if not result:
         raise HistoryError(f"{path} is empty, wanted a header line")

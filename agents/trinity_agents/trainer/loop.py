@@ -231,10 +231,10 @@ class TrainLoop:
         saved = last_saved(self.folder / "history")
         if damaged or saved is not None:
             reasons = "; ".join(f"{candidate.path.name}: {candidate.reason}" for candidate in damaged)
-            lost = f"damaged are {reasons}" if reasons else f"none is there, although progress {saved} was saved"
-            others = f"choose another one than {only} with `trinity-mq run --from`, " if only else ""
+            lost = f"damaged: {reasons}" if reasons else f"there is none, although progress {saved} was saved"
+            others = f"choose another checkpoint than {only} with `trinity-mq run --from`, " if only else ""
             raise CheckpointError(
-                f"no checkpoint in {folder} can be used: {lost}. Put an undamaged copy back and run the same command "
+                f"no usable checkpoint in {folder}: {lost}. Put an undamaged copy back and run the same command "
                 f"again, {others}or train from the first step again with `trinity-mq run --fresh`"
             )
         await self.learner.open(None)
@@ -250,13 +250,13 @@ class TrainLoop:
         if self._saved_run and self._saved_run != run_id:
             raise FatalError(
                 f"the checkpoints in {self.folder / 'checkpoints'} are of run {self._saved_run}, but the explorer's "
-                f"state is of run {run_id}: one of the two was removed, or comes from elsewhere. To go on with the "
-                "old run, bring its folder state/ back; to train anew, start with `trinity-mq run CONFIG "
-                "--fresh`, or move checkpoints/ and history/ out of the run folder"
+                f"state is of run {run_id}: one of the two was removed, or comes from elsewhere. To resume the old "
+                "run, restore its folder state/; to start over, use `trinity-mq run CONFIG --fresh`, or move "
+                "checkpoints/ and history/ out of the run folder"
             )
         own_run = self.agent.bus.run_id
         if self.generation and own_run and own_run != run_id:
-            raise RestartRequested(f"the explorer has begun another run: {run_id} in place of {own_run}")
+            raise RestartRequested(f"the explorer has started another run: {run_id} instead of {own_run}")
 
     async def close(self) -> None:
         """Close the learner and the history."""

@@ -153,7 +153,8 @@ class CheckpointServer(Agent):
         if label not in there:
             raise FatalError(
                 f"the explorer asks for checkpoint {label}, which is not in {self.config.bench.run} any more. Start "
-                "again to go on with those that are; trainer.max_checkpoints_to_keep of that run says how many stay"
+                "again to continue with the checkpoints that are there; trainer.max_checkpoints_to_keep of that run "
+                "says how many are kept"
             )
         checkpoint = there[label]
         try:
@@ -163,10 +164,10 @@ class CheckpointServer(Agent):
         except DamagedCheckpointError as error:
             raise FatalError(
                 f"checkpoint {label} of {self.config.bench.run} cannot be evaluated: {error}. Leave it out with "
-                "bench.checkpoints, and the results of the others stay"
+                "bench.checkpoints; the results of the other checkpoints are kept"
             ) from error
         self.label, self.step = label, self.step + 1
-        log.info("checkpoint_held", label=label, step=self.step)
+        log.info("checkpoint_loaded", label=label, step=self.step)
         self.heartbeat_now()
 
     async def _sync(self) -> None:

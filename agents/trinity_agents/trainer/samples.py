@@ -53,7 +53,7 @@ class TrainSamples:
         try:
             await asyncio.to_thread(self._write, step, batches)
         except OSError as error:
-            log.warning("samples_end", reason=error.strerror or str(error))
+            log.warning("sample_log_disabled", reason=error.strerror or str(error))
             self._per_batch = 0
 
     def _write(self, step: int, batches: Sequence[ExperienceBatch]) -> None:

@@ -312,7 +312,7 @@ def test_a_store_that_stays_away_ends_a_slice_at_the_limit(disk: Disk) -> None:
     run_virtually(main())
     (result,) = results(world)
     assert (result.outcome, result.parts) == ("poisoned", 0)
-    assert "its experiences could not be stored; 3 tries did not end well" in str(result.message)
+    assert "its experiences could not be stored; 3 attempts failed or were lost" in str(result.message)
     assert world.stored(QUEUE) == []
 
 

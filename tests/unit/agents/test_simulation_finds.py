@@ -168,9 +168,9 @@ def test_a_failing_schedule_is_shrunk_and_repeated_by_one_line(
     ("words", "says"),
     [
         (["--seed", "137", "--faults", "99"], "seed 137 draws faults 0 to"),
-        (["--seeds", "5:5"], "is no range of seeds; write one as 0:1000"),
-        (["--seeds", "0:9", "--faults", "1"], "--faults belongs to --seed"),
-        (["--seed", "3", "--faults", "x"], "are no places of faults"),
+        (["--seeds", "5:5"], "is not a range of seeds; write a range such as 0:1000"),
+        (["--seeds", "0:9", "--faults", "1"], "--faults needs --seed"),
+        (["--seed", "3", "--faults", "x"], "are not places of faults"),
     ],
 )
 def test_a_wrong_command_line_is_explained(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:

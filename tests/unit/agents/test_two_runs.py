@@ -76,7 +76,7 @@ def test_an_agent_of_a_second_run_ends_with_one_sentence(tmp_path: Path, name: s
 
     run_virtually(first.run(beside=beside), limit=3000)
     (sentence,) = sentences
-    assert "another run of the name 'sim' works on this broker" in sentence
+    assert "another run of the name 'sim' uses this broker" in sentence
     assert str(second.folder) in sentence
     assert "name=..." in sentence
     assert "trinity-mq broker clean sim" in sentence

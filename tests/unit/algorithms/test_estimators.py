@@ -313,7 +313,7 @@ def test_each_role_of_a_run_has_a_reward_and_a_baseline() -> None:
     kept, _ = estimate(ExperienceBatch.of(rows), args, baselines=baselines)
     assert [float(one.advantages[0]) for one in kept] == [0.5, -1.0, -1.0]
     assert baselines == {"seller": 0.75, "buyer": -0.5}
-    with pytest.raises(ValueError, match="no baselines were given to begin with; the trainer keeps them"):
+    with pytest.raises(ValueError, match="no earlier baselines were given; the trainer keeps them"):
         estimate(ExperienceBatch.of(rows), args)
     for info in ({}, {"role": ""}):
         rows[1].info = info
@@ -365,14 +365,14 @@ def test_values_belong_to_the_tokens_of_the_whole_batch_also_where_runs_are_drop
 @pytest.mark.parametrize(
     ("args", "given", "says"),
     [
-        (GaeEstimator(), {}, "was given no values, wanted those of a critic"),
+        (GaeEstimator(), {}, "got no values, wanted the values of a critic"),
         (GaeEstimator(), {"values": torch.zeros(3)}, r"values has shape \[3\], wanted \[2\]"),
         (GaeEstimator(), {"values": torch.tensor([0.0, math.nan])}, "values is nan at response token 1"),
         (DiscountedEstimator(), {"token_penalty": torch.zeros(1)}, r"token_penalty has shape \[1\], wanted \[2\]"),
         (
             DiscountedEstimator(),
             {"values": torch.zeros(2)},
-            "values is given to the estimator 'discounted', which would",
+            "values is given to the estimator 'discounted', which does not use it",
         ),
         (GroupEstimator(), {"token_penalty": torch.zeros(2)}, "token_penalty is given to the estimator 'group'"),
     ],

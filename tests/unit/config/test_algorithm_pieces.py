@@ -122,7 +122,7 @@ def test_the_kl_penalty_of_trinity_is_the_kl_in_the_rewards(section: dict[str, A
         ({"kl_penalty_fn": "k1", "kl_penalty_fn_args": {"coef": 1}}, r"kl_penalty_fn_args\.coef is not known, wanted"),
         ({"reward_kl": {"coef": 0.0}}, "greater than 0"),
         ({"algorithm_type": "grpoo"}, "algorithm_type 'grpoo' is not known"),
-        ({"surrogate": {"kind": "clipp"}}, "kind is none of clip, truncate"),
+        ({"surrogate": {"kind": "clipp"}}, "kind is not one of clip, truncate"),
         ({"surrogate": {"kind": "clip", "lo": 0.1}}, "Extra inputs"),
         ({"surrogate": {"low": "x"}}, "valid number"),
         ({"correction": [{"kind": "weight", "high": -1}]}, "greater than 0"),
@@ -160,8 +160,8 @@ STALE = {"sync_style": "fully_async", "pipeline_depth": 8}
         ({"algorithm_type": "rae", "weights": {"ce": 1.0}}, {}, "advantages of samples alone"),
         ({"anchor": "old"}, STALE, "old data would count as fresh"),
         ({"correction": [{"kind": "weight"}]}, {}, "weighed twice"),
-        ({"ratio": {"kind": "sequence"}}, {}, "weigh by its length"),
-        ({"ratio": {"kind": "sequence_product"}}, STALE, "answers are lost by their length"),
+        ({"ratio": {"kind": "sequence"}}, {}, "be weighted by its length"),
+        ({"ratio": {"kind": "sequence_product"}}, STALE, "these answers are lost"),
         ({"regularisers": [{"kind": "covariance"}, {"kind": "covariance"}]}, {}, "has kind covariance 2 times"),
     ],
 )
@@ -199,9 +199,9 @@ def test_the_critic_of_trinity_is_found_in_its_trainer(trainer: Any, critic: Any
 @pytest.mark.parametrize(
     ("trainer", "words"),
     [
-        ({"trainer_config": {"critic": {"ppo_epochs": 2}}}, r"trainer_config\.critic\.ppo_epochs has no meaning here"),
+        ({"trainer_config": {"critic": {"ppo_epochs": 2}}}, r"trainer_config\.critic\.ppo_epochs is not supported"),
         ({"trainer_config": {"critic": {"optim": {"lr": -1.0}}}}, r"algorithm\.critic\.lr: Input should be greater"),
-        ({"trainer_config": "train.yaml"}, r"trainer\.trainer_config has no meaning here, wanted of trainer_config"),
+        ({"trainer_config": "train.yaml"}, r"trainer\.trainer_config is not supported: of trainer_config only"),
         ({"critic_warmups": 1}, r"trainer\.critic_warmups: unknown key"),
     ],
 )

@@ -34,10 +34,10 @@ def test_a_blob_store_is_a_url_or_an_absolute_path(given: str, url: str | None) 
     [
         ("blobs", "'blobs' is a relative path"),
         ("./blobs", "an absolute path or a URL"),
-        ("file://blobs/x", "names no one place"),
-        ("file:///", "names no one place"),
-        ("/", "names no one place"),
-        ("simplecache::s3://bucket/x", "names no one place"),
+        ("file://blobs/x", "does not name a single place"),
+        ("file:///", "does not name a single place"),
+        ("/", "does not name a single place"),
+        ("simplecache::s3://bucket/x", "does not name a single place"),
         ("s3://key:s3cr3t@bucket/x", "holds a password"),
     ],
 )

@@ -52,7 +52,9 @@ def test_what_makes_no_sense_is_refused(overrides: list[str], said: str) -> None
 
 
 def test_a_loss_that_takes_all_data_for_its_own_is_refused_with_what_to_set() -> None:
-    with pytest.raises(ConfigError, match=r"gpg does not compare the policy with the one that sampled.*kind: weight"):
+    with pytest.raises(
+        ConfigError, match=r"gpg does not compare the policy with the policy that sampled.*kind: weight"
+    ):
         tapping("algorithm.algorithm_type=gpg")
     assert tapping("algorithm.algorithm_type=gpg", "algorithm.correction=[{kind: weight}]").mode == "train"
     with pytest.raises(ConfigError, match=r"anchor is old without a correction.*kind: weight"):

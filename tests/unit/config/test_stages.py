@@ -84,7 +84,7 @@ def test_run_folders_lie_beside_each_other() -> None:
         ([], [], ["stages: wanted a list", "[]"]),
         ("sft", [], ["stages: wanted a list", "'sft'"]),
         ([{"mode": "both"}], [], ["stages.0", "stage_name", "'mode': 'both'"]),
-        ([{"stage_name": "a"}, {"stage_name": "a"}], [], ["stages.1", "'a'", "each its own"]),
+        ([{"stage_name": "a"}, {"stage_name": "a"}], [], ["stages.1", "'a'", "a different name"]),
         ([{"stage_name": "a", "name": "b"}], [], ["stages.0.name", "stage_name"]),
         ([{"stage_name": "a", "run_dir": "b"}], [], ["stages.0.run_dir", "run_dir of the file"]),
         ([{"stage_name": "A b"}], [], ["stage A b: name", "'digits-A b'"]),
@@ -110,7 +110,7 @@ def test_an_override_reaches_one_stage_or_those_without_a_value_of_their_own() -
 
 
 def test_what_wants_one_run_says_that_these_are_several() -> None:
-    with pytest.raises(ConfigError, match="holds stages, each a run of its own"):
+    with pytest.raises(ConfigError, match="holds stages, each a separate run"):
         load_config(staged({"stage_name": "a"}))
 
 

@@ -63,7 +63,7 @@ def test_a_position_of_other_tasksets_is_refused(tmp_path: Path) -> None:
     state = mixture(tmp_path, {"a": 7, "b": 5}).state()
     with pytest.raises(TasksetError, match="belongs to turns"):
         mixture(tmp_path, {"a": 7}).restore(state)
-    with pytest.raises(TasksetError, match=r"'b': the records of .* have changed .*: 1 were added behind the 5"):
+    with pytest.raises(TasksetError, match=r"'b': the records of .* have changed .*: 1 were appended to the 5"):
         mixture(tmp_path, {"a": 7, "b": 6}).restore(state)
     with pytest.raises(TasksetError, match="belongs to seed 5"):
         mixture(tmp_path, {"a": 7, "b": 5}, seed=6).restore(state)
@@ -101,7 +101,7 @@ B: dict[str, Any] = {"name": "b", "path": "b.jsonl"}
     [
         ({"tasksets": [A, A]}, "different names"),
         ({"tasksets": [A, B], "taskset": A}, "both given"),
-        ({"tasksets": [A, B | {"ratio": 1}]}, "give one to each, or to none"),
+        ({"tasksets": [A, B | {"ratio": 1}]}, "give a ratio to all of them or to none"),
         ({"tasksets": [A, {"name": "q", "storage_type": "queue"}]}, "q of storage_type queue hold no tasks"),
         ({"taskset": A | {"ratio": 1}}, "no meaning with a single taskset"),
         ({"eval_tasksets": [A | {"data_selector": {"selector_type": "random"}}]}, "every task is run once"),

@@ -134,7 +134,7 @@ def test_a_composite_is_made_of_parts():
         ("simple_integration", {}, r"nothing that a model wrote is executed here"),
         ("composite", {}, r"wanted a list such as \[\{name: chain_sum, weight: 1"),
         ("composite", {"datasets": [{"name": "simple_integration"}]}, r"nothing that a model wrote is executed here"),
-        ("composite", {"datasets": [{"name": "chain_sum", "args": {}}]}, r"'args' is none of name, weight, config"),
+        ("composite", {"datasets": [{"name": "chain_sum", "args": {}}]}, r"'args' is not one of name, weight, config"),
     ],
 )
 def test_what_is_wrong_is_said(path, args, said):
@@ -149,7 +149,7 @@ def test_a_split_without_a_question_is_said():
         try:
             sizes.append(len(open_taskset(one)))
         except TasksetError as raised:
-            said.add("belongs to split 'test', which has one in 5" in str(raised))
+            said.add("belongs to split 'test'; one in 5" in str(raised))
             sizes.append(0)
     assert said == {True}
     assert set(sizes) == {0, 1}

@@ -234,7 +234,7 @@ def test_a_bad_selector_of_ones_own_is_named(path: Path, mine: ModuleType) -> No
         opened(path, "my_selectors.None")
     EveryOther.next, kept = lambda self, count: [COUNT] * count, EveryOther.next  # type: ignore[method-assign,assignment]
     try:
-        with pytest.raises(TasksetError, match=r"wanted 2 indexes from 0 to 11; mend my_selectors\.EveryOther"):
+        with pytest.raises(TasksetError, match=r"wanted 2 indexes from 0 to 11; fix my_selectors\.EveryOther"):
             opened(path, "my_selectors.EveryOther").next_batch(2)
     finally:
         EveryOther.next = kept  # type: ignore[method-assign]
@@ -283,7 +283,7 @@ def test_the_references_form_is_understood(path: Path) -> None:
         ),
         ({"selector_type": "difficulty_pools", "pools": []}, "pools"),
         ({"selector_type": "difficulty_pools", "pools": [POOLS[0]] * 2}, "each once"),
-        ({"selector_type": "difficulty_pools", "pools": POOLS, "unseen_weight": 0}, "be the first"),
+        ({"selector_type": "difficulty_pools", "pools": POOLS, "unseen_weight": 0}, "be chosen first"),
         ({"selector_type": "shuffle", "kwargs": [1]}, "wanted names with values"),
     ],
 )

@@ -110,10 +110,10 @@ def test_a_position_of_other_data_or_order_is_refused(jsonl):
 @pytest.mark.parametrize(
     ("edit", "said"),
     [
-        (lambda lines: [*lines, lines[0]], "1 were added behind the 10 that were there, which are as they were"),
+        (lambda lines: [*lines, lines[0]], "1 were appended to the 10 earlier records, which are unchanged"),
         (lambda lines: [*lines[:5], lines[0], *lines[5:]], "there were 10 and are 11"),
         (lambda lines: lines[3:], "there were 10, and 3 fewer are there now"),
-        (lambda lines: lines[::-1], "there are 10 as before, but some have other content or stand in another order"),
+        (lambda lines: lines[::-1], "there are 10 as before, but some have other content or another position"),
         (lambda lines: [lines[0].replace("q0", "q7"), *lines[1:]], "there are 10 as before, but some have other"),
     ],
 )
@@ -124,7 +124,7 @@ def test_what_has_changed_in_the_records_is_said_in_words(jsonl, edit, said):
         open_taskset(file_config(jsonl), seed=1).restore(state)
     words = str(caught.value)
     assert f"the records of {jsonl} have changed since the run began: {said}" in words
-    assert "Put the old data back, or train anew with `trinity-mq run CONFIG --fresh`" in words
+    assert "Put the old data back, or start over with `trinity-mq run CONFIG --fresh`" in words
     assert state["identity"].partition("-")[2] not in words, "no hash"
 
 
@@ -234,8 +234,12 @@ def test_line_separators_inside_of_strings_and_a_byte_order_mark_are_no_harm(tmp
             r"t\.jsonl:1: has nothing at 'question' \(its keys: prompt, answer",
         ),
         ("t.jsonl", b'["q", "a"]\n', r"t\.jsonl:1: holds a list, wanted a record"),
-        ("t.jsonl", b'{"question": "q", "answer": 1' + b"0" * 30 + b"}", r"t\.jsonl:1: holds what cannot travel"),
-        ("t.jsonl", b'{"question": "\\ud800", "answer": 1}', r"t\.jsonl:1: holds what cannot travel"),
+        (
+            "t.jsonl",
+            b'{"question": "q", "answer": 1' + b"0" * 30 + b"}",
+            r"t\.jsonl:1: holds a value that a message cannot carry",
+        ),
+        ("t.jsonl", b'{"question": "\\ud800", "answer": 1}', r"t\.jsonl:1: holds a value that a message cannot carry"),
         ("t.jsonl", b"[" * 100_000, r"t\.jsonl:1: not JSON"),
         ("t.jsonl", b"\xff\xfe\x00", r"t\.jsonl is not UTF-8"),
         ("t.jsonl", b"", "holds no records"),
@@ -311,7 +315,7 @@ def test_hugging_face_rows_become_tasks(monkeypatch):
     rows[0]["made"] = datetime.datetime(2026, 1, 2, tzinfo=datetime.UTC)
     assert open_taskset(config).all_tasks()[0].raw_task["made"] == "2026-01-02T00:00:00+00:00"
     rows[0]["image"] = object()
-    with pytest.raises(TasksetError, match="holds what cannot travel"):
+    with pytest.raises(TasksetError, match="holds a value that a message cannot carry"):
         open_taskset(config)
 
 
@@ -380,5 +384,5 @@ def test_a_database_that_cannot_be_read_says_why(tmp_path: Path, given: dict[str
 def test_a_query_belongs_to_a_database() -> None:
     with pytest.raises(ValueError, match="needs a query"):
         TasksetConfig(storage_type="sql", path="sqlite:///x.db")
-    with pytest.raises(ValueError, match="reads no database: set that to sql"):
+    with pytest.raises(ValueError, match="reads no database: set storage_type to sql"):
         TasksetConfig(storage_type="file", path="x.jsonl", query="x")

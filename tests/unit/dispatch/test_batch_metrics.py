@@ -76,7 +76,7 @@ def test_slices_that_failed_are_counted_by_kind() -> None:
 def test_what_a_cut_off_left_unfinished_is_no_failure() -> None:
     ticket = a_ticket(tasks=1)
     ticket.grace = 1.0
-    tell(ticket, 0, 0, "partial", runs=[0], failure_kind="stopped", message="nobody waits for it any more")
+    tell(ticket, 0, 0, "partial", runs=[0], failure_kind="stopped", message="its result is not needed any more")
     ticket.cancel_rest("time")
     assert sum(n for name, n in rollout_metrics(ticket).items() if "/failures/" in name) == 0
 

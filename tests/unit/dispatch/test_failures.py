@@ -38,7 +38,7 @@ def test_an_attempt_that_failed_in_a_finished_slice_is_told_apart() -> None:
 def test_what_was_cut_off_is_no_failure() -> None:
     failures, cut_off = Failures(), ticket()
     cut_off.grace = 1.0
-    failures.add(cut_off, result(0, "nobody waits for it any more", "partial"))
+    failures.add(cut_off, result(0, "its result is not needed any more", "partial"))
     failures.add(ticket(), result(0, "the batch's time is up", "cancelled"))
     failures.add(ticket(), result(0, None, "finished"))
     assert failures.listed() == []

@@ -164,7 +164,7 @@ def test_what_is_asked_for_at_the_end_is_answered_too() -> None:
     [
         ({"sync_style": "trainer_driven", "sync_offset": 1}, "pipeline_depth says"),
         ({"sync_interval": 2, "sync_offset": 1, "max_staleness": 1}, "up to 2 steps old"),
-        ({"sync_style": "fully_async", "sync_interval": 4, "max_staleness": 2}, "no further step be made"),
+        ({"sync_style": "fully_async", "sync_interval": 4, "max_staleness": 2}, "no further step would be possible"),
         ({"sync_interval": 0}, "greater than or equal to 1"),
         ({"sync_style": "fuly_async"}, "fully_async"),
     ],

@@ -145,8 +145,8 @@ def test_other_values_give_another_batch(mixed):
 @pytest.mark.parametrize(
     ("columns", "match"),
     [
-        ({"nonsense": [1, 2]}, "'nonsense' is no field that can be replaced"),
-        ({"eid": [EID(), EID()]}, "'eid' is no field that can be replaced"),
+        ({"nonsense": [1, 2]}, "'nonsense' is not a field that can be replaced"),
+        ({"eid": [EID(), EID()]}, "'eid' is not a field that can be replaced"),
         ({"reward": [1.0]}, "reward has 1 values, wanted one for each of 2"),
         ({"reward": ["a", 1.0]}, "wanted one number or None"),
         ({"advantages": [[1.0], [1.0, 2.0, 3.0]]}, "experience 0: advantages has 1 values"),

@@ -48,5 +48,5 @@ def test_ids_composed_together_are_those_composed_one_by_one(eids: list[EID]) ->
 
 
 def test_an_unknown_kind_of_id_is_refused() -> None:
-    with pytest.raises(ValueError, match="'xid' is no kind of id"):
+    with pytest.raises(ValueError, match="'xid' is not a kind of id"):
         composed_ids("xid", [1], [2], [3], [4], ["a"])

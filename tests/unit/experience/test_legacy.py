@@ -285,7 +285,7 @@ def test_the_switch_changes_nothing_else(single):
     for data in (b"", b"TRX", b"nothing known"):
         with pytest.raises(DecodeError):
             Experience.deserialize_many(data, allow_legacy=True)
-        with pytest.raises(DecodeError, match="no legacy body"):
+        with pytest.raises(DecodeError, match="not a legacy body"):
             read_legacy(data)
 
 
@@ -307,7 +307,7 @@ def test_the_switch_changes_nothing_else(single):
         ),
         (lambda _: old.sealed(pickle.dumps({}) + b"x"), "1 bytes follow the pickle"),
         (lambda _: old.sealed(pickle.dumps({})[:-1]), "malformed"),
-        (lambda body: old.sealed(metadata_of(body), b"\0" * 8), "no safetensors blob"),
+        (lambda body: old.sealed(metadata_of(body), b"\0" * 8), "not a safetensors blob"),
         (lambda body: old.sealed(metadata_of(body), blob({"1:tokens": torch.ones(1)})), "belongs to none of 1"),
         (lambda body: old.sealed(metadata_of(body), blob({"0:info": torch.ones(1)})), "'info' are both"),
         (lambda body: old.sealed(metadata_of(body), blob({"0:new": torch.ones(1)})), "unknown fields 'new'"),

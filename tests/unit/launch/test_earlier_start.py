@@ -168,7 +168,7 @@ def test_changed_data_are_told_before_an_agent_starts(
     assert main(["run", str(path), *words]) == 2
     err = capsys.readouterr().err
     assert "have changed since the run began: " in err
-    told = "there were 10 and are 11" if of == "recorded" else "1 were added behind the 10 that were there"
+    told = "there were 10 and are 11" if of == "recorded" else "1 were appended to the 10 earlier records"
     assert told in err
     assert sorted((tmp_path / "run").rglob("*")) == sorted([*before, tmp_path / "run" / "lock"])
 
@@ -192,8 +192,8 @@ def saved(folder: Path, *progress: int, source: dict[str, Any] | None = None) ->
     ("words", "wanted"),
     [
         (["--from", "step-4"], "--from: there is no checkpoint step-4 in "),
-        (["--from", "step-4"], "there: progress-000002 (step-1), progress-000004 (step-2)"),
-        (["--from", "newest"], "'newest' is no name of a checkpoint, such as step-120 or progress-120"),
+        (["--from", "step-4"], "available: progress-000002 (step-1), progress-000004 (step-2)"),
+        (["--from", "newest"], "'newest' is not the name of a checkpoint, such as step-120 or progress-120"),
         (["--from", "step-2", "--fresh"], "--fresh starts from the first model, and --from from a checkpoint"),
         (["--from", "step-2", "seed=7"], "must stay the same: seed: 0 -> 7"),
         (["--from", "step-2", "model.device=cuda"], "model.device"),

@@ -262,9 +262,9 @@ def test_what_fails_for_good_ends_the_run_and_says_why(bench: Bench) -> None:
     (bench.run_dir / "trainer-0.script").write_text("78")
     code, out, err = bench.finish()
     assert code == 4
-    assert err.startswith("trainer-0 failed permanently (exit code 78): starting it again does not help; see ")
+    assert err.startswith("trainer-0 failed permanently (exit code 78): a restart does not help; see ")
     assert "  trainer-0 goes by its script" in err
-    failed = out.index("trainer-0 failed permanently (exit code 78): starting it again does not help\n")
+    failed = out.index("trainer-0 failed permanently (exit code 78): a restart does not help\n")
     assert "  trainer-0 goes by its script" in out[failed:]
     assert "trained nothing (exit code 4); fix the cause, then start it with the same command: " in out
 

@@ -281,4 +281,4 @@ async def test_a_request_without_a_number_fails_alone() -> None:
         asked = (rounds.generate([GenerationRequest(prompt=[each], max_tokens=1)], None) for each in (4, 13))
         good, bad = await asyncio.gather(*asked, return_exceptions=True)
     assert not isinstance(good, BaseException)
-    assert "the model gave no number" in str(bad)
+    assert "the logprob of a token of this request is not a number" in str(bad)

@@ -175,11 +175,11 @@ async def test_token_ids_where_the_server_gives_them(theirs: Theirs) -> None:
 async def test_what_needs_tokens_is_refused_where_there_are_none(theirs: Theirs) -> None:
     async with serving(theirs) as server, wrapped(server) as model:
         with pytest.raises(
-            EngineRefused, match=r"does not give logprobs of given tokens.*set token_ids: true"
+            EngineRefused, match=r"does not return logprobs of given tokens.*set token_ids: true"
         ) as refused:
             await model.logprobs_async([1, 2])
         assert refused.value.code == "no_token_ids"
-        with pytest.raises(EngineRefused, match="does not give the tokens of a text"):
+        with pytest.raises(EngineRefused, match="does not return the tokens of a text"):
             await model.convert_messages_to_experience_async(ASK)
     async with serving(theirs) as server, wrapped(server, enable_history=True) as model:
         with pytest.raises(EngineRefused, match="token"):
@@ -218,9 +218,9 @@ async def test_its_refusals_are_passed_on(theirs: Theirs) -> None:
 @pytest.mark.parametrize(
     ("models", "settings", "key", "says"),
     [
-        (["a", "b"], {}, None, r"lists 2 models \(a, b\); say which one with served_name"),
+        (["a", "b"], {}, None, r"lists 2 models \(a, b\); choose one with served_name"),
         (["a"], {"api_key_env": "JUDGE_KEY"}, "wrong", "the key in JUDGE_KEY is not accepted"),
-        (["a"], {}, "wrong", "it wants a key; set api_key_env"),
+        (["a"], {}, "wrong", "it needs a key; set api_key_env"),
     ],
 )
 async def test_what_is_wrong_with_a_server_is_said(

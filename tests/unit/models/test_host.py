@@ -189,8 +189,8 @@ async def test_a_model_that_cannot_be_had_ends_the_host(
 
 @pytest.mark.parametrize(
     ("program", "says"),
-    [("print('boom'); raise SystemExit(3)", r"ended before it was ready \(exit code 3\); it said:\nboom"),
-     ("print('slow', flush=True); import time; time.sleep(60)", r"not ready within 2 s; it said:\nslow")],
+    [("print('boom'); raise SystemExit(3)", r"ended before it was ready \(exit code 3\); its last output:\nboom"),
+     ("print('slow', flush=True); import time; time.sleep(60)", r"not ready within 2 s; its last output:\nslow")],
 )  # fmt: skip
 async def test_an_engine_that_does_not_start_is_quoted(
     config: Config, host_of: HostOf, program: str, says: str

@@ -128,7 +128,7 @@ def test_a_role_gets_the_name_that_the_template_has_a_place_for(template: str, r
         ([USER, SAY, {"role": "tool", "content": "a"}], None, r"the role tool \(messages.2\)"),
         ([USER, SAY, {"role": "function", "content": "a"}], None, r"the role tool \(messages.2\)"),
         ([USER, {**SAY, "tool_calls": [called({})]}, USER], None, r"tool calls \(messages.1\)"),
-        ([USER], [TOOL], "no place for tools"),
+        ([USER], [TOOL], "does not write tools"),
     ],
 )
 def test_what_a_template_does_not_write_is_refused_in_each_way_of_reading(
@@ -244,7 +244,7 @@ def test_a_second_end_is_not_trained_on_where_an_engine_stops_at_the_first() -> 
     assert trained(both, both.conversation(TURNS[:2])) == ["b<|end|>"]
     only_last = codec_of(PHI, ("<|endoftext|>",), ("<|end|>", "<|user|>", "<|assistant|>"))
     assert trained(only_last, only_last.conversation(TURNS[:2])) == ["b<|end|>\n<|endoftext|>"]
-    with pytest.raises(TextError, match="differently once more follows"):
+    with pytest.raises(TextError, match="differently once another message follows"):
         only_last.conversation(TURNS)  # the engine would have sampled an end that the conversation lacks
 
 

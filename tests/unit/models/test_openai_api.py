@@ -137,7 +137,7 @@ async def test_models_and_health(server: EngineServer) -> None:
     [
         ({"tools": [{"type": "function"}]}, 400, "tools.0", "has no name"),
         ({"tools": [{"type": "retrieval"}]}, 400, "tools.0", "wanted 'function'"),
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, 400, None, "has no place for tools"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, 400, None, "does not write tools"),
         ({"tool_choice": "required"}, 400, "tool_choice", "cannot be promised"),
         ({"presence_penalty": 0.5}, 400, "presence_penalty", "leave it out (or send 0)"),
         ({"top_logprobs": 5}, 400, "top_logprobs", "not supported"),

@@ -137,7 +137,7 @@ async def test_a_stream_that_is_aborted_ends_with_an_error_that_says_why(generat
     async with serving(generator, "abort") as (batcher, state, pause_control), batcher.stream(REQUEST, None) as stream:
         await pause_control.begun.wait()
         await sync(batcher, state, generator, other_weights(generator))
-        with pytest.raises(ApiError, match="new weights have come"):
+        with pytest.raises(ApiError, match="new weights arrived"):
             async for _ in stream:
                 pass
 

@@ -210,10 +210,10 @@ async def test_a_server_that_takes_no_groups_any_more_is_asked_for_each(
         (pack_answer(GroupedAnswer(0, 200, {}, pack_body({}))), "the answer ended early"),
         (pack_answer(GroupedAnswer(7, 200, {}, pack_body({}))), "an answer to request 7 of 2"),
         (msgpack.packb([0, 200, {}, b"\xc1"]) + msgpack.packb([1, 200, {}, b""]), "the body is not MessagePack"),
-        (b"\xc1", "no stream of answers"),
-        (b"hello", "no stream of answers"),
-        (msgpack.packb([0, "200", {}, b"\x80"]), "no stream of answers"),
-        (msgpack.packb([0, 200, {}, {}]), "no stream of answers"),
+        (b"\xc1", "not a stream of answers"),
+        (b"hello", "not a stream of answers"),
+        (msgpack.packb([0, "200", {}, b"\x80"]), "not a stream of answers"),
+        (msgpack.packb([0, 200, {}, {}]), "not a stream of answers"),
     ],
 )
 async def test_an_answer_that_is_none_is_a_lost_engine(

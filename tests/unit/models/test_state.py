@@ -48,7 +48,7 @@ async def test_weights_are_committed_as_the_version_that_they_came_as():
     state.pause(60.0)
     state.touch((2, 2))
     state.applied = True
-    with pytest.raises(StateError, match=r"received are those of \(2, 2\)"):
+    with pytest.raises(StateError, match=r"received weights belong to \(2, 2\)"):
         state.commit((2, 0), 0)
     assert (state.label, state.version) == ("paused", None), "its own host can still commit it"
     state.commit((2, 2), 3)

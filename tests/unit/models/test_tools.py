@@ -129,7 +129,7 @@ def test_a_conversation_with_tools_is_rendered_as_it_was_sampled() -> None:
     assert again == f"{asked}{CALL}<|im_end|>\n"
     bare = byte_codec.__wrapped__()
     bare._tokenizer.chat_template = "{{ messages[0].content }}"
-    with pytest.raises(TextError, match="has no place for tools"):
+    with pytest.raises(TextError, match="does not write tools"):
         bare.render_with_tools(messages, [tool])
 
 

@@ -164,7 +164,7 @@ def test_a_coroutine_that_would_wait_for_itself_is_refused():
     async def outer(response, truth, *, finished):
         return parts_of(create_reward(inner, {}), response, truth, finished=finished)
 
-    with pytest.raises(RuntimeError, match="would stop the event loop"):
+    with pytest.raises(RuntimeError, match="would block the event loop"):
         parts_of(create_reward(outer, {}), "x", None, finished=True)
 
 

@@ -63,7 +63,7 @@ Thread 0x00007f1 (most recent call first):
             1,
             "trainer: ValueError: 3 (my.py:4) (agent_ends agent=t code=1)",
         ),
-        (f"runner: loop_stands_still\n{BLOCKED}", 75, "runner: loop_stands_still (my_workflow.py:5)"),
+        (f"runner: event_loop_blocked\n{BLOCKED}", 75, "runner: event_loop_blocked (my_workflow.py:5)"),
     ],
 )
 def test_what_a_process_said_last(printed: str, code: int, said: str) -> None:
@@ -75,7 +75,7 @@ def test_a_signal_is_named_before_all_else() -> None:
     assert killed.startswith("killed by SIGKILL: ")
     assert "%" not in killed
     assert exit_reason("", 128 + signal.SIGABRT) == "killed by SIGABRT"
-    said = "killed by SIGSEGV; it said last: Fatal Python error: Segmentation fault (my_operator.py:8)"
+    said = "killed by SIGSEGV; its last output: Fatal Python error: Segmentation fault (my_operator.py:8)"
     assert exit_reason(STACKS, 128 + signal.SIGSEGV) == said
 
 
@@ -84,7 +84,7 @@ def test_a_real_crash_and_a_real_traceback(tmp_path: Path) -> None:
     bar = "import faulthandler, os, tqdm\nfaulthandler.enable()\nbar = tqdm.tqdm(total=3)\n"
     bar += "bar.update(1) or bar.refresh()\n"
     for name, last, said in (
-        ("crash.py", "os.abort()", "killed by SIGABRT; it said last: Fatal Python error: Aborted (crash.py:5)"),
+        ("crash.py", "os.abort()", "killed by SIGABRT; its last output: Fatal Python error: Aborted (crash.py:5)"),
         ("wrong.py", "{}['answer']", "KeyError: 'answer' (wrong.py:5)"),
     ):
         (tmp_path / name).write_text(f"{bar}{last}\n")

@@ -169,7 +169,7 @@ async def test_a_message_in_hand_at_three_deaths_is_set_aside_raw(bus: MemoryBus
         delivery = await received(bus, name)
         await handle_or_set_aside(bus, TOPOLOGY, delivery, "me", lambda: handle(delivery))  # noqa: B023
     assert handled == ["healthy"]
-    assert await dead_reasons(bus) == ["it was in hand at 3 deaths of the process that handles it"]
+    assert await dead_reasons(bus) == ["the process died 3 times while it handled this message"]
 
 
 def test_a_place_on_a_stream_stays_set_aside_when_the_stream_is_read_again(tmp_path: Path, bus: MemoryBus) -> None:

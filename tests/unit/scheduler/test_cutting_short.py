@@ -243,7 +243,7 @@ def test_a_submitter_hears_when_the_experiences_it_was_promised_will_not_come(ou
         ("0", "finished", 0),
         ("1", "finished", 0),
     ] * told
-    assert all("will not come" in str(one.message) for one in answers[2:])
+    assert all("will not arrive" in str(one.message) for one in answers[2:])
 
 
 # -- limits

@@ -428,7 +428,7 @@ def test_who_waits_hears_of_a_stop() -> None:
         waiting = asyncio.ensure_future(scheduler.get_results(1))
         await asyncio.sleep(1.0)
         await scheduler.stop()
-        with pytest.raises(RuntimeError, match="stopped while somebody waited"):
+        with pytest.raises(RuntimeError, match="stopped while a caller waited"):
             await waiting
 
     play(Stage(runner=False), scene)

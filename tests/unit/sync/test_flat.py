@@ -60,8 +60,8 @@ def test_packing_copies() -> None:
 @pytest.mark.parametrize(
     ("tensors", "said"),
     [
-        ([("b", torch.ones(4))], "another order than their manifest: 'b' where 'a' is due"),
-        ([], "'nothing' where 'a' is due"),
+        ([("b", torch.ones(4))], "the order of their manifest: got 'b', wanted 'a'"),
+        ([], "got 'nothing', wanted 'a'"),
         ([("a", torch.ones(2, 2))], r"'a' has shape \[2, 2\], its manifest says \[4\]"),
     ],
 )

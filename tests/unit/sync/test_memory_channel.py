@@ -62,7 +62,7 @@ async def test_a_version_let_go_says_what_there_is(channel: MemoryChannel) -> No
     await channel.offer((1, 2), TENSORS, MANIFEST)
     assert same(await receive(first), TENSORS)  # still there while the next one is under way
     await channel.committed((1, 2), TENSORS, MANIFEST)
-    with pytest.raises(ChannelError, match=r"404, version 1\.1 is not here; there is 1\.2 in \d+ buckets"):
+    with pytest.raises(ChannelError, match=r"404, version 1\.1 is not available; available: 1\.2 in \d+ buckets"):
         await receive(first)
 
 

@@ -65,7 +65,9 @@ def test_some_of_them(tmp_path: Path, wanted: Any, labels: list[int]) -> None:
 
 def test_one_that_is_not_there_is_named_beside_those_that_are(tmp_path: Path) -> None:
     save(tmp_path, 5, 20)
-    with pytest.raises(CheckpointError, match=r"bench\.checkpoints: 7 not among those in .*, which are 5, 20"):
+    with pytest.raises(
+        CheckpointError, match=r"bench\.checkpoints: 7 not among the checkpoints in .*, which are 5, 20"
+    ):
         select_checkpoints(config(tmp_path, {"checkpoints": [5, 7]}))
 
 

@@ -310,12 +310,12 @@ async def test_checkpoints_have_names_by_batches_and_by_train_steps(tmp_path: Pa
         CheckpointError, match=r"no checkpoint step-50 in .*progress-000050 \(step-45\), progress-000100"
     ):
         find_by_name(tmp_path, "step-50")
-    with pytest.raises(CheckpointError, match=r"'newest' is no name of a checkpoint, such as step-120"):
+    with pytest.raises(CheckpointError, match=r"'newest' is not the name of a checkpoint, such as step-120"):
         find_by_name(tmp_path, "newest")
     (tmp_path / "progress-000150" / "optimizer.pt").unlink()
     with pytest.raises(CheckpointError, match=r"progress-000150 is damaged: .*optimizer\.pt"):
         find_by_name(tmp_path, "progress-150")
-    with pytest.raises(CheckpointError, match="there: none"):
+    with pytest.raises(CheckpointError, match="available: none"):
         find_by_name(tmp_path / "nowhere", "step-1")
 
 
@@ -342,7 +342,7 @@ async def test_a_choice_that_cannot_be_read_is_one_clear_error(tmp_path: Path) -
     store = CheckpointStore(tmp_path, 2)
     choose(tmp_path, await store.save(writer(), state(1)))
     (tmp_path / "chosen.json").write_text("{}")
-    with pytest.raises(CheckpointError, match=r"chosen\.json is damaged .*; remove it to go on from the newest"):
+    with pytest.raises(CheckpointError, match=r"chosen\.json is damaged .*; remove it to resume from the newest"):
         store.usable()
 
 
@@ -422,7 +422,7 @@ async def test_a_trainer_that_was_cut_off_saves_nothing(tmp_path: Path, progress
         await other.save(writer("new"), state(2, 2))
 
     for write in (slow, writer("later")):
-        with pytest.raises(RestartRequested, match="another trainer has gone on with this run as generation 2"):
+        with pytest.raises(RestartRequested, match="another trainer has resumed this run as generation 2"):
             await cut_off.save(write, state(progress, 1))
         assert visible(tmp_path) == ["generation", "progress-000001", "progress-000002"]
         assert text_of(other) == "new"

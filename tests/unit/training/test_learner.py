@@ -462,8 +462,8 @@ async def test_errors_say_what_to_do(folder: Path, tmp_path: Path, opened: Opene
     await learner.save(tmp_path)
     facts = json.loads((tmp_path / "learner.json").read_text())
     for content, wrong in (
-        ("[1]", "learner.json is damaged or not there"),
-        ("not JSON", "learner.json is damaged or not there"),
+        ("[1]", "learner.json is damaged or missing"),
+        ("not JSON", "learner.json is damaged or missing"),
         (json.dumps(facts | {"optimizer": facts["optimizer"] | {"param_groups": []}}), "does not fit this run"),
         (json.dumps(facts | {"optimizer": {}}), "does not fit this run"),
     ):
@@ -482,7 +482,7 @@ async def test_a_checkpoint_whose_weights_do_not_load_is_damaged(
     (tmp_path / "state" / file).unlink()
     if content is not None:
         (tmp_path / "state" / file).write_bytes(content)
-    with pytest.raises(DamagedCheckpointError, match=r"does not load|is damaged or not there"):
+    with pytest.raises(DamagedCheckpointError, match=r"does not load|is damaged or missing"):
         await opened(checkpoint=tmp_path)
 
 

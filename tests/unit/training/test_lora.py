@@ -263,7 +263,7 @@ async def test_quantized_weights_are_refused_on_a_cpu(opened: Opener, monkeypatc
         (
             {"sync": "adapter", "quantization": "4bit"},
             {"explorer": {"rollout_model": {"engine": "vllm"}}},
-            "which is another model",
+            "which is a different model",
         ),
         ({"quantization": "8bit"}, {"trainer": {"nproc": 2}}, "cannot be sharded"),
         ({"target_modules": []}, {}, "names no layer"),

@@ -239,7 +239,7 @@ def test_a_state_of_something_else_is_refused() -> None:
     saved = make_optimizer(model, OPTIMIZERS["sgd"]).state_dict()
     with pytest.raises(LearnerError, match="is muon, and the checkpoint was trained with sgd"):
         restore_state(made(model, OPTIMIZERS["muon"]), saved, model, OPTIMIZERS["muon"])
-    with pytest.raises(ValueError, match="it is of 9 weights, and the model has 2"):
+    with pytest.raises(ValueError, match="the saved state has 9 weights and the model 2"):
         restore_state(make_optimizer(model.head, OPTIMIZERS["sgd"]), saved, model.head, OPTIMIZERS["sgd"])
 
 

@@ -104,7 +104,7 @@ async def test_damage_in_a_checkpoint_of_the_release_before_is_named(
     (tmp_path / file).unlink()
     if content is not None:
         (tmp_path / file).write_bytes(content)
-    with pytest.raises(DamagedCheckpointError, match=r"is damaged or not there|could be loaded from"):
+    with pytest.raises(DamagedCheckpointError, match=r"is damaged or missing|could be loaded from"):
         await opened(ppo(), checkpoint=tmp_path)
 
 

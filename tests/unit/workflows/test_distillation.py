@@ -104,7 +104,9 @@ async def test_a_teacher_with_another_vocabulary_is_refused(kind, models):
     async with tiny_engine(models["student"], "student") as here, tiny_engine(models["stranger"], "stranger") as there:
         async with EngineClients() as clients:
             model, teacher = ModelWrapper(here, clients=clients), ModelWrapper(there, clients=clients)
-            with pytest.raises(TaskError, match=r"cuts text into other tokens.*token 0 of a prompt is.*one tokenizer"):
+            with pytest.raises(
+                TaskError, match=r"splits text into other tokens.*token 0 of a prompt is.*one tokenizer"
+            ):
                 await run(kind, model, teacher)
             args = {"check_vocabulary": False}
             assert len(await run(kind, model, teacher, workflow_args=args)) == 1
@@ -210,7 +212,7 @@ async def test_conversations_are_aligned_from_the_first_response_token_on(way):
     ("teacher", "said"),
     [
         (Scoring(result=[0.0]), r"gave \(1,\) logprobs for 3 tokens, wanted 2"),
-        (Scoring(result=[0.0, float("nan")]), "no finite numbers"),
+        (Scoring(result=[0.0, float("nan")]), "not finite numbers"),
         (Scoring(error=EngineLost("gone")), "the teacher 't' at http://teacher cannot be asked: EngineLost: gone"),
     ],
 )

@@ -100,7 +100,11 @@ async def test_a_program_asks_and_says_what_it_was_worth(tmp_path: Path) -> None
             RunFailedError,
             "gave the reward 'much': Input should be a valid number",
         ),
-        ('print(json.dumps({"rewards": [{"call": 7, "reward": 1}]}))', RunFailedError, "rewarded call 7; it made 2"),
+        (
+            'print(json.dumps({"rewards": [{"call": 7, "reward": 1}]}))',
+            RunFailedError,
+            "rewarded call 7, which is none of its 2 calls",
+        ),
         ('print(json.dumps({"kind": "tool", "error": "no search"}))', SandboxFailed, "no search"),
     ],
 )

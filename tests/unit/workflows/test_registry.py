@@ -131,5 +131,5 @@ def test_a_plug_in_that_cannot_be_imported_says_why(folder):
 
 def test_a_built_in_whose_package_is_missing_says_so(monkeypatch):
     monkeypatch.setattr(registry, "WORKFLOWS", {"needs_more": "no_such_package.module:Workflow"})
-    with pytest.raises(UnknownNameError, match="'needs_more' needs a package that is not here: No module named"):
+    with pytest.raises(UnknownNameError, match="'needs_more' needs a package that is not installed: No module named"):
         load_workflow("needs_more")

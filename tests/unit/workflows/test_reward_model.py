@@ -53,7 +53,9 @@ def test_without_a_reward_or_with_another_kind_it_says_what_it_wants(kind: Any, 
 
 
 def test_each_kind_of_reward_where_the_other_is_wanted_says_so() -> None:
-    with pytest.raises(RewardError, match=r"by_text .* judges no conversation, wanted one that is called as"):
+    with pytest.raises(
+        RewardError, match=r"by_text .* does not judge conversations, wanted a function that is called as"
+    ):
         judge_conversation(create_reward(by_text, {}), None, [], "7")
     with pytest.raises(RewardError, match=r"Model.* judges the conversation .* use math_rm_workflow"):
         parts_of(create_reward(Model, {}), "7", "7", finished=True)

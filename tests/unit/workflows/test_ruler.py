@@ -144,7 +144,7 @@ async def test_whatever_a_server_sends_is_a_neutral_score_or_a_clear_error(kind,
 @BOTH
 async def test_without_a_judge_the_setting_is_named(kind, stub_model):
     with pytest.raises(
-        TaskError, match=r"wants auxiliary model 0 as its judge, and there are 0; add.*auxiliary_models"
+        TaskError, match=r"uses auxiliary model 0 as its judge, and the run has 0; add.*auxiliary_models"
     ):
         await run(kind, stub_model([]), None)
     with pytest.raises(TaskError, match=r"workflow_args\.criterion does not exist; did you mean 'criteria'"):
@@ -156,7 +156,7 @@ async def test_a_judge_by_name(kind, stub_model):
     async with judged("[1]") as judge:
         (exp,) = await run(kind, stub_model(["a"]), judge.model, workflow_args={"judge": "judge"})
         assert exp.reward == 1.0
-        with pytest.raises(TaskError, match="wants auxiliary model 'jugde' as its judge, and there are 1: judge;"):
+        with pytest.raises(TaskError, match="uses auxiliary model 'jugde' as its judge, and the run has 1: judge;"):
             await run(kind, stub_model(["a"]), judge.model, workflow_args={"judge": "jugde"})
 
 

@@ -231,7 +231,7 @@ def _role_distances(
     """Return the distances from the roles' baselines, and update the baselines, in the order of tasks and runs."""
     if baselines is None:
         raise ValueError(
-            "the baseline 'role_mean' is a moving average over batches, and no baselines were given to begin with; the "
+            "the baseline 'role_mean' is a moving average over batches, and no earlier baselines were given; the "
             "trainer keeps them: compute these advantages there"
         )
     order = {unit: (tid, run) for unit, tid, run in zip(units, batch.ids("tid"), batch.values("eid.run"), strict=True)}

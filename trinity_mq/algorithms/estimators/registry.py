@@ -89,10 +89,10 @@ def estimate(
     inputs: dict[str, Any] = {"values": values, "token_penalty": token_penalty, "baselines": baselines}
     for name, value in inputs.items():
         if value is not None and name not in entry.takes:
-            raise ValueError(f"{name} is given to the estimator {args.kind!r}, which would not look at it")
+            raise ValueError(f"{name} is given to the estimator {args.kind!r}, which does not use it")
     if "values" in entry.takes and values is None:
         raise ValueError(
-            f"the estimator {args.kind!r} was given no values, wanted those of a critic for each response token: it "
+            f"the estimator {args.kind!r} got no values, wanted the values of a critic for each response token: it "
             "runs in the trainer"
         )
     inputs |= {"min_group_runs": min_group_runs}

@@ -70,15 +70,16 @@ def algorithm_problems(config: AlgorithmConfig, staleness: int, max_response_tok
         )
     if loss.ratio.kind in {"sequence", "geometric"} and loss.reduction.kind == "token":
         yield (
-            f"algorithm.ratio is {loss.ratio.kind} with reduction token: an answer's one ratio would weigh by its "
-            "length; take reduction: {kind: sequence}, or {kind: sequence_sum} where that is meant"
+            f"algorithm.ratio is {loss.ratio.kind} with reduction token: the one ratio of an answer would be weighted "
+            "by its length; take reduction: {kind: sequence}, or {kind: sequence_sum} where that is meant"
         )
     products = loss.ratio.kind == "sequence_product" or any(rule.level == "sequence" for rule in weighs)
     if products and staleness and max_response_tokens > LONG_ANSWER:
         yield (
-            f"algorithm multiplies the ratios of whole answers, which may have model.max_response_tokens "
-            f"{max_response_tokens} tokens and be {staleness} train steps old: the product leaves any range and "
-            "answers are lost by their length. Take ratio: {kind: sequence}, level: token or geometric, or fresh data"
+            "algorithm multiplies the ratios of whole answers, which may have model.max_response_tokens "
+            f"{max_response_tokens} tokens and be {staleness} train steps old: for long answers the product leaves "
+            "every clip range, and these answers are lost. Take ratio: {kind: sequence}, level: token or geometric, "
+            "or fresh data"
         )
 
 
@@ -92,7 +93,8 @@ def _reference_problems(config: AlgorithmConfig) -> Iterator[str]:
     if config.reference.update != "never" and not needs_reference(config):
         yield (
             f"algorithm.reference.update is {config.reference.update}, and nothing compares the policy with a "
-            "reference: set kl: {kind: k2, coef: 0.001} to hold it near one, or remove it"
+            "reference: set kl: {kind: k2, coef: 0.001} to hold the policy near a reference, or remove "
+            "algorithm.reference.update"
         )
     if config.reward_kl is None:
         return
@@ -100,7 +102,7 @@ def _reference_problems(config: AlgorithmConfig) -> Iterator[str]:
         yield "algorithm.reward_kl is set, but weights.rl is 0: no reward has a part in the loss; remove it"
     elif config.estimator.kind not in BY_TOKEN:
         yield (
-            f"algorithm.reward_kl is set, and the estimator is {config.estimator.kind}, wanted discounted or gae: a KL "
-            "of each token has no place in an estimator of whole runs; take algorithm_type: reinforceplusplus or ppo, "
+            f"algorithm.reward_kl is set, and the estimator is {config.estimator.kind}, wanted discounted or gae: a "
+            "KL of each token does not fit an estimator of whole runs; take algorithm_type: reinforceplusplus or ppo, "
             "or the KL in the loss: kl: {kind: k2}"
         )

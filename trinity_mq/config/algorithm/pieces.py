@@ -34,7 +34,7 @@ class PluginPiece(Piece):
     @classmethod
     def _dotted(cls, value: str) -> str:
         if not DOTTED.fullmatch(value):
-            raise ValueError(f"{value!r} is no kind that is known, wanted one of those or the path of a function")
+            raise ValueError(f"{value!r} is not a known kind, wanted a known kind or the dotted path of a function")
         return value
 
 
@@ -52,7 +52,9 @@ def _by_kind(*kinds: str) -> Discriminator:
     return Discriminator(
         tag,
         custom_error_type="unknown_kind",
-        custom_error_message=f"kind is none of {', '.join(kinds)}, nor the dotted path of a function of your own",
+        custom_error_message=(
+            f"kind is not one of {', '.join(kinds)}, and not the dotted path of a function of your own"
+        ),
     )
 
 

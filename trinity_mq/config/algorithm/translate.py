@@ -229,8 +229,8 @@ def move_critic_settings(data: dict[str, Any]) -> dict[str, Any]:
     if unknown := flat.keys() - CRITIC_KEYS.keys():
         valid = ", ".join(key.removeprefix("trainer_config.") for key in CRITIC_KEYS if "." in key)
         raise ValueError(
-            f"trainer.{min(unknown)} has no meaning here, wanted of trainer_config only {valid}; remove it: our own "
-            "settings are in docs/settings.md"
+            f"trainer.{min(unknown)} is not supported: of trainer_config only {valid} are read; remove it "
+            "(docs/settings.md lists the settings of trinity-mq)"
         )
     critic = {CRITIC_KEYS[key]: value for key, value in flat.items()} | dict(algorithm.get("critic") or {})
     remaining = {key: value for key, value in trainer.items() if key not in {"critic_warmup", "trainer_config"}}

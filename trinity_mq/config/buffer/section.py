@@ -50,7 +50,7 @@ class BufferConfig(Section):
             )
         has_ratio = [taskset.ratio is not None for taskset in self.tasksets]
         if any(has_ratio) and not all(has_ratio):
-            raise ValueError("buffer.tasksets: some have a ratio and some none; give one to each, or to none")
+            raise ValueError("buffer.tasksets: only some have a ratio; give a ratio to all of them or to none")
         if self.taskset.ratio is not None:
             raise ValueError("buffer.taskset.ratio has no meaning with a single taskset; remove it")
         for taskset in self.eval_tasksets:

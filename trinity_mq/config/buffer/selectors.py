@@ -127,7 +127,9 @@ class DifficultyPoolsSelector(SelectorBase):
     @model_validator(mode="after")
     def _check_unseen_weight(self) -> DifficultyPoolsSelector:
         if not self.unseen_weight:
-            raise ValueError("data_selector.unseen_weight is 0, so that no task would ever be the first; give more")
+            raise ValueError(
+                "data_selector.unseen_weight is 0, so no task would ever be chosen first; give a number above 0"
+            )
         return self
 
 

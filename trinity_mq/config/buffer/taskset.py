@@ -20,7 +20,10 @@ def check_query(name: str, storage_type: str, query: str) -> None:
         raise ValueError(
             f"{name!r} of storage_type sql needs a query: a table's name, or a SELECT statement with an ORDER BY"
             if not query
-            else f"{name!r} has a query and storage_type {storage_type}, which reads no database: set that to sql"
+            else (
+                f"{name!r} has a query and storage_type {storage_type}, which reads no database: set storage_type to "
+                "sql"
+            )
         )
 
 
@@ -127,7 +130,7 @@ class TasksetConfig(Section):
             raise ValueError(f"taskset {self.name!r} has split {self.split!r}; reasoning_gym has 'train' and 'test'")
         if self.dataset_args and self.storage_type != "reasoning_gym":
             raise ValueError(
-                f"taskset {self.name!r} has dataset_args and storage_type {self.storage_type}, which takes none: set "
-                "that to reasoning_gym, or remove them"
+                f"taskset {self.name!r} has dataset_args and storage_type {self.storage_type}, which takes no "
+                "dataset_args: set storage_type to reasoning_gym, or remove dataset_args"
             )
         return self

@@ -128,7 +128,7 @@ class TrainerInputConfig(Section):
                 )
         if len(self.auxiliary_buffers) > 1:
             raise ValueError(
-                f"auxiliary_buffers are {', '.join(self.auxiliary_buffers)}, and one is the most: put their records "
+                f"auxiliary_buffers are {', '.join(self.auxiliary_buffers)}, wanted at most one: put their records "
                 "into one source"
             )
         return self

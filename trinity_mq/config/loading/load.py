@@ -45,8 +45,8 @@ def load_config(path: str | Path | Mapping[str, Any], overrides: Sequence[str] =
     data, where = read_settings(path, overrides), config_title(path)
     if STAGES in data:
         raise ConfigError(
-            f"{where}: holds {STAGES}, each a run of its own: give the folder or the name of one, as `trinity-mq list` "
-            "shows it (`trinity-mq run` and `trinity-mq validate` take the whole file)"
+            f"{where}: holds {STAGES}, each a separate run: give the folder or the name of one stage, as `trinity-mq "
+            "list` shows it (`trinity-mq run` and `trinity-mq validate` take the whole file)"
         )
     return validate_settings(data, where)
 
@@ -168,7 +168,10 @@ def _missing_item(data: DictConfig, key: str) -> str:
         items = OmegaConf.select(data, ".".join(parts[:count]))
         if isinstance(items, ListConfig):
             name = ".".join(parts[:count])
-            return f"{name} has {len(items)} items, of which {parts[count]!r} is none; the first one is {name}.0"
+            return (
+                f"{name} has {len(items)} items, and {parts[count]!r} is not one of their numbers; the first item is "
+                f"{name}.0"
+            )
     return "wanted section.key=value"
 
 

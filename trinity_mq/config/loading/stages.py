@@ -93,7 +93,10 @@ def _named_stages(stages: Any, where: str) -> Iterator[tuple[str, dict[str, Any]
             raise ConfigError(f"{place}: wanted settings with a {STAGE_NAME}, such as sft, got {entry!r}")
         name = entry[STAGE_NAME]
         if name in names:
-            raise ConfigError(f"{place}: {STAGE_NAME} {name!r} is that of an earlier stage; give each its own")
+            raise ConfigError(
+                f"{place}: {STAGE_NAME} {name!r} is already the name of an earlier stage; give each stage a different "
+                "name"
+            )
         names.append(name)
         stage = {key: value for key, value in entry.items() if key != STAGE_NAME}
         for key, reason in {
@@ -101,7 +104,7 @@ def _named_stages(stages: Any, where: str) -> Iterator[tuple[str, dict[str, Any]
             "run_dir": "follows from run_dir of the file",
         }.items():
             if key in stage:
-                raise ConfigError(f"{place}.{key}: a stage has none of its own, it {reason}; remove it")
+                raise ConfigError(f"{place}.{key}: a stage cannot set it, since it {reason}; remove it")
         yield name, stage
 
 
@@ -127,7 +130,7 @@ def _check_overrides(overrides: Sequence[str], stages: Sequence[Mapping[str, Any
         if parts[0] == STAGES or not all(_sets(stage, parts) for stage in stages):
             continue
         raise ConfigError(
-            f"override {key}: every stage has its own, so that this one would have no effect; say for which: "
+            f"override {key}: every stage sets it, so this override would have no effect; name the stage: "
             f"{STAGES}.0.{word}"
         )
 

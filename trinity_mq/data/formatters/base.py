@@ -130,7 +130,7 @@ class Reader:
             raise _rewritten(*self.codec.decode([before, whole.token_ids]))
         mask = whole.assistant_mask[start:]
         if 1 not in mask:
-            raise FormatError("the chat template marks no token behind the prompt as the assistant's")
+            raise FormatError("the chat template marks no token after the prompt as the assistant's")
         end = len(mask) - mask[::-1].index(1)
         return MaskedTokens(whole.token_ids[start : start + end], mask[:end])
 
@@ -224,8 +224,8 @@ def _all_trained(tokens: list[int]) -> MaskedTokens:
 
 def _rewritten(before: str, whole: str) -> FormatError:
     return FormatError(
-        "the chat template writes the prompt differently once an answer follows, so that the model would be "
-        f"trained on another prompt than it is asked: {before[-60:]!r} against "
+        "the chat template writes the prompt differently once an answer follows, so the model would be trained on "
+        f"another prompt than it gets in rollouts: {before[-60:]!r} against "
         f"{whole[max(0, len(before) - 60) : len(before)]!r}"
     )
 

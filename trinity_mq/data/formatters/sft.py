@@ -36,11 +36,11 @@ def _single(
 
 def _turns(reader: Reader, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> Experience:
     if not any(message["role"] == "assistant" for message in messages):
-        raise FormatError("none of its messages is of the assistant, so there is nothing to imitate")
+        raise FormatError("no message is from the assistant, so there is nothing to train on")
     whole = reader.codec.conversation(messages, tools)
     trained = [place for place, bit in enumerate(whole.assistant_mask) if bit]
     if not trained or trained[0] == 0:
-        raise FormatError("the chat template marks no token behind a prompt as the assistant's")
+        raise FormatError("the chat template marks no token after a prompt as the assistant's")
     first, end = trained[0], trained[-1] + 1
     return Experience(
         tokens=whole.token_ids[:end],

@@ -207,7 +207,7 @@ class StaticBatcher:
                     await self._state.running.wait()
             except TimeoutError:
                 self._fail_pending(
-                    not_current(f"the engine has been paused for {self._hold:g} s; ask again, or use another engine")
+                    not_current(f"the engine has been paused for {self._hold:g} s; retry, or use another engine")
                 )
             if not self._closing and self._pending:
                 return True
@@ -306,7 +306,7 @@ class StaticBatcher:
     def _set_answer(self, job: Job, result: Any, spans: Spans) -> None:
         scored = isinstance(job.request, ScoreRequest)
         if not scored and any(math.isnan(math.fsum(completion.logprobs)) for completion in result):
-            message = "generation failed: the model gave no number for a token of this request"
+            message = "generation failed: the logprob of a token of this request is not a number"
             job.answer.set_exception(ApiError(500, message, code="generation_failed"))
         elif job.pin is not None and len(spans) > 1 and (problem := self._state.problem(job.pin)):
             job.answer.set_exception(problem)  # some tokens are from another version than the pinned version
@@ -320,7 +320,7 @@ class StaticBatcher:
         log.info("batch_step_restarted_for_weights", requests=len(jobs))
         for job in reversed(jobs):
             if job.stream is not None and not job.answer.done():
-                job.answer.set_exception(not_current("new weights have come while this was streamed; ask again"))
+                job.answer.set_exception(not_current("new weights arrived while this answer was streamed; retry"))
             elif not job.answer.done():
                 self._pending.appendleft(job)
         self._arrived.set()

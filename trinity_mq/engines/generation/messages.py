@@ -53,7 +53,7 @@ def read_tools(tools: Sequence[Any], where: str = "tools") -> list[Message]:
         MessageError: A tool is not a function with a name.
     """
     if len(tools) > MAX_TOOLS:
-        raise MessageError(f"{where} holds {len(tools)} tools, at most {MAX_TOOLS} are taken", where)
+        raise MessageError(f"{where} holds {len(tools)} tools, wanted at most {MAX_TOOLS}", where)
     return [_tool(tool, f"{where}.{number}") for number, tool in enumerate(tools)]
 
 
@@ -82,7 +82,7 @@ def _text(content: Any, where: str) -> str:
             part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None for part in content
         ]
         if not all(isinstance(part, str) for part in parts):
-            raise MessageError(f"{where} holds a part that is no text, wanted parts of the type text only", where)
+            raise MessageError(f"{where} holds a part that is not text, wanted parts of the type text only", where)
         return "".join(map(str, parts))
     if not isinstance(content, str | None):
         raise MessageError(f"{where} is a {type(content).__name__}, wanted text", where)
@@ -98,7 +98,9 @@ def _calls(calls: Any, where: str) -> list[Message]:
 def _call(call: Any, where: str) -> Message:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise MessageError(f"{where}.function has no name; give what the model answered, or the like", where)
+        raise MessageError(
+            f"{where}.function has no name; give a call as the model answers it, with name and arguments", where
+        )
     function = {**_present(function), "arguments": _arguments(function.get("arguments"))}
     return {"type": "function", **_present(call), "function": function}
 
@@ -121,7 +123,7 @@ def _tool(tool: Any, where: str) -> Message:
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
         raise MessageError(f"{where}.function has no name; give an object with name and parameters", where)
     if not isinstance(function.get("parameters", {}), Mapping):
-        raise MessageError(f"{where}.function.parameters is no object, wanted a JSON schema", where)
+        raise MessageError(f"{where}.function.parameters is not an object, wanted a JSON schema", where)
     return dict(tool)
 
 

@@ -190,8 +190,8 @@ class TextCodec:
             return forms[problems.index("")]
         if problem := next(filter(None, problems), None):
             raise TextError(
-                f"the chat template has no place for {problem}, so the model would not hear of it; leave that out, or "
-                "use a model whose template writes it"
+                f"the chat template does not write {problem}, so the model would not see it; leave it out, or use a "
+                "model whose template writes it"
             )
         return forms[0]
 
@@ -293,10 +293,10 @@ class TextCodec:
             start, stop = len(before), self._end_of_turn(through, len(before), len(through))
             if tokens[:start] != before or tokens[:stop] != through[:stop]:
                 raise TextError(
-                    f"the chat template writes the conversation up to message {number} differently once more follows, "
-                    "so which tokens the assistant sampled cannot be told; use a template with {% generation %} marks, "
-                    "a template that keeps earlier turns (for Qwen3 examples/templates/qwen3.jinja), or convert one "
-                    "turn at a time"
+                    f"the chat template writes the conversation up to message {number} differently once another "
+                    "message follows, so the tokens that the assistant sampled are not known; use a template with "
+                    "{% generation %} marks, a template that keeps earlier turns (for Qwen3 "
+                    "examples/templates/qwen3.jinja), or convert one turn at a time"
                 )
             yield start, stop
 

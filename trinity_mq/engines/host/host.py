@@ -361,4 +361,4 @@ def _names(first: str, number: int) -> list[str]:
 
 def _log_restart(state: RetryCallState) -> None:
     pause = state.next_action.sleep if state.next_action else 0.0
-    log.info("engine_restarts", tries=state.attempt_number, in_seconds=round(pause, 2))
+    log.info("engine_restart_scheduled", tries=state.attempt_number, in_seconds=round(pause, 2))

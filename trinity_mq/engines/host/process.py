@@ -73,7 +73,9 @@ class EngineProcess:
             started.kill()
             if isinstance(error, TimeoutError):
                 output_tail = tail(output)
-                raise EngineFailed(f"the engine was not ready within {timeout:g} s; it said:\n{output_tail}") from None
+                raise EngineFailed(
+                    f"the engine was not ready within {timeout:g} s; its last output:\n{output_tail}"
+                ) from None
             raise
         finally:
             os.close(reader)
@@ -81,7 +83,7 @@ class EngineProcess:
         if is_fatal:
             raise ModelError(f"the engine cannot run: {tail(output, 1)}")
         how = "" if code is None else f" (exit code {code})"
-        raise EngineFailed(f"the engine ended before it was ready{how}; it said:\n{tail(output)}")
+        raise EngineFailed(f"the engine ended before it was ready{how}; its last output:\n{tail(output)}")
 
     async def exited(self) -> int | None:
         """Wait for the end of the process; return its exit code if it was our child."""

@@ -75,7 +75,7 @@ class AdminApi:
             self._state.resume()
             raise ApiError(
                 504,
-                f"the running batch step did not end within {body.timeout:g} s; the engine goes on",
+                f"the running batch step did not end within {body.timeout:g} s; the engine resumes",
                 code="pause_timeout",
             ) from None
         self._state.restart_pause_lease(body.lease)
@@ -87,7 +87,7 @@ class AdminApi:
         if not self._state.paused:
             raise ApiError(409, "the engine is not paused; POST /admin/pause first", code="not_paused")
         if self._state.receiving:
-            raise ApiError(409, "a transfer is under way; POST /admin/resume cuts it off", code="busy")
+            raise ApiError(409, "a transfer is in progress; POST /admin/resume aborts it", code="busy")
         self._state.receiving = True
         # a task of its own, so that a resume can cut it off
         self._transfer = asyncio.create_task(self._receive_and_apply(body), name="receive")
@@ -99,7 +99,7 @@ class AdminApi:
             if self._client_disconnected():
                 raise
             raise ApiError(
-                409, "the transfer was cut off", code="receive_aborted", extra={"touched": self._touched()}
+                409, "the transfer was aborted", code="receive_aborted", extra={"touched": self._touched()}
             ) from None
         finally:
             self._state.receiving = False
@@ -134,9 +134,9 @@ class AdminApi:
                 canary = await self._canary((body.spec.get("canary") or {}).get("tokens") or [])
         except Exception as error:
             log.warning("receive_failed", touched=touched, error=f"{type(error).__name__}: {error}")
-            reason = "time ran out" if isinstance(error, TimeoutError) else f"{type(error).__name__}: {error}"
+            reason = "it timed out" if isinstance(error, TimeoutError) else f"{type(error).__name__}: {error}"
             raise ApiError(
-                500, f"weights were not taken in: {reason}", code="receive_failed", extra={"touched": touched}
+                500, f"weights were not applied: {reason}", code="receive_failed", extra={"touched": touched}
             ) from error
         self._state.applied = True
         return self._answer(canary=canary, seconds={"receive": arrived - started, "apply": loop.time() - arrived})

@@ -141,7 +141,9 @@ class TextGenerator:
 
         weights = named_weights(self.model)
         if name not in weights:
-            raise WeightsError(f"there is no weight {name!r}; the first of {len(weights)} is {next(iter(weights))!r}")
+            raise WeightsError(
+                f"the model has no weight {name!r}; the first of {len(weights)} is {next(iter(weights))!r}"
+            )
         data: bytes = save({name: weights[name].detach().cpu().contiguous()})
         return data
 
@@ -208,4 +210,4 @@ def auxiliary_generator(
 
 async def refuse_transfer(spec: dict[str, Any]) -> Mapping[str, Any]:
     """Refuse a transfer: an auxiliary model is never trained."""
-    raise WeightsError("an auxiliary engine takes no weights: it serves those of its folder")
+    raise WeightsError("an auxiliary engine takes no weights: it serves the weights of its folder")

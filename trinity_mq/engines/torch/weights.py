@@ -41,7 +41,7 @@ def check(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         similar = difflib.get_close_matches(unknown[0], aliases, n=1)
         hint = f"; nearest known name: {similar[0]!r}" if similar else ""
         raise WeightsError(
-            f"{len(unknown)} of {len(tensors)} tensors are not of this model, first {unknown[0]!r}{hint}"
+            f"{len(unknown)} of {len(tensors)} tensors do not belong to this model, first {unknown[0]!r}{hint}"
         )
     chosen: dict[str, Tensor] = {}
     for name, tensor in tensors.items():

@@ -131,7 +131,7 @@ def check(tensors: Mapping[str, Tensor], shapes: Mapping[str, list[int]]) -> Non
     if unknown := [name for name in tensors if name not in shapes]:
         similar = difflib.get_close_matches(unknown[0], shapes, n=1) or list(shapes)[:1]
         raise WeightsError(
-            f"{len(unknown)} of {len(tensors)} tensors are not of the adapter that model.lora describes, first "
+            f"{len(unknown)} of {len(tensors)} tensors do not belong to the adapter that model.lora describes, first "
             f"{unknown[0]!r}, where {similar[0]!r} is wanted: lora_A and lora_B of the linear layers of "
             f"model.lora.target_modules, none of embeddings or the output layer{advice}"
         )
@@ -204,7 +204,7 @@ class VllmAdapters:
     @property
     def current(self) -> Adapter:
         """The adapter that answers new requests."""
-        assert self._current is not None, "no adapter has come yet"
+        assert self._current is not None, "no adapter has been received yet"
         return self._current
 
     @property

@@ -390,7 +390,7 @@ def _backend(receive: Receive) -> type[Any]:
         def finish_weight_update(self) -> None:
             arrived, self._arrived = self._arrived, None
             if arrived is None:
-                raise RuntimeError("no weights have arrived that could be put in")
+                raise RuntimeError("no weights have been received")
             load_tensors(self.model, self.model_config, arrived)
 
         def shutdown(self) -> None:

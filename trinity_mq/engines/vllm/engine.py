@@ -48,7 +48,7 @@ async def _until_ready(child: Process, client: VllmClient) -> None:
     )
     await asking(client.healthy)
     if child.returncode is not None:
-        raise EngineFailed(f"vLLM ended before it took requests (exit code {child.returncode})")
+        raise EngineFailed(f"vLLM ended before it accepted requests (exit code {child.returncode})")
 
 
 async def _stop(child: Process) -> None:

@@ -177,9 +177,7 @@ class VllmBatcher:
                     await self._changed.until(self._has_room)
         except TimeoutError:
             why = "paused" if self._adapters is None else "paused, or busy with older adapters,"
-            raise not_current(
-                f"the engine has been {why} for {self._hold:g} s; ask again, or use another engine"
-            ) from None
+            raise not_current(f"the engine has been {why} for {self._hold:g} s; retry, or use another engine") from None
         finally:
             self._waiting -= sequences
         if self._closed.is_set():
@@ -219,7 +217,9 @@ class VllmBatcher:
             if max(sampled_by) > served.version:
                 await self._committed(max(sampled_by))
             if pin is not None and sampled_by != {pin}:  # the pinned weights were replaced in a pause
-                raise self._state.problem(pin) or not_current("the weights that this is pinned to have gone")
+                raise self._state.problem(pin) or not_current(
+                    "the weights that this request is pinned to were replaced"
+                )
             if request.top_p == 1 or served.adapter:
                 break
             scored = [await self._untruncated(request, choice, pin) for choice in choices]
@@ -279,9 +279,9 @@ class VllmBatcher:
                 work = run_concurrently([self._read_events(part, served, choices, only) for only, part in parts])
                 cut_off = await run_until_set(self._weights_come, work)
             if choices.strayed:
-                raise not_current("weights changed while this was streamed, under its version's name; ask again")
+                raise not_current("the weights changed during the stream without a new version; retry")
             if choices.aborted or not (cut_off or choices.all_ended):
-                raise ApiError(500, "vLLM did not end what it began to stream; ask again", code="generation_failed")
+                raise ApiError(500, "vLLM did not finish the stream; retry", code="generation_failed")
         self.counters.tokens += choices.tokens
 
     @contextlib.asynccontextmanager
@@ -304,7 +304,7 @@ class VllmBatcher:
             return
         await self._state.running.wait()
         if self._state.version is None or self._state.version < newest:
-            raise not_current("the weights that sampled this were not committed; ask again, or use another engine")
+            raise not_current("the weights that sampled this answer were not committed; retry, or use another engine")
 
     async def _untruncated(
         self,

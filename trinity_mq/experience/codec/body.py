@@ -124,7 +124,7 @@ def _head(data: memoryview) -> Any:
             scan(data)
         return _unpacked(data, len(data))
     except (ValueError, TypeError, msgpack.UnpackException) as error:
-        raise DecodeError(f"the head is not the msgpack map wanted: {error or type(error).__name__}") from error
+        raise DecodeError(f"the head is not a msgpack map: {error or type(error).__name__}") from error
 
 
 def _unpacked(data: memoryview, max_map: int) -> Any:
@@ -171,7 +171,7 @@ def _expanded(packed: memoryview, expected: int) -> bytes:
             raise DecodeError(f"the zstd frame claims {claimed} bytes, wanted {expected} as the lengths say")
         plain: bytes = zstandard.ZstdDecompressor().decompress(packed, allow_extra_data=False)
     except zstandard.ZstdError as error:
-        raise DecodeError(f"no sound zstd frame: {error}") from error
+        raise DecodeError(f"not a valid zstd frame: {error}") from error
     if len(plain) != expected:
         raise DecodeError(f"the zstd frame holds {len(plain)} bytes, wanted {expected}")
     return plain

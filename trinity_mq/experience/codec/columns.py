@@ -193,7 +193,7 @@ def unpack_texts(column: Column, count: int, name: str) -> list[Any]:
         return texts
     numbers = unpack_array(codes, INT32, count, name).tolist()
     if min(numbers, default=0) < -1 or max(numbers, default=-1) >= len(texts):
-        raise DecodeError(f"{name}: refers to a text beyond the {len(texts)} that there are")
+        raise DecodeError(f"{name}: refers to a text beyond the last of {len(texts)}")
     texts.append(None)  # the target of index -1
     return list(map(texts.__getitem__, numbers))
 

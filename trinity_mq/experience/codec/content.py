@@ -267,7 +267,7 @@ class _Entries:
 def _joined(name: str, column: Column, part: Ragged) -> Column:
     """Return the column with one more part; two parts with a tensor for the same item are an error."""
     if column and any(((part.lengths >= 0) & (earlier.lengths >= 0)).any() for earlier in column):
-        raise DecodeError(f"tensors: {name!r} gives an experience a second tensor for the same field")
+        raise DecodeError(f"tensors: {name!r} holds a second tensor of an experience for the same field")
     return (*column, part)
 
 

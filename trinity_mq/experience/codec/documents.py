@@ -225,7 +225,7 @@ class DocumentReader:
         except DecodeError:
             raise
         except (ValueError, TypeError, msgpack.UnpackException) as error:
-            raise DecodeError(f"no msgpack document: {error or type(error).__name__}") from error
+            raise DecodeError(f"not a msgpack document: {error or type(error).__name__}") from error
 
     def _unpack(self, document: bytes, max_array: int) -> Any:
         return msgpack.unpackb(
@@ -257,7 +257,7 @@ def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return ``pairs`` as a dict; a repeated name is an error."""
     result = dict(pairs)
     if len(result) != len(pairs):
-        raise DecodeError(f"a name comes twice among {len(pairs)}")
+        raise DecodeError(f"a name occurs twice among {len(pairs)}")
     return result
 
 

@@ -56,7 +56,7 @@ def answer(body: bytes) -> bytes:
     try:
         return answer_in_fork(read, body, seconds, max_unfolded_bytes(len(body)))
     except ChildEndedError as error:
-        reason = f"reading the body ends the process that tries (exit code {error.exitcode})"
+        reason = f"reading the body ends the reading process (exit code {error.exitcode})"
         if error.exitcode in {-signal.SIGXCPU, -signal.SIGKILL}:
             reason = f"reading the body takes more than {seconds} s of processor time"
         return _packed({"error": reason})
@@ -73,7 +73,7 @@ def read(body: bytes) -> bytes:
     except DecodeError as error:
         return _packed({"error": str(error)})
     except MemoryError:
-        return _packed({"error": f"the body unfolds to more than {limit} bytes, far more than it has"})
+        return _packed({"error": f"the body expands to more than {limit} bytes, far more than its own size"})
     return _packed({"items": answers})
 
 
@@ -115,7 +115,7 @@ def _trxp_items(view: memoryview) -> list[dict[str, Any]]:
     try:
         tensors: dict[str, Tensor] = load_safetensors(bytes(view[split:]))
     except Exception as error:  # hostile bytes: safetensors and torch raise errors of many classes
-        raise DecodeError(f"the tensors are no safetensors blob: {short_repr(str(error))}") from error
+        raise DecodeError(f"the tensors are not a safetensors blob: {short_repr(str(error))}") from error
     return _with_tensors(items, tensors)
 
 

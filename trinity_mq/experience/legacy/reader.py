@@ -69,11 +69,13 @@ def read_legacy_each(data: bytes | bytearray | memoryview) -> list[Experience | 
         ChildNotStartedError: The child process cannot be started.
     """
     if legacy_form(data) is None:
-        raise DecodeError(f"the body starts with {bytes(data[:4])!r}, wanted {MAGIC!r} or a pickle: no legacy body")
+        raise DecodeError(f"the body starts with {bytes(data[:4])!r}, wanted {MAGIC!r} or a pickle: not a legacy body")
     try:
         answer: dict[str, Any] = msgpack.unpackb(_child.ask(bytes(data), max_unfolded_bytes(len(data))))
     except ChildEndedError as error:
-        raise DecodeError("the body ends the process that reads it, or unfolds to far more than it has") from error
+        raise DecodeError(
+            "the body ends the process that reads it, or expands to far more than its own size"
+        ) from error
     if "error" in answer:
         raise DecodeError(answer["error"])
     return [DecodeError(item) if isinstance(item, str) else decode(item)[0] for item in answer["items"]]

@@ -54,8 +54,8 @@ class _Unpickler(pickle.Unpickler):
             return self._admitted[module, name]
         except KeyError:
             raise DecodeError(
-                f"the pickle asks for {short_repr(module)} {short_repr(name)}, which experiences do not need; "
-                "nothing was run"
+                f"the pickle refers to {short_repr(module)} {short_repr(name)}, which experiences do not need; no "
+                "code was executed"
             ) from None
 
 
@@ -64,7 +64,7 @@ class _StorageUnpickler(_Unpickler):
         """Return dtype and length of a storage that is described as a whole."""
         word, dtype, _key, _location, numel = pid[:5]
         if word != "storage" or not isinstance(dtype, torch.dtype) or any(part is not None for part in pid[5:]):
-            raise ValueError("a persistent id that describes no whole storage")
+            raise ValueError("a persistent id that does not describe a whole storage")
         return dtype, numel
 
 

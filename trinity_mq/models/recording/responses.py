@@ -40,7 +40,7 @@ def experiences_of(answer: Mapping[str, Any], temperature: float, *, text_only: 
     """
     choices = answer.get("choices")
     if not isinstance(choices, list):
-        raise EngineRefused("the server's answer has no choices: it is no completion", 200, "no_choices")
+        raise EngineRefused("the server's answer has no choices: it is not a completion", 200, "no_choices")
     if text_only and any(choice.get("token_ids") is None for choice in choices):
         return [_text_experience(choice, temperature) for choice in choices]
     if (experiences := experiences_from_columns(answer, temperature, text_of)) is not None:
@@ -85,7 +85,7 @@ def _ids(where: Mapping[str, Any], name: str) -> list[int]:
     ids: list[int] | None = where.get(name)
     if ids is None:
         raise EngineRefused(
-            f"the server's answer has no {name!r}: only engines that know return_token_ids make experiences",
+            f"the server's answer has no {name!r}: experiences need an engine that supports return_token_ids",
             200,
             "no_token_ids",
         )
@@ -97,7 +97,7 @@ def _logprobs(choice: Mapping[str, Any], count: int) -> list[float | None]:
     if values is None or len(values) != count:
         raise EngineRefused(
             f"the server's answer has {'no' if values is None else len(values)} logprobs for {count} tokens, wanted "
-            "one for each: only engines that return logprobs of what they sampled make experiences",
+            "one for each: experiences need an engine that returns the logprobs of the sampled tokens",
             200,
             "no_logprobs",
         )
@@ -191,7 +191,7 @@ def conversation_experience(
     first = mask.index(1) if 1 in mask else 0
     if first == 0:
         raise ValueError(
-            f"no token of the assistant among the {len(tokens)} kept, after some prompt: nothing to train on"
+            f"the {len(tokens)} kept tokens hold no token of the assistant after a prompt: nothing to train on"
         )
     return Experience(
         tokens=list(tokens),

@@ -92,14 +92,14 @@ class AnswerComparer:
                 return child.ask(question) == b"true"
             except ChildEndedError as error:
                 if error.exitcode == -signal.SIGPROF:
-                    log.info("answer_too_costly", answer=answer[:80], limit=self._cpu_seconds)
+                    log.info("comparison_over_cpu_limit", answer=answer[:80], limit=self._cpu_seconds)
                     return False
             except ChildNotStartedError as error:
                 raise RewardError(
-                    f"the process that compares answers: {error}, wanted it to import math_verify: see whether "
-                    "`python -c 'import math_verify'` works there, and whether it may allocate 2 GiB"
+                    f"the process that compares answers cannot start: {error}. Check that `python -c 'import "
+                    "math_verify'` works there, and that the process may allocate 2 GiB"
                 ) from error
-        log.warning("answer_ends_its_judge", answer=answer[:80])
+        log.warning("comparison_process_killed", answer=answer[:80])
         return False
 
     def close(self) -> None:

@@ -49,7 +49,7 @@ class BodyReader:
         if self.held + size > MOST_BYTES:
             raise ReaderBusy(
                 f"the request has {size} bytes, and {self.held} bytes of others are being read, wanted at most "
-                f"{MOST_BYTES} in all; ask again"
+                f"{MOST_BYTES} in all; retry later"
             )
         self.held += size
         try:

@@ -90,7 +90,7 @@ async def read_body(request: web.Request) -> bytes:
 
 async def _answer_expect(request: web.Request, expected: str) -> None:
     if expected.lower() != "100-continue":
-        raise web.HTTPExpectationFailed(reason="the only expectation that is known is 100-continue")
+        raise web.HTTPExpectationFailed(reason="the only supported value of Expect is 100-continue")
     await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
     request.writer.output_size = 0
 

@@ -124,7 +124,7 @@ class ChildServer:
         return self._pipe
 
     def _timeout_error(self) -> ChildTimeoutError:
-        return ChildTimeoutError(f"no answer in {self._silence:g} s: the machine has no time for it")
+        return ChildTimeoutError(f"no answer in {self._silence:g} s: the machine may be overloaded")
 
     def _end(self) -> int:
         """Kill the child; return its exit code."""

@@ -68,13 +68,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """
     parser = argparse.ArgumentParser(prog="python -m trinity_mq.runtime.processes.fork_server", description=__doc__)
     parser.add_argument("--socket", type=int, required=True, help="file descriptor of a listening socket")
-    parser.add_argument("--parent", type=int, required=True, help="process id of who started this")
+    parser.add_argument("--parent", type=int, required=True, help="process id of the process that started this server")
     parser.add_argument(
         "modules",
         nargs="*",
         metavar="MODULE[=WORD]",
-        help="what to import; what cannot be imported is left to who needs it. Processes whose first word is WORD are "
-        "forked once it is imported, all others when everything is",
+        help="modules to import; a module that cannot be imported is left to the process that needs it. Processes "
+        "whose first word is WORD are forked once MODULE is imported, all others once all modules are imported",
     )
     options = parser.parse_args(arguments)
     from trinity_mq.runtime.process import die_with_parent

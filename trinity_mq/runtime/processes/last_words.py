@@ -65,7 +65,7 @@ def exit_reason(printed: str, code: int) -> str:
     by = describe_exit_code(code)
     if by.startswith("exit code"):
         return last_output
-    return f"{by}; it said last: {last_output}" if last_output else by
+    return f"{by}; its last output: {last_output}" if last_output else by
 
 
 def _without_bar(line: str) -> str:

@@ -258,7 +258,7 @@ class Supervisor:
             return False
         self._emit(child, "died", code=code)
         if code == EXIT_FATAL:
-            return self._fail(child, code, "starting it again does not help")
+            return self._fail(child, code, "a restart does not help")
         if code == EXIT_DISK_FULL:  # the output file may not have been written either
             return self._fail(child, code, f"a disk is full, see `df -h {self._log_dir.parent}`: make room")
         now = asyncio.get_running_loop().time()

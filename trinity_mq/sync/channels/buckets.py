@@ -133,7 +133,7 @@ def packed(
             tensor_name, tensor = next(source, ("nothing", None))
             if tensor is None or tensor_name != name:
                 raise ChannelError(
-                    f"weights come in another order than their manifest: {tensor_name!r} where {name!r} is due"
+                    f"weights do not follow the order of their manifest: got {tensor_name!r}, wanted {name!r}"
                 )
             full = gathered(tensor)
             if full.shape != part.shape:

@@ -83,7 +83,7 @@ class Canary:
         if not isinstance(theirs, list) or len(theirs) != len(ours):
             return f"{len(ours)} logprobs wanted, got {theirs!r:.80}"
         if not all(isinstance(value, int | float) and math.isfinite(value) for value in theirs):
-            return f"its logprobs are no numbers: {theirs!r:.80}"
+            return f"its logprobs are not finite numbers: {theirs!r:.80}"
         worst = max((abs(a - b) for a, b in zip(theirs, ours, strict=True)), default=0.0)
         if not worst <= self._limits.largest:
             return f"logprobs differ by {worst:.2e}, allowed {self._limits.largest:.0e}"
@@ -96,7 +96,7 @@ class Canary:
         if arrived is None:
             return None
         if not arrived >= HALF:
-            return f"logprobs moved by {arrived:.0%} of what the new weights make: it holds older ones"
+            return f"logprobs moved by {arrived:.0%} of the change of the new weights: the engine holds older weights"
         self._sound[member] = (life, list(theirs), list(ours))
         return None
 

@@ -190,7 +190,7 @@ class Coordinator:
             RuntimeError: An attempt is in progress, or the gate has no members.
         """
         if self.phase is not Phase.IDLE:
-            raise RuntimeError(f"a try of version {self._version} is under way")
+            raise RuntimeError(f"an attempt for version {self._version} is in progress")
         if not self.members:
             raise RuntimeError("no members to send weights to")
         healthy = tuple(sorted(name for name, member in self.members.items() if not member.quarantined))
@@ -217,7 +217,7 @@ class Coordinator:
             RuntimeError: No version is committed, or an attempt is in progress.
         """
         if self.committed is None or self.phase is not Phase.IDLE:
-            raise RuntimeError("only a committed version can be committed again, and only between tries")
+            raise RuntimeError("only a committed version can be committed again, and only between attempts")
         self.committed_progress = progress
         return [self._commit_event(self.committed, progress), Committed(self.committed, progress, ())]
 

@@ -216,7 +216,7 @@ class CoordinatorDriver:
             outcome = await self._outcome
         except asyncio.CancelledError:
             # members must not stay paused until their leases end
-            self._enqueue(self.machine.cancel("the trainer has given this try up"))
+            self._enqueue(self.machine.cancel("the trainer has cancelled this attempt"))
             raise
         finally:
             self._outcome = None
@@ -233,7 +233,7 @@ class CoordinatorDriver:
             await self._channel.committed(version, tensors, manifest)
             self._catch_up_source = await self._channel.catch_up_source()
         except ChannelError as error:
-            log.warning("no_catch_up_source", version=version, reason=str(error))
+            log.warning("catch_up_source_failed", version=version, reason=str(error))
         if not self._may_catch_up:
             self.machine.release_quarantined()  # without a source the next sync is the only way to update them
 
@@ -334,7 +334,7 @@ class CoordinatorDriver:
             try:
                 source = await self._channel.catch_up_source()
             except ChannelError as error:
-                log.warning("no_catch_up_source", reason=str(error))
+                log.warning("catch_up_source_failed", reason=str(error))
                 source = None
             if source is None or source[0] != self.machine.committed:
                 self._catch_up_source = None

@@ -166,7 +166,7 @@ class MemberDriver:
         except Exception as error:
             # The host detects a dead engine by itself. The weights of a running engine that refuses are not
             # trustworthy.
-            log.warning("engine_refused", command=type(command).__name__, error=str(error))
+            log.warning("engine_command_failed", command=type(command).__name__, error=str(error))
             self.machine.version = None
             self._join_now.set()
             return

@@ -42,7 +42,7 @@ def select_checkpoints(config: Config) -> Mapping[int, Checkpoint | None]:
         return (first if config.explorer.eval_on_startup else {}) | there
     if missing := sorted(set(selection) - set(there) - {FIRST}):
         raise CheckpointError(
-            f"bench.checkpoints: {', '.join(map(str, missing))} not among those in {folder}, which are "
+            f"bench.checkpoints: {', '.join(map(str, missing))} not among the checkpoints in {folder}, which are "
             f"{', '.join(map(str, there))}{_damage_note(damaged)}; older ones were deleted "
             "(trainer.max_checkpoints_to_keep, trainer.keep_every)"
         )

@@ -190,7 +190,7 @@ def find_by_name(folder: Path, name: str) -> Checkpoint:
     match = _NAME.fullmatch(name)
     if match is None:
         raise CheckpointError(
-            f"{name!r} is no name of a checkpoint, such as step-120 or progress-120; there: {available}"
+            f"{name!r} is not the name of a checkpoint, such as step-120 or progress-120; available: {available}"
         )
     kind, number = match[1], int(match[2])
     matches = [checkpoint for checkpoint in whole if getattr(checkpoint.state, kind) == number]
@@ -201,7 +201,7 @@ def find_by_name(folder: Path, name: str) -> Checkpoint:
             raise CheckpointError(
                 f"{damaged_checkpoint.path} is damaged: {damaged_checkpoint.reason}; others in {folder}: {available}"
             )
-    raise CheckpointError(f"there is no checkpoint {name} in {folder}; there: {available}")
+    raise CheckpointError(f"there is no checkpoint {name} in {folder}; available: {available}")
 
 
 def choose(folder: Path, checkpoint: Checkpoint) -> None:
@@ -231,7 +231,9 @@ def _open_choice(folder: Path, whole: Iterable[Checkpoint]) -> _Choice | None:
     try:
         choice = _Choice.model_validate_json(path.read_text(encoding="utf-8"))
     except ValidationError as error:
-        raise OSError(f"{path} is damaged ({error.errors()[0]['msg']}); remove it to go on from the newest") from error
+        raise OSError(
+            f"{path} is damaged ({error.errors()[0]['msg']}); remove it to resume from the newest checkpoint"
+        ) from error
     return choice if all(checkpoint.state.generation <= choice.before for checkpoint in whole) else None
 
 
@@ -411,8 +413,8 @@ class CheckpointStore:
     def _check_generation(self, state: TrainerProgress) -> None:
         if (newest := self._last_generation()) > state.generation:
             raise RestartRequested(
-                f"another trainer has gone on with this run as generation {newest}; this one, of generation "
-                f"{state.generation}, saves nothing and starts anew from there"
+                f"another trainer has resumed this run as generation {newest}; this trainer, of generation "
+                f"{state.generation}, saves nothing and restarts from there"
             )
 
     def _prune(self) -> None:
@@ -436,7 +438,7 @@ class CheckpointStore:
         try:
             free = f"{shutil.disk_usage(self._folder).free / 2**20:.0f} MiB are free there"
         except OSError:
-            free = "the folder is not there"
+            free = "the folder does not exist"
         return CheckpointError(
             f"cannot {what} in {self._folder}: {error}; {free}. Check space and permissions, then start again: "
             "checkpoints that were there before are untouched"

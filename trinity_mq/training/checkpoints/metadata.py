@@ -52,8 +52,8 @@ class _Unpickler(pickle.Unpickler):
             return _ADMITTED[module, name]
         except KeyError:
             raise pickle.UnpicklingError(
-                f"it asks for {module:.80}.{name:.80}, which the index of a checkpoint does not need; nothing was run. "
-                "Do not use this checkpoint: somebody has put a program into it"
+                f"the index refers to {module:.80}.{name:.80}, which the index of a checkpoint does not need; no code "
+                "was executed. Do not use this checkpoint: somebody has put a program into it"
             ) from None
 
 
@@ -78,13 +78,15 @@ class TensorReader(FileSystemReader):
         """
         index = _Unpickler(io.BytesIO(self._index.read_bytes())).load()
         if not isinstance(index, dcp.Metadata) or not isinstance(index.state_dict_metadata, dict):
-            raise ValueError(f"{self._index} holds no index, but {type(index).__name__}")
+            raise ValueError(f"{self._index} holds a {type(index).__name__}, wanted an index")
         for name, entry in index.state_dict_metadata.items():
             if not isinstance(entry, dcp.TensorStorageMetadata):  # torch would load it with its own unpickler
-                raise ValueError(f"{name!r:.80} is no tensor, and nothing else is read")
+                raise ValueError(f"{name!r:.80} is not a tensor, and only tensors are read")
         files = {entry.relative_path for entry in (index.storage_data or {}).values()}
         if elsewhere := sorted(name for name in files if PurePath(name).name != name):
-            raise ValueError(f"{self._index} names the file {elsewhere[0]!r:.80}, which is not one of the checkpoint's")
+            raise ValueError(
+                f"{self._index} names the file {elsewhere[0]!r:.80}, which is not a file of the checkpoint"
+            )
         index.storage_meta = index.storage_meta or dcp.StorageMeta()
         index.storage_meta.load_id = self.load_id
         return index

@@ -72,7 +72,7 @@ def _load(path: Path) -> Any:
         return torch.load(path, map_location="cpu", weights_only=True)
     except (OSError, EOFError, RuntimeError, UnpicklingError) as error:
         # torch's message stays in the exception chain only: it advises loading without weights_only
-        raise DamagedCheckpointError(f"{path} is damaged or not there") from error
+        raise DamagedCheckpointError(f"{path} is damaged or missing") from error
 
 
 def _optimizer(saved: Mapping[str, Any], module: nn.Module) -> StatePart:

@@ -155,9 +155,9 @@ def read_facts(folder: Path) -> dict[str, dict[str, Any]]:
     try:
         facts: dict[str, dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))
         if not all(isinstance(values, dict) for values in facts.values()):
-            raise ValueError("a part is no object")
+            raise ValueError("a part is not a JSON object")
     except (OSError, ValueError, AttributeError) as error:
-        raise DamagedCheckpointError(f"{path} is damaged or not there: {error}") from error
+        raise DamagedCheckpointError(f"{path} is damaged or missing: {error}") from error
     return facts
 
 
@@ -218,7 +218,7 @@ def _tensors(reader: TensorReader, path: Path) -> dict[str, TensorStorageMetadat
     try:
         index: dict[str, TensorStorageMetadata] = reader.read_metadata().state_dict_metadata  # type: ignore[assignment]
     except _UNREADABLE as error:
-        raise DamagedCheckpointError(f"{path / INDEX_FILE} is damaged or not there: {_cause(error)}") from error
+        raise DamagedCheckpointError(f"{path / INDEX_FILE} is damaged or missing: {_cause(error)}") from error
     return index
 
 

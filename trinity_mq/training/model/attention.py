@@ -137,5 +137,5 @@ def packing_problem(model: Any, dtype: torch.dtype) -> str | None:
         return "the logits of a sequence depend on the sequence before it in the row"
     largest = (0.05 if dtype != torch.float32 else 1e-3) * alone.abs().max()
     if not (packed - alone).abs().max() <= largest:
-        return "a sequence has other logits in a row with others than alone"
+        return "the logits of a sequence differ between a packed row and a row of its own"
     return None

@@ -54,7 +54,7 @@ def prefix_problem(model: Any, dtype: torch.dtype) -> str | None:
     config = model.config.get_text_config()
     others = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
     if others:
-        return f"its layers of the kind {', '.join(sorted(others))} do not attend to all tokens before"
+        return f"its layers of the kind {', '.join(sorted(others))} do not attend to all earlier tokens"
     if getattr(config, "sliding_window", None):
         return f"its layers attend to the last {config.sliding_window} tokens alone"
     device, vocabulary = model.device, model.get_input_embeddings().weight.shape[0]
@@ -73,16 +73,16 @@ def prefix_problem(model: Any, dtype: torch.dtype) -> str | None:
         alone = torch.stack([model(input_ids=ids[None], use_cache=False).logits[0, -4:].float() for ids in whole])
     part = 0.05 if dtype != torch.float32 else 1e-3
     if not (shared_logits - alone).abs().max() <= part * alone.abs().max():
-        return "a sequence has other logits with a shared prefix than alone"
+        return "the logits of a sequence differ with a shared prefix"
     weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
     slopes = [
         torch.autograd.grad(logits.square().sum(), weights, allow_unused=True) for logits in (shared_logits, alone)
     ]
     for shared, separate in zip(*slopes, strict=True):
         if (shared is None) != (separate is None):
-            return "a weight has a gradient only in one of both"
+            return "a weight has a gradient only with a shared prefix, or only without"
         if shared is not None and separate is not None:
             largest = separate.abs().max()
             if not (shared - separate).abs().max() <= part * largest + torch.finfo(dtype).eps:
-                return "the gradient is another one with a shared prefix"
+                return "the gradient differs with a shared prefix"
     return None

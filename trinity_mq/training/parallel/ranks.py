@@ -203,7 +203,7 @@ class Ranks:
                 timeout=self._timeout,
             )
         except RuntimeError as error:
-            raise RankError(f"the {self.world} ranks did not come together: {error}") from error
+            raise RankError(f"the {self.world} ranks did not form a process group: {error}") from error
 
     def _wait_for_all(self, store: Store) -> None:
         """Wait until every rank is about to create the group, without a collective."""
@@ -217,8 +217,8 @@ class Ranks:
             except dist.DistStoreError as error:
                 missing = [rank for rank, key in enumerate(here) if not store.check([key])]
                 if self.lost or time.monotonic() > ends:
-                    why = self.lost or f"ranks {missing} did not come within {OPENING.total_seconds():g} s"
-                    raise RankError(f"the {self.world} ranks did not come together: {why}") from error
+                    why = self.lost or f"ranks {missing} did not join within {OPENING.total_seconds():g} s"
+                    raise RankError(f"the {self.world} ranks did not form a process group: {why}") from error
             except RuntimeError as error:
                 raise RankError(f"the store of the ranks is gone, and rank 0 with it: {error}") from error
 
@@ -369,7 +369,7 @@ class Ranks:
             except dist.DistStoreError as error:
                 if self.lost or time.monotonic() > ends:
                     missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
-                    why = self.lost or f"ranks {missing} are still at it"
+                    why = self.lost or f"ranks {missing} have not finished"
                     raise RankError(f"the ranks did not end {what!r} together: {why}") from error
 
     def _first_failure(self) -> str:

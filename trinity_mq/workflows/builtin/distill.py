@@ -88,11 +88,11 @@ def _store_logprobs(experience: Experience, scored: Tensor | None) -> None:
     tokens = int(experience.tokens.shape[0])
     if scored.shape != (tokens - 1,):
         raise AuxiliaryError(
-            f"the teacher gave {tuple(scored.shape)} logprobs for {tokens} tokens, wanted {tokens - 1}; "
-            "its server is not one that scores token ids"
+            f"the teacher gave {tuple(scored.shape)} logprobs for {tokens} tokens, wanted {tokens - 1}; its server "
+            "cannot score token ids"
         )
     if not bool(torch.isfinite(scored).all()):
-        raise AuxiliaryError(f"the teacher gave logprobs that are no finite numbers for {tokens} tokens")
+        raise AuxiliaryError(f"the teacher gave logprobs that are not finite numbers for {tokens} tokens")
     experience.teacher_logprobs = scored[experience.prompt_length - 1 :].to(torch.float32)
     experience.metrics["kl_divergence"] = kl_estimate(experience)
 
@@ -172,9 +172,9 @@ class OnPolicyDistillWorkflow(SimpleWorkflow):
             pairs = enumerate(zip(ours, theirs, strict=False))
             place = next((number for number, (our_token, their_token) in pairs if our_token != their_token), shorter)
             raise TaskError(
-                f"the teacher {self.teacher.model_name!r} cuts text into other tokens than {self.model.model_name!r}: "
-                f"token {place} of a prompt is {theirs[place : place + 1]} there, {ours[place : place + 1]} here; "
-                "distillation needs two models with one tokenizer"
+                f"the teacher {self.teacher.model_name!r} splits text into other tokens than "
+                f"{self.model.model_name!r}: token {place} of a prompt is {theirs[place : place + 1]} for the teacher, "
+                f"{ours[place : place + 1]} for the policy; distillation needs two models with one tokenizer"
             )
         _matching_tokenizers.add(pair)
 

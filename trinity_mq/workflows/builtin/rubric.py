@@ -62,7 +62,9 @@ class RubricArguments(JudgeArguments):
     @model_validator(mode="after")
     def _check_weights(self) -> RubricArguments:
         if not any(criterion.weight > 0 for criterion in self.rubric):
-            raise ValueError("no criterion has a weight above 0, so there are no points to be had")
+            raise ValueError(
+                "no criterion has a weight above 0, so no answer could earn points; give a criterion a weight above 0"
+            )
         return self
 
 

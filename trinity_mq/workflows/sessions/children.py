@@ -168,7 +168,7 @@ class _ProgramProcess:
         try:
             message = _parse_object(line, self._program)
         except SandboxFailed as error:
-            log.warning("program_said_no_answer", program=self._program.name, reason=str(error))
+            log.warning("program_output_invalid", program=self._program.name, reason=str(error))
             return
         if message.get("ready") and not self._ready.done():
             self._ready.set_result(None)

@@ -129,7 +129,7 @@ class ProgramWorkflow(Workflow):
                 return self._experiences(session, answer, program)
             except RunFailedError as error:
                 if session.engine.is_lost:
-                    raise EngineLost(f"{program.name} got no answer of it: {error}", model.model) from error
+                    raise EngineLost(f"{program.name} got no answer from its engine: {error}", model.model) from error
                 raise
 
     def _experiences(self, session: LocalSession, answer: Mapping[str, Any], program: Program) -> list[Experience]:
@@ -151,7 +151,9 @@ class ProgramWorkflow(Workflow):
         rewards: dict[tuple[str, int | None], float] = {}
         for call_reward in result.rewards:
             if (call := recorded.call_of(call_reward.call)) is None:
-                raise RunFailedError(f"{program.name} rewarded call {call_reward.call!r}; it made {len(calls)}")
+                raise RunFailedError(
+                    f"{program.name} rewarded call {call_reward.call!r}, which is none of its {len(calls)} calls"
+                )
             rewards[call.call, call_reward.choice] = call_reward.reward
         experiences = session_experiences(
             calls,
@@ -161,7 +163,7 @@ class ProgramWorkflow(Workflow):
             turn_discount=self.arguments.turn_discount,
         )
         if not experiences:
-            raise RunFailedError(f"{program.name} rewarded none of the answers that its conversation went on with")
+            raise RunFailedError(f"{program.name} rewarded no answer that its conversation continued")
         for step, experience in enumerate(experiences):
             experience.eid.run, experience.eid.step = self.run_id_base, step
         experiences[-1].metrics |= session_metrics(calls, len(experiences)) | result.metrics

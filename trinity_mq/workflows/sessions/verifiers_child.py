@@ -86,7 +86,7 @@ async def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--task", required=True, help="module:function that makes a verifiers Task of a record")
     parser.add_argument("--harness", default="null", help="id of the harness")
-    parser.add_argument("--at-once", type=int, default=8, help="most rollouts at a time")
+    parser.add_argument("--at-once", type=int, default=8, help="maximum number of rollouts at a time")
     options = parser.parse_args()
     free = asyncio.Semaphore(options.at_once)
     out = os.fdopen(os.dup(1), "w")

@@ -155,8 +155,8 @@ class RecordSource:
         for key, now in self._settings.items():
             if state.get(key) != now:
                 raise FatalError(
-                    f"{what}: the checkpoint's position belongs to {key} {state.get(key)!r}, and "
-                    f"here is {now!r}; put the old data and settings back, or train anew with --fresh"
+                    f"{what}: the checkpoint's position belongs to {key} {state.get(key)!r}, and here is {now!r}; put "
+                    "the old data and settings back, or start over with --fresh"
                 )
         try:
             self._order.move_to(state.get("epoch"), state.get("cursor"))

@@ -238,8 +238,8 @@ class StreamSource:
         for chunk in released:
             if chunk.offset not in messages:
                 raise FatalError(
-                    f"the ready stream has held a message at offset {chunk.offset}, which is not found again: its data "
-                    "was lost. Bring that back, or train anew with --fresh"
+                    f"the ready stream held a message at offset {chunk.offset} that is missing now: the data of the "
+                    "stream was lost. Restore it, or start over with --fresh"
                 )
             chunk.body = messages[chunk.offset].body
 
@@ -356,9 +356,9 @@ class StreamSource:
                 delivery = await (anext(feed) if self._marked else next_or_quiet(self._bus, feed, MARK_TIMEOUT))
                 if delivery is None:
                     raise FatalError(
-                        f"nothing was found on the ready stream from offset {offset} on, not even our own mark: "
-                        "the stream is shorter than the checkpoint says, so this is not the broker (or not the "
-                        "data) it was made with. Bring that back, or train anew with --fresh"
+                        f"nothing was found on the ready stream from offset {offset} on, not even our own mark: the "
+                        "stream is shorter than the checkpoint says, so this is not the broker (or not the data) it "
+                        "was made with. Restore it, or start over with --fresh"
                     )
                 await self._take(delivery, nonce)
 
@@ -427,7 +427,7 @@ class StreamSource:
 def _cut_off(error: StreamCut) -> FatalError:
     return FatalError(
         f"the checkpoint needs the ready stream from offset {error.asked}, but retention has cut it: it begins at "
-        f"{error.got}. Raise broker.ready_max_bytes, or train anew with --fresh"
+        f"{error.got}. Raise broker.ready_max_bytes, or start over with --fresh"
     )
 
 

@@ -161,7 +161,7 @@ class TapSource:
             was = f"run {state['tap']!r}" if state.get("tap") else "other data"
             raise FatalError(
                 f"source.tap is {self._run.name!r}, and the checkpoint's position is in {was}: put the old source "
-                "back, or train anew with --fresh"
+                "back, or start over with --fresh"
             )
         self._state = state
         if state:
@@ -188,7 +188,7 @@ class TapSource:
                 position = self._state["stream"]
             else:
                 offset, self._run_id = await self._start_position(bus, topology)
-                log.info("tap_begins", run=self._run.name, run_id=self._run_id, offset=offset)
+                log.info("tap_started", run=self._run.name, run_id=self._run_id, offset=offset)
                 position = {"consumed": [], "offset": offset, "batches": 0}
             bus.run_id = self._run_id
             stream = StreamSource(
@@ -256,7 +256,10 @@ class TapSource:
             log.warning("tap_lost_batches", run=self._run.name, asked=cut.asked, begins=cut.got, reason="retention")
         else:
             log.warning(
-                "tap_begins_late", run=self._run.name, begins=cut.got, reason="retention has cut what was before"
+                "tap_started_late",
+                run=self._run.name,
+                begins=cut.got,
+                reason="retention has deleted the earlier messages",
             )
         self._last.cut()
 

@@ -210,7 +210,7 @@ def test_two_hosts_of_one_name_are_refused(tmp_path: Path) -> None:
         await first
 
     run_virtually(sim.run(beside=beside), limit=2000)
-    assert "start this one with another --id" in str(refused[0])
+    assert "start this host with another --id" in str(refused[0])
 
 
 def test_a_host_leaves_when_it_is_drained_and_the_run_goes_on(tmp_path: Path) -> None:

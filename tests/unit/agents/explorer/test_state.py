@@ -183,7 +183,7 @@ def test_what_another_wrote_meanwhile_is_not_written_over(tmp_path: Path) -> Non
     taken_over = other.load()
     taken_over.opened = 5
     asyncio.run(other.save(taken_over))
-    with pytest.raises(RestartRequested, match="another explorer has gone on"):
+    with pytest.raises(RestartRequested, match="another explorer has resumed"):
         asyncio.run(mine.save(ExplorerState(opened=2)))
     assert StateFile(path).load().opened == 5
 

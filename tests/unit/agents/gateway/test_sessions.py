@@ -240,7 +240,7 @@ def test_answers_do_not_wait_for_a_broker_that_takes_nothing() -> None:
             began = asyncio.get_running_loop().time()
             assert not await book.record(world.call("a", 2))
             assert asyncio.get_running_loop().time() == began
-            with pytest.raises(BookUnavailable, match="the broker keeps nothing now: the broker blocks publishers"):
+            with pytest.raises(BookUnavailable, match="the broker is not available: the broker blocks publishers"):
                 await book.say(SessionReward(session="a", reward=1.0), "r")
             assert asyncio.get_running_loop().time() - began == pytest.approx(2.0)
             world.broker.unblock()

@@ -240,7 +240,7 @@ def test_rubbish_on_the_stream_harms_nobody() -> None:
     ("arguments", "words"),
     [
         ({}, "choose"),
-        ({"choose": {}}, "names no run"),
+        ({"choose": {}}, "choose has no condition"),
         ({"choose": {"fraction": 2}}, "less than or equal to 1"),
         ({"choose": {"truncated": True}, "limit": 0}, "limit is 0"),
         ({"choose": {"truncated": True}, "default": "reward"}, "default"),

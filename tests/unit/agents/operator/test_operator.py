@@ -593,7 +593,7 @@ def test_parts_that_never_come_fail_the_batch_after_the_deadline() -> None:
             assert [decided.state for decided in ready(world)] == ["failed"]
 
     run_virtually(main())
-    assert "1 of 2 parts did not come in 60 s" in str(ready(world)[0].reason)
+    assert "1 of 2 parts did not arrive within 60 s" in str(ready(world)[0].reason)
     assert world.count(QUEUE) == 1
 
 

@@ -123,7 +123,7 @@ async def test_a_computation_that_does_not_end_costs_the_process_not_the_batch()
         Computes.go.set()
     error = first_leaf(caught.value)
     assert isinstance(error, RestartRequested)
-    assert "Computes computes on though its time was over" in str(error)
+    assert "Computes exceeded its time limit and still computes" in str(error)
     assert (world.count("closed"), world.reasons()) == (1, [])
 
 

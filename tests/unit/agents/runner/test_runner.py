@@ -155,7 +155,7 @@ def test_over_the_limit_a_slice_is_poisoned_and_not_run() -> None:
     (result,) = results(world)
     assert (result.outcome, result.runs, result.parts) == ("poisoned", [], 0)
     assert runner._executor._workflows.ran == runner._executor._isolated.ran == []
-    assert world.reasons() == ["5 tries of this slice did not end well (limit 5)"]
+    assert world.reasons() == ["5 attempts at this slice failed or were lost (limit 5)"]
     assert world.stored("dead")[0].headers["ticket"] == "t1"
     assert unanswered(world) == 0
     assert world.wire[-1] == "acked tasks.train"
@@ -201,7 +201,7 @@ def test_what_kills_its_process_comes_back_until_the_limit() -> None:
     assert "SIGSEGV" in str(poisoned.message)
     assert [result.outcome for result in results(world) if result.task_id == 1] == ["finished"]
     assert world.reasons() == [
-        "it killed its process; 3 tries did not end well, last: its process was killed by SIGSEGV"
+        "it killed its process; 3 attempts failed or were lost, last: its process was killed by SIGSEGV"
     ]
     assert unanswered(world) == 0
 

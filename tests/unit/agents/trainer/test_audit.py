@@ -240,7 +240,7 @@ def test_a_checkpoint_need_not_name_the_tickets_of_long_ago(run: Path) -> None:
     assert "checkpoint" not in faults(audited(run))
     source["settled"] = 3
     file.write_text(json.dumps(content))
-    assert "the history has these tickets, and the checkpoint has not" in faults(audited(run))
+    assert "the history lists these tickets, and the checkpoint has not consumed them" in faults(audited(run))
 
 
 @pytest.mark.parametrize(
@@ -253,10 +253,13 @@ def test_a_checkpoint_need_not_name_the_tickets_of_long_ago(run: Path) -> None:
         (double_a_line, r"2.jsonl should hold progress 3 to 4, each once, in order; double: 4"),
         (lose_a_file, "progress: cannot read the history"),
         (take_the_history_of_another_generation, "2.jsonl is of generation 1, wanted 2"),
-        (go_on_from_where_no_generation_was, "goes on from generation 7, which is not before 3"),
+        (go_on_from_where_no_generation_was, "continues generation 7, which is not before 3"),
         (go_on_from_elsewhere, "3.jsonl should hold progress 3 to 8, each once, in order; missing: 3, 4"),
-        (exchange_a_ticket, "the history has these tickets, and the checkpoint has not: of another run"),
-        (exchange_a_ticket, "the checkpoint has these tickets behind it, and its history has not: "),
+        (
+            exchange_a_ticket,
+            "the history lists these tickets, and the checkpoint has not consumed them: of another run",
+        ),
+        (exchange_a_ticket, "the checkpoint has consumed these tickets, and its history does not list them: "),
         (decide_a_ticket_twice, "tickets: tickets decided more than once: "),
         (repair_what_was_trained, "but was trained before, wanted failed or skipped"),
         (count_a_step_too_many, "steps: the history ends with step 9, and the checkpoint has 8"),
@@ -264,7 +267,7 @@ def test_a_checkpoint_need_not_name_the_tickets_of_long_ago(run: Path) -> None:
         (lose_an_experience, "sets: progress 8 has 3 experiences and 0 dropped ones, and its operator announced 4"),
         (change_a_byte, "files: weights has the checksum "),
         (write_no_json, "1.jsonl, line 2 is not JSON"),
-        (write_what_is_no_line, "2.jsonl, line 2 is no line of a history"),
+        (write_what_is_no_line, "2.jsonl, line 2 is not a line of a history"),
         (write_something_else, "is not what was written: KeyError('ticket')"),
     ],
 )

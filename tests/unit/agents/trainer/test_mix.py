@@ -107,11 +107,11 @@ def test_a_batch_without_rollouts_takes_none(tmp_path: Path) -> None:
     ("changes", "said"),
     [
         (["algorithm.algorithm_type=grpo"], "algorithm_type grpo imitates nothing: take mix or mix_chord"),
-        (["mode=explore"], "in mode explore, and experts go beside rollouts"),
+        (["mode=explore"], "in mode explore, and experts are added to rollouts"),
         (["buffer.trainer_input.auxiliary_buffers.solved.schema_type=dpo"], "'solved' has schema_type dpo"),
         (
             ["buffer.trainer_input.auxiliary_buffers.more={storage_type: file, path: x, schema_type: sft}"],
-            "solved, more, and one is the most",
+            "solved, more, wanted at most one",
         ),
     ],
 )

@@ -203,7 +203,10 @@ def test_what_cannot_be_read_again_is_left_out_and_counted(tmp_path: Path, monke
     ("changes", "said"),
     [
         (["mode=explore"], "replay.share is 0.34 in mode explore, and only rollouts that are trained on"),
-        (["algorithm.algorithm_type=gpg"], "algorithm_type gpg does not compare the policy with the one that sampled"),
+        (
+            ["algorithm.algorithm_type=gpg"],
+            "algorithm_type gpg does not compare the policy with the policy that sampled",
+        ),
         (["algorithm.anchor=old"], "data may be 16 train steps old"),
         (["buffer.trainer_input.replay.share=1"], "buffer.trainer_input.replay.share: "),
         (["buffer.trainer_input.replay.decay=.inf"], "buffer.trainer_input.replay.decay: "),

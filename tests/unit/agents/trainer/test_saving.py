@@ -219,5 +219,5 @@ def test_nothing_takes_the_place_of_a_chosen_checkpoint(tmp_path: Path) -> None:
         run_virtually(again.run(), limit=1000)
     text = str(leaf(caught.value, CheckpointError))
     assert "progress-000004: weights has the checksum" in text
-    assert "choose another one than progress-000004 with `trinity-mq run --from`" in text
+    assert "choose another checkpoint than progress-000004 with `trinity-mq run --from`" in text
     assert again.learners[-1].steps == []

@@ -335,7 +335,7 @@ def test_a_trainer_that_gets_its_lock_back_after_another_had_it_saves_nothing(tm
         await until(lambda: sim.trainer.loop.progress == 3)
         await killed(other)
         await until(lambda: first.bus.usable)
-        with pytest.raises(RestartRequested, match="another trainer has gone on"):
+        with pytest.raises(RestartRequested, match="another trainer has resumed"):
             await first.loop._save()
         await killed(task)
         raise _Over
@@ -413,7 +413,7 @@ def test_without_a_usable_checkpoint_it_does_not_train_from_the_first_step_again
     with pytest.raises(ExceptionGroup) as caught:
         run_virtually(sim.run(trainer=lambda: killed_at(sim, 5, lose)), limit=1000)
     text = str(leaf(caught.value, FatalError))
-    assert "no checkpoint in" in text
+    assert "no usable checkpoint in" in text
     assert ("progress-000004: weights has 2 bytes, wanted 4" if gone == "damaged" else "progress 4 was saved") in text
     assert "--fresh" in text
     assert sim.learners[1].steps == []

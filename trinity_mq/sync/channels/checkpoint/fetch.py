@@ -59,7 +59,7 @@ def _manifest(filesystem: Any, path: str, expected: str) -> list[dict[str, Any]]
     shards: list[dict[str, Any]] = manifest["shards"]
     for shard in shards:
         if not _SHARD.fullmatch(shard["name"]):
-            raise ValueError(f"{shard['name']!r} is no name of a shard")
+            raise ValueError(f"{shard['name']!r} is not the name of a shard")
     return shards
 
 

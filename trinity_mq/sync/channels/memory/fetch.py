@@ -45,7 +45,9 @@ def fetch(spec: dict[str, Any], spare: SpareBuffers) -> tuple[dict[str, Tensor],
     try:
         digests = reader.checksums()
         if len(digests) != len(buckets):
-            raise ChannelError(f"{len(digests)} checksums for {len(buckets)} buckets: the manifest is of other weights")
+            raise ChannelError(
+                f"{len(digests)} checksums for {len(buckets)} buckets: the manifest belongs to other weights"
+            )
         for number, (bucket, digest) in enumerate(zip(buckets, digests, strict=True)):
             flats.append(spare.take(bucket))
             reader.bucket(number, flats[-1], digest)

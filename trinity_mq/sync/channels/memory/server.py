@@ -84,7 +84,9 @@ class WeightServer:
         version = request.match_info["version"]
         copy = self.copies.get(version)
         if copy is None:
-            raise ApiError(404, f"version {version} is not here; there is {self._describe_copies()}", code="not_here")
+            raise ApiError(
+                404, f"version {version} is not available; available: {self._describe_copies()}", code="not_here"
+            )
         return copy
 
     def _describe_copies(self) -> str:
@@ -102,7 +104,9 @@ class WeightServer:
     async def _bucket(self, request: web.Request) -> web.StreamResponse:
         copy, number = self._requested_copy(request), int(request.match_info["bucket"])
         if number >= len(copy.flats):
-            raise ApiError(404, f"bucket {number} is not here; there is {self._describe_copies()}", code="not_here")
+            raise ApiError(
+                404, f"bucket {number} is not available; available: {self._describe_copies()}", code="not_here"
+            )
         body = raw(copy.flats[number])
         response = web.StreamResponse(headers={"Content-Type": "application/octet-stream"})
         response.content_length = len(body)
