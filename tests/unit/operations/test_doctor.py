@@ -204,7 +204,7 @@ def test_without_a_configuration_a_short_timeout_is_no_verdict() -> None:
 def test_a_run_that_is_over_and_one_that_can_go_on(tmp_path: Path) -> None:
     left = healthy(depths={"tmq.x.tasks.train": (4, 0)})
     going = judged(left, replace(NEEDS, folder_finished=False))["queues of the run"]
-    assert (going.verdict, "can go on" in going.seen) == ("ok", True)
+    assert (going.verdict, "of a resumable run" in going.seen) == ("ok", True)
     over = judged(left, replace(NEEDS, folder_finished=True))["queues of the run"]
     assert (over.verdict, "is over" in over.do) == ("warning", True)
     config = load_config({"name": "x", "model": {"tiny": {}}, "run_dir": str(tmp_path)})
