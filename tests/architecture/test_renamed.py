@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import trinity_mq
-from trinity_mq.renamed import RENAMED, new_name
+from trinity_mq.renamed import NAMES, RENAMED, new_name
 
 PAGE = Path(trinity_mq.__file__).parents[1] / "docs" / "renamed.md"
 
@@ -37,3 +37,23 @@ def test_an_unknown_module_is_not_found() -> None:
     assert new_name("trinity_mq.enginesx") is None
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module("trinity_mq.nothing")
+
+
+@pytest.mark.timeout(240)
+def test_old_names_of_classes_and_functions_give_the_new_ones() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    count = 0
+    for home, words in NAMES.items():
+        module = importlib.import_module(home)
+        for old, new in (word.split("=") for word in words.split()):
+            assert f"`{old.removeprefix('.')}` → `{new}`" in text or old == "wanted", (
+                f"{home}: {old} is not on the page"
+            )
+            if old.startswith("."):
+                owners = [cls for cls in vars(module).values() if isinstance(cls, type) and new in vars(cls)]
+                assert any(vars(cls).get(old[1:]) is vars(cls)[new] for cls in owners), f"{home}: {old}"
+            else:
+                with pytest.warns(DeprecationWarning, match=f"{old} is now {new}"):
+                    assert getattr(module, old) is getattr(module, new)
+            count += 1
+    assert count > 300

@@ -54,7 +54,7 @@ def list_algorithms(arguments: argparse.Namespace) -> int:
         print(
             textwrap.fill(pieces_line(config) + needs_text, width, initial_indent=" " * 29, subsequent_indent=" " * 29)
         )
-    print(f"\n{len(PRESETS)} algorithms. Formula and settings of an algorithm: trinity-mq algorithms show NAME")
+    print(f"\n{len(PRESETS)} algorithms. Formula and settings: trinity-mq algorithms show NAME")
     return 0
 
 

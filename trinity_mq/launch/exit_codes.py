@@ -45,7 +45,7 @@ def closing_line(code: int, command: str, *, finished: bool, curable: bool = Tru
         return f"trained nothing (exit code {code}); fix the cause, then start it with the same command: {command}"
     if not curable:
         return (
-            f"not finished (exit code {code}); the same command would fail again. Fix the cause, then resume with "
-            f"the same command: {command}"
+            f"not finished (exit code {code}); the same command would fail again. Fix the cause first, then "
+            f"run: {command}"
         )
     return f"not finished (exit code {code}); resume with the same command: {command}"

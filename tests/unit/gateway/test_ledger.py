@@ -418,7 +418,7 @@ def test_a_session_that_two_cuts_passed_over_stays_lost() -> None:
         assert session is not None
         assert session.lost
         assert session.is_settled
-        assert "retention has cut" in session.why
+        assert "retention has removed" in session.why
 
 
 @settings(max_examples=100, deadline=None)

@@ -36,10 +36,10 @@ def test_existing_folder_is_kept_and_one_of_other_settings_refused(model_config:
     stamp = (folder / "model.safetensors").stat().st_mtime_ns
     assert ensure_model_folder(model_config, folder, 0) == folder
     assert (folder / "model.safetensors").stat().st_mtime_ns == stamp
-    with pytest.raises(ModelError, match=r"seed 0 there, 5 now"):
+    with pytest.raises(ModelError, match=r"seed: 0 in the folder, 5 in the configuration"):
         ensure_model_folder(model_config, folder, 5)
     wider = ModelConfig(tiny=TinyModelConfig(hidden_size=96))
-    with pytest.raises(ModelError, match=r"hidden_size 64 there, 96 now"):
+    with pytest.raises(ModelError, match=r"hidden_size: 64 in the folder, 96 in the configuration"):
         ensure_model_folder(wider, folder, 0)
 
 

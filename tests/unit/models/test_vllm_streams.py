@@ -185,7 +185,7 @@ async def test_a_stream_that_vllm_does_not_end_is_an_error_and_not_asked_for_aga
         yield event
 
     world.vllm.events = events  # type: ignore[method-assign]
-    with pytest.raises(ApiError, match="did not end"):
+    with pytest.raises(ApiError, match="did not finish"):
         await Reader(world, REQUEST).task
 
 
