@@ -230,7 +230,7 @@ def _built_in(kind: str, name: str, spec: str) -> Any:
         return getattr(importlib.import_module(module), attribute)
     except ImportError as error:
         raise UnknownNameError(
-            f"{kind} {name!r} needs a package that is not here: {error}; install it next to trinity-mq"
+            f"{kind} {name!r} needs a package that is not installed: {error}; install it next to trinity-mq"
         ) from error
 
 

@@ -78,7 +78,7 @@ def test_two_folders_with_one_name_are_refused(tmp_path: Path) -> None:
     for folder in ("a", "b"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "plugin_same.py").write_text("")
-    with pytest.raises(FatalError, match=r"b/plugin_same\.py is hidden .*a/plugin_same\.py"):
+    with pytest.raises(FatalError, match=r"a/plugin_same\.py.*hides .*b/plugin_same\.py"):
         add_plugins([str(tmp_path / "a"), str(tmp_path / "b")])
 
 

@@ -342,7 +342,7 @@ async def test_the_health_file_is_what_the_command_reads(
     file = HealthFile(path)
     assert not path.exists()
     assert run_health(path) == 1
-    assert "there is none" in capsys.readouterr().out
+    assert "the file does not exist" in capsys.readouterr().out
     agent = Idler()
     file.write(agent)
     assert run_health(path) == 1

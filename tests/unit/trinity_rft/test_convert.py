@@ -90,7 +90,7 @@ def test_a_malicious_file_runs_nothing(tmp_path: Path, capsys: pytest.CaptureFix
     payload = b"\x80\x02cposix\nsystem\n(X" + len(f"touch {flag}").to_bytes(4, "little") + f"touch {flag}".encode()
     inputs = [write(tmp_path / "a.pkl", payload + b"tR."), write(tmp_path / "b.bin", old.sealed(payload + b"tR."))]
     assert main(["convert-experiences", *inputs, "--out", str(tmp_path / "new")]) == 1
-    assert capsys.readouterr().out.count("asks for 'posix' 'system'") == 2
+    assert capsys.readouterr().out.count("refers to 'posix' 'system'") == 2
     assert not flag.exists()
 
 
