@@ -20,9 +20,12 @@ from trinity_mq.data import TaskStats
 from trinity_mq.dispatch.tickets import SubmissionRef, new_ticket
 from trinity_mq.messages import TaskBody, TaskResult
 from trinity_mq.telemetry.sample_log import SampleLog, SampleLogReader
-from trinity_mq.training.checkpoints.checkpoint import CheckpointStore, TrainerProgress, find_checkpoints, verify
+from trinity_mq.training.checkpoints import checkpoint
+from trinity_mq.training.checkpoints.checkpoint import CheckpointStore, find_checkpoints, verify
 
 PROGRESS = 3
+# this program also runs with release 0.1, which calls the class TrainerState
+TrainerProgress: Any = getattr(checkpoint, "TrainerProgress", None) or checkpoint.TrainerState
 
 
 def explorer_state() -> ExplorerState:
