@@ -1,3 +1,5 @@
 """The daemons of a run; each package builds the parts of one agent and runs them."""
 
-import trinity_mq as trinity_mq  # its import makes old names of modules here importable, see trinity_mq.renamed
+from trinity_mq.renamed import install
+
+install()  # modules of this package have old names too
