@@ -35,12 +35,29 @@ VAGUE = {"one", "found", "known", "given", "own", "said"}
 MOST_TEXTS = {
     "trinity_mq/engines": 9,
     "trinity_mq/observability": 6,
-    "trinity_mq/config": 4,
     "agents/trinity_agents/simulation": 5,
+    "trinity_mq/config": 4,
+    "trinity_mq/dispatch": 3,
+    "trinity_mq/messages": 3,
+    "trinity_mq/page": 3,
+    "trinity_mq/runtime": 3,
+    "agents/trinity_agents/trainer": 2,
+    "trinity_mq/experience": 2,
+    "trinity_mq/models": 2,
+    "trinity_mq/operations": 2,
+    "trinity_mq/rollout": 2,
+    "trinity_mq/workflows": 2,
+    "agents/trinity_agents/explorer": 1,
+    "agents/trinity_agents/runner": 1,
+    "trinity_mq": 1,
+    "trinity_mq/data": 1,
+    "trinity_mq/gateway": 1,
+    "trinity_mq/reviews": 1,
+    "trinity_mq/sync": 1,
+    "trinity_mq/targets": 1,
+    "trinity_mq/telemetry": 1,
 }
-"""Texts that the pattern matches, by package. Lower a number, never raise it."""
-ELSEWHERE = 3
-"""Texts that the pattern may match in any other package."""
+"""Texts that the pattern matches, by package; none in any other package. Lower a number, never raise it."""
 MOST_NAMES = 5
 """Variables and arguments with a vague name in the whole library. Lower it, never raise it."""
 
@@ -81,7 +98,7 @@ def vague_names(source: str) -> int:
 
 def test_the_old_grammar_does_not_come_back() -> None:
     counts = Counter(package for package, source in sources() for text in texts(source) if PATTERN.search(text))
-    assert {package: count for package, count in counts.items() if count > MOST_TEXTS.get(package, ELSEWHERE)} == {}, (
+    assert {package: count for package, count in counts.items() if count > MOST_TEXTS.get(package, 0)} == {}, (
         "rewrite the new texts: subject, verb, noun"
     )
     assert {package: most for package, most in MOST_TEXTS.items() if counts[package] < most} == {}, (

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import trinity_mq
+from trinity_mq.release import VERSION
 from trinity_mq.renamed import NAMES, RENAMED, new_name
 
 PAGE = Path(trinity_mq.__file__).parents[1] / "docs" / "renamed.md"
@@ -31,6 +32,11 @@ def test_a_module_of_a_renamed_package_is_found_too() -> None:
     from trinity_mq.engines import api_errors
 
     assert ApiError is api_errors.ApiError
+
+
+def test_the_aliases_go_with_release_0_3() -> None:
+    release = tuple(int(part) for part in VERSION.split(".")[:2])
+    assert release < (0, 3), "delete trinity_mq/renamed.py, its calls of install and this file"
 
 
 def test_an_unknown_module_is_not_found() -> None:

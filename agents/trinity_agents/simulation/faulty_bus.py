@@ -52,6 +52,8 @@ class Faults:
         """Random generator for decisions that depend on the agents' behaviour."""
         self.trail: deque[tuple[float, str, str]] = deque(maxlen=TRAIL)
         """The last events as (time, agent, text)."""
+        self.hits: list[tuple[str, float]] = []
+        """(role, virtual time in seconds at which the fault is over) of each fault that happened at a point."""
         self.passed: Counter[str] = Counter()
         """Number of passed points by role."""
         self._due: defaultdict[str, dict[int, list[PointFault]]] = defaultdict(dict)
@@ -177,6 +179,8 @@ class FaultyBus(MemoryBus):
             await forever()
 
     async def _inject(self, fault: PointFault, name: str) -> None:
+        seconds = 0.0 if isinstance(fault, Kill) else fault.seconds
+        self.faults.hits.append((self.role, asyncio.get_running_loop().time() + seconds))
         if isinstance(fault, Kill):
             self.died_at = name
             self.kill()

@@ -4,7 +4,6 @@ agree.
 
 from __future__ import annotations
 
-import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from functools import cached_property
@@ -14,7 +13,7 @@ from trinity_agents.simulation.invariants import GIVEN_UP, Evidence, Faults
 from trinity_agents.simulation.schedule import BrokerRestart, ConnectionLoss, Freeze
 from trinity_agents.simulation.sessions.gateways import answer_number, token_version
 from trinity_agents.simulation.sessions.oracle import Oracle, OracleSession
-from trinity_agents.simulation.sessions.run import SETTLE_SECONDS, SessionRun
+from trinity_agents.simulation.sessions.run import SessionRun
 from trinity_agents.simulation.sessions.users import SessionDiary, UserRequest
 from trinity_agents.simulation.stand_ins import PROMPT
 from trinity_agents.trainer.history import HistoryError
@@ -57,8 +56,7 @@ class SessionEvidence(Evidence):
     @cached_property
     def tickets_consumed_late(self) -> set[str]:
         """Tickets consumed so late that the gateways may have ended before they published the result."""
-        ended_at = math.inf if self.run.ended_at is None else self.run.ended_at
-        return {ticket for ticket, at in self.run.consumed_at.items() if at > ended_at - SETTLE_SECONDS}
+        return {ticket for ticket, at in self.run.consumed_at.items() if at >= self.run.acted_until}
 
     @cached_property
     def requests(self) -> list[tuple[SessionDiary, UserRequest]]:
@@ -244,7 +242,10 @@ def only_lock_holder_acts(evidence: SessionEvidence) -> Faults:
 
 def each_task_submitted_once(evidence: SessionEvidence) -> Faults:
     """Check that a life of a gateway submits a task once per run, and once more after each loss of its connection."""
-    losses = sum(isinstance(fault, ConnectionLoss | BrokerRestart | Freeze) for fault in evidence.run.schedule.faults)
+    losses = sum(
+        isinstance(fault, BrokerRestart) or (isinstance(fault, ConnectionLoss | Freeze) and fault.role == "gateway")
+        for fault in evidence.run.schedule.faults
+    )
     for (who, name), times in evidence.run.submitted.items():
         if times > 1 + losses + evidence.run.seconds // 600:
             yield f"{who} submitted {name} {times} times"

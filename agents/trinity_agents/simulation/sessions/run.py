@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +16,7 @@ from unittest import mock
 from trinity_agents.explorer import task_source
 from trinity_agents.gateway import agent as gateway_agent
 from trinity_agents.simulation.faulty_bus import FaultyBus
-from trinity_agents.simulation.schedule import SessionLoad
+from trinity_agents.simulation.schedule import BrokerAlarm, BrokerRestart, ConnectionLoss, Drain, SessionLoad
 from trinity_agents.simulation.scheduled_run import ScheduledRun
 from trinity_agents.simulation.sessions.gateways import SimulatedClients, SimulatedGateway
 from trinity_agents.simulation.sessions.users import Users
@@ -32,9 +33,7 @@ LOG = "sessions-log"
 SETTLED_WITHIN = 500.0
 """Seconds after the end of all users within which their sessions are settled."""
 SETTLE_SECONDS = 12.0
-"""Seconds before the end of a run in which faults may keep the gateways from acting. A delay, a lost confirm and a
-restart together take less.
-"""
+"""Seconds in which gateways act on all events after a fault is over: their restart and a repeated publish take less."""
 FILLERS = 3
 UNGROUPED = {"estimator": {"kind": "group", "baseline": "none", "scale": "none"}}
 
@@ -54,6 +53,8 @@ class SessionRun(ScheduledRun):
     """Publishes of a gateway that never held the lock under which one acts."""
     ended_at: float | None = None
     """Virtual time in seconds at which the explorer announced the end of the run, None before."""
+    log_at_end: int = 0
+    """Length of the log of session events at that time."""
     log_lengths: list[tuple[float, int]] = field(default_factory=list)
     """(virtual time in seconds, length of the log of session events) at each publish of a gateway."""
     consumed_at: dict[str, float] = field(default_factory=dict)
@@ -128,6 +129,7 @@ class SessionRun(ScheduledRun):
     def _announced(self, life: FaultyBus, envelope: Envelope) -> None:
         if envelope.kind == "run_end" and self.ended_at is None:
             self.ended_at = asyncio.get_running_loop().time()
+            self.log_at_end = len(self.log())
 
     def new_trainer(self, name: str) -> Agent:
         """Return a trainer. The times of its progress reports are recorded."""
@@ -180,8 +182,27 @@ class SessionRun(ScheduledRun):
         """Return whether the run may have ended before gateways acted on the event at ``offset``."""
         if self.ended_at is None:
             return False
+        acted_until = self.acted_until
+        if acted_until == self.ended_at:
+            return offset >= self.log_at_end
+        return offset >= max((length for time, length in self.log_lengths if time <= acted_until), default=0)
+
+    @property
+    def acted_until(self) -> float:
+        """Virtual time in seconds up to which the gateways acted on all events before the run ended.
+
+        It is the end of the run, or earlier if a fault of a gateway or of the broker was over only shortly before.
+        """
+        if self.ended_at is None:
+            return math.inf
+        over = [time for role, time in self.faults.hits if role == "gateway"]
+        for fault in self.schedule.faults:
+            if isinstance(fault, Drain | ConnectionLoss) and fault.role != "gateway":
+                continue
+            if isinstance(fault, Drain | ConnectionLoss | BrokerRestart | BrokerAlarm) and fault.at <= self.seconds:
+                over.append(fault.at if isinstance(fault, Drain) else fault.at + fault.seconds)
         limit = self.ended_at - SETTLE_SECONDS
-        return offset >= max((length for time, length in self.log_lengths if time <= limit), default=0)
+        return self.ended_at if max(over, default=0.0) < limit else limit
 
     @property
     def is_cut(self) -> bool:

@@ -12,8 +12,6 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import structlog
-
 from trinity_agents.trainer.decisions import MAX_STARTS, NONE_SETTLED, Chunk, TicketDecider, TicketDecision
 from trinity_agents.trainer.sources.base import ExperiencesLost, TrainBatch
 from trinity_mq.bus import Bus, Delivery, StreamCut, Topology
@@ -33,8 +31,6 @@ from trinity_mq.runtime.errors import FatalError, RestartRequested
 from trinity_mq.runtime.notify import Notifier
 from trinity_mq.telemetry.trace import record, span
 from trinity_mq.transport.blobs import BlobStore, StoreUnavailable, resolve_body, run_with_store_retries
-
-log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True)
