@@ -19,11 +19,7 @@ from trinity_mq.config import Config
 from trinity_mq.config.loading.load import sections_of
 
 UNITS = ("seconds", "bytes", "tokens", "batches", "steps", "runs", "processes")
-
-
 BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
-
-
 HEAD = """# Settings
 
 Written by `trinity-mq settings --out docs/settings.md` from the models in `trinity_mq/config/`; edit those.
@@ -34,8 +30,6 @@ OmegaConf's interpolations: `${oc.env:NAME,default}` is an environment variable,
 setting, `\\${` a plain `${`. A key that is not here is refused, except [removed keys](renamed.md#removed-settings),
 which warn.
 """
-
-
 FIRST_SETTINGS = {
     "model.model_path": "the model that is trained: a folder or hub id",
     "model.max_response_tokens": "length at which an answer is cut, in tokens; time and memory grow with it",

@@ -14,20 +14,12 @@ from trinity_mq.targets.connection import Target, connect_bus
 from trinity_mq.targets.probe import broker_problem
 
 QUEUES = ("submitted", "tasks.train", "tasks.eval", "closed", "dead")
-
-
 LISTEN_SECONDS = 12.0
 """Default of ``--seconds``. It exceeds the time after which work counts as overdue."""
-
-
 LEAST_SECONDS = 5.5
 """Minimum seconds of listening before any culprit except the broker is named, because progress may be imminent."""
-
-
 LOOK_SECONDS = 0.5
 """Interval in seconds between checks of the collected messages."""
-
-
 SURE_MOVES = 2
 """Number of progress changes after which a run without a culprit counts as moving."""
 

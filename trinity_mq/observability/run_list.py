@@ -70,4 +70,5 @@ def align_columns(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def ago(seconds: float | None) -> str:
+    """Return an age in seconds as text, ``-`` if the age is unknown."""
     return "-" if seconds is None else f"{format_duration(seconds)} ago"

@@ -13,8 +13,6 @@ from trinity_mq.observability.trackers.base import Tracker, TrackerError
 from trinity_mq.observability.trackers.services import open_tracker
 
 KINDS = ("wandb", "mlflow", "swanlab")
-
-
 OTLP = "otlp"
 """Service name for an OpenTelemetry collector, which receives spans instead of metrics."""
 

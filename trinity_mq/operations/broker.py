@@ -16,12 +16,11 @@ from trinity_mq.targets.private_broker import private_broker
 from trinity_mq.targets.run_folder import LockedFolder
 
 STOP_SECONDS = 60.0
-
-
 READY_FD = "--ready-fd"
 
 
 async def serve_broker(home: LockedFolder, ready_fd: int | None) -> int:
+    """Run a private broker until SIGINT or SIGTERM, then return exit code 0. Its URL is written to ``ready_fd``."""
     stopped = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stopped.set)
@@ -37,6 +36,11 @@ async def serve_broker(home: LockedFolder, ready_fd: int | None) -> int:
 
 
 def spawn(home: LockedFolder) -> str:
+    """Start a broker in a process of its own and return its URL.
+
+    Raises:
+        CommandError: The broker did not start.
+    """
     home.path.mkdir(parents=True, exist_ok=True, mode=0o700)
     output = home.path / "serve.out"
     read_end, write_end = os.pipe()
@@ -55,6 +59,11 @@ def spawn(home: LockedFolder) -> str:
 
 
 async def wait_for_exit(pid: int) -> None:
+    """Wait until a process has ended.
+
+    Raises:
+        CommandError: The process has not ended within ``STOP_SECONDS``.
+    """
     try:
         async with asyncio.timeout(STOP_SECONDS):
             await wait_exit(pid)

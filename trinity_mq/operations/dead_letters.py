@@ -17,12 +17,8 @@ from trinity_mq.terminal import escape_to_one_line
 
 QUIET_SECONDS = 2.0
 """Seconds without another letter after which the list ends, if the queue holds fewer letters than it reported."""
-
-
 BACK_LOOKS, BACK_LOOK = 40, 0.05
 """Maximum checks whether the read letters were returned to their queue, and seconds between two checks."""
-
-
 COLUMNS = ("queue", "kind", "reason", "operator", "batch", "bytes", "message_id")
 
 

@@ -97,6 +97,11 @@ def find_review(reviews: ReviewStream, prefix: str) -> Review:
 
 @asynccontextmanager
 async def following(target: Target) -> AsyncIterator[ReviewStream]:
+    """Follow the reviews of a run inside the block.
+
+    Raises:
+        CommandError: No operator of the run asks people.
+    """
     async with open_bus(target, "review") as (bus, topology):
         try:
             async with ReviewStream(bus, topology).following() as reviews:

@@ -24,8 +24,6 @@ from trinity_mq.transport.blobs import StoreUnavailable, open_store
 
 PLAIN_WORKFLOWS = frozenset({"simple_workflow", "math_workflow"})
 """Built-in workflows, each also with the prefix ``async_``, that need no arguments and no recorded calls."""
-
-
 GREEDY_WORKFLOWS = PLAIN_WORKFLOWS | {"math_boxed_workflow", "tool_call_workflow"}
 """Built-in workflows that can make a greedy run."""
 
@@ -95,6 +93,7 @@ def imports_torch(config: Config) -> bool:
 
 
 def tasksets(config: Config) -> tuple[TasksetConfig, ...]:
+    """Return the tasksets that the run reads in its mode."""
     evaluated = config.buffer.eval_tasksets
     return {"train": (), "bench": evaluated}.get(config.mode, (*config.buffer.training_tasksets, *evaluated))
 

@@ -14,6 +14,11 @@ if TYPE_CHECKING:
 
 
 def curves_of(name: str) -> Curves:
+    """Return the metrics of another run as curves.
+
+    Raises:
+        CommandError: No run folder has the name.
+    """
     from trinity_mq.observability.curves import Curves
     from trinity_mq.observability.follow import MetricsTail
     from trinity_mq.targets.target import find_configuration
@@ -48,12 +53,14 @@ class LazyTexts:
 
 
 def workflows(config: Config) -> dict[str, str]:
+    """Return the workflow of each named taskset."""
     buffer = config.buffer
     tasksets = [*buffer.training_tasksets, *buffer.eval_tasksets]
     return {taskset.name: str(taskset.workflow) for taskset in tasksets if taskset.name}
 
 
 def runs(folder: Path | None) -> list[dict[str, Any]]:
+    """Return the runs next to a run folder, or below ``runs`` without a folder, as JSON objects."""
     from trinity_mq.observability.run_list import find_runs, row
     from trinity_mq.targets.target import RUNS
 

@@ -15,8 +15,6 @@ EXPECTED = (
 """Errors, subclasses included, whose message is enough for the user and is printed without a traceback. They are listed
 by name because importing their modules takes a second.
 """
-
-
 PASSING = ("trinity_mq.bus.base.BusUnavailable", "trinity_mq.runtime.errors.RestartRequested")
 """The errors of ``EXPECTED`` that a restart may fix."""
 
@@ -35,4 +33,5 @@ def expected_error(error: BaseException) -> BaseException | None:
 
 
 def is_named(error: BaseException, names: Sequence[str]) -> bool:
+    """Return whether the class of an error, or a base class of it, is one of the dotted ``names``."""
     return any(f"{cls.__module__}.{cls.__qualname__}" in names for cls in type(error).__mro__)

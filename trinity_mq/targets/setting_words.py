@@ -1,4 +1,4 @@
-"""Words of a command line that set something."""
+"""The form of KEY=VALUE settings on a command line."""
 
 from __future__ import annotations
 

@@ -20,16 +20,13 @@ if TYPE_CHECKING:
 
 LOOK_SECONDS = 1.0
 """Interval in seconds between checks whether the run is over and whether the reader of our output closed it."""
-
-
 LAST_SECONDS = 10.0
 """Seconds for reading the rest of the stream after the run is over."""
-
-
 TEXTS = "token_texts"
 
 
 def names_texts(fields: Sequence[str] | None) -> bool:
+    """Return whether the output has the texts of tokens. ``fields`` None selects all fields."""
     return fields is None or TEXTS in fields
 
 
@@ -84,6 +81,14 @@ class ExperienceLinePrinter:
 
 
 async def tap_run(target: Target, lines: ExperienceLinePrinter, start: int | None, *, follow: bool) -> None:
+    """Print the experiences of a run. With ``follow`` it returns when the run has ended, else at the end of the stream.
+
+    Args:
+        target: The run.
+        lines: Prints the experiences.
+        start: First batch, 0 for all stored batches. None: only new batches.
+        follow: Wait for further batches.
+    """
     from trinity_mq.observability.experiences.stream import ExperienceFilter, ReadyReader
     from trinity_mq.transport.blobs import open_store
 

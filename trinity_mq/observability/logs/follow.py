@@ -17,12 +17,8 @@ from trinity_mq.targets.run_folder import LOCK_FILE, LockedFolder
 
 POLL_SECONDS = 0.25
 """Poll interval of followed files in seconds. Agents do not signal new lines."""
-
-
 QUIET_ROUNDS = 4
 """Consecutive polls without a new line after which the log of a finished run counts as read to its end."""
-
-
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 

@@ -33,6 +33,7 @@ def _print_note(line: str) -> None:
 
 
 async def debug_task(config: Config, body: TaskBody, number: int, arguments: argparse.Namespace, report: Report) -> int:
+    """Run task ``number`` once on an engine of its own, recorded in ``report``. Return the exit code."""
     from trinity_mq.operations.debug.engine import auxiliary_engine
 
     task = _task(body, number)

@@ -31,6 +31,7 @@ from trinity_mq.telemetry import mask_passwords
 async def check_all(
     folder: Path, broker: BrokerConfig, needs: Needs, management: str | None, node: Path | None
 ) -> list[DoctorFinding]:
+    """Check this machine and a broker concurrently. Return the findings, broker first."""
     machine, of_broker = await asyncio.gather(
         asyncio.to_thread(ask_machine, folder), check_broker(broker, needs, management, node)
     )

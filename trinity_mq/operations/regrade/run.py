@@ -45,6 +45,7 @@ def open_grader(config: Config, arguments: argparse.Namespace) -> Grader:
 
 
 async def regrade_stream(target: Target, batch: str | None, regrading: BatchRegrader) -> None:
+    """Regrade the processed sets on the stream of a run. ``batch`` None selects all batches."""
     from trinity_mq.bus import BusUnavailable
     from trinity_mq.experience import ExperienceBatch
     from trinity_mq.observability.experiences.printer import note
