@@ -11,8 +11,8 @@ import math
 import os
 import threading
 from collections.abc import Awaitable, Callable
-from concurrent.futures import Executor, Future, wait
-from queue import SimpleQueue
+from concurrent.futures import Executor, Future
+from queue import Empty, SimpleQueue
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -138,6 +138,15 @@ def await_in_thread(awaitable: Awaitable[T]) -> T:
     async def awaited() -> T:
         return await awaitable
 
+    def begin() -> None:
+        task = loop.create_task(awaited())
+        task.add_done_callback(ended.put)
+        tasks.append(task)
+
+    def cancel() -> None:
+        for task in tasks:
+            task.cancel()
+
     loop = _shared_loop()
     if threading.current_thread().name == SHARED_LOOP and asyncio.get_running_loop() is loop:
         if inspect.iscoroutine(awaitable):
@@ -145,13 +154,19 @@ def await_in_thread(awaitable: Awaitable[T]) -> T:
         raise RuntimeError(
             "this call would block the event loop that runs the coroutine; await the asynchronous method instead"
         )
-    running = asyncio.run_coroutine_threadsafe(awaited(), loop)
+    # A queue in C: an interruption inside a lock in Python would leave it locked, and the event loop would wait for it.
+    tasks: list[asyncio.Task[T]] = []
+    ended: SimpleQueue[asyncio.Task[T]] = SimpleQueue()
     try:
-        while not wait([running], CHECK).done:
-            pass
-        return running.result()
-    finally:
-        running.cancel()
+        loop.call_soon_threadsafe(begin)
+        while True:
+            with contextlib.suppress(Empty):
+                task = ended.get(timeout=CHECK)
+                break
+    except BaseException:  # an interruption, perhaps before call_soon_threadsafe returns
+        loop.call_soon_threadsafe(cancel)
+        raise
+    return task.result()
 
 
 def _shared_loop() -> asyncio.AbstractEventLoop:

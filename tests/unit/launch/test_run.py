@@ -301,7 +301,7 @@ def test_a_run_that_fails_after_train_steps_ended_early(bench: Bench) -> None:
         os.kill(trainer, signal.SIGKILL)
         out, _ = process.communicate(timeout=50)
     assert process.returncode == 3
-    assert "not finished (exit code 3); the same command would fail again. Fix the cause, " in out
+    assert "not finished (exit code 3); the same command would fail again. Fix the cause first, " in out
 
 
 def test_a_wrong_password_is_one_line(bench: Bench) -> None:

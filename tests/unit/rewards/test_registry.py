@@ -5,6 +5,7 @@ import inspect
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -176,23 +177,35 @@ def test_an_error_of_a_coroutine_is_raised():
         parts_of(create_reward(failing, {}), "x", None, finished=True)
 
 
+@pytest.fixture
+def quick_switches() -> Iterator[None]:
+    """Threads take turns every 10 microseconds, so that an interruption arrives anywhere in the calling thread."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.usefixtures("quick_switches")
 async def test_a_coroutine_of_an_interrupted_thread_is_cancelled():
-    started, ended = threading.Event(), threading.Event()
+    for _ in range(100):
+        started, ended = threading.Event(), threading.Event()
 
-    async def endless(response, truth, *, finished):
-        started.set()
-        try:
-            await asyncio.Event().wait()
-        finally:
-            ended.set()
+        async def endless(response, truth, *, finished, started=started, ended=ended):
+            started.set()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                ended.set()
 
-    call = functools.partial(parts_of, create_reward(endless, {}), "x", None, finished=True)
-    waiting = asyncio.create_task(in_thread(call, "reward", interrupt))
-    await asyncio.to_thread(started.wait)
-    waiting.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await waiting
-    assert await asyncio.to_thread(ended.wait, 30)
+        call = functools.partial(parts_of, create_reward(endless, {}), "x", None, finished=True)
+        waiting = asyncio.create_task(in_thread(call, "reward", interrupt))
+        while not started.is_set():  # noqa: ASYNC110 - a wait in a further thread would come too late
+            await asyncio.sleep(0)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        assert await asyncio.to_thread(ended.wait, 30)
 
 
 def test_a_fault_names_the_function_and_the_part():
