@@ -16,8 +16,8 @@ from trinity_agents.simulation.coverage import Coverage
 from trinity_agents.simulation.explore import explore, play_schedule
 from trinity_agents.simulation.schedule import draw
 
-CHUNK, CHUNKS = 100, 10
-"""Seeds of a default test, and how many such tests there are."""
+CHUNK, CHUNKS = 50, 4
+"""Number of seeds of a default test, and number of default tests."""
 EXTENDED_CHUNK, END = 250, 10_000
 OFTEN = [
     "gate: coordinator: applying",
@@ -50,14 +50,16 @@ OFTEN = [
     "engine: killed",
     "work of trainer and operator: final",
 ]
-"""States that the thousand seeds of the default suite reach: the faults come to where they matter."""
+"""States that the 200 seeds of the default suite reach."""
 REACHED = Coverage()
 """States that the seeds of the tests so far have reached."""
 
 chunks = [
     *(range(first, first + CHUNK) for first in range(0, CHUNK * CHUNKS, CHUNK)),
     *(
-        pytest.param(range(first, first + EXTENDED_CHUNK), marks=[pytest.mark.extended, pytest.mark.timeout(600)])
+        pytest.param(
+            range(first, min(first + EXTENDED_CHUNK, END)), marks=[pytest.mark.extended, pytest.mark.timeout(600)]
+        )
         for first in range(CHUNK * CHUNKS, END, EXTENDED_CHUNK)
     ),
 ]
