@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
-import os
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -17,6 +15,8 @@ from trinity_mq.messages import DecodeError, Metrics, decode_any
 from trinity_mq.observability.run_view import RunView
 from trinity_mq.runtime.deliveries import acknowledge
 from trinity_mq.telemetry import LINE_FIELDS, METRICS_FILE
+from trinity_mq.telemetry.jsonline import parse_line
+from trinity_mq.telemetry.tail import Tail
 
 
 async def consume_messages(bus: Bus, queue: Queue, receive: Callable[[object], None]) -> None:
@@ -56,8 +56,7 @@ class MetricsTail:
     """Reads the lines that agents append to a run's metrics file as metrics messages."""
 
     def __init__(self, run_dir: Path) -> None:
-        self._path = run_dir / METRICS_FILE
-        self._offset = 0
+        self._tail = Tail(run_dir / METRICS_FILE)
 
     def read(self) -> list[Metrics]:
         """Return the new messages since the last call. A line that is still being written is returned by a later
@@ -69,16 +68,7 @@ class MetricsTail:
         """Return the new lines since the last call. A file that became shorter belongs to a restarted run and is read
         from its beginning.
         """
-        try:
-            with self._path.open("rb") as file:
-                if os.fstat(file.fileno()).st_size < self._offset:
-                    self._offset = 0
-                file.seek(self._offset)
-                whole, newline, _ = file.read().rpartition(b"\n")
-        except FileNotFoundError:
-            return []
-        self._offset += len(whole) + len(newline)
-        return [fields for line in whole.splitlines() if (fields := _fields(line)) is not None]
+        return [fields for line in self._tail.read() if (fields := parse_line(line)) is not None]
 
 
 def parse_metrics(line: Mapping[str, Any]) -> Metrics | None:
@@ -88,14 +78,6 @@ def parse_metrics(line: Mapping[str, Any]) -> Metrics | None:
         return Metrics(role=line["role"], id=line["agent"], step=line["step"], values=values)
     except (ValueError, KeyError):
         return None
-
-
-def _fields(line: bytes) -> dict[str, Any] | None:
-    try:
-        fields = json.loads(line)
-    except ValueError:  # partial line of a killed writer
-        return None
-    return fields if isinstance(fields, dict) else None
 
 
 async def depths(bus: Bus, topology: Topology, names: Sequence[str]) -> dict[str, int | None]:

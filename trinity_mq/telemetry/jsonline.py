@@ -16,6 +16,15 @@ def dump_line(fields: Mapping[str, Any]) -> str:
     return json.dumps(_finite(fields), ensure_ascii=False, allow_nan=False, default=repr)
 
 
+def parse_line(line: str | bytes) -> dict[str, Any] | None:
+    """Return the object in a line, or None if the line is not an object, for example after a torn write."""
+    try:
+        fields = json.loads(line)
+    except ValueError:
+        return None
+    return fields if isinstance(fields, dict) else None
+
+
 def _finite(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import math
 import os
 import time
@@ -11,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trinity_mq.telemetry.jsonline import dump_line
+from trinity_mq.telemetry.jsonline import dump_line, parse_line
 
 if TYPE_CHECKING:
     from tensorboard.summary.writer.event_file_writer import EventFileWriter
@@ -86,15 +85,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         text = path.read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
         return []
-    rows = []
-    for line in text.splitlines():
-        try:
-            fields = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(fields, dict):
-            rows.append(fields)
-    return rows
+    return [fields for line in text.splitlines() if (fields := parse_line(line)) is not None]
 
 
 def _number(value: Any) -> float | int:

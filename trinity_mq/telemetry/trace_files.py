@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from trinity_mq.telemetry.tail import Tail
 from trinity_mq.telemetry.trace import TRACE_FOLDER, TraceSpan
 from trinity_mq.telemetry.trace_ids import Sampled
 
@@ -46,17 +48,18 @@ class TraceTail:
         """Seconds to add to a clock to get the time of day, by clock id. Processes that share a clock share the
         offset.
         """
-        self._files: dict[str, tuple[int, dict[str, Any]]] = {
-            str(name): (int(at), dict(writer)) for name, (at, writer) in saved.get("files", {}).items()
+        self._files: dict[str, tuple[Tail, dict[str, Any]]] = {
+            str(name): (Tail(self._folder / str(name), int(at)), dict(writer))
+            for name, (at, writer) in saved.get("files", {}).items()
         }
-        """Offset up to which a file was read, and the process that wrote there last, by file name."""
+        """Tail of a file, and the process that wrote the last line read from it, by file name."""
 
     @property
     def state(self) -> dict[str, Any]:
         """Progress of the reader, as JSON-compatible data."""
         return {
             "clocks": dict(self._clocks),
-            "files": {name: [at, writer] for name, (at, writer) in self._files.items()},
+            "files": {name: [tail.offset, writer] for name, (tail, writer) in self._files.items()},
         }
 
     def read(self) -> list[TraceSpan] | None:
@@ -66,14 +69,12 @@ class TraceTail:
         spans: list[TraceSpan] = []
         moved = False
         for path in sorted(self._folder.glob("*.jsonl")):
-            at, writer = self._files.get(path.name, (0, {}))
-            lines = _whole_lines(path, at)
-            for line in lines:
-                at += len(line)
-                writer = self._take(line, writer, spans)
-            if lines:
-                self._files[path.name] = at, writer
-                moved = True
+            tail, writer = self._files.get(path.name, (Tail(path), {}))
+            with contextlib.suppress(OSError):  # the file is not readable
+                for line in tail.read(READ_BYTES):
+                    writer = self._take(line, writer, spans)
+                    moved = True
+            self._files[path.name] = tail, writer
         return spans if moved else None
 
     def _take(self, line: bytes, writer: dict[str, Any], spans: list[TraceSpan]) -> dict[str, Any]:
@@ -113,17 +114,3 @@ def _span(fields: Any, writer: Mapping[str, Any], offset: float) -> TraceSpan:
         ticks=start,
         attributes=attributes,
     )
-
-
-def _whole_lines(path: Path, at: int) -> list[bytes]:
-    """Return the complete lines from an offset on, with their line ends."""
-    try:
-        with path.open("rb") as file:
-            file.seek(at)
-            read = file.read(READ_BYTES)
-    except OSError:  # the file was moved with its run
-        return []
-    whole, newline, _ = read.rpartition(b"\n")
-    if not newline:
-        return [read] if len(read) == READ_BYTES else []  # no line of this project is that long, so the data is garbage
-    return (whole + newline).splitlines(keepends=True)

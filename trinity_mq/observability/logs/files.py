@@ -1,25 +1,30 @@
-"""Log files of a run: merges the files of all agents by time and reads appended lines."""
+"""Log files of a run: merges the files of all agents by time, and follows them."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import heapq
-import os
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+import re
+import sys
+import time
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
-from trinity_mq.observability.logs.lines import LogLine, parse
+from trinity_mq.errors import CommandError
+from trinity_mq.observability.logs.lines import LineFilter, LogLine, parse
+from trinity_mq.runtime.process import is_run_over
+from trinity_mq.targets.run_folder import LOCK_FILE, LockedFolder
 from trinity_mq.telemetry import LOGS_FOLDER
+from trinity_mq.telemetry.tail import Tail
 
 CHUNK = 1024 * 1024
-"""Maximum bytes read from a file before the next file is read. A longer line is skipped."""
-
-
-@dataclass(slots=True)
-class _Position:
-    """Read position in a file, in bytes."""
-
-    offset: int = 0
+"""Number of bytes read from a file before the next file is read."""
+POLL_SECONDS = 0.25
+"""Poll interval of followed files in seconds. Agents do not signal new lines."""
+QUIET_ROUNDS = 4
+"""Consecutive polls without a new line after which the log of a finished run counts as read to its end."""
+UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 class LogFiles:
@@ -29,79 +34,70 @@ class LogFiles:
 
     def __init__(self, run_folder: Path) -> None:
         self._folder = run_folder / LOGS_FOLDER
-        self._positions: dict[int, _Position] = {}
-        """Read positions by inode, because a rotated file keeps its inode under a new name."""
+        self._tails: dict[int, Tail] = {}
+        """Tails by inode, because a rotated file keeps its inode under a new name."""
 
     def merged(self) -> Iterator[LogLine]:
         """Yield all current lines in time order, reading one line of each file at a time.
 
         Lines of a file whose clock was set back stay in file order.
         """
-        sizes = self._sizes()
-        yield from heapq.merge(
-            *(self._lines(path, inode, size) for path, inode, size in sizes), key=lambda line: line.time
-        )
+        yield from heapq.merge(*(_events(tail) for tail in self._update_tails()), key=_time)
 
     def read_appended(self) -> tuple[list[LogLine], bool]:
         """Return (the lines appended since the last read in time order, whether more lines may be available)."""
-        new_lines: list[LogLine] = []
-        more = False
-        sizes = self._sizes()
-        present = {inode for _, inode, _ in sizes}
-        self._positions = {inode: place for inode, place in self._positions.items() if inode in present}
-        for path, inode, size in sizes:
-            place = self._positions.setdefault(inode, _Position())
-            if size < place.offset:
-                place.offset = 0
-            lines, full = _read(path, place)
-            new_lines += _parsed(lines)
-            more |= full
-        return sorted(new_lines, key=lambda line: line.time), more
+        tails = self._update_tails()
+        new_lines = [line for tail in tails for line in _events(tail, CHUNK)]
+        return sorted(new_lines, key=_time), not all(tail.caught_up for tail in tails)
 
-    def _sizes(self) -> list[tuple[Path, int, int]]:
-        sizes = []
+    def _update_tails(self) -> Collection[Tail]:
+        """Return the tails of the files that exist now, under their current names."""
+        tails = {}
         for path in sorted(self._folder.glob("*.jsonl")):
-            try:
-                status = path.stat()
-            except OSError:  # renamed or deleted after the listing
-                continue
-            sizes.append((path, status.st_ino, status.st_size))
-        return sizes
-
-    def _lines(self, path: Path, inode: int, end: int) -> Iterator[LogLine]:
-        try:
-            with path.open("rb") as file:
-                # a renamed file is skipped here: the listing contains its inode under the new name
-                if os.fstat(file.fileno()).st_ino != inode:
-                    return
-                self._positions[inode] = place = _Position()
-                while place.offset < end and (line := file.readline(CHUNK)):
-                    if not line.endswith(b"\n") and len(line) < CHUNK:
-                        return  # the line is still being written
-                    place.offset += len(line)
-                    yield from _parsed([line])
-        except OSError:  # renamed or deleted after the listing
-            return
+            with contextlib.suppress(OSError):  # renamed or deleted after the listing
+                inode = path.stat().st_ino
+                tails[inode] = tail = self._tails.get(inode) or Tail(path, inode=inode)
+                tail.path = path
+        self._tails = tails
+        return tails.values()
 
 
-def _read(path: Path, place: _Position) -> tuple[list[bytes], bool]:
-    """Return (the next complete lines, whether more data may follow)."""
-    try:
-        with path.open("rb") as file:
-            file.seek(place.offset)
-            read = file.read(CHUNK)
-    except OSError:
-        return [], False
-    whole, newline, _ = read.rpartition(b"\n")
-    if not newline and len(read) == CHUNK:  # a line longer than CHUNK is skipped
-        place.offset += len(read)
-        return [], True
-    place.offset += len(whole) + len(newline)
-    return whole.split(b"\n") if newline else [], len(read) == CHUNK
+def _events(tail: Tail, max_bytes: int = sys.maxsize) -> Iterator[LogLine]:
+    with contextlib.suppress(OSError):  # the file is not readable
+        for line in tail.read(max_bytes):
+            event = parse(line.decode(errors="replace").rstrip("\n"))
+            if event is not None:
+                yield event
 
 
-def _parsed(lines: Iterable[bytes]) -> Iterator[LogLine]:
-    for line in lines:
-        event = parse(line.decode(errors="replace").rstrip("\n"))
-        if event is not None:
-            yield event
+def _time(line: LogLine) -> float:
+    return line.time
+
+
+async def follow(folder: Path, files: LogFiles, chosen: LineFilter, show: Callable[[LogLine], None]) -> None:
+    """Show new lines until the run has finished and its log has been read to the end."""
+    lock, quiet = LockedFolder(folder, LOCK_FILE, ""), 0
+    while quiet < QUIET_ROUNDS:
+        over = is_run_over(folder) and lock.holder() is None  # checked before the last read, so that no line is missed
+        lines, more = files.read_appended()
+        for line in lines:
+            if chosen.takes(line):
+                show(line)
+        sys.stdout.flush()
+        quiet = quiet + 1 if over and not lines else 0
+        if not more:
+            await asyncio.sleep(POLL_SECONDS)
+
+
+def since(text: str | None, now: Callable[[], float] = time.time) -> float | None:
+    """Return the time of an age such as ``10m``, in seconds since the epoch, or None for None.
+
+    Raises:
+        CommandError: The text is not an age.
+    """
+    if text is None:
+        return None
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd]?)", text)
+    if match is None:
+        raise CommandError(f"--since is {text!r}, wanted a number and s, m, h or d, such as 10m")
+    return now() - float(match[1]) * UNITS[match[2] or "s"]

@@ -14,6 +14,7 @@ from trinity_mq.observability.trackers.base import Tracker, TrackerError
 from trinity_mq.observability.trackers.services import FOLDER
 from trinity_mq.runtime.process import write_atomic
 from trinity_mq.telemetry.metrics import LINE_FIELDS, METRICS_FILE
+from trinity_mq.telemetry.tail import Tail
 
 log = structlog.get_logger(__name__)
 
@@ -47,16 +48,17 @@ class Forwarder:
         """
         for tracker in self._trackers:
             state = self._state.setdefault(tracker.kind, {"id": "", "offset": 0})
+            tail = Tail(self._folder / METRICS_FILE, state["offset"])
             try:
                 if tracker.kind not in self._begun:
                     state["id"] = tracker.begin(state["id"])
                     self._begun.add(tracker.kind)
-                for line, end in self._lines(state["offset"]):
+                for line in tail.read():
                     _send(tracker, line)
-                    state["offset"] = end
                 self.problems.pop(tracker.kind, None)
             except TrackerError as error:
                 self._note(tracker, error)
+            state["offset"] = tail.offset
             self._save()
 
     def finish(self) -> list[str]:
@@ -75,20 +77,6 @@ class Forwarder:
         if self.problems.get(tracker.kind) != str(error):
             log.warning("metrics_not_sent", to=tracker.kind, reason=str(error))
         self.problems[tracker.kind] = str(error)
-
-    def _lines(self, offset: int) -> list[tuple[bytes, int]]:
-        """Return (line, offset of its end) for the complete lines after ``offset``, in bytes."""
-        try:
-            with (self._folder / METRICS_FILE).open("rb") as file:
-                file.seek(offset)
-                whole, newline, _ = file.read().rpartition(b"\n")
-        except FileNotFoundError:
-            return []
-        lines = []
-        for line in (whole + newline).splitlines(keepends=True):
-            offset += len(line)
-            lines.append((line, offset))
-        return lines
 
     def _load(self) -> dict[str, dict[str, Any]]:
         try:
