@@ -17,8 +17,8 @@ RENAMED = {
     "trinity_mq.api": "trinity_mq.launch.api",
     "trinity_mq.cli.commands": "trinity_mq.cli",
     "trinity_mq.cli.errors": "trinity_mq.errors",
-    "trinity_mq.cli.interrupts": "trinity_mq.runtime.interrupts",
-    "trinity_mq.cli.listening": "trinity_mq.runtime.http.listening",
+    "trinity_mq.cli.interrupts": "trinity_mq.runtime.event_loop",
+    "trinity_mq.cli.listening": "trinity_mq.runtime.http",
     "trinity_mq.cli.output": "trinity_mq.terminal",
     "trinity_mq.cli.run_folder": "trinity_mq.targets.run_folder",
     "trinity_mq.cli.target": "trinity_mq.targets.target",
@@ -249,9 +249,8 @@ NAMES = {
         "described=describe_error is_of_content=is_content_error is_own=is_user_code "
         "reason_of=dead_letter_reason shown=display_path"
     ),
-    "trinity_mq.runtime.http.listening": "listening=serve_app",
-    "trinity_mq.runtime.http.serving": "forged=forgery_error from_this_site=same_site_middleware",
-    "trinity_mq.runtime.interrupts": "run_to_the_end=run_until_complete",
+    "trinity_mq.runtime.event_loop": "run_to_the_end=run_until_complete",
+    "trinity_mq.runtime.http": "forged=forgery_error from_this_site=same_site_middleware listening=serve_app",
     "trinity_mq.runtime.peers": ".soon=send_soon",
     "trinity_mq.runtime.process": (
         "claimed_run=claimed_run_id disk_full=disk_full_message folder_run=read_run_id "
@@ -262,10 +261,10 @@ NAMES = {
     "trinity_mq.runtime.processes.children": "ChildSilentError=ChildTimeoutError",
     "trinity_mq.runtime.processes.fork_server": "become=apply_request",
     "trinity_mq.runtime.processes.forking": "orphans_of=adopted_orphans",
-    "trinity_mq.runtime.processes.last_words": (
+    "trinity_mq.runtime.processes.exit_reasons": (
         "end_of=read_output_tail ended_by=describe_exit_code last_words=exit_reason"
     ),
-    "trinity_mq.runtime.processes.marked_points": "passed=pass_point",
+    "trinity_mq.runtime.processes.chaos_points": "passed=pass_point",
     "trinity_mq.runtime.serve": "collect_seldom=tune_garbage_collection",
     "trinity_mq.runtime.service": "LifeSigns=LivenessReporter",
     "trinity_mq.runtime.state_formats": "refuse_newer=check_readable_format",

@@ -13,7 +13,7 @@ from trinity_mq.cli.arguments import add_broker, add_target
 from trinity_mq.errors import CommandError
 from trinity_mq.operations.audit import checkpoints, read_content
 from trinity_mq.runtime.errors import FatalError
-from trinity_mq.runtime.interrupts import run_until_complete
+from trinity_mq.runtime.event_loop import run_until_complete
 from trinity_mq.targets.connection import Target, find_target, open_bus, saved_run_id
 from trinity_mq.targets.target import load_target_configuration
 

@@ -18,7 +18,7 @@ from trinity_mq.proof.chaos.scenes import FURTHER_STEPS, TrialOptions, elsewhere
 from trinity_mq.proof.chaos.schedule import KINDS, ROLES, ChaosSchedule
 from trinity_mq.proof.chaos.targets.remote import ComposeTargets, KubernetesTargets
 from trinity_mq.proof.chaos.trial import TrialOutcome
-from trinity_mq.runtime.interrupts import run_until_complete
+from trinity_mq.runtime.event_loop import run_until_complete
 from trinity_mq.terminal import write_output
 
 EPILOG = (

@@ -6,7 +6,7 @@ import argparse
 
 from trinity_mq.cli.arguments import add_broker, add_target
 from trinity_mq.operations.clean import delete_run, saved_tickets
-from trinity_mq.runtime.interrupts import run_until_complete
+from trinity_mq.runtime.event_loop import run_until_complete
 from trinity_mq.targets.connection import find_target
 
 

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from trinity_mq.cli.arguments import add_broker, add_target
 from trinity_mq.errors import CommandError
 from trinity_mq.page.contents import LazyTexts, curves_of, runs, workflows
-from trinity_mq.runtime.http.listening import serve_app
 
 if TYPE_CHECKING:
     from trinity_mq.config import Config
@@ -100,6 +99,7 @@ async def _serve(arguments: argparse.Namespace, config: Config | None, others: d
     from trinity_mq.page.access import PageAccess
     from trinity_mq.page.actions import BrokerActions
     from trinity_mq.page.app import DashApp
+    from trinity_mq.runtime.http import serve_app
     from trinity_mq.telemetry.evaluations.log import read_evaluations
 
     folder = config.path if config is not None and config.path.is_dir() else None

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from trinity_mq.bus import Incoming
 from trinity_mq.cli.arguments import add_actions, add_broker, add_target
 from trinity_mq.operations.dead_letters import COLUMNS, letters, republish_batches, row
-from trinity_mq.runtime.interrupts import run_until_complete
+from trinity_mq.runtime.event_loop import run_until_complete
 from trinity_mq.targets.connection import Target, find_target, open_bus
 
 

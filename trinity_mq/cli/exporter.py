@@ -9,7 +9,6 @@ import time
 from typing import TYPE_CHECKING
 
 from trinity_mq.cli.arguments import add_broker, add_target
-from trinity_mq.runtime.http.listening import serve_app
 
 if TYPE_CHECKING:
     from trinity_mq.targets.connection import Target
@@ -46,7 +45,7 @@ async def _serve(arguments: argparse.Namespace, run: str, slots: int | None) -> 
     from trinity_mq.observability.prometheus.families import RunCollector
     from trinity_mq.observability.prometheus.handler import metrics_handler
     from trinity_mq.observability.sources import BrokerSource
-    from trinity_mq.runtime.http.serving import new_application, same_site_middleware
+    from trinity_mq.runtime.http import new_application, same_site_middleware, serve_app
     from trinity_mq.targets.connection import find_target
 
     observatory = RunState(run)

@@ -14,7 +14,7 @@ from trinity_mq.cli.arguments import add_broker, add_target
 from trinity_mq.errors import CommandError
 from trinity_mq.observability.experiences.evaluations import show_evaluations
 from trinity_mq.observability.experiences.printer import Printer, note, open_token_texts, verdict
-from trinity_mq.runtime.interrupts import run_until_complete
+from trinity_mq.runtime.event_loop import run_until_complete
 from trinity_mq.targets.connection import Target, find_target, open_bus, saved_run_id
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from trinity_mq.cli.arguments import add_broker, add_target
 from trinity_mq.errors import CommandError
 from trinity_mq.operations.regrade.run import all_figures, open_grader, regrade_file, regrade_stream
-from trinity_mq.runtime.interrupts import run_until_complete
+from trinity_mq.runtime.event_loop import run_until_complete
 from trinity_mq.targets.connection import find_target
 from trinity_mq.targets.target import load_target_configuration, run_list_suffix
 from trinity_mq.terminal import write_output

@@ -19,7 +19,7 @@ from trinity_mq.messages import Verdict
 from trinity_mq.operations.review import as_dict, find_review, following, full_text, summary_lines
 from trinity_mq.reviews.ledger import Review, verdict_text
 from trinity_mq.reviews.stream import ReviewStream
-from trinity_mq.runtime.interrupts import run_until_complete
+from trinity_mq.runtime.event_loop import run_until_complete
 from trinity_mq.targets.connection import Target, find_target
 
 COUNTED_WITHIN = 5.0

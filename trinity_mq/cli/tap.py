@@ -11,7 +11,7 @@ from trinity_mq.cli.arguments import add_broker, add_target
 from trinity_mq.errors import CommandError
 from trinity_mq.observability.experiences.printer import open_token_texts
 from trinity_mq.observability.experiences.tap import ExperienceLinePrinter, names_texts, tap_run
-from trinity_mq.runtime.interrupts import run_until_complete
+from trinity_mq.runtime.event_loop import run_until_complete
 from trinity_mq.targets.connection import find_target
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from trinity_mq.config import AuxiliaryModelConfig
 from trinity_mq.engines.api_errors import ApiError, bad_request, not_current, stopping
 from trinity_mq.engines.server.http_server import HttpServer, json_object, validated
 from trinity_mq.engines.server.openai.requests import ScoreBody
-from trinity_mq.runtime.http.serving import read_body
+from trinity_mq.runtime.http import read_body
 
 log = structlog.get_logger(__name__)
 

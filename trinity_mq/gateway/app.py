@@ -35,10 +35,11 @@ from trinity_mq.messages.sessions import SCOPES, KeyScope
 from trinity_mq.models.clients import VERSION_HEADER
 from trinity_mq.models.errors import EngineError, EngineLost, EngineNotReady, EngineRefused
 from trinity_mq.models.recording.calls import LOGPROBS_HEADERS
-from trinity_mq.runtime.http.reading import BodyReader, ReaderBusy
-from trinity_mq.runtime.http.serving import (
+from trinity_mq.runtime.http import (
     JSON,
     LARGE_BODY,
+    BodyReader,
+    ReaderBusy,
     json_object,
     new_application,
     read_body,

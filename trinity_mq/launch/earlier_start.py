@@ -14,7 +14,7 @@ from trinity_mq.dispatch.tickets import sort_batch_id
 from trinity_mq.errors import CommandError
 from trinity_mq.operations.clean import delete_run, saved_tickets
 from trinity_mq.runtime.errors import FatalError
-from trinity_mq.runtime.interrupts import run_until_complete
+from trinity_mq.runtime.event_loop import run_until_complete
 from trinity_mq.targets.connection import Target
 from trinity_mq.targets.run_folder import RunFolder
 from trinity_mq.training.checkpoints.benchmarked import checksums

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from aiohttp import web
 
 from trinity_mq.config.hosts import is_loopback
-from trinity_mq.runtime.http.serving import refuse_forged
+from trinity_mq.runtime.http import refuse_forged
 
 KEY_PARAMETER, KEY_COOKIE, KEY_HEADER = "key", "tmq-dash", "X-TMQ-Key"
 POLICY = (

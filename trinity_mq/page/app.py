@@ -25,7 +25,7 @@ from trinity_mq.observability.prometheus.handler import metrics_handler
 from trinity_mq.observability.samples import COLUMNS, MOST_ROWS, experience_at
 from trinity_mq.page.access import PageAccess
 from trinity_mq.page.actions import ActionError, BrokerActions
-from trinity_mq.runtime.http.serving import new_application, read_json
+from trinity_mq.runtime.http import new_application, read_json
 from trinity_mq.runtime.notify import Notifier
 from trinity_mq.telemetry.evaluations.log import Evaluation
 from trinity_mq.telemetry.jsonline import dump_line

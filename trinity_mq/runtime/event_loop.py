@@ -1,12 +1,14 @@
-"""The event loop of daemons: uvloop if it is installed, otherwise asyncio's default loop.
+"""Event loops: of daemons, on uvloop if it is installed, and of commands, which clean up after Ctrl-C and SIGTERM.
 
 libuv moves the bytes of AMQP and HTTP with fewer kernel and Python calls. The order of events stays the same: the tests
-of agents run on asyncio's own loop, the tests of whole runs on this loop.
+of agents run on asyncio's own loop, the tests of whole runs on the loop of daemons.
 """
 
 from __future__ import annotations
 
 import asyncio
+import signal
+import threading
 import time
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
@@ -36,3 +38,32 @@ def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
             return time.monotonic()
 
     return FineClock
+
+
+def run_until_complete(work: Coroutine[Any, Any, T]) -> T:
+    """Run ``work`` on a new event loop. SIGTERM has the effect of Ctrl-C: it cancels ``work``, which then cleans up.
+
+    Raises:
+        KeyboardInterrupt: ``work`` was interrupted.
+        BrokenPipeError: The reader of standard output closed it. This error replaces all other errors of the group.
+    """
+    try:
+        return asyncio.run(_cancelled_by_sigterm(work))
+    except asyncio.CancelledError:
+        raise KeyboardInterrupt from None
+    except BaseExceptionGroup as group:
+        if group.subgroup(BrokenPipeError) is not None:
+            raise BrokenPipeError from group
+        raise
+
+
+async def _cancelled_by_sigterm(work: Coroutine[Any, Any, T]) -> T:
+    if threading.current_thread() is not threading.main_thread():
+        return await work  # only the main thread receives signals
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
+    loop.add_signal_handler(signal.SIGTERM, task.cancel)
+    try:
+        return await work
+    finally:
+        loop.remove_signal_handler(signal.SIGTERM)

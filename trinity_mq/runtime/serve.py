@@ -37,7 +37,7 @@ from trinity_mq.runtime.process import (
     disk_full_message,
     trim_memory_periodically,
 )
-from trinity_mq.runtime.processes.marked_points import marked
+from trinity_mq.runtime.processes.chaos_points import marked
 from trinity_mq.runtime.processes.supervisor import PARENT_VARIABLE
 from trinity_mq.runtime.service import LivenessReporter
 from trinity_mq.telemetry import setup_logging, start_trace

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from trinity_mq.runtime.notify import Notifier
-from trinity_mq.runtime.processes.marked_points import pass_point
+from trinity_mq.runtime.processes.chaos_points import pass_point
 from trinity_mq.training.checkpoints.checkpoint import CheckpointStore, TrainerProgress, Writer
 from trinity_mq.training.learner import Learner
 

@@ -392,7 +392,7 @@ async def test_agents_never_hear_the_engines_address() -> None:
 
 
 async def test_a_body_that_stops_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trinity_mq.runtime.http.serving.BODY_SECONDS", 0.2)
+    monkeypatch.setattr("trinity_mq.runtime.http.BODY_SECONDS", 0.2)
     async with serving(say) as at:
         head = "POST /sessions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 9\r\n"
         status, answer = await _exchange_open(at, (head + "\r\n{").encode())
@@ -431,7 +431,7 @@ async def test_a_reward_with_a_long_key_counts_once_too() -> None:
 
 
 async def test_connections_without_a_whole_head_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trinity_mq.runtime.http.serving.HEAD_SECONDS", 0.3)
+    monkeypatch.setattr("trinity_mq.runtime.http.HEAD_SECONDS", 0.3)
     async with serving(say) as at:
         host, _, port = at.url.removeprefix("http://").partition(":")
         whole = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"

@@ -17,8 +17,8 @@ from trinity_mq.engines.generation.text import TextCodec
 from trinity_mq.engines.server.server import EngineServer
 from trinity_mq.models.clients import EngineClients
 from trinity_mq.models.errors import EngineNotReady, PromptTooLong
-from trinity_mq.runtime.http import reading
-from trinity_mq.runtime.http.reading import BodyReader, ReaderBusy
+from trinity_mq.runtime import http
+from trinity_mq.runtime.http import BodyReader, ReaderBusy
 from trinity_mq.testing.scripted import ScriptedGenerator, byte_codec
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -120,7 +120,7 @@ async def test_a_long_request_of_a_group_holds_up_none_of_the_group(
 async def test_more_bytes_than_may_wait_are_refused_and_small_requests_are_not(
     server: EngineServer, held: Held, clients: EngineClients, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reading, "MOST_BYTES", 30_000)
+    monkeypatch.setattr(http, "MOST_BYTES", 30_000)
 
     async def ask(text: str) -> Any:
         return await clients.post_async(server.url + COMPLETIONS, {"prompt": text}, {}, 30.0)
@@ -140,15 +140,15 @@ async def test_a_reader_counts_what_waits_and_what_runs_and_forgets_who_left() -
         assert release.wait(30)
         return "read"
 
-    running = [asyncio.create_task(reader.run(100, read)) for _ in range(reading.THREADS)]
+    running = [asyncio.create_task(reader.run(100, read)) for _ in range(http.THREADS)]
     for _ in running:
         assert await asyncio.to_thread(begun.acquire, True, 30)
     waiting = asyncio.create_task(reader.run(100, read))
-    await until(lambda: reader.held == 100 * (reading.THREADS + 1))
+    await until(lambda: reader.held == 100 * (http.THREADS + 1))
     waiting.cancel()
     running[0].cancel()
     await asyncio.wait({waiting, running[0]})
-    assert reader.held == 100 * reading.THREADS, "who waited has gone; the thread of the other one still works"
+    assert reader.held == 100 * http.THREADS, "who waited has gone; the thread of the other one still works"
     assert await reader.run(10, lambda: "at once") == "at once"
     release.set()
     assert await running[1] == "read"
@@ -157,7 +157,7 @@ async def test_a_reader_counts_what_waits_and_what_runs_and_forgets_who_left() -
 
 
 async def test_a_reader_is_busy_beyond_its_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading, "MOST_BYTES", 100)
+    monkeypatch.setattr(http, "MOST_BYTES", 100)
     reader = BodyReader(10)
     with pytest.raises(ReaderBusy, match="has 101 bytes, and 0 bytes of others"):
         await reader.run(101, lambda: None)

@@ -8,7 +8,7 @@ import signal
 
 import pytest
 
-from trinity_mq.runtime.interrupts import run_until_complete
+from trinity_mq.runtime.event_loop import run_until_complete
 
 
 def test_what_is_done_is_returned_and_what_is_raised_is_raised() -> None:

@@ -32,7 +32,7 @@ from trinity_mq.messages import Version
 from trinity_mq.models.errors import EngineError, EngineFailed, EngineLost
 from trinity_mq.models.inference import EngineSnapshot
 from trinity_mq.runtime.process import write_atomic
-from trinity_mq.runtime.processes.last_words import describe_exit_code, exit_reason, read_output_tail
+from trinity_mq.runtime.processes.exit_reasons import describe_exit_code, exit_reason, read_output_tail
 
 log = structlog.get_logger(__name__)
 

@@ -20,8 +20,8 @@ from trinity_mq.config.hosts import is_loopback
 from trinity_mq.engines.api_errors import ApiError, bad_request
 from trinity_mq.engines.state import Lease
 from trinity_mq.messages import ContentError
-from trinity_mq.runtime.http import serving as http_serving
-from trinity_mq.runtime.http.serving import new_application, read_body, refuse_forged
+from trinity_mq.runtime import http
+from trinity_mq.runtime.http import new_application, read_body, refuse_forged
 
 log = structlog.get_logger(__name__)
 
@@ -78,7 +78,7 @@ def json_object(raw: bytes) -> dict[str, Any]:
         ApiError: 400; the body is not a JSON object.
     """
     try:
-        return http_serving.json_object(raw)
+        return http.json_object(raw)
     except ContentError as problem:
         raise bad_request(str(problem), problem.where or None) from None
 

@@ -16,7 +16,7 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from trinity_mq.runtime.http.serving import new_application, read_body, refuse_forged
+from trinity_mq.runtime.http import new_application, read_body, refuse_forged
 
 MAX_BODY = 64 * 1024**2
 NOT_PASSED = frozenset(

@@ -17,7 +17,7 @@ from trinity_mq.bus.addresses import URL_VARIABLE, each
 from trinity_mq.config import Config
 from trinity_mq.errors import CommandError
 from trinity_mq.proof.chaos.targets.local import MARK_VARIABLE
-from trinity_mq.runtime.processes.marked_points import POINTS_VARIABLE
+from trinity_mq.runtime.processes.chaos_points import POINTS_VARIABLE
 from trinity_mq.targets.private_broker import private_broker
 from trinity_mq.targets.run_folder import RunFolder
 from trinity_mq.testing.tcp_proxy import FaultProxy

@@ -57,7 +57,7 @@ POINTS: Mapping[str, Point] = {
 @dataclass(frozen=True)
 class InsidePoint:
     """A moment inside an agent that is not visible in messages. The agent stops itself there
-    (:mod:`trinity_mq.runtime.processes.marked_points`).
+    (:mod:`trinity_mq.runtime.processes.chaos_points`).
     """
 
     text: str

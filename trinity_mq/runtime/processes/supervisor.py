@@ -14,8 +14,8 @@ from typing import Literal
 
 from trinity_mq.config import SupervisorConfig
 from trinity_mq.runtime.errors import EXIT_DISK_FULL, EXIT_FATAL, EXIT_RECYCLE
+from trinity_mq.runtime.processes.exit_reasons import exit_reason, read_output_tail
 from trinity_mq.runtime.processes.forking import ForkedProcess, Process, Starter, adopted_orphans, start_command
-from trinity_mq.runtime.processes.last_words import exit_reason, read_output_tail
 
 EXIT_NOT_STARTED = 127
 """Exit code of a program that cannot be started, as in a shell."""
@@ -62,8 +62,8 @@ class ProcessEvent:
     """restarting: number of restarts within the window, including this restart."""
     reason: str = ""
     output: str = ""
-    """died, failed, restarting: the reason from :func:`~trinity_mq.runtime.processes.last_words.exit_reason`, empty if
-    only the exit code is known."""
+    """died, failed, restarting: the reason from :func:`~trinity_mq.runtime.processes.exit_reasons.exit_reason`, empty
+    if only the exit code is known."""
 
 
 class _Child:

@@ -31,8 +31,7 @@ from trinity_mq.engines.server.openai.streaming import Chunks, send
 from trinity_mq.engines.state import EngineState
 from trinity_mq.messages import Version
 from trinity_mq.models.group_format import GROUP_PATH, GROUPS_HEADER, pack_body
-from trinity_mq.runtime.http.reading import BodyReader, ReaderBusy
-from trinity_mq.runtime.http.serving import read_body
+from trinity_mq.runtime.http import BodyReader, ReaderBusy, read_body
 from trinity_mq.telemetry.trace import span, works_for
 
 T = TypeVar("T")

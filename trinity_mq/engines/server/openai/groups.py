@@ -20,7 +20,7 @@ from trinity_mq.models.group_format import (
     pack_body,
     unpack_requests,
 )
-from trinity_mq.runtime.http.serving import read_body
+from trinity_mq.runtime.http import read_body
 
 log = structlog.get_logger(__name__)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trinity_mq.proof.chaos.points import INSIDE
-from trinity_mq.runtime.processes.marked_points import ARMED, HIT
+from trinity_mq.runtime.processes.chaos_points import ARMED, HIT
 
 LOOK_SECONDS = 0.02
 """Seconds between two checks for a stopped process."""

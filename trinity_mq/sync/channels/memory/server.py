@@ -13,7 +13,7 @@ from aiohttp import web
 
 from trinity_mq.engines.api_errors import ApiError
 from trinity_mq.engines.server.http_server import errors_as_json, with_token_check
-from trinity_mq.runtime.http.serving import new_application
+from trinity_mq.runtime.http import new_application
 from trinity_mq.sync.channels.base import ChannelError, in_daemon_thread
 from trinity_mq.sync.channels.buckets import raw
 from trinity_mq.sync.channels.memory.host_copy import HostCopy

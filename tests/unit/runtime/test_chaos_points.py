@@ -17,8 +17,8 @@ from trinity_mq.messages import BatchClosed, TaskResult, TaskResults
 from trinity_mq.proof.chaos.points import INSIDE
 from trinity_mq.proof.chaos.targets.marks import ArmedPoints, Hit
 from trinity_mq.runtime.deliveries import acknowledge, envelope
-from trinity_mq.runtime.processes import marked_points
-from trinity_mq.runtime.processes.marked_points import POINTS_VARIABLE, MarkedPoints, mark_bus, marked
+from trinity_mq.runtime.processes import chaos_points
+from trinity_mq.runtime.processes.chaos_points import POINTS_VARIABLE, MarkedPoints, mark_bus, marked
 from trinity_mq.testing.virtual_time import run_virtually
 
 TOPOLOGY = Topology("run")
@@ -33,7 +33,7 @@ async def connected() -> Bus:
 
 
 def armed(folder: Path, point: str, occurrence: int = 1) -> Path:
-    path = folder / f"{INSIDE[point].role} {INSIDE[point].passed}{marked_points.ARMED}"
+    path = folder / f"{INSIDE[point].role} {INSIDE[point].passed}{chaos_points.ARMED}"
     path.write_text(f"t {occurrence}")
     return path
 
@@ -59,7 +59,7 @@ def test_it_stops_at_the_occurrence_that_is_armed_after_the_confirm(tmp_path: Pa
 
     run_virtually(play(), limit=100)
     assert seen == ["m0", "m1", "stopped", "m2"], "once, and what holds several is one"
-    assert (tmp_path / f"t runner-0 {os.getpid()}{marked_points.HIT}").exists()
+    assert (tmp_path / f"t runner-0 {os.getpid()}{chaos_points.HIT}").exists()
 
 
 def test_it_stops_before_the_acknowledgement_and_the_message_is_still_its_own(tmp_path: Path) -> None:
@@ -111,14 +111,14 @@ def test_of_two_agents_one_stops(tmp_path: Path) -> None:
 
 
 def test_without_the_variable_nothing_is_wrapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(marked_points, "_points", [])
+    monkeypatch.setattr(chaos_points, "_points", [])
     monkeypatch.delenv(POINTS_VARIABLE, raising=False)
 
     async def play() -> None:
         bus = await connected()
         marked(bus, "runner", "runner-0")
         assert "publish" not in vars(bus)
-        assert marked_points._points == []
+        assert chaos_points._points == []
         monkeypatch.setenv(POINTS_VARIABLE, str(tmp_path))
         marked(bus, "runner", "runner-0")
         assert "publish" in vars(bus)
@@ -154,7 +154,7 @@ async def test_a_checkpoint_is_a_point_once_it_is_written_and_before_anybody_kno
         seen.append("known")
 
     points = MarkedPoints(tmp_path, "trainer", "trainer-0", lambda: seen.append("stopped"))
-    monkeypatch.setattr(marked_points, "_points", [points])
+    monkeypatch.setattr(chaos_points, "_points", [points])
     armed(tmp_path, "checkpoint_saved")
     saver = CheckpointSaver(Store(), None, in_background=False)  # type: ignore[arg-type]
     await saver._write(None, None, committed)  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from trinity_mq.runtime.processes.last_words import exit_reason
+from trinity_mq.runtime.processes.exit_reasons import exit_reason
 
 BAR = "\rLoading weights:  42%|████▏     | 122/290 [00:01<00:02, 77.3it/s, Materializing param=model.norm]"
 ENDLESS = "\r1021it [00:03, 340.1it/s]"

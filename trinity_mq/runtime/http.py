@@ -1,14 +1,17 @@
-"""Rules of every HTTP server here: time limits of a connection, reading a body, and refusing forged browser
-requests.
+"""Rules of every HTTP server here: start and stop, time limits of a connection, reading a body, and refusing forged
+browser requests.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import contextvars
 import json
 import logging
-from collections.abc import Collection, Iterable, Mapping
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from aiohttp import hdrs, web
@@ -17,6 +20,7 @@ from aiohttp.typedefs import Handler, Middleware
 from multidict import CIMultiDictProxy
 
 from trinity_mq.config.hosts import is_loopback
+from trinity_mq.errors import CommandError
 from trinity_mq.messages.msgpack_scan import ContentError, check_value
 
 HEAD_SECONDS = 65.0
@@ -29,6 +33,13 @@ LARGE_BODY = 64 * 1024
 FORM_TYPES = frozenset({"text/plain", "multipart/form-data", "application/x-www-form-urlencoded"})
 """Content types that a page may send to another site without a preflight request."""
 JSON = "application/json"
+SHUTDOWN_SECONDS = 1.0
+"""Seconds that open requests have to finish at shutdown."""
+THREADS = 2
+"""Number of threads that read large bodies."""
+MOST_BYTES = 256 * 1024**2
+"""Maximum bytes of the large bodies that are being read or wait for a thread. Further bodies are refused."""
+T = TypeVar("T")
 
 
 def new_application(
@@ -43,6 +54,33 @@ def new_application(
     """
     limits = {"keepalive_timeout": HEAD_SECONDS if seconds is None else seconds, "logger": _SERVER_LOG}
     return web.Application(middlewares=middlewares, client_max_size=max_body, handler_args=limits)
+
+
+@contextlib.asynccontextmanager
+async def serve_app(app: web.Application, host: str, port: int) -> AsyncIterator[str]:
+    """Serve an application inside the ``with`` block and yield its base URL.
+
+    Args:
+        app: The application.
+        host: Address to listen on.
+        port: Port to listen on. 0: any free port.
+
+    Raises:
+        CommandError: The server cannot listen on the address.
+    """
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=SHUTDOWN_SECONDS)
+    await runner.setup()
+    try:
+        site = web.TCPSite(runner, host, port)
+        try:
+            await site.start()
+        except OSError as error:
+            raise CommandError(
+                f"cannot listen on {host}:{port}: {error.strerror or error}; choose another --port, or 0 for a free one"
+            ) from error
+        yield f"http://{f'[{host}]' if ':' in host else host}:{site.port}"
+    finally:
+        await runner.cleanup()
 
 
 NOT_HTTP = (web.RequestPayloadError, HttpProcessingError)
@@ -180,3 +218,60 @@ def _is_among(url: str, hosts: Collection[str]) -> bool:
     except ValueError:
         return False
     return is_loopback(host) or host in hosts
+
+
+class ReaderBusy(Exception):
+    """Too many bytes wait to be read; the client should retry."""
+
+
+class BodyReader:
+    """Reads bodies of more than ``small`` bytes in threads, :data:`THREADS` at a time. It reads smaller bodies on the
+    event loop, which costs less than a thread.
+    """
+
+    def __init__(self, small: int) -> None:
+        self._small = small
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="tmq-body")
+        self._free = asyncio.Semaphore(THREADS)
+        self.held = 0
+        """Bytes of the large bodies that are being read or wait."""
+
+    async def run(self, size: int, read: Callable[[], T]) -> T:
+        """Return the result of ``read``.
+
+        A caller that is cancelled while it waits does not take a thread. If the caller is cancelled later, the thread
+        stays occupied and the bytes count until ``read`` ends.
+
+        Args:
+            size: Bytes of the body.
+            read: Reads the body; it must not use the event loop.
+
+        Raises:
+            ReaderBusy: More than :data:`MOST_BYTES` would be read or wait.
+        """
+        if size <= self._small:
+            return read()
+        if self.held + size > MOST_BYTES:
+            raise ReaderBusy(
+                f"the request has {size} bytes, and {self.held} bytes of others are being read, wanted at most "
+                f"{MOST_BYTES} in all; retry later"
+            )
+        self.held += size
+        try:
+            await self._free.acquire()
+        except BaseException:
+            self.held -= size
+            raise
+        loop = asyncio.get_running_loop()
+        reading = self._threads.submit(contextvars.copy_context().run, read)
+
+        def ended(_: object) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop was closed in the meantime
+                loop.call_soon_threadsafe(self._release, size)
+
+        reading.add_done_callback(ended)
+        return await asyncio.wrap_future(reading)
+
+    def _release(self, size: int) -> None:
+        self.held -= size
+        self._free.release()

@@ -1,1 +1,0 @@
-"""Common parts of all HTTP servers."""
