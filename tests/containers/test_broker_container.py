@@ -30,7 +30,7 @@ import sys
 from tests.containers.broker_container import broker_container
 
 with broker_container(sys.argv[1]) as broker:
-    print(broker.container_id, broker.owned._guard.pid, flush=True)
+    print(broker.container_id, broker.owned.pid, flush=True)
     sys.stdin.read()
 """
 needs_image = pytest.mark.skipif(

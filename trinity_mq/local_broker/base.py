@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
@@ -56,6 +57,8 @@ class LocalNode(ABC):
         self._name, self._port = options.get("name", "tmq"), options.get("port")
         self._user, self._password = options.get("user", "tmq"), options.get("password")
         self._lock = FolderLock(self.base / "lock")
+        self._process: subprocess.Popen[bytes] | None = None
+        """The server, or the guard of a container, which ends with the container."""
         self._state: NodeState | None = None
         self._recovers = False
         """True if the node starts on data of an earlier start and is not ready yet."""
@@ -83,17 +86,29 @@ class LocalNode(ABC):
         self._state = NodeState.load(file, self._user, self._password)
 
     @property
-    @abstractmethod
     def pid(self) -> int | None:
-        """Process id of the server; None if it does not run."""
+        """Process id of the server, or of the guard of a container; None if it does not run."""
+        return self._process.pid if self._process is not None and self._process.poll() is None else None
 
-    @abstractmethod
     async def start(self) -> None:
         """Launch the server; :meth:`wait_ready` waits until it is usable.
 
         Raises:
             NodeError: The server cannot run here, or the folder or the port is in use.
         """
+        if self._process is not None and self.pid is None:
+            await self.kill()  # removes the remains of a server that died
+        self.base.mkdir(parents=True, exist_ok=True, mode=0o700)
+        await self._lock.take()
+        try:
+            await self._launch_server()
+        except BaseException:
+            await self.kill()
+            raise
+
+    @abstractmethod
+    async def _launch_server(self) -> None:
+        """Start the server in the locked folder."""
 
     async def wait_ready(self, timeout: float = READY_TIMEOUT) -> None:
         """Return when the broker accepts connections; ``timeout`` in seconds.

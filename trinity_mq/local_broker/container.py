@@ -77,47 +77,32 @@ class DockerNode(LocalNode):
         self.image = image or os.environ.get(IMAGE_VARIABLE) or DEFAULT_IMAGE
         self._engine: DockerClient | None = None
         self._cancelled = threading.Event()
-        self._guard: subprocess.Popen[bytes] | None = None
-
-    @property
-    def pid(self) -> int | None:
-        """Process id of the guard that ends with the container; None if it does not run.
-
-        The container's own processes may belong to a virtual machine or another namespace, so their ids are not valid
-        here.
-        """
-        return self._guard.pid if self._guard is not None and self._guard.poll() is None else None
 
     @property
     def container(self) -> str:
         """Name of the container and of the volume with its data. Available after the start."""
         return f"{self._name}-{self._known_state().identity}"
 
-    async def start(self) -> None:
-        if self._guard is not None and self.pid is None:
-            await self.kill()  # removes the remains of a container that ended
-        self.base.mkdir(parents=True, exist_ok=True, mode=0o700)
-        await self._lock.take()
-        try:
-            self._lock.note(None)
-            self._cancelled.clear()
-            await self._require_image()
-            state_file = self.base / "docker.json"
-            self._recovers = state_file.exists()
-            state = NodeState.load(state_file, self._user, self._password)
-            state.choose_ports(("amqp",), {} if self._port is None else {"amqp": self._port})
-            state.save(state_file)
-            self._state = state
-            await self._remove()  # a container left by a killed start: this process holds the folder's lock
-            await self._request("create", self._create)
-            await self._request("start", lambda engine: self._container_of(engine).start())
-            self._guard = _start_guard(self.container)
-        except BaseException:
-            await self.kill()
-            raise
+    async def _launch_server(self) -> None:
+        """Start the container and its guard. The container's own processes may belong to a virtual machine or another
+        namespace, so their ids are not valid here.
+        """
+        self._lock.note(None)
+        self._cancelled.clear()
+        await self._require_image()
+        state_file = self.base / "docker.json"
+        self._recovers = state_file.exists()
+        state = NodeState.load(state_file, self._user, self._password)
+        state.choose_ports(("amqp",), {} if self._port is None else {"amqp": self._port})
+        state.save(state_file)
+        self._state = state
+        await self._remove()  # a container left by a killed start: this process holds the folder's lock
+        await self._request("create", self._create)
+        await self._request("start", lambda engine: self._container_of(engine).start())
+        self._process = _start_guard(self.container)
 
     async def stop(self) -> None:
-        if self._guard is not None:
+        if self._process is not None:
             with contextlib.suppress(NodeError):  # a container that has already ended can only be removed
                 await self._request("stop", lambda engine: self._container_of(engine).stop(timeout=STOP_SECONDS))
         await self.kill()
@@ -128,10 +113,10 @@ class DockerNode(LocalNode):
                 await self._remove()
             await asyncio.to_thread(self._engine.close)
             self._engine = None
-        if self._guard is not None:
+        if self._process is not None:
             with contextlib.suppress(BrokenPipeError):  # the guard has ended with the container
-                await asyncio.to_thread(self._guard.communicate, b"released")
-            self._guard = None
+                await asyncio.to_thread(self._process.communicate, b"released")
+            self._process = None
         self._lock.free()
 
     async def ctl(self, *arguments: str) -> str:

@@ -112,46 +112,33 @@ class PrivateNode(LocalNode):
         super().__init__(base, **options)
         self._cluster = cluster
         self._node = f"{self._name}@localhost"
-        self._server: subprocess.Popen[bytes] | None = None
         self._epmd: subprocess.Popen[bytes] | None = None
 
-    @property
-    def pid(self) -> int | None:
-        return self._server.pid if self._server is not None and self._server.poll() is None else None
-
-    async def start(self) -> None:
+    async def _launch_server(self) -> None:
         script = _script()
-        if self._server is not None and self._server.poll() is not None:
-            await self.kill()  # removes the remains of a server that died
-        self.base.mkdir(parents=True, exist_ok=True, mode=0o700)
-        await self._lock.take()
-        try:
-            # a cluster elects leaders without help
-            self._recovers = (self.base / "data").exists() and self._cluster is None
-            environment = await self._prepare()
-            if self._cluster is None:
-                epmd = epmd_command("-port", environment["ERL_EPMD_PORT"], "-address", LOOPBACK)
-                self._epmd = self._spawn(epmd, environment)
-                await self._wait_for_epmd()
-            self._server = self._spawn([str(script)], environment, pass_fds=(self._lock.fd,))
-            self._lock.note(self._server.pid)
-        except BaseException:
-            await self.kill()
-            raise
+        # a cluster elects leaders without help
+        self._recovers = (self.base / "data").exists() and self._cluster is None
+        environment = await self._prepare()
+        if self._cluster is None:
+            epmd = epmd_command("-port", environment["ERL_EPMD_PORT"], "-address", LOOPBACK)
+            self._epmd = self._spawn(epmd, environment)
+            await self._wait_for_epmd()
+        self._process = self._spawn([str(script)], environment, pass_fds=(self._lock.fd,))
+        self._lock.note(self._process.pid)
 
     async def stop(self) -> None:
-        if self._server is not None and self._server.poll() is None:
-            self._server.terminate()
+        if self._process is not None and self._process.poll() is None:
+            self._process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
-                await asyncio.to_thread(self._server.wait, STOP_TIMEOUT)
+                await asyncio.to_thread(self._process.wait, STOP_TIMEOUT)
         await self.kill()
 
     async def kill(self) -> None:
-        for process in (self._server, self._epmd):
+        for process in (self._process, self._epmd):
             if process is not None and process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
                 await asyncio.to_thread(process.wait)
-        self._server = self._epmd = None
+        self._process = self._epmd = None
         self._lock.free()
 
     async def ctl(self, *arguments: str) -> str:
@@ -238,7 +225,7 @@ class PrivateNode(LocalNode):
             )  # fmt: skip
 
     async def _failure(self) -> str:
-        code = self._server.poll() if self._server is not None else None
+        code = self._process.poll() if self._process is not None else None
         ended = f"died (exit code {code})" if self.pid is None else "is not ready"
         return f"RabbitMQ in {self.base} {ended}\n{failure_excerpt(self.base)}"
 
