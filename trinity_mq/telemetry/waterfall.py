@@ -87,7 +87,7 @@ def batches_of(spans: Iterable[TraceSpan]) -> list[str]:
     """Return the batches that have spans, ordered by their first start."""
     first: dict[str, float] = {}
     for span in spans:
-        if span.batch is not None:
+        if span.version is None:
             first[str(span.batch)] = min(span.start, first.get(str(span.batch), span.start))
     return sorted(first, key=lambda batch: first[batch])
 
@@ -98,14 +98,10 @@ def lay_out(spans: Sequence[TraceSpan], batch: str) -> Waterfall:
     Raises:
         KeyError: The batch has no span.
     """
-    of_version = {
-        span.version: str(span.batch) for span in spans if span.version is not None and span.batch is not None
-    }
     batch_spans: list[TraceSpan] = []
     others: list[TraceSpan] = []
     for span in spans:
-        span_batch = str(span.batch) if span.batch is not None else of_version.get(span.version or "")
-        (batch_spans if span_batch == batch else others).append(span)
+        (batch_spans if str(span.batch) == batch else others).append(span)
     if not batch_spans:
         raise KeyError(batch)
     began, end = min(span.start for span in batch_spans), max(span.end for span in batch_spans)
