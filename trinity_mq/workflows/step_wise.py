@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from trinity_mq.experience import Experience
 from trinity_mq.experience.rules import RESPONSE_TRUNCATED
 from trinity_mq.models.recording.responses import check_asked
-from trinity_mq.workflows.dual import DualWorkflow, call
+from trinity_mq.workflows.sync_async import DualWorkflow, call
 from trinity_mq.workflows.workflow import Task, TaskError
 
 if TYPE_CHECKING:

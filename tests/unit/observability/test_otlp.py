@@ -17,8 +17,8 @@ from trinity_agents.simulation import Simulation
 from trinity_mq.cli.main import main
 from trinity_mq.config import ConfigError, load_config
 from trinity_mq.messages import BatchReady, Mark
-from trinity_mq.observability.spans import OtlpClient, SpanForwarder
-from trinity_mq.observability.spans.collector import parse_headers
+from trinity_mq.observability.spans.collector import OtlpClient, parse_headers
+from trinity_mq.observability.spans.forward import SpanForwarder
 from trinity_mq.observability.spans.tree import SETTLED_SECONDS, TraceTree, TreeSpan
 from trinity_mq.observability.trackers.base import TrackerError
 from trinity_mq.observability.trackers.process import TrackerProcess

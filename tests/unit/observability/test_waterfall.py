@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from trinity_mq.observability.waterfall import batches_of, lay_out, median_waterfall, union
 from trinity_mq.telemetry import trace
 from trinity_mq.telemetry.trace import BATCH, TraceSpan, record, shared_span, span, start_trace, works_on
 from trinity_mq.telemetry.trace_files import read_trace
-from trinity_mq.telemetry.waterfall import batches_of, lay_out, median_waterfall, union
 
 
 @pytest.fixture
