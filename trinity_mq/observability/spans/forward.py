@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import structlog
 
 from trinity_mq.observability.spans.collector import SpansRejected
 from trinity_mq.observability.spans.tree import TraceTree, TreeSpan
-from trinity_mq.observability.trackers.base import TrackerError
-from trinity_mq.observability.trackers.services import FOLDER
-from trinity_mq.runtime.process import write_atomic
+from trinity_mq.observability.trackers.base import ProgressFile, TrackerError
 from trinity_mq.telemetry.trace import TRACE_FOLDER
 from trinity_mq.telemetry.trace_files import TraceTail
 from trinity_mq.telemetry.trace_ids import Sampled, trace_key
@@ -59,8 +56,8 @@ class SpanForwarder:
 
     def __init__(self, folder: Path, name: str, sink: SpanSink, sample: float = 1.0) -> None:
         self._sink = sink
-        self._state_file = folder / FOLDER / STATE_FILE
-        state = self._load()
+        self._progress = ProgressFile(folder, STATE_FILE, "spans")
+        state = self._progress.load()
         try:
             (folder / TRACE_FOLDER).mkdir(parents=True, exist_ok=True)
             key = trace_key(folder / TRACE_FOLDER)
@@ -71,7 +68,7 @@ class SpanForwarder:
             self._tree = TraceTree(name, key, sample, state.get("tree"))
             self.sent, self.lost = int(state.get("sent", 0)), int(state.get("lost", 0))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise TrackerError(self._invalid_state(error)) from error
+            raise self._progress.invalid(error) from error
         self._unsent: list[TreeSpan] = []
         self._pause, self._not_before = FIRST_PAUSE, 0.0
         self.problem = ""
@@ -128,22 +125,6 @@ class SpanForwarder:
             log.warning("spans_not_sent", to=self._sink.url, reason=reason)
         self.problem = reason
 
-    def _load(self) -> dict[str, Any]:
-        try:
-            state = json.loads(self._state_file.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            return {}
-        except ValueError as error:
-            raise TrackerError(self._invalid_state(error)) from error
-        if not isinstance(state, dict):
-            raise TrackerError(self._invalid_state(state))
-        return state
-
-    def _invalid_state(self, content: object) -> str:
-        problem = f"{self._state_file} is not a valid record of the spans sent so far ({content!r})"
-        return f"{problem}: remove it to send all again"
-
     def _save(self) -> None:
         state = {"tail": self._tail.state, "tree": self._tree.state, "sent": self.sent, "lost": self.lost}
-        self._state_file.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(self._state_file, json.dumps(state).encode())
+        self._progress.save(state)

@@ -10,13 +10,11 @@ from typing import Any
 
 from trinity_mq.config import Config, TrackerConfig
 from trinity_mq.errors import CommandError
-from trinity_mq.observability.trackers.base import Tracker, TrackerError
+from trinity_mq.observability.trackers.base import FOLDER, Tracker, TrackerError
 
 KINDS = ("wandb", "mlflow", "swanlab")
 STEP = "step"
 """Metric used as the x axis in Weights & Biases, because agents report the same step at different times."""
-FOLDER = "trackers"
-"""Subfolder of the run folder for the local files of services."""
 
 
 def open_trackers(config: Config, kinds: Sequence[str] | None = None) -> list[Tracker]:
