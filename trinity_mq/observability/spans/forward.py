@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Protocol
 
 import structlog
 
-from trinity_mq.observability.spans.collector import SpansRejected
+from trinity_mq.observability.spans.collector import OtlpClient, SpansRejected
 from trinity_mq.observability.spans.tree import TraceTree, TreeSpan
 from trinity_mq.observability.trackers.base import ProgressFile, TrackerError
 from trinity_mq.telemetry.trace import TRACE_FOLDER
@@ -25,20 +24,6 @@ FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0
 """First and longest backoff in seconds after a failed send. The backoff doubles with each failure."""
 
 
-class SpanSink(Protocol):
-    """Receives spans."""
-
-    url: str
-
-    def send(self, spans: list[TreeSpan]) -> None:
-        """Send spans.
-
-        Raises:
-            SpansRejected: Some spans are permanently refused.
-            TrackerError: The spans were not accepted, but may be accepted later.
-        """
-
-
 class SpanForwarder:
     """Sends the new spans of a run's processes. The progress is stored in a file, so another process can continue.
     Spans that the collector does not accept stay in the run's folder; memory holds only the spans read last, a few
@@ -47,15 +32,15 @@ class SpanForwarder:
     Args:
         folder: The run's folder.
         name: The run's name.
-        sink: The collector.
+        collector: The collector.
         sample: Fraction of the batches whose spans are sent.
 
     Raises:
         TrackerError: The progress file cannot be parsed, or the folder cannot be written.
     """
 
-    def __init__(self, folder: Path, name: str, sink: SpanSink, sample: float = 1.0) -> None:
-        self._sink = sink
+    def __init__(self, folder: Path, name: str, collector: OtlpClient, sample: float = 1.0) -> None:
+        self._collector = collector
         self._progress = ProgressFile(folder, STATE_FILE, "spans")
         state = self._progress.load()
         try:
@@ -103,7 +88,7 @@ class SpanForwarder:
     def _send_unsent(self) -> bool:
         while chunk := self._unsent[:AT_ONCE]:
             try:
-                self._sink.send(chunk)
+                self._collector.send(chunk)
                 self.sent += len(chunk)
             except SpansRejected as error:
                 self.lost += error.count
@@ -122,7 +107,7 @@ class SpanForwarder:
 
     def _note(self, reason: str) -> None:
         if not self.problem:
-            log.warning("spans_not_sent", to=self._sink.url, reason=reason)
+            log.warning("spans_not_sent", to=self._collector.url, reason=reason)
         self.problem = reason
 
     def _save(self) -> None:
