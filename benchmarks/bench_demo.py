@@ -44,7 +44,7 @@ import psutil
 import yaml
 
 from trinity_mq.config import load_config
-from trinity_mq.telemetry.timeline import spans
+from trinity_mq.observability.timeline import spans
 from trinity_mq.testing.runs import LocalRun
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "arithmetic.yaml"

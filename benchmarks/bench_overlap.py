@@ -34,7 +34,7 @@ import yaml
 from pydantic import Field
 
 from trinity_mq.experience import Experience
-from trinity_mq.telemetry.timeline import Span, spans
+from trinity_mq.observability.timeline import Span, spans
 from trinity_mq.testing.runs import LocalRun
 from trinity_mq.workflows import AsyncSimpleWorkflow, arguments_of
 from trinity_mq.workflows.builtin.simple import SimpleArguments

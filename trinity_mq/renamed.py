@@ -25,6 +25,11 @@ RENAMED = {
     "trinity_mq.config.migration": "trinity_mq.trinity_rft.migration",
     "trinity_mq.diagnosis": "trinity_mq.observability.diagnosis",
     "trinity_mq.models.engines": "trinity_mq.engines",
+    "trinity_mq.telemetry.timeline": "trinity_mq.observability.timeline",
+    "trinity_mq.telemetry.waterfall": "trinity_mq.observability.waterfall",
+    "trinity_mq.workflows.builtin.boxed": "trinity_mq.workflows.builtin.math",
+    "trinity_mq.workflows.builtin.math_eval": "trinity_mq.workflows.builtin.math",
+    "trinity_mq.workflows.dual": "trinity_mq.workflows.sync_async",
 }
 """New names of modules by their old names. The modules of a package are renamed with it."""
 NAMES = {
@@ -191,9 +196,9 @@ NAMES = {
     "trinity_mq.observability.run_view": ".explain=diagnose_stall .forget_rates=clear_momentary_metrics",
     "trinity_mq.observability.samples": "decoded_latest=decode_latest",
     "trinity_mq.observability.spans.collector": (
-        "Collector=OtlpClient SpansRefused=SpansRejected headers_of=parse_headers"
+        "Collector=OtlpClient SpansRefused=SpansRejected collector_of=open_collector headers_of=parse_headers"
     ),
-    "trinity_mq.observability.tracking": "collector_of=open_collector",
+    "trinity_mq.observability.waterfall": "typical=median_waterfall",
     "trinity_mq.operations.debug.engine": "given_engine=external_engine own_engine=child_engine",
     "trinity_mq.operations.debug.errors": "Failure=WorkflowFailure",
     "trinity_mq.operations.debug.proxy": "Call=ProxiedCall",
@@ -286,7 +291,6 @@ NAMES = {
         "name_newest=select_newest_run staged=load_target_stages"
     ),
     "trinity_mq.telemetry.evaluations.log": "Answer=EvaluationAnswer Question=EvaluationQuestion",
-    "trinity_mq.telemetry.waterfall": "typical=median_waterfall",
     "trinity_mq.terminal": (
         "Guarded=EscapingStream indented=escape_and_indent one_line=escape_to_one_line visible=escape_unsafe"
     ),
@@ -328,13 +332,13 @@ NAMES = {
     "trinity_mq.workflows.builtin.tool_agent": ".take_calls=append_message",
     "trinity_mq.workflows.builtin.tools": ".need_synchronous=check_synchronous",
     "trinity_mq.workflows.builtin.trainable_ruler": ".knows_truth=uses_truth",
-    "trinity_mq.workflows.dual": "completed=run_to_completion compute=run_in_thread_if_async",
     "trinity_mq.workflows.environments.spaces": "Actions=ActionParser",
     "trinity_mq.workflows.sessions.children": (
         "KeptProgram=PersistentProgram close_kept=close_persistent_programs program_of=make_program"
     ),
     "trinity_mq.workflows.sessions.verifiers_child": "named=import_object",
     "trinity_mq.workflows.step_wise": "RewardedAtTheEnd=FinalRewardWorkflow",
+    "trinity_mq.workflows.sync_async": "completed=run_to_completion compute=run_in_thread_if_async",
     "trinity_mq.workflows.workflow": ".own_copy=copy_for_run .sample_from=inherit_sampling",
 }
 """Old and new names by module, as it is named now: ``old=new`` at the top level, ``.old=new`` for methods."""

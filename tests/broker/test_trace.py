@@ -9,8 +9,8 @@ import pytest
 
 from trinity_mq.bus.topology import Topology
 from trinity_mq.cli.main import main
+from trinity_mq.observability.waterfall import MARKS, lay_out
 from trinity_mq.telemetry import read_trace
-from trinity_mq.telemetry.waterfall import MARKS, lay_out
 from trinity_mq.testing.runs import LocalRun
 
 SMOKE = Path(__file__).parents[2] / "examples" / "smoke.yaml"

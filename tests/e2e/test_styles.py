@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from trinity_mq.config import load_config
-from trinity_mq.telemetry.timeline import spans
+from trinity_mq.observability.timeline import spans
 from trinity_mq.testing.runs import LocalRun
 
 SMOKE = Path(__file__).parents[2] / "examples" / "smoke.yaml"

@@ -10,13 +10,16 @@ import threading
 
 from trinity_mq.cli.arguments import add_target
 from trinity_mq.errors import CommandError
-from trinity_mq.observability.spans import SpanForwarder
+from trinity_mq.observability.spans.collector import open_collector
+from trinity_mq.observability.spans.forward import SpanForwarder
 from trinity_mq.observability.trackers.base import TrackerError
 from trinity_mq.observability.trackers.forward import Forwarder
-from trinity_mq.observability.tracking import KINDS, OTLP, open_collector, opened
+from trinity_mq.observability.trackers.services import KINDS, open_trackers
 from trinity_mq.targets.run_folder import RunFolder
 from trinity_mq.targets.target import load_target_configuration
 
+OTLP = "otlp"
+"""Service name for an OpenTelemetry collector, which receives spans instead of metrics."""
 INTERVAL = 2.0
 """Poll interval of a live run's metrics file in seconds."""
 FOLLOWING_NICE = 10
@@ -44,7 +47,7 @@ def track(arguments: argparse.Namespace) -> int:
         *(tracker.kind for tracker in config.monitor.trackers),
         *([OTLP] if config.monitor.otlp else []),
     ]
-    trackers = opened(config, [kind for kind in kinds if kind != OTLP]) if kinds != [OTLP] else []
+    trackers = open_trackers(config, [kind for kind in kinds if kind != OTLP]) if kinds != [OTLP] else []
     collector = open_collector(config, arguments.endpoint) if OTLP in kinds else None
     if not config.path.is_dir():
         raise CommandError(f"run {config.name!r} has no folder {config.path} yet, so there is nothing to send")

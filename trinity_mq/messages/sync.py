@@ -43,5 +43,5 @@ class SyncEvent(Message):
     """prepare: ``tokens`` of the canary prompt; applied: the ``logprobs`` of these tokens."""
     reason: str | None = None
     detail: dict[str, Any] = Field(default_factory=dict)
-    """join: ``fingerprint``, ``resume``; ready: ``pause``; applied: ``receive``, ``apply``. All values except
-    ``fingerprint`` are in seconds."""
+    """prepare: ``batch`` whose train step made the weights, for traces; join: ``fingerprint``, ``resume``; ready:
+    ``pause``; applied: ``receive``, ``apply``. All values except ``batch`` and ``fingerprint`` are in seconds."""

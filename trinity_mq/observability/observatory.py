@@ -26,7 +26,7 @@ from trinity_mq.observability.follow import parse_metrics
 from trinity_mq.observability.intervals import AgentState, Intervals
 from trinity_mq.observability.run_view import AgentRow, RunView, version_text
 from trinity_mq.observability.samples import SampleStore
-from trinity_mq.telemetry.timeline import Span, spans
+from trinity_mq.observability.timeline import Span, spans
 
 RATE_SECONDS = 20.0
 """Window in seconds for rates."""

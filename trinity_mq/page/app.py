@@ -23,13 +23,13 @@ from trinity_mq.observability.observatory import RunState
 from trinity_mq.observability.prometheus.families import RunCollector
 from trinity_mq.observability.prometheus.handler import metrics_handler
 from trinity_mq.observability.samples import COLUMNS, MOST_ROWS, experience_at
+from trinity_mq.observability.timeline import Span
 from trinity_mq.page.access import PageAccess
 from trinity_mq.page.actions import ActionError, BrokerActions
 from trinity_mq.runtime.http import new_application, read_json
 from trinity_mq.runtime.notify import Notifier
 from trinity_mq.telemetry.evaluations.log import Evaluation
 from trinity_mq.telemetry.jsonline import dump_line
-from trinity_mq.telemetry.timeline import Span
 
 log = structlog.get_logger(__name__)
 

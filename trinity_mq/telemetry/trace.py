@@ -65,11 +65,12 @@ class TraceSpan:
     """Processor seconds of the working thread, or of the whole process if several threads worked. None for waits."""
     count: int = 1
     bytes: int = 0
-    batch: int | str | None = None
-    version: str | None = None
-    """Weight version ``generation.step`` that was synced. A span of the trainer gives the batch that the weights come
-    from.
+    batch: int | str = ""
+    """Batch of the work. For a weight sync: the batch whose train step made the weights, or ``weights <version>`` if no
+    batch of the run made them.
     """
+    version: str | None = None
+    """Weight version ``generation.step`` that was synced. None: the span is not part of a sync."""
     task: int | None = None
     """Id of the task within the batch. None: the span belongs to no task."""
     first_run: int | None = None
@@ -81,21 +82,9 @@ class TraceSpan:
 
 
 Attributes = dict[str, str | int | float]
-Line = tuple[
-    str,
-    int | str | None,
-    str | None,
-    float,
-    float,
-    float | None,
-    int,
-    int,
-    bool,
-    tuple[int, int] | None,
-    Attributes | None,
-]
-"""A buffered span: what, batch, version, start, end, processor seconds, count, bytes, wait flag, task slice,
-attributes. In the file, seconds become integer microseconds, and the last two fields are omitted if both are None.
+Row = tuple[object, ...]
+"""A buffered span as in the file: what, batch, version, start, end, processor time, count, bytes, wait flag, task
+slice, attributes. Times are integer microseconds. The last two fields are omitted if both are None.
 """
 
 
@@ -111,39 +100,24 @@ class _Recorder:
         self._file = os.open(folder / f"{agent}.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
         self._lock = threading.Lock()
         self._flushed = time.monotonic()
-        self._spans: list[Line] = []
+        self._rows: list[Row] = []
         offset = time.time() - self._flushed
         identity = {"role": role, "agent": agent, "clock": _clock(), "pid": os.getpid(), "offset": offset}
         self._write(f"\n{json.dumps(identity)}\n")  # the newline ends a line that a killed process left torn
 
-    def add(self, line: Line, now: float) -> None:
+    def add(self, row: Row, now: float) -> None:
         with self._lock:
-            self._spans.append(line)
-            if len(self._spans) < BUFFERED and now - self._flushed < FLUSH_SECONDS:
+            self._rows.append(row)
+            if len(self._rows) < BUFFERED and now - self._flushed < FLUSH_SECONDS:
                 return
             self._flushed = now
         self.flush()
 
     def flush(self) -> None:
         with self._lock:
-            lines, self._spans = self._spans, []
-        if lines:
+            rows, self._rows = self._rows, []
+        if rows:
             # integers in a single text: three times as fast as an object per span
-            rows = [
-                (
-                    what,
-                    batch,
-                    version,
-                    int(1e6 * start),
-                    int(1e6 * end),
-                    None if cpu is None else int(1e6 * cpu),
-                    count,
-                    size,
-                    wait,
-                    *(() if task is None and more is None else (task, more)),
-                )
-                for what, batch, version, start, end, cpu, count, size, wait, task, more in lines
-            ]
             self._write(json.dumps(rows, separators=(",", ":")) + "\n")
 
     def trace(self, batch: int | str) -> tuple[str, bool]:
@@ -187,7 +161,7 @@ def start_trace(
         run_dir: Folder of the run.
         on: Whether to record spans.
         sample: Share of the batches with exported traces, for the flag in ``traceparent``.
-        exported_only: Record only spans of exported batches and spans of weight versions.
+        exported_only: Record only spans of exported batches.
     """
     global _recorder  # noqa: PLW0603  # as logging, a process has one
     stop_trace()
@@ -216,13 +190,22 @@ def works_on(batch: int | str | None) -> None:
     _at_work = batch
 
 
+def current_batch() -> int | str | None:
+    """Return the batch of the current task, or else of this process, whether it is recorded or not."""
+    batch = BATCH.get()
+    return _at_work if batch is None else batch
+
+
 def batch_at_work() -> int | str | None:
-    """Return the batch of the current task, or else of this process. Return None if the batch is not recorded."""
-    if (recorder := _recorder) is None:
+    """Return the current batch. Return None if the batch is not recorded."""
+    if (recorder := _recorder) is None or (batch := current_batch()) is None or recorder.leaves_out(batch):
         return None
-    if (batch := BATCH.get()) is None:
-        batch = _at_work
-    return None if batch is None or recorder.leaves_out(batch) else batch
+    return batch
+
+
+def weights_batch(version: str) -> str:
+    """Return the name that stands for the batch of a weight version that no batch of the run made."""
+    return f"weights {version}"
 
 
 def trace_headers() -> dict[str, str]:
@@ -279,19 +262,23 @@ def record(
     task: tuple[int, int] | None = None,
 ) -> None:
     """Record a span from ``start`` to ``end``, in seconds of the monotonic clock, for ``batch`` or the current batch.
-    The span is skipped if it has no batch and no ``version``. ``task`` is the id and first run of its task slice
-    (default: the current slice).
+    The span is skipped if it has no batch and no ``version``. ``version`` is the weight version that is being synced.
+    ``task`` is the id and first run of its task slice (default: the current slice).
     """
     if (recorder := _recorder) is None:
         return
-    if batch is None and version is None:
-        batch = batch_at_work()
-    if version is None and (batch is None or recorder.leaves_out(batch)):
-        return
     version_text = None if version is None else f"{version[0]}.{version[1]}"
-    if task is None and batch is not None:
+    if batch is None:
+        batch = current_batch()
+    if batch is None and version_text is not None:
+        batch = weights_batch(version_text)
+    if batch is None or recorder.leaves_out(batch):
+        return
+    if task is None:
         task = TASK.get()
-    recorder.add((what, batch, version_text, start, end, cpu, count, size, wait, task, attributes), end)
+    microseconds = (int(1e6 * start), int(1e6 * end), None if cpu is None else int(1e6 * cpu))
+    optional = () if task is None and attributes is None else (task, attributes)
+    recorder.add((what, batch, version_text, *microseconds, count, size, wait, *optional), end)
 
 
 class span:  # noqa: N801  # used as a function

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from trinity_mq.telemetry.tail import Tail
-from trinity_mq.telemetry.trace import TRACE_FOLDER, TraceSpan
+from trinity_mq.telemetry.trace import TRACE_FOLDER, TraceSpan, weights_batch
 from trinity_mq.telemetry.trace_ids import Sampled
 
 READ_BYTES = 1 << 18
@@ -31,7 +31,7 @@ class TraceTail:
     Args:
         run_dir: Folder of the run.
         state: :attr:`state` of an earlier tail, possibly of another process. None: read from the beginning.
-        batches: Batches whose spans are read, together with spans of versions. None: all batches.
+        batches: Batches whose spans are read. None: all batches.
 
     Raises:
         ValueError: The state is invalid. TypeError and AttributeError are raised for the same reason.
@@ -87,15 +87,21 @@ class TraceTail:
             offset = self._clocks[writer["clock"]]
             batches = self._batches
             if batches is not None:
-                fields = [row for row in fields if row[1] in batches or row[2] is not None]
+                fields = [row for row in fields if _batch_of(row) in batches]
             spans.extend([_span(row, writer, offset) for row in fields])
         except (ValueError, TypeError, LookupError):
             pass  # torn by a killed process
         return writer
 
 
+def _batch_of(fields: Any) -> int | str:
+    """Return the batch of a span. Release 0.1.0 wrote no batch for most spans of a weight sync."""
+    batch: int | str = weights_batch(fields[2]) if fields[1] is None else fields[1]
+    return batch
+
+
 def _span(fields: Any, writer: Mapping[str, Any], offset: float) -> TraceSpan:
-    what, batch, version, start, end, cpu, count, size, wait, *more = fields
+    what, _, version, start, end, cpu, count, size, wait, *more = fields
     task, attributes = more or (None, None)
     return TraceSpan(
         role=writer["role"],
@@ -107,7 +113,7 @@ def _span(fields: Any, writer: Mapping[str, Any], offset: float) -> TraceSpan:
         cpu=None if cpu is None else cpu / 1e6,
         count=count,
         bytes=size,
-        batch=batch,
+        batch=_batch_of(fields),
         version=version,
         task=None if task is None else task[0],
         first_run=None if task is None else task[1],

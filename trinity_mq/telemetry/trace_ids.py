@@ -19,6 +19,8 @@ MOST_KNOWN = 1000
 """Maximum number of batches whose export decision is cached."""
 LINK = "tmq.link"
 """Attribute of a span with the ``traceparent`` of outside work that the span continues."""
+VERSION = "tmq.version"
+"""Attribute of a span with the weight version, ``generation.step``, that was synced or that its batch produced."""
 KEY_FILE = "key"
 """File next to the spans of a run with its trace key. A run that starts again under an old name gets its own traces."""
 

@@ -1,9 +1,14 @@
 """Workflows: code that runs a task with a model and rewards the result."""
 
 from trinity_mq.workflows.arguments import Arguments, arguments_of, check_arguments
-from trinity_mq.workflows.builtin.boxed import AsyncMathBoxedWorkflow, MathBoxedWorkflow
-from trinity_mq.workflows.builtin.math import AsyncMathWorkflow, MathWorkflow
-from trinity_mq.workflows.builtin.math_eval import AsyncMathEvalWorkflow, MathEvalWorkflow
+from trinity_mq.workflows.builtin.math import (
+    AsyncMathBoxedWorkflow,
+    AsyncMathEvalWorkflow,
+    AsyncMathWorkflow,
+    MathBoxedWorkflow,
+    MathEvalWorkflow,
+    MathWorkflow,
+)
 from trinity_mq.workflows.builtin.simple import AsyncSimpleWorkflow, SimpleWorkflow
 from trinity_mq.workflows.builtin.tool_agent import AsyncToolAgentWorkflow, ToolAgentWorkflow
 from trinity_mq.workflows.builtin.tool_call import AsyncToolCallWorkflow, ToolCallWorkflow

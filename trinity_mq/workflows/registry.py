@@ -9,8 +9,8 @@ from trinity_mq.runtime.plugins import Registry, resolve
 _SYNCHRONOUS = {
     "frozen_lake_workflow": "trinity_mq.workflows.games.frozen_lake:FrozenLakeWorkflow",
     "gymnasium_workflow": "trinity_mq.workflows.environments.workflow:GymnasiumWorkflow",
-    "math_boxed_workflow": "trinity_mq.workflows.builtin.boxed:MathBoxedWorkflow",
-    "math_eval_workflow": "trinity_mq.workflows.builtin.math_eval:MathEvalWorkflow",
+    "math_boxed_workflow": "trinity_mq.workflows.builtin.math:MathBoxedWorkflow",
+    "math_eval_workflow": "trinity_mq.workflows.builtin.math:MathEvalWorkflow",
     "math_rm_workflow": "trinity_mq.workflows.builtin.math:MathRmWorkflow",
     "math_ruler_workflow": "trinity_mq.workflows.builtin.ruler:MathRulerWorkflow",
     "math_trainable_ruler_workflow": "trinity_mq.workflows.builtin.trainable_ruler:MathTrainableRulerWorkflow",

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from trinity_mq.experience import Experience
 from trinity_mq.experience.rules import RESPONSE_TRUNCATED
 from trinity_mq.models.recording.responses import check_asked
-from trinity_mq.workflows.dual import DualWorkflow, call
+from trinity_mq.workflows.sync_async import DualWorkflow, call
 from trinity_mq.workflows.workflow import Task, TaskError
 
 if TYPE_CHECKING:
@@ -68,8 +68,8 @@ class RecordedWorkflow(DualWorkflow, ABC):
 
     async def take_step(self, step_num: int) -> bool:
         """Run one step; return whether the run continues."""
-        goes_on: bool = await call(self.is_async, self, "step", step_num=step_num)
-        return goes_on
+        continues: bool = await call(self.is_async, self, "step", step_num=step_num)
+        return continues
 
     async def recorded_step(self, step_num: int) -> tuple[list[Experience], bool, bool]:
         """Run one step; return its recorded experiences, whether another step may follow, and whether its prompt was
@@ -78,9 +78,9 @@ class RecordedWorkflow(DualWorkflow, ABC):
         Raises:
             PromptTooLong: The step is the first one, and the model returned no answer.
         """
-        goes_on = too_long = False
+        continues = too_long = False
         try:
-            goes_on = await self.take_step(step_num)
+            continues = await self.take_step(step_num)
         except Exception as error:
             if not prompt_too_long(error):
                 raise
@@ -91,7 +91,7 @@ class RecordedWorkflow(DualWorkflow, ABC):
         for experience in experiences:
             experience.eid.step = step_num
         truncated = any(experience.truncate_status == RESPONSE_TRUNCATED for experience in experiences)
-        return experiences, goes_on and not (truncated and self.stop_on_truncation), too_long
+        return experiences, continues and not (truncated and self.stop_on_truncation), too_long
 
 
 def prompt_too_long(error: BaseException) -> bool:
@@ -113,12 +113,12 @@ class _StepRewards(RecordedWorkflow):
         """Run steps until a step ends the run or ``max_step_num`` is reached; return the experiences of all steps."""
         experiences: list[Experience] = []
         for step in range(self.max_step_num):
-            recorded, goes_on, too_long = await self.recorded_step(step)
+            recorded, continues, too_long = await self.recorded_step(step)
             reward = 0.0 if too_long else await call(self.is_async, self, "reward", recorded, step_num=step)
             for experience in recorded:
                 experience.reward = reward
             experiences += recorded
-            if not goes_on:
+            if not continues:
                 break
         return experiences
 
@@ -131,10 +131,10 @@ class FinalRewardWorkflow(RecordedWorkflow):
         experiences: list[Experience] = []
         steps = 0
         for step in range(self.max_step_num):
-            recorded, goes_on, _ = await self.recorded_step(step)
+            recorded, continues, _ = await self.recorded_step(step)
             experiences += recorded
             steps = step + 1
-            if not goes_on:
+            if not continues:
                 break
         reward = await self.final_reward(experiences)
         for experience in experiences:

@@ -33,6 +33,7 @@ from trinity_mq.sync.gate.coordinator_driver import CoordinatorDriver
 from trinity_mq.telemetry import work_for
 from trinity_mq.telemetry.durations import WorkUnderWay
 from trinity_mq.telemetry.trace import record, span, works_on
+from trinity_mq.telemetry.trace_ids import VERSION
 from trinity_mq.training.checkpoints.checkpoint import (
     Checkpoint,
     CheckpointError,
@@ -430,7 +431,8 @@ class TrainLoop:
         for part, _, event in repaired:
             self._record(part, event, repaired=True)
             log.info("repaired_batch", batch=part.batch, outcome=event.outcome, reason=event.reason)
-        record("write history", began, time.monotonic(), version=self.version, batch=batch.batch)
+        version = f"{self.generation}.{self.step}"
+        record("write history", began, time.monotonic(), batch=batch.batch, attributes={VERSION: version})
         for _, _, event in [] if self._is_alone else ended:
             await agent.publish("results", "progress", event, message_id=f"progress-{self.generation}-{event.progress}")
         with span("keep samples", threads=True):

@@ -17,9 +17,9 @@ from trinity_agents.simulation import Simulation
 from trinity_mq.cli.main import main
 from trinity_mq.config import ConfigError, load_config
 from trinity_mq.messages import BatchReady, Mark
-from trinity_mq.observability.spans import OtlpClient, SpanForwarder
-from trinity_mq.observability.spans.collector import parse_headers
-from trinity_mq.observability.spans.tree import HELD_SECONDS, SETTLED_SECONDS, TraceTree, TreeSpan
+from trinity_mq.observability.spans.collector import OtlpClient, parse_headers
+from trinity_mq.observability.spans.forward import SpanForwarder
+from trinity_mq.observability.spans.tree import SETTLED_SECONDS, TraceTree, TreeSpan
 from trinity_mq.observability.trackers.base import TrackerError
 from trinity_mq.observability.trackers.process import TrackerProcess
 from trinity_mq.operations.validate import check_trackers
@@ -33,8 +33,10 @@ from trinity_mq.testing.virtual_time import run_virtually
 
 SETTINGS: dict[str, Any] = {"name": "traced", "model": {"tiny": {}}}
 ASKED = TraceSpan("runner", "runner-0", "ask engine", 2.0, 3.0, batch=1, task=3, first_run=0, ticks=2_000_000)
-TRAINED = TraceSpan("trainer", "trainer-0", "write history", 5.0, 6.0, batch=1, version="1.1", ticks=5_000_000)
-APPLIED = TraceSpan("engine", "engine-0", "apply weights", 7.0, 8.0, version="1.1", ticks=7_000_000)
+TRAINED = TraceSpan(
+    "trainer", "trainer-0", "write history", 5.0, 6.0, batch=1, ticks=5_000_000, attributes={"tmq.version": "1.1"}
+)
+APPLIED = TraceSpan("engine", "engine-0", "apply weights", 7.0, 8.0, batch=1, version="1.1", ticks=7_000_000)
 OPENED = TraceSpan("explorer", "explorer-0", "make ticket", 1.0, 1.5, batch=1, ticks=1_000_000)
 BATCH_ONE = (OPENED, ASKED, TRAINED, APPLIED)
 
@@ -104,30 +106,13 @@ def test_a_batch_is_over_when_its_weights_are_made_and_nothing_comes_any_more() 
     assert [one.name for one in tree.finish() if not one.parent] == ["batch 2"]
 
 
-def test_a_sync_waits_for_the_batch_that_made_its_weights_and_not_for_ever() -> None:
-    tree = TraceTree("traced", "key")
-    assert tree.add([APPLIED]) == []
-    assert {one.name for one in tree.add([TRAINED])} == {"apply weights", "write history"}
-    first = replace(APPLIED, version="1.0")
-    assert tree.add([first]) == []
-    found = tree.add([replace(OPENED, batch=2, start=20.0, end=20.0 + HELD_SECONDS)])
-    assert "apply weights" in {one.name for one in found}
-    assert {one.name for one in tree.finish() if not one.parent} >= {"batch 2", "weights 1.0"} - {
-        one.name for one in found
-    }
-
-
 def test_batches_are_sampled_whole() -> None:
     kept = {n for n in range(400) if is_sampled(trace_id("key", n), 0.25)}
     assert 60 < len(kept) < 140
     tree = TraceTree("traced", "key", 0.25)
-    spans = [
-        replace(one, batch=one.batch and n, version=one.version and f"1.{n}") for n in range(400) for one in BATCH_ONE
-    ]
+    spans = [replace(one, batch=n) for n in range(400) for one in BATCH_ONE]
     found = [*tree.add(spans), *tree.finish()]
-    assert {str(one.attributes["tmq.batch"]) for one in found if one.attributes["tmq.batch"] != "0"} == {
-        str(n) for n in kept if n
-    }
+    assert {str(one.attributes["tmq.batch"]) for one in found} == set(map(str, kept))
     assert not any(is_sampled(trace_id("key", n), 0.0) for n in range(100))
     assert all(is_sampled(trace_id("key", n), 1.0) for n in range(100))
 
@@ -163,6 +148,7 @@ def test_batches_that_are_not_exported_cost_no_span(folder: Path) -> None:
     start_trace("runner", "runner-0", folder, on=True, sample=0.25, exported_only=True)
     for n in range(200):
         record("ask engine", float(n), n + 0.5, batch=str(n))
+        record("apply weights", float(n), n + 0.5, batch=n, version=(1, n))
         record("apply weights", float(n), n + 0.5, version=(1, n))
         token = BATCH.set(n)
         ready = BatchReady(batch=n, ticket="t", op="o", chunks=0, experiences=0)
@@ -172,21 +158,31 @@ def test_batches_that_are_not_exported_cost_no_span(folder: Path) -> None:
     trace.flush_trace()
     key = trace_key(folder / "trace")
     found = read_trace(folder)
-    exported = {str(n) for n in range(200) if is_sampled(trace_id(key, n), 0.25)}
-    assert 20 < len(exported) < 80
-    assert {one.batch for one in found if one.version is None} == exported
-    assert sum(one.version is not None for one in found) == 200, "which batch they come from is not known there"
+    names = [name for n in range(200) for name in (str(n), f"weights 1.{n}")]
+    exported = {name for name in names if is_sampled(trace_id(key, name), 0.25)}
+    assert 60 < len(exported) < 140
+    assert {str(one.batch) for one in found} == exported
+    assert all(one.version is not None for one in found if str(one.batch).startswith("weights"))
 
 
 def test_a_reader_of_exported_batches_passes_over_others(folder: Path) -> None:
     start_trace("runner", "runner-0", folder, on=True)
     for n in range(100):
         record("ask engine", float(n), n + 0.5, batch=n)
-    record("apply weights", 1.0, 2.0, version=(1, 1))
     trace.flush_trace()
     batches = Sampled(trace_key(folder / "trace"), 0.25)
     found = TraceTail(folder, batches=batches).read() or []
-    assert [one.batch for one in found] == [*(n for n in range(100) if n in batches), None]
+    assert [one.batch for one in found] == [n for n in range(100) if n in batches]
+
+
+def test_spans_of_a_sync_that_an_earlier_release_wrote_have_a_trace_of_their_weights(folder: Path) -> None:
+    (folder / "trace").mkdir()
+    who = {"role": "engine", "agent": "engine-0", "clock": "a", "pid": 1, "offset": 1000.0}
+    row = ["apply weights", None, "1.0", 10**6, 2 * 10**6, 8000, 1, 0, False]
+    (folder / "trace" / "engine-0.jsonl").write_text(f"{json.dumps(who)}\n{json.dumps([row])}\n")
+    tree = TraceTree("traced", trace_key(folder / "trace"))
+    found = [*tree.add(read_trace(folder)), *tree.finish()]
+    assert tree_of(found) == {"weights 1.0": "", "sync": "weights 1.0", "apply weights": "sync"}
 
 
 def test_a_task_from_outside_is_linked_to_the_work_that_submitted_it(tmp_path: Path) -> None:
@@ -317,13 +313,7 @@ def test_memory_is_bounded_while_the_collector_is_away(folder: Path) -> None:
         record("generate", float(n), float(n) + 0.5, batch=n % 7)
     trace.flush_trace()
 
-    class Away:
-        url = "http://away"
-
-        def send(self, spans: list[TreeSpan]) -> None:
-            raise TrackerError("away")
-
-    forwarder = SpanForwarder(folder, "traced", Away())
+    forwarder = SpanForwarder(folder, "traced", OtlpClient("http://127.0.0.1:9", "NONE", 5.0))
     for _ in range(5):
         forwarder.finish()
     assert 0 < len(forwarder._unsent) < 12_000, "what one read brought; the rest waits in the file"

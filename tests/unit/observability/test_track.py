@@ -17,7 +17,7 @@ from trinity_mq.config import ConfigError, load_config
 from trinity_mq.observability.trackers.base import TrackerError
 from trinity_mq.observability.trackers.forward import Forwarder
 from trinity_mq.observability.trackers.process import TrackerProcess
-from trinity_mq.observability.tracking import shown
+from trinity_mq.observability.trackers.services import shown_settings
 from trinity_mq.operations.validate import check_trackers
 from trinity_mq.targets.run_folder import RunFolder
 from trinity_mq.telemetry import METRICS_FILE
@@ -200,7 +200,7 @@ def test_each_kind_at_most_once() -> None:
 
 def test_nothing_about_the_broker_is_shown() -> None:
     config = load_config({**SETTINGS, "broker": {"url": "amqp://me:secret@h/"}})
-    assert "secret" not in json.dumps(shown(config))
+    assert "secret" not in json.dumps(shown_settings(config))
 
 
 async def test_a_run_whose_service_is_away_ends_and_says_how_to_send_the_rest(

@@ -120,17 +120,18 @@ class AdminApi:
         touched = False
         spec_version = body.spec.get("version")
         version = None if spec_version is None else (int(spec_version[0]), int(spec_version[1]))
+        batch = body.spec.get("batch")
         try:
-            with span("receive weights", version=version, wait=True):
+            with span("receive weights", batch, version=version, wait=True):
                 async with asyncio.timeout(body.timeout):
                     tensors = await self._receiver(body.spec)
             arrived = loop.time()
-            with span("apply weights", version=version, threads=True):
+            with span("apply weights", batch, version=version, threads=True):
                 checked = await self._batcher.call(lambda: self._generator.check(tensors))
                 self._state.touch(version)
                 touched = True
                 await self._batcher.call(lambda: self._generator.apply(checked))
-            with span("score canary", version=version, threads=True):
+            with span("score canary", batch, version=version, threads=True):
                 canary = await self._canary((body.spec.get("canary") or {}).get("tokens") or [])
         except Exception as error:
             log.warning("receive_failed", touched=touched, error=f"{type(error).__name__}: {error}")

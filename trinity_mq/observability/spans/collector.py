@@ -17,6 +17,8 @@ from urllib.parse import unquote
 
 import httpx
 
+from trinity_mq.config import Config, OtlpConfig
+from trinity_mq.errors import CommandError
 from trinity_mq.observability.spans.tree import Attribute, TreeSpan
 from trinity_mq.observability.trackers.base import TrackerError
 from trinity_mq.telemetry.trace_ids import LINK, read_traceparent
@@ -139,6 +141,28 @@ class OtlpClient:
     def close(self) -> None:
         """Close the connections."""
         self._client.close()
+
+
+def open_collector(config: Config, endpoint: str | None = None) -> OtlpClient:
+    """Return the collector of a configuration, or the collector at ``endpoint``.
+
+    Raises:
+        CommandError: No collector is configured, the endpoint is not a URL, or a requirement of the collector is
+            missing.
+    """
+    settings = config.monitor.otlp
+    if endpoint is not None:
+        configured = {} if settings is None else settings.model_dump()
+        try:
+            settings = OtlpConfig.model_validate({**configured, "endpoint": endpoint})
+        except ValueError as error:
+            raise CommandError(f"--endpoint is {endpoint!r}, wanted a URL such as http://localhost:4318") from error
+    if settings is None:
+        raise CommandError("the run has no monitor.otlp: name a collector with --endpoint http://localhost:4318")
+    try:
+        return OtlpClient(settings.endpoint, settings.headers_env, settings.timeout)
+    except TrackerError as error:
+        raise CommandError(str(error)) from error
 
 
 def parse_headers(text: str, name: str) -> dict[str, str]:

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
-from typing import Any, Protocol
 
 import structlog
 
-from trinity_mq.observability.spans.collector import SpansRejected
+from trinity_mq.observability.spans.collector import OtlpClient, SpansRejected
 from trinity_mq.observability.spans.tree import TraceTree, TreeSpan
-from trinity_mq.observability.trackers.base import TrackerError
-from trinity_mq.observability.trackers.services import FOLDER
-from trinity_mq.runtime.process import write_atomic
+from trinity_mq.observability.trackers.base import ProgressFile, TrackerError
 from trinity_mq.telemetry.trace import TRACE_FOLDER
 from trinity_mq.telemetry.trace_files import TraceTail
 from trinity_mq.telemetry.trace_ids import Sampled, trace_key
@@ -28,20 +24,6 @@ FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0
 """First and longest backoff in seconds after a failed send. The backoff doubles with each failure."""
 
 
-class SpanSink(Protocol):
-    """Receives spans."""
-
-    url: str
-
-    def send(self, spans: list[TreeSpan]) -> None:
-        """Send spans.
-
-        Raises:
-            SpansRejected: Some spans are permanently refused.
-            TrackerError: The spans were not accepted, but may be accepted later.
-        """
-
-
 class SpanForwarder:
     """Sends the new spans of a run's processes. The progress is stored in a file, so another process can continue.
     Spans that the collector does not accept stay in the run's folder; memory holds only the spans read last, a few
@@ -50,17 +32,17 @@ class SpanForwarder:
     Args:
         folder: The run's folder.
         name: The run's name.
-        sink: The collector.
+        collector: The collector.
         sample: Fraction of the batches whose spans are sent.
 
     Raises:
         TrackerError: The progress file cannot be parsed, or the folder cannot be written.
     """
 
-    def __init__(self, folder: Path, name: str, sink: SpanSink, sample: float = 1.0) -> None:
-        self._sink = sink
-        self._state_file = folder / FOLDER / STATE_FILE
-        state = self._load()
+    def __init__(self, folder: Path, name: str, collector: OtlpClient, sample: float = 1.0) -> None:
+        self._collector = collector
+        self._progress = ProgressFile(folder, STATE_FILE, "spans")
+        state = self._progress.load()
         try:
             (folder / TRACE_FOLDER).mkdir(parents=True, exist_ok=True)
             key = trace_key(folder / TRACE_FOLDER)
@@ -71,7 +53,7 @@ class SpanForwarder:
             self._tree = TraceTree(name, key, sample, state.get("tree"))
             self.sent, self.lost = int(state.get("sent", 0)), int(state.get("lost", 0))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise TrackerError(self._invalid_state(error)) from error
+            raise self._progress.invalid(error) from error
         self._unsent: list[TreeSpan] = []
         self._pause, self._not_before = FIRST_PAUSE, 0.0
         self.problem = ""
@@ -106,7 +88,7 @@ class SpanForwarder:
     def _send_unsent(self) -> bool:
         while chunk := self._unsent[:AT_ONCE]:
             try:
-                self._sink.send(chunk)
+                self._collector.send(chunk)
                 self.sent += len(chunk)
             except SpansRejected as error:
                 self.lost += error.count
@@ -125,25 +107,9 @@ class SpanForwarder:
 
     def _note(self, reason: str) -> None:
         if not self.problem:
-            log.warning("spans_not_sent", to=self._sink.url, reason=reason)
+            log.warning("spans_not_sent", to=self._collector.url, reason=reason)
         self.problem = reason
-
-    def _load(self) -> dict[str, Any]:
-        try:
-            state = json.loads(self._state_file.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            return {}
-        except ValueError as error:
-            raise TrackerError(self._invalid_state(error)) from error
-        if not isinstance(state, dict):
-            raise TrackerError(self._invalid_state(state))
-        return state
-
-    def _invalid_state(self, content: object) -> str:
-        problem = f"{self._state_file} is not a valid record of the spans sent so far ({content!r})"
-        return f"{problem}: remove it to send all again"
 
     def _save(self) -> None:
         state = {"tail": self._tail.state, "tree": self._tree.state, "sent": self.sent, "lost": self.lost}
-        self._state_file.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(self._state_file, json.dumps(state).encode())
+        self._progress.save(state)

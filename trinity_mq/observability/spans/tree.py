@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from trinity_mq.telemetry.trace import TraceSpan
-from trinity_mq.telemetry.trace_ids import Sampled, batch_span, phase_span, recorded_span, task_span, trace_id
+from trinity_mq.telemetry.trace_ids import VERSION, Sampled, batch_span, phase_span, recorded_span, task_span, trace_id
 
 Phase = Literal["explore", "rollout", "operators", "train", "sync"]
 PHASES: Mapping[str, Phase] = {
@@ -24,21 +24,15 @@ PHASES: Mapping[str, Phase] = {
     "operator": "operators",
     "trainer": "train",
 }
-"""Phase of the spans recorded for a batch, by role. Spans recorded for a weight version belong to the phase
-``sync``.
-"""
+"""Phase of the spans of a batch, by role. Spans of a weight version belong to the phase ``sync``."""
 SETTLED_SECONDS = 15.0
 """Seconds without a new span after which a batch with a weight version counts as over."""
 FORGOTTEN_SECONDS = 1800.0
 """Seconds without a new span after which other batches count as over: evaluations, and batches that were not trained
 on.
 """
-HELD_SECONDS = 600.0
-"""Maximum seconds that a sync span waits for the span that links its weight version to a batch."""
-MOST_HELD = 5000
-"""Maximum number of waiting sync spans, over all syncs."""
 MOST_KNOWN = 1000
-"""Maximum number of remembered finished batches, and of remembered weight versions."""
+"""Maximum number of remembered finished batches."""
 
 Attribute = str | int | float | bool
 
@@ -91,11 +85,6 @@ class TraceTree:
         memory = state or {}
         self._open = {name: _Batch(**batch) for name, batch in memory.get("open", {}).items()}
         self._finished: dict[str, None] = dict.fromkeys(memory.get("over", ()))
-        self._batch_by_version: dict[str, str] = dict(memory.get("made", {}))
-        """The batch whose train step made a weight version, by version. ``weights <version>``: no batch made the
-        version.
-        """
-        self._held = [TraceSpan(**span) for span in memory.get("held", ())]
         self._now = float(memory.get("now", 0.0))
         """The latest end of a span, in seconds since the epoch."""
 
@@ -108,8 +97,6 @@ class TraceTree:
                 for name, batch in self._open.items()
             },
             "over": list(self._finished),
-            "made": self._batch_by_version,
-            "held": [{name: getattr(span, name) for name in TraceSpan.__slots__} for span in self._held],
             "now": self._now,
         }
 
@@ -118,54 +105,24 @@ class TraceTree:
         exported: list[TreeSpan] = []
         for span in spans:
             self._now = max(self._now, span.end)
-            if span.version is not None and span.batch is not None:
-                self._batch_by_version[span.version] = str(span.batch)
-        held, self._held = self._held, []
-        for span in (*held, *spans):
-            batch = self._batch_of(span)
-            if batch is not None:
-                exported.extend(self._export(span, batch))
-            else:
-                self._held.append(span)
+            exported.extend(self._export(span))
         return exported + self._summaries(self._settled())
 
     def finish(self) -> list[TreeSpan]:
-        """Return the held spans and the summaries of unfinished batches, at the end of the run."""
-        held, self._held = self._held, []
-        exported = [span for held_span in held for span in self._export(held_span, self._separate_trace(held_span))]
-        return exported + self._summaries(list(self._open))
+        """Return the summaries of unfinished batches, at the end of the run."""
+        return self._summaries(list(self._open))
 
-    def _batch_of(self, span: TraceSpan) -> str | None:
-        """Return the batch of a span, or None if the batch is not known yet."""
-        if span.batch is not None:
-            return str(span.batch)
-        batch = self._batch_by_version.get(span.version or "")
-        if batch is None and (span.end < self._now - HELD_SECONDS or len(self._held) >= MOST_HELD):
-            return self._separate_trace(span)
-        return batch
-
-    def _separate_trace(self, span: TraceSpan) -> str:
-        """Return the name of the separate trace for a weight version that no batch made, such as the initial
-        version.
-        """
-        return self._batch_by_version.setdefault(span.version or "", f"weights {span.version}")
-
-    def _export(self, span: TraceSpan, batch: str) -> Iterable[TreeSpan]:
+    def _export(self, span: TraceSpan) -> Iterable[TreeSpan]:
+        batch = str(span.batch)
         if batch not in self._sampled:
             return
         trace = trace_id(self._key, batch)
-        phase: str = "sync" if span.batch is None else PHASES.get(span.role, "rollout")
-        if batch not in self._finished:
-            open_batch = self._open.setdefault(batch, _Batch())
-            _extend(open_batch.phases, phase, span)
-            if span.task is not None:
-                _extend(open_batch.tasks, str(span.task), span)
-            open_batch.version = span.version or open_batch.version
+        phase: str = "sync" if span.version is not None else PHASES.get(span.role, "rollout")
         parent = phase_span(trace, phase) if span.task is None else task_span(trace, span.task)
         optional: dict[str, Attribute | None] = {
             "tmq.task": span.task,
             "tmq.first_run": span.first_run,
-            "tmq.version": span.version,
+            VERSION: span.version,
             "tmq.cpu_seconds": span.cpu,
             "tmq.bytes": span.bytes or None,
         }
@@ -178,6 +135,12 @@ class TraceTree:
             **{name: value for name, value in optional.items() if value is not None},
             **(span.attributes or {}),
         }
+        if batch not in self._finished:
+            open_batch = self._open.setdefault(batch, _Batch())
+            _extend(open_batch.phases, phase, span)
+            if span.task is not None:
+                _extend(open_batch.tasks, str(span.task), span)
+            open_batch.version = str(attributes.get(VERSION, open_batch.version))
         task = None if span.task is None or span.first_run is None else (span.task, span.first_run)
         span_id = recorded_span(trace, span.agent, span.what, task, span.ticks)
         yield TreeSpan(trace, span_id, parent, span.what, span.start, span.end, span.role, span.agent, attributes)
@@ -199,7 +162,7 @@ class TraceTree:
             root = batch_span(trace)
             common = self._attributes(name)
             if batch.version:
-                common["tmq.version"] = batch.version
+                common[VERSION] = batch.version
             start = min(first for first, _ in batch.phases.values())
             title = name if name.startswith("weights ") else f"batch {name}"
             summaries.append(TreeSpan(trace, root, "", title, start, batch.end, "run", self._run, common))
@@ -214,9 +177,8 @@ class TraceTree:
                 summaries.append(
                     TreeSpan(trace, span_id, parent, f"task {task}", first, last, "run", self._run, of_task)
                 )
-        for memory in (self._finished, self._batch_by_version):
-            while len(memory) > MOST_KNOWN:
-                del memory[next(iter(memory))]
+        while len(self._finished) > MOST_KNOWN:
+            del self._finished[next(iter(self._finished))]
         return summaries
 
     def _attributes(self, batch: str) -> dict[str, Attribute]:

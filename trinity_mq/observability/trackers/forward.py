@@ -10,9 +10,7 @@ from typing import Any
 
 import structlog
 
-from trinity_mq.observability.trackers.base import Tracker, TrackerError
-from trinity_mq.observability.trackers.services import FOLDER
-from trinity_mq.runtime.process import write_atomic
+from trinity_mq.observability.trackers.base import ProgressFile, Tracker, TrackerError
 from trinity_mq.telemetry.metrics import LINE_FIELDS, METRICS_FILE
 from trinity_mq.telemetry.tail import Tail
 
@@ -36,8 +34,14 @@ class Forwarder:
 
     def __init__(self, folder: Path, trackers: Sequence[Tracker]) -> None:
         self._folder, self._trackers = folder, list(trackers)
-        self._state_file = folder / FOLDER / STATE_FILE
-        self._state: dict[str, dict[str, Any]] = self._load()
+        self._progress = ProgressFile(folder, STATE_FILE, "metrics")
+        try:
+            self._state: dict[str, dict[str, Any]] = {
+                kind: {"id": str(entry["id"]), "offset": int(entry["offset"])}
+                for kind, entry in self._progress.load().items()
+            }
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise self._progress.invalid(error) from error
         self._begun: set[str] = set()
         self.problems: dict[str, str] = {}
         """The reason why the last send to a service failed, by service."""
@@ -59,7 +63,7 @@ class Forwarder:
             except TrackerError as error:
                 self._note(tracker, error)
             state["offset"] = tail.offset
-            self._save()
+            self._progress.save(self._state)
 
     def finish(self) -> list[str]:
         """Send the rest and end the run at each service. Return the location of each run."""
@@ -77,22 +81,6 @@ class Forwarder:
         if self.problems.get(tracker.kind) != str(error):
             log.warning("metrics_not_sent", to=tracker.kind, reason=str(error))
         self.problems[tracker.kind] = str(error)
-
-    def _load(self) -> dict[str, dict[str, Any]]:
-        try:
-            entries = json.loads(self._state_file.read_text(encoding="utf-8"))
-            return {kind: {"id": str(entry["id"]), "offset": int(entry["offset"])} for kind, entry in entries.items()}
-        except FileNotFoundError:
-            return {}
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise TrackerError(
-                f"{self._state_file} is not a valid record of the metrics sent so far ({error!r}): remove it to send "
-                "all again"
-            ) from error
-
-    def _save(self) -> None:
-        self._state_file.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(self._state_file, json.dumps(self._state).encode())
 
 
 def _send(tracker: Tracker, line: bytes) -> None:

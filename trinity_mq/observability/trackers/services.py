@@ -3,42 +3,52 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from trinity_mq.observability.trackers.base import Tracker, TrackerError
+from trinity_mq.config import Config, TrackerConfig
+from trinity_mq.errors import CommandError
+from trinity_mq.observability.trackers.base import FOLDER, Tracker, TrackerError
 
+KINDS = ("wandb", "mlflow", "swanlab")
 STEP = "step"
 """Metric used as the x axis in Weights & Biases, because agents report the same step at different times."""
-FOLDER = "trackers"
-"""Subfolder of the run folder for the local files of services."""
 
 
-def open_tracker(
-    kind: str, name: str, folder: Path, settings: Mapping[str, Any], *, project: str, group: str, offline: bool
-) -> Tracker:
-    """Return the tracker of a run.
-
-    Args:
-        kind: ``wandb``, ``mlflow`` or ``swanlab``.
-        name: Name of the run.
-        folder: Folder of the run.
-        settings: The run's configuration, shown next to its metrics. It must not contain secrets.
-        project: Project in which the run appears.
-        group: Group of the run.
-        offline: If true, write to disk only.
+def open_trackers(config: Config, kinds: Sequence[str] | None = None) -> list[Tracker]:
+    """Return the trackers of a configuration, or of ``kinds``.
 
     Raises:
-        TrackerError: The service's library is not installed.
+        CommandError: No tracker is configured, or the library of a tracker is not installed.
     """
-    place = folder / FOLDER
-    place.mkdir(parents=True, exist_ok=True)
-    if kind == "mlflow":
-        return MlflowTracker(name, settings, project)
-    service = WandbTracker if kind == "wandb" else SwanlabTracker
-    return service(name, place, settings, project=project, group=group, offline=offline)
+    configured: dict[str, TrackerConfig] = {tracker.kind: tracker for tracker in config.monitor.trackers}
+    names = configured if kinds is None else kinds
+    tracker_configs = [configured.get(kind) or TrackerConfig.model_validate({"kind": kind}) for kind in names]
+    if not tracker_configs:
+        raise CommandError("the run has no monitor.trackers: name a service with --to, one of " + ", ".join(KINDS))
+    try:
+        return [_open_tracker(tracker, config) for tracker in tracker_configs]
+    except TrackerError as error:
+        raise CommandError(str(error)) from error
+
+
+def _open_tracker(tracker: TrackerConfig, config: Config) -> Tracker:
+    folder, settings = Path(config.path) / FOLDER, shown_settings(config)
+    folder.mkdir(parents=True, exist_ok=True)
+    if tracker.kind == "mlflow":
+        return MlflowTracker(config.name, settings, tracker.project)
+    service = WandbTracker if tracker.kind == "wandb" else SwanlabTracker
+    return service(config.name, folder, settings, project=tracker.project, group=tracker.group, offline=tracker.offline)
+
+
+def shown_settings(config: Config) -> dict[str, Any]:
+    """Return the settings that services show next to metrics. They determine the result and contain nothing about the
+    broker.
+    """
+    sections = ("seed", "mode", "algorithm", "model", "buffer", "explorer", "operator", "trainer", "synchronizer")
+    return config.model_dump(mode="json", include=set(sections))
 
 
 def _library(kind: str, module: str = "") -> Any:

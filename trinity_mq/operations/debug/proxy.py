@@ -16,13 +16,16 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
+from trinity_mq.models.group_format import GROUPS_HEADER
 from trinity_mq.runtime.http import new_application, read_body, refuse_forged
 
 MAX_BODY = 64 * 1024**2
 NOT_PASSED = frozenset(
     {"accept-encoding", "connection", "content-length", "host", "keep-alive", "te", "trailer", "transfer-encoding"}
-)
-"""Headers that are not forwarded: per-connection headers, and compression, because the proxy reads the answers."""
+) | {GROUPS_HEADER.lower()}
+"""Headers that are not forwarded: per-connection headers, compression, because the proxy reads the answers, and the
+offer of request groups, because each call is shown by itself.
+"""
 
 
 @dataclass

@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import dataclasses
 import itertools
-import sys
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from trinity_mq.config import Config
 from trinity_mq.errors import CommandError
+from trinity_mq.observability.experiences.printer import note
 
 if TYPE_CHECKING:
     from trinity_mq.messages import TaskBody
@@ -28,10 +28,6 @@ CRASH_SECONDS = 2.0
 """Maximum seconds to detect a dead engine after an unanswered call."""
 
 
-def _print_note(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
 async def debug_task(config: Config, body: TaskBody, number: int, arguments: argparse.Namespace, report: Report) -> int:
     """Run task ``number`` once on an engine of its own, recorded in ``report``. Return the exit code."""
     from trinity_mq.operations.debug.engine import auxiliary_engine
@@ -41,10 +37,10 @@ async def debug_task(config: Config, body: TaskBody, number: int, arguments: arg
         async with contextlib.AsyncExitStack() as stack:
             engine = await stack.enter_async_context(_engine(config, arguments, Path(folder)))
             auxiliaries = [
-                await stack.enter_async_context(auxiliary_engine(config, Path(folder), model, _print_note))
+                await stack.enter_async_context(auxiliary_engine(config, Path(folder), model, note))
                 for model in config.explorer.auxiliary_models
             ]
-            _print_note(f"running {body.workflow}")
+            note(f"running {body.workflow}")
             return await _run(config, task, engine, auxiliaries, report)
 
 
@@ -64,7 +60,7 @@ def _engine(
 
     weights = None if arguments.weights is None else Path(arguments.weights).expanduser().resolve()
     if arguments.engine is None:
-        return child_engine(config, folder, weights, _print_note)
+        return child_engine(config, folder, weights, note)
     if weights is not None:
         raise CommandError("--weights is for an engine that this command starts: leave --weights or --engine out")
     return external_engine(config, arguments.engine)

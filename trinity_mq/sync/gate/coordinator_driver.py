@@ -29,7 +29,7 @@ from trinity_mq.sync.gate.records import (
     Phase,
     StartCollective,
 )
-from trinity_mq.telemetry.trace import span
+from trinity_mq.telemetry.trace import current_batch, span
 
 log = structlog.get_logger(__name__)
 
@@ -85,6 +85,8 @@ class CoordinatorDriver:
         self._own_canary: list[float] = []
         """The policy's own logprobs of the canary, under the weights of the current attempt."""
         self._committed_canary: list[float] = []
+        self._committed_batch: int | str | None = None
+        """The batch whose train step made the committed weights, for traces. None: no batch of this process."""
         self._catch_up_source: CatchUpSource | None = None
         """Source for the catch-up fetch of a single member."""
         self._syncing = False
@@ -207,7 +209,8 @@ class CoordinatorDriver:
             self._own_canary = await self._weights.canary_logprobs(self._canary)
         with span("offer weights", version=version, threads=True):
             tensors, manifest = await self._weights.weights(), await self._weights.manifest()
-            prepare = self._prepare(await self._channel.offer(version, tensors, manifest), manifest)
+            rendezvous = await self._channel.offer(version, tensors, manifest)
+            prepare = self._prepare(rendezvous, manifest, current_batch())
         if not self.has_members:
             return None
         self._outcome, self._in_transfer = loop.create_future(), (tensors, manifest)
@@ -228,7 +231,7 @@ class CoordinatorDriver:
 
     async def _prepare_catch_ups(self, version: Version, tensors: Any, manifest: Any) -> None:
         """Make the committed version available for catch-up fetches."""
-        self._committed_canary, self._catch_up_source = self._own_canary, None
+        self._committed_canary, self._committed_batch, self._catch_up_source = self._own_canary, current_batch(), None
         try:
             await self._channel.committed(version, tensors, manifest)
             self._catch_up_source = await self._channel.catch_up_source()
@@ -248,10 +251,15 @@ class CoordinatorDriver:
 
     # -- private methods
 
-    def _prepare(self, rendezvous: dict[str, Any], manifest: Manifest) -> SyncEvent:
-        canary = {"tokens": self._canary}
-        name = self.machine.name
-        return SyncEvent(verb="prepare", sender=name, manifest=manifest, rendezvous=rendezvous, canary=canary)
+    def _prepare(self, rendezvous: dict[str, Any], manifest: Manifest, batch: int | str | None) -> SyncEvent:
+        return SyncEvent(
+            verb="prepare",
+            sender=self.machine.name,
+            manifest=manifest,
+            rendezvous=rendezvous,
+            canary={"tokens": self._canary},
+            detail={} if batch is None else {"batch": batch},
+        )
 
     def _enqueue(self, commands: list[Command]) -> None:
         if self.machine.phases.committed is not None:
@@ -341,9 +349,10 @@ class CoordinatorDriver:
                 self.changed.notify()
                 continue
             version, rendezvous, manifest = source
+            prepare = self._prepare(rendezvous, manifest, self._committed_batch)
             for name in self._due_fetches(loop.time()):
                 log.info("member_catches_up", member=name, version=version)
-                self._enqueue(self.machine.pull(name, self._prepare(rendezvous, manifest), loop.time()))
+                self._enqueue(self.machine.pull(name, prepare, loop.time()))
 
     def _due_fetches(self, now: float) -> tuple[str, ...]:
         """Return the members that should fetch now. During a sync, include only members that came after its start, and

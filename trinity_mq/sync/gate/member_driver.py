@@ -71,6 +71,8 @@ class MemberDriver:
         self.changed = Notifier()
         """Notified when stage or version may have changed."""
         self._engine, self._publish, self._last_commit = engine, publish, last_commit
+        self._batch: int | str | None = None
+        """The batch that made the weights of the current attempt, for traces."""
         self._commands: asyncio.Queue[Command] = asyncio.Queue()
         self._unperformed = 0
         self._join_now = asyncio.Event()
@@ -126,6 +128,7 @@ class MemberDriver:
         now = asyncio.get_running_loop().time()
         if message.verb == "prepare":
             if self.engine_ready:
+                self._batch = message.detail.get("batch")
                 self._enqueue(self.machine.prepare(message, now))
         elif message.verb == "go":
             self._enqueue(self.machine.go(message, now))
@@ -159,7 +162,7 @@ class MemberDriver:
         began = loop.time()
         try:
             if isinstance(command, Commit):
-                with span("commit at engine", version=command.version, wait=True):
+                with span("commit at engine", self._batch, version=command.version, wait=True):
                     await self._engine.commit(command.version, command.progress)
             else:
                 await self._engine.resume()
@@ -181,7 +184,7 @@ class MemberDriver:
         loop = asyncio.get_running_loop()
         began = loop.time()
         try:
-            with span("pause engine", version=command.key[0], wait=True):
+            with span("pause engine", self._batch, version=command.key[0], wait=True):
                 await self._engine.pause(command.seconds)
         except Exception as error:
             self._enqueue(self.machine.broke(command.key, f"pause: {error}", touched=False))
@@ -202,9 +205,10 @@ class MemberDriver:
             "seconds": command.seconds,
             "manifest": prepare.manifest,
             "canary": prepare.canary,
+            "batch": self._batch,
         }
         try:
-            with span("have engine receive", version=prepare.version, wait=True):
+            with span("have engine receive", self._batch, version=prepare.version, wait=True):
                 answer = dict(await self._engine.receive(spec, command.seconds + 5.0))
         except Exception as error:
             touched = isinstance(error, ReceiveFailed) and error.touched

@@ -19,7 +19,7 @@ from trinity_mq.workflows.arguments import Arguments, arguments_of
 from trinity_mq.workflows.auxiliary import AuxiliaryError, Which, auxiliary_errors, auxiliary_index
 from trinity_mq.workflows.builtin.math import SYSTEM_PROMPT
 from trinity_mq.workflows.builtin.simple import SimpleWorkflow
-from trinity_mq.workflows.dual import call, gather, run_in_thread_if_async, run_to_completion
+from trinity_mq.workflows.sync_async import call, gather, run_in_thread_if_async, run_to_completion
 from trinity_mq.workflows.workflow import Task, TaskError
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ from trinity_mq.workflows.builtin.judging import (
     record_rule_rewards,
 )
 from trinity_mq.workflows.builtin.simple import SimpleWorkflow
-from trinity_mq.workflows.dual import gather, run_in_thread_if_async
+from trinity_mq.workflows.sync_async import gather, run_in_thread_if_async
 from trinity_mq.workflows.workflow import Task
 
 INSTRUCTIONS = """\

@@ -25,7 +25,7 @@ from trinity_mq.workflows.builtin.judging import (
 )
 from trinity_mq.workflows.builtin.math import SYSTEM_PROMPT
 from trinity_mq.workflows.builtin.simple import SimpleWorkflow
-from trinity_mq.workflows.dual import run_in_thread_if_async
+from trinity_mq.workflows.sync_async import run_in_thread_if_async
 from trinity_mq.workflows.workflow import Task
 
 INSTRUCTIONS = """\

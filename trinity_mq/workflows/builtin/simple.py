@@ -19,7 +19,7 @@ from trinity_mq.telemetry.aggregate import MAJORITY
 from trinity_mq.thoughts import after_thoughts
 from trinity_mq.workflows.arguments import Arguments
 from trinity_mq.workflows.attributes import Replaceable
-from trinity_mq.workflows.dual import DualWorkflow, call, run_in_thread_if_async
+from trinity_mq.workflows.sync_async import DualWorkflow, call, run_in_thread_if_async
 from trinity_mq.workflows.workflow import Task, TaskError
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from trinity_mq.rewards.registry import parts_of
 from trinity_mq.workflows.arguments import Arguments, arguments_of
 from trinity_mq.workflows.builtin.simple import question_of, set_reward, truth_of
 from trinity_mq.workflows.builtin.tools import Result, Toolbox
-from trinity_mq.workflows.dual import run_in_thread_if_async
 from trinity_mq.workflows.step_wise import FinalRewardWorkflow
+from trinity_mq.workflows.sync_async import run_in_thread_if_async
 from trinity_mq.workflows.workflow import Task
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from trinity_mq.workflows.arguments import Arguments, arguments_of
 from trinity_mq.workflows.builtin.judging import BadVerdictError, answer_of, delimiter_of, has_answer, read_scores
 from trinity_mq.workflows.builtin.math import MathWorkflow
 from trinity_mq.workflows.builtin.ruler import RulerArguments, ruler_messages
-from trinity_mq.workflows.dual import call, run_in_thread_if_async
+from trinity_mq.workflows.sync_async import call, run_in_thread_if_async
 from trinity_mq.workflows.workflow import Task
 
 JUDGE_GROUP = "judge"

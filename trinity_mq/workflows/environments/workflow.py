@@ -12,7 +12,6 @@ from pydantic import Field, field_validator
 
 from trinity_mq.experience import Experience
 from trinity_mq.runtime.threads import in_thread
-from trinity_mq.workflows.dual import run_in_thread_if_async
 from trinity_mq.workflows.environments.environment import EXTRA, Environment, EnvironmentFailedError
 from trinity_mq.workflows.environments.spaces import (
     CLOSING,
@@ -24,6 +23,7 @@ from trinity_mq.workflows.environments.spaces import (
     observation_text,
 )
 from trinity_mq.workflows.games.game import Episode, EpisodeArguments, EpisodeWorkflow, game_seed
+from trinity_mq.workflows.sync_async import run_in_thread_if_async
 from trinity_mq.workflows.workflow import Task
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trinity_mq.telemetry import timeline
-from trinity_mq.telemetry.timeline import Span, chrome_trace, spans, tracks
+from trinity_mq.observability import timeline
+from trinity_mq.observability.timeline import Span, chrome_trace, spans, tracks
 
 
 def line(role: str, step: int, at: float, **values: float) -> dict[str, Any]:

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from trinity_mq.observability.waterfall import batches_of, lay_out, median_waterfall, union
 from trinity_mq.telemetry import trace
 from trinity_mq.telemetry.trace import BATCH, TraceSpan, record, shared_span, span, start_trace, works_on
 from trinity_mq.telemetry.trace_files import read_trace
-from trinity_mq.telemetry.waterfall import batches_of, lay_out, median_waterfall, union
 
 
 @pytest.fixture
@@ -124,7 +124,7 @@ def test_clocks_of_one_host_are_kept_and_of_another_shifted_as_a_whole(tmp_path:
     assert starts == {"explorer-0": 1005.0, "runner-0": 1005.5, "trainer-0": 1006.0}
 
 
-def one(role: str, what: str, start: float, end: float, batch: int | None = 1, **more: object) -> TraceSpan:
+def one(role: str, what: str, start: float, end: float, batch: int = 1, **more: object) -> TraceSpan:
     return TraceSpan(role=role, agent=f"{role}-0", what=what, start=start, end=end, batch=batch, **more)  # type: ignore[arg-type]
 
 
@@ -141,9 +141,9 @@ TRACE = [
     one("trainer", "train step", 10.050, 10.100, batch=0),
     one("trainer", "decode chunks", 10.100, 10.101),
     one("trainer", "train step", 10.101, 10.181),
-    one("trainer", "write history", 10.181, 10.182, version="1.2"),
-    one("explorer", "commit at engine", 10.190, 10.200, batch=None, wait=True, version="1.2"),
-    one("explorer", "commit at engine", 10.090, 10.095, batch=None, wait=True, version="1.1"),
+    one("trainer", "write history", 10.181, 10.182),
+    one("explorer", "commit at engine", 10.190, 10.200, wait=True, version="1.2"),
+    one("explorer", "commit at engine", 10.090, 10.095, batch=0, wait=True, version="1.1"),
 ]
 
 
