@@ -50,6 +50,11 @@ def is_chunk(incoming: Incoming) -> bool:
     return incoming.content_type in {EXPERIENCES, REFERENCE}
 
 
+def has_experiences(incoming: Incoming) -> bool:
+    """Return whether the body of a message holds experiences, and not a reference to them."""
+    return incoming.content_type == EXPERIENCES
+
+
 def chunk_of(delivery: Delivery) -> Chunk | None:
     """Return the chunk in a delivery; None if its headers are missing."""
     ticket, op, n, batch = (delivery.headers.get(name) for name in ("ticket", "op", "n", "batch"))
