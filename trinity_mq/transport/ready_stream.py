@@ -55,24 +55,24 @@ def has_experiences(incoming: Incoming) -> bool:
     return incoming.content_type == EXPERIENCES
 
 
-def chunk_of(delivery: Delivery) -> Chunk | None:
-    """Return the chunk in a delivery; None if its headers are missing."""
-    ticket, op, n, batch = (delivery.headers.get(name) for name in ("ticket", "op", "n", "batch"))
+def chunk_of(incoming: Incoming) -> Chunk | None:
+    """Return the chunk in a message; None if its headers are missing."""
+    ticket, op, n, batch = (incoming.headers.get(name) for name in ("ticket", "op", "n", "batch"))
     if not (isinstance(ticket, str) and isinstance(op, str) and isinstance(n, int)):
         return None
     batch = batch if isinstance(batch, int | str) else None
-    return Chunk(ticket, op, n, delivery.body, delivery.content_type, delivery.offset or 0, batch)
+    return Chunk(ticket, op, n, incoming.body, incoming.content_type, incoming.offset or 0, batch)
 
 
-def content_of(delivery: Delivery) -> Chunk | Message:
-    """Return the chunk or the message in a delivery.
+def content_of(incoming: Incoming) -> Chunk | Message:
+    """Return the chunk or the message in a received message.
 
     Raises:
         DecodeError: The message does not decode, or is a chunk without its headers.
     """
-    if not is_chunk(delivery):
-        return decode_any(delivery.body, delivery.content_type)
-    if (chunk := chunk_of(delivery)) is None:
+    if not is_chunk(incoming):
+        return decode_any(incoming.body, incoming.content_type)
+    if (chunk := chunk_of(incoming)) is None:
         raise DecodeError("a chunk without the headers ticket, op and n")
     return chunk
 

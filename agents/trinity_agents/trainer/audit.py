@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from trinity_agents.trainer.decisions import NONE_SETTLED
 from trinity_agents.trainer.history import Lineage, some, trace
+from trinity_mq.proof.record import Record
 from trinity_mq.training.checkpoints.checkpoint import Checkpoint, DamagedCheckpointError, verify
 
 Entry = dict[str, Any]
@@ -29,29 +30,6 @@ class Check:
     result: Result
     text: str
     """The finding; for a fault the actual and the expected value."""
-
-
-@dataclass(frozen=True)
-class StreamSet:
-    """A complete set of chunks on the stream, with its BatchReady."""
-
-    offset: int
-    is_first: bool
-    """True for the first set of its ticket on the stream."""
-    uids: frozenset[str] | None
-    """Uids of its experiences; None if a chunk could not be read."""
-    other_chain: bool = False
-    """True if the operator that made it had another configuration than the explorer."""
-
-
-@dataclass
-class StreamContent:
-    """Current content of the ``ready`` stream."""
-
-    begins: int = 0
-    """First offset that retention has not removed."""
-    sets: dict[tuple[str, str], StreamSet] = field(default_factory=dict)
-    """Sets by (ticket, processing)."""
 
 
 class Auditor:
@@ -98,9 +76,9 @@ class Auditor:
         self._add("sets", self._sets)
         self._add("final model", self._final)
 
-    def check_stream(self, content: StreamContent) -> None:
+    def check_stream(self, record: Record) -> None:
         """Compare the history with the operators' sets, as far as the stream still holds these sets."""
-        self._add("stream", lambda: self._stream(content))
+        self._add("stream", lambda: self._stream(record))
 
     def leave_out(self, name: str, why: str) -> None:
         """Record a check as not done."""
@@ -240,15 +218,16 @@ class Auditor:
                 verify(Checkpoint(final, self.checkpoint.state, checksums=weights))
                 yield Check("final model", "holds", "final/ holds the weights of this checkpoint")
 
-    def _stream(self, content: StreamContent) -> Iterator[Check | str]:
+    def _stream(self, record: Record) -> Iterator[Check | str]:
+        sets = record.by_processing
         cut = compared = unread = 0
         for entry in self.entries:
             place = entry.get("stream")
             first = None if place is None else min([place["offset"], *place["chunks"]])
-            if first is not None and first < content.begins:
+            if first is not None and first < record.ready_begin:
                 cut += 1
                 continue
-            actual = content.sets.get((entry["ticket"], entry["op"]))
+            actual = sets.get((entry["ticket"], entry["op"]))
             if actual is None and first is None:
                 cut += 1  # the offset of the set is unknown
                 continue
@@ -257,13 +236,13 @@ class Auditor:
                 yield f"progress {entry['progress']} was decided by set {entry['op']}, which {where}"
                 continue
             compared += 1
-            if actual.other_chain:
+            if actual.ready.other_chain:
                 yield f"progress {entry['progress']}: its operator had another configuration than the run's explorer"
             if place is not None and place["offset"] != actual.offset:
                 yield f"progress {entry['progress']}: its BatchReady lies at {actual.offset}, not at {place['offset']}"
-            if actual.uids is None:
+            if actual.unread:
                 unread += 1
-            elif foreign := sorted(set(entry["uids"]) - actual.uids):
+            elif foreign := sorted(set(entry["uids"]) - set(actual.uids)):
                 yield f"progress {entry['progress']} holds experiences that no operator sent: {some(foreign)}"
         if cut:
             yield Check("stream", "not checked", f"the stream does not hold the sets of {cut} batches any more")

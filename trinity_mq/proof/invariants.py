@@ -10,8 +10,7 @@ from typing import Literal, TypeVar
 
 from trinity_mq.bus import Incoming
 from trinity_mq.messages import Progress, TaskResult, Version
-from trinity_mq.proof.chaos.record import ProcessedSet, Record
-from trinity_mq.proof.chaos.witness import VersionSeen
+from trinity_mq.proof.record import ProcessedSet, Record, VersionSeen
 
 Key = TypeVar("Key")
 Result = Literal["holds", "violated", "not checked"]
