@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from trinity_mq.bus import Bus, Delivery, Envelope, Incoming, Topology
-from trinity_mq.bus.streams import next_or_quiet, read_at
+from trinity_mq.bus.streams import next_or_quiet, read_at, read_up_to_now
 from trinity_mq.experience import ExperienceBatch
 from trinity_mq.messages import BatchReady, DecodeError, Message, decode_any
-from trinity_mq.runtime.deliveries import EXPERIENCES, REFERENCE
+from trinity_mq.runtime.deliveries import EXPERIENCES, REFERENCE, new_mark
 from trinity_mq.transport.blobs import STORE_PATIENCE, BlobStore, resolve_body, run_with_store_retries
 
 T = TypeVar("T")
@@ -159,7 +159,7 @@ class ReadyStream:
 
     async def read(
         self, offset: int | None, *, mark: Envelope | None = None, silence: Callable[[], float | None] = lambda: None
-    ) -> AsyncIterator[Delivery]:
+    ) -> AsyncGenerator[Delivery, None]:
         """Yield the deliveries from ``offset`` on, with those of other runs of the same name.
 
         Args:
@@ -179,6 +179,15 @@ class ReadyStream:
                 if delivery is None:
                     return
                 yield delivery
+
+    def up_to_now(self) -> AsyncIterator[Delivery]:
+        """Yield the deliveries from the beginning of the stream to its current end, with those of other runs of the
+        same name. Messages that retention has removed are skipped.
+
+        Raises:
+            BusUnavailable: The stream does not answer.
+        """
+        return read_up_to_now(self._bus, self._queue, new_mark(), offset=0)
 
     async def at(self, offsets: Collection[int]) -> dict[int, Delivery]:
         """Return the messages at ``offsets``; messages beyond the end of the stream are left out.
