@@ -69,7 +69,7 @@ def _checkpoints(run_folder: Path, name: str | None) -> list[Checkpoint]:
     """Return the checkpoints to check, newest first.
 
     Raises:
-        CommandError: There is no checkpoint.
+        CommandError: The run has not saved a checkpoint, or the named checkpoint is missing.
     """
     folder = run_folder / "checkpoints"
     try:

@@ -44,7 +44,7 @@ class ProcessedSet:
     sessions: tuple[tuple[str, tuple[int, ...]], ...] = ()
     """Session and tokens of each experience that came from a gateway's session."""
     experiences: ExperienceBatch | None = None
-    """Its experiences, if the recorder keeps them."""
+    """Experiences of the set, if the recorder keeps them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -160,7 +160,7 @@ class ReadyStream:
     async def read(
         self, offset: int | None, *, mark: Envelope | None = None, silence: Callable[[], float | None] = lambda: None
     ) -> AsyncGenerator[Delivery, None]:
-        """Yield the deliveries from ``offset`` on, with those of other runs of the same name.
+        """Yield the deliveries from ``offset`` on, including messages of other runs of the same name.
 
         Args:
             offset: First offset. None: only messages published from now on.
@@ -181,8 +181,8 @@ class ReadyStream:
                 yield delivery
 
     def up_to_now(self) -> AsyncIterator[Delivery]:
-        """Yield the deliveries from the beginning of the stream to its current end, with those of other runs of the
-        same name. Messages that retention has removed are skipped.
+        """Yield the deliveries from the beginning of the stream to its current end, including messages of other runs
+        of the same name. Messages that retention has removed are skipped.
 
         Raises:
             BusUnavailable: The stream does not answer.
