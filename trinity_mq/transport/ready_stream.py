@@ -11,14 +11,16 @@ import asyncio
 import dataclasses
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from trinity_mq.bus import Bus, Delivery, Envelope, Incoming, Topology
 from trinity_mq.bus.streams import next_or_quiet, read_at, read_up_to_now
-from trinity_mq.experience import ExperienceBatch
 from trinity_mq.messages import BatchReady, DecodeError, Message, decode_any
 from trinity_mq.runtime.deliveries import EXPERIENCES, REFERENCE, new_mark
 from trinity_mq.transport.blobs import STORE_PATIENCE, BlobStore, resolve_body, run_with_store_retries
+
+if TYPE_CHECKING:
+    from trinity_mq.experience import ExperienceBatch
 
 T = TypeVar("T")
 
@@ -84,6 +86,8 @@ def decode_chunks(chunks: Iterable[Chunk | Delivery], store: BlobStore | None) -
         DecodeError: A chunk does not decode.
         StoreUnavailable: A chunk is in the blob store, and the store does not answer.
     """
+    from trinity_mq.experience import ExperienceBatch  # imports torch, which the page does not need
+
     bodies = (resolve_body(store, chunk.body, chunk.content_type) for chunk in chunks)
     return ExperienceBatch.concat(ExperienceBatch.decode(body).settle() for body in bodies)
 
