@@ -1,9 +1,9 @@
-"""The error that commands raise for the user, and the hint in messages about unknown names."""
+"""The error that commands raise for the user, and hints and lists in messages."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 class CommandError(ValueError):
@@ -28,3 +28,9 @@ def suggest(
     names = list(choices)
     near = difflib.get_close_matches(name, names, n=count, cutoff=cutoff)
     return f"did you mean {' or '.join(map(repr, near))}?" if near else f"{listed} {', '.join(names) or 'none'}"
+
+
+def excerpt(items: Sequence[object], most: int = 5) -> str:
+    """Return the first ``most`` items as text, and the number of further items."""
+    remaining = len(items) - most
+    return ", ".join(map(str, items[:most])) + (f" and {remaining} more" if remaining > 0 else "")

@@ -215,9 +215,6 @@ NAMES = {
     "trinity_mq.operators.human_review": "Choice=ReviewConditions",
     "trinity_mq.page.actions": "Actions=BrokerActions",
     "trinity_mq.proof.chaos.injector": "Done=InjectedFault",
-    "trinity_mq.proof.chaos.invariants": (
-        "Strikes=FaultCounts Verdict=InvariantVerdict decodes=streams_decode judged=verdict_of"
-    ),
     "trinity_mq.proof.chaos.launch": "launched=launch_run",
     "trinity_mq.proof.chaos.scenes": "Wishes=TrialOptions attached=try_local_run started=try_new_run",
     "trinity_mq.proof.chaos.schedule": "Schedule=ChaosSchedule",
@@ -228,6 +225,9 @@ NAMES = {
     "trinity_mq.proof.chaos.tokens": "KeptWeights=WeightArchive",
     "trinity_mq.proof.chaos.trial": "Outcome=TrialOutcome play=run_trial",
     "trinity_mq.proof.chaos.witness": "Witness=RunObserver",
+    "trinity_mq.proof.invariants": (
+        "Strikes=FaultCounts Verdict=InvariantVerdict decodes=streams_decode judged=verdict_of"
+    ),
     "trinity_mq.reviews.ledger": "Applied=ReviewEffect in_words=verdict_text",
     "trinity_mq.rewards.math.answers": (
         "Answer=StatedAnswer correct=is_correct stated=extract_answer wanted=truth_answer"

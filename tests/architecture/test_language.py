@@ -44,7 +44,7 @@ MOST_TEXTS = {
     "agents/trinity_agents/trainer": 2,
     "trinity_mq/experience": 2,
     "trinity_mq/models": 2,
-    "trinity_mq/operations": 2,
+    "trinity_mq/operations": 1,
     "trinity_mq/rollout": 2,
     "trinity_mq/workflows": 2,
     "agents/trinity_agents/explorer": 1,

@@ -25,8 +25,8 @@ from trinity_mq.bus import Bus, Topology, create_bus
 from trinity_mq.bus.addresses import URL_VARIABLE
 from trinity_mq.config import load_config
 from trinity_mq.experience import Experience
-from trinity_mq.proof.chaos.invariants import Expected, one_outcome, streams_decode, trained_once
-from trinity_mq.proof.chaos.record import Record, read_record
+from trinity_mq.proof.invariants import Expected, one_outcome, streams_decode, trained_once
+from trinity_mq.proof.record import Record, read_record
 from trinity_mq.runtime.notify import Notifier
 from trinity_mq.runtime.processes.supervisor import PARENT_VARIABLE
 from trinity_mq.testing.fakes import FakeChannel, FakeLearner

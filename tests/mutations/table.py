@@ -136,8 +136,8 @@ MUTATIONS = [
     Mutation(
         "a set without all of its chunks decides",
         f"{TRAINER}/decisions.py",
-        "        if any(n not in chunks for n in range(message.chunks)):\n            return None",
-        "        if any(n not in chunks for n in range(message.chunks)):\n            chunks = {n: Chunk(b'', None) for n in range(message.chunks)}",
+        "        if chunks is None:\n            return None",
+        "        if chunks is None:\n            chunks = ()",
         "unit/agents/trainer/test_decisions.py::test_the_first_complete_set_decides_and_sets_never_mix",
     ),
     # -- the trainer's state

@@ -27,7 +27,7 @@ async def next_or_quiet(bus: Bus, consumer: Consumer, seconds: float) -> Deliver
 
 
 async def read_up_to_now(
-    bus: Bus, stream: Queue, mark: Envelope, *, offset: int | None = None, seconds: float = 60.0
+    bus: Bus, stream: Queue, mark: Envelope, *, offset: int | None = None, key: str = "mark", seconds: float = 60.0
 ) -> AsyncIterator[Delivery]:
     """Yield the messages on a stream, up to and including ``mark``, which is published now.
 
@@ -37,6 +37,7 @@ async def read_up_to_now(
         mark: A message with a unique id.
         offset: First offset. Messages that retention removed are skipped. None: the current end, so that ``mark``
             reveals the offset of the end.
+        key: Routing key of the mark.
         seconds: Maximum seconds of silence on a usable bus.
 
     Raises:
@@ -46,7 +47,7 @@ async def read_up_to_now(
     while True:
         async with await bus.consume(stream, offset=offset) as feed:
             if not published:
-                published = await bus.publish(stream.bindings[0].exchange, "mark", mark)
+                published = await bus.publish(stream.bindings[0].exchange, key, mark)
             try:
                 while (delivery := await next_or_quiet(bus, feed, seconds)) is not None:
                     yield delivery

@@ -6,19 +6,21 @@ import argparse
 import contextlib
 import json
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trinity_mq.bus import BusError
 from trinity_mq.cli.arguments import add_broker, add_target
 from trinity_mq.errors import CommandError
-from trinity_mq.operations.audit import checkpoints, read_content
 from trinity_mq.runtime.errors import FatalError
 from trinity_mq.runtime.event_loop import run_until_complete
 from trinity_mq.targets.connection import Target, find_target, open_bus, saved_run_id
 from trinity_mq.targets.target import load_target_configuration
+from trinity_mq.training.checkpoints.checkpoint import Checkpoint, CheckpointError, find_by_name, find_checkpoints
 
 if TYPE_CHECKING:
-    from trinity_agents.trainer.audit import Auditor, StreamContent
+    from trinity_agents.trainer.audit import Auditor
+    from trinity_mq.proof.record import Record
 
 FOUND_FAULTS = 1
 SIGNS = {"holds": "ok", "fault": "FAULT", "not checked": "not checked"}
@@ -44,16 +46,16 @@ def audit(arguments: argparse.Namespace) -> int:
 
     config = load_target_configuration(arguments)
     run_id = saved_run_id(config.path)
-    audits = [Auditor(config.path, checkpoint) for checkpoint in checkpoints(config.path, arguments.checkpoint)]
+    audits = [Auditor(config.path, checkpoint) for checkpoint in _checkpoints(config.path, arguments.checkpoint)]
     for auditor in audits:
         auditor.check_folder(run_id)
     with contextlib.redirect_stdout(sys.stderr):  # keep the library's log output out of the report
-        content, reason = _stream_content(arguments, run_id)
+        record, reason = _stream_content(arguments, run_id)
     for auditor in audits:
-        if content is None:
+        if record is None:
             auditor.leave_out("stream", reason)
         else:
-            auditor.check_stream(content)
+            auditor.check_stream(record)
     for auditor in audits:
         if arguments.json:
             print(json.dumps({"run": config.name, **as_json(auditor)}))
@@ -61,6 +63,26 @@ def audit(arguments: argparse.Namespace) -> int:
             _print(auditor)
     print(verdict(audits), file=sys.stderr if arguments.json else sys.stdout)
     return FOUND_FAULTS if any(auditor.has_faults for auditor in audits) else 0
+
+
+def _checkpoints(run_folder: Path, name: str | None) -> list[Checkpoint]:
+    """Return the checkpoints to check, newest first.
+
+    Raises:
+        CommandError: The run has not saved a checkpoint, or the named checkpoint is missing.
+    """
+    folder = run_folder / "checkpoints"
+    try:
+        if name not in {None, "all"}:
+            return [find_by_name(folder, str(name))]
+        whole, damaged = find_checkpoints(folder) if folder.is_dir() else ([], [])
+    except (CheckpointError, OSError) as error:
+        raise CommandError(str(error)) from error
+    for checkpoint in damaged:
+        print(f"{checkpoint.path.name} is damaged and left out: {checkpoint.reason}", file=sys.stderr)
+    if not whole:
+        raise CommandError(f"{folder} holds no checkpoint to check: has the run saved one yet?")
+    return whole if name == "all" else whole[:1]
 
 
 def _print(auditor: Auditor) -> None:
@@ -77,7 +99,7 @@ def _print(auditor: Auditor) -> None:
 # -- the stream
 
 
-def _stream_content(arguments: argparse.Namespace, run_id: str | None) -> tuple[StreamContent | None, str]:
+def _stream_content(arguments: argparse.Namespace, run_id: str | None) -> tuple[Record | None, str]:
     """Return the content of the run's ``ready`` stream, or None and the reason why it is not available."""
     if arguments.offline:
         return None, "skipped (--offline)"
@@ -88,11 +110,12 @@ def _stream_content(arguments: argparse.Namespace, run_id: str | None) -> tuple[
         return None, f"the stream of processed batches cannot be read: {error}"
 
 
-async def _read(target: Target, run_id: str | None) -> StreamContent:
+async def _read(target: Target, run_id: str | None) -> Record:
+    from trinity_mq.proof.record import read_sets
     from trinity_mq.transport.blobs import open_store
 
     async with open_bus(target, "audit") as (bus, topology):
         bus.run_id = run_id
         if await bus.depth(topology.ready.name) is None:
             raise CommandError(f"run {target.run!r} has no stream on this broker")
-        return await read_content(bus, topology, open_store(target.broker, target.run))
+        return await read_sets(bus, topology, open_store(target.broker, target.run))

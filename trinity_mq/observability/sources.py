@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import uuid
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -17,11 +16,11 @@ from trinity_mq.errors import CommandError
 from trinity_mq.observability.follow import MetricsTail, consume_messages, depths
 from trinity_mq.observability.observatory import RunState
 from trinity_mq.reviews.stream import NoReviews, ReviewStream
-from trinity_mq.runtime.deliveries import EXPERIENCES
 from trinity_mq.runtime.errors import first_leaf
 from trinity_mq.targets.connection import Target, connect_bus
 from trinity_mq.targets.probe import broker_problem
 from trinity_mq.telemetry.sample_log import SAMPLES_FOLDER, SampleLogReader
+from trinity_mq.transport.ready_stream import ReadyStream, has_experiences
 
 log = structlog.get_logger(__name__)
 
@@ -167,19 +166,18 @@ class BrokerSource:
     async def _stream(self, bus: Bus, topology: Topology) -> None:
         """Take at most one message of experiences per second from the ready stream, starting at its current end."""
         loop = asyncio.get_running_loop()
-        stream = dataclasses.replace(topology.ready, redeclare=False)  # reading must not create the stream
+        stream = ReadyStream(bus, topology)
         offset: int | None = None
         taken = -STREAM_SECONDS
         while True:
             try:
-                async with await bus.consume(stream, offset=offset) as feed:
-                    async for delivery in feed:
-                        offset = (delivery.offset or 0) + 1
-                        if delivery.content_type != EXPERIENCES or bus.is_foreign(delivery):
-                            continue
-                        if loop.time() - taken >= STREAM_SECONDS:
-                            taken = loop.time()
-                            self._observatory.samples.put(delivery.body, None)
+                async for delivery in stream.read(offset):
+                    offset = (delivery.offset or 0) + 1
+                    if not has_experiences(delivery) or bus.is_foreign(delivery):
+                        continue
+                    if loop.time() - taken >= STREAM_SECONDS:
+                        taken = loop.time()
+                        self._observatory.samples.put(delivery.body, None)
                 return
             except StreamCut as cut:
                 offset = cut.got

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import cached_property
 
 from trinity_agents.explorer.state import ExplorerState
@@ -11,8 +11,20 @@ from trinity_agents.simulation.schedule import SHORT
 from trinity_agents.simulation.scheduled_run import ScheduledRun
 from trinity_agents.simulation.stand_ins import PROMPT, weights_of
 from trinity_agents.trainer.history import HistoryError, lineage
-from trinity_mq.experience import ExperienceBatch
-from trinity_mq.messages import BatchClosed, BatchReady, Message, Progress, SyncEvent, TaskResult, TaskSlice, TaskSlices
+from trinity_mq.experience import Experience, ExperienceBatch
+from trinity_mq.messages import (
+    BatchClosed,
+    BatchReady,
+    Message,
+    Progress,
+    SyncEvent,
+    TaskResult,
+    TaskSlice,
+    TaskSlices,
+    Version,
+)
+from trinity_mq.proof.invariants import each_trained_once, set_faults, tickets_decided_once
+from trinity_mq.proof.record import Record, Recorder
 
 Faults = Iterator[str]
 RunOfTask = tuple[int, int, int]
@@ -55,9 +67,24 @@ class Evidence:
         return {batch: manifests[0] for batch, manifests in self.manifests.items()}
 
     @cached_property
+    def record(self) -> Record:
+        """The results, the progress of the trainers, and the processed sets with their experiences."""
+        recorder = Recorder(keeps_experiences=True)
+        for stored in self.run.stream().messages:
+            recorder.take_ready(stored)
+        record = recorder.record
+        record.results = [message for message in self.messages if isinstance(message, TaskResult)]
+        record.progress = [message for message in self.messages if isinstance(message, Progress)]
+        return record
+
+    @cached_property
     def processed(self) -> dict[int, tuple[BatchReady, ExperienceBatch]]:
-        """The processed set that decides each batch, from the ready stream."""
-        return self.run.processed()
+        """The processed set that decides each batch: the first complete set of its ticket."""
+        decided: dict[int, tuple[BatchReady, ExperienceBatch]] = {}
+        for processed in self.record.deciding.values():
+            assert processed.experiences is not None
+            decided.setdefault(int(processed.ready.batch), (processed.ready, processed.experiences))
+        return decided
 
     @cached_property
     def slices(self) -> list[TaskSlice]:
@@ -69,16 +96,6 @@ class Evidence:
         return slices
 
     @cached_property
-    def results(self) -> list[TaskResult]:
-        """Every published result, including repetitions."""
-        return [message for message in self.messages if isinstance(message, TaskResult)]
-
-    @cached_property
-    def progress(self) -> list[Progress]:
-        """Every progress message of the trainers."""
-        return [message for message in self.messages if isinstance(message, Progress)]
-
-    @cached_property
     def history(self) -> list[dict[str, object]]:
         """History entries of the lineage of the final checkpoint, in order.
 
@@ -86,6 +103,13 @@ class Evidence:
             HistoryError: The history has a gap.
         """
         return [*lineage(self.run.folder / "history", self.generation, self.settings.batches)]
+
+    @cached_property
+    def given_up(self) -> set[str]:
+        """Tickets of batches that were given up."""
+        return {
+            message.ticket for message in self.messages if isinstance(message, BatchReady) and message.state in GIVEN_UP
+        }
 
     @property
     def is_short(self) -> bool:
@@ -106,7 +130,7 @@ def run_is_over(evidence: Evidence) -> Faults:
         yield f"batches are not consumed at the end: {list(state.following.tickets)}"
     if (state.opened, state.closed) != (batches, batches):
         yield f"{batches} batches were wanted, {state.opened} opened and {state.closed} closed"
-    reached = max((report.progress for report in evidence.progress), default=0)
+    reached = max((report.progress for report in evidence.record.progress), default=0)
     if reached != batches:
         yield f"the trainer came to progress {reached} of {batches}"
 
@@ -132,7 +156,7 @@ def one_outcome(evidence: Evidence) -> Faults:
     cut_short = evidence.run.workflows.cut_short | evidence.run.pool.cut_short
     incomplete = {
         (result.ticket, result.task_id, result.run_base)
-        for result in evidence.results
+        for result in evidence.record.results
         if result.outcome == "poisoned"
         or (result.ticket, result.task_id, result.run_base, frozenset(result.runs)) in cut_short
     }
@@ -186,7 +210,7 @@ def each_task_once(evidence: Evidence) -> Faults:
     ]
     if len(set(range(max(places, default=-1))) - set(places)) > evidence.settings.tasks * len(late):
         yield f"tasks that were given out: {sorted(places)}"
-    stale = {(report.ticket, task) for report in evidence.progress for task in report.stale_tasks}
+    stale = {(report.ticket, task) for report in evidence.record.progress for task in report.stale_tasks}
     done = {
         (manifest.ticket, part.task_id)
         for manifest in evidence.manifest.values()
@@ -203,28 +227,40 @@ def processed_as_listed(evidence: Evidence) -> Faults:
     """Check that the deciding set of a batch holds each experience listed in the manifest once, and no other
     experience.
     """
-    least = evidence.run.config.algorithm.effective_min_group_runs
+    yield from as_in_manifest(evidence, evidence.run.config.algorithm.effective_min_group_runs)
+    for batch, (ready, experiences) in evidence.processed.items():
+        if ready.state not in GIVEN_UP:
+            if ready.experiences != len(experiences):
+                yield f"batch {batch}: {ready.experiences} experiences announced, {len(experiences)} there"
+            continue
+        if evidence.settings.delivery_limit >= SHORT and evidence.settings.operator_deadline >= SHORT:
+            yield f"batch {batch} was given up: {ready.reason}"
+        if len(experiences):
+            yield f"batch {batch} was given up and has experiences"
+
+
+def as_in_manifest(evidence: Evidence, least: int, *, once: bool = True) -> Faults:
+    """Check that the deciding set of each batch holds experiences of all runs in its manifest, and of no other runs.
+
+    Args:
+        evidence: The evidence of the run.
+        least: Minimum number of runs in a group; smaller groups are left out of the set.
+        once: A run has a single experience.
+    """
     if sorted(evidence.processed) != sorted(evidence.manifest):
         yield f"batches that were decided: {sorted(evidence.processed)}"
     for batch, (ready, experiences) in evidence.processed.items():
         manifest = evidence.manifest.get(batch)
         if manifest is None or ready.ticket != manifest.ticket:
             yield f"batch {batch} was decided for ticket {ready.ticket}, closed for {manifest and manifest.ticket}"
-            continue
-        rids = Counter(experiences.ids("rid"))
-        if ready.state in GIVEN_UP:
-            if evidence.settings.delivery_limit >= SHORT and evidence.settings.operator_deadline >= SHORT:
-                yield f"batch {batch} was given up: {ready.reason}"
-            if rids:
-                yield f"batch {batch} was given up and has experiences"
-            continue
-        runs = [(part.task_id, run) for part in manifest.accepted for run in part.runs]
-        groups = Counter(task for task, _ in runs)
-        expected = Counter(f"{batch}/{task}/{run}" for task, run in runs if groups[task] >= least)
-        if rids != expected:
-            yield f"batch {batch}: beyond the manifest {dict(rids - expected)}, missing {dict(expected - rids)}"
-        if ready.experiences != rids.total():
-            yield f"batch {batch}: {ready.experiences} experiences announced, {rids.total()} there"
+        elif ready.state not in GIVEN_UP:
+            rids = experiences.ids("rid")
+            actual = Counter(rids if once else set(rids))
+            runs = [(part.task_id, run) for part in manifest.accepted for run in part.runs]
+            groups = Counter(task for task, _ in runs)
+            expected = Counter(f"{batch}/{task}/{run}" for task, run in runs if groups[task] >= least)
+            if actual != expected:
+                yield f"batch {batch}: beyond the manifest {dict(actual - expected)}, missing {dict(expected - actual)}"
 
 
 def trained_once(evidence: Evidence) -> Faults:
@@ -243,9 +279,8 @@ def trained_once(evidence: Evidence) -> Faults:
     in_order = batches if settings.style == "fixed" else sorted(batches, key=lambda batch: int(str(batch)))
     if in_order != list(range(1, settings.batches + 1)):
         yield f"batches consumed in this order: {batches}"
-    uids = Counter(uid for entry in history for uid in uids_of(entry))
-    if duplicates := [uid for uid, times in uids.items() if times > 1]:
-        yield f"trained on twice: {duplicates}"
+    yield from tickets_decided_once(history)
+    yield from each_trained_once(history)
     for entry in history:
         yield from _entry(evidence, entry)
 
@@ -259,20 +294,11 @@ def uids_of(entry: Mapping[str, object]) -> list[str]:
 
 def _entry(evidence: Evidence, entry: Mapping[str, object]) -> Faults:
     batch, outcome = int(str(entry["batch"])), entry["outcome"]
-    decided = evidence.processed.get(batch)
-    if entry.get("repaired"):
-        outcomes = [
-            other_entry["outcome"]
-            for other_entry in evidence.history
-            if other_entry["ticket"] == entry["ticket"] and not other_entry.get("repaired")
-        ]
-        if outcomes not in (["failed"], ["skipped"]):
-            yield f"batch {batch} was repaired, and is recorded as {outcomes}"
+    processed = evidence.record.by_processing.get((str(entry["ticket"]), str(entry["op"])))
+    yield from set_faults(entry, processed)
+    if entry.get("repaired") or processed is None or processed.experiences is None:
         return
-    if decided is None or (entry["ticket"], entry["op"]) != (decided[0].ticket, decided[0].op):
-        yield f"batch {batch}: the trainer took {entry['ticket']}/{entry['op']}, decided is {decided and decided[0].op}"
-        return
-    ready, experiences = decided
+    ready = processed.ready
     if outcome not in {"trained", "dropped", "skipped"}:
         if outcome != ready.state:
             yield f"batch {batch} is recorded as {outcome}, and is {ready.state}"
@@ -281,12 +307,9 @@ def _entry(evidence: Evidence, entry: Mapping[str, object]) -> Faults:
         if len(evidence.run.trainers) < 3:
             yield f"batch {batch} was skipped, though it can have killed no two trainers"
         return
-    rids = Counter(experiences.ids("rid"))
-    trained = Counter("/".join(uid.split("/")[:3]) for uid in uids_of(entry))
-    left_out = rids - trained
-    if trained - rids:
-        yield f"batch {batch}: trained beyond what was decided: {dict(trained - rids)}"
-    if left_out.total() not in {report.dropped for report in evidence.progress if report.ticket == ready.ticket}:
+    rids = Counter(processed.experiences.ids("rid"))
+    left_out = rids - Counter("/".join(uid.split("/")[:3]) for uid in uids_of(entry))
+    if left_out.total() not in {report.dropped for report in evidence.record.progress if report.ticket == ready.ticket}:
         yield f"batch {batch}: {left_out.total()} experiences were left out, and nobody says so"
     bound, before = evidence.run.config.synchronizer, [int(str(earlier["batch"])) for earlier in evidence.history]
     # the batch was consumed after a batch that was opened later, so more steps lie between than the sync style implies
@@ -318,24 +341,32 @@ def within_staleness_bound(evidence: Evidence) -> Faults:
         step = int(str(entry["step"]))
 
 
-def tokens_of_their_weights(evidence: Evidence) -> Faults:
+def tokens_of_their_weights(evidence: Evidence, version_of: Callable[[int], Version] = weights_of) -> Faults:
     """Check that each token was sampled by the weights that its experience names, and that a trainer had offered these
-    weights.
+    weights. ``version_of`` returns the version that a token encodes.
     """
     offered = {event.version for event in evidence.messages if isinstance(event, SyncEvent) and event.verb == "prepare"}
     for batch, (_, experiences) in evidence.processed.items():
         for experience in experiences:
-            for position, token in enumerate(int(token) for token in experience.tokens[len(PROMPT) :]):
+            assert list(experience.tokens[: len(PROMPT)]) == list(PROMPT)
+            for token, position in sampled(experience):
                 named = [
                     (generation, step) for first, generation, step in experience.versions or [] if first <= position
                 ]
-                if not named or named[-1] != weights_of(token):
+                if not named or named[-1] != version_of(token):
                     yield (
-                        f"batch {batch}: token {position} of {experience.eid.rid} is of {weights_of(token)}, "
+                        f"batch {batch}: token {position} of {experience.eid.rid} is of {version_of(token)}, "
                         f"named {named}"
                     )
                 elif named[-1] not in offered:
                     yield f"batch {batch}: {experience.eid.rid} names {named[-1]}, which no trainer offered"
+
+
+def sampled(experience: Experience) -> list[tuple[int, int]]:
+    """Return (token, place) for the tokens of an experience that an engine sampled."""
+    tokens = [int(token) for token in experience.tokens[experience.prompt_length :]]
+    mask = [True] * len(tokens) if experience.action_mask is None else [bool(flag) for flag in experience.action_mask]
+    return [(token, position) for position, (token, is_own) in enumerate(zip(tokens, mask, strict=True)) if is_own]
 
 
 def versions_in_order(evidence: Evidence) -> Faults:
@@ -371,17 +402,18 @@ def versions_in_order(evidence: Evidence) -> Faults:
         yield f"the last version is {highest}, and the lineage ends at step {final}"
 
 
-def dead_letters_accounted_for(evidence: Evidence) -> Faults:
-    """Check that ``dead`` holds only slices reported as poisoned, and batches that were given up or skipped."""
-    poisoned = {result.ticket for result in evidence.results if result.outcome == "poisoned"}
-    given_up = {
-        message.ticket for message in evidence.messages if isinstance(message, BatchReady) and message.state in GIVEN_UP
+def dead_letters_accounted_for(evidence: Evidence, ignored: Collection[str] = ()) -> Faults:
+    """Check that ``dead`` holds only slices reported as poisoned, and batches that were given up or skipped, apart from
+    messages of the kinds in ``ignored``.
+    """
+    allowed: dict[str, set[str]] = {
+        "task_slice": {result.ticket for result in evidence.record.results if result.outcome == "poisoned"},
+        "batch_closed": evidence.given_up,
+        "batch_ready": {report.ticket for report in evidence.record.progress if report.outcome == "skipped"},
     }
-    skipped = {report.ticket for report in evidence.progress if report.outcome == "skipped"}
-    allowed: dict[str, set[str]] = {"task_slice": poisoned, "batch_closed": given_up, "batch_ready": skipped}
     for headers in evidence.run.dead_letters():
         kind, ticket = str(headers.get("kind")), str(headers.get("ticket"))
-        if ticket not in allowed.get(kind, set()):
+        if kind not in ignored and ticket not in allowed.get(kind, set()):
             yield f"a {kind} of ticket {ticket}: {headers.get('dead-reason')}"
 
 
@@ -395,22 +427,15 @@ def queues_are_empty(evidence: Evidence) -> Faults:
     undecided = {str(stored.headers.get("ticket")) for stored in evidence.run.waiting_in("closed")} - decided
     if undecided:
         yield f"manifests of {sorted(undecided)} wait in closed"
-    given_up = _tickets_given_up(evidence)
     for name, queue in evidence.run.broker.queues.items():
         short_name = name.removeprefix(evidence.run.topology.prefix)
         if (
             short_name.startswith("batch.")
             and queue.depth
             and evidence.run.is_undisturbed
-            and short_name.rpartition(".")[2] not in given_up
+            and short_name.rpartition(".")[2] not in evidence.given_up
         ):
             yield f"{queue.depth} parts are left in {short_name}"
-
-
-def _tickets_given_up(evidence: Evidence) -> set[str]:
-    return {
-        message.ticket for message in evidence.messages if isinstance(message, BatchReady) and message.state in GIVEN_UP
-    }
 
 
 INVARIANTS: Mapping[str, Callable[[Evidence], Faults]] = {

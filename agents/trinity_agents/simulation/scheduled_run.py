@@ -41,10 +41,8 @@ from trinity_agents.simulation.schedule import (
 from trinity_agents.simulation.stand_ins import FakeWorkflowRunner, SimulatedChannel, SimulatedEngine, SimulatedLearner
 from trinity_agents.trainer.agent import Trainer
 from trinity_mq.bus import BusUnavailable
-from trinity_mq.experience import ExperienceBatch
-from trinity_mq.messages import BatchReady, decode_any
 from trinity_mq.runtime.agent import Agent
-from trinity_mq.runtime.deliveries import EXPERIENCES, CrashLog
+from trinity_mq.runtime.deliveries import CrashLog
 from trinity_mq.runtime.errors import RestartRequested, first_leaf
 from trinity_mq.testing.virtual_time import VirtualTimeLoop, run_virtually
 
@@ -349,22 +347,6 @@ class ScheduledRun(Simulation):
             and len(self.lives) == len({bus.who.rstrip("'") for bus in self.lives})
             and not any(isinstance(fault, COSTLY) for fault in self.schedule.faults)
         )
-
-    def processed(self) -> dict[int, tuple[BatchReady, ExperienceBatch]]:
-        """Return the set that decides each batch, from the stream alone: the first complete set of its ticket."""
-        sets: defaultdict[tuple[str, str], dict[int, bytes]] = defaultdict(dict)
-        decided: dict[int, tuple[BatchReady, ExperienceBatch]] = {}
-        for stored in self.stream().messages:
-            headers = stored.headers
-            if stored.content_type == EXPERIENCES:
-                sets[str(headers["ticket"]), str(headers["op"])].setdefault(int(str(headers["n"])), stored.body)
-                continue
-            message = decode_any(stored.body, stored.content_type)
-            if isinstance(message, BatchReady) and isinstance(message.batch, int) and message.batch not in decided:
-                chunks = sets[message.ticket, message.op]
-                bodies = [ExperienceBatch.decode(chunks[n]) for n in range(message.chunks)]
-                decided[message.batch] = (message, ExperienceBatch.concat(bodies))
-        return decided
 
 
 WORK = ("tasks.train", "tasks.eval", "closed", "submitted", "dead")

@@ -5,20 +5,19 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from trinity_agents.trainer.decisions import NONE_SETTLED
-from trinity_agents.trainer.history import Lineage, some, trace
+from trinity_agents.trainer.history import Lineage, trace
+from trinity_mq.errors import excerpt
+from trinity_mq.proof.invariants import Entry, each_trained_once, set_faults, tickets_decided_once
+from trinity_mq.proof.record import Record
 from trinity_mq.training.checkpoints.checkpoint import Checkpoint, DamagedCheckpointError, verify
 
-Entry = dict[str, Any]
-"""A line of the history."""
 Result = Literal["holds", "fault", "not checked"]
 MODEL_FOLDER, FINAL_FOLDER = "model", "final"
-TRAINABLE_LATER = {"failed", "skipped"}
-"""Outcomes after which a ticket may be repaired and trained on later."""
 
 
 @dataclass(frozen=True)
@@ -29,29 +28,6 @@ class Check:
     result: Result
     text: str
     """The finding; for a fault the actual and the expected value."""
-
-
-@dataclass(frozen=True)
-class StreamSet:
-    """A complete set of chunks on the stream, with its BatchReady."""
-
-    offset: int
-    is_first: bool
-    """True for the first set of its ticket on the stream."""
-    uids: frozenset[str] | None
-    """Uids of its experiences; None if a chunk could not be read."""
-    other_chain: bool = False
-    """True if the operator that made it had another configuration than the explorer."""
-
-
-@dataclass
-class StreamContent:
-    """Current content of the ``ready`` stream."""
-
-    begins: int = 0
-    """First offset that retention has not removed."""
-    sets: dict[tuple[str, str], StreamSet] = field(default_factory=dict)
-    """Sets by (ticket, processing)."""
 
 
 class Auditor:
@@ -98,9 +74,9 @@ class Auditor:
         self._add("sets", self._sets)
         self._add("final model", self._final)
 
-    def check_stream(self, content: StreamContent) -> None:
+    def check_stream(self, record: Record) -> None:
         """Compare the history with the operators' sets, as far as the stream still holds these sets."""
-        self._add("stream", lambda: self._stream(content))
+        self._add("stream", lambda: self._stream(record))
 
     def leave_out(self, name: str, why: str) -> None:
         """Record a check as not done."""
@@ -136,33 +112,13 @@ class Auditor:
         yield Check("progress", "holds", f"every batch is in the history, in order, without a gap: {spans}")
 
     def _tickets(self) -> Iterator[Check | str]:
-        decided = Counter(entry["ticket"] for entry in self.entries if not entry.get("repaired"))
-        if double := [ticket for ticket, count in decided.items() if count > 1]:
-            yield f"tickets decided more than once: {some(double)}"
-        earlier: dict[str, str] = {}
-        repaired = 0
-        for entry in self.entries:
-            if entry.get("repaired"):
-                if earlier.get(entry["ticket"]) not in TRAINABLE_LATER:
-                    yield (
-                        f"ticket {entry['ticket']} is repaired with progress {entry['progress']}, but was "
-                        f"{earlier.get(entry['ticket'], 'never decided')} before, wanted failed or skipped"
-                    )
-                repaired += 1
-            earlier[entry["ticket"]] = entry["outcome"]
+        yield from tickets_decided_once(self.entries)
+        repaired = sum(bool(entry.get("repaired")) for entry in self.entries)
         more = f", {repaired} of them again after a repair" if repaired else ""
-        yield Check("tickets", "holds", f"{len(decided)} tickets, each decided once{more}")
+        yield Check("tickets", "holds", f"{len(self.entries) - repaired} tickets, each decided once{more}")
 
     def _experiences(self) -> Iterator[Check | str]:
-        if double := [uid for uid, count in Counter(self.uids).items() if count > 1]:
-            yield f"experiences trained on more than once: {some(double)}"
-        for entry in self.entries:
-            uids = entry["uids"]
-            # An experience's id begins with its batch number, which contains no escaped characters.
-            if foreign := [uid for uid in uids if uid.partition("/")[0] != str(entry["batch"])]:
-                yield f"progress {entry['progress']} is batch {entry['batch']}, but holds others: {some(foreign)}"
-            if uids and entry["outcome"] != "trained":
-                yield f"progress {entry['progress']} is {entry['outcome']}, but lists {len(uids)} experiences"
+        yield from each_trained_once(self.entries)
         yield Check("experiences", "holds", f"{len(self.uids)} experiences, each trained on once, in its own batch")
 
     def _steps(self) -> Iterator[Check | str]:
@@ -189,15 +145,15 @@ class Auditor:
         consumed = set(source["consumed"]) | set(source.get("failed", ()))
         # A run that taps another run also consumed the tickets before its first batch, without training on them.
         if missing := [] if is_tap else sorted(consumed - decided):
-            yield f"the checkpoint has consumed these tickets, and its history does not list them: {some(missing)}"
+            yield f"the checkpoint has consumed these tickets, and its history does not list them: {excerpt(missing)}"
         settled = source.get("settled", NONE_SETTLED)  # the checkpoint lists no tickets of batches up to this number
         recent = {entry["ticket"] for entry in self.entries if int(entry["batch"]) > settled}
         if foreign := sorted(recent - consumed):
-            yield f"the history lists these tickets, and the checkpoint has not consumed them: {some(foreign)}"
+            yield f"the history lists these tickets, and the checkpoint has not consumed them: {excerpt(foreign)}"
         batches = Counter(int(entry["batch"]) for entry in self.entries if not entry.get("repaired"))
         expected = {*range(1, source["batches"] + 1), *source.get("ahead", ())}
         if different := sorted((batches.keys() ^ expected) | {batch for batch, count in batches.items() if count > 1}):
-            yield f"the checkpoint and its history differ in batches: {some(different)}"
+            yield f"the checkpoint and its history differ in batches: {excerpt(different)}"
         if run_id and state.run_id and run_id != state.run_id:
             yield f"the checkpoint is of run {state.run_id}, and the explorer's state of run {run_id}"
         whose = f" of run {state.run_id}" if state.run_id else ""
@@ -207,7 +163,7 @@ class Auditor:
         places = [(entry, entry["stream"]) for entry in self.entries if "stream" in entry]
         offsets = Counter(offset for _, place in places for offset in (place["offset"], *place["chunks"]))
         if double := sorted(offset for offset, count in offsets.items() if count > 1):
-            yield f"messages of the stream that were used more than once, by offset: {some(double)}"
+            yield f"messages of the stream that were used more than once, by offset: {excerpt(double)}"
         for entry, place in places:
             if any(chunk >= place["offset"] for chunk in place["chunks"]):
                 yield f"progress {entry['progress']} used a chunk that comes after its BatchReady"
@@ -240,31 +196,23 @@ class Auditor:
                 verify(Checkpoint(final, self.checkpoint.state, checksums=weights))
                 yield Check("final model", "holds", "final/ holds the weights of this checkpoint")
 
-    def _stream(self, content: StreamContent) -> Iterator[Check | str]:
+    def _stream(self, record: Record) -> Iterator[Check | str]:
+        sets = record.by_processing
         cut = compared = unread = 0
         for entry in self.entries:
             place = entry.get("stream")
             first = None if place is None else min([place["offset"], *place["chunks"]])
-            if first is not None and first < content.begins:
+            if first is not None and first < record.ready_begin:
                 cut += 1
                 continue
-            actual = content.sets.get((entry["ticket"], entry["op"]))
+            actual = sets.get((entry["ticket"], entry["op"]))
             if actual is None and first is None:
                 cut += 1  # the offset of the set is unknown
                 continue
-            if actual is None or not (actual.is_first or entry.get("repaired")):
-                where = "is not there" if actual is None else "is not the first of its ticket there"
-                yield f"progress {entry['progress']} was decided by set {entry['op']}, which {where}"
-                continue
-            compared += 1
-            if actual.other_chain:
-                yield f"progress {entry['progress']}: its operator had another configuration than the run's explorer"
-            if place is not None and place["offset"] != actual.offset:
-                yield f"progress {entry['progress']}: its BatchReady lies at {actual.offset}, not at {place['offset']}"
-            if actual.uids is None:
-                unread += 1
-            elif foreign := sorted(set(entry["uids"]) - actual.uids):
-                yield f"progress {entry['progress']} holds experiences that no operator sent: {some(foreign)}"
+            yield from set_faults(entry, actual)
+            if actual is not None:
+                compared += 1
+                unread += bool(actual.unread)
         if cut:
             yield Check("stream", "not checked", f"the stream does not hold the sets of {cut} batches any more")
         if unread:

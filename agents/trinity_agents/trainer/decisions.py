@@ -9,10 +9,11 @@ import itertools
 import operator
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import MappingProxyType
 
 from trinity_mq.messages import BatchReady
+from trinity_mq.transport.ready_stream import Chunk, OpenSets
 
 NONE_SETTLED = -1
 """Value of :attr:`TicketDecider.settled` if no batch is settled: lower than any batch number."""
@@ -38,17 +39,6 @@ def replayed_key(tid: str) -> str:
     return f"{REPLAYED}{tid}"
 
 
-@dataclass(slots=True)
-class Chunk:
-    """One chunk of experiences as received, not decoded."""
-
-    body: bytes
-    """Encoded experiences; empty once released, and then read from the stream again when needed."""
-    content_type: str | None
-    offset: int = 0
-    """Stream offset."""
-
-
 @dataclass(frozen=True, slots=True)
 class TicketDecision:
     """The first complete set of a ticket."""
@@ -62,14 +52,6 @@ class TicketDecision:
     def batch(self) -> int:
         """The batch's number."""
         return int(self.ready.batch)
-
-
-@dataclass(slots=True)
-class _Sets:
-    """Chunks received for one ticket, by processing (op) and chunk number."""
-
-    first_offset: int
-    by_op: dict[str, dict[int, Chunk]] = field(default_factory=dict)
 
 
 class TicketDecider:
@@ -113,20 +95,15 @@ class TicketDecider:
         self.next_offset = next_offset
         self.ended: int | None = None
         """Number of batches of the run, once known; None again after a later batch shows that the run was extended."""
-        self._open: dict[str, _Sets] = {}
+        self._open: OpenSets[Chunk] = OpenSets()
         self._decided: dict[int, TicketDecision] = {}
         self._held: dict[str, int] = {}
 
-    def chunk(self, ticket: str, op: str, n: int, chunk: Chunk, offset: int, batch: int | None = None) -> None:
-        """Take in a chunk; repeats and chunks of decided tickets are ignored.
-
-        ``batch`` is the number of its batch, None if the message does not name the batch.
-        """
-        self.next_offset = offset + 1
-        if self.is_settled(ticket, batch):
-            return
-        sets = self._open.setdefault(ticket, _Sets(offset))
-        sets.by_op.setdefault(op, {}).setdefault(n, chunk)
+    def chunk(self, chunk: Chunk) -> None:
+        """Take in a chunk; repeats and chunks of decided tickets are ignored."""
+        self.next_offset = chunk.offset + 1
+        if not self.is_settled(chunk.ticket, chunk.batch if isinstance(chunk.batch, int) else None):
+            self._open.add(chunk.ticket, chunk.op, chunk.n, chunk)
 
     def ready(self, message: BatchReady, offset: int) -> TicketDecision | None:
         """Take in the BatchReady of a set; return the decision if the set is complete and decides its ticket."""
@@ -134,22 +111,23 @@ class TicketDecider:
         if not isinstance(message.batch, int):
             return None
         if self.is_settled(message.ticket, message.batch):
-            self._open.pop(message.ticket, None)
+            self._open.drop(message.ticket)
             return None
         again = message.ticket in self._failed
         if again and message.state not in {"ready", "empty"}:
-            self._open.pop(message.ticket, None)
+            self._open.drop(message.ticket)
             return None  # the ticket has failed again
-        sets = self._open.get(message.ticket) or _Sets(offset)
-        chunks = sets.by_op.get(message.op, {})
-        if any(n not in chunks for n in range(message.chunks)):
+        chunks = self._open.join(message)
+        if chunks is None:
             return None  # its chunks lie before our offset: another set, or a repeat of this set, decides
-        self._open.pop(message.ticket, None)
-        decision = TicketDecision(message, tuple(chunks[n] for n in range(message.chunks)), offset)
+        first = self._open.first(message.ticket)
+        first_offset = offset if first is None else first.offset
+        self._open.drop(message.ticket)
+        decision = TicketDecision(message, chunks, offset)
         if again:
-            self._repaired[message.ticket] = sets.first_offset, decision
+            self._repaired[message.ticket] = first_offset, decision
             return decision
-        self._held[message.ticket] = sets.first_offset
+        self._held[message.ticket] = first_offset
         if message.state == "failed" or self._starts(message.ticket) >= self._max_starts():
             self._failed.add(message.ticket)
         self._decided[decision.batch] = decision
@@ -223,6 +201,11 @@ class TicketDecider:
         return self._failed - self._held.keys()
 
     @property
+    def incomplete(self) -> list[Chunk]:
+        """The first chunk of each undecided ticket."""
+        return list(self._open.firsts())
+
+    @property
     def unused(self) -> list[int]:
         """Numbers of repaired batches that were not trained on with a later batch yet."""
         return [decision.batch for _, decision in self._repaired.values()]
@@ -238,6 +221,6 @@ class TicketDecider:
         This is the offset of the first chunk of undecided tickets and unconsumed batches, repaired batches included,
         or the next offset without such tickets.
         """
-        firsts = [sets.first_offset for sets in self._open.values()]
+        firsts = [chunk.offset for chunk in self._open.firsts()]
         firsts += [first for first, _ in self._repaired.values()]
         return min([*firsts, *self._held.values()], default=self.next_offset)

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from trinity_mq.errors import excerpt
 from trinity_mq.messages.base import BatchId
 from trinity_mq.messages.batches import StepOutcome
 from trinity_mq.release import VERSION
@@ -249,15 +250,9 @@ def _diff(progresses: Sequence[int], start: int, end: int) -> str:
     duplicates = sorted(number for number, count in counts.items() if count > 1)
     if missing or duplicates:
         return "; ".join(
-            f"{what}: {some(numbers)}" for what, numbers in (("missing", missing), ("double", duplicates)) if numbers
+            f"{what}: {excerpt(numbers)}" for what, numbers in (("missing", missing), ("double", duplicates)) if numbers
         )
     return "its lines are in another order"
-
-
-def some(items: Sequence[object], most: int = 5) -> str:
-    """Return the first ``most`` items as text, and the number of further items."""
-    remaining = len(items) - most
-    return ", ".join(map(str, items[:most])) + (f" and {remaining} more" if remaining > 0 else "")
 
 
 def _read(path: Path) -> list[dict[str, Any]]:

@@ -6,28 +6,26 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import contextlib
 import dataclasses
-import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from trinity_agents.trainer.decisions import Chunk, TicketDecider, TicketDecision
+from trinity_agents.trainer.decisions import TicketDecider, TicketDecision
 from trinity_agents.trainer.sources.last_batch import LastBatch
-from trinity_mq.bus import Bus, BusUnavailable, Consumer, Delivery, StreamCut, Topology
-from trinity_mq.bus.streams import next_or_quiet
+from trinity_mq.bus import Bus, BusUnavailable, Delivery, StreamCut, Topology
 from trinity_mq.errors import CommandError
 from trinity_mq.experience import ExperienceBatch
-from trinity_mq.messages import BatchReady, DecodeError, Mark, RunEnd, decode_any
-from trinity_mq.runtime.deliveries import EXPERIENCES, REFERENCE, envelope
-from trinity_mq.transport.blobs import BlobStore, StoreUnavailable, resolve_body, run_with_store_retries
+from trinity_mq.messages import BatchReady, DecodeError, RunEnd
+from trinity_mq.runtime.deliveries import new_mark
+from trinity_mq.transport.blobs import BlobStore, StoreUnavailable
+from trinity_mq.transport.ready_stream import SILENCE_SECONDS, Chunk, ReadyStream, content_of, decode_in_thread
 
 MARK_SECONDS = 10.0
 """Timeout in seconds for publishing our end mark. If it is not confirmed, a quiet stream is assumed to be at its
 end.
 """
 QUIET_SECONDS = 3.0
-STUCK_SECONDS = 60.0
-"""Seconds without a message, on a usable bus, after which waiting for our end mark stops."""
 STORE_SECONDS = 5.0
 REMEMBERED = 10_000
 """Number of decided batches that a following reader remembers to recognize redelivered sets, which arrive soon."""
@@ -97,12 +95,12 @@ class ReadyReader:
         since: int | None = None,
         note: Callable[[str], None] | None = None,
     ) -> None:
-        self._bus, self._topology, self._choice, self._store, self._take = bus, topology, choice, store, take
+        self._bus, self._run, self._choice, self._store, self._take = bus, topology.run, choice, store, take
+        self._stream = ReadyStream(bus, topology)
         self._since = since
         self._decider = TicketDecider()
-        self._open: dict[str, str] = {}
-        """Batch by ticket, for batches with chunks but no decision yet."""
-        self._nonce = self._end_nonce = uuid.uuid4().hex
+        self._mark, self._end_mark = new_mark(), new_mark()
+        """Marks of the present end, and of the end of :meth:`follow`."""
         self._last = LastBatch()
         self._is_following = self._has_caught_up = False
         self._decided_tickets: collections.deque[str] = collections.deque()
@@ -117,11 +115,11 @@ class ReadyReader:
             CommandError: The run has no such stream on this broker.
         """
         await self._check()
-        quiet = await self._mark()
+        quiet = await self._put_mark()
         offset: int | None = 0
         while offset is not None:
             offset = await self._read_from(offset, quiet)
-        self.summary.incomplete = list(dict.fromkeys(self._open.values()))
+        self.summary.incomplete = list(dict.fromkeys(str(chunk.batch) for chunk in self._decider.incomplete))
         if self.summary.foreign:
             self._note(f"{self.summary.foreign} messages of earlier runs of this name are left out")
         return self.summary
@@ -137,11 +135,11 @@ class ReadyReader:
             CommandError: The run has no such stream on this broker.
         """
         await self._check()
-        self._is_following, self._end_nonce = True, uuid.uuid4().hex
+        self._is_following = True
         if offset is None:
             self._has_caught_up = True
         else:
-            await self._mark()
+            await self._put_mark()
         while (further := await self._read_from(offset, None)) is not None:
             offset = further
             self._last.cut()
@@ -153,22 +151,20 @@ class ReadyReader:
         Raises:
             BusUnavailable: The broker does not accept messages.
         """
-        mark = envelope(Mark(nonce=self._end_nonce), message_id=f"mark-{self._end_nonce}")
-        await self._bus.publish(self._topology.exchange("ready"), "mark", mark, timeout=MARK_SECONDS)
+        await self._stream.put_mark(self._end_mark, timeout=MARK_SECONDS)
 
     async def _check(self) -> None:
-        if await self._bus.depth(self._topology.ready.name) is None:
+        if not await self._stream.exists():
             raise CommandError(
-                f"run {self._topology.run!r} has no stream of experiences on this broker: was it ever started there, "
+                f"run {self._run!r} has no stream of experiences on this broker: was it ever started there, "
                 "or was it cleaned away?"
             )
 
-    async def _mark(self) -> float:
+    async def _put_mark(self) -> float:
         """Mark the stream's end. Return the seconds of silence after which the end counts as reached."""
-        mark = envelope(Mark(nonce=self._nonce), message_id=f"mark-{self._nonce}")
         try:
-            if await self._bus.publish(self._topology.exchange("ready"), "mark", mark, timeout=MARK_SECONDS):
-                return STUCK_SECONDS
+            if await self._stream.put_mark(self._mark, timeout=MARK_SECONDS):
+                return SILENCE_SECONDS
         except BusUnavailable as error:
             self._note(f"the broker takes no messages now ({error}): the end of the stream is a guess")
         return QUIET_SECONDS
@@ -177,11 +173,10 @@ class ReadyReader:
         """Read from ``offset`` to the mark or to ``quiet`` seconds of silence. If retention cut the stream, return the
         offset at which to resume, else None.
         """
-        stream = dataclasses.replace(self._topology.ready, redeclare=False)  # reading must not create the stream
         is_first = offset is not None
-        async with await self._bus.consume(stream, offset=offset) as subscription:
+        async with contextlib.aclosing(self._stream.read(offset, silence=lambda: quiet)) as deliveries:
             try:
-                while (delivery := await self._next(subscription, quiet)) is not None:
+                async for delivery in deliveries:
                     if is_first and delivery.offset:
                         self._note(
                             f"the stream begins at offset {delivery.offset}: older messages were removed by its "
@@ -194,43 +189,33 @@ class ReadyReader:
                         return None
             except StreamCut as error:
                 return error.got
-        if quiet == STUCK_SECONDS:
+        if quiet == SILENCE_SECONDS:
             self._note(f"the end of the stream was not reached: nothing came for {quiet:g} s")
         return None
 
-    async def _next(self, subscription: Consumer, quiet: float | None) -> Delivery | None:
-        return await (anext(subscription, None) if quiet is None else next_or_quiet(self._bus, subscription, quiet))
-
     async def _is_last(self, delivery: Delivery) -> bool:
+        """Take in a delivery; return whether it is the last delivery to read."""
         assert delivery.offset is not None
-        if delivery.content_type in {EXPERIENCES, REFERENCE}:
-            self._chunk(delivery, delivery.offset)
-            return False
         try:
-            message = decode_any(delivery.body, delivery.content_type)
+            content = content_of(delivery)
         except DecodeError as error:
             self._note(f"offset {delivery.offset} holds a message that does not decode: {error}")
             return False
-        if isinstance(message, BatchReady):
-            if isinstance(message.batch, int):
-                self._last.batch(message.batch)
-            return await self._ready(message, delivery.offset) or self._all_batches_arrived
-        if isinstance(message, RunEnd):
-            self._last.set_batch_count(message.batches)
+        if isinstance(content, Chunk):
+            if self._is_wanted(content.batch):
+                self._decider.chunk(content)
+            return False
+        if isinstance(content, BatchReady):
+            if isinstance(content.batch, int):
+                self._last.batch(content.batch)
+            return await self._ready(content, delivery.offset) or self._all_batches_arrived
+        if isinstance(content, RunEnd):
+            self._last.set_batch_count(content.batches)
             return self._all_batches_arrived
-        if isinstance(message, Mark) and message.nonce == self._nonce:
+        if delivery.message_id == self._mark.message_id:
             self._has_caught_up = True
             return self._all_batches_arrived or not self._is_following
-        return isinstance(message, Mark) and message.nonce == self._end_nonce
-
-    def _chunk(self, delivery: Delivery, offset: int) -> None:
-        ticket, op, n, batch = (delivery.headers.get(name) for name in ("ticket", "op", "n", "batch"))
-        if not (isinstance(ticket, str) and isinstance(op, str) and isinstance(n, int)):
-            self._note(f"offset {offset} holds a chunk without the headers ticket, op and n")
-        elif self._is_wanted(batch):
-            if not self._decider.is_settled(ticket):
-                self._open.setdefault(ticket, str(batch))
-            self._decider.chunk(ticket, op, n, Chunk(delivery.body, delivery.content_type), offset)
+        return delivery.message_id == self._end_mark.message_id
 
     def _is_wanted(self, batch: object) -> bool:
         if self._since is not None and isinstance(batch, int) and batch < self._since:
@@ -263,16 +248,13 @@ class ReadyReader:
             return False
         decision = self._decider.ready(ready, offset)
         if decision is None:
-            if ready.ticket in self._decider.failed:
-                self._open.pop(ready.ticket, None)  # the retried batch failed again
-            elif ready.ticket not in self._decider.consumed:
+            if ready.ticket not in self._decider.failed and ready.ticket not in self._decider.consumed:
                 self._note(
                     f"a set of batch {ready.batch} is not whole: some of its {ready.chunks} chunks lie before the "
                     "beginning of the stream"
                 )
             return False
         self._decider.consume(decision)
-        self._open.pop(ready.ticket, None)
         self._settle(ready)
         if ready.state != "ready":
             reason = f": {ready.reason}" if ready.reason else ""
@@ -284,13 +266,7 @@ class ReadyReader:
 
     async def _decoded(self, decision: TicketDecision, n: int, chunk: Chunk) -> ExperienceBatch | None:
         try:
-            if chunk.content_type == REFERENCE:
-                body = await run_with_store_retries(
-                    resolve_body, self._store, chunk.body, chunk.content_type, seconds=STORE_SECONDS
-                )
-            else:
-                body = chunk.body
-            whole = await asyncio.to_thread(lambda: ExperienceBatch.decode(body).settle())
+            whole = await decode_in_thread([chunk], self._store, seconds=STORE_SECONDS)
         except (DecodeError, StoreUnavailable) as error:
             self._note(f"chunk {n} of batch {decision.batch} cannot be read: {error}")
             return None

@@ -17,7 +17,7 @@ from trinity_mq.config import Config
 from trinity_mq.experience import Experience
 from trinity_mq.messages import Version
 from trinity_mq.models.model_folder import no_progress_bar
-from trinity_mq.proof.chaos.invariants import InvariantVerdict, verdict_of
+from trinity_mq.proof.invariants import InvariantVerdict, verdict_of
 from trinity_mq.training.checkpoints.checkpoint import find_checkpoints
 
 TOLERANCE = {"float32": 2e-3, "bfloat16": 0.1}

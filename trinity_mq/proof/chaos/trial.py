@@ -13,11 +13,9 @@ from trinity_mq.bus import Bus, BusError, Topology
 from trinity_mq.config import Config
 from trinity_mq.errors import CommandError
 from trinity_mq.operations.dead_letters import letters
-from trinity_mq.proof.chaos import invariants
+from trinity_mq.proof import invariants
 from trinity_mq.proof.chaos.injector import InjectedFault, Injector, by_role
-from trinity_mq.proof.chaos.invariants import Expected, FaultCounts, InvariantVerdict
 from trinity_mq.proof.chaos.points import INSIDE
-from trinity_mq.proof.chaos.record import read_record
 from trinity_mq.proof.chaos.schedule import ChaosSchedule
 from trinity_mq.proof.chaos.sessions.clients import Clients, Traffic
 from trinity_mq.proof.chaos.sessions.stream import read_sessions
@@ -26,6 +24,8 @@ from trinity_mq.proof.chaos.targets.base import FaultTargets
 from trinity_mq.proof.chaos.targets.marks import ArmedPoints
 from trinity_mq.proof.chaos.tokens import WeightArchive, check_tokens
 from trinity_mq.proof.chaos.witness import RunObserver, watch
+from trinity_mq.proof.invariants import Expected, FaultCounts, InvariantVerdict
+from trinity_mq.proof.record import read_record, read_sets
 from trinity_mq.targets.connection import saved_run_id
 from trinity_mq.training.checkpoints.checkpoint import Checkpoint, find_checkpoints
 from trinity_mq.transport.blobs import BlobStore
@@ -309,7 +309,6 @@ def _points_passed(outcome: TrialOutcome) -> InvariantVerdict:
 async def _audited(bus: Bus, topology: Topology, run_dir: Path, store: BlobStore | None) -> InvariantVerdict:
     """Return the verdict of ``trinity-mq audit`` on the newest checkpoint."""
     from trinity_agents.trainer.audit import Auditor
-    from trinity_mq.operations.audit import read_content
 
     name = "audit of the newest checkpoint"
     for _ in range(AUDITS):
@@ -319,7 +318,7 @@ async def _audited(bus: Bus, topology: Topology, run_dir: Path, store: BlobStore
         auditor = Auditor(run_dir, newest)
         await asyncio.to_thread(auditor.check_folder, bus.run_id)
         if newest.path.exists():  # else the trainer of the running run deleted it during the audit
-            auditor.check_stream(await read_content(bus, topology, store))
+            auditor.check_stream(await read_sets(bus, topology, store))
             faults = [f"{check.name}: {check.text}" for check in auditor.checks if check.result == "fault"]
             text = f"{newest.title}: {len(auditor.uids)} experiences"
             return invariants.verdict_of(name, faults, text)

@@ -23,6 +23,7 @@ from trinity_mq.messages import (
     decode_any,
 )
 from trinity_mq.proof.chaos.points import PointWatch
+from trinity_mq.proof.record import VersionSeen
 from trinity_mq.runtime.deliveries import EXPERIENCES, REFERENCE, acknowledge
 from trinity_mq.runtime.notify import Notifier
 
@@ -44,16 +45,6 @@ class Beat:
     at: float
     serves: bool = True
     """For an engine: whether it has weights."""
-
-
-@dataclass(frozen=True, slots=True)
-class VersionSeen:
-    """An announced or served weight version."""
-
-    at: float
-    who: str
-    """The trainer, or an engine's life."""
-    version: Version
 
 
 @dataclass

@@ -9,16 +9,14 @@ from collections.abc import Callable, Mapping
 from functools import cached_property
 
 from trinity_agents.simulation import invariants
-from trinity_agents.simulation.invariants import GIVEN_UP, Evidence, Faults
+from trinity_agents.simulation.invariants import Evidence, Faults
 from trinity_agents.simulation.schedule import BrokerRestart, ConnectionLoss, Freeze
 from trinity_agents.simulation.sessions.gateways import answer_number, token_version
 from trinity_agents.simulation.sessions.oracle import Oracle, OracleSession
 from trinity_agents.simulation.sessions.run import SessionRun
 from trinity_agents.simulation.sessions.users import SessionDiary, UserRequest
-from trinity_agents.simulation.stand_ins import PROMPT
 from trinity_agents.trainer.history import HistoryError
 from trinity_mq.experience import Experience
-from trinity_mq.messages import BatchReady, SyncEvent
 
 OF_SESSIONS = {"session_call", "session_reward", "session_end", "sessions_decided"}
 """Kinds of events that a session may refuse."""
@@ -49,7 +47,7 @@ class SessionEvidence(Evidence):
         """Rewards of each trained answer, one for each time it was trained on, by answer number."""
         rewards: defaultdict[int, list[float]] = defaultdict(list)
         for experience in self.learned:
-            for number in sorted({answer_number(token) for token, _ in sampled(experience)}):
+            for number in sorted({answer_number(token) for token, _ in invariants.sampled(experience)}):
                 rewards[number].append(float(experience.reward or 0.0))
         return dict(rewards)
 
@@ -63,13 +61,6 @@ class SessionEvidence(Evidence):
         """Every request that users made in sessions, with the session's diary."""
         users = self.run.users
         return [] if users is None else [(diary, asked) for diary in users.diaries for asked in diary.asked]
-
-
-def sampled(experience: Experience) -> list[tuple[int, int]]:
-    """Return (token, place) for the tokens of an experience that an engine sampled."""
-    tokens = [int(token) for token in experience.tokens[experience.prompt_length :]]
-    mask = [True] * len(tokens) if experience.action_mask is None else [bool(flag) for flag in experience.action_mask]
-    return [(token, position) for position, (token, is_own) in enumerate(zip(tokens, mask, strict=True)) if is_own]
 
 
 def sessions_settle(evidence: SessionEvidence) -> Faults:
@@ -168,7 +159,7 @@ def _merged(evidence: SessionEvidence, expected: Mapping[int, list[float]]) -> M
     """
     merged = dict(expected)
     for experience in evidence.learned:
-        numbers = list(dict.fromkeys(answer_number(token) for token, _ in sampled(experience)))
+        numbers = list(dict.fromkeys(answer_number(token) for token, _ in invariants.sampled(experience)))
         if numbers[-1] in expected:
             merged |= {number: expected[numbers[-1]] for number in numbers if number in expected}
     return merged
@@ -254,51 +245,17 @@ def each_task_submitted_once(evidence: SessionEvidence) -> Faults:
 def batch_is_its_sessions(evidence: SessionEvidence) -> Faults:
     """Check that the deciding set of a batch holds experiences of all runs in its manifest, and of no other runs."""
     least = evidence.run.config.algorithm.effective_min_group_runs if evidence.run.sessions.grouped else 1
-    if sorted(evidence.processed) != sorted(evidence.manifest):
-        yield f"batches that were decided: {sorted(evidence.processed)}"
-    for batch, (ready, experiences) in evidence.processed.items():
-        manifest = evidence.manifest.get(batch)
-        if manifest is None or ready.ticket != manifest.ticket:
-            yield f"batch {batch} was decided for ticket {ready.ticket}, closed for {manifest and manifest.ticket}"
-        elif ready.state not in GIVEN_UP:
-            runs = [(part.task_id, run) for part in manifest.accepted for run in part.runs]
-            groups = Counter(task for task, _ in runs)
-            expected = {f"{batch}/{task}/{run}" for task, run in runs if groups[task] >= least}
-            if (rids := set(experiences.ids("rid"))) != expected:
-                yield f"batch {batch}: beyond the manifest {sorted(rids - expected)}, missing {sorted(expected - rids)}"
+    yield from invariants.as_in_manifest(evidence, least, once=False)
 
 
 def tokens_of_their_weights(evidence: SessionEvidence) -> Faults:
-    """Check that each token was sampled by the weights that its experience names, and that a trainer had offered these
-    weights.
-    """
-    offered = {event.version for event in evidence.messages if isinstance(event, SyncEvent) and event.verb == "prepare"}
-    for batch, (_, experiences) in evidence.processed.items():
-        for experience in experiences:
-            assert list(experience.tokens[: len(PROMPT)]) == list(PROMPT)
-            for token, position in sampled(experience):
-                named = [
-                    (generation, step) for first, generation, step in experience.versions or [] if first <= position
-                ]
-                if not named or named[-1] != token_version(token) or named[-1] not in offered:
-                    yield (
-                        f"batch {batch}: token {position} of {experience.eid.rid} is of {token_version(token)}, "
-                        f"named {named}"
-                    )
+    """Check that each token of an answer was sampled by the weights that its experience names."""
+    yield from invariants.tokens_of_their_weights(evidence, token_version)
 
 
 def dead_letters_accounted_for(evidence: SessionEvidence) -> Faults:
-    """Check that, apart from session events, ``dead`` holds only poisoned slices, and batches given up or skipped."""
-    poisoned = {result.ticket for result in evidence.results if result.outcome == "poisoned"}
-    given_up = {
-        message.ticket for message in evidence.messages if isinstance(message, BatchReady) and message.state in GIVEN_UP
-    }
-    skipped = {report.ticket for report in evidence.progress if report.outcome == "skipped"}
-    allowed: dict[str, set[str]] = {"task_slice": poisoned, "batch_closed": given_up, "batch_ready": skipped}
-    for headers in evidence.run.dead_letters():
-        kind, ticket = str(headers.get("kind")), str(headers.get("ticket"))
-        if kind not in OF_SESSIONS and ticket not in allowed.get(kind, set()):
-            yield f"a {kind} of ticket {ticket}: {headers.get('dead-reason')}"
+    """Check that ``dead`` holds only events of sessions, poisoned slices, and batches given up or skipped."""
+    yield from invariants.dead_letters_accounted_for(evidence, OF_SESSIONS)
 
 
 SESSION_INVARIANTS: Mapping[str, Callable[[SessionEvidence], Faults]] = {

@@ -7,30 +7,27 @@ import contextlib
 import functools
 import itertools
 import time
-import uuid
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from trinity_agents.trainer.decisions import MAX_STARTS, NONE_SETTLED, Chunk, TicketDecider, TicketDecision
+from trinity_agents.trainer.decisions import MAX_STARTS, NONE_SETTLED, TicketDecider, TicketDecision
 from trinity_agents.trainer.sources.base import ExperiencesLost, TrainBatch
 from trinity_mq.bus import Bus, Delivery, StreamCut, Topology
-from trinity_mq.bus.streams import next_or_quiet, read_at
 from trinity_mq.experience import DecodeError, ExperienceBatch
-from trinity_mq.messages import BatchReady, Mark, RunEnd
+from trinity_mq.messages import BatchReady, RunEnd
 from trinity_mq.runtime.deliveries import (
-    EXPERIENCES,
-    REFERENCE,
     acknowledge_foreign,
     dead_letter,
     decode_or_dead_letter,
-    envelope,
     handle_or_set_aside,
+    new_mark,
 )
 from trinity_mq.runtime.errors import FatalError, RestartRequested
 from trinity_mq.runtime.notify import Notifier
 from trinity_mq.telemetry.trace import record, span
-from trinity_mq.transport.blobs import BlobStore, StoreUnavailable, resolve_body, run_with_store_retries
+from trinity_mq.transport.blobs import BlobStore, StoreUnavailable
+from trinity_mq.transport.ready_stream import SILENCE_SECONDS, Chunk, ReadyStream, chunk_of, decode_in_thread, is_chunk
 
 
 @dataclass(frozen=True)
@@ -54,9 +51,6 @@ class TapRules:
 REMEMBERED = 1000
 """Number of latest batches whose tickets are remembered individually; earlier batches are known as consumed by their
 number."""
-MARK_TIMEOUT = 60.0
-"""Seconds without a message on a working bus after which a missing own mark means that this is not the stream of the
-checkpoint."""
 
 
 class StreamSource:
@@ -84,7 +78,8 @@ class StreamSource:
         """Returns consumed tickets that are remembered whatever their age."""
         self._bus, self._topology, self._by, self._store = bus, topology, by, store
         self._tapped = tapped
-        self._stream = topology.ready if tapped is None else replace(topology.ready, redeclare=False)
+        self._stream = ReadyStream(bus, topology, redeclare=tapped is None)
+        self._mark = new_mark()
         self._in_batch_order, self._batches_per_step = in_batch_order, batches_per_step
         self.starts = starts
         """Returns the number of crashed starts for a key of :mod:`trinity_agents.trainer.decisions`."""
@@ -201,11 +196,8 @@ class StreamSource:
             batch.state, batch.reason = "gone", str(error)
             return batch
         try:
-            is_stored = any(chunk.content_type == REFERENCE for chunk in decision.chunks)
             with span("decode chunks", decision.batch, threads=True):
-                batch.experiences = await (run_with_store_retries if is_stored else asyncio.to_thread)(
-                    _decode, decision.chunks, self._store
-                )
+                batch.experiences = await decode_in_thread(decision.chunks, self._store)
         except DecodeError as error:
             batch.state, batch.reason = "failed", f"a chunk does not decode: {error}"
         except StoreUnavailable as error:
@@ -228,7 +220,7 @@ class StreamSource:
             FatalError: The stream does not hold the chunks any more.
         """
         try:
-            messages = await read_at(self._bus, self._stream, [chunk.offset for chunk in released], MARK_TIMEOUT)
+            messages = await self._stream.at([chunk.offset for chunk in released])
         except StreamCut as error:
             raise _cut_off(error) from error
         for chunk in released:
@@ -247,11 +239,10 @@ class StreamSource:
             RestartRequested: The chunks are in the blob store, and the store does not answer.
         """
         try:
-            messages = await read_at(self._bus, self._stream, offsets, MARK_TIMEOUT)
+            messages = await self._stream.at(offsets)
             if missing := set(offsets) - set(messages):
                 raise ExperiencesLost(f"nothing is at offset {min(missing)} of the ready stream")
-            chunks = [Chunk(messages[offset].body, messages[offset].content_type, offset) for offset in offsets]
-            return await run_with_store_retries(_decode, chunks, self._store)
+            return await decode_in_thread([messages[offset] for offset in offsets], self._store)
         except StreamCut as error:
             raise ExperiencesLost(
                 f"the ready stream begins at offset {error.got}, and {error.asked} is needed"
@@ -318,51 +309,46 @@ class StreamSource:
         Raises:
             FatalError: The stream does not hold what the checkpoint needs.
         """
-        nonce = uuid.uuid4().hex
         while True:
-            offset = self._decider.next_offset
+            offset = max(self._decider.next_offset, self._begins)
+            self._decider.other(offset - 1)
             try:
-                await self._read_from(offset, nonce)
+                await self._read_from(offset)
             except StreamCut as error:
                 if self._tapped is not None:
                     self._tapped.cut(error)
                     self._decider.other(error.got - 1)
                     continue
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(MARK_TIMEOUT):
+                    async with asyncio.timeout(SILENCE_SECONDS):
                         await self._know_run()
                 if self._begins <= offset:
                     raise _cut_off(error) from error
-            self._decider.other(self._begins - 1)
 
-    async def _read_from(self, offset: int, nonce: str) -> None:
+    async def _read_from(self, offset: int) -> None:
         """Read the stream from ``offset``; return if the run turns out to begin at a later offset.
 
         Raises:
             FatalError: The stream is shorter than ``offset``.
             StreamCut: Retention has removed the message at ``offset``.
         """
-        async with await self._bus.consume(self._stream, offset=offset) as feed:
-            await self._bus.publish(
-                self._topology.exchange("ready"),
-                "mark",
-                envelope(Mark(nonce=nonce), message_id=f"mark-{nonce}"),
-            )
-            while self._begins <= self._decider.next_offset:
-                delivery = await (anext(feed) if self._marked else next_or_quiet(self._bus, feed, MARK_TIMEOUT))
-                if delivery is None:
-                    raise FatalError(
-                        f"nothing was found on the ready stream from offset {offset} on, not even our own mark: the "
-                        "stream is shorter than the checkpoint says, so this is not the broker (or not the data) it "
-                        "was made with. Restore it, or start over with --fresh"
-                    )
-                await self._take(delivery, nonce)
+        messages = self._stream.read(offset, mark=self._mark, silence=lambda: None if self._marked else SILENCE_SECONDS)
+        async with contextlib.aclosing(messages):
+            async for delivery in messages:
+                await self._take(delivery)
+                if self._begins > self._decider.next_offset:
+                    return
+        raise FatalError(
+            f"nothing was found on the ready stream from offset {offset} on, not even our own mark: the stream is "
+            "shorter than the checkpoint says, so this is not the broker (or not the data) it was made with. Restore "
+            "it, or start over with --fresh"
+        )
 
     async def _know_run(self) -> None:
         """Wait until this trainer's run is known, from its checkpoint or from the explorer's heartbeats."""
         await self.changed.until(lambda: self._bus.run_id is not None)
 
-    async def _take(self, delivery: Delivery, nonce: str) -> None:
+    async def _take(self, delivery: Delivery) -> None:
         """Process one delivery, or dead-letter it if that fails."""
         offset = delivery.offset
         assert offset is not None
@@ -374,14 +360,14 @@ class StreamSource:
             if self._tapped is not None and self._bus.run_id is None:
                 self._bus.run_id = delivery.run_id
             await self._know_run()
-        work = functools.partial(self._take_in, delivery, offset, nonce)
+        work = functools.partial(self._take_in, delivery, offset)
         await handle_or_set_aside(*self._dead_letters, delivery, self._by, work, decide=pass_over)
         self.changed.notify()
 
-    async def _take_in(self, delivery: Delivery, offset: int, nonce: str) -> None:
+    async def _take_in(self, delivery: Delivery, offset: int) -> None:
         if offset < self._begins or await acknowledge_foreign(self._bus, delivery):
             self._decider.other(offset)
-        elif delivery.content_type in {EXPERIENCES, REFERENCE}:
+        elif is_chunk(delivery):
             await self._take_chunk(delivery, offset)
         else:
             message = await decode_or_dead_letter(*self._dead_letters, delivery, self._by)
@@ -396,7 +382,7 @@ class StreamSource:
                         chunk.body = b""
             else:
                 self._decider.other(offset)
-                if isinstance(message, Mark) and message.nonce == nonce:
+                if delivery.message_id == self._mark.message_id:
                     self._marked = True
                 if isinstance(message, RunEnd):
                     self._decider.ended = message.batches
@@ -409,12 +395,9 @@ class StreamSource:
         return (self._bus, self._topology) if tapped is None else (tapped.bus, tapped.topology)
 
     async def _take_chunk(self, delivery: Delivery, offset: int) -> None:
-        ticket, op, n = (delivery.headers.get(name) for name in ("ticket", "op", "n"))
         self.bytes_since_save += len(delivery.body)
-        if isinstance(ticket, str) and isinstance(op, str) and isinstance(n, int):
-            batch = delivery.headers.get("batch")
-            chunk = Chunk(delivery.body, delivery.content_type, offset)
-            self._decider.chunk(ticket, op, n, chunk, offset, batch if isinstance(batch, int) else None)
+        if (chunk := chunk_of(delivery)) is not None:
+            self._decider.chunk(chunk)
         else:
             self._decider.other(offset)
             await dead_letter(*self._dead_letters, delivery, "a chunk needs the headers ticket, op and n", self._by)
@@ -425,8 +408,3 @@ def _cut_off(error: StreamCut) -> FatalError:
         f"the checkpoint needs the ready stream from offset {error.asked}, but retention has cut it: it begins at "
         f"{error.got}. Raise broker.ready_max_bytes, or start over with --fresh"
     )
-
-
-def _decode(chunks: Sequence[Chunk], store: BlobStore | None) -> ExperienceBatch:
-    bodies = (resolve_body(store, chunk.body, chunk.content_type) for chunk in chunks)
-    return ExperienceBatch.concat(ExperienceBatch.decode(body).settle() for body in bodies)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,8 +14,6 @@ from trinity_agents.trainer.sources.last_batch import LastBatch
 from trinity_agents.trainer.sources.stream import StreamSource, TapRules
 from trinity_agents.trainer.sources.tapped_run import TappedRun
 from trinity_mq.bus import AddressError, Bus, StreamCut, Topology, create_bus
-from trinity_mq.bus.streams import read_up_to_now
-from trinity_mq.bus.topology import Queue
 from trinity_mq.config import Config
 from trinity_mq.engines.generation.text import TextCodec
 from trinity_mq.experience import ExperienceBatch
@@ -24,10 +21,10 @@ from trinity_mq.messages import BatchReady, RunEnd
 from trinity_mq.operators import AdvantageOperator, create_operators
 from trinity_mq.operators.base import ExperienceOperatorV1
 from trinity_mq.operators.chain import OperatorError, run_chain
-from trinity_mq.runtime.deliveries import new_mark
 from trinity_mq.runtime.errors import FatalError
 from trinity_mq.runtime.notify import Notifier
 from trinity_mq.transport.blobs import open_store
+from trinity_mq.transport.ready_stream import ReadyStream
 
 log = structlog.get_logger(__name__)
 
@@ -236,8 +233,8 @@ class TapSource:
 
     async def _start_position(self, bus: Bus, topology: Topology) -> tuple[int, str | None]:
         """Return the first offset to read, and the id of the newest run on the stream, None for an empty stream."""
-        mark, run_id, end = new_mark(), None, 0
-        async for delivery in read_up_to_now(bus, _existing_stream(topology), mark, offset=0):
+        run_id, end = None, 0
+        async for delivery in ReadyStream(bus, topology).up_to_now():
             run_id = delivery.run_id or run_id
             end = (delivery.offset or 0) + 1
         return (end if self._config.source.start == "now" else 0), run_id
@@ -326,8 +323,3 @@ def without_training_fields(came: ExperienceBatch) -> ExperienceBatch:
     nothing: Sequence[None] = [None] * len(came)
     versions = [None if rows is None else [(0, 0, 0)] for rows in came.values("versions")]
     return came.replace(advantages=nothing, returns=nothing, versions=versions)
-
-
-def _existing_stream(topology: Topology) -> Queue:
-    """Return the ready stream with ``redeclare`` off, because a reader must not create the stream."""
-    return dataclasses.replace(topology.ready, redeclare=False)

@@ -7,6 +7,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,10 @@ import yaml
 
 from tests.unit.agents.trainer.test_repaired_batches import CHAIN, Choosy, replayed
 from trinity_agents.simulation import Simulation, killed, until
-from trinity_agents.trainer.audit import Auditor, StreamContent, as_json, verdict
-from trinity_mq.bus.streams import read_up_to_now
+from trinity_agents.trainer.audit import Auditor, as_json, verdict
 from trinity_mq.cli.main import main
 from trinity_mq.messages import BatchReady
-from trinity_mq.operations.audit import StreamReader
-from trinity_mq.runtime.deliveries import new_mark
+from trinity_mq.proof.record import Record, read_sets
 from trinity_mq.testing.virtual_time import run_virtually
 from trinity_mq.training.checkpoints.checkpoint import STATE_FILE, find_checkpoints
 
@@ -29,14 +28,11 @@ SETTINGS = ("trainer.save_interval=2", "trainer.max_checkpoints_to_keep=9", "syn
 Lines = list[dict[str, Any]]
 
 
-def content_of(sim: Simulation) -> StreamContent:
+def record_of(sim: Simulation) -> Record:
     """Read the ready stream as the command does."""
 
-    async def read() -> StreamContent:
-        bus, reader = await sim.client(), StreamReader(None)
-        async for delivery in read_up_to_now(bus, sim.topology.ready, new_mark(), offset=0):
-            await reader.take(delivery)
-        return reader.content
+    async def read() -> Record:
+        return await read_sets(await sim.client(), sim.topology)
 
     return run_virtually(read(), limit=1000)
 
@@ -57,14 +53,14 @@ def restarted(folder: Path) -> Simulation:
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, StreamContent]:
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Record]:
     """A finished run's folder, and what its stream holds."""
     folder = tmp_path_factory.mktemp("run")
-    return folder, content_of(restarted(folder))
+    return folder, record_of(restarted(folder))
 
 
 @pytest.fixture
-def run(finished: tuple[Path, StreamContent], tmp_path: Path) -> Path:
+def run(finished: tuple[Path, Record], tmp_path: Path) -> Path:
     """A copy of that folder, to do harm to."""
     shutil.copytree(finished[0], tmp_path / "run")
     config = {"name": "sim", "model": {"tiny": {}}, "run_dir": str(tmp_path / "run")}
@@ -72,7 +68,7 @@ def run(finished: tuple[Path, StreamContent], tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def audited(folder: Path, content: StreamContent | None = None, number: int = 0) -> Auditor:
+def audited(folder: Path, content: Record | None = None, number: int = 0) -> Auditor:
     auditor = Auditor(folder, find_checkpoints(folder / "checkpoints")[0][number])
     auditor.check_folder()
     if content is not None:
@@ -97,7 +93,7 @@ def at(lines: Lines, progress: int) -> dict[str, Any]:
     return next(line for line in lines if line.get("progress") == progress)
 
 
-def test_a_run_whose_trainer_was_killed_twice_is_proven(finished: tuple[Path, StreamContent]) -> None:
+def test_a_run_whose_trainer_was_killed_twice_is_proven(finished: tuple[Path, Record]) -> None:
     folder, content = finished
     for number, checkpoint in enumerate(find_checkpoints(folder / "checkpoints")[0]):
         found = audited(folder, content, number)
@@ -131,7 +127,7 @@ def test_batches_that_an_operator_of_another_configuration_processed_are_faults(
     run_virtually(sim.run(beside=operators), limit=1000)
     assert len(processed) >= 2
     assert all(processed)
-    found = audited(tmp_path, content_of(sim))
+    found = audited(tmp_path, record_of(sim))
     lines = faults(found).splitlines()
     assert len(lines) == len(processed) < BATCHES
     assert all("another configuration than the run's explorer" in line for line in lines)
@@ -279,33 +275,33 @@ def test_a_planted_fault_is_found(run: Path, harm: Callable[[Path], None], wante
     assert "fault" in verdict([found])
 
 
-def test_an_experience_that_no_operator_sent_is_found(run: Path, finished: tuple[Path, StreamContent]) -> None:
+def test_an_experience_that_no_operator_sent_is_found(run: Path, finished: tuple[Path, Record]) -> None:
     with changed(run, 3) as lines:
         at(lines, 6)["uids"][0] = "6/0/0/0/000000000000"
     assert not audited(run).has_faults, "the folder alone cannot tell"
     assert "stream: progress 6 holds experiences that no operator sent: 6/0/0/0/" in faults(audited(run, finished[1]))
 
 
-def test_a_set_that_does_not_decide_its_ticket_is_found(run: Path, finished: tuple[Path, StreamContent]) -> None:
+def test_a_set_that_does_not_decide_its_ticket_is_found(run: Path, finished: tuple[Path, Record]) -> None:
     with changed(run, 3) as lines:
         at(lines, 6)["op"] = "another"
     assert "stream: progress 6 was decided by set another, which is not there" in faults(audited(run, finished[1]))
 
 
-def test_a_second_set_of_a_ticket_does_not_decide_it(run: Path, finished: tuple[Path, StreamContent]) -> None:
-    content = StreamContent(finished[1].begins, dict(finished[1].sets))
+def test_a_second_set_of_a_ticket_does_not_decide_it(run: Path, finished: tuple[Path, Record]) -> None:
+    content = replace(finished[1], sets=list(finished[1].sets))
     with changed(run, 3) as lines:
         entry = at(lines, 6)
-        first = content.sets[entry["ticket"], entry["op"]]
-        content.sets[entry["ticket"], entry["op"]] = type(first)(first.offset, False, first.uids)
+        first = content.by_processing[entry["ticket"], entry["op"]]
+        content.sets[content.sets.index(first)] = replace(first, is_first=False)
     assert "which is not the first of its ticket there" in faults(audited(run, content))
 
 
-def test_what_retention_has_cut_is_told(run: Path, finished: tuple[Path, StreamContent]) -> None:
+def test_what_retention_has_cut_is_told(run: Path, finished: tuple[Path, Record]) -> None:
     with changed(run, 2) as lines:
         begins = at(lines, 4)["stream"]["offset"] + 1
-    left = {key: one for key, one in finished[1].sets.items() if one.offset >= begins}
-    found = audited(run, StreamContent(begins, left))
+    left = [processed for processed in finished[1].sets if processed.offset >= begins]
+    found = audited(run, Record(ready_begin=begins, sets=left))
     assert not found.has_faults
     assert [(one.name, one.text) for one in found.checks if one.result == "not checked"] == [
         ("stream", "the stream does not hold the sets of 4 batches any more")
@@ -313,9 +309,7 @@ def test_what_retention_has_cut_is_told(run: Path, finished: tuple[Path, StreamC
     assert verdict([found]) == "no fault found; 1 thing not checked"
 
 
-def test_a_history_of_the_release_before_is_checked_as_far_as_it_goes(
-    run: Path, finished: tuple[Path, StreamContent]
-) -> None:
+def test_a_history_of_the_release_before_is_checked_as_far_as_it_goes(run: Path, finished: tuple[Path, Record]) -> None:
     for generation in (1, 2, 3):
         with changed(run, generation) as lines:
             for line in lines:
@@ -339,7 +333,7 @@ def test_failed_repaired_empty_and_stale_batches_are_in_order(tmp_path: Path, se
     sim = Simulation(tmp_path, settings, batches=BATCHES)
     sim.spoil = lambda task_slice: "failed" if task_slice.batch == 4 else None
     run_virtually(sim.run(beside=lambda: replayed(sim)), limit=2000)
-    found = audited(tmp_path, content_of(sim))
+    found = audited(tmp_path, record_of(sim))
     assert not found.has_faults, faults(found)
     outcomes = {(entry["outcome"], bool(entry.get("repaired"))) for entry in found.entries}
     assert {("failed", False), ("trained", True), ("empty", False), ("trained", False)} <= outcomes

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from trinity_agents.trainer.decisions import Chunk, TicketDecider, TicketDecision
+from trinity_agents.trainer.decisions import TicketDecider, TicketDecision
 from trinity_mq.messages import BatchReady
+from trinity_mq.transport.ready_stream import Chunk
 
 
 def ready(ticket: str, op: str, chunks: int, batch: int = 1) -> BatchReady:
@@ -12,25 +13,25 @@ def ready(ticket: str, op: str, chunks: int, batch: int = 1) -> BatchReady:
 
 def test_the_first_complete_set_decides_and_sets_never_mix() -> None:
     decider = TicketDecider()
-    decider.chunk("t", "x", 0, b"x0", 0)
-    decider.chunk("t", "y", 0, b"y0", 1)
-    decider.chunk("t", "y", 1, b"y1", 2)
+    decider.chunk(Chunk("t", "x", 0, b"x0", offset=0))
+    decider.chunk(Chunk("t", "y", 0, b"y0", offset=1))
+    decider.chunk(Chunk("t", "y", 1, b"y1", offset=2))
     assert decider.ready(ready("t", "x", 2), 3) is None, "x lacks its second chunk"
     decision = decider.ready(ready("t", "y", 2), 4)
     assert decision is not None
-    assert decision.chunks == (b"y0", b"y1")
-    decider.chunk("t", "x", 1, b"x1", 5)
+    assert [chunk.body for chunk in decision.chunks] == [b"y0", b"y1"]
+    decider.chunk(Chunk("t", "x", 1, b"x1", offset=5))
     assert decider.ready(ready("t", "x", 2), 6) is None, "decided is decided"
     assert decider.waiting == ["t"]
 
 
 def test_repeated_chunks_and_readies_are_nothing_new() -> None:
     decider = TicketDecider()
-    decider.chunk("t", "x", 0, b"first", 0)
-    decider.chunk("t", "x", 0, b"again", 1)
+    decider.chunk(Chunk("t", "x", 0, b"first", offset=0))
+    decider.chunk(Chunk("t", "x", 0, b"again", offset=1))
     decision = decider.ready(ready("t", "x", 1), 2)
     assert decision is not None
-    assert decision.chunks == (b"first",)
+    assert [chunk.body for chunk in decision.chunks] == [b"first"]
     assert decider.ready(ready("t", "x", 1), 3) is None
     decider.consume(decision)
     assert decider.ready(ready("t", "z", 0), 4) is None
@@ -39,10 +40,10 @@ def test_repeated_chunks_and_readies_are_nothing_new() -> None:
 
 def test_resume_offset_is_the_lowest_thing_still_needed() -> None:
     decider = TicketDecider()
-    decider.chunk("a", "x", 0, b"", 0)
+    decider.chunk(Chunk("a", "x", 0, b"", offset=0))
     first = decider.ready(ready("a", "x", 1, 1), 1)
-    decider.chunk("b", "x", 0, b"", 2)
-    decider.chunk("c", "x", 0, b"", 3)
+    decider.chunk(Chunk("b", "x", 0, b"", offset=2))
+    decider.chunk(Chunk("c", "x", 0, b"", offset=3))
     second = decider.ready(ready("c", "x", 1, 3), 4)
     assert first is not None
     assert second is not None
@@ -71,7 +72,7 @@ def test_a_restart_from_the_resume_offset_decides_the_same() -> None:
         found = []
         for offset, (kind, ticket, op, n) in list(enumerate(events))[start:]:
             if kind == "chunk":
-                decider.chunk(ticket, op, n, f"{ticket}{op}".encode(), offset)
+                decider.chunk(Chunk(ticket, op, n, f"{ticket}{op}".encode(), offset=offset))
             elif (decision := decider.ready(ready(ticket, op, n, 1 if ticket == "a" else 2), offset)) is not None:
                 found.append((decision.ready.ticket, decision.ready.op))
         return found
@@ -101,7 +102,7 @@ def a_failed_one(batch: int = 1, ticket: str = "t") -> TicketDecider:
 
 def whole(decider: TicketDecider, ticket: str, op: str, batch: int, offset: int) -> TicketDecision | None:
     """A set of one chunk: two messages."""
-    decider.chunk(ticket, op, 0, Chunk(op.encode(), None), offset)
+    decider.chunk(Chunk(ticket, op, 0, op.encode(), offset=offset))
     return decider.ready(ready(ticket, op, 1, batch), offset + 1)
 
 
@@ -152,7 +153,7 @@ def test_it_goes_along_with_none_that_was_on_the_stream_before_it_or_is_before_i
 
 def test_one_that_fails_once_more_is_still_to_be_repaired() -> None:
     decider = a_failed_one()
-    decider.chunk("t", "half", 0, Chunk(b"", None), 1)
+    decider.chunk(Chunk("t", "half", 0, b"", offset=1))
     for offset, state in ((2, "failed"), (3, "gone")):
         assert decider.ready(BatchReady(batch=1, ticket="t", op="x", state=state), offset) is None
     assert decider.ready(ready("t", "half", 1), 4) is None, "its chunk was freed"
@@ -201,9 +202,9 @@ def test_tickets_of_long_ago_are_forgotten_and_still_count_no_more() -> None:
     decider.settle(4, 7, lambda: {"t2"})
     assert decider.consumed == {"t5": 5, "t6": 6, "t7": 7, "t2": 7}
     for batch, ticket in ((1, "t1"), (4, "t4"), (3, "another ticket of an old batch")):
-        decider.chunk(ticket, "late", 0, Chunk(b"", None), 20, batch)
+        decider.chunk(Chunk(ticket, "late", 0, b"", offset=20, batch=batch))
         assert decider.resume_offset() == 21, "a restart need not read it"
-        decider.chunk(ticket, "late", 0, Chunk(b"", None), 21)  # of a sender that does not say its batch
+        decider.chunk(Chunk(ticket, "late", 0, b"", offset=21))  # of a sender that does not say its batch
         assert decider.ready(ready(ticket, "late", 1, batch=batch), 22) is None
         assert decider.resume_offset() == 23
     again = TicketDecider(decider.consumed, 23, (), settled=decider.settled)

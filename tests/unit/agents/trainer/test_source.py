@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from trinity_agents.trainer.sources.stream import MARK_TIMEOUT, StreamSource
+from trinity_agents.trainer.sources.stream import StreamSource
 from trinity_mq.bus import Envelope, StreamCut, Topology
 from trinity_mq.bus.memory.bus import MemoryBroker, MemoryBus
 from trinity_mq.config.bus import BrokerConfig
@@ -18,6 +18,7 @@ from trinity_mq.messages import BatchReady, RunEnd
 from trinity_mq.runtime.deliveries import EXPERIENCES, envelope
 from trinity_mq.runtime.errors import FatalError
 from trinity_mq.testing.virtual_time import run_virtually
+from trinity_mq.transport.ready_stream import SILENCE_SECONDS
 
 Act = Callable[["Stream"], Coroutine[Any, Any, Any]]
 
@@ -221,7 +222,7 @@ def test_a_restart_holds_one_batch_ahead_and_reads_the_others_again(in_batch_ord
         for _ in range(20):
             decider = stream.source._decider
             chunks = [chunk for decision in decider._decided.values() for chunk in decision.chunks]
-            held = sum(bool(chunk.body) for chunk in chunks) + len(decider._open)
+            held = sum(bool(chunk.body) for chunk in chunks) + len(decider.incomplete)
             assert held <= 4, f"{held} chunks in memory, wanted those of two batches"
             batch = await stream.source.next()
             assert batch.state == "ready"
@@ -277,15 +278,15 @@ def test_an_outage_while_it_waits_for_its_mark_is_not_taken_for_a_shorter_stream
     async def act(one: Stream) -> None:
         await asyncio.sleep(0)
         await asyncio.sleep(0)
-        one.broker.drop(one.bus, delay=3 * MARK_TIMEOUT)
-        await asyncio.sleep(3 * MARK_TIMEOUT + 5)
+        one.broker.drop(one.bus, delay=3 * SILENCE_SECONDS)
+        await asyncio.sleep(3 * SILENCE_SECONDS + 5)
         await one.whole(1)
         assert (await one.source.next()).batch == 1
 
     stream.broker.block()  # the mark itself cannot be published for a while
 
     async def later(one: Stream) -> None:
-        await asyncio.sleep(2 * MARK_TIMEOUT)
+        await asyncio.sleep(2 * SILENCE_SECONDS)
         one.broker.unblock()
         await act(one)
 

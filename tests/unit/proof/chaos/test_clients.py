@@ -10,10 +10,10 @@ import pytest
 
 from tests.unit.gateway.serving import Serving, serving, serving_config
 from trinity_mq.local_broker.ports import free_ports
-from trinity_mq.proof.chaos.invariants import InvariantVerdict
 from trinity_mq.proof.chaos.sessions.clients import Clients, Traffic, clients_of
 from trinity_mq.proof.chaos.sessions.stream import SessionRecord
 from trinity_mq.proof.chaos.sessions.verdicts import answers_match_stream
+from trinity_mq.proof.invariants import InvariantVerdict
 
 KEY = "a key of sixteen letters"
 

@@ -12,13 +12,13 @@ import pytest
 from trinity_mq.cli import chaos as command
 from trinity_mq.cli.main import _parser, main
 from trinity_mq.proof.chaos.injector import InjectedFault
-from trinity_mq.proof.chaos.invariants import InvariantVerdict
 from trinity_mq.proof.chaos.report import as_json, lines
 from trinity_mq.proof.chaos.schedule import ChaosSchedule, Fault
 from trinity_mq.proof.chaos.sessions.clients import ClientRequest, ClientSession, Traffic
 from trinity_mq.proof.chaos.targets.base import Victim
 from trinity_mq.proof.chaos.trial import TrialOutcome
 from trinity_mq.proof.chaos.witness import RunObserver
+from trinity_mq.proof.invariants import InvariantVerdict
 
 
 @pytest.mark.parametrize(

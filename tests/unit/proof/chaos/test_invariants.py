@@ -9,7 +9,7 @@ import pytest
 
 from trinity_mq.bus import Incoming
 from trinity_mq.messages import BatchReady, Progress, TaskResult, Version
-from trinity_mq.proof.chaos.invariants import (
+from trinity_mq.proof.invariants import (
     Expected,
     FaultCounts,
     InvariantVerdict,
@@ -22,8 +22,7 @@ from trinity_mq.proof.chaos.invariants import (
     versions_existed,
     versions_rise,
 )
-from trinity_mq.proof.chaos.record import ProcessedSet, Record
-from trinity_mq.proof.chaos.witness import VersionSeen
+from trinity_mq.proof.record import ProcessedSet, Record, VersionSeen
 
 BATCHES, TASKS, RUNS = 4, 3, 2
 EXPECTED = Expected(tasks=TASKS)

@@ -12,7 +12,8 @@ from tests.unit.agents.trainer.test_audit import BATCHES, SETTINGS
 from trinity_agents.simulation import Simulation, killed, until
 from trinity_mq.bus import Envelope
 from trinity_mq.messages import TaskResult
-from trinity_mq.proof.chaos.invariants import (
+from trinity_mq.proof.chaos.witness import RunObserver, watch
+from trinity_mq.proof.invariants import (
     Expected,
     InvariantVerdict,
     one_outcome,
@@ -21,8 +22,7 @@ from trinity_mq.proof.chaos.invariants import (
     versions_existed,
     versions_rise,
 )
-from trinity_mq.proof.chaos.record import Record, read_record
-from trinity_mq.proof.chaos.witness import RunObserver, watch
+from trinity_mq.proof.record import Record, read_record
 from trinity_mq.runtime.deliveries import envelope
 from trinity_mq.testing.virtual_time import run_virtually
 

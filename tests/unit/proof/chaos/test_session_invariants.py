@@ -19,11 +19,11 @@ from trinity_mq.messages import (
     SubmissionOutcome,
 )
 from trinity_mq.messages.sessions import SampledChoice
-from trinity_mq.proof.chaos.invariants import InvariantVerdict
-from trinity_mq.proof.chaos.record import ProcessedSet, Record
 from trinity_mq.proof.chaos.sessions.clients import ClientRequest, ClientSession, Traffic
 from trinity_mq.proof.chaos.sessions.stream import SessionRecord
 from trinity_mq.proof.chaos.sessions.verdicts import judge_sessions
+from trinity_mq.proof.invariants import InvariantVerdict
+from trinity_mq.proof.record import ProcessedSet, Record
 
 TWICE = "no session trained on twice"
 DECIDED = "one decision about each session"

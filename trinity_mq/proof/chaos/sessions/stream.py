@@ -6,8 +6,8 @@ import asyncio
 from collections import defaultdict
 from dataclasses import dataclass, field
 
-from trinity_mq.bus import Bus, BusUnavailable, Delivery, StreamCut, Topology
-from trinity_mq.bus.streams import next_or_quiet
+from trinity_mq.bus import Bus, BusUnavailable, Delivery, Topology
+from trinity_mq.bus.streams import read_up_to_now
 from trinity_mq.gateway.ledger import Ledger
 from trinity_mq.messages import DecodeError, SessionCall, SessionsDecided, decode_any
 from trinity_mq.runtime.deliveries import new_mark
@@ -57,21 +57,19 @@ async def read_sessions(bus: Bus, topology: Topology) -> SessionRecord:
 
 
 async def _read_events(bus: Bus, topology: Topology, record: SessionRecord) -> None:
-    mark, offset, ids = new_mark(), 0, set[str]()
-    await bus.publish(topology.exchange("sessions"), EVENT_KEY, mark)
-    while True:
-        try:
-            async with await bus.consume(topology.sessions, offset=offset) as feed:
-                while (delivery := await next_or_quiet(bus, feed, READ_SECONDS)) is not None:
-                    if delivery.message_id == mark.message_id:
-                        return
-                    if delivery.message_id not in ids and not bus.is_foreign(delivery):
-                        ids.add(delivery.message_id or "")
-                        _take(delivery, record)
-        except StreamCut as cut:
-            offset = record.begin = cut.got
-            continue
-        raise BusUnavailable(f"the stream of sessions was silent for {READ_SECONDS:g} s")
+    """Read the events of the stream into the record.
+
+    Raises:
+        BusUnavailable: The stream does not answer.
+    """
+    ids, first = set[str](), True
+    events = read_up_to_now(bus, topology.sessions, new_mark(), offset=0, key=EVENT_KEY, seconds=READ_SECONDS)
+    async for delivery in events:
+        if first:
+            record.begin, first = delivery.offset or 0, False
+        if delivery.message_id not in ids and not bus.is_foreign(delivery):
+            ids.add(delivery.message_id or "")
+            _take(delivery, record)
 
 
 def _take(delivery: Delivery, record: SessionRecord) -> None:

@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from trinity_mq.gateway.recorded_call import Answers
 from trinity_mq.gateway.session import SETTLED, Session
 from trinity_mq.messages import SessionCall
-from trinity_mq.proof.chaos.invariants import InvariantVerdict, lineage, verdict_of
-from trinity_mq.proof.chaos.record import Record
 from trinity_mq.proof.chaos.sessions.clients import ClientSession, Traffic
 from trinity_mq.proof.chaos.sessions.stream import SessionRecord
+from trinity_mq.proof.invariants import InvariantVerdict, lineage, verdict_of
+from trinity_mq.proof.record import Record
 
 Tokens = tuple[int, ...]
 LAWFUL_DROPS = {"group not full"}

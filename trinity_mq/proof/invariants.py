@@ -1,4 +1,6 @@
-"""Invariants of a run, judged from external observations. Pure functions: records in, verdicts out."""
+"""Invariants of a run, for chaos, simulation and audit. Pure functions over the record of the run and the history of a
+checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +8,22 @@ import itertools
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from trinity_mq.bus import Incoming
+from trinity_mq.errors import excerpt
 from trinity_mq.messages import Progress, TaskResult, Version
-from trinity_mq.proof.chaos.record import ProcessedSet, Record
-from trinity_mq.proof.chaos.witness import VersionSeen
+from trinity_mq.proof.record import ProcessedSet, Record, VersionSeen
 
 Key = TypeVar("Key")
+Entry = Mapping[str, Any]
+"""A line of a checkpoint's history."""
 Result = Literal["holds", "violated", "not checked"]
 MOST_EVIDENCE = 5
 HAVE_RUNS = {"finished", "partial", "cancelled"}
 """Outcomes that may contribute finished runs to a batch."""
+TRAINABLE_LATER = {"failed", "skipped"}
+"""Outcomes after which a ticket may be repaired and trained on later."""
 
 
 @dataclass(frozen=True)
@@ -105,16 +111,16 @@ def _batch_violations(
         if result.outcome in HAVE_RUNS:
             counted.update((str(result.task_id), run) for run in result.runs)
     if repeated := [key for key, times in counted.items() if times > 1]:
-        yield f"{batch}: runs (task, run) that two slices report: {_excerpt(repeated)}"
+        yield f"{batch}: runs (task, run) that two slices report: {excerpt(repeated)}"
     trained_runs = {(task, run) for _, task, run, _ in processed.runs}
     if unknown := sorted(trained_runs - set(counted)):
-        yield f"{batch}: runs (task, run) that are in it though no first result reports them: {_excerpt(unknown)}"
+        yield f"{batch}: runs (task, run) that are in it though no first result reports them: {excerpt(unknown)}"
     keeps = expected.keeps_all and not processed.unread and not processed.ready.filtered_groups
     finished = {
         (str(result.task_id), run) for result in slices.values() if result.outcome == "finished" for run in result.runs
     }
     if keeps and (lost := sorted(finished - trained_runs)):
-        yield f"{batch}: finished runs (task, run) that are not in it: {_excerpt(lost)}"
+        yield f"{batch}: finished runs (task, run) that are not in it: {excerpt(lost)}"
     if expected.tasks is not None:
         tasks = {task for task, _ in slices}
         if len(tasks) != expected.tasks and not processed.ready.metrics.get("rollout/slices/cancelled"):
@@ -143,13 +149,13 @@ def trained_once(record: Record) -> InvariantVerdict:
     begins = 1 if not record.results_begin else line[0].progress
     missing = sorted(set(range(begins, line[-1].progress + 1)) - {step.progress for step in line})
     if missing:
-        violations.append(f"progress without a message of the trainer: {_excerpt(missing)}")
+        violations.append(f"progress without a message of the trainer: {excerpt(missing)}")
     tickets = Counter(step.ticket for step in line)
     violations += [f"ticket {ticket} was consumed {times} times" for ticket, times in tickets.items() if times > 1]
     batches = Counter(str(step.batch) for step in line)
     violations += [f"batch {batch} was consumed {times} times" for batch, times in batches.items() if times > 1]
     if not record.results_begin and (gaps := _skipped_batches(line)):
-        violations.append(f"batches that were skipped: {_excerpt(gaps)}")
+        violations.append(f"batches that were skipped: {excerpt(gaps)}")
     trained: Counter[str] = Counter()
     for step in line:
         processed = deciding.get(step.ticket)
@@ -182,6 +188,60 @@ def _repeated_steps(processed: ProcessedSet) -> Iterator[str]:
 
 def _generations(record: Record) -> int:
     return len({step.generation for step in record.progress})
+
+
+# -- the history of a checkpoint: one entry for each decided ticket, in order
+
+
+def tickets_decided_once(entries: Sequence[Entry]) -> Iterator[str]:
+    """Check that each ticket is decided once, and that a ticket is repaired only after it failed or was skipped."""
+    decided = Counter(str(entry["ticket"]) for entry in entries if not entry.get("repaired"))
+    if double := [ticket for ticket, times in decided.items() if times > 1]:
+        yield f"tickets decided more than once: {excerpt(double)}"
+    earlier: dict[str, str] = {}
+    for entry in entries:
+        before = earlier.get(entry["ticket"], "never decided")
+        if entry.get("repaired") and before not in TRAINABLE_LATER:
+            yield (
+                f"ticket {entry['ticket']} is repaired with progress {entry['progress']}, but was {before} before, "
+                "wanted failed or skipped"
+            )
+        earlier[entry["ticket"]] = entry["outcome"]
+
+
+def each_trained_once(entries: Sequence[Entry]) -> Iterator[str]:
+    """Check that each experience is trained on at most once, in its own batch."""
+    trained = Counter(uid for entry in entries for uid in entry["uids"])
+    if double := [uid for uid, times in trained.items() if times > 1]:
+        yield f"experiences trained on more than once: {excerpt(double)}"
+    for entry in entries:
+        uids = entry["uids"]
+        # An experience's id begins with its batch number, which contains no escaped characters.
+        if foreign := [uid for uid in uids if uid.partition("/")[0] != str(entry["batch"])]:
+            yield f"progress {entry['progress']} is batch {entry['batch']}, but holds others: {excerpt(foreign)}"
+        if uids and entry["outcome"] != "trained":
+            yield f"progress {entry['progress']} is {entry['outcome']}, but lists {len(uids)} experiences"
+
+
+def set_faults(entry: Entry, processed: ProcessedSet | None) -> Iterator[str]:
+    """Check that an entry was decided by the first set of its ticket, or a later set if it was repaired, and holds only
+    experiences of this set.
+
+    Args:
+        entry: The entry.
+        processed: The set of the entry's processing; None if the stream does not hold it.
+    """
+    if processed is None or not (processed.is_first or entry.get("repaired")):
+        where = "is not there" if processed is None else "is not the first of its ticket there"
+        yield f"progress {entry['progress']} was decided by set {entry['op']}, which {where}"
+        return
+    if processed.ready.other_chain:
+        yield f"progress {entry['progress']}: its operator had another configuration than the run's explorer"
+    place = entry.get("stream")
+    if place is not None and place["offset"] != processed.offset:
+        yield f"progress {entry['progress']}: its BatchReady lies at {processed.offset}, not at {place['offset']}"
+    if not processed.unread and (foreign := sorted(set(entry["uids"]) - set(processed.uids))):
+        yield f"progress {entry['progress']} holds experiences that no operator sent: {excerpt(foreign)}"
 
 
 # -- versions
@@ -323,8 +383,3 @@ def _repeated(counted: Counter[Key]) -> list[tuple[Key, int]]:
 
 def _version(version: Version) -> str:
     return f"{version[0]}.{version[1]}"
-
-
-def _excerpt(items: Sequence[object], most: int = 5) -> str:
-    remaining = len(items) - most
-    return ", ".join(map(str, items[:most])) + (f" and {remaining} more" if remaining > 0 else "")
