@@ -133,6 +133,8 @@ class RunState:
         """Time from which heartbeats are expected."""
         self.trends = Trends()
         self._heartbeats: dict[str, tuple[Heartbeat, float]] = {}
+        self._last_seq: dict[tuple[str, str], int] = {}
+        """Number of the last heartbeat by (agent id, incarnation)."""
         self._pace: collections.deque[tuple[float, int]] = collections.deque(maxlen=PACE_STEPS)
         self._dead = 0
         """Last known number of dead letters. It is kept while the broker is away, so that the same dead letters are not
@@ -170,9 +172,11 @@ class RunState:
                 self.add_news(f"evaluation at step {message.step}: {taskset} accuracy {value:.3f}", now)
 
     def _receive_heartbeat(self, beat: Heartbeat, now: float) -> bool:
+        process = (beat.id, beat.incarnation)
+        if beat.seq <= self._last_seq.get(process, -1):
+            return False  # a repeated publish that arrived late
+        self._last_seq[process] = beat.seq
         previous, _ = self._heartbeats.get(beat.id, (None, 0.0))
-        if previous and previous.incarnation == beat.incarnation and previous.seq >= beat.seq:
-            return False
         self._heartbeats[beat.id] = (beat, now)
         self.trends.add_heartbeat(beat, now)
         # the first heartbeat received from a running agent also reports earlier events, whose times are unknown
