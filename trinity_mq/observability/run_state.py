@@ -140,6 +140,8 @@ class RunState:
         """Last known number of dead letters. It is kept while the broker is away, so that the same dead letters are not
         news again.
         """
+        self._gateway_urls: dict[str, str] = {}
+        """Gateway URLs already reported as news, by gateway id."""
         self._reported: set[Hashable] = set()
         """Keys of the news that are reported only once."""
         self._reported_culprits: set[str | None] = set()
@@ -185,8 +187,9 @@ class RunState:
         match beat.detail:
             case ExplorerStatus() as status:
                 self._receive_explorer(status, before, at)
-            case GatewayStatus(url=url) if url:
-                self._add_once((beat.id, url), f"{beat.id} answers at {url}: POST {url}/sessions", at)
+            case GatewayStatus(url=url) if url and url != self._gateway_urls.get(beat.id):
+                self._gateway_urls[beat.id] = url
+                self.add_news(f"{beat.id} answers at {url}: POST {url}/sessions", at)
             case TrainerStatus() as status:
                 self._receive_trainer(status, before, now, at)
         return True
