@@ -28,7 +28,6 @@ from trinity_mq.messages import (
     mixture,
 )
 from trinity_mq.observability.diagnosis import Observation, Room, RunFinding, diagnose
-from trinity_mq.observability.diagnosis.records import OVER
 from trinity_mq.observability.report.figures import TRAIN_STEPS, evaluations
 from trinity_mq.observability.trends import Trends
 from trinity_mq.runtime.processes.supervisor import ProcessEvent
@@ -72,7 +71,7 @@ class AgentRow:
     @property
     def alive(self) -> bool:
         """True if the agent's lease is valid and the agent has not ended."""
-        return self.state not in {"silent", *OVER}
+        return self.state != "silent" and not self.beat.has_ended
 
 
 class RunState:
@@ -343,7 +342,7 @@ class RunState:
     def final_state(self, agent: str) -> str | None:
         """Return ``finished`` or ``gone`` for an agent that has ended, else None."""
         beat, _ = self._heartbeats.get(agent, (None, 0.0))
-        return beat.state if beat and beat.state in OVER else None
+        return beat.state if beat and beat.has_ended else None
 
     @property
     def version(self) -> str | None:
@@ -383,7 +382,7 @@ def _output_suffix(event: ProcessEvent) -> str:
 
 
 def _row(beat: Heartbeat, age: float) -> AgentRow:
-    if beat.state in OVER:
+    if beat.has_ended:
         return AgentRow(beat, beat.state)
     if age >= beat.lease:
         return AgentRow(beat, "silent", "a heartbeat", age)

@@ -17,7 +17,6 @@ from trinity_mq.messages import (
     RunnerStatus,
     TrainerStatus,
 )
-from trinity_mq.observability.diagnosis.records import OVER
 
 K = TypeVar("K", bound=Hashable)
 Samples = collections.deque[tuple[float, float]]
@@ -81,7 +80,7 @@ class Trends:
             if values and value < values[-1][1]:
                 values.clear()  # a restarted process counts from zero
             _add_sample(self._counters, (beat.id, name), value, now)
-        if beat.state not in OVER:
+        if not beat.has_ended:
             for stage, share in measures.busy.items():
                 _add_sample(self._busy, stage, share, now)
 
