@@ -176,7 +176,6 @@ NAMES = {
     "trinity_mq.observability.diagnosis.steady": (
         "Steady=FlickerFilter steady_finding=finding_filter steady_limit=bottleneck_filter"
     ),
-    "trinity_mq.observability.diagnosis.watch": "Watch=HeartbeatWindow",
     "trinity_mq.observability.display": "figures=main_figures picture=render_table plain_line=format_status_line",
     "trinity_mq.observability.evaluations": "answers_to=question_history sets_of=evaluation_sets",
     "trinity_mq.observability.experiences.evaluations": "chosen_of=select_evaluations",
@@ -187,13 +186,14 @@ NAMES = {
     "trinity_mq.observability.follow": "follow=follow_telemetry listen=consume_messages metrics_of=parse_metrics",
     "trinity_mq.observability.logs.files": ".appended=read_appended",
     "trinity_mq.observability.logs.lines": "in_words=format_line",
-    "trinity_mq.observability.observatory": "Observatory=RunState",
     "trinity_mq.observability.prometheus.families": "Rising=MonotonicCounters",
     "trinity_mq.observability.report.curves": "thinned=downsample",
     "trinity_mq.observability.report.figures": "duration=format_duration",
     "trinity_mq.observability.report.text": "curve=metric_curve lost=loss_counts",
     "trinity_mq.observability.run_list": "aligned=align_columns found_runs=find_runs",
-    "trinity_mq.observability.run_view": ".explain=diagnose_stall .forget_rates=clear_momentary_metrics",
+    "trinity_mq.observability.run_state": (
+        ".explain=diagnose_stall .forget_rates=clear_momentary_metrics Watch=RunState"
+    ),
     "trinity_mq.observability.samples": "decoded_latest=decode_latest",
     "trinity_mq.observability.spans.collector": (
         "Collector=OtlpClient SpansRefused=SpansRejected collector_of=open_collector headers_of=parse_headers"
@@ -214,6 +214,7 @@ NAMES = {
     "trinity_mq.operators.base": "of_tasks=rows_of_tasks",
     "trinity_mq.operators.human_review": "Choice=ReviewConditions",
     "trinity_mq.page.actions": "Actions=BrokerActions",
+    "trinity_mq.page.run_page": "Observatory=RunPage",
     "trinity_mq.proof.chaos.injector": "Done=InjectedFault",
     "trinity_mq.proof.chaos.launch": "launched=launch_run",
     "trinity_mq.proof.chaos.scenes": "Wishes=TrialOptions attached=try_local_run started=try_new_run",

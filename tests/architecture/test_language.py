@@ -34,8 +34,8 @@ VAGUE = {"one", "found", "known", "given", "own", "said"}
 """Names of variables and arguments that do not name their content."""
 MOST_TEXTS = {
     "trinity_mq/engines": 9,
-    "trinity_mq/observability": 5,
     "agents/trinity_agents/simulation": 5,
+    "trinity_mq/observability": 5,
     "trinity_mq/config": 4,
     "trinity_mq/dispatch": 3,
     "trinity_mq/messages": 3,

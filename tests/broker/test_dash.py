@@ -16,19 +16,21 @@ from tests.waiting import until
 from trinity_mq.bus import Topology
 from trinity_mq.config import BrokerConfig
 from trinity_mq.observability.experiences.token_texts import TokenTexts
-from trinity_mq.observability.observatory import RunState
+from trinity_mq.observability.history import RunHistory
+from trinity_mq.observability.run_state import RunState
 from trinity_mq.observability.sources import BrokerSource
 from trinity_mq.page.access import PageAccess
 from trinity_mq.page.actions import BrokerActions
 from trinity_mq.page.app import DashApp
+from trinity_mq.page.run_page import RunPage
 from trinity_mq.targets.connection import Target
 
 pytestmark = [pytest.mark.broker, pytest.mark.timeout(120)]
 
 
 class Page:
-    def __init__(self, client: TestClient[Any, Any], access: PageAccess, observatory: RunState) -> None:
-        self._client, self._key, self.observatory = client, {"X-TMQ-Key": access.key}, observatory
+    def __init__(self, client: TestClient[Any, Any], access: PageAccess, state: RunState) -> None:
+        self._client, self._key, self.state = client, {"X-TMQ-Key": access.key}, state
 
     async def get(self, path: str) -> dict[str, Any]:
         async with self._client.get(path) as answer:
@@ -44,16 +46,16 @@ class Page:
 
 @contextlib.asynccontextmanager
 async def page_of(stage: Stage) -> AsyncIterator[Page]:
-    observatory = RunState(stage.topology.run)
+    state, history = RunState(stage.topology.run), RunHistory()
     target = Target(stage.topology.run, BrokerConfig(url=stage.url))
-    source = BrokerSource(lambda: target, observatory, {"metrics", "samples", "reviews"})
+    source = BrokerSource(lambda: target, state, {"metrics", "samples", "reviews"}, history)
     access = PageAccess("127.0.0.1", operate=True)
-    app = DashApp(observatory, BrokerActions(source), access, lambda: TokenTexts(None))
+    app = DashApp(RunPage(state, history), BrokerActions(source), access, lambda: TokenTexts(None))
     async with TestClient(TestServer(app.application())) as client:
         following = asyncio.create_task(source.run())
         try:
             await until(lambda: source.bus is not None, 30)
-            yield Page(client, access, observatory)
+            yield Page(client, access, state)
         finally:
             following.cancel()
             await asyncio.wait([following])
@@ -93,7 +95,7 @@ async def test_a_verdict_counts(broker_url: str, topology: Topology, tmp_path: P
         await stage.closed(1)
 
         async def asked() -> bool:
-            return page.observatory.reviews == 2
+            return page.state.reviews == 2
 
         await until(asked, 60)
         first, second = sorted((await page.get("/api/reviews"))["reviews"], key=lambda one: one["uid"])

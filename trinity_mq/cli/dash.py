@@ -94,31 +94,33 @@ def _latest() -> Path:
 async def _serve(arguments: argparse.Namespace, config: Config | None, others: dict[str, Curves]) -> None:
     from trinity_mq.config.threads import available_cores
     from trinity_mq.observability.diagnosis import expected_agents, free_resources, limits
-    from trinity_mq.observability.observatory import RunState
+    from trinity_mq.observability.history import RunHistory
+    from trinity_mq.observability.run_state import RunState
     from trinity_mq.observability.sources import BrokerSource, FolderSource
     from trinity_mq.page.access import PageAccess
     from trinity_mq.page.actions import BrokerActions
     from trinity_mq.page.app import DashApp
+    from trinity_mq.page.run_page import RunPage
     from trinity_mq.runtime.http import serve_app
     from trinity_mq.telemetry.evaluations.log import read_evaluations
 
     folder = config.path if config is not None and config.path.is_dir() else None
     run = arguments.target if config is None else config.name
     total = None if config is None else config.buffer.total_steps
-    observatory = RunState(
+    state = RunState(
         run,
         total,
-        {} if config is None else workflows(config),
         expected=expected_agents(config),
         limits=limits(config),
         room=free_resources(config, available_cores(), len(list(Path("/dev").glob("nvidia[0-9]*")))),
     )
+    history = RunHistory({} if config is None else workflows(config))
     access = PageAccess(arguments.host, operate=arguments.operate)
     takes: tuple[Part, ...] = ("reviews", "metrics", "samples") if folder is None else ("reviews",)
-    broker = BrokerSource(lambda: _find_broker(arguments, config), observatory, takes)
+    broker = BrokerSource(lambda: _find_broker(arguments, config), state, takes, history)
     texts = LazyTexts(config)
     app = DashApp(
-        observatory,
+        RunPage(state, history),
         BrokerActions(broker, lambda: _stopped(arguments, config)),
         access,
         texts.known,
@@ -128,7 +130,7 @@ async def _serve(arguments: argparse.Namespace, config: Config | None, others: d
     )
     async with serve_app(app.application(), arguments.host, arguments.port) as url, asyncio.TaskGroup() as group:
         if folder is not None:
-            group.create_task(FolderSource(folder, observatory).run())
+            group.create_task(FolderSource(folder, state, history).run())
         group.create_task(broker.run())
         group.create_task(app.tick())
         print(f"{run}: {url}/{f'?key={access.key}' if access.needs_key else ''}", flush=True)

@@ -41,14 +41,14 @@ async def _serve(arguments: argparse.Namespace, run: str, slots: int | None) -> 
     from aiohttp import web
 
     from trinity_mq.config.hosts import is_loopback
-    from trinity_mq.observability.observatory import RunState
     from trinity_mq.observability.prometheus.families import RunCollector
     from trinity_mq.observability.prometheus.handler import metrics_handler
+    from trinity_mq.observability.run_state import RunState
     from trinity_mq.observability.sources import BrokerSource
     from trinity_mq.runtime.http import new_application, same_site_middleware, serve_app
     from trinity_mq.targets.connection import find_target
 
-    observatory = RunState(run)
+    state = RunState(run)
 
     def target() -> Target | None:
         run_target = find_target(arguments)
@@ -56,7 +56,7 @@ async def _serve(arguments: argparse.Namespace, run: str, slots: int | None) -> 
 
     find_target(arguments)  # fail at once if the run is not known
     app = new_application([same_site_middleware] if is_loopback(arguments.host) else [])
-    app.add_routes([web.get("/metrics", metrics_handler(RunCollector(observatory.view, time.time, slots)))])
+    app.add_routes([web.get("/metrics", metrics_handler(RunCollector(state, time.time, slots)))])
     async with serve_app(app, arguments.host, arguments.port) as url:
         print(f"{run}: {url}/metrics", flush=True)
-        await BrokerSource(target, observatory, {"metrics"}).run()
+        await BrokerSource(target, state, {"metrics"}).run()

@@ -9,15 +9,13 @@ import shlex
 import sys
 
 from trinity_mq.cli.arguments import add_broker, add_target
-from trinity_mq.observability.follow import depths, follow_telemetry
+from trinity_mq.observability.follow import QUEUES, depths, follow_telemetry
 from trinity_mq.observability.report.text import make_report
-from trinity_mq.observability.run_view import RunView
+from trinity_mq.observability.run_state import RunState
 from trinity_mq.targets.connection import Target, connect_bus, find_target
 from trinity_mq.targets.run_folder import RunFolder
 from trinity_mq.targets.target import select_newest_run
 from trinity_mq.terminal import open_console
-
-QUEUES = ("submitted", "tasks.train", "tasks.eval", "closed", "dead")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,9 +36,9 @@ def status(arguments: argparse.Namespace) -> int:
         return _report(target.run, folder)
     from trinity_mq.observability.display import render_table
 
-    view, now = asyncio.run(_look(target, arguments.seconds))
-    open_console().print(render_table(view, now))
-    if not view.agents(now):
+    state, now = asyncio.run(_look(target, arguments.seconds))
+    open_console().print(render_table(state, now))
+    if not state.agents(now):
         print(f"no agent of run {target.run!r} sent a heartbeat within {arguments.seconds:g} s", file=sys.stderr)
         return 1
     return 0
@@ -56,12 +54,12 @@ def _report(run: str, folder: RunFolder) -> int:
     return 1
 
 
-async def _look(target: Target, seconds: float) -> tuple[RunView, float]:
+async def _look(target: Target, seconds: float) -> tuple[RunState, float]:
     """Return (the state collected within ``seconds``, the end time on the event loop's clock)."""
     async with connect_bus(target.run, target.broker, "status") as (bus, topology):
-        view = RunView(target.run, None)
+        clock, state = asyncio.get_running_loop().time, RunState(target.run)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                await follow_telemetry(bus, topology, view, "status")
-        view.set_depths(await depths(bus, topology, QUEUES))
-        return view, asyncio.get_running_loop().time()
+                await follow_telemetry(bus, topology, "status", lambda message: state.receive(message, clock()))
+        state.set_depths(await depths(bus, topology, QUEUES))
+        return state, clock()

@@ -139,7 +139,7 @@ def _run(
     try:
         if session.finished:
             folder.mark_finished()
-        save_failures(folder.path, session.run_view.failures)
+        save_failures(folder.path, session.state.failures)
         with contextlib.suppress(CommandError):  # no agent did any timed work
             write_timeline(folder.path)
     except OSError as error:  # such as a full disk: the report is printed anyway

@@ -21,7 +21,7 @@ from trinity_mq.messages import ControlEvent
 from trinity_mq.observability.diagnosis import Observation, diagnose, expected_agents, limits
 from trinity_mq.observability.display import Display
 from trinity_mq.observability.follow import MetricsTail, consume_messages, depths, follow_telemetry
-from trinity_mq.observability.run_view import STILL_SHOWN, RunView
+from trinity_mq.observability.run_state import STILL_SHOWN, RunState
 from trinity_mq.observability.trackers.process import TrackerProcess
 from trinity_mq.runtime.notify import Notifier
 from trinity_mq.runtime.process import trim_memory_periodically
@@ -75,7 +75,9 @@ class RunSession:
         addresses = Addresses.of(config.broker)
         self._url_from_file = url is not None and addresses is not None and addresses.from_file
         """True if the URL is read from a file at each connect. Agents then read the file too."""
-        self.run_view = RunView(config.name, config.buffer.total_steps)
+        self.state = RunState(
+            config.name, config.buffer.total_steps, expected=expected_agents(config), limits=limits(config)
+        )
         self.signal: signal.Signals | None = None
         """The first signal that requested a stop."""
         self.failures: list[ProcessEvent] = []
@@ -84,11 +86,11 @@ class RunSession:
         """True if the leader reported the end of the run and no process failed."""
         self._metrics = MetricsTail(folder.path)
         for message in self._metrics.read():
-            self.run_view.receive(message, 0.0)
-        self.run_view.take_news()  # discard the news of an earlier start
-        self.run_view.clear_momentary_metrics()
+            self.state.receive(message, 0.0)
+        self.state.take_news()  # discard the news of an earlier start
+        self.state.clear_momentary_metrics()
         self._supervisor: Supervisor | None = None
-        self._trackers = TrackerProcess(config, folder, self.run_view.add_news)
+        self._trackers = TrackerProcess(config, folder, self.state.add_news)
         self._changed = Notifier()
 
     @property
@@ -99,7 +101,7 @@ class RunSession:
     @property
     def steps(self) -> int | None:
         """Number of train steps that changed the weights, over all starts of the run. None: not reported yet."""
-        return self.run_view.train_steps
+        return self.state.train_steps
 
     async def run(self) -> None:
         """Run until the leader has finished, a process failed permanently, or a signal arrived."""
@@ -109,7 +111,7 @@ class RunSession:
         if self._attached:
             loop.add_reader(sys.stdin.fileno(), self._on_input, loop, task)
         broker_name = "a private RabbitMQ" if self._url is None else "the given broker"
-        self.run_view.add_news(f"run {self._config.name!r} in {self._folder.path}, on {broker_name}")
+        self.state.add_news(f"run {self._config.name!r} in {self._folder.path}, on {broker_name}")
         self._draw()
         try:
             async with self._broker() as url:
@@ -119,7 +121,7 @@ class RunSession:
                     broker = broker.model_copy(update={"url": url})
                 await self._trackers.start()
                 async with (
-                    tapped_broker(self._config, self.run_view.add_news),
+                    tapped_broker(self._config, self.state.add_news),
                     connect_bus(self._config.name, broker, "supervisor", self._add_news) as (bus, topology),
                 ):
                     await self._tell_broker_trouble(bus, topology)
@@ -142,12 +144,12 @@ class RunSession:
         if trouble := await broker_problem(bus, topology):
             finding = diagnose(Observation(broker=trouble))
             self._add_news(f"{finding.sentence}; what to do: {finding.lever}")
-        self.run_view.began = asyncio.get_running_loop().time()
+        self.state.began = asyncio.get_running_loop().time()
 
     def _broker(self) -> contextlib.AbstractAsyncContextManager[str]:
         if self._url is not None:
             return contextlib.nullcontext(self._url)
-        return private_broker(self._folder.broker, self._config.supervisor, self.run_view.add_news)
+        return private_broker(self._folder.broker, self._config.supervisor, self.state.add_news)
 
     async def _supervise(self, bus: Bus, topology: Topology, url: str) -> None:
         server = self._fork_server
@@ -191,25 +193,27 @@ class RunSession:
         """Return False if the leader's last heartbeat says that it was drained before the end of the run, else True."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(FINAL_HEARTBEAT_SECONDS):
-                await self._changed.until(lambda: self.run_view.final_state(self._leader) is not None)
-        return self.run_view.final_state(self._leader) != "gone"
+                await self._changed.until(lambda: self.state.final_state(self._leader) is not None)
+        return self.state.final_state(self._leader) != "gone"
 
     async def _follow(self, bus: Bus, topology: Topology) -> None:
         async for attempt in retrying(BusUnavailable):
             with attempt:
                 # metrics come from their file, which also contains the metrics from before a restart
-                await follow_telemetry(
-                    bus, topology, self.run_view, "supervisor", self._changed.notify, pattern="beat.#"
-                )
+                await follow_telemetry(bus, topology, "supervisor", self._receive, pattern="beat.#")
+
+    def _receive(self, message: object) -> None:
+        self.state.receive(message, asyncio.get_running_loop().time())
+        self._changed.notify()
 
     async def _depths(self, bus: Bus, topology: Topology) -> None:
         clock = asyncio.get_running_loop().time
-        expected, bounds = expected_agents(self._config), limits(self._config)
         while True:
-            self.run_view.set_depths(await depths(bus, topology, QUEUES))
-            broker = await broker_problem(bus, topology) if self.run_view.still(clock()) >= STILL_SHOWN else ""
+            self.state.set_depths(await depths(bus, topology, QUEUES), clock())
+            is_still = self.state.still(clock()) >= STILL_SHOWN
+            self.state.broker_trouble = await broker_problem(bus, topology) if is_still else ""
             if self.signal is None:
-                self.run_view.diagnose_stall(clock(), broker=broker, expected=expected, limits=bounds)
+                self.state.diagnose_stall(clock())
             await asyncio.sleep(DEPTH_SECONDS)
 
     async def _restart_on_request(
@@ -220,7 +224,7 @@ class RunSession:
 
         def receive(event: object) -> None:
             if isinstance(event, ControlEvent) and event.verb == "restart" and event.target in supervisor.phases:
-                self.run_view.add_news(f"{event.target} is replaced: {event.reason or 'asked for'}")
+                self.state.add_news(f"{event.target} is replaced: {event.reason or 'asked for'}")
                 group.create_task(supervisor.restart(event.target))
 
         async for attempt in retrying(BusUnavailable):
@@ -233,21 +237,21 @@ class RunSession:
             await asyncio.sleep(REFRESH_SECONDS)
 
     def _add_news(self, text: str) -> None:
-        self.run_view.add_news(text)
+        self.state.add_news(text)
         self._draw()
 
     def _draw(self) -> None:
         now = asyncio.get_running_loop().time()
         for message in self._metrics.read():
-            self.run_view.receive(message, now)
-        self._display.show(self.run_view, self.run_view.take_news(), now)
+            self.state.receive(message, now)
+        self._display.show(self.state, self.state.take_news(), now)
 
     def _on_event(self, event: ProcessEvent) -> None:
         level = log.warning if event.what in {"died", "failed", "killed"} else log.info
         level("process", name=event.name, what=event.what, pid=event.pid, code=event.code, reason=event.reason)
         if event.what == "failed":
             self.failures.append(event)
-        self.run_view.add_event(event)
+        self.state.add_event(event)
         self._changed.notify()
 
     def _on_input(self, loop: asyncio.AbstractEventLoop, main: asyncio.Task[int] | None) -> None:
@@ -257,7 +261,7 @@ class RunSession:
 
     def _on_signal(self, number: signal.Signals, main: asyncio.Task[int] | None) -> None:
         if self.signal is not None:
-            self.run_view.add_news("killed at once")
+            self.state.add_news("killed at once")
             self._trackers.kill()
             if self._supervisor is not None:
                 self._supervisor.kill()
@@ -267,7 +271,7 @@ class RunSession:
             if main is not None:
                 main.cancel()
             return
-        self.run_view.add_news("draining; interrupt again to kill at once")
+        self.state.add_news("draining; interrupt again to kill at once")
         self._changed.notify()
 
 

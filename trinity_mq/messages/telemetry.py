@@ -50,6 +50,11 @@ class Heartbeat(Message):
     detail: AnyStatus = Field(default_factory=lambda fields: _status_class(fields)())
     """The status of the agent's role."""
 
+    @property
+    def has_ended(self) -> bool:
+        """True if the agent has ended, so that no further heartbeat is expected."""
+        return self.state in {"finished", "gone"}
+
     @field_validator("detail", mode="before")
     @classmethod
     def _parse_detail(cls, detail: Any, info: ValidationInfo) -> AgentStatus:

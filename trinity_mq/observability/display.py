@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol, TextIO
 
 from trinity_mq.messages import GateStatus, GatewayStatus, release_conflicts, releases_line
 from trinity_mq.observability.report.figures import REWARD, format_duration
-from trinity_mq.observability.run_view import STALENESS, TOKENS_PER_SECOND, WAIT_SHOWN, RunView, version_text
+from trinity_mq.observability.run_state import STALENESS, TOKENS_PER_SECOND, WAIT_SHOWN, RunState, version_text
 from trinity_mq.terminal import escape_and_indent, open_console
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ SYNC_COUNTS = ("syncs", "aborts", "pulls", "canary_failures", "quarantined")
 class Display(Protocol):
     """An output that shows a run."""
 
-    def show(self, view: RunView, news: list[str], now: float) -> None:
+    def show(self, state: RunState, news: list[str], now: float) -> None:
         """Draw the current state. ``news`` are lines that stay visible."""
 
     def close(self) -> None:
@@ -47,23 +47,23 @@ class PlainDisplay:
     def __init__(self, stream: TextIO, clock: Callable[[], str] = lambda: time.strftime("%H:%M:%S")) -> None:
         self._stream, self._clock = stream, clock
         self._last: tuple[float, int, int] | None = None
-        self._shown: tuple[RunView, float] | None = None
+        self._shown: tuple[RunState, float] | None = None
         self._closed = False
 
-    def show(self, view: RunView, news: list[str], now: float) -> None:
-        self._shown = view, now
+    def show(self, state: RunState, news: list[str], now: float) -> None:
+        self._shown = state, now
         for text in news:
             self._write(text)
-        alive = [agent.alive for agent in view.agents(now)]
-        if self._due(view.step, alive, now):
-            self._last = (now, view.step, sum(alive))
-            self._write(format_status_line(view, now))
+        alive = [agent.alive for agent in state.agents(now)]
+        if self._due(state.step, alive, now):
+            self._last = (now, state.step, sum(alive))
+            self._write(format_status_line(state, now))
 
     def close(self) -> None:
         if self._shown is not None and self._last is not None:
-            view, now = self._shown
-            if self._last[1:] != (view.step, sum(agent.alive for agent in view.agents(now))):
-                self._write(format_status_line(view, now))
+            state, now = self._shown
+            if self._last[1:] != (state.step, sum(agent.alive for agent in state.agents(now))):
+                self._write(format_status_line(state, now))
         self._closed = True
 
     def _due(self, step: int, alive: list[bool], now: float) -> bool:
@@ -88,13 +88,13 @@ INSTEAD_OF_REWARD = (("reward", REWARD), ("preference margin", "actor/pair_margi
 """(name, metric) of a run's learning signal. The first metric with a value is shown."""
 
 
-def format_status_line(view: RunView, now: float) -> str:
+def format_status_line(state: RunState, now: float) -> str:
     """Return the state in one line."""
-    agents = view.agents(now)
-    parts = [f"step {_steps(view)}", *(f"{name} {value}" for name, value in main_figures(view, now))]
-    if _gauges_hold(view, now):
-        parts.append("queues " + " ".join(f"{name} {depth}" for name, depth in _depths(view)))
-    if (sessions := view.sessions) is not None:
+    agents = state.agents(now)
+    parts = [f"step {_steps(state)}", *(f"{name} {value}" for name, value in main_figures(state, now))]
+    if _gauges_hold(state, now):
+        parts.append("queues " + " ".join(f"{name} {depth}" for name, depth in _depths(state)))
+    if (sessions := state.sessions) is not None:
         parts.append(sessions_line(sessions))
     parts.append(f"agents {sum(agent.alive for agent in agents)}/{len(agents)}")
     for agent in agents:
@@ -114,16 +114,16 @@ class LiveDisplay:
         self._live: Live = Live(console=self._console, auto_refresh=False, transient=False)
         self._live.start()
 
-    def show(self, view: RunView, news: list[str], now: float) -> None:
+    def show(self, state: RunState, news: list[str], now: float) -> None:
         for text in news:
             self._console.print(escape_and_indent(text), highlight=False)
-        self._live.update(render_table(view, now), refresh=True)
+        self._live.update(render_table(state, now), refresh=True)
 
     def close(self) -> None:
         self._live.stop()
 
 
-def render_table(view: RunView, now: float) -> RenderableType:
+def render_table(state: RunState, now: float) -> RenderableType:
     """Return the state as a rich renderable."""
     from rich.console import Group
     from rich.progress_bar import ProgressBar
@@ -131,33 +131,33 @@ def render_table(view: RunView, now: float) -> RenderableType:
     from rich.text import Text
 
     head = Table.grid(padding=(0, 2))
-    bar = ProgressBar(total=view.total, completed=view.step, width=40)
-    head.add_row(Text(view.run, style="bold"), f"step {_steps(view)}", bar)
+    bar = ProgressBar(total=state.total, completed=state.step, width=40)
+    head.add_row(Text(state.run, style="bold"), f"step {_steps(state)}", bar)
     agents = _table("agent", "state", "waits for", "since")
-    for agent in view.agents(now):
+    for agent in state.agents(now):
         style = "" if agent.alive else "red" if agent.state == "silent" else "dim"
         since = format_duration(agent.waits_seconds) if agent.waits_for else ""
         agents.add_row(agent.id, agent.state, agent.waits_for or "", since, style=style)
-    queues = Text.assemble(("queues  ", "dim"), _named(_depths(view)))
-    parts: list[RenderableType] = [head, _named(main_figures(view, now)), agents]
-    if _gauges_hold(view, now):
+    queues = Text.assemble(("queues  ", "dim"), _named(_depths(state)))
+    parts: list[RenderableType] = [head, _named(main_figures(state, now)), agents]
+    if _gauges_hold(state, now):
         parts.insert(2, queues)
-    if (sessions := view.sessions) is not None:
+    if (sessions := state.sessions) is not None:
         parts.insert(2, Text(sessions_line(sessions)))
-    if len(releases := view.releases(now)) > 1:
+    if len(releases := state.releases(now)) > 1:
         parts.append(Text.assemble(("releases  ", "dim"), releases_line(releases)))
         parts += [Text(conflict, style="bold red") for conflict in release_conflicts(releases)]
-    parts += [Text(failure.line(), style="red") for failure in view.failures]
-    if view.finding is not None:
-        still = f"no progress for {format_duration(view.still(now))}: "
-        parts.append(Text(still + view.finding.sentence, style="bold red"))
-    if view.gate.members:
+    parts += [Text(failure.line(), style="red") for failure in state.failures]
+    if state.finding is not None:
+        still = f"no progress for {format_duration(state.still(now))}: "
+        parts.append(Text(still + state.finding.sentence, style="bold red"))
+    if state.gate.members:
         engines = _table("member of the gate", "version", "state")
-        for name, member in sorted(view.gate.members.items()):
+        for name, member in sorted(state.gate.members.items()):
             engines.add_row(name, version_text(member.version), member.state)
         parts.append(engines)
-    if view.gate.phases:
-        parts.append(Text.assemble(("last sync  ", "dim"), sync_line(view.gate)))
+    if state.gate.phases:
+        parts.append(Text.assemble(("last sync  ", "dim"), sync_line(state.gate)))
     return Group(*parts)
 
 
@@ -196,36 +196,36 @@ def sync_line(gate: GateStatus) -> str:
     return f"{version_text(gate.version)}: {phases}" + (f"   ({counts})" if counts else "")
 
 
-def _steps(view: RunView) -> str:
-    return f"{view.step}/{'?' if view.total is None else view.total}"
+def _steps(state: RunState) -> str:
+    return f"{state.step}/{'?' if state.total is None else state.total}"
 
 
-def _depths(view: RunView) -> Sequence[tuple[str, str]]:
-    return [(name, "-" if depth is None else str(depth)) for name, depth in view.depths.items()]
+def _depths(state: RunState) -> Sequence[tuple[str, str]]:
+    return [(name, "-" if depth is None else str(depth)) for name, depth in state.depths.items()]
 
 
-def _gauges_hold(view: RunView, now: float) -> bool:
+def _gauges_hold(state: RunState, now: float) -> bool:
     """Return whether rates, staleness and queue depths are current. They are not once every agent has ended."""
-    agents = view.agents(now)
+    agents = state.agents(now)
     return not agents or any(agent.alive for agent in agents)
 
 
-def main_figures(view: RunView, now: float) -> Sequence[tuple[str, str]]:
+def main_figures(state: RunState, now: float) -> Sequence[tuple[str, str]]:
     """Return the main figures of a run: learning signal, evaluations, rates, remaining time."""
-    tokens = next((view.metrics[name] for name in TOKENS_PER_SECOND if name in view.metrics), None)
-    remaining_s = view.seconds_left(now)
-    learning_signal = next((signal for signal in INSTEAD_OF_REWARD if signal[1] in view.metrics), ("reward", REWARD))
+    tokens = next((state.metrics[name] for name in TOKENS_PER_SECOND if name in state.metrics), None)
+    remaining_s = state.seconds_left(now)
+    learning_signal = next((signal for signal in INSTEAD_OF_REWARD if signal[1] in state.metrics), ("reward", REWARD))
     all_figures = [
-        (learning_signal[0], _number(view.metrics.get(learning_signal[1]), ".3f")),
-        *((f"{taskset} accuracy", f"{value:.3f} (step {step})") for taskset, (step, value) in view.results.items()),
+        (learning_signal[0], _number(state.metrics.get(learning_signal[1]), ".3f")),
+        *((f"{taskset} accuracy", f"{value:.3f} (step {step})") for taskset, (step, value) in state.results.items()),
         ("tokens/s", _number(tokens, ",.0f")),
-        ("policy", view.version or "-"),
-        ("staleness", _number(view.metrics.get(STALENESS), "g")),
+        ("policy", state.version or "-"),
+        ("staleness", _number(state.metrics.get(STALENESS), "g")),
         ("left", "-" if remaining_s is None else format_duration(remaining_s)),
     ]
     gauges = {"tokens/s", "staleness", "left"}
     return (
-        all_figures if _gauges_hold(view, now) else [(name, text) for name, text in all_figures if name not in gauges]
+        all_figures if _gauges_hold(state, now) else [(name, text) for name, text in all_figures if name not in gauges]
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -12,14 +11,16 @@ from typing import Any
 from trinity_mq.bus import Bus, BusUnavailable, Topology
 from trinity_mq.bus.topology import Queue
 from trinity_mq.messages import DecodeError, Metrics, decode_any
-from trinity_mq.observability.run_view import RunView
 from trinity_mq.runtime.deliveries import acknowledge
 from trinity_mq.telemetry import LINE_FIELDS, METRICS_FILE
 from trinity_mq.telemetry.jsonline import parse_line
 from trinity_mq.telemetry.tail import Tail
 
+QUEUES = ("submitted", "tasks.train", "tasks.eval", "closed", "dead")
+"""Short names of the queues whose depths describe a run."""
 
-async def consume_messages(bus: Bus, queue: Queue, receive: Callable[[object], None]) -> None:
+
+async def consume_messages(bus: Bus, queue: Queue, receive: Callable[[object], object]) -> None:
     """Pass the messages of an exclusive queue to ``receive`` until cancelled. Messages that do not decode are
     skipped.
     """
@@ -32,23 +33,9 @@ async def consume_messages(bus: Bus, queue: Queue, receive: Callable[[object], N
 
 
 async def follow_telemetry(
-    bus: Bus,
-    topology: Topology,
-    run_view: RunView,
-    who: str,
-    on_change: Callable[[], None] = lambda: None,
-    *,
-    pattern: str = "#",
+    bus: Bus, topology: Topology, who: str, receive: Callable[[object], object], *, pattern: str = "#"
 ) -> None:
-    """Pass telemetry that matches ``pattern`` to the run view until cancelled.
-
-    ``on_change`` is called after each message.
-    """
-
-    def receive(message: object) -> None:
-        run_view.receive(message, asyncio.get_running_loop().time())
-        on_change()
-
+    """Pass telemetry that matches ``pattern`` to ``receive`` until cancelled."""
     await consume_messages(bus, topology.listener(who, uuid.uuid4().hex[:12], "telemetry", pattern), receive)
 
 

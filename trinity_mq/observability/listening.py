@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import uuid
-from collections.abc import Callable
 
 from trinity_mq.bus import Bus, BusUnavailable, Topology
-from trinity_mq.observability.diagnosis import HeartbeatWindow, RunFinding, diagnose, expected_agents, limits
-from trinity_mq.observability.follow import consume_messages, depths
+from trinity_mq.observability.diagnosis import Observation, RunFinding, diagnose, expected_agents, limits
+from trinity_mq.observability.follow import QUEUES, depths, follow_telemetry
+from trinity_mq.observability.run_state import RunState
 from trinity_mq.targets.connection import Target, connect_bus
 from trinity_mq.targets.probe import broker_problem
 
-QUEUES = ("submitted", "tasks.train", "tasks.eval", "closed", "dead")
 LISTEN_SECONDS = 12.0
 """Default of ``--seconds``. It exceeds the time after which work counts as overdue."""
 LEAST_SECONDS = 5.5
@@ -30,35 +28,25 @@ async def observe(target: Target, seconds: float) -> RunFinding:
         async with connect_bus(target.run, target.broker, "why") as (bus, topology):
             return await _listen(target, bus, topology, seconds)
     except (BusUnavailable, TimeoutError) as error:
-        watch = HeartbeatWindow(0.0)
-        return diagnose(watch.observation(0.0, broker=str(error) or "it does not answer"))
+        return diagnose(Observation(broker=str(error) or "it does not answer"))
 
 
 async def _listen(target: Target, bus: Bus, topology: Topology, seconds: float) -> RunFinding:
-    loop = asyncio.get_running_loop()
-    watch = HeartbeatWindow(loop.time())
-    trouble = ""
+    clock = asyncio.get_running_loop().time
+    state = RunState(target.run, expected=expected_agents(target.config), limits=limits(target.config))
 
     async def probe() -> None:
-        nonlocal trouble
-        trouble = await broker_problem(bus, topology)
+        state.broker_trouble = await broker_problem(bus, topology)
 
     async def look() -> RunFinding:
-        queue_depths = await depths(bus, topology, QUEUES) if not trouble else {}
-        observation = watch.observation(
-            loop.time(),
-            depths=queue_depths,
-            broker=trouble,
-            expected=expected_agents(target.config),
-            limits=limits(target.config),
-        )
-        return diagnose(observation)
+        state.set_depths(await depths(bus, topology, QUEUES) if not state.broker_trouble else {})
+        return diagnose(state.observation(clock()))
 
-    queue = topology.listener("why", uuid.uuid4().hex[:12], "telemetry", "#")
-    began = loop.time()
+    began = clock()
+    state.trends.begin(began)
     async with asyncio.TaskGroup() as group:
         background = [
-            group.create_task(consume_messages(bus, queue, _receiver(watch, loop.time))),
+            group.create_task(follow_telemetry(bus, topology, "why", lambda message: state.receive(message, clock()))),
             group.create_task(probe()),
         ]
         try:
@@ -67,19 +55,15 @@ async def _listen(target: Target, bus: Bus, topology: Topology, seconds: float) 
                     async with asyncio.timeout(LOOK_SECONDS):
                         await asyncio.wait(background, return_when=asyncio.FIRST_EXCEPTION)
                 finding = await look()
-                passed = loop.time() - began
-                if passed >= seconds or _is_sure(finding, watch, passed):
+                passed = clock() - began
+                if passed >= seconds or _is_sure(finding, state.trends.moves, passed):
                     return finding
         finally:
             for task in background:
                 task.cancel()
 
 
-def _receiver(watch: HeartbeatWindow, clock: Callable[[], float]) -> Callable[[object], None]:
-    return lambda message: watch.receive(message, clock())
-
-
-def _is_sure(finding: RunFinding, watch: HeartbeatWindow, passed: float) -> bool:
+def _is_sure(finding: RunFinding, moves: int, passed: float) -> bool:
     """Return whether further listening would not change the finding."""
     if finding.culprit == "broker" or finding.state == "over":
         return True
@@ -87,4 +71,4 @@ def _is_sure(finding: RunFinding, watch: HeartbeatWindow, passed: float) -> bool
         return passed >= LEAST_SECONDS
     # a suspect is only evidence while the run still progresses, so keep listening
     suspect = any(line.startswith("but ") for line in finding.evidence)
-    return finding.state == "moving" and watch.moves >= SURE_MOVES and not suspect and passed >= LOOK_SECONDS
+    return finding.state == "moving" and moves >= SURE_MOVES and not suspect and passed >= LOOK_SECONDS

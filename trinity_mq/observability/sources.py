@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import uuid
+import time
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Literal
@@ -13,8 +13,10 @@ import structlog
 from trinity_mq.bus import Bus, BusError, BusUnavailable, QueueGone, StreamCut, Topology
 from trinity_mq.config import ConfigError
 from trinity_mq.errors import CommandError
-from trinity_mq.observability.follow import MetricsTail, consume_messages, depths
-from trinity_mq.observability.observatory import RunState
+from trinity_mq.observability.follow import QUEUES, MetricsTail, depths, follow_telemetry, parse_metrics
+from trinity_mq.observability.history import RunHistory
+from trinity_mq.observability.run_state import RunState
+from trinity_mq.observability.samples import SampleStore
 from trinity_mq.reviews.stream import NoReviews, ReviewStream
 from trinity_mq.runtime.errors import first_leaf
 from trinity_mq.targets.connection import Target, connect_bus
@@ -25,7 +27,6 @@ from trinity_mq.transport.ready_stream import ReadyStream, has_experiences
 log = structlog.get_logger(__name__)
 
 Part = Literal["metrics", "samples", "reviews"]
-QUEUES = ("submitted", "tasks.train", "tasks.eval", "closed", "dead")
 FOLDER_SECONDS = 1.0
 """Poll interval of the run's files in seconds."""
 DEPTH_SECONDS = 2.0
@@ -44,14 +45,15 @@ class FolderSource:
 
     Args:
         folder: The run's folder.
-        observatory: Receives the metrics and samples.
+        state: Receives the metrics.
+        history: Receives the metrics and samples.
     """
 
-    def __init__(self, folder: Path, observatory: RunState) -> None:
+    def __init__(self, folder: Path, state: RunState, history: RunHistory) -> None:
         self._folder = folder
         self._metrics = MetricsTail(folder)
         self._samples = SampleLogReader(folder / SAMPLES_FOLDER)
-        self._observatory = observatory
+        self._state, self._history = state, history
 
     async def run(self) -> None:
         """Poll loop: reads new data until cancelled."""
@@ -65,12 +67,15 @@ class FolderSource:
             lines = await asyncio.to_thread(self._metrics.read_lines)
             records = await asyncio.to_thread(lambda: list(self._samples.read()))
         except OSError as error:
-            self._observatory.problems.append(f"{self._folder} cannot be read: {error.strerror or error}")
+            self._state.problems.append(f"{self._folder} cannot be read: {error.strerror or error}")
             return
         for line in lines:
-            self._observatory.receive_line(line)
+            message, at = parse_metrics(line), line.get("time")
+            if message is not None and isinstance(at, int | float):
+                self._state.receive(message, at)
+                self._history.receive(message, at)
         for record in records:
-            self._observatory.samples.put(record.body, record.step)
+            self._history.samples.put(record.body, record.step)
 
 
 class BrokerSource:
@@ -79,13 +84,20 @@ class BrokerSource:
     Args:
         find: Returns the current run and broker, or None if no broker runs. It is called again for each connection,
             because a private broker has a new address after each start of its run.
-        observatory: Receives the data.
+        state: Receives the data.
         takes: Parts to read in addition to heartbeats and depths: ``metrics`` and ``samples``, which are otherwise read
             from the run's folder, and ``reviews``.
+        history: Receives the metrics and samples. None: they are not kept, and no samples are read.
     """
 
-    def __init__(self, find: Callable[[], Target | None], observatory: RunState, takes: Collection[Part] = ()) -> None:
-        self._find, self._observatory, self._takes = find, observatory, frozenset(takes)
+    def __init__(
+        self,
+        find: Callable[[], Target | None],
+        state: RunState,
+        takes: Collection[Part] = (),
+        history: RunHistory | None = None,
+    ) -> None:
+        self._find, self._state, self._takes, self._history = find, state, frozenset(takes), history
         self.bus: Bus | None = None
         """The connected bus. None: not connected."""
         self.topology: Topology | None = None
@@ -99,9 +111,9 @@ class BrokerSource:
         while True:
             try:
                 await self._connect_and_follow()
-                self._observatory.connection = ""
+                self._state.connection = ""
             except (BusError, CommandError, ConfigError, TimeoutError) as error:
-                self._observatory.connection = str(error)
+                self._state.connection = str(error)
                 log.warning("not_connected", reason=str(error))
             await asyncio.sleep(AGAIN_SECONDS)
 
@@ -119,31 +131,36 @@ class BrokerSource:
     async def _follow(self, target: Target) -> None:
         async with connect_bus(target.run, target.broker, "dash") as (bus, topology):
             pattern = "#" if "metrics" in self._takes else "beat.#"
-            queue = topology.listener("dash", uuid.uuid4().hex[:12], "telemetry", pattern)
-            self.bus, self.topology, self._observatory.is_live = bus, topology, True
+            self.bus, self.topology, self._state.is_live = bus, topology, True
             try:
                 async with asyncio.TaskGroup() as group:
-                    group.create_task(consume_messages(bus, queue, self._observatory.receive))
+                    group.create_task(follow_telemetry(bus, topology, "dash", self._receive, pattern=pattern))
                     group.create_task(self._depths(bus, topology))
                     if "reviews" in self._takes:
                         group.create_task(self._reviews(bus, topology))
-                    if "samples" in self._takes:
-                        group.create_task(self._stream(bus, topology))
+                    if "samples" in self._takes and self._history is not None:
+                        group.create_task(self._stream(bus, topology, self._history.samples))
             finally:
-                self.bus, self.reviews, self._observatory.is_live = None, None, False
+                self.bus, self.reviews, self._state.is_live = None, None, False
+
+    def _receive(self, message: object) -> None:
+        now = time.time()
+        self._state.receive(message, now)
+        if self._history is not None:
+            self._history.receive(message, now)
 
     async def _depths(self, bus: Bus, topology: Topology) -> None:
         loop = asyncio.get_running_loop()
         usable = loop.time()
         while True:
             if bus.usable:
-                usable, self._observatory.connection = loop.time(), ""
-                self._observatory.set_depths(await depths(bus, topology, QUEUES))
+                usable, self._state.connection = loop.time(), ""
+                self._state.set_depths(await depths(bus, topology, QUEUES), time.time())
                 # a broker reports an alarm only to publishers, so publish a probe only when nothing progresses
-                is_still = self._observatory.still >= PROBE_AFTER
-                self._observatory.broker_trouble = await broker_problem(bus, topology) if is_still else ""
+                is_still = self._state.still(time.time()) >= PROBE_AFTER
+                self._state.broker_trouble = await broker_problem(bus, topology) if is_still else ""
             else:
-                self._observatory.connection = str(bus.trouble)
+                self._state.connection = str(bus.trouble)
                 if loop.time() - usable > GONE_SECONDS:
                     raise BusUnavailable(str(bus.trouble))
             await asyncio.sleep(DEPTH_SECONDS)
@@ -155,7 +172,7 @@ class BrokerSource:
                 async with ReviewStream(bus, topology).following() as reviews:
                     self.reviews = reviews
                     while True:
-                        self._observatory.reviews = len(reviews.pending())
+                        self._state.reviews = len(reviews.pending())
                         await reviews.changed.wait()
             except (NoReviews, QueueGone):
                 self.reviews = None
@@ -163,7 +180,7 @@ class BrokerSource:
                 await bus.wait_usable()
             await asyncio.sleep(AGAIN_SECONDS)
 
-    async def _stream(self, bus: Bus, topology: Topology) -> None:
+    async def _stream(self, bus: Bus, topology: Topology, samples: SampleStore) -> None:
         """Take at most one message of experiences per second from the ready stream, starting at its current end."""
         loop = asyncio.get_running_loop()
         stream = ReadyStream(bus, topology)
@@ -177,7 +194,7 @@ class BrokerSource:
                         continue
                     if loop.time() - taken >= STREAM_SECONDS:
                         taken = loop.time()
-                        self._observatory.samples.put(delivery.body, None)
+                        samples.put(delivery.body, None)
                 return
             except StreamCut as cut:
                 offset = cut.got

@@ -19,13 +19,13 @@ from trinity_mq.observability.curves import Curves
 from trinity_mq.observability.evaluations import evaluation_sets, question_history
 from trinity_mq.observability.experiences.show_experience import as_json
 from trinity_mq.observability.experiences.token_texts import TokenTexts
-from trinity_mq.observability.observatory import RunState
 from trinity_mq.observability.prometheus.families import RunCollector
 from trinity_mq.observability.prometheus.handler import metrics_handler
 from trinity_mq.observability.samples import COLUMNS, MOST_ROWS, experience_at
 from trinity_mq.observability.timeline import Span
 from trinity_mq.page.access import PageAccess
 from trinity_mq.page.actions import ActionError, BrokerActions
+from trinity_mq.page.run_page import RunPage
 from trinity_mq.runtime.http import new_application, read_json
 from trinity_mq.runtime.notify import Notifier
 from trinity_mq.telemetry.evaluations.log import Evaluation
@@ -48,10 +48,10 @@ Runs = Callable[[], list[dict[str, Any]]]
 
 
 class DashApp:
-    """All routes over one observatory.
+    """All routes of the page of one run.
 
     Args:
-        observatory: Holds the displayed data.
+        run: The displayed run.
         actions: Requests to the broker.
         access: Checks the access of each request.
         texts: Returns the known texts of tokens.
@@ -62,7 +62,7 @@ class DashApp:
 
     def __init__(
         self,
-        observatory: RunState,
+        run: RunPage,
         actions: BrokerActions,
         access: PageAccess,
         texts: Callable[[], TokenTexts],
@@ -71,7 +71,7 @@ class DashApp:
         evaluations: Callable[[], list[Evaluation]] = list,
         others: Mapping[str, Curves] | None = None,
     ) -> None:
-        self._observatory, self._actions, self._access, self._texts = observatory, actions, access, texts
+        self._run, self._actions, self._access, self._texts = run, actions, access, texts
         self._runs, self._evaluations, self._others = runs, evaluations, others or {}
         self._state = ""
         self._changed = Notifier()
@@ -85,7 +85,7 @@ class DashApp:
                 web.get("/", self.page),
                 web.get("/static/{name}", self.static),
                 web.get("/events", self.events),
-                web.get("/metrics", metrics_handler(RunCollector(self._observatory.view, time.time))),
+                web.get("/metrics", metrics_handler(RunCollector(self._run.state, time.time))),
                 web.get("/api/state", self.state),
                 web.get("/api/timeline", self.timeline),
                 web.get("/api/samples", self.samples),
@@ -116,14 +116,14 @@ class DashApp:
             await asyncio.sleep(EVENT_SECONDS)
 
     def renew(self) -> None:
-        """Advance the observatory to the current time, and send the state to all pages."""
-        self._observatory.tick()
+        """Advance the page to the current time, and send the state to all pages."""
+        self._run.tick()
         self._state = ""
         self._changed.notify()
 
     def _current(self) -> str:
         """Return the state as JSON. It is computed at most once a second, and only on request."""
-        self._state = self._state or dump_line(self._observatory.state() | {"operate": self._access.operate})
+        self._state = self._state or dump_line(self._run.as_map() | {"operate": self._access.operate})
         return self._state
 
     @web.middleware
@@ -170,40 +170,40 @@ class DashApp:
 
     async def timeline(self, request: web.Request) -> web.Response:
         """Return the activities and waits of agents in the last ``seconds``."""
-        seconds, activities = _number(request, "seconds", 120.0), self._observatory.activities
-        end = round(time.time() if self._observatory.is_live or not activities else activities[-1].end, 2)
+        seconds, activities = _number(request, "seconds", 120.0), self._run.history.activities
+        end = round(time.time() if self._run.state.is_live or not activities else activities[-1].end, 2)
         start = end - seconds
         shown = [_activity(span) for span in activities if span.end >= start][-MOST_SPANS:]
-        lanes = self._observatory.intervals.since(start)
+        lanes = self._run.history.lanes(start)
         return _json({"start": start, "end": end, "lanes": lanes, "spans": shown})
 
     async def samples(self, request: web.Request) -> web.Response:
         """Return the rows of samples numbered above ``after``."""
         after = int(_number(request, "after", 0))
-        store = self._observatory.samples
+        store = self._run.history.samples
         seen_count = store.seen
-        self._observatory.problems.extend(await store.decode())
+        self._run.state.problems.extend(await store.decode())
         return _json({"columns": COLUMNS, "last": store.number, "seen": seen_count, "rows": store.rows(after)})
 
     async def sample(self, request: web.Request) -> web.Response:
         """Return one sample token by token, selected by ``uid``."""
         uid = request.query.get("uid", "")
-        self._observatory.problems.extend(await self._observatory.samples.decode())
-        body = self._observatory.samples.body_of(uid)
+        self._run.state.problems.extend(await self._run.history.samples.decode())
+        body = self._run.history.samples.body_of(uid)
         if body is None:
             return _json({"error": f"sample {uid!r} is not kept: the latest {MOST_ROWS} are"}, status=404)
         return _json(await asyncio.to_thread(lambda: as_json(experience_at(*body), self._texts())))
 
     async def curves(self, _: web.Request) -> web.Response:
         """Return the curves of the page and of the other runs."""
-        curves = self._observatory.curves
+        curves = self._run.history.curves
         others = {name: run_curves.pictures() for name, run_curves in self._others.items()}
         return _json({"pictures": curves.pictures(), "names": curves.names, "others": others})
 
     async def curve(self, request: web.Request) -> web.Response:
         """Return the curve of one metric, selected by ``name``."""
         name = request.query.get("name", "")
-        return _json({"name": name, "points": self._observatory.curves.named(name)})
+        return _json({"name": name, "points": self._run.history.curves.named(name)})
 
     async def evaluations(self, _: web.Request) -> web.Response:
         """Return the questions of all sets, each with its mean reward by label."""

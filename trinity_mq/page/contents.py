@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -65,19 +66,11 @@ def runs(folder: Path | None) -> list[dict[str, Any]]:
     from trinity_mq.targets.target import RUNS
 
     top = RUNS if folder is None else folder.parent
-    rows = []
-    for path in find_runs(top):
-        summary = row(path)
-        rows.append(
-            {
-                "name": summary.name,
-                "state": summary.state,
-                "step": summary.step,
-                "accuracy": summary.accuracy,
-                "reward": summary.reward,
-                "age": summary.age,
-                "folder": str(path),
-                "here": folder is not None and path.resolve() == folder.resolve(),
-            }
-        )
-    return rows
+    return [
+        {
+            **asdict(row(path)),
+            "folder": str(path),
+            "here": folder is not None and path.resolve() == folder.resolve(),
+        }
+        for path in find_runs(top)
+    ]

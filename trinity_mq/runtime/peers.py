@@ -138,7 +138,7 @@ class Peers:
         return now - self._began
 
     def _refuse(self, beat: Heartbeat, theirs: Compatibility) -> None:
-        if beat.state in {"gone", "finished"}:
+        if beat.has_ended:
             return
         reason = incompatibility_reason(self.own, beat.id, theirs)
         # not younger than this agent, as far as known
@@ -199,7 +199,7 @@ class Peers:
             return []
         now = asyncio.get_running_loop().time()
         peers = [*self._forgotten.values(), *self._known.values()]
-        quiet = [(peer.beat, now - peer.received) for peer in peers if peer.beat.state not in {"gone", "finished"}]
+        quiet = [(peer.beat, now - peer.received) for peer in peers if not peer.beat.has_ended]
         return sorted((entry for entry in quiet if entry[1] >= SILENT_AFTER), key=lambda entry: -entry[1])[:UNHEARD]
 
     def remembered(self, role: Role) -> list[Heartbeat]:
@@ -207,7 +207,7 @@ class Peers:
         lease, until they are forgotten.
         """
         beats = (peer.beat for peer in self._known.values() if peer.beat.role == role)
-        return [beat for beat in beats if beat.state not in {"gone", "finished"}]
+        return [beat for beat in beats if not beat.has_ended]
 
     def latest(self, agent_id: str) -> Heartbeat | None:
         """Return the last heartbeat of an agent, alive or not; None once it is forgotten."""

@@ -21,7 +21,7 @@ from trinity_mq.errors import CommandError
 from trinity_mq.messages import FailureStatus, Heartbeat
 from trinity_mq.messages.reviews import ReviewedCall, ReviewRequest
 from trinity_mq.observability.display import LiveDisplay, PlainDisplay, render_table
-from trinity_mq.observability.run_view import RunView
+from trinity_mq.observability.run_state import RunState
 from trinity_mq.operations.dead_letters import row
 from trinity_mq.operations.review import full_text, summary_lines
 from trinity_mq.reviews.ledger import Review
@@ -140,8 +140,8 @@ def test_rich_reads_no_markup_and_draws_no_character_that_a_terminal_obeys() -> 
     assert drawn(HOSTILE, Terminal()).count("\x1b]") == 0
 
 
-def hostile_view() -> RunView:
-    view = RunView("r", None)
+def hostile_view() -> RunState:
+    view = RunState("r", None)
     fields: dict[str, Any] = {"state": HOSTILE, "waits_for": f"{HOSTILE}[bold]", "waits_seconds": 99.0}
     view.receive(Heartbeat(role="runner", id=HOSTILE, seq=1, incarnation="a", lease=60.0, **fields), 100.0)
     view.failures = [FailureStatus(text=HOSTILE, count=1, first=f"{HOSTILE}\n12:00 all is well")]

@@ -38,7 +38,7 @@ def test_an_alarm_is_told_before_the_start_and_after_half_a_minute(tmp_path: Pat
         assert shown.getvalue().count(SENTENCE) == 2
         broker.unblock()
         await asyncio.sleep(10)
-        assert session.run_view.finding is None
+        assert session.state.finding is None
         watching.cancel()
         await asyncio.wait([watching])
         await bus.close()

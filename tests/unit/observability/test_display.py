@@ -7,13 +7,13 @@ from rich.console import Console
 
 from trinity_mq.messages import Heartbeat, Metrics
 from trinity_mq.observability.display import LiveDisplay, PlainDisplay, format_status_line, open_display, render_table
-from trinity_mq.observability.run_view import RunView
+from trinity_mq.observability.run_state import RunState
 
 NOW = 100.0
 
 
-def full(step: int = 120, **gate: Any) -> RunView:
-    view = RunView("arithmetic", 300)
+def full(step: int = 120, **gate: Any) -> RunState:
+    view = RunState("arithmetic", 300)
     detail = {"committed": (1, 119), "sync": {"version": (1, 119), **gate}}
     beat(view, "trainer-0", "trainer", state="finished", detail={**detail, "progress": step - 10}, at=NOW - 5.0)
     beat(view, "trainer-0", "trainer", 2, state="finished", detail={**detail, "progress": step}, at=NOW)
@@ -26,11 +26,11 @@ def full(step: int = 120, **gate: Any) -> RunView:
     return view
 
 
-def beat(view: RunView, agent: str, role: Any, seq: int = 1, *, at: float, lease: float = 60.0, **fields: Any) -> None:
+def beat(view: RunState, agent: str, role: Any, seq: int = 1, *, at: float, lease: float = 60.0, **fields: Any) -> None:
     view.receive(Heartbeat(role=role, id=agent, seq=seq, incarnation="a", lease=lease, **fields), at)
 
 
-EMPTY = RunView("arithmetic", None)
+EMPTY = RunState("arithmetic", None)
 
 
 class Terminal(io.StringIO):
@@ -38,7 +38,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def drawn(view: RunView) -> str:
+def drawn(view: RunState) -> str:
     console = Console(file=io.StringIO(), width=120)
     console.print(render_table(view, NOW))
     text = console.file.getvalue()  # type: ignore[attr-defined]
@@ -175,7 +175,7 @@ def test_the_sessions_of_a_run_are_shown_and_where_it_answers() -> None:
 
 
 def test_the_reason_why_nothing_moves_is_shown_and_is_news_once() -> None:
-    view = RunView("r", 10)
+    view = RunState("r", 10)
     slow = {"slices": [("t41", 7, 0, 5.0)], "usual_seconds": 1.0}
 
     def heartbeats(seq: int, at: float, **changed: Any) -> None:

@@ -12,19 +12,19 @@ from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.unit.observability.test_run_view import beat, metrics
+from tests.unit.observability.test_run_state import beat, metrics
 from trinity_mq.cli.main import main
 from trinity_mq.observability.prometheus import families
 from trinity_mq.observability.prometheus.families import RunCollector, wanted_runners
 from trinity_mq.observability.prometheus.handler import metrics_handler
-from trinity_mq.observability.run_view import RunView
+from trinity_mq.observability.run_state import RunState
 
 ROOT = Path(__file__).parents[3]
 Series = dict[tuple[str, str], float]
 
 
-def seen() -> RunView:
-    view = RunView("r", 10)
+def seen() -> RunState:
+    view = RunState("r", 10)
     view.receive(beat("explorer", "explorer-0", detail={"opened": 4, "closed": 3, "total_batches": 10}), 0.0)
     view.receive(beat("runner", "runner-0", detail={"running": 3, "slots": 4, "done": 20}), 0.0)
     engine = {"id": "engine-0", "load": 2, "tokens": 700, "version": (1, 3)}
@@ -37,7 +37,7 @@ def seen() -> RunView:
     return view
 
 
-async def scraped(view: RunView, accept: str = "text/plain") -> str:
+async def scraped(view: RunState, accept: str = "text/plain") -> str:
     app = web.Application()
     app.add_routes([web.get("/metrics", metrics_handler(RunCollector(view, lambda: 1.0)))])
     async with TestClient(TestServer(app)) as client:
@@ -77,7 +77,7 @@ async def test_open_metrics_are_answered_where_they_are_asked_for() -> None:
 
 
 def test_totals_never_fall_and_a_restart_counts_on() -> None:
-    view = RunView("r", 10)
+    view = RunState("r", 10)
     collector = RunCollector(view, lambda: 0.0)
     totals = []
     for seq, (incarnation, done) in enumerate([("a", 5), ("a", 9), ("b", 0), ("b", 4)], 1):
@@ -109,7 +109,7 @@ def test_wanted_runners_are_those_of_the_busiest_moment_of_late() -> None:
 
 
 def test_with_the_configuration_an_autoscaler_knows_what_a_runner_takes_before_there_is_one() -> None:
-    view = RunView("r", 10)
+    view = RunState("r", 10)
     view.set_depths({"tasks.train": 64})
 
     def wanted(slots: int | None) -> float:

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import json
 import os
+import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
-from tests.unit.observability.test_run_view import beat, metrics
+from tests.unit.observability.test_run_state import beat, metrics
 from tests.unit.page.test_dash_data import body
 from trinity_mq.bus import Envelope, Topology
 from trinity_mq.bus.memory.bus import MemoryBroker, MemoryBus
@@ -21,12 +22,14 @@ from trinity_mq.config import BrokerConfig, load_config
 from trinity_mq.errors import CommandError
 from trinity_mq.observability.curves import Curves
 from trinity_mq.observability.experiences.token_texts import TokenTexts
-from trinity_mq.observability.observatory import RunState
+from trinity_mq.observability.history import RunHistory
+from trinity_mq.observability.run_state import RunState
 from trinity_mq.observability.sources import BrokerSource, FolderSource
 from trinity_mq.page import actions
 from trinity_mq.page.access import KEY_COOKIE, POLICY, PageAccess
 from trinity_mq.page.actions import BrokerActions
 from trinity_mq.page.app import PAGE_FILES, STATIC, DashApp
+from trinity_mq.page.run_page import RunPage
 from trinity_mq.targets.connection import Target
 from trinity_mq.targets.run_folder import RunFolder
 from trinity_mq.telemetry import MetricsWriter
@@ -43,7 +46,7 @@ PAGE_BYTES = 300_000
 
 class Served(NamedTuple):
     client: TestClient[Any, Any]
-    observatory: RunState
+    run: RunPage
     access: PageAccess
     app: DashApp
 
@@ -57,14 +60,14 @@ async def served(
     stopped: Callable[[], Target | None] = lambda: None,
     folder: Path = Path("/nowhere"),
 ) -> AsyncIterator[Served]:
-    observatory = RunState("r", 10)
+    run = RunPage(RunState("r", 10), RunHistory())
     access = PageAccess(host, operate=operate)
-    asked = BrokerActions(BrokerSource(lambda: None, observatory), stopped)
+    asked = BrokerActions(BrokerSource(lambda: None, run.state), stopped)
     evaluations = functools.partial(read_evaluations, folder)
-    app = DashApp(observatory, asked, access, lambda: TokenTexts(None), evaluations=evaluations, others=others)
+    app = DashApp(run, asked, access, lambda: TokenTexts(None), evaluations=evaluations, others=others)
     async with TestClient(TestServer(app.application())) as client:
         app.renew()
-        yield Served(client, observatory, access, app)
+        yield Served(client, run, access, app)
 
 
 async def test_the_page_and_its_files_are_small_and_load_nothing_from_elsewhere() -> None:
@@ -83,14 +86,14 @@ async def test_the_page_and_its_files_are_small_and_load_nothing_from_elsewhere(
 async def test_samples_and_curves() -> None:
     beside = Curves()
     beside.add(metrics("explorer", 1, **{"rollout/reward/mean": 0.9}))
-    async with served(others={"before": beside}) as (client, observatory, _, _):
-        observatory.samples.put(body(3), 4)
-        observatory.samples.put(body(3)[:-20], 5)
-        observatory.receive(metrics("explorer", 1, **{"rollout/reward/mean": 0.5}))
+    async with served(others={"before": beside}) as (client, run, _, _):
+        run.history.samples.put(body(3), 4)
+        run.history.samples.put(body(3)[:-20], 5)
+        run.history.receive(metrics("explorer", 1, **{"rollout/reward/mean": 0.5}), 1.0)
         rows = await (await client.get("/api/samples?after=2")).json()
         assert [row[0] for row in rows["rows"]] == [3, 4]
         assert (rows["last"], rows["seen"]) == (4, 2)
-        assert "samples of step 5 cannot be read" in observatory.problems[0]
+        assert "samples of step 5 cannot be read" in run.state.problems[0]
         uid = rows["rows"][0][rows["columns"].index("uid")]
         sample = await (await client.get("/api/sample", params={"uid": uid})).json()
         assert (sample["uid"], len(sample["tokens"])) == (uid, len(sample["token_texts"]))
@@ -102,8 +105,8 @@ async def test_samples_and_curves() -> None:
 
 
 async def test_the_expected_answer_is_with_a_sample() -> None:
-    async with served() as (client, observatory, _, _):
-        observatory.samples.put(body(3, info={"truth": "7"}), 4)
+    async with served() as (client, run, _, _):
+        run.history.samples.put(body(3, info={"truth": "7"}), 4)
         rows = await (await client.get("/api/samples?after=0")).json()
         uid = rows["rows"][0][rows["columns"].index("uid")]
         sample = await (await client.get("/api/sample", params={"uid": uid})).json()
@@ -201,8 +204,8 @@ async def test_the_timeline_of_a_folder_ends_with_its_last_activity(tmp_path: Pa
     writer = MetricsWriter(tmp_path, "trainer", "trainer-0", tensorboard=False)
     writer.write(1, {"time/batch": 0.5})
     writer.close()
-    async with served() as (client, observatory, _, _):
-        await FolderSource(tmp_path, observatory).read()
+    async with served() as (client, run, _, _):
+        await FolderSource(tmp_path, run.state, run.history).read()
         found = await (await client.get("/api/timeline?seconds=60")).json()
     [span] = found["spans"]
     assert (span["what"], span["agent"]) == ("train", "trainer-0")
@@ -241,7 +244,7 @@ async def test_from_other_machines_everything_needs_the_key() -> None:
 
 
 async def test_the_state_comes_as_events() -> None:
-    async with served() as (client, observatory, _, app):
+    async with served() as (client, run, _, app):
         response = await client.get("/events")
         assert response.content_type == "text/event-stream"
         for name in (None, "runner-0"):
@@ -249,5 +252,5 @@ async def test_the_state_comes_as_events() -> None:
             assert (lines[0], lines[2]) == ("event: state\n", "\n")
             agents = json.loads(lines[1].removeprefix("data: "))["agents"]
             assert agents == [] if name is None else agents[0]["id"] == name
-            observatory.receive(beat("runner", "runner-0", detail={"running": 2}))
+            run.state.receive(beat("runner", "runner-0", detail={"running": 2}), time.time())
             app.renew()

@@ -12,17 +12,18 @@ from typing import Any
 import pytest
 
 from tests.unit.agents.world import experience
-from tests.unit.observability.test_run_view import beat, metrics
+from tests.unit.observability.test_run_state import beat, metrics
 from trinity_mq.experience import DecodeError, ExperienceBatch
 from trinity_mq.local_broker.ports import free_ports
 from trinity_mq.messages import Metrics
 from trinity_mq.observability import curves, samples
 from trinity_mq.observability.curves import Curves
 from trinity_mq.observability.diagnosis import Room
-from trinity_mq.observability.intervals import KEPT_SECONDS, AgentState, Intervals
-from trinity_mq.observability.observatory import RunState
+from trinity_mq.observability.history import KEPT_SECONDS, RunHistory
+from trinity_mq.observability.run_state import AgentRow, RunState
 from trinity_mq.observability.samples import COLUMNS, SampleStore, decoded, experience_at
 from trinity_mq.page.broker_runs import broker_runs, runs_of
+from trinity_mq.page.run_page import RunPage
 from trinity_mq.telemetry.jsonline import dump_line
 
 
@@ -47,22 +48,21 @@ def test_curves_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_equal_observations_are_one_interval() -> None:
-    found = Intervals()
+    found, runner = RunHistory(), beat("runner", "runner-0")
     for now in range(10):
-        state = "working" if now < 5 else "idle"
-        found.observe([AgentState("runner-0", "runner", state, None if now < 5 else "a slice")], float(now))
-    [lane] = found.since(0.0)
+        row = AgentRow(runner, "working") if now < 5 else AgentRow(runner, "idle", "a slice")
+        found.observe([row], float(now))
+    [lane] = found.lanes(0.0)
     assert lane["intervals"] == [[0.0, 5.0, "working", None], [5.0, 9.0, "idle", "a slice"]]
-    assert found.busy(100.0, 9.0) == {"runner": pytest.approx(5 / 9)}
-    assert found.busy(2.0, 9.0) == {"runner": 0.0}
 
 
 def test_old_intervals_are_forgotten_and_lanes_are_in_the_order_of_the_flow() -> None:
-    found = Intervals()
+    found = RunHistory()
     for now in (0.0, 1.0, KEPT_SECONDS + 10):
-        found.observe([AgentState(role, role, f"{now}") for role in ("trainer", "explorer", "mystery")], now)
-    assert [lane["agent"] for lane in found.since(0.0)] == ["explorer", "trainer", "mystery"]
-    assert found.since(0.0)[0]["intervals"][0][0] == 1.0
+        roles = ("trainer", "explorer", "supervisor")
+        found.observe([AgentRow(beat(role, role), f"{now}") for role in roles], now)
+    assert [lane["agent"] for lane in found.lanes(0.0)] == ["explorer", "trainer", "supervisor"]
+    assert found.lanes(0.0)[0]["intervals"][0][0] == 1.0
 
 
 def body(batch: int, runs: int = 4, **fields: Any) -> bytes:
@@ -167,45 +167,40 @@ def test_a_damaged_body_is_an_error_and_changes_nothing() -> None:
         decoded(body(1)[:-20], 1, {})
 
 
-class Clock:
-    now = 1000.0
+class Observed:
+    """A run as a page shows it, in time that the test sets."""
 
-    def __call__(self) -> float:
-        return self.now
+    def __init__(self, room: frozenset[Room] | None = None) -> None:
+        self.now = 1000.0
+        self.state = RunState("r", 100, room=room)
+        self.state.is_live = True
+        self.page = RunPage(self.state, RunHistory(), lambda: self.now)
 
+    def receive(self, message: object) -> None:
+        self.state.receive(message, self.now)
 
-def observed() -> tuple[RunState, Clock]:
-    clock = Clock()
-    found = RunState("r", 100, clock=clock)
-    found.is_live = True
-    return found, clock
+    def set_depths(self, depths: Mapping[str, int | None]) -> None:
+        self.state.set_depths(depths, self.now)
 
-
-def test_rates_are_rises_of_counters_and_a_restart_is_no_fall() -> None:
-    found, clock = observed()
-    for second in range(11):
-        clock.now = 1000.0 + second
-        done = 5 * second if second < 6 else 5 * (second - 6)
-        found.receive(beat("runner", "runner-0", second + 1, detail={"done": done}))
-        found.receive(beat("runner", "runner-1", second + 1, detail={"done": 2 * second}))
-    assert found.rate("slices", clock.now) == pytest.approx(7.0)
+    def shown(self) -> dict[str, Any]:
+        return self.page.as_map()
 
 
 def test_the_state_is_json_whatever_came() -> None:
-    found, clock = observed()
-    json.loads(dump_line(found.state()))
+    found = Observed()
+    json.loads(dump_line(found.shown()))
     found.receive(beat("explorer", "explorer-0", detail={"opened": 3, "closed": 2, "open": ["a"]}))
     found.receive(beat("engine", "explorer-0-engine", detail={"load": 0, "tokens": 5, "version": (1, 2)}))
     found.receive(beat("trainer", "trainer-0", state="idle", waits_for="batch 3", detail={"progress": 2, "step": 2}))
     found.receive(Metrics(role="trainer", id="trainer-0", step=2, values={"actor/entropy": float("nan")}))
     found.set_depths({"tasks.train": 4, "tasks.eval": None, "closed": 1, "dead": 2})
-    clock.now += 1
-    found.tick()
-    state = json.loads(dump_line(found.state()))
+    found.now += 1
+    found.page.tick()
+    state = json.loads(dump_line(found.shown()))
     assert (state["step"], state["total"], state["over"]) == (2, 100, False)
     assert [one["role"] for one in state["flow"]["nodes"]] == ["explorer", "engine", "trainer"]
     assert state["flow"]["arrows"][0]["depth"] == 4
-    assert {lane["agent"]: lane["intervals"][0][2] for lane in found.intervals.since(0.0)} == {
+    assert {lane["agent"]: lane["intervals"][0][2] for lane in found.page.history.lanes(0.0)} == {
         "explorer-0": "working",
         "explorer-0-engine": "idle",  # it samples nothing
         "trainer-0": "idle",
@@ -214,25 +209,25 @@ def test_the_state_is_json_whatever_came() -> None:
 
 
 def test_a_run_that_stands_still_has_a_culprit_and_one_that_moves_none() -> None:
-    found, clock = observed()
+    found = Observed()
     for second in range(5):
-        clock.now += 1
+        found.now += 1
         found.receive(beat("runner", "runner-0", second + 1, detail={"done": second}))
-        found.tick()
-    assert found.state()["finding"]["state"] == "moving"
+        found.page.tick()
+    assert found.shown()["finding"]["state"] == "moving"
     for second in range(100):
-        clock.now += 1
+        found.now += 1
         found.receive(beat("trainer", "trainer-0", second, state="idle", waits_for="batch 3"))
-        found.tick()
-    state = found.state()
-    assert found.observation().still == 100.0
+        found.page.tick()
+    state = found.shown()
+    assert found.state.still(found.now) == 100.0
     assert state["finding"]["culprit"] == "runner-0", "its heartbeats have ceased"
     assert state["finding"]["sentence"]
 
 
-def healthy(found: RunState, clock: Clock, second: int) -> None:
+def healthy(found: Observed, second: int) -> None:
     """Pass on what the agents of a healthy run on two cores say in one second: single steps differ widely."""
-    clock.now += 1
+    found.now += 1
     waits = {"state": "idle", "waits_for": "a closed batch"} if second % 4 else {"state": "working"}
     here = f"{socket.gethostname()}:/runs/r"
     explorer = {"opened": second, "closed": second, "open": ["t"], "place": here}
@@ -248,38 +243,38 @@ def healthy(found: RunState, clock: Clock, second: int) -> None:
     sync = 4.0 if second % 9 == 0 else 0.1
     found.receive(metrics("trainer", second, **{"trainer/idle_frac": 0.4, "time/batch": 1.0, "time/sync": sync}))
     found.set_depths({"tasks.train": 0, "tasks.eval": 0, "closed": 2 if second % 7 == 0 else 0})
-    found.tick()
+    found.page.tick()
 
 
 def test_the_verdict_on_a_healthy_run_does_not_change() -> None:
-    found, clock = observed()
+    found = Observed()
     seen: list[tuple[str | None, str, str | None]] = []
     for second in range(300):
-        healthy(found, clock, second)
-        state = found.state()
+        healthy(found, second)
+        state = found.shown()
         limit = state["bottleneck"] and state["bottleneck"]["stage"]
         verdict = (limit, state["finding"]["state"], state["finding"]["culprit"])
         if not seen or verdict != seen[-1]:
             seen.append(verdict)
     assert seen == [(None, "moving", None), ("engine", "moving", None)]
-    assert "engines limit it" in found.state()["finding"]["sentence"], "both tell the same"
+    assert "engines limit it" in found.shown()["finding"]["sentence"], "both tell the same"
 
 
 def test_a_stage_that_stays_the_limit_is_named_and_a_standstill_soon() -> None:
-    found, clock = observed()
+    found = Observed()
     for second in range(60):
-        healthy(found, clock, second)
+        healthy(found, second)
     values = {"trainer/idle_frac": 0.01, "time/batch": 9.0, "time/sync": 0.1}
     for second in range(60, 180):
-        healthy(found, clock, second)
+        healthy(found, second)
         for _ in range(3):
             found.receive(metrics("trainer", second, **values))
-    assert found.state()["bottleneck"]["stage"] == "trainer"
+    assert found.shown()["bottleneck"]["stage"] == "trainer"
     for second in range(15):
-        clock.now += 1
+        found.now += 1
         found.receive(beat("trainer", "trainer-0", 200 + second, detail={"progress": 180}))
-        found.tick()
-        named = found.state()["finding"]["culprit"]
+        found.page.tick()
+        named = found.shown()["finding"]["culprit"]
         assert named is None or second >= 8
     assert named == "explorer-0", "its heartbeats have ceased"
 
@@ -295,41 +290,30 @@ def test_a_stage_that_stays_the_limit_is_named_and_a_standstill_soon() -> None:
     ids=["full", "free", "another machine", "not known"],
 )
 def test_the_advice_is_one_that_the_machine_can_follow(room: frozenset[Room] | None, place: str, words: str) -> None:
-    clock = Clock()
-    found = RunState("r", 100, room=room, clock=clock)
-    found.is_live = True
+    found = Observed(room)
     for second in range(60):
-        healthy(found, clock, second)
+        healthy(found, second)
         detail = {"opened": second, "closed": second, "open": ["t"], "place": f"{place}:/runs/r"}
         found.receive(beat("explorer", "explorer-0", 1000 + second, detail=detail))
-    limit = found.state()["bottleneck"]
+    limit = found.shown()["bottleneck"]
     assert limit["stage"] == "engine"
     assert words in limit["lever"]
     assert room != frozenset() or place == "elsewhere" or "engine_num" not in limit["lever"]
 
 
 def test_news_have_the_time_at_which_they_happened() -> None:
-    found, clock = observed()
+    found = Observed()
     failures = [{"text": "KeyError: 'a'", "count": 3, "failed": 3, "first": "task 2 of batch 1"}]
     found.receive(beat("explorer", "explorer-0", 500, detail={"failures": failures}))
     found.set_depths({"dead": 2})
     for step, at in ((5, 100.0), (10, 200.0)):
-        line = {
-            "time": at,
-            "role": "explorer",
-            "agent": "explorer-0",
-            "step": step,
-            "eval/held_out/accuracy/mean@1": 0.5,
-        }
-        found.receive_line(line)
-    clock.now += 7
-    found.tick()
+        found.state.receive(metrics("explorer", step, **{"eval/held_out/accuracy/mean@1": 0.5}), at)
+    found.now += 7
     found.receive(beat("explorer", "explorer-0", 501, detail={"failures": [{**failures[0], "text": "NameError: 'b'"}]}))
     found.set_depths({"dead": None})  # the broker is away
     found.set_depths({"dead": 2})
     found.set_depths({"dead": 3})
-    found.tick()
-    news = [(at, text.partition(":")[0]) for at, text in found.state()["news"]]
+    news = [(at, text.partition(":")[0]) for at, text in found.shown()["news"]]
     assert news == [
         (100.0, "evaluation at step 5"),
         (200.0, "evaluation at step 10"),
@@ -341,10 +325,10 @@ def test_news_have_the_time_at_which_they_happened() -> None:
 
 
 def test_a_failure_right_after_the_start_of_an_agent_has_its_time() -> None:
-    found, _ = observed()
+    found = Observed()
     failures = [{"text": "KeyError: 'a'", "count": 1, "failed": 1, "first": "task 2 of batch 1"}]
     found.receive(beat("explorer", "explorer-0", 1, detail={"failures": failures}))
-    assert found.state()["news"][0][0] == 1000.0
+    assert found.shown()["news"][0][0] == 1000.0
 
 
 def test_runs_on_a_broker_are_known_by_the_names_of_queues() -> None:
@@ -369,7 +353,7 @@ async def test_a_broker_without_management_says_so() -> None:
 
 
 def test_a_run_is_over_once_every_agent_has_ended() -> None:
-    found, _ = observed()
+    found = Observed()
     for seq, state in enumerate(("working", "finished"), 1):
         found.receive(beat("explorer", "explorer-0", seq, state=state))
-        assert found.state()["over"] is (state == "finished")
+        assert found.shown()["over"] is (state == "finished")

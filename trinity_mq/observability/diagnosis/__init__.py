@@ -5,13 +5,11 @@ from trinity_mq.observability.diagnosis.records import Bottleneck, Edge, Observa
 from trinity_mq.observability.diagnosis.settings import expected_agents, free_resources, limits
 from trinity_mq.observability.diagnosis.steady import FlickerFilter, bottleneck_filter, finding_filter
 from trinity_mq.observability.diagnosis.verdict import diagnose
-from trinity_mq.observability.diagnosis.watch import HeartbeatWindow
 
 __all__ = [
     "Bottleneck",
     "Edge",
     "FlickerFilter",
-    "HeartbeatWindow",
     "Observation",
     "Room",
     "RunFinding",

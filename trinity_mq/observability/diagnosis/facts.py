@@ -17,13 +17,11 @@ from trinity_mq.messages import (
     SilentAgent,
     TrainerStatus,
 )
-from trinity_mq.observability.diagnosis.records import OVER, Edge, Observation
+from trinity_mq.observability.diagnosis.records import Edge, Observation
+from trinity_mq.runtime.peers import SILENT_AFTER
 
 S = TypeVar("S", bound=AgentStatus)
 
-SILENT_SECONDS = 6.0
-"""Seconds without a heartbeat after which an agent is silent: three missed heartbeats. Its process is dead or frozen,
-or its event loop is blocked."""
 YOUNG_BEATS = 30
 """Heartbeats in an agent's first minute. Other agents of a starting run may not be up yet."""
 ROLES: tuple[Role, ...] = ("explorer", "trainer", "operator", "runner", "engine", "gateway", "scheduler")
@@ -57,7 +55,7 @@ class ObservationIndex:
         self.observation = observation
         beats = observation.heartbeats
         self.living: list[tuple[Heartbeat, float]] = [
-            (beat, age) for beat, age in beats.values() if beat.state not in OVER and age < SILENT_SECONDS
+            (beat, age) for beat, age in beats.values() if not beat.has_ended and age < SILENT_AFTER
         ]
         self.silent = self._silent(beats)
         """Silent agents, in the order of blame."""
@@ -73,9 +71,9 @@ class ObservationIndex:
                 slices=beat.detail.slices if isinstance(beat.detail, RunnerStatus) else [],
             )
             for beat, age in beats.values()
-            if beat.state not in OVER and age >= SILENT_SECONDS
+            if not beat.has_ended and age >= SILENT_AFTER
         }
-        heard = {beat.id for beat, age in beats.values() if age < SILENT_SECONDS or beat.state in OVER}
+        heard = {beat.id for beat, age in beats.values() if age < SILENT_AFTER or beat.has_ended}
         for beat, age in self.living:
             if isinstance(beat.detail, ExplorerStatus):
                 for agent in beat.detail.silent:

@@ -15,8 +15,6 @@ Room = Literal["devices", "cores"]
 
 BROKER = "broker"
 """The culprit if the broker is to blame."""
-OVER = ("finished", "gone")
-"""States after which no heartbeats are expected."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

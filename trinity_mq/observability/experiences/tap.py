@@ -145,21 +145,18 @@ async def _end_with_run(
 
 async def _listen(bus: Bus, topology: Topology, over: asyncio.Event) -> None:
     """Set ``over`` once an explorer's heartbeat reports the end of the run."""
-    import uuid
-
     from trinity_mq.bus import BusUnavailable
     from trinity_mq.bus.retry import retrying
     from trinity_mq.messages import ExplorerStatus, Heartbeat
-    from trinity_mq.observability.follow import consume_messages
+    from trinity_mq.observability.follow import follow_telemetry
 
     def receive(message: object) -> None:
         if isinstance(message, Heartbeat) and isinstance(message.detail, ExplorerStatus) and message.detail.finished:
             over.set()
 
-    queue = topology.listener("tap", uuid.uuid4().hex[:12], "telemetry", "beat.explorer.#")
     async for attempt in retrying(BusUnavailable):
         with attempt:
-            await consume_messages(bus, queue, receive)
+            await follow_telemetry(bus, topology, "tap", receive, pattern="beat.explorer.#")
 
 
 async def _watch_folder(target: Target, over: asyncio.Event) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
@@ -14,11 +14,10 @@ from trinity_mq.messages import (
     ExplorerStatus,
     GateStatus,
     GatewayStatus,
-    Heartbeat,
     RunnerStatus,
     TrainerStatus,
 )
-from trinity_mq.observability.run_view import RunView
+from trinity_mq.observability.run_state import AgentRow, RunState
 
 Family = CounterMetricFamily | GaugeMetricFamily
 STATES = ("starting", "working", "idle", "holding", "paused", "draining", "silent", "finished", "gone")
@@ -62,14 +61,14 @@ class RunCollector(Collector):
     """Collects the families of one run.
 
     Args:
-        view: The run's state.
-        clock: Returns the current time, in seconds, on the clock of ``view``.
+        state: The run's state.
+        clock: Returns the current time, in seconds, on the clock of ``state``.
         slots: Training slices that a runner processes concurrently, used for the wanted runners. None: use the mean of
             the slots that runners report, evaluation slots included. Without runners, one slot per runner is assumed.
     """
 
-    def __init__(self, view: RunView, clock: Callable[[], float], slots: int | None = None) -> None:
-        self._view, self._clock, self._slots = view, clock, slots
+    def __init__(self, state: RunState, clock: Callable[[], float], slots: int | None = None) -> None:
+        self._state, self._clock, self._slots = state, clock, slots
         self._rising = MonotonicCounters()
         self._wanted_history: deque[int] = deque(maxlen=SMOOTHED)
 
@@ -79,64 +78,59 @@ class RunCollector(Collector):
 
     def collect(self) -> Iterator[Family]:
         """Yield all families with their current values."""
-        now = self._clock()
-        beats = self._view.heartbeats(now)
-        yield from self._agents(now, beats)
+        agents = self._state.agents(self._clock())
+        yield from self._agents(agents)
         yield from self._queues()
-        yield from self._progress(beats)
-        yield from self._runners(beats)
-        yield from self._engines(beats)
-        yield from self._sync(self._view.gate)
-        if (sessions := self._view.sessions) is not None:
+        yield from self._progress()
+        yield from self._runners(agents)
+        yield from self._engines()
+        yield from self._sync(self._state.gate)
+        if (sessions := self._state.sessions) is not None:
             yield from self._sessions(sessions)
         yield from self._learning()
 
     # -- agents and queues
 
-    def _agents(self, now: float, beats: Mapping[str, tuple[Heartbeat, float]]) -> Iterator[Family]:
+    def _agents(self, agents: Sequence[AgentRow]) -> Iterator[Family]:
         up = self._gauge("agent_up", "1 if heartbeats of the agent arrive, else 0", "role", "agent")
         state = self._gauge("agent_state", "1 for the state that the agent is in", "role", "agent", "state")
         waits = self._gauge("agent_waiting_seconds", "Time for which the agent has waited for others", "role", "agent")
-        for row in self._view.agents(now):
-            role = beats[row.id][0].role
-            up.add_metric(self._labels(role, row.id), float(row.alive))
-            waits.add_metric(self._labels(role, row.id), row.waits_seconds)
+        for row in agents:
+            labels = self._labels(row.beat.role, row.id)
+            up.add_metric(labels, float(row.alive))
+            waits.add_metric(labels, row.waits_seconds)
             for name in {*STATES, row.state}:
-                state.add_metric(self._labels(role, row.id, name), float(name == row.state))
+                state.add_metric([*labels, name], float(name == row.state))
         yield from (up, state, waits)
 
     def _queues(self) -> Iterator[Family]:
         queues = self._gauge("queue_messages", "Messages that are ready in a queue", "queue")
-        for name, depth in self._view.depths.items():
+        for name, depth in self._state.depths.items():
             if depth is not None:
                 queues.add_metric(self._labels(name), depth)
         yield queues
 
     # -- progress
 
-    def _progress(self, beats: Mapping[str, tuple[Heartbeat, float]]) -> Iterator[Family]:
-        explorers = {name: beat.detail for name, (beat, _) in beats.items() if isinstance(beat.detail, ExplorerStatus)}
-        trainers = {name: beat.detail for name, (beat, _) in beats.items() if isinstance(beat.detail, TrainerStatus)}
-        opened = max((status.opened for status in explorers.values()), default=0)
-        closed = max((status.closed for status in explorers.values()), default=0)
-        trained = max((status.progress or 0 for status in trainers.values()), default=0)
-        steps = max((status.step for status in trainers.values()), default=0)
+    def _progress(self) -> Iterator[Family]:
+        explorers = self._state.statuses(ExplorerStatus).values()
+        trainers = self._state.statuses(TrainerStatus).values()
+        opened = max((status.opened for status in explorers), default=0)
+        closed = max((status.closed for status in explorers), default=0)
+        trained = max((status.progress or 0 for status in trainers), default=0)
+        steps = max((status.step for status in trainers), default=0)
         yield self._counter("batches_opened", "Training batches that the explorer opened", opened)
         yield self._counter("batches_closed", "Training batches that were closed", closed)
         yield self._counter("batches_consumed", "Closed batches that the trainer consumed", trained)
         yield self._counter("train_steps", "Steps that changed the weights", steps)
-        total = next((status.total_batches for status in explorers.values() if status.total_batches), None)
-        if total is not None:
-            yield self._single("batches_wanted", "Training batches of the whole run", total)
-        failed = sum(failure.failed for status in explorers.values() for failure in status.failures)
+        if self._state.total is not None:
+            yield self._single("batches_wanted", "Training batches of the whole run", self._state.total)
+        failed = sum(failure.failed for status in explorers for failure in status.failures)
         yield self._counter("slices_failed", "Slices that failed, of the most frequent kinds of failures", failed)
 
-    def _runners(self, beats: Mapping[str, tuple[Heartbeat, float]]) -> Iterator[Family]:
-        runners = {
-            name: beat.detail
-            for name, (beat, age) in beats.items()
-            if isinstance(beat.detail, RunnerStatus) and age < beat.lease and beat.state not in {"finished", "gone"}
-        }
+    def _runners(self, agents: Sequence[AgentRow]) -> Iterator[Family]:
+        living = {row.id for row in agents if row.alive}
+        runners = {name: status for name, status in self._state.statuses(RunnerStatus).items() if name in living}
         running = sum(status.running for status in runners.values())
         slots = sum(status.slots for status in runners.values())
         family = self._gauge("runner_slots", "Slots of all runners for slices", "state")
@@ -147,7 +141,7 @@ class RunCollector(Collector):
         for name, status in runners.items():
             done.add_metric(self._labels(name), self._rising.at(("slices_done", name), status.done))
         yield done
-        waiting = sum(self._view.depths.get(queue) or 0 for queue in ("tasks.train", "tasks.eval"))
+        waiting = sum(self._state.depths.get(queue) or 0 for queue in ("tasks.train", "tasks.eval"))
         slots_per_runner = self._slots or (round(slots / len(runners)) if runners else 0)
         self._wanted_history.append(wanted_runners(waiting, running, slots_per_runner))
         yield self._single(
@@ -156,17 +150,15 @@ class RunCollector(Collector):
             max(self._wanted_history),
         )
 
-    def _engines(self, beats: Mapping[str, tuple[Heartbeat, float]]) -> Iterator[Family]:
+    def _engines(self) -> Iterator[Family]:
         load = self._gauge("engine_load", "Sequences that an engine generates or that wait there", "agent")
         tokens = self._counters("engine_tokens", "Tokens that an engine sampled", "agent")
         restarts = self._counters("engine_restarts", "Starts of an engine's process after its first", "agent")
-        for name, (beat, _) in beats.items():
-            if isinstance(beat.detail, EngineStatus) and beat.detail.id is not None:
-                load.add_metric(self._labels(name), beat.detail.load)
-                tokens.add_metric(self._labels(name), self._rising.at(("engine_tokens", name), beat.detail.tokens))
-                restarts.add_metric(
-                    self._labels(name), self._rising.at(("engine_restarts", name), beat.detail.restarts)
-                )
+        for name, status in self._state.statuses(EngineStatus).items():
+            if status.id is not None:
+                load.add_metric(self._labels(name), status.load)
+                tokens.add_metric(self._labels(name), self._rising.at(("engine_tokens", name), status.tokens))
+                restarts.add_metric(self._labels(name), self._rising.at(("engine_restarts", name), status.restarts))
         yield from (load, tokens, restarts)
 
     def _sync(self, gate: GateStatus) -> Iterator[Family]:
@@ -201,12 +193,12 @@ class RunCollector(Collector):
 
     def _learning(self) -> Iterator[Family]:
         accuracy = self._gauge("eval_result", "Accuracy, else reward, of the last evaluation", "taskset")
-        for taskset, (_, value) in self._view.results.items():
+        for taskset, (_, value) in self._state.results.items():
             accuracy.add_metric(self._labels(taskset), value)
         yield accuracy
         metric = self._gauge("metric", "The latest value of a metric of the run, by its name", "name")
-        for name in sorted(self._view.metrics)[:MOST_METRICS]:
-            value = self._view.metrics[name]
+        for name in sorted(self._state.metrics)[:MOST_METRICS]:
+            value = self._state.metrics[name]
             if isinstance(value, int | float):
                 metric.add_metric(self._labels(name), value)
         yield metric
@@ -214,7 +206,7 @@ class RunCollector(Collector):
     # -- families
 
     def _labels(self, *values: str) -> list[str]:
-        return [self._view.run, *values]
+        return [self._state.run, *values]
 
     def _gauge(self, name: str, help_text: str, *labels: str) -> GaugeMetricFamily:
         return GaugeMetricFamily(f"tmq_{name}", f"{help_text}.", labels=["run", *labels])

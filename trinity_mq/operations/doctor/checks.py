@@ -319,7 +319,7 @@ def _run_queues(facts: DoctorFacts, needs: Needs) -> list[Judgement]:
 
 @check("releases", "agents of one release, or of several releases during an upgrade", of_run=True)
 def _releases(facts: DoctorFacts, needs: Needs) -> list[Judgement]:
-    mixed = mixture(beat for beat in facts.get("beats", {}).values() if beat.state not in {"gone", "finished"})
+    mixed = mixture(beat for beat in facts.get("beats", {}).values() if not beat.has_ended)
     if "beats" not in facts and any(consumers for _, consumers in _depths(facts, needs).values()):
         return [("not looked at", facts.why("beats"), f"`trinity-mq status {needs.named.run}`")]
     if not mixed:

@@ -9,11 +9,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from trinity_mq.errors import CommandError
+from trinity_mq.messages import EngineStatus, Heartbeat
 from trinity_mq.proof.chaos.points import INSIDE
 from trinity_mq.proof.chaos.schedule import ENDS, Fault
 from trinity_mq.proof.chaos.targets.base import FaultTargets, Victim, VictimGoneError
 from trinity_mq.proof.chaos.targets.marks import ArmedPoints, Hit
-from trinity_mq.proof.chaos.witness import Beat, RunObserver
+from trinity_mq.proof.chaos.witness import RunObserver, life_of
 
 POINT_SECONDS = 30.0
 """Seconds to wait for a marked point; after that the fault is injected anyway."""
@@ -261,33 +262,34 @@ class Injector:
         for victim, kind in tuple(self._lasting.values()):
             await self._relieve(victim, kind)
 
-    def _beat(self, beat: Beat) -> None:
+    def _beat(self, beat: Heartbeat, at: float) -> None:
         for done in self.done:
-            if done.is_open and done.back is None and self._is_back(done, beat):
-                done.back = beat.at
+            if done.is_open and done.back is None and self._is_back(done, beat, at):
+                done.back = at
 
     def _step(self, at: float) -> None:
         for done in self.done:
             if done.is_open and done.back is not None and at > done.back:
                 done.recovered = at
 
-    def _is_back(self, done: InjectedFault, beat: Beat) -> bool:
+    def _is_back(self, done: InjectedFault, beat: Heartbeat, at: float) -> bool:
         """Return whether a heartbeat shows that the victim, or its replacement, works again."""
         victim, kind = done.victim, done.fault.kind
         assert victim is not None
         assert done.at is not None
-        if done.ended is None or beat.at <= done.ended:
+        if done.ended is None or at <= done.ended:
             return False
         if victim.role == "broker":
             # messages that passed the broker before it was ended may arrive later
             through = kind not in ENDS or victim.shared or self._witness.broker_back > done.at
             return through and self._witness.reachable and beat.role == "trainer"
-        if beat.role != victim.role or not beat.serves:
+        has_no_weights = isinstance(beat.detail, EngineStatus) and beat.detail.version is None
+        if beat.role != victim.role or has_no_weights:
             return False
         known_agents = {agent for agent, _ in done.known}
-        is_same_or_new = beat.agent == victim.agent or victim.agent not in known_agents
+        is_same_or_new = beat.id == victim.agent or victim.agent not in known_agents
         if kind in ENDS:
-            return (beat.agent, beat.life) not in done.known and (is_same_or_new or beat.agent not in known_agents)
+            return (beat.id, life_of(beat)) not in done.known and (is_same_or_new or beat.id not in known_agents)
         return is_same_or_new
 
 

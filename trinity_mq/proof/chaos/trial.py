@@ -119,7 +119,7 @@ async def run_trial(
     outcome = TrialOutcome(plan.schedule, targets.where, witness, injector.done, loop.time())
 
     def over() -> bool:
-        return witness.finished or ended()
+        return witness.state.finished or ended()
 
     async with asyncio.TaskGroup() as group:
         watching = [
@@ -232,7 +232,7 @@ async def judge(
         code: Exit code of the run, if the trial started it and it came to its end.
     """
     add, witness = outcome.verdicts.append, outcome.witness
-    bus.run_id = witness.run_id or (saved_run_id(run_dir) if run_dir is not None else None)
+    bus.run_id = witness.state.run_id or (saved_run_id(run_dir) if run_dir is not None else None)
     whole = _checkpoints(run_dir)
     if weights is not None:
         weights.look()

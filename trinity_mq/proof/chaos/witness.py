@@ -14,7 +14,6 @@ from trinity_mq.bus.topology import Queue
 from trinity_mq.messages import (
     DecodeError,
     EngineStatus,
-    ExplorerStatus,
     Heartbeat,
     Progress,
     SyncEvent,
@@ -22,6 +21,7 @@ from trinity_mq.messages import (
     Version,
     decode_any,
 )
+from trinity_mq.observability.run_state import RunState
 from trinity_mq.proof.chaos.points import PointWatch
 from trinity_mq.proof.record import VersionSeen
 from trinity_mq.runtime.deliveries import EXPERIENCES, REFERENCE, acknowledge
@@ -34,25 +34,13 @@ LISTENS = (
 """Exchanges and routing patterns to listen to."""
 
 
-@dataclass(frozen=True, slots=True)
-class Beat:
-    """One heartbeat of an agent, reduced."""
-
-    role: str
-    agent: str
-    life: str
-    """Identifies the process: its incarnation; for an engine also its number of restarts."""
-    at: float
-    serves: bool = True
-    """For an engine: whether it has weights."""
-
-
 @dataclass
 class RunObserver:
     """Collects observations of a run from its messages. Times are in seconds of the event loop's clock."""
 
     points: PointWatch = field(default_factory=PointWatch)
-    beats: dict[str, Beat] = field(default_factory=dict)
+    state: RunState = field(default_factory=lambda: RunState("chaos"))
+    """The run's state, from its heartbeats."""
     lives: set[tuple[str, str]] = field(default_factory=set)
     """Agents and lives that have sent heartbeats."""
     progress: int = 0
@@ -65,17 +53,12 @@ class RunObserver:
     """Changes of the committed version in trainers' heartbeats."""
     served: list[VersionSeen] = field(default_factory=list)
     """Changes of the version that each engine life serves."""
-    run_id: str | None = None
-    """Id of the run, reported by its explorer."""
-    finished: bool = False
-    """True if the explorer has reported that the run is over."""
     reachable: bool = True
     broker_back: float = 0.0
     """Time of the last reconnection of the broker."""
     changed: Notifier = field(default_factory=Notifier)
-    on_beat: Callable[[Beat], None] = lambda _beat: None
+    on_beat: Callable[[Heartbeat, float], None] = lambda _beat, _at: None
     on_step: Callable[[float], None] = lambda _at: None
-    _seq: dict[tuple[str, str], int] = field(default_factory=dict)
     _last: dict[str, Version] = field(default_factory=dict)
     _position: tuple[int, int] = (0, 0)
     """The trainer's generation and progress."""
@@ -83,7 +66,7 @@ class RunObserver:
     def receive(self, message: object, at: float) -> None:
         """Process a decoded message."""
         match message:
-            case Heartbeat():
+            case Heartbeat() if self.state.receive(message, at):
                 self._beat(message, at)
             case Progress():
                 self._step(message.generation, message.progress, at, is_step=True)
@@ -105,24 +88,15 @@ class RunObserver:
         self.changed.notify()
 
     def _beat(self, beat: Heartbeat, at: float) -> None:
-        status, key = beat.detail, (beat.id, beat.incarnation)
-        if beat.seq < self._seq.get(key, -1):
-            return  # a repeated publish that arrived late
-        self._seq[key] = beat.seq
-        life, serves = beat.incarnation, True
+        status, life = beat.detail, life_of(beat)
         if isinstance(status, EngineStatus):
-            life, serves = f"{beat.incarnation}/{status.restarts}", status.version is not None
             self._version(self.served, f"{beat.id} {life}", status.version, at)
         elif isinstance(status, TrainerStatus):
             self._version(self.committed, "committed", status.committed, at)
             if status.progress is not None:
                 self._step(status.generation, status.progress, at, is_step=status.generation == self._position[0])
-        elif isinstance(status, ExplorerStatus):
-            self.run_id = status.run_id or self.run_id
-            self.finished = self.finished or status.finished
         self.lives.add((beat.id, life))
-        self.beats[beat.id] = reduced = Beat(beat.role, beat.id, life, at, serves)
-        self.on_beat(reduced)
+        self.on_beat(beat, at)
 
     def _step(self, generation: int, progress: int, at: float, *, is_step: bool) -> None:
         if (generation, progress) <= self._position:
@@ -137,6 +111,12 @@ class RunObserver:
         if version is not None and self._last.get(who) != version:
             self._last[who] = version
             sightings.append(VersionSeen(at, who, version))
+
+
+def life_of(beat: Heartbeat) -> str:
+    """Return the identity of a process: its incarnation; for an engine also its number of restarts."""
+    detail = beat.detail
+    return f"{beat.incarnation}/{detail.restarts}" if isinstance(detail, EngineStatus) else beat.incarnation
 
 
 async def watch(bus: Bus, topology: Topology, witness: RunObserver) -> None:

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from trinity_mq.config import Config
 from trinity_mq.config.settings_table import all_settings
-from trinity_mq.messages import Heartbeat, Metrics
+from trinity_mq.messages import Heartbeat
 from trinity_mq.observability.diagnosis import (
-    HeartbeatWindow,
     Observation,
     RunFinding,
     bottleneck,
@@ -463,39 +462,3 @@ def test_the_bottleneck(name: str) -> None:
     fields, stage = LIMITS[name]
     found = bottleneck(Observation(**fields))
     assert (found.stage if found else None) == stage
-
-
-def test_a_watch_knows_since_when_nothing_moves() -> None:
-    watch = HeartbeatWindow(10.0)
-    watch.receive(beat("trainer", progress=1), 11.0)
-    watch.receive(beat("trainer", seq=2, progress=2, state="idle", waits=("batch 3", 1.0)), 13.0)
-    watch.receive(beat("trainer", seq=3, progress=2), 19.0)
-    watch.receive(beat("trainer", seq=2, progress=7), 20.0)  # older than the one before
-    watch.receive(Metrics(role="trainer", id="trainer-0", step=2, values={"trainer/idle_frac": 0.5}), 20.0)
-    seen = watch.observation(21.0)
-    assert (seen.still, seen.listened, watch.moves) == (8.0, 11.0, 1)
-    assert seen.heartbeats["trainer-0"][1] == 2.0
-    assert seen.metrics == {"trainer/idle_frac": 0.5}
-    assert seen.busy == {}, "three samples are too few"
-
-
-def test_a_watch_averages_the_metrics_of_a_window() -> None:
-    watch = HeartbeatWindow(0.0)
-    for number, value in enumerate((0.9, 0.1, 0.3)):
-        values = {"trainer/idle_frac": value, "actor/entropy": 1.0}
-        watch.receive(Metrics(role="trainer", id="trainer-0", step=number, values=values), 50.0 * number)
-    assert watch.observation(101.0).metrics == {"trainer/idle_frac": pytest.approx(0.2)}
-    assert watch.observation(5000.0).metrics, "the latest ones where a step takes longer"
-
-
-def test_a_watch_measures_shares_over_a_window() -> None:
-    watch = HeartbeatWindow(0.0)
-    for number in range(100):
-        running = 4 if number < 50 else 16
-        watch.receive(beat("runner", seq=number, running=running, slots=16), 2.0 * number)
-        watch.receive(
-            beat("trainer", seq=number, doing="the train step on batch 1" if number % 2 else ""), 2.0 * number
-        )
-    busy = watch.observation(200.0).busy
-    assert busy["runner"] == 1.0
-    assert busy["trainer"] == pytest.approx(0.5, abs=0.05)

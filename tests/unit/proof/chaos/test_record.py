@@ -83,13 +83,13 @@ def test_a_witness_sees_the_run_pass(seen: tuple[Simulation, RunObserver]) -> No
     _, witness = seen
     assert witness.progress == BATCHES
     assert len(witness.steps) > BATCHES, "what was trained on again is a step too"
-    assert witness.run_id
+    assert witness.state.run_id
     assert witness.points.passed["batch_opened"] >= 2, "heartbeats tell of several at a time"
     for point in ("result_published", "batch_closed", "chunk_published", "batch_ready", "step_done"):
         assert witness.points.passed[point] >= BATCHES, point
     assert witness.points.passed["sync_commit"] >= 3
     assert witness.points.passed["agent_back"] == 2
-    assert {beat.role for beat in witness.beats.values()} >= {"explorer", "operator", "trainer"}
+    assert {row.beat.role for row in witness.state.agents(0.0)} >= {"explorer", "operator", "trainer"}
     assert [one.version for one in witness.committed] == sorted(one.version for one in witness.committed)
 
 
@@ -109,7 +109,7 @@ def test_a_late_result_and_foreign_messages_change_nothing_and_rubbish_is_told(t
         await bus.publish(exchange, "1", Envelope(body=b"rubbish", kind="task_result"))
 
     run_virtually(add(), limit=100)
-    bus_id = witness.run_id
+    bus_id = witness.state.run_id
 
     async def read() -> Record:
         bus = await sim.client()

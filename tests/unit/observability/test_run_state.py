@@ -6,7 +6,7 @@ import pytest
 
 from trinity_mq.messages import Heartbeat, Mark, Metrics
 from trinity_mq.observability.report.figures import evaluations, format_duration
-from trinity_mq.observability.run_view import RunView
+from trinity_mq.observability.run_state import RunState
 from trinity_mq.runtime.processes.supervisor import ProcessEvent
 
 
@@ -24,20 +24,20 @@ def metrics(role: str, step: int, **values: float) -> Metrics:
 
 
 def test_nothing_is_known_at_first() -> None:
-    view = RunView("r", None)
+    view = RunState("r", None)
     assert (view.step, view.total, view.metrics, view.version) == (0, None, {}, None)
     assert (view.seconds_left(0.0), view.agents(0.0)) == (None, [])
 
 
 def test_steps_and_version_come_from_the_trainer_total_from_the_explorer() -> None:
-    view = RunView("r", None)
+    view = RunState("r", None)
     view.receive(beat("explorer", "explorer-0", detail={"total_batches": 300}), 0.0)
     view.receive(trainer(7, 1, (2, 6)), 1.0)
     assert (view.step, view.total, view.version) == (7, 300, "2.6")
 
 
 def test_metrics_are_kept_until_newer_ones_come() -> None:
-    view = RunView("r", 10)
+    view = RunState("r", 10)
     view.receive(metrics("explorer", 1, **{"rollout/reward/mean": 0.5, "rollout/tokens_per_second": 100.0}), 0.0)
     view.receive(metrics("trainer", 1, **{"sample/staleness/max": 1.0, "perf/tokens_per_second": 5.0}), 0.0)
     view.receive(metrics("explorer", 2, **{"rollout/reward/mean": 0.75}), 0.0)
@@ -50,7 +50,7 @@ def test_metrics_are_kept_until_newer_ones_come() -> None:
 
 
 def test_rates_of_an_earlier_start_are_forgotten_and_rewards_are_not() -> None:
-    view = RunView("r", 10)
+    view = RunState("r", 10)
     values = {"rollout/reward/mean": 0.5, "perf/tokens_per_second": 100.0, "sample/staleness/max": 1.0}
     view.receive(metrics("trainer", 1, **values), 0.0)
     view.clear_momentary_metrics()
@@ -58,7 +58,7 @@ def test_rates_of_an_earlier_start_are_forgotten_and_rewards_are_not() -> None:
 
 
 def test_an_evaluation_is_news_once() -> None:
-    view = RunView("r", 10)
+    view = RunState("r", 10)
     view.receive(metrics("explorer", 50, **{"eval/held_out/accuracy/mean@1": 0.25}), 0.0)
     assert view.results == {"held_out": (50, 0.25)}
     assert view.take_news() == ["evaluation at step 50: held_out accuracy 0.250"]
@@ -67,7 +67,7 @@ def test_an_evaluation_is_news_once() -> None:
 
 
 def test_time_left_follows_the_recent_pace() -> None:
-    view = RunView("r", 20)
+    view = RunState("r", 20)
     view.receive(trainer(0, 1), 0.0)
     assert view.seconds_left(0.0) is None
     for step in range(1, 11):
@@ -80,7 +80,7 @@ def test_time_left_follows_the_recent_pace() -> None:
 
 
 def test_time_left_starts_anew_when_the_trainer_goes_back() -> None:
-    view = RunView("r", 20)
+    view = RunState("r", 20)
     for step in range(1, 11):
         view.receive(trainer(step, step), float(step))
     view.receive(beat("trainer", "trainer-0", 1, incarnation="b", detail={"progress": 5}), 30.0)
@@ -89,7 +89,7 @@ def test_time_left_starts_anew_when_the_trainer_goes_back() -> None:
 
 
 def test_agents_are_alive_while_they_beat() -> None:
-    view = RunView("r", 20)
+    view = RunState("r", 20)
     view.receive(beat("trainer", "trainer-0", state="working"), 0.0)
     view.receive(beat("runner", "runner-0", lease=5.0, state="idle", waits_for="a slice", waits_seconds=2.0), 0.0)
     view.receive(beat("explorer", "explorer-0", state="finished"), 0.0)
@@ -105,7 +105,7 @@ def test_agents_are_alive_while_they_beat() -> None:
 
 
 def test_old_beats_of_the_same_process_are_ignored() -> None:
-    view = RunView("r", 20)
+    view = RunState("r", 20)
     view.receive(beat("runner", "runner-0", 5, state="working"), 0.0)
     view.receive(beat("runner", "runner-0", 4, state="idle"), 1.0)
     assert view.agents(1.0)[0].state == "working"
@@ -114,7 +114,7 @@ def test_old_beats_of_the_same_process_are_ignored() -> None:
 
 
 def test_last_word() -> None:
-    view = RunView("r", 20)
+    view = RunState("r", 20)
     assert view.final_state("explorer-0") is None
     view.receive(beat("explorer", "explorer-0", 1), 0.0)
     assert view.final_state("explorer-0") is None
@@ -123,7 +123,7 @@ def test_last_word() -> None:
 
 
 def test_new_dead_letters_are_news() -> None:
-    view = RunView("r", 20)
+    view = RunState("r", 20)
     view.set_depths({"dead": None, "closed": 1})
     view.set_depths({"dead": 2, "closed": 0})
     view.set_depths({"dead": 2, "closed": 0})
@@ -132,7 +132,7 @@ def test_new_dead_letters_are_news() -> None:
 
 
 def test_process_events_that_matter_are_news() -> None:
-    view = RunView("r", 20)
+    view = RunState("r", 20)
     for event in (
         ProcessEvent(name="runner-0", role="runner", what="started", pid=1),
         ProcessEvent(name="runner-0", role="runner", what="restarting", delay=0.5, restarts=2, output="no disk"),
@@ -149,21 +149,24 @@ def test_process_events_that_matter_are_news() -> None:
 
 def test_before_the_first_heartbeat_the_broker_alone_is_blamed() -> None:
     """Agents load for a while; a broker with an alarm lets no heartbeat through."""
-    view = RunView("r", 20)
-    view.diagnose_stall(1e6, broker="alarm")
+    view = RunState("r", 20)
+    view.broker_trouble = "memory alarm"
+    view.diagnose_stall(1e6)
     view.began = 100.0
-    view.diagnose_stall(129.0, broker="alarm")
+    view.diagnose_stall(129.0)
+    view.broker_trouble = ""
     view.diagnose_stall(200.0)
     assert (view.finding, view.take_news()) == (None, [])
+    view.broker_trouble = "memory alarm"
     for now in (131.0, 133.0):
-        view.diagnose_stall(now, broker="memory alarm")
+        view.diagnose_stall(now)
     assert view.finding is not None
     [line] = view.take_news()
     assert line.startswith("no progress for 31 s: all agents wait for the broker: memory alarm; what to do: free")
 
 
 def test_other_messages_say_nothing() -> None:
-    view = RunView("r", 20)
+    view = RunState("r", 20)
     view.receive(Mark(nonce="x"), 0.0)
     assert (view.agents(0.0), view.metrics, view.take_news()) == ([], {}, [])
     view.receive(beat("trainer", "trainer-0"), 0.0)
@@ -184,7 +187,7 @@ GATE = {
 
 
 def test_members_and_the_last_syncs_phases_come_from_the_trainers_beat() -> None:
-    view = RunView("r", 20)
+    view = RunState("r", 20)
     view.receive(beat("trainer", "trainer-0", detail={"progress": 7, "committed": [1, 7], "sync": GATE}), 0.0)
     assert (view.gate.version, view.gate.syncs) == ((1, 7), 8)
     assert view.gate.members["engine-1"].state == "pulling"
@@ -192,7 +195,7 @@ def test_members_and_the_last_syncs_phases_come_from_the_trainers_beat() -> None
 
 @pytest.mark.parametrize("detail", [{}, {"sync": None}, {"sync": {}}, {"sync": {"members": {}, "phases": {}}}])
 def test_a_trainer_without_a_sync_has_no_row_for_it(detail: dict[str, Any]) -> None:
-    view = RunView("r", 20)
+    view = RunState("r", 20)
     view.receive(beat("trainer", "trainer-0", detail=detail), 0.0)
     assert (view.gate.members, view.gate.phases) == ({}, {})
 
@@ -225,7 +228,7 @@ def explorer(seq: int, **detail: Any) -> Heartbeat:
 
 
 def test_a_kind_of_failure_is_news_once_and_its_count_is_kept() -> None:
-    view = RunView("r", 10)
+    view = RunState("r", 10)
     failure = {"text": "KeyError: 'a' (bad.py:7)", "first": "task 2 of batch 1"}
     view.receive(explorer(1, failures=[{**failure, "count": 1, "failed": 1}]), 0.0)
     assert view.take_news() == ["1 slice failed: KeyError: 'a' (bad.py:7); first: task 2 of batch 1"]
@@ -236,7 +239,7 @@ def test_a_kind_of_failure_is_news_once_and_its_count_is_kept() -> None:
 
 
 def test_each_batch_without_anything_to_train_on_is_news() -> None:
-    view = RunView("r", 10)
+    view = RunState("r", 10)
     empty = {"reason": "no slice gave an experience: 4 failed", "limit": 3}
     view.receive(explorer(1, empty={**empty, "batch": 1, "in_a_row": 1}), 0.0)
     view.receive(explorer(2, empty={**empty, "batch": 1, "in_a_row": 1}), 0.0)
@@ -249,7 +252,53 @@ def test_each_batch_without_anything_to_train_on_is_news() -> None:
 
 
 def test_the_reason_of_an_aborted_sync_is_news_once() -> None:
-    view = RunView("r", 10)
+    view = RunState("r", 10)
     for seq, trouble in enumerate(["no GPU", "no GPU", "", "no GPU"], 1):
         view.receive(beat("trainer", "trainer-0", seq, detail={"sync": {"trouble": trouble}}), 0.0)
     assert view.take_news() == ["a weight sync was aborted, and will be retried: no GPU"] * 2
+
+
+def test_progress_ends_a_standstill() -> None:
+    state = RunState("r")
+    state.trends.begin(10.0)
+    assert state.receive(trainer(1, 1), 11.0)
+    assert state.receive(trainer(2, 2), 13.0)
+    assert state.receive(trainer(2, 3), 19.0)
+    assert not state.receive(trainer(7, 2), 20.0), "older than the heartbeat before"
+    state.receive(metrics("trainer", 2, **{"trainer/idle_frac": 0.5}), 20.0)
+    seen = state.observation(21.0)
+    assert (seen.still, seen.listened, state.trends.moves) == (8.0, 11.0, 1)
+    assert seen.heartbeats["trainer-0"][1] == 2.0
+    assert seen.metrics == {"trainer/idle_frac": 0.5}
+    assert seen.busy == {}, "three samples are too few"
+
+
+def test_metrics_of_stages_are_averaged_over_a_window() -> None:
+    state = RunState("r")
+    state.trends.begin(0.0)
+    for number, value in enumerate((0.9, 0.1, 0.3)):
+        state.receive(metrics("trainer", number, **{"trainer/idle_frac": value, "actor/entropy": 1.0}), 50.0 * number)
+    assert state.observation(101.0).metrics == {"trainer/idle_frac": pytest.approx(0.2)}
+    assert state.observation(5000.0).metrics, "the latest values where a step takes longer"
+
+
+def test_busy_shares_are_measured_over_a_window() -> None:
+    state = RunState("r")
+    for number in range(100):
+        running = {"running": 4 if number < 50 else 16, "slots": 16}
+        doing = {"doing": "the train step on batch 1" if number % 2 else ""}
+        waits_for = "a session" if number % 4 else None
+        state.receive(beat("runner", "runner-0", number, detail=running), 2.0 * number)
+        state.receive(beat("trainer", "trainer-0", number, detail=doing), 2.0 * number)
+        state.receive(beat("gateway", "gateway-0", number, waits_for=waits_for), 2.0 * number)
+    busy = state.observation(200.0).busy
+    assert busy == pytest.approx({"runner": 1.0, "trainer": 0.5, "sync": 0.0, "gateway": 0.25}, abs=0.05)
+
+
+def test_rates_are_increases_of_counters_and_a_restart_is_not_a_decrease() -> None:
+    state = RunState("r")
+    for second in range(11):
+        done = 5 * second if second < 6 else 5 * (second - 6)
+        state.receive(beat("runner", "runner-0", second + 1, detail={"done": done}), 1000.0 + second)
+        state.receive(beat("runner", "runner-1", second + 1, detail={"done": 2 * second}), 1000.0 + second)
+    assert state.trends.rate("slices", 1010.0) == pytest.approx(7.0)
