@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 
 from tests.dash_page import DashProcess
+from tests.waiting import until
 from trinity_mq.testing.runs import LocalRun
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+ROLES = {"explorer", "engine", "runner", "operator", "trainer"}
 
 pytestmark = [pytest.mark.e2e, pytest.mark.any_broker, pytest.mark.timeout(180)]
 
@@ -19,10 +21,12 @@ async def test_a_run_is_seen_while_it_goes_on_and_afterwards(tmp_path: Path) -> 
     async with LocalRun(EXAMPLES / "smoke.yaml", tmp_path / "run", words) as run:
         await run.until((tmp_path / "run" / "config.yaml").exists, 60)
         async with DashProcess(tmp_path / "run") as page:
-            state = await page.until(["live", "step", "samples", "curves"], 90)
-            roles = {agent["role"] for agent in state["agents"]}
-            assert roles == {"explorer", "engine", "runner", "operator", "trainer"}
-            assert {node["role"] for node in state["flow"]["nodes"]} == roles
+            await page.until(["live", "step", "samples", "curves"], 90)
+
+            async def all_send_heartbeats() -> bool:
+                return {node["role"] for node in (await page.get("api/state"))["flow"]["nodes"]} == ROLES
+
+            await until(all_send_heartbeats, 30)  # the page may have read the metrics earlier
             assert (await page.get("api/dead")) == {"letters": []}
             assert run.process is not None
             run.process.terminate()
