@@ -22,6 +22,10 @@ RENAMED = {
     "trinity_mq.cli.output": "trinity_mq.terminal",
     "trinity_mq.cli.run_folder": "trinity_mq.targets.run_folder",
     "trinity_mq.cli.target": "trinity_mq.targets.target",
+    "trinity_mq.config.loading.from_trinity": "trinity_mq.config.trinity_names",
+    "trinity_mq.config.migration.commented": "trinity_mq.trinity_rft.migration.migrate",
+    "trinity_mq.config.migration.move": "trinity_mq.trinity_rft.migration.transfer",
+    "trinity_mq.config.migration.values": "trinity_mq.trinity_rft.migration.transfer",
     "trinity_mq.config.migration": "trinity_mq.trinity_rft.migration",
     "trinity_mq.diagnosis": "trinity_mq.observability.diagnosis",
     "trinity_mq.models.engines": "trinity_mq.engines",
@@ -101,10 +105,10 @@ NAMES = {
     "trinity_mq.config.algorithm.resolve": "canonical=canonical_name resolved=resolve_algorithm",
     "trinity_mq.config.algorithm.section": ".advantages_in=advantage_agent",
     "trinity_mq.config.algorithm.translate": "translated=take_trinity_names with_critic=move_critic_settings",
-    "trinity_mq.config.loading.from_trinity": "counterpart=trinity_key_advice",
     "trinity_mq.config.loading.load": "literal=escape_interpolations title=config_title validated=validate_settings",
     "trinity_mq.config.modes.tap": "trains_on_tap=with_tap_mode",
     "trinity_mq.config.run": ".not_sharded=sharding_obstacle .takes_any_age=accepts_any_age",
+    "trinity_mq.config.trinity_names": "counterpart=trinity_key_advice",
     "trinity_mq.data.formatters.base": "fitted=fit_to_length",
     "trinity_mq.data.formatters.cpt": "text_of=format_text",
     "trinity_mq.data.formatters.dpo": "pair_of=format_pair",
@@ -316,8 +320,9 @@ NAMES = {
     ),
     "trinity_mq.transport.co_batched_parts": "Member=PartMember",
     "trinity_mq.transport.experience_parts": "Part=ReceivedPart",
-    "trinity_mq.trinity_rft.migration.move": "Move=SettingsTransfer is_ours=is_config_key",
-    "trinity_mq.trinity_rft.migration.values": "known=resolve_environment",
+    "trinity_mq.trinity_rft.migration.transfer": (
+        "Move=SettingsTransfer is_ours=is_config_key known=resolve_environment"
+    ),
     "trinity_mq.workflows.auxiliary": "asking=auxiliary_errors auxiliary_place=auxiliary_index",
     "trinity_mq.workflows.builtin.judging": (
         "Verdict=JudgeScores ending=answer_format_instruction judgeable=has_answer "

@@ -13,10 +13,10 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import ConfigIndexError, OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
 
-from trinity_mq.config.loading.from_trinity import trinity_key_advice
 from trinity_mq.config.loading.removed_keys import is_refusing, warn_of_removed_key, without_removed_keys
 from trinity_mq.config.loading.strict_yaml import DuplicateKeyError, load_yaml
 from trinity_mq.config.run import Config
+from trinity_mq.config.trinity_names import trinity_key_advice
 from trinity_mq.errors import suggest
 from trinity_mq.telemetry.log import mask_passwords
 
