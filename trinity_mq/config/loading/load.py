@@ -198,7 +198,7 @@ def _user_location(model: type[BaseModel], location: tuple[int | str, ...]) -> t
     here, written, names = [model], [], []
     for part in location:
         if len(here) > 1 and isinstance(part, str):  # the kind, which the user did not write
-            here = [section for section in here if section.model_fields["kind"].default == part] or here[-1:]
+            here = [section for section in here if _kind(section) == part] or here[-1:]
             continue
         written.append(part)
         if isinstance(part, str):
@@ -206,6 +206,12 @@ def _user_location(model: type[BaseModel], location: tuple[int | str, ...]) -> t
             names = list(fields)
             here = sections_of(fields[part].annotation) if part in fields else []
     return written, names
+
+
+def _kind(section: type[BaseModel]) -> Any:
+    """Return the name of one of several kinds of a section."""
+    kinds = [field.default for name, field in section.model_fields.items() if name in {"kind", "selector_type"}]
+    return kinds[0] if kinds else None
 
 
 def sections_of(annotation: Any) -> list[type[BaseModel]]:
