@@ -49,7 +49,7 @@ class OldKey:
 
 @cache
 def trinity_names() -> Sequence[OldKey]:
-    """Return the table, in the order in which ``migrate`` applies its rows."""
+    """Return the rows of the table; ``migrate`` applies them in this order."""
     text = files("trinity_mq.config").joinpath("trinity_names.csv").read_text(encoding="utf-8")
     return tuple(OldKey(**row) for row in csv.DictReader(text.splitlines()))
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from trinity_mq.config import Config, ConfigError, escape_interpolations, load_config, load_stages
-from trinity_mq.config.loading.strict_yaml import load_yaml
+from trinity_mq.config.loading.load import load_yaml
 
 TINY = {"model": {"tiny": {}}}
 EVAL = {**TINY, "buffer": {"eval_tasksets": [{"name": "a", "path": "a.jsonl"}, {"name": "b", "path": "b.jsonl"}]}}

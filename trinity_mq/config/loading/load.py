@@ -14,7 +14,6 @@ from omegaconf.errors import ConfigIndexError, OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
 
 from trinity_mq.config.loading.removed_keys import is_refusing, warn_of_removed_key, without_removed_keys
-from trinity_mq.config.loading.strict_yaml import DuplicateKeyError, load_yaml
 from trinity_mq.config.run import Config
 from trinity_mq.config.trinity_names import trinity_key_advice
 from trinity_mq.errors import suggest
@@ -26,6 +25,8 @@ _INTERPOLATION = re.compile(r"(?<!\\)(\\*)\$\{")
 
 STAGES = "stages"
 """Key of a file that describes several runs, one after another."""
+MERGE = "tag:yaml.org,2002:merge"
+"""Tag of ``<<``, which may occur several times in a mapping, since each occurrence has an effect."""
 
 
 class ConfigError(ValueError):
@@ -118,6 +119,37 @@ def _explain_interpolation(error: OmegaConfBaseException) -> str:
     return mask_passwords(
         f"{key}: {first}; wanted ${{oc.env:NAME,default}} or ${{section.key}}, or \\${{ for a plain ${{"
     )
+
+
+class DuplicateKeyError(yaml.YAMLError):
+    """A mapping contains a key twice; the message names the key and both lines."""
+
+
+class _StrictSafeLoader(yaml.SafeLoader):
+    """Accepts each key once in a mapping. PyYAML alone silently takes the last of several equal keys."""
+
+    # keys are checked before merge keys are expanded, since an explicit key may override a merged key
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node: yaml.MappingNode = super().compose_mapping_node(anchor)
+        lines: dict[tuple[str, str], int] = {}
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.tag != MERGE:
+                line = key.start_mark.line + 1
+                if first := lines.get((key.tag, key.value)):
+                    where = f"in line {line}" if first == line else f"in lines {first} and {line}"
+                    raise DuplicateKeyError(f"key {key.value!r} is given twice, {where}: remove one of the two")
+                lines[key.tag, key.value] = line
+        return node
+
+
+def load_yaml(text: str) -> Any:
+    """Return the content of a YAML document.
+
+    Raises:
+        DuplicateKeyError: A mapping, at any depth, contains a key twice.
+        yaml.YAMLError: The text is not valid YAML.
+    """
+    return yaml.load(text, Loader=_StrictSafeLoader)
 
 
 def read_file(path: Path) -> dict[str, Any]:
