@@ -14,6 +14,8 @@ from types import ModuleType
 from typing import Any
 
 RENAMED = {
+    "trinity_mq.algorithms.estimators.registry": "trinity_mq.algorithms.estimators",
+    "trinity_mq.algorithms.values": "trinity_mq.algorithms.surrogates",
     "trinity_mq.api": "trinity_mq.launch.api",
     "trinity_mq.cli.commands": "trinity_mq.cli",
     "trinity_mq.cli.errors": "trinity_mq.errors",
@@ -84,7 +86,7 @@ NAMES = {
     "trinity_mq.algorithms.estimators.penalties": (
         "Sizes=RunSizes length_penalised=apply_length_penalty rank_penalised=apply_rank_penalty"
     ),
-    "trinity_mq.algorithms.estimators.registry": "Entry=EstimatorEntry",
+    "trinity_mq.algorithms.estimators": "Entry=EstimatorEntry",
     "trinity_mq.algorithms.estimators.runs": "centred=center",
     "trinity_mq.algorithms.evaluator": "over_step=needs_whole_step scheduled=schedule_value",
     "trinity_mq.algorithms.mismatch": "of_age=age_mask",
