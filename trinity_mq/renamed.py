@@ -30,6 +30,7 @@ RENAMED = {
     "trinity_mq.config.modes.tap": "trinity_mq.config.modes.mode",
     "trinity_mq.diagnosis": "trinity_mq.observability.diagnosis",
     "trinity_mq.models.engines": "trinity_mq.engines",
+    "trinity_mq.rewards.truth": "trinity_mq.rewards.ground_truth",
 }
 """New names of modules by their old names. The modules of a package are renamed with it."""
 NAMES = {
@@ -237,7 +238,7 @@ NAMES = {
     "trinity_mq.rewards.reasoning_gym_scores": "registered=registered_datasets",
     "trinity_mq.rewards.registry": "fault_of=invalid_parts_reason",
     "trinity_mq.rewards.text": "boxed=last_boxed tagged=last_tagged",
-    "trinity_mq.rewards.truth": "shortened=truncate_middle takes_any_truth=accept_any_truth_type",
+    "trinity_mq.rewards.ground_truth": "shortened=truncate_middle takes_any_truth=accept_any_truth_type",
     "trinity_mq.rollout.attempts": (
         "Job=SliceJob Limits=AttemptLimits consecutive=consecutive_blocks engine_trouble=engine_unavailable_error"
     ),

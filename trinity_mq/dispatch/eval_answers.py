@@ -6,7 +6,7 @@ from trinity_mq.config import FormatConfig
 from trinity_mq.dispatch.tickets import Ticket
 from trinity_mq.messages import TaskBody, TaskResult
 from trinity_mq.rewards import ACCURACY
-from trinity_mq.rewards.truth import expected_answer, truncate_middle, truth_text
+from trinity_mq.rewards.ground_truth import expected_answer, truncate_middle, truth_text
 from trinity_mq.telemetry.evaluations.log import EvaluationAnswer, EvaluationQuestion
 
 MOST_QUESTION = 2000
