@@ -11,9 +11,8 @@ import structlog
 from trinity_agents.explorer.hosted_engines import HostedEngines
 from trinity_agents.explorer.state import ExplorerState
 from trinity_mq.config import Config
-from trinity_mq.dispatch.batch_metrics import eval_metrics
+from trinity_mq.dispatch.batch_metrics import eval_metrics, evaluation_questions
 from trinity_mq.dispatch.dispatcher import Dispatcher
-from trinity_mq.dispatch.eval_answers import questions_of
 from trinity_mq.dispatch.tickets import Ticket, sort_batch_id
 from trinity_mq.messages import TaskBody, Version
 from trinity_mq.runtime.notify import Notifier
@@ -115,7 +114,7 @@ class Evaluations:
             return
         try:
             for name, ticket in zip(names, tickets, strict=True):
-                questions = questions_of(ticket)
+                questions = evaluation_questions(ticket)
                 self._answers.append(Evaluation(set=name, label=label, time=time.time(), questions=questions))
         except OSError as error:
             log.warning("answer_log_disabled", reason=error.strerror or str(error))
