@@ -14,6 +14,8 @@ from types import ModuleType
 from typing import Any
 
 RENAMED = {
+    "trinity_mq.algorithms.estimators.registry": "trinity_mq.algorithms.estimators",
+    "trinity_mq.algorithms.values": "trinity_mq.algorithms.surrogates",
     "trinity_mq.api": "trinity_mq.launch.api",
     "trinity_mq.cli.commands": "trinity_mq.cli",
     "trinity_mq.cli.errors": "trinity_mq.errors",
@@ -22,9 +24,13 @@ RENAMED = {
     "trinity_mq.cli.output": "trinity_mq.terminal",
     "trinity_mq.cli.run_folder": "trinity_mq.targets.run_folder",
     "trinity_mq.cli.target": "trinity_mq.targets.target",
+    "trinity_mq.config.loading.from_trinity": "trinity_mq.config.trinity_names",
     "trinity_mq.config.migration": "trinity_mq.trinity_rft.migration",
+    "trinity_mq.config.modes.bench": "trinity_mq.config.modes.mode",
+    "trinity_mq.config.modes.tap": "trinity_mq.config.modes.mode",
     "trinity_mq.diagnosis": "trinity_mq.observability.diagnosis",
     "trinity_mq.models.engines": "trinity_mq.engines",
+    "trinity_mq.rewards.truth": "trinity_mq.rewards.ground_truth",
     "trinity_mq.telemetry.timeline": "trinity_mq.observability.timeline",
     "trinity_mq.telemetry.waterfall": "trinity_mq.observability.waterfall",
     "trinity_mq.workflows.builtin.boxed": "trinity_mq.workflows.builtin.math",
@@ -86,7 +92,7 @@ NAMES = {
     "trinity_mq.algorithms.estimators.penalties": (
         "Sizes=RunSizes length_penalised=apply_length_penalty rank_penalised=apply_rank_penalty"
     ),
-    "trinity_mq.algorithms.estimators.registry": "Entry=EstimatorEntry",
+    "trinity_mq.algorithms.estimators": "Entry=EstimatorEntry",
     "trinity_mq.algorithms.estimators.runs": "centred=center",
     "trinity_mq.algorithms.evaluator": "over_step=needs_whole_step scheduled=schedule_value",
     "trinity_mq.algorithms.mismatch": "of_age=age_mask",
@@ -106,10 +112,10 @@ NAMES = {
     "trinity_mq.config.algorithm.resolve": "canonical=canonical_name resolved=resolve_algorithm",
     "trinity_mq.config.algorithm.section": ".advantages_in=advantage_agent",
     "trinity_mq.config.algorithm.translate": "translated=take_trinity_names with_critic=move_critic_settings",
-    "trinity_mq.config.loading.from_trinity": "counterpart=trinity_key_advice",
     "trinity_mq.config.loading.load": "literal=escape_interpolations title=config_title validated=validate_settings",
-    "trinity_mq.config.modes.tap": "trains_on_tap=with_tap_mode",
+    "trinity_mq.config.modes.mode": "beside=with_bench_folder trains_on_tap=with_tap_mode",
     "trinity_mq.config.run": ".not_sharded=sharding_obstacle .takes_any_age=accepts_any_age",
+    "trinity_mq.config.trinity_names": "counterpart=trinity_key_advice",
     "trinity_mq.data.formatters.base": "fitted=fit_to_length",
     "trinity_mq.data.formatters.cpt": "text_of=format_text",
     "trinity_mq.data.formatters.dpo": "pair_of=format_pair",
@@ -238,7 +244,7 @@ NAMES = {
     "trinity_mq.rewards.reasoning_gym_scores": "registered=registered_datasets",
     "trinity_mq.rewards.registry": "fault_of=invalid_parts_reason",
     "trinity_mq.rewards.text": "boxed=last_boxed tagged=last_tagged",
-    "trinity_mq.rewards.truth": "shortened=truncate_middle takes_any_truth=accept_any_truth_type",
+    "trinity_mq.rewards.ground_truth": "shortened=truncate_middle takes_any_truth=accept_any_truth_type",
     "trinity_mq.rollout.attempts": (
         "Job=SliceJob Limits=AttemptLimits consecutive=consecutive_blocks engine_trouble=engine_unavailable_error"
     ),
@@ -320,8 +326,9 @@ NAMES = {
     ),
     "trinity_mq.transport.co_batched_parts": "Member=PartMember",
     "trinity_mq.transport.experience_parts": "Part=ReceivedPart",
-    "trinity_mq.trinity_rft.migration.move": "Move=SettingsTransfer is_ours=is_config_key",
-    "trinity_mq.trinity_rft.migration.values": "known=resolve_environment",
+    "trinity_mq.trinity_rft.migration.transfer": (
+        "Move=SettingsTransfer is_ours=is_config_key known=resolve_environment"
+    ),
     "trinity_mq.workflows.auxiliary": "asking=auxiliary_errors auxiliary_place=auxiliary_index",
     "trinity_mq.workflows.builtin.judging": (
         "Verdict=JudgeScores ending=answer_format_instruction judgeable=has_answer "

@@ -1,5 +1,5 @@
-"""Surrogates compute the loss of each token from its log ratio, logprob and advantage. Pure functions over
-``[tokens]``.
+"""Surrogates compute the loss of each token from its log ratio, logprob and advantage. The loss of a value function is
+clipped in the same way. Pure functions over ``[tokens]``.
 """
 
 from __future__ import annotations
@@ -176,3 +176,22 @@ def surrogate(
     if isinstance(args, PluginPiece):
         return TokenLoss(plugin_losses(args, log_ratio, logprob, advantage, custom or {}))
     return SURROGATES[args.kind](log_ratio, logprob, advantage, args)
+
+
+def clipped_value_loss(values: Tensor, old: Tensor, returns: Tensor, bound: float) -> tuple[Tensor, Tensor]:
+    """Return ``max((v - R)^2, (clip(v, old - bound, old + bound) - R)^2) / 2`` of each token. A value that has moved
+    further than ``bound`` towards its return has no gradient (the clipped value loss of PPO's authors, described in
+    arXiv 2005.12729, section 3).
+
+    Args:
+        values: Values of the trained value function, ``[tokens]``, with gradient.
+        old: Its values at the start of the train step, ``[tokens]``.
+        returns: Targets of the values, ``[tokens]``.
+        bound: Largest change without a clip, above 0.
+
+    Returns:
+        The losses, ``[tokens]``, and whether the clip cuts each token's gradient, bool ``[tokens]``.
+    """
+    plain = (values - returns).square()
+    clipped = (torch.clamp(values, old - bound, old + bound) - returns).square()
+    return torch.maximum(plain, clipped) / 2, (clipped > plain).detach()

@@ -28,10 +28,15 @@ from trinity_mq.config.base import Section
 from trinity_mq.config.buffer import BufferConfig
 from trinity_mq.config.bus import BrokerConfig
 from trinity_mq.config.model import ModelConfig
-from trinity_mq.config.modes.bench import BenchConfig, beside
 from trinity_mq.config.modes.gateway import GatewayConfig
-from trinity_mq.config.modes.mode import AGENTS, Mode
-from trinity_mq.config.modes.tap import SourceConfig, with_tap_mode
+from trinity_mq.config.modes.mode import (
+    AGENTS,
+    BenchConfig,
+    Mode,
+    SourceConfig,
+    with_bench_folder,
+    with_tap_mode,
+)
 from trinity_mq.config.outsiders import OutsidersConfig
 from trinity_mq.config.sync import SyncConfig
 
@@ -106,7 +111,7 @@ class Config(Section):
         """Translate three kinds of settings: move the critic settings of Trinity-RFT to ``algorithm.critic``, give an
         evaluation its own name and folder, and set mode train if ``source.tap`` is set.
         """
-        return with_tap_mode(beside(move_critic_settings(data))) if isinstance(data, dict) else data
+        return with_tap_mode(with_bench_folder(move_critic_settings(data))) if isinstance(data, dict) else data
 
     @field_validator("mode")
     @classmethod

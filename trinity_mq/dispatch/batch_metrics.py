@@ -1,4 +1,4 @@
-"""Metrics, task statuses and submission outcomes computed from a ticket. No I/O."""
+"""Metrics, task statuses, submission outcomes and evaluation answers computed from a ticket. No I/O."""
 
 from __future__ import annotations
 
@@ -7,10 +7,14 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import get_args
 
+from trinity_mq.config import FormatConfig
 from trinity_mq.dispatch.tickets import SubmissionRef, Ticket
-from trinity_mq.messages import FAILURE_KINDS, Outcome, SubmissionOutcome, TaskResult
+from trinity_mq.messages import FAILURE_KINDS, Outcome, SubmissionOutcome, TaskBody, TaskResult
+from trinity_mq.rewards import ACCURACY
+from trinity_mq.rewards.ground_truth import expected_answer, truncate_middle, truth_text
 from trinity_mq.rollout.status import Status
 from trinity_mq.telemetry import aggregate_eval_runs, aggregate_eval_tasks, aggregate_runs, aggregate_tasks
+from trinity_mq.telemetry.evaluations.log import EvaluationAnswer, EvaluationQuestion
 
 OUTCOMES = tuple(outcome for outcome in get_args(Outcome) if outcome != "late")
 """Outcomes of slices of open tickets. *late* is missing: it is the outcome of an attempt whose ticket is already
@@ -18,6 +22,8 @@ closed.
 """
 FAILED = {"failed", "partial", "poisoned"}
 """Outcomes that count as failures. Exception: *partial* is not a failure if the batch was cut off."""
+MAX_QUESTION = 2000
+"""Maximum characters of a question."""
 
 
 def rollout_metrics(ticket: Ticket, *, late: int = 0) -> dict[str, float]:
@@ -147,3 +153,28 @@ def _counts(results: Sequence[TaskResult], prefix: str) -> dict[str, float]:
         f"{prefix}/finished_task_count": float(len({result.task_id for result in results if result.runs})),
         f"{prefix}/finished_runs": float(sum(len(result.runs) for result in results)),
     }
+
+
+def evaluation_questions(ticket: Ticket) -> list[EvaluationQuestion]:
+    """Return the questions of an evaluation in the order of its set, each with the answers of its finished runs."""
+    return [_question(number, body, ticket.results_of(number)) for number, body in enumerate(ticket.tasks)]
+
+
+def _question(number: int, body: TaskBody, results: list[TaskResult]) -> EvaluationQuestion:
+    keys = FormatConfig.model_validate(body.format_args)
+    prompt = body.raw_task.get(keys.prompt_key, body.raw_task)
+    return EvaluationQuestion(
+        task=number,
+        question=truncate_middle(truth_text(prompt) or "", MAX_QUESTION),
+        expected=expected_answer(body.raw_task.get(keys.response_key)),
+        answers=[answer for result in results for answer in _answers(result)],
+        failure=next((result.message for result in results if result.message), None),
+    )
+
+
+def _answers(result: TaskResult) -> list[EvaluationAnswer]:
+    texts = [*result.answers, *[None] * len(result.runs)]
+    return [
+        EvaluationAnswer(run=run, answer=text, reward=metrics.get("reward"), accuracy=metrics.get(ACCURACY))
+        for run, text, metrics in zip(result.runs, texts, result.metrics, strict=False)
+    ]

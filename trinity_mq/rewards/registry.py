@@ -10,7 +10,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any, Protocol
 
-from trinity_mq.rewards.truth import truth_text
+from trinity_mq.rewards.ground_truth import truth_text
 from trinity_mq.runtime.plugins import Registry, resolve
 from trinity_mq.runtime.threads import await_in_thread
 

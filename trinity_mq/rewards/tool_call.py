@@ -6,7 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Mapping
 
-from trinity_mq.rewards.truth import accept_any_truth_type
+from trinity_mq.rewards.ground_truth import accept_any_truth_type
 from trinity_mq.thoughts import after_thoughts
 
 MAX_CALLS = 16

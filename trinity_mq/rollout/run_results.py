@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from trinity_mq.experience import Experience
 from trinity_mq.messages import Version
 from trinity_mq.messages.tasks import MOST_ANSWER, MOST_ANSWERS, TRUTH
-from trinity_mq.rewards.truth import expected_answer, truncate_middle
+from trinity_mq.rewards.ground_truth import expected_answer, truncate_middle
 from trinity_mq.rollout.status import RunFailure, SliceOutcome
 from trinity_mq.telemetry import aggregate_runs
 from trinity_mq.workflows import Task

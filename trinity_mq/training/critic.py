@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
-from trinity_mq.algorithms.values import clipped_value_loss
+from trinity_mq.algorithms.surrogates import clipped_value_loss
 from trinity_mq.config.algorithm import CriticConfig
 from trinity_mq.config.run import Config
 from trinity_mq.training.checkpoints.state import Parts, StatePart, module_state, optimizer_part, optimizer_state

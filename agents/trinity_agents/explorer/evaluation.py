@@ -10,22 +10,18 @@ import structlog
 
 from trinity_agents.explorer.hosted_engines import HostedEngines
 from trinity_agents.explorer.state import ExplorerState
-from trinity_mq.config import Config, FormatConfig
-from trinity_mq.dispatch.batch_metrics import eval_metrics
+from trinity_mq.config import Config
+from trinity_mq.dispatch.batch_metrics import eval_metrics, evaluation_questions
 from trinity_mq.dispatch.dispatcher import Dispatcher
 from trinity_mq.dispatch.tickets import Ticket, sort_batch_id
-from trinity_mq.messages import TaskBody, TaskResult, Version
-from trinity_mq.rewards import ACCURACY
-from trinity_mq.rewards.truth import expected_answer, truncate_middle, truth_text
+from trinity_mq.messages import TaskBody, Version
 from trinity_mq.runtime.notify import Notifier
-from trinity_mq.telemetry.evaluations.log import Evaluation, EvaluationAnswer, EvaluationLog, EvaluationQuestion
+from trinity_mq.telemetry.evaluations.log import Evaluation, EvaluationLog
 
 log = structlog.get_logger(__name__)
 
 MAX_TRIES = 3
 """Maximum number of attempts for an evaluation whose pinned version was lost with its engine."""
-MOST_QUESTION = 2000
-"""Maximum characters of a question."""
 
 
 class Evaluations:
@@ -118,7 +114,7 @@ class Evaluations:
             return
         try:
             for name, ticket in zip(names, tickets, strict=True):
-                questions = questions_of(ticket)
+                questions = evaluation_questions(ticket)
                 self._answers.append(Evaluation(set=name, label=label, time=time.time(), questions=questions))
         except OSError as error:
             log.warning("answer_log_disabled", reason=error.strerror or str(error))
@@ -159,28 +155,3 @@ class Evaluations:
             for ticket in tickets:
                 group.create_task(self._dispatcher.open(ticket))
         return tickets
-
-
-def questions_of(ticket: Ticket) -> list[EvaluationQuestion]:
-    """Return the questions of an evaluation in the order of its set, each with the answers of its finished runs."""
-    return [_question(number, body, ticket.results_of(number)) for number, body in enumerate(ticket.tasks)]
-
-
-def _question(number: int, body: TaskBody, results: list[TaskResult]) -> EvaluationQuestion:
-    keys = FormatConfig.model_validate(body.format_args)
-    prompt = body.raw_task.get(keys.prompt_key, body.raw_task)
-    return EvaluationQuestion(
-        task=number,
-        question=truncate_middle(truth_text(prompt) or "", MOST_QUESTION),
-        expected=expected_answer(body.raw_task.get(keys.response_key)),
-        answers=[answer for result in results for answer in _answers(result)],
-        failure=next((result.message for result in results if result.message), None),
-    )
-
-
-def _answers(result: TaskResult) -> list[EvaluationAnswer]:
-    texts = [*result.answers, *[None] * len(result.runs)]
-    return [
-        EvaluationAnswer(run=run, answer=text, reward=metrics.get("reward"), accuracy=metrics.get(ACCURACY))
-        for run, text, metrics in zip(result.runs, texts, result.metrics, strict=False)
-    ]

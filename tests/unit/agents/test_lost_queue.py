@@ -10,8 +10,7 @@ import pytest
 
 from trinity_agents.explorer.in_flight import MANIFEST_LOST_AFTER
 from trinity_agents.simulation import Simulation, killed, until
-from trinity_mq.dispatch.loss_repair import LossRepair
-from trinity_mq.dispatch.lost_slices import LOST_AFTER
+from trinity_mq.dispatch.loss_repair import LOST_AFTER, LossRepair
 from trinity_mq.messages import BatchClosed, ExplorerStatus, RunnerStatus, TaskSlice
 from trinity_mq.runtime.deliveries import acknowledge
 from trinity_mq.testing.fakes import FakeRunnerAgent

@@ -15,8 +15,7 @@ from trinity_mq.algorithms.corrections import correction
 from trinity_mq.algorithms.evaluator import evaluate, policy_terms
 from trinity_mq.algorithms.regularisers import adapt_coefficient, kl_estimate, sampler_kl
 from trinity_mq.algorithms.scoring import entropy_baselines, token_logprobs
-from trinity_mq.algorithms.surrogates import likelihood, surrogate
-from trinity_mq.algorithms.values import clipped_value_loss
+from trinity_mq.algorithms.surrogates import clipped_value_loss, likelihood, surrogate
 from trinity_mq.algorithms.view import TokenView, segment_maxima
 from trinity_mq.config.algorithm.pieces import Likelihood, LogLinear, LossConfig
 from trinity_mq.config.algorithm.reference import RewardKL

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from trinity_mq.config import Config, ConfigError, escape_interpolations, load_config, load_stages
-from trinity_mq.config.loading.strict_yaml import load_yaml
+from trinity_mq.config.loading.load import load_yaml
 
 TINY = {"model": {"tiny": {}}}
 EVAL = {**TINY, "buffer": {"eval_tasksets": [{"name": "a", "path": "a.jsonl"}, {"name": "b", "path": "b.jsonl"}]}}
@@ -62,6 +62,14 @@ EVAL = {**TINY, "buffer": {"eval_tasksets": [{"name": "a", "path": "a.jsonl"}, {
         (EVAL, ["buffer.eval_tasksets.math.limit=8"], ["buffer.eval_tasksets has 2 items", "'math' is not one"]),
         (TINY, ["trainer.nproc=2", "algorithm.optimizer.optimizer_type=muon"], ["nproc is 2", "muon", "adamw or sgd"]),
         (TINY, ["trainer.nproc=2", "algorithm.reference.offload=true"], ["nproc is 2", "reference.offload"]),
+        (
+            {
+                **TINY,
+                "buffer": {"taskset": {"path": "a.jsonl", "data_selector": {"selector_type": "difficulty_based"}}},
+            },
+            ["buffer.taskset.data_selector.feature_keys=[weak]"],
+            ["buffer.taskset.data_selector.feature_keys.1: Field required"],
+        ),
         (EVAL, ["buffer.eval_tasksets.0.limt=8"], ["buffer.eval_tasksets.0.limt: unknown key", "'limit'"]),
     ],
 )

@@ -1,4 +1,4 @@
-"""Slices count as lost only where no queue can hold them and no runner has them (dispatch/lost_slices.py)."""
+"""Slices count as lost only where no queue can hold them and no runner has them (dispatch/loss_repair.py)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from trinity_mq.dispatch.lost_slices import LONGEST_PATIENCE, LOOK_SECONDS, LOST_AFTER, LostSlices, SliceName
+from trinity_mq.dispatch.loss_repair import LONGEST_PATIENCE, LOOK_SECONDS, LOST_AFTER, LostSlices, SliceName
 
 
 def names(count: int, ticket: str = "t") -> list[SliceName]:

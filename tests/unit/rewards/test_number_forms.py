@@ -14,12 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trinity_mq.rewards import create_reward, parts_of
+from trinity_mq.rewards.ground_truth import truth_text
 from trinity_mq.rewards.math import answers
 from trinity_mq.rewards.math.grammar import plain, quantities
 from trinity_mq.rewards.math.math_answer import math_answer
 from trinity_mq.rewards.math.rewards import accuracy_reward, math_boxed
 from trinity_mq.rewards.text import exact_match
-from trinity_mq.rewards.truth import truth_text
 
 MARKS = (
     r"\boxed{%s}",

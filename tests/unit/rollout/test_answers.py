@@ -8,7 +8,7 @@ import pytest
 
 from tests.unit.agents.world import experience
 from trinity_mq.messages.tasks import MOST_ANSWER, MOST_ANSWERS, MOST_TRUTH
-from trinity_mq.rewards.truth import truncate_middle
+from trinity_mq.rewards.ground_truth import truncate_middle
 from trinity_mq.rollout.run_results import RunResults, answer_texts
 from trinity_mq.rollout.status import SliceOutcome
 from trinity_mq.workflows import Task

@@ -7,6 +7,16 @@ from typing import Any
 
 from trinity_mq.config.algorithm.presets import CLIP, PRESETS, Preset
 from trinity_mq.config.estimators import FIELDS
+from trinity_mq.config.trinity_names import trinity_names
+
+CRITIC, CONFIG = "algorithm.critic.", "trainer.trainer_config."
+"""The section of the critic here, and veRL's own configuration in Trinity-RFT."""
+
+
+def _same(*names: str) -> dict[str, str]:
+    """Return names that are the same here."""
+    return {name: name for name in names}
+
 
 SURROGATE_KEYS = {
     "clip_range": ("low", "high"),
@@ -24,55 +34,21 @@ ESTIMATOR_KEYS = {
     "enable_step_norm": "step_norm",
     "lambda_coef": "beta",
     "fnorm": "scale",
-    "epsilon": "epsilon",
-    "std_threshold": "std_threshold",
-    "rank_penalty": "rank_penalty",
-    "tau": "tau",
-    "shift": "shift",
-    "gamma": "gamma",
-    "lam": "lam",
-    "omega": "omega",
-    "drop": "drop",
-    "kl_coef": "kl_coef",
-}
+} | _same("epsilon", "std_threshold", "rank_penalty", "tau", "shift", "gamma", "lam", "omega", "drop", "kl_coef")
 """Settings of advantage functions, and the corresponding fields of ``estimator``."""
 TOP_LEVEL = ("std_level", "std_epsilon", "kl_coef")
 """Settings of advantage functions that may also stand directly in the section. Null there counts as unset."""
 ESTIMATOR_VALUES = {("std_cal_level", "batch"): "batch_raw", ("fnorm", "std"): "group"}
 
-ADVANTAGES = {
-    "ppo": "ppo",
-    "grpo": "grpo",
-    "step_wise_grpo": "multi_step_grpo",
-    "rloo": "rloo",
-    "reinforce": "topr",
-    "reinforceplusplus": "reinforceplusplus",
-    "remax": "remax",
-    "opmd": "opmd",
-    "asymre": "asymre",
-    "rec": "rec",
-    "gigpo": "gigpo",
-    "on_policy_distill": "on_policy_distill",
-    "jsd": "jsd",
-}
+ADVANTAGES = _same(
+    "ppo", "grpo", "rloo", "reinforceplusplus", "remax", "opmd", "asymre", "rec", "gigpo", "on_policy_distill", "jsd"
+) | {"step_wise_grpo": "multi_step_grpo", "reinforce": "topr"}
 """Preset with the same estimator by ``advantage_fn`` of Trinity-RFT."""
 
-POLICY_LOSSES = {
-    "gspo": "gspo",
-    "sapo": "sapo",
-    "cispo": "cispo",
-    "topr": "topr",
-    "sppo": "sppo",
-    "opmd": "asymre",
-    "rec": "rec",
-    "importance_sampling": "importance_sampling",
-    "sft": "sft",
-    "sft_is": "sft_is",
-    "sft_phi": "sft_phi",
-    "mix": "mix",
-    "mix_chord": "mix_chord",
-    "dpo": "dpo",
-}
+POLICY_LOSSES = _same(
+    "gspo", "sapo", "cispo", "topr", "sppo", "rec", "importance_sampling", "sft", "sft_is", "sft_phi", "mix",
+    "mix_chord", "dpo",
+) | {"opmd": "asymre"}  # fmt: skip
 """Preset with the same loss, reference term aside, by ``policy_loss_fn`` of Trinity-RFT except ``ppo``."""
 
 REDUCTIONS = {
@@ -83,14 +59,7 @@ REDUCTIONS = {
 }
 """Kinds of ``reduction`` by ``loss_agg_mode`` of Trinity-RFT."""
 
-KL_KINDS = {
-    "k1": "k1",
-    "k2": "k2",
-    "k3": "k3",
-    "low_var_kl": "k3_clamped",
-    "abs": "abs",
-    "corrected_k3": "k3_weighted",
-}
+KL_KINDS = _same("k1", "k2", "k3", "abs") | {"low_var_kl": "k3_clamped", "corrected_k3": "k3_weighted"}
 """Kinds of ``kl`` by ``kl_loss_fn`` of Trinity-RFT."""
 
 
@@ -98,15 +67,6 @@ REWARD_KL_KINDS = KL_KINDS | {"corrected_k3": "k3"}
 """Kinds of ``reward_kl``, which has no ratio for a correction, by ``kl_penalty_fn`` of Trinity-RFT."""
 REWARD_KL_KEYS = {"kl_coef": "coef", "target_kl": "target", "horizon": "horizon"}
 """Fields of ``reward_kl`` by ``kl_penalty_fn_args`` except ``adaptive``."""
-
-CRITIC_KEYS = {
-    "critic_warmup": "warmup_steps",
-    "trainer_config.trainer.critic_warmup": "warmup_steps",
-    "trainer_config.critic.optim.lr": "lr",
-    "trainer_config.critic.grad_clip": "clip_grad",
-    "trainer_config.critic.cliprange_value": "value_clip",
-}
-"""Fields of ``algorithm.critic`` by the settings of a critic in Trinity-RFT's section ``trainer``."""
 
 
 def take_trinity_names(user_settings: dict[str, Any], preset: Preset) -> dict[str, Any]:
@@ -225,14 +185,15 @@ def move_critic_settings(data: dict[str, Any]) -> dict[str, Any]:
     trainer, algorithm = data.get("trainer"), data.get("algorithm") or {}
     if not isinstance(trainer, Mapping) or not isinstance(algorithm, Mapping):
         return data
+    keys = {row.old: row.new.removeprefix(CRITIC) for row in trinity_names() if row.new.startswith(CRITIC)}
     flat = _flat({key: trainer[key] for key in ("critic_warmup", "trainer_config") if trainer.get(key) is not None})
-    if unknown := flat.keys() - CRITIC_KEYS.keys():
-        valid = ", ".join(key.removeprefix("trainer_config.") for key in CRITIC_KEYS if "." in key)
+    if unknown := {f"trainer.{key}" for key in flat} - keys.keys():
+        valid = ", ".join(key.removeprefix(CONFIG) for key in keys if key.startswith(CONFIG))
         raise ValueError(
-            f"trainer.{min(unknown)} is not supported: of trainer_config only {valid} are read; remove it "
+            f"{min(unknown)} is not supported: of trainer_config only {valid} are read; remove it "
             "(docs/settings.md lists the settings of trinity-mq)"
         )
-    critic = {CRITIC_KEYS[key]: value for key, value in flat.items()} | dict(algorithm.get("critic") or {})
+    critic = {keys[f"trainer.{key}"]: value for key, value in flat.items()} | dict(algorithm.get("critic") or {})
     remaining = {key: value for key, value in trainer.items() if key not in {"critic_warmup", "trainer_config"}}
     return data | {"trainer": remaining} | ({"algorithm": {**algorithm, "critic": critic}} if critic else {})
 

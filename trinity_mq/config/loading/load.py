@@ -13,10 +13,9 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import ConfigIndexError, OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
 
-from trinity_mq.config.loading.from_trinity import trinity_key_advice
 from trinity_mq.config.loading.removed_keys import is_refusing, warn_of_removed_key, without_removed_keys
-from trinity_mq.config.loading.strict_yaml import DuplicateKeyError, load_yaml
 from trinity_mq.config.run import Config
+from trinity_mq.config.trinity_names import trinity_key_advice
 from trinity_mq.errors import suggest
 from trinity_mq.telemetry.log import mask_passwords
 
@@ -26,6 +25,8 @@ _INTERPOLATION = re.compile(r"(?<!\\)(\\*)\$\{")
 
 STAGES = "stages"
 """Key of a file that describes several runs, one after another."""
+MERGE = "tag:yaml.org,2002:merge"
+"""Tag of ``<<``, which may occur several times in a mapping, since each occurrence has an effect."""
 
 
 class ConfigError(ValueError):
@@ -120,6 +121,37 @@ def _explain_interpolation(error: OmegaConfBaseException) -> str:
     )
 
 
+class DuplicateKeyError(yaml.YAMLError):
+    """A mapping contains a key twice; the message names the key and both lines."""
+
+
+class _StrictSafeLoader(yaml.SafeLoader):
+    """Accepts each key once in a mapping. PyYAML alone silently takes the last of several equal keys."""
+
+    # keys are checked before merge keys are expanded, since an explicit key may override a merged key
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node: yaml.MappingNode = super().compose_mapping_node(anchor)
+        lines: dict[tuple[str, str], int] = {}
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.tag != MERGE:
+                line = key.start_mark.line + 1
+                if first := lines.get((key.tag, key.value)):
+                    where = f"in line {line}" if first == line else f"in lines {first} and {line}"
+                    raise DuplicateKeyError(f"key {key.value!r} is given twice, {where}: remove one of the two")
+                lines[key.tag, key.value] = line
+        return node
+
+
+def load_yaml(text: str) -> Any:
+    """Return the content of a YAML document.
+
+    Raises:
+        DuplicateKeyError: A mapping, at any depth, contains a key twice.
+        yaml.YAMLError: The text is not valid YAML.
+    """
+    return yaml.load(text, Loader=_StrictSafeLoader)
+
+
 def read_file(path: Path) -> dict[str, Any]:
     """Return the raw settings of a YAML file.
 
@@ -198,7 +230,7 @@ def _user_location(model: type[BaseModel], location: tuple[int | str, ...]) -> t
     here, written, names = [model], [], []
     for part in location:
         if len(here) > 1 and isinstance(part, str):  # the kind, which the user did not write
-            here = [section for section in here if section.model_fields["kind"].default == part] or here[-1:]
+            here = [section for section in here if _kind(section) == part] or here[-1:]
             continue
         written.append(part)
         if isinstance(part, str):
@@ -206,6 +238,12 @@ def _user_location(model: type[BaseModel], location: tuple[int | str, ...]) -> t
             names = list(fields)
             here = sections_of(fields[part].annotation) if part in fields else []
     return written, names
+
+
+def _kind(section: type[BaseModel]) -> Any:
+    """Return the name of one of several kinds of a section."""
+    kinds = [field.default for name, field in section.model_fields.items() if name in {"kind", "selector_type"}]
+    return kinds[0] if kinds else None
 
 
 def sections_of(annotation: Any) -> list[type[BaseModel]]:

@@ -16,7 +16,7 @@ from trinity_mq.data.records import Record, read_tasks
 from trinity_mq.experience import Experience
 from trinity_mq.experience.rules import DPO, PROMPT_TRUNCATED
 from trinity_mq.rewards import RewardFn, invalid_parts_reason, judge_conversation, parts_of
-from trinity_mq.rewards.truth import truth_text
+from trinity_mq.rewards.ground_truth import truth_text
 from trinity_mq.runtime.threads import in_thread, interrupt
 
 SHOWN = 100

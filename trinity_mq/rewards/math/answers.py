@@ -25,10 +25,10 @@ from collections.abc import Iterator
 from fractions import Fraction
 from typing import NamedTuple
 
+from trinity_mq.rewards.ground_truth import BOOLEANS, accept_any_truth_type
 from trinity_mq.rewards.math.grammar import Quantity, plain, quantities, reads_as_words
 from trinity_mq.rewards.math.judge import LONGEST, same
 from trinity_mq.rewards.text import last_boxed, last_tagged
-from trinity_mq.rewards.truth import BOOLEANS, accept_any_truth_type
 
 TAIL = 1000
 """Maximum characters read: of a marked text, and at the end of a text when searching for an unmarked answer."""

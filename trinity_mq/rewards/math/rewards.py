@@ -2,9 +2,9 @@ r"""Rewards for a mathematically right answer, with optional credit for format a
 
 from __future__ import annotations
 
+from trinity_mq.rewards.ground_truth import accept_any_truth_type
 from trinity_mq.rewards.math.answers import equal, is_correct, read, truth_answer
 from trinity_mq.rewards.text import Form, has_form, last_boxed
-from trinity_mq.rewards.truth import accept_any_truth_type
 from trinity_mq.thoughts import after_thoughts
 
 

@@ -1,36 +1,50 @@
-"""Translates a configuration of Trinity-RFT, and lists its changes and the settings that it left out."""
+"""Translates a configuration of Trinity-RFT, lists its changes and the settings that it left out, and writes YAML."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trinity_mq.config.loading.from_trinity import trinity_key_advice
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
 from trinity_mq.config.loading.load import STAGES, ConfigError
 from trinity_mq.config.loading.stages import STAGE_NAME
 from trinity_mq.config.run import Config
-from trinity_mq.trinity_rft.migration.algorithm import algorithm
-from trinity_mq.trinity_rft.migration.data import buffer
-from trinity_mq.trinity_rft.migration.explorer import explorer
-from trinity_mq.trinity_rft.migration.model import model
-from trinity_mq.trinity_rft.migration.move import Comments, LeftOut, Path, SettingsTransfer, is_config_key
-from trinity_mq.trinity_rft.migration.trainer import trainer
-from trinity_mq.trinity_rft.migration.values import resolve_environment, without_references
+from trinity_mq.config.trinity_names import ACCEPTED, trinity_key_advice, trinity_names
+from trinity_mq.trinity_rft.migration import data, rules
+from trinity_mq.trinity_rft.migration.transfer import Comments, LeftOut, Path, SettingsTransfer, is_config_key
 
-RULES = (algorithm, model, buffer, explorer, trainer)
-MODES = {"both": "both", "colocate": "both", "train": "train", "explore": "explore", "bench": "bench"}
-"""Modes of Trinity-RFT, and the corresponding modes here."""
-UNUSED = {
-    "project": "a run has a name alone",
-    "group": "a run has a name alone",
-    "ray_namespace": "there is no Ray",
-    "continue_from_checkpoint": "a run that was started before resumes; `trinity-mq run --fresh` starts over",
-    "ignore_validator_suggestions": "`trinity-mq validate` suggests nothing, it finds errors",
-    "log": "logs are in the run's folder",
+RULES = {
+    rule.__name__: rule
+    for rule in (
+        rules.auxiliary_models,
+        data.batch_sizes,
+        rules.checkpoints,
+        rules.engine_options,
+        rules.explorer,
+        rules.lora,
+        rules.losses,
+        rules.mode,
+        rules.model,
+        rules.monitor,
+        rules.names,
+        data.operators,
+        rules.optimizer,
+        rules.synchronizer,
+        data.tasksets,
+        rules.timeouts,
+        data.trainer_input,
+    )
 }
-"""Top-level settings that a run does not need."""
+"""Rules of the table of names."""
+WIDTH = 116
+"""Maximum number of characters in a comment line."""
+_REFERENCE = re.compile(r"\$\{(?!oc\.env:|env:)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +73,7 @@ def migrate(source: Mapping[str, Any]) -> Migration:
             f"is not a configuration of Trinity-RFT: it has {', '.join(map(str, source)) or 'nothing'}, wanted "
             "sections such as algorithm, model and buffer"
         )
-    resolved = without_references(source)
+    resolved = _without_references(source)
     stages = resolved.pop(STAGES, None)
     if not stages:
         comments = Comments()
@@ -70,18 +84,18 @@ def migrate(source: Mapping[str, Any]) -> Migration:
 def _run(source: Mapping[str, Any], comments: Comments) -> dict[str, Any]:
     """Return the settings of one run."""
     move = SettingsTransfer(source, comments)
-    _names(move)
-    for rule in RULES:
-        rule(move)
-    _mode(move)
-    for name, reason in UNUSED.items():
-        for key in [key for key, _ in move.rest() if key == name or key.startswith(f"{name}.")]:
-            move.leave_out(key, reason, matters=False)
-    for key in [key for key, _ in move.rest() if key.startswith("cluster.")]:
-        move.leave_out(key, "agents find each other at the broker", matters=False)
+    applied = set[str]()
+    for row in trinity_names():
+        if row.rule == ACCEPTED:
+            move.keep(row.old)
+        elif not row.rule:
+            move.apply(row)
+        elif row.rule not in applied:
+            applied.add(row.rule)
+            RULES[row.rule](move)
     for key, _ in list(move.rest()):
         if is_config_key(key):
-            move.keep(key)
+            move.put(key, move.take(key))
         else:
             move.leave_out(key, trinity_key_advice(key.split(".")) or "no counterpart here")
     known_order = [*Config.model_fields]
@@ -110,31 +124,6 @@ def _is_section(value: Any) -> bool:
     return isinstance(value, list) and any(isinstance(item, Mapping) for item in value)
 
 
-def _names(move: SettingsTransfer) -> None:
-    old_name = move.take("name") or "rft"
-    name = slug(str(resolve_environment(old_name) or "run"))
-    move.put("name", name, *([f"was {old_name}"] if name != old_name else []))
-    root, exact = move.take("checkpoint_root_dir"), move.take("checkpoint_job_dir")
-    if exact or root:
-        folders = (root, move.peek("project"), move.peek("group"), old_name)
-        place = exact or "/".join(str(part).rstrip("/") for part in folders if part)
-        move.put("run_dir", place, "where Trinity-RFT has its checkpoints; without it: runs/<name>")
-
-
-def _mode(move: SettingsTransfer) -> None:
-    mode = move.take("mode")
-    chosen = MODES.get(str(resolve_environment(mode))) if mode is not None else None
-    if chosen is not None:
-        move.put("mode", chosen, *([f"was {mode}: trainer and engines may share a GPU"] if chosen != mode else []))
-    elif mode is not None:
-        move.lost(LeftOut("mode", mode, f"modes are {', '.join(sorted(set(MODES.values())))}", matters=True))
-
-
-def slug(text: str) -> str:
-    """Return a valid run name made from ``text``."""
-    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:40].strip("-") or "run"
-
-
 def _stages(base: Mapping[str, Any], stages: Any) -> Migration:
     """Return several runs, one after another.
 
@@ -156,9 +145,79 @@ def _stages(base: Mapping[str, Any], stages: Any) -> Migration:
     at: dict[Path, Sequence[str]] = {place: words for place, words in run_comments[0].at.items() if place[0] in shared}
     for number, (stage, run, comments) in enumerate(zip(stages, runs, run_comments, strict=True)):
         stage_settings = {key: value for key, value in run.items() if key not in shared}
-        settings[STAGES].append({STAGE_NAME: slug(str(stage[STAGE_NAME])), **stage_settings})
+        settings[STAGES].append({STAGE_NAME: rules.slug(str(stage[STAGE_NAME])), **stage_settings})
         at |= {(STAGES, number, *place): words for place, words in comments.at.items() if place[0] not in shared}
     left_out = {
         (setting.key, repr(setting.value)): setting for comments in run_comments for setting in comments.left_out
     }
     return Migration(settings, at, list(left_out.values()))
+
+
+def _without_references(source: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``source`` with references to its own settings replaced by their values, since keys move.
+
+    Interpolations of environment variables are kept.
+
+    Raises:
+        ConfigError: A reference does not resolve.
+    """
+    whole = OmegaConf.create(dict(source), flags={"allow_objects": True})
+
+    def replaced(value: Any, place: str) -> Any:
+        if isinstance(value, Mapping):
+            return {str(key): replaced(inner, f"{place}.{key}".lstrip(".")) for key, inner in value.items()}
+        if isinstance(value, list):
+            return [replaced(inner, f"{place}[{number}]") for number, inner in enumerate(value)]
+        if not isinstance(value, str) or not _REFERENCE.search(value):
+            return value
+        try:
+            resolved = OmegaConf.select(whole, place)
+        except (OmegaConfBaseException, KeyError) as error:
+            reason = str(error).splitlines()[0].rstrip(".")
+            raise ConfigError(f"{place}: {value!r} has no value: {reason}; write the value itself") from None
+        return OmegaConf.to_container(resolved) if OmegaConf.is_config(resolved) else resolved
+
+    result: dict[str, Any] = replaced(dict(source), "")
+    return result
+
+
+def as_yaml(settings: Mapping[str, Any], comments: Mapping[Path, Sequence[str]]) -> str:
+    """Return ``settings`` as YAML.
+
+    Args:
+        settings: Nested mappings, which may contain lists of mappings or values.
+        comments: Comments by place, such as ``("buffer", "eval_tasksets", 0, "path")``.
+    """
+    return "".join(f"{line}\n" for line in _mapping(settings, comments, (), ""))
+
+
+def _mapping(
+    settings: Mapping[str, Any], comments: Mapping[Path, Sequence[str]], place: Path, indent: str
+) -> Iterator[str]:
+    for key, value in settings.items():
+        here = (*place, key)
+        for comment in comments.get(here, ()):
+            yield from comment_lines(comment, indent)
+        if isinstance(value, Mapping) and value:
+            yield f"{indent}{key}:"
+            yield from _mapping(value, comments, here, indent + "  ")
+        elif isinstance(value, Sequence) and any(isinstance(item, Mapping) for item in value):
+            yield f"{indent}{key}:"
+            for number, item in enumerate(value):
+                lines = list(_mapping(item, comments, (*here, number), indent + "    "))
+                first = next(place for place, line in enumerate(lines) if not line.lstrip().startswith("#"))
+                yield from lines[:first]
+                yield f"{indent}  - {lines[first].lstrip()}"
+                yield from lines[first + 1 :]
+        else:
+            yield f"{indent}{key}: {_value(value)}"
+
+
+def comment_lines(text: str, indent: str = "") -> list[str]:
+    """Return a comment as lines of YAML."""
+    return textwrap.wrap(text, WIDTH, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}#   ")
+
+
+def _value(value: Any) -> str:
+    shown = yaml.safe_dump(value, default_flow_style=True, width=10**6, allow_unicode=True, sort_keys=False)
+    return shown.removesuffix("\n").removesuffix("\n...")

@@ -1,16 +1,22 @@
-"""Moves settings one by one from one mapping to another, and keeps track of the settings that were not moved."""
+"""Moves settings from one mapping to another, by rows of the table of names, and records the settings left out."""
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
+import yaml
 from pydantic import BaseModel
 
 from trinity_mq.config.loading.load import ConfigError, sections_of
 from trinity_mq.config.run import Config
+from trinity_mq.config.trinity_names import OldKey
+
+_VARIABLE = re.compile(r"\$\{(?:oc\.)?env:([^},:]+)(?:[,:]([^}]*))?\}")
 
 Path = tuple[str | int, ...]
 
@@ -62,6 +68,11 @@ class SettingsTransfer:
             here = here.get(part) if isinstance(here, Mapping) else None
         return default if here is None else here
 
+    def resolved(self, key: str, default: Any = None) -> Any:
+        """Return the value of an old key with its environment variables filled in, without removing it."""
+        value = resolve_environment(self.peek(key))
+        return default if value is None else value
+
     def take(self, key: str, default: Any = None) -> Any:
         """Remove an old key and return its value; ``default`` if it has none."""
         *parents, last = key.split(".")
@@ -110,23 +121,45 @@ class SettingsTransfer:
             here = here.setdefault(part, {})
         here[last] = value
         if comments:
-            self.comment(key, *comments)
+            self._comments.at.setdefault((*self._place, *key.split(".")), []).extend(comments)
 
-    def comment(self, key: str, *comments: str) -> None:
-        """Add comments about a new key."""
-        self._comments.at.setdefault((*self._place, *key.split(".")), []).extend(comments)
+    def has(self, key: str) -> bool:
+        """Return whether a new key is set."""
+        here: Any = self.settings
+        for part in key.split("."):
+            here = here.get(part) if isinstance(here, Mapping) else None
+        return here is not None
 
-    def move(self, old: str, new: str, reason: str = "") -> None:
+    def apply(self, row: OldKey) -> None:
+        """Move or leave out an old key as its row says."""
+        if row.old.endswith(".*"):
+            for key in [key for key, _ in self.rest() if key.startswith(row.old.removesuffix("*"))]:
+                self.leave_out(key, row.comment, matters=bool(row.matters))
+            return
+        is_neutral = row.neutral and yaml.safe_load(row.neutral) in (self.resolved(row.old), number(self.peek(row.old)))
+        if row.new and not self.has(row.new):
+            self.move(row.old, row.new)
+        elif row.comment:
+            self.leave_out(row.old, row.comment, matters=bool(row.matters and not is_neutral))
+        elif is_neutral:
+            self.take(row.old)
+
+    def move(self, old: str, new: str) -> None:
         """Move an old key, if it has a value, to its new place."""
         value = self.take(old)
         if value is not None:
-            self.put(new, value, f"was {self._prefix}{old}" + (f": {reason}" if reason else ""))
+            self.put(new, value, *([f"was {self._prefix}{old}"] if new != old else []))
 
-    def keep(self, key: str) -> None:
-        """Move a key, if it has a value, to the same place."""
-        value = self.take(key)
-        if value is not None:
-            self.put(key, value)
+    def keep(self, *keys: str) -> None:
+        """Move keys that have a value to the same place."""
+        for key in keys:
+            self.move(key, key)
+
+    def keep_or_default(self, key: str, default: Any, comment: str = "Trinity-RFT's default") -> None:
+        """Move a key to the same place, or write the default of Trinity-RFT."""
+        self.keep(key)
+        if not self.has(key):
+            self.put(key, default, comment)
 
     def leave_out(self, old: str, reason: str, *, matters: bool = True) -> None:
         """Remove an old key, if it has a value, and record the reason why it is left out."""
@@ -168,3 +201,36 @@ def is_config_key(key: str, section: type[BaseModel] = Config) -> bool:
         return False
     inner = sections_of(field_.annotation)
     return not rest or not inner or any(is_config_key(rest, model) for model in inner)
+
+
+def resolve_environment(value: Any) -> Any:
+    """Return a value with its environment variables filled in; None if a variable has neither a value nor a default."""
+    if not isinstance(value, str) or not _VARIABLE.search(value):
+        return value
+    missing = False
+
+    def fill(match: re.Match[str]) -> str:
+        nonlocal missing
+        variable = os.environ.get(match[1], match[2])
+        missing = missing or variable is None
+        return variable or ""
+
+    text = _VARIABLE.sub(fill, value)
+    return None if missing else yaml.safe_load(text)
+
+
+def number(value: Any) -> float | None:
+    """Return a number, also from a text such as ``5e-7``; None if the value is not a number."""
+    resolved = resolve_environment(value)
+    if isinstance(resolved, bool) or not isinstance(resolved, int | float | str):
+        return None
+    try:
+        return float(resolved)
+    except ValueError:
+        return None
+
+
+def whole(value: Any) -> int | None:
+    """Return a whole number; None if the value is not a whole number."""
+    parsed = number(value)
+    return int(parsed) if parsed is not None and parsed == int(parsed) else None
