@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 RENAMED = {
+    "trinity_agents.gateway.stream_book": "trinity_agents.gateway.session_stream",
     "trinity_mq.api": "trinity_mq.launch.api",
     "trinity_mq.cli.commands": "trinity_mq.cli",
     "trinity_mq.cli.errors": "trinity_mq.errors",
@@ -24,6 +25,7 @@ RENAMED = {
     "trinity_mq.cli.target": "trinity_mq.targets.target",
     "trinity_mq.config.migration": "trinity_mq.trinity_rft.migration",
     "trinity_mq.diagnosis": "trinity_mq.observability.diagnosis",
+    "trinity_mq.gateway.book": "trinity_mq.gateway.session_store",
     "trinity_mq.models.engines": "trinity_mq.engines",
 }
 """New names of modules by their old names. The modules of a package are renamed with it."""
@@ -32,8 +34,8 @@ NAMES = {
     "trinity_agents.explorer.state": "Observation=TicketStatistics",
     "trinity_agents.explorer.training_batches": ".are_all_consumed=all_consumed",
     "trinity_agents.gateway.acting": "Acting=ActingGateway",
-    "trinity_agents.gateway.stream_book": (
-        ".carry=republish .tell_time=publish_time_mark NotTaken=RefusedMessage StreamBook=SessionStream"
+    "trinity_agents.gateway.session_stream": (
+        ".carry=republish .say=report .tell_time=publish_time_mark NotTaken=RefusedMessage StreamBook=SessionStream"
     ),
     "trinity_agents.gateway.submissions": "all_of=gather_limited",
     "trinity_agents.operator.batch_reader": "BatchUnusable=UnusableBatch",
@@ -141,6 +143,10 @@ NAMES = {
     "trinity_mq.gateway.access": "given_key=key_from_headers",
     "trinity_mq.gateway.ledger": "Applied=SessionEffect",
     "trinity_mq.gateway.session": ".too_late=refusal_reason",
+    "trinity_mq.gateway.session_store": (
+        ".say=report Book=SessionStore BookUnavailable=SessionsUnavailable MemoryBook=MemorySessionStore "
+        "Said=OutsideEvent"
+    ),
     "trinity_mq.launch.earlier_start": (
         "check_data=check_data_unchanged extension=describe_extension go_back=rewind_to_checkpoint "
         "start_anew=discard_earlier_run"

@@ -27,7 +27,7 @@ async def next_or_quiet(bus: Bus, consumer: Consumer, seconds: float) -> Deliver
 
 
 async def read_up_to_now(
-    bus: Bus, stream: Queue, mark: Envelope, *, offset: int | None = None, seconds: float = 60.0
+    bus: Bus, stream: Queue, mark: Envelope, *, key: str = "mark", offset: int | None = None, seconds: float = 60.0
 ) -> AsyncIterator[Delivery]:
     """Yield the messages on a stream, up to and including ``mark``, which is published now.
 
@@ -35,6 +35,7 @@ async def read_up_to_now(
         bus: A connected bus.
         stream: The stream. It must be bound to a single exchange with a pattern that matches everything.
         mark: A message with a unique id.
+        key: Routing key of ``mark``.
         offset: First offset. Messages that retention removed are skipped. None: the current end, so that ``mark``
             reveals the offset of the end.
         seconds: Maximum seconds of silence on a usable bus.
@@ -46,7 +47,7 @@ async def read_up_to_now(
     while True:
         async with await bus.consume(stream, offset=offset) as feed:
             if not published:
-                published = await bus.publish(stream.bindings[0].exchange, "mark", mark)
+                published = await bus.publish(stream.bindings[0].exchange, key, mark)
             try:
                 while (delivery := await next_or_quiet(bus, feed, seconds)) is not None:
                     yield delivery

@@ -359,8 +359,7 @@ class Dispatcher:
         """Publish a manifest to the operators. If the manifest does not fit into a message, its batch fails."""
         try:
             message = envelope(manifest, message_id=f"closed-{manifest.ticket}")
-            while not await self.bus.publish(self.topology.exchange("batches"), "closed", message):
-                await self.bus.declare(self.topology.closed)  # the queue was deleted
+            await self.bus.publish_declared(self.topology.closed, "closed", message)
         except (MessageTooLarge, ContentError) as error:
             log.warning("manifest_not_published", batch=manifest.batch, reason=str(error))
             await self.fail(manifest, str(error))
@@ -431,7 +430,7 @@ class Dispatcher:
                 ticket, [self._task_slice(ticket, task_slice, common) for task_slice in group]
             )
             key = f"{ticket.lane}.{batch_key(ticket.batch)}"
-            await self._publish_task(ticket.lane, key, message)
+            await self.bus.publish_declared(self.topology.task_queue(ticket.lane), key, message)
         except (MessageTooLarge, ContentError) as error:
             if len(group) > 1:
                 for task_slice in group:
@@ -474,11 +473,6 @@ class Dispatcher:
             seed=stable_seed(ticket.seed, ticket.batch, task_id),
             **common,
         )
-
-    async def _publish_task(self, lane: Lane, key: str, message: Envelope) -> None:
-        """Publish to a task queue. Declare the queue again if it was deleted."""
-        while not await self.bus.publish(self.topology.exchange("tasks"), key, message):
-            await self.bus.declare(self.topology.task_queue(lane))
 
     def _failed(self, ticket: Ticket, *tasks: int) -> None:
         """Report tasks that failed before they reached a runner."""

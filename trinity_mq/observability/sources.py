@@ -16,7 +16,7 @@ from trinity_mq.config import ConfigError
 from trinity_mq.errors import CommandError
 from trinity_mq.observability.follow import MetricsTail, consume_messages, depths
 from trinity_mq.observability.observatory import RunState
-from trinity_mq.reviews.stream import NoReviews, ReviewStream
+from trinity_mq.reviews.stream import ReviewStream
 from trinity_mq.runtime.deliveries import EXPERIENCES
 from trinity_mq.runtime.errors import first_leaf
 from trinity_mq.targets.connection import Target, connect_bus
@@ -158,7 +158,7 @@ class BrokerSource:
                     while True:
                         self._observatory.reviews = len(reviews.pending())
                         await reviews.changed.wait()
-            except (NoReviews, QueueGone):
+            except QueueGone:
                 self.reviews = None
             except BusUnavailable:
                 await bus.wait_usable()

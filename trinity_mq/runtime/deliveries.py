@@ -119,9 +119,8 @@ async def dead_letter(
         "dead-time": time.time(),
     }
     copy = _copy(incoming, f"dead-{incoming.queue}-{_identity(incoming)}", headers)
-    while not await bus.publish(topology.exchange("dead"), incoming.routing_key or "unknown", copy):
-        # the queue was deleted; the original is acknowledged next and must not be lost
-        await bus.declare(topology.dead)
+    # the original is acknowledged next and must not be lost
+    await bus.publish_declared(topology.dead, incoming.routing_key or "unknown", copy)
 
 
 def _copy(incoming: Incoming, message_id: str, headers: dict[str, HeaderValue]) -> Envelope:

@@ -6,8 +6,8 @@ import asyncio
 from collections import defaultdict
 from dataclasses import dataclass, field
 
-from trinity_mq.bus import Bus, BusUnavailable, Delivery, StreamCut, Topology
-from trinity_mq.bus.streams import next_or_quiet
+from trinity_mq.bus import Bus, BusUnavailable, Delivery, Topology
+from trinity_mq.bus.streams import read_up_to_now
 from trinity_mq.gateway.ledger import Ledger
 from trinity_mq.messages import DecodeError, SessionCall, SessionsDecided, decode_any
 from trinity_mq.runtime.deliveries import new_mark
@@ -38,40 +38,34 @@ async def read_sessions(bus: Bus, topology: Topology) -> SessionRecord:
     Raises:
         BusUnavailable: The stream does not answer.
     """
-    from trinity_agents.gateway.stream_book import SessionStream
+    from trinity_agents.gateway.session_stream import SessionStream
 
     record = SessionRecord()
     async with asyncio.TaskGroup() as group:
-        book = SessionStream(bus, topology, record_timeout=1.0, tasks=group)
-        following = group.create_task(book.follow(), name="read the sessions")
+        store = SessionStream(bus, topology, record_timeout=1.0, tasks=group)
+        following = group.create_task(store.follow(), name="read the sessions")
         try:
             async with asyncio.timeout(READ_SECONDS):
-                await book.changed.until(book.is_ready)
+                await store.changed.until(store.is_ready)
         except TimeoutError:
             raise BusUnavailable(f"the stream of sessions was not read within {READ_SECONDS:g} s") from None
         finally:
             following.cancel()
-    record.ledger = book.ledger
+    record.ledger = store.ledger
     await _read_events(bus, topology, record)
     return record
 
 
 async def _read_events(bus: Bus, topology: Topology, record: SessionRecord) -> None:
-    mark, offset, ids = new_mark(), 0, set[str]()
-    await bus.publish(topology.exchange("sessions"), EVENT_KEY, mark)
-    while True:
-        try:
-            async with await bus.consume(topology.sessions, offset=offset) as feed:
-                while (delivery := await next_or_quiet(bus, feed, READ_SECONDS)) is not None:
-                    if delivery.message_id == mark.message_id:
-                        return
-                    if delivery.message_id not in ids and not bus.is_foreign(delivery):
-                        ids.add(delivery.message_id or "")
-                        _take(delivery, record)
-        except StreamCut as cut:
-            offset = record.begin = cut.got
-            continue
-        raise BusUnavailable(f"the stream of sessions was silent for {READ_SECONDS:g} s")
+    begin, ids = None, set[str]()
+    async for delivery in read_up_to_now(
+        bus, topology.sessions, new_mark(), key=EVENT_KEY, offset=0, seconds=READ_SECONDS
+    ):
+        begin = delivery.offset if begin is None else begin
+        if delivery.message_id not in ids and not bus.is_foreign(delivery):
+            ids.add(delivery.message_id or "")
+            _take(delivery, record)
+    record.begin = begin or 0
 
 
 def _take(delivery: Delivery, record: SessionRecord) -> None:

@@ -17,11 +17,11 @@ from trinity_mq.messages import (
     SessionsCommitted,
 )
 
-Said = SessionReward | SessionEnd | SessionsCommitted
+OutsideEvent = SessionReward | SessionEnd | SessionsCommitted
 """Events that agents, rewarders and operators send."""
 
 
-class BookUnavailable(Exception):
+class SessionsUnavailable(Exception):
     """An event cannot be stored now. Sending it again later may succeed."""
 
 
@@ -29,7 +29,7 @@ class EventTooLarge(Exception):
     """An event exceeds the size limit of a message. Sending it again does not help."""
 
 
-class Book(Protocol):
+class SessionStore(Protocol):
     """Stores the events of sessions."""
 
     ledger: Ledger
@@ -42,7 +42,7 @@ class Book(Protocol):
             at_once: Fail immediately if the storage is known to be unreachable.
 
         Raises:
-            BookUnavailable: The event cannot be stored now.
+            SessionsUnavailable: The event cannot be stored now.
             EventTooLarge: The event is too large.
             ContentError: The event holds a value that no message can carry.
         """
@@ -56,11 +56,11 @@ class Book(Protocol):
     async def record(self, call: SessionCall) -> bool:
         """Store an answer and return whether it is certainly stored by now."""
 
-    async def say(self, event: Said, message_id: str) -> SessionEffect:
+    async def report(self, event: OutsideEvent, message_id: str) -> SessionEffect:
         """Store an outside event, at most once per message id, and return its effect.
 
         Raises:
-            BookUnavailable: The event cannot be stored now.
+            SessionsUnavailable: The event cannot be stored now.
             EventTooLarge: The event is too large.
             ContentError: The event holds a value that no message can carry.
         """
@@ -69,7 +69,7 @@ class Book(Protocol):
         """Return whether all earlier events have been read."""
 
 
-class MemoryBook:
+class MemorySessionStore:
     """Stores sessions in memory. They end with this process.
 
     Args:
@@ -93,7 +93,7 @@ class MemoryBook:
     async def record(self, call: SessionCall) -> bool:
         return self._apply(call, call.message_id).taken == "new"
 
-    async def say(self, event: Said, message_id: str) -> SessionEffect:
+    async def report(self, event: OutsideEvent, message_id: str) -> SessionEffect:
         if isinstance(event, SessionsCommitted):
             self.ledger.apply_committed()
             return SessionEffect("new")
