@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Collection
 
+from trinity_mq.bus.retry import exponential_pause
+
 SliceName = tuple[str, int, int]
 """Ticket id, task id and first run of a slice, as on the wire."""
 LOOK_SECONDS = 2.5
@@ -70,4 +72,4 @@ class LostSlices:
             del self._sent_again[ticket]
 
     def _patience(self, ticket: str) -> float:
-        return float(min(LOST_AFTER * 2 ** self._sent_again[ticket], LONGEST_PATIENCE))
+        return exponential_pause(LOST_AFTER, LONGEST_PATIENCE, self._sent_again[ticket] + 1)

@@ -324,7 +324,7 @@ class DeliveryHistory:
         """
         return self.failed + self.returned
 
-    def poisoned(self, limit: int, crashes: int) -> bool:
+    def poisoned(self, limit: int, crashes: int = 0) -> bool:
         """Return whether the message must not be tried again. It had ``limit`` suspect deliveries, and there is
         evidence against its handling: a reported failure, or ``crashes`` counted by :class:`CrashLog`.
         """
