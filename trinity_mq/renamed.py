@@ -141,7 +141,7 @@ NAMES = {
     "trinity_mq.experience.record": ".from_checked=from_valid_fields",
     "trinity_mq.experience.rules": "eid_of=as_eid",
     "trinity_mq.gateway.access": "given_key=key_from_headers",
-    "trinity_mq.gateway.ledger": "Applied=SessionEffect",
+    "trinity_mq.gateway.ledger": "Applied=EventEffect",
     "trinity_mq.gateway.session": ".too_late=refusal_reason",
     "trinity_mq.gateway.session_store": (
         ".say=report Book=SessionStore BookUnavailable=SessionsUnavailable MemoryBook=MemorySessionStore "
@@ -229,7 +229,7 @@ NAMES = {
     "trinity_mq.proof.chaos.tokens": "KeptWeights=WeightArchive",
     "trinity_mq.proof.chaos.trial": "Outcome=TrialOutcome play=run_trial",
     "trinity_mq.proof.chaos.witness": "Witness=RunObserver",
-    "trinity_mq.reviews.ledger": "Applied=ReviewEffect in_words=verdict_text",
+    "trinity_mq.reviews.ledger": "Applied=EventEffect in_words=verdict_text",
     "trinity_mq.rewards.math.answers": (
         "Answer=StatedAnswer correct=is_correct stated=extract_answer wanted=truth_answer"
     ),

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from trinity_mq.gateway.ledger import Ledger, SessionEffect
+from trinity_mq.gateway.ledger import Ledger
 from trinity_mq.gateway.session import Event, Session
 from trinity_mq.messages import (
     SessionCall,
@@ -16,6 +16,7 @@ from trinity_mq.messages import (
     SessionReward,
     SessionsCommitted,
 )
+from trinity_mq.transport.event_log import EventEffect
 
 OutsideEvent = SessionReward | SessionEnd | SessionsCommitted
 """Events that agents, rewarders and operators send."""
@@ -56,7 +57,7 @@ class SessionStore(Protocol):
     async def record(self, call: SessionCall) -> bool:
         """Store an answer and return whether it is certainly stored by now."""
 
-    async def report(self, event: OutsideEvent, message_id: str) -> SessionEffect:
+    async def report(self, event: OutsideEvent, message_id: str) -> EventEffect:
         """Store an outside event, at most once per message id, and return its effect.
 
         Raises:
@@ -93,15 +94,15 @@ class MemorySessionStore:
     async def record(self, call: SessionCall) -> bool:
         return self._apply(call, call.message_id).taken == "new"
 
-    async def report(self, event: OutsideEvent, message_id: str) -> SessionEffect:
+    async def report(self, event: OutsideEvent, message_id: str) -> EventEffect:
         if isinstance(event, SessionsCommitted):
             self.ledger.apply_committed()
-            return SessionEffect("new")
+            return EventEffect("new")
         return self._apply(event, message_id)
 
     def is_ready(self) -> bool:
         return True
 
-    def _apply(self, body: SessionOpened | SessionCall | SessionReward | SessionEnd, message_id: str) -> SessionEffect:
+    def _apply(self, body: SessionOpened | SessionCall | SessionReward | SessionEnd, message_id: str) -> EventEffect:
         offset = next(self._offsets)
         return self.ledger.apply(Event(offset, 0, message_id, self._clock(), body, 0))

@@ -12,11 +12,11 @@ import structlog
 
 from trinity_mq.bus import Bus, BusUnavailable, Delivery, QueueGone, StreamCut, Topology
 from trinity_mq.messages import Mark, Message, ReviewClosed, ReviewRequest, ReviewVerdict, Verdict
-from trinity_mq.reviews.ledger import Review, ReviewEffect, ReviewEvent, ReviewLedger
+from trinity_mq.reviews.ledger import Review, ReviewEvent, ReviewLedger
 from trinity_mq.runtime.deliveries import envelope
 from trinity_mq.runtime.errors import first_leaf
 from trinity_mq.runtime.notify import Notifier
-from trinity_mq.transport.event_log import EventLog, Kinds
+from trinity_mq.transport.event_log import EventEffect, EventLog, Kinds
 
 log = structlog.get_logger(__name__)
 
@@ -37,7 +37,7 @@ class NoReviews(QueueGone):
     """The run has no review stream, because none of its operators requests reviews."""
 
 
-class ReviewStream(EventLog[ReviewEffect]):
+class ReviewStream(EventLog):
     """Follows the reviews of a run.
 
     Use it as ``async with ReviewStream(bus, topology).following() as reviews:``. Then :attr:`ledger` is up to date
@@ -114,7 +114,7 @@ class ReviewStream(EventLog[ReviewEffect]):
 
     async def send(
         self, request: str, verdict: Verdict, reward: float | None = None, *, by: str = "", note: str = ""
-    ) -> ReviewEffect:
+    ) -> EventEffect:
         """Send a verdict and return its effect once the verdict was read back. Call it only inside :meth:`following`.
 
         Args:
@@ -141,7 +141,7 @@ class ReviewStream(EventLog[ReviewEffect]):
     def _set_aside(self, delivery: Delivery, error: Exception) -> None:
         log.warning("review_unreadable", offset=delivery.offset, message_id=delivery.message_id, reason=str(error))
 
-    def _apply(self, message: Message, delivery: Delivery) -> ReviewEffect | None:
+    def _apply(self, message: Message, delivery: Delivery) -> EventEffect | None:
         if not isinstance(message, ReviewEvent):
             return None
         effect = self.ledger.apply(message, delivery.message_id or f"offset-{delivery.offset}")

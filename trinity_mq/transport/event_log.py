@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Generic, TypeVar
+from dataclasses import dataclass
+from typing import Literal
 
 from trinity_mq.bus import Bus, BusUnavailable, Delivery, Envelope, Queue, StreamCut
 from trinity_mq.messages import DecodeError, Message, decode, decode_any
@@ -13,13 +14,21 @@ from trinity_mq.runtime.deliveries import check_readable, message_in_hand, new_m
 from trinity_mq.runtime.errors import is_content_error
 from trinity_mq.runtime.notify import Notifier
 
-Effect = TypeVar("Effect")
-
 Kinds = Mapping[str, Mapping[str, type[Message]]]
 """Allowed message classes by routing key and kind. Permissions on the broker restrict the routing keys of a user."""
+Taken = Literal["new", "repeated", "refused", "unknown"]
 
 
-class EventLog(ABC, Generic[Effect]):
+@dataclass(frozen=True, slots=True)
+class EventEffect:
+    """Effect of an event on the state."""
+
+    taken: Taken
+    reason: str = ""
+    """Reason why the event was refused, or why it waits for another event."""
+
+
+class EventLog(ABC):
     """Reads all events of a stream, and tells a sender the effect of its event.
 
     Args:
@@ -39,11 +48,11 @@ class EventLog(ABC, Generic[Effect]):
         """Offset of the first message that was not read."""
         self._bus, self._stream, self._kinds, self._mark_key = bus, stream, kinds, mark_key
         self._ready = False
-        self._waiting: dict[str, list[asyncio.Future[Effect]]] = {}
+        self._waiting: dict[str, list[asyncio.Future[EventEffect]]] = {}
         """Futures of senders that wait for the effect of an event, by message id."""
 
     @abstractmethod
-    def _apply(self, message: Message, delivery: Delivery) -> Effect | None:
+    def _apply(self, message: Message, delivery: Delivery) -> EventEffect | None:
         """Apply an event to the state. Return its effect for its sender, or None if no sender waits for it."""
 
     @abstractmethod
@@ -55,7 +64,8 @@ class EventLog(ABC, Generic[Effect]):
         """Handle the removal of unread events by retention. The stream is then read from its first stored event."""
 
     def _finish_reading(self) -> None:
-        """Complete the state once all initial events have been read, before the log is ready."""
+        """Become ready, once all initial events have been read. A subclass completes its state first."""
+        self._ready = True
 
     def is_ready(self) -> bool:
         """Return whether all events that were on the stream at the start have been read."""
@@ -89,7 +99,6 @@ class EventLog(ABC, Generic[Effect]):
             self._take(delivery)
         if delivery.message_id == mark and not self._ready:
             self._finish_reading()
-            self._ready = True
         self.changed.notify()
 
     def _take(self, delivery: Delivery) -> None:
@@ -101,11 +110,11 @@ class EventLog(ABC, Generic[Effect]):
                 raise
             self._set_aside(delivery, error)
             return
-        for waiting in () if effect is None else self._waiting.get(delivery.message_id or "", ()):
-            if not waiting.done():
+        for waiting in self._waiting.get(delivery.message_id or "", ()):
+            if effect is not None and not waiting.done():
                 waiting.set_result(effect)
 
-    async def _publish_and_read_back(self, key: str, message: Envelope, seconds: float) -> Effect:
+    async def _publish_and_read_back(self, key: str, message: Envelope, seconds: float) -> EventEffect:
         """Publish an event and return its effect after it was read back from the stream. Call it only while
         :meth:`follow` runs.
 
@@ -114,7 +123,7 @@ class EventLog(ABC, Generic[Effect]):
             MessageTooLarge: The event is too large.
             QueueGone: The stream was deleted and is not declared here.
         """
-        effect: asyncio.Future[Effect] = asyncio.get_running_loop().create_future()
+        effect: asyncio.Future[EventEffect] = asyncio.get_running_loop().create_future()
         waiting = self._waiting.setdefault(message.message_id, [])
         waiting.append(effect)
         try:

@@ -14,7 +14,7 @@ import structlog
 
 from trinity_mq.bus import Bus, BusError, BusUnavailable, Delivery, Envelope, MessageTooLarge, StreamCut, Topology
 from trinity_mq.bus.properties import HeaderValue
-from trinity_mq.gateway.ledger import Ledger, SessionEffect
+from trinity_mq.gateway.ledger import Ledger
 from trinity_mq.gateway.rules.reported import report_problem
 from trinity_mq.gateway.session import Event, Session
 from trinity_mq.gateway.session_store import EventTooLarge, OutsideEvent, SessionsUnavailable
@@ -35,7 +35,7 @@ from trinity_mq.messages import (
 )
 from trinity_mq.runtime.deliveries import envelope
 from trinity_mq.runtime.errors import dead_letter_reason
-from trinity_mq.transport.event_log import EventLog, Kinds
+from trinity_mq.transport.event_log import EventEffect, EventLog, Kinds
 
 log = structlog.get_logger(__name__)
 
@@ -88,7 +88,7 @@ class RefusedMessage:
     reason: str
 
 
-class SessionStream(EventLog[SessionEffect]):
+class SessionStream(EventLog):
     """The sessions of one gateway; see :class:`trinity_mq.gateway.session_store.SessionStore`.
 
     Args:
@@ -170,7 +170,7 @@ class SessionStream(EventLog[SessionEffect]):
     def _confirmed(self, cost: int) -> None:
         self._unconfirmed -= cost
 
-    async def report(self, event: OutsideEvent | SessionsDecided, message_id: str) -> SessionEffect:
+    async def report(self, event: OutsideEvent | SessionsDecided, message_id: str) -> EventEffect:
         return await self._store(event, message_id)
 
     async def catch_up(self) -> None:
@@ -228,7 +228,7 @@ class SessionStream(EventLog[SessionEffect]):
             return False
         return True
 
-    async def _store(self, message: Message, message_id: str) -> SessionEffect:
+    async def _store(self, message: Message, message_id: str) -> EventEffect:
         """Publish an event and return its effect after it was read back from the stream."""
         if not self._bus.usable:
             await self._wait_for_broker()
@@ -274,6 +274,7 @@ class SessionStream(EventLog[SessionEffect]):
         self._earlier.clear()
         self.ledger.evaluated.clear()  # already reported
         log.info("sessions_read", live=len(self.ledger.live), bytes=self.position)
+        super()._finish_reading()
 
     def _set_aside(self, delivery: Delivery, error: Exception) -> None:
         reason = f"does not decode: {error}" if isinstance(error, DecodeError) else dead_letter_reason(error)
@@ -282,7 +283,7 @@ class SessionStream(EventLog[SessionEffect]):
     def _refuse(self, delivery: Delivery, reason: str) -> None:
         self.not_taken.append(RefusedMessage(delivery.offset or 0, delivery, reason))
 
-    def _apply(self, message: Message, delivery: Delivery) -> SessionEffect | None:
+    def _apply(self, message: Message, delivery: Delivery) -> EventEffect | None:
         if delivery.routing_key == EVENT:
             return self._change(message, delivery, self._counted_time(delivery))
         if delivery.routing_key == OUTSIDE:
@@ -309,7 +310,7 @@ class SessionStream(EventLog[SessionEffect]):
             self.time = max(self.time, self._clock())
         return self.time - self.paused
 
-    def _change(self, message: Message, delivery: Delivery, at: float) -> SessionEffect:
+    def _change(self, message: Message, delivery: Delivery, at: float) -> EventEffect:
         ledger = self.ledger
         match message:
             case SessionsTrained():
@@ -334,7 +335,7 @@ class SessionStream(EventLog[SessionEffect]):
                     not is_own or delivery.headers.get(BY) == OUTSIDE,
                 )
                 return ledger.apply(event)
-        return SessionEffect("new")
+        return EventEffect("new")
 
 
 def _new_mark(name: str) -> tuple[Mark, str]:

@@ -12,7 +12,6 @@ from tests.unit.gateway.serving import serving, serving_config
 from tests.waiting import until
 from trinity_mq.engines.generation.request import Completion, GenerationRequest
 from trinity_mq.engines.generation.text import TextCodec
-from trinity_mq.gateway.ledger import SessionEffect
 from trinity_mq.gateway.recorded_call import Answers
 from trinity_mq.gateway.session_store import OutsideEvent
 from trinity_mq.messages import encode
@@ -20,6 +19,7 @@ from trinity_mq.models.clients import EngineClients
 from trinity_mq.models.inference import InferenceModel
 from trinity_mq.testing import scripted
 from trinity_mq.testing.scripted import ScriptedGenerator, logprob, scripted_server
+from trinity_mq.transport.event_log import EventEffect
 
 ASK = {"messages": [{"role": "user", "content": "2+3?"}]}
 ADMIN = "an admin's secret key"
@@ -351,7 +351,7 @@ async def test_an_end_that_is_sent_again_is_no_news_and_one_that_says_more_is() 
 async def test_an_event_that_cannot_travel_is_refused_with_its_path(monkeypatch: pytest.MonkeyPatch) -> None:
     """The store of a run writes events into messages; the rules of HTTP bodies alone do not tell what fits."""
 
-    async def keep(event: OutsideEvent, message_id: str) -> SessionEffect:
+    async def keep(event: OutsideEvent, message_id: str) -> EventEffect:
         encode(event.model_copy(update={"choice": 10**30}))
         raise AssertionError("it was written")
 
