@@ -179,11 +179,13 @@ class SessionStream(EventLog):
         Raises:
             SessionsUnavailable: The messages were not read in time.
         """
-        await self._store(*_new_mark("mark"))
+        mark = Mark(nonce=uuid.uuid4().hex)
+        await self._store(mark, f"mark-{mark.nonce}")
 
     async def publish_time_mark(self) -> None:
         """Publish a mark with the current time and the paused seconds; raises the errors of :meth:`publish`."""
-        await self.publish(*_new_mark("time"))
+        mark = Mark(nonce=uuid.uuid4().hex)
+        await self.publish(mark, f"time-{mark.nonce}")
 
     async def publish(
         self,
@@ -336,12 +338,6 @@ class SessionStream(EventLog):
                 )
                 return ledger.apply(event)
         return EventEffect("new")
-
-
-def _new_mark(name: str) -> tuple[Mark, str]:
-    """Return a unique mark and its message id, which begins with ``name``."""
-    nonce = uuid.uuid4().hex
-    return Mark(nonce=nonce), f"{name}-{nonce}"
 
 
 def _check_outside(message: Message) -> None:
